@@ -1,0 +1,49 @@
+# Everything a developer or CI runs. `make demo` and `make test` work on a bare machine with Python 3.11+.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: help install demo test test-slow check format proto proto-check serve clean
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
+
+# torch goes first and alone: only its pinned version is the CPU build, and every later install then finds it there.
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q $$(grep '^torch==' constraints.txt)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	@touch $@
+
+install: $(STAMP)  ## make the virtual environment
+
+demo: $(STAMP)  ## serve six adapters at once and show what each wrote
+	$(BIN)/loraplex demo
+
+serve: $(STAMP)  ## serve a model: make serve MODEL=path-or-hub-id
+	$(BIN)/loraplex serve $(MODEL)
+
+test: $(STAMP)  ## the ordinary suite (under ten minutes on two cores)
+	$(BIN)/python -m pytest
+
+test-slow: $(STAMP)  ## the long suite
+	$(BIN)/python -m pytest -m 'slow and not gpu and not network' --timeout 1200
+
+check: $(STAMP)  ## exactly what CI runs besides the tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/buf lint
+	bash scripts/proto.sh --check
+	$(BIN)/python -m pytest tests/repo
+
+format: $(STAMP)  ## let ruff rewrite
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+proto: $(STAMP)  ## regenerate the committed *_pb2*.py
+	bash scripts/proto.sh
+
+clean:
+	rm -rf build dist .pytest_cache .ruff_cache

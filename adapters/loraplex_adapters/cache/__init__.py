@@ -1,0 +1,1 @@
+"""The adapter cache: names, keys, tiers, budgets, pins, loads in the background."""

@@ -1,0 +1,1 @@
+"""Adapter formats as found in the wild: from files to checked, kernel-ready tensors."""

@@ -1,0 +1,1 @@
+"""LoRA weights in the form that kernels read."""

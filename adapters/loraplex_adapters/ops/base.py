@@ -1,0 +1,100 @@
+"""The contract of segmented LoRA: factors by device slot, segments of rows, and what an implementation does with them.
+
+    y[start:end] += weight * scale * (x[start:end] @ a.T) @ b.T      for each segment, with its slot's factors
+
+Semantics of Punica's SGMV and BGMV (arXiv 2310.18547) in one operation, with the true rank and scale of each adapter; rows
+in no segment are not touched. Segments may overlap (several adapters on the same rows add up).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LoraFactors:
+    """The low-rank term of one adapter at one module.
+
+    Both tensors are contiguous, of one dtype and on one device. For an embedding, `in` is the vocabulary.
+    """
+
+    a: Tensor  # [rank, in]
+    b: Tensor  # [out, rank]
+    scale: float  # alpha / rank, or alpha / sqrt(rank)
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Rows `start` to `end` (exclusive) of the step use the adapter in `slot`, times `weight`."""
+
+    start: int
+    end: int
+    slot: int
+    weight: float = 1.0
+
+
+class FactorTable:
+    """One module's factors by device slot. Owned by the module that applies them; changed only between steps.
+
+    Beside the Python list it keeps what kernels read, at fixed addresses (CUDA graphs): pointers, ranks and scales.
+    A slot without factors has rank 0: the adapter leaves this module alone.
+    """
+
+    def __init__(self, num_slots: int, in_features: int, out_features: int, device: torch.device | str) -> None:
+        self.in_features = in_features
+        self.out_features = out_features
+        self.factors: list[LoraFactors | None] = [None] * num_slots
+        self.a_ptrs = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self.b_ptrs = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self.ranks = torch.zeros(num_slots, dtype=torch.int32, device=device)
+        self.scales = torch.zeros(num_slots, dtype=torch.float32, device=device)
+
+    def set(self, slot: int, factors: LoraFactors | None) -> None:
+        """Puts `factors` into `slot`, or clears it. The caller keeps the tensors alive while the slot is in use."""
+        self.factors[slot] = factors
+        self.a_ptrs[slot] = factors.a.data_ptr() if factors is not None else 0
+        self.b_ptrs[slot] = factors.b.data_ptr() if factors is not None else 0
+        self.ranks[slot] = factors.rank if factors is not None else 0
+        self.scales[slot] = factors.scale if factors is not None else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedSegments:
+    """A step's segments, once per step for all modules. `data` is the implementation's own (index tensors, groups)."""
+
+    segments: tuple[Segment, ...]
+    num_rows: int
+    data: Any = None
+
+
+class SegmentedLora(Protocol):
+    """One implementation. Stateless apart from caches of its own; safe to call for many modules of a step in turn."""
+
+    @property
+    def name(self) -> str: ...
+
+    def prepare(
+        self, segments: Sequence[Segment], num_rows: int, num_slots: int, device: torch.device
+    ) -> PreparedSegments:
+        """Builds what all modules of the step share. Host work only, no device synchronisation.
+
+        Raises ValueError on a segment outside `0..num_rows` or a slot outside `0..num_slots`.
+        """
+        ...
+
+    def apply(self, y: Tensor, x: Tensor, table: FactorTable, prepared: PreparedSegments) -> None:
+        """Adds every segment's term to `y` in place.
+
+        x [num_rows, in], y [num_rows, out], the factors' dtype; accumulation at least in float32. Deterministic.
+        `y` may be a column slice (last dimension contiguous, any row stride).
+        """
+        ...

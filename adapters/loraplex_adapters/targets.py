@@ -1,0 +1,32 @@
+"""What an adapter may change: the base model's modules, as plain data.
+
+The model's loader fills it from the loaded model; formats check an adapter against it from the file's header, before any
+memory is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class TargetModule:
+    """One module of the base model. `path` is its name in `named_modules()` of the causal language model."""
+
+    path: str
+    kind: Literal["linear", "embedding"]
+    in_features: int  # of an embedding: the vocabulary
+    out_features: int
+    is_conv1d: bool = False  # GPT-2's Conv1D keeps its weight transposed (fan_in_fan_out)
+
+
+@dataclass(frozen=True, slots=True)
+class BaseTargets:
+    """Everything that formats need to know of the base model."""
+
+    modules: Mapping[str, TargetModule]
+    model_id: str
+    dtype: str  # of the kernel-ready weights: "float64", "float32", "bfloat16", "float16"
+    max_rank: int

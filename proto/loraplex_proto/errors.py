@@ -1,0 +1,298 @@
+"""Every error that a user can cause, as one typed tree.
+
+Each class names its gRPC code and its `google.rpc.ErrorInfo` reason; the message says what to do. Errors are plain data:
+they pickle, so that the engine's process can hand them to the one that speaks gRPC (`status.py` maps them to the wire).
+Imports nothing beyond the standard library, because the engine runs without gRPC.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import IntEnum
+from typing import Any, ClassVar
+
+
+class Code(IntEnum):
+    """gRPC status codes, by number (https://grpc.io/docs/guides/status-codes/)."""
+
+    OK = 0
+    CANCELLED = 1
+    UNKNOWN = 2
+    INVALID_ARGUMENT = 3
+    DEADLINE_EXCEEDED = 4
+    NOT_FOUND = 5
+    ALREADY_EXISTS = 6
+    PERMISSION_DENIED = 7
+    RESOURCE_EXHAUSTED = 8
+    FAILED_PRECONDITION = 9
+    ABORTED = 10
+    OUT_OF_RANGE = 11
+    UNIMPLEMENTED = 12
+    INTERNAL = 13
+    UNAVAILABLE = 14
+    DATA_LOSS = 15
+    UNAUTHENTICATED = 16
+
+
+class LoraplexError(Exception):
+    """Base of the tree. `field` names the request field at fault, `resource` the thing that is missing or full,
+    `retry_after_s` when another try makes sense, `metadata` further strings for ErrorInfo."""
+
+    code: ClassVar[Code] = Code.INTERNAL
+    reason: ClassVar[str] = "INTERNAL"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        field: str | None = None,
+        resource: str | None = None,
+        retry_after_s: float | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.field = field
+        self.resource = resource
+        self.retry_after_s = retry_after_s
+        self.metadata: dict[str, str] = dict(metadata or {})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        state = {
+            "field": self.field,
+            "resource": self.resource,
+            "retry_after_s": self.retry_after_s,
+            "metadata": self.metadata,
+        }
+        return (_rebuild, (type(self), self.message, state))
+
+
+def _rebuild(cls: type[LoraplexError], message: str, state: dict[str, Any]) -> LoraplexError:
+    return cls(message, **state)
+
+
+# --- the request is wrong -------------------------------------------------------------------------------------------
+
+
+class InvalidArgument(LoraplexError):
+    """A field of the request has a value that no server state could make valid."""
+
+    code = Code.INVALID_ARGUMENT
+    reason = "INVALID_ARGUMENT"
+
+
+class InvalidAdapterId(InvalidArgument):
+    """An adapter id that is not a plain name: ids are never paths or addresses."""
+
+    reason = "INVALID_ADAPTER_ID"
+
+
+class ContextLengthExceeded(InvalidArgument):
+    """The prompt leaves no room in the model's context."""
+
+    reason = "CONTEXT_LENGTH_EXCEEDED"
+
+
+class Unimplemented(LoraplexError):
+    """A field that the wire has and this server does not do yet; never silently ignored."""
+
+    code = Code.UNIMPLEMENTED
+    reason = "UNIMPLEMENTED"
+
+
+class Unauthenticated(LoraplexError):
+    """No credential, or one that is not known."""
+
+    code = Code.UNAUTHENTICATED
+    reason = "UNAUTHENTICATED"
+
+
+class PermissionDenied(LoraplexError):
+    """A known credential that may not do this."""
+
+    code = Code.PERMISSION_DENIED
+    reason = "PERMISSION_DENIED"
+
+
+# --- the adapter is missing or unusable -----------------------------------------------------------------------------
+
+
+class AdapterNotFound(LoraplexError):
+    """No adapter of that name for this tenant. Somebody else's adapter is answered in the same way."""
+
+    code = Code.NOT_FOUND
+    reason = "ADAPTER_NOT_FOUND"
+
+
+class FailedPrecondition(LoraplexError):
+    """The server's state does not allow this request, whenever it is sent."""
+
+    code = Code.FAILED_PRECONDITION
+    reason = "FAILED_PRECONDITION"
+
+
+class NoChatTemplate(FailedPrecondition):
+    """The base model's tokenizer has no chat template."""
+
+    reason = "NO_CHAT_TEMPLATE"
+
+
+class UnsupportedModel(FailedPrecondition):
+    """A base model that cannot be served rightly; raised while loading it."""
+
+    reason = "UNSUPPORTED_MODEL"
+
+
+class AdapterInvalid(FailedPrecondition):
+    """Files that are not a well-formed adapter: malformed safetensors, missing or unusable configuration."""
+
+    reason = "ADAPTER_INVALID"
+
+
+class AdapterUnsupported(AdapterInvalid):
+    """A well-formed adapter of a kind that is not served (yet); the message names the kind."""
+
+    reason = "ADAPTER_UNSUPPORTED"
+
+
+class UnsafeFormat(AdapterInvalid):
+    """Weights in a pickle, which could run code."""
+
+    reason = "UNSAFE_FORMAT"
+
+
+class RankLimit(AdapterInvalid):
+    """A rank above the server's --max-lora-rank."""
+
+    reason = "RANK_LIMIT"
+
+
+class ShapeMismatch(AdapterInvalid):
+    """A tensor whose shape does not fit the base model's module."""
+
+    reason = "SHAPE_MISMATCH"
+
+
+class BaseMismatch(AdapterInvalid):
+    """An adapter made for another base model: modules that this one does not have."""
+
+    reason = "BASE_MISMATCH"
+
+
+class NonFinite(AdapterInvalid):
+    """NaN or Inf among the weights."""
+
+    reason = "NON_FINITE"
+
+
+# --- the server cannot, at the moment -------------------------------------------------------------------------------
+
+
+class ResourceExhausted(LoraplexError):
+    """Something is full; `retry_after_s` says when to try again."""
+
+    code = Code.RESOURCE_EXHAUSTED
+    reason = "RESOURCE_EXHAUSTED"
+
+
+class QueueFull(ResourceExhausted):
+    """More requests wait than the server admits."""
+
+    reason = "QUEUE_FULL"
+
+
+class AdapterMemoryFull(ResourceExhausted):
+    """The adapter does not fit the byte budget even when everything that can go is gone."""
+
+    reason = "ADAPTER_MEMORY_FULL"
+
+
+class AdapterLoadsBusy(ResourceExhausted):
+    """Too many adapter loads are waiting already."""
+
+    reason = "ADAPTER_LOADS_BUSY"
+
+
+class DiskFull(ResourceExhausted):
+    """No room in the adapter store."""
+
+    reason = "DISK_FULL"
+
+
+class OutOfMemory(ResourceExhausted):
+    """This request's step did not fit the memory; others go on."""
+
+    reason = "OUT_OF_MEMORY"
+
+
+class ClientTooSlow(ResourceExhausted):
+    """The reader left more unread than the server buffers."""
+
+    reason = "CLIENT_TOO_SLOW"
+
+
+class Unavailable(LoraplexError):
+    """Not now; another try, perhaps elsewhere, can succeed."""
+
+    code = Code.UNAVAILABLE
+    reason = "UNAVAILABLE"
+
+
+class Draining(Unavailable):
+    """The server is shutting down and takes no new work."""
+
+    reason = "DRAINING"
+
+
+class NoWorker(Unavailable):
+    """The router knows no healthy worker."""
+
+    reason = "NO_HEALTHY_WORKER"
+
+
+class WorkerLost(Unavailable):
+    """The worker went away in the middle of the stream."""
+
+    reason = "WORKER_LOST"
+
+
+class EngineLost(Unavailable):
+    """The worker's engine process ended."""
+
+    reason = "ENGINE_LOST"
+
+
+class SourceUnavailable(Unavailable):
+    """The adapter's source (Hub, directory) does not answer."""
+
+    reason = "SOURCE_UNAVAILABLE"
+
+
+class DeadlineExceeded(LoraplexError):
+    """The request's deadline passed, or had passed on arrival."""
+
+    code = Code.DEADLINE_EXCEEDED
+    reason = "DEADLINE_EXCEEDED"
+
+
+class Cancelled(LoraplexError):
+    """The client went away or cancelled."""
+
+    code = Code.CANCELLED
+    reason = "CANCELLED"
+
+
+class Internal(LoraplexError):
+    """A bug. Carries an opaque id that the server's log explains; never a traceback or a path."""
+
+    code = Code.INTERNAL
+    reason = "INTERNAL"
+
+
+def _leaves(cls: type[LoraplexError]) -> list[type[LoraplexError]]:
+    return [cls, *(leaf for sub in cls.__subclasses__() for leaf in _leaves(sub))]
+
+
+def by_reason() -> dict[str, type[LoraplexError]]:
+    """Reason -> class, for whoever rebuilds a typed error from the wire. Reasons are unique (a test holds it)."""
+    return {cls.reason: cls for cls in _leaves(LoraplexError) if cls is not LoraplexError}
