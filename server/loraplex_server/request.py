@@ -1,0 +1,73 @@
+"""A request as the engine sees it: validated plain data, picklable, free of protobuf and of tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn. Order of application is that of Transformers' `generate()`: bias, penalties, temperature,
+    top-k, top-p, min-p."""
+
+    temperature: float = 0.0  # 0: greedy
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    seed: int = 0  # always set: the service draws one where the client did not
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StoppingParams:
+    """When a completion ends. Stop *strings* are the detokenizer's: tokens know no text."""
+
+    max_tokens: int  # always set: the service fills in what is left of the context
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    include_stop: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OutputParams:
+    """What is reported besides the tokens."""
+
+    logprobs: bool = False
+    top_logprobs: int = 0
+    prompt_logprobs: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One accepted request of `n` completions. Times are seconds of `time.monotonic()`, which processes share."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    stopping: StoppingParams
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    output: OutputParams = field(default_factory=OutputParams)
+    adapter_id: str = ""
+    tenant: str = "default"
+    cache_salt: str = ""
+    n: int = 1
+    priority: int = 0
+    arrival_s: float = 0.0
+    deadline_s: float | None = None
+
+
+def seed_of_completion(seed: int, index: int) -> int:
+    """The seed of completion `index`: the request's own for the first, well apart for the others (golden ratio step)."""
+    return (seed + index * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
