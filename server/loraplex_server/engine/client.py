@@ -1,0 +1,285 @@
+"""The asyncio side of the engine's pipe.
+
+Owns the pipe, the process and the streams of the requests that are under way. Everything here runs on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import multiprocessing
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from loraplex_adapters.cache.api import AdapterInfo, CacheUsage
+from loraplex_proto.errors import ClientTooSlow, EngineLost, Internal, LoraplexError
+from loraplex_server.config import EngineConfig
+from loraplex_server.engine.messages import (
+    Abandon,
+    AdapterCommand,
+    Batch,
+    Cancel,
+    Command,
+    FromEngine,
+    LoadNumbers,
+    ModelInfo,
+    Ready,
+    Reply,
+    Shutdown,
+    StartFailed,
+    Starting,
+    StopCompletion,
+    Stopped,
+    Submit,
+)
+from loraplex_server.engine.process import EngineBuilder, engine_process
+from loraplex_server.events import CompletionEnd, Event, RequestFailed, Tokens
+from loraplex_server.request import Request
+
+log = logging.getLogger(__name__)
+
+AdapterVerb = Literal["load", "unload", "get", "list"]
+
+
+class RequestStream:
+    """One request's events, in order. Bounded: a reader that falls too far behind loses the request, not the engine."""
+
+    def __init__(self, request: Request, client: EngineClient, max_unread_tokens: int) -> None:
+        self.request = request
+        self._client = client
+        self._max_unread_tokens = max_unread_tokens
+        self._num_unread_tokens = 0
+        self._events: list[Event] = []
+        self._ready = asyncio.Event()
+        self._num_open = request.n
+        self.is_over = False
+
+    def push(self, event: Event) -> None:
+        if self.is_over:
+            return
+        match event:
+            case Tokens():
+                self._num_unread_tokens += len(event.token_ids)
+                if self._num_unread_tokens > self._max_unread_tokens:
+                    self._client.cancel(self, _too_slow(self._max_unread_tokens))
+                    return
+            case CompletionEnd():
+                self._num_open -= 1
+                self.is_over = self._num_open == 0
+            case RequestFailed():
+                self.is_over = True
+            case _:
+                pass
+        self._events.append(event)
+        self._ready.set()
+
+    async def next(self) -> list[Event]:
+        """Waits for news and returns all there is: what piled up while the reader was busy comes together."""
+        await self._ready.wait()
+        self._ready.clear()
+        events, self._events = self._events, []
+        self._num_unread_tokens = 0
+        return events
+
+
+def _too_slow(limit: int) -> ClientTooSlow:
+    return ClientTooSlow(f"more than {limit} tokens were left unread; read the stream faster or ask for fewer at a time")
+
+
+@dataclass
+class EngineState:
+    """What the engine last said of itself."""
+
+    load: LoadNumbers
+    resident: tuple[AdapterInfo, ...] = ()
+    usage: CacheUsage | None = None
+
+
+class EngineClient:
+    """Starts an engine, submits requests, routes its events. `lost` is set when the engine ends unasked."""
+
+    def __init__(self, config: EngineConfig, *, max_unread_tokens: int = 16384) -> None:
+        self._config = config
+        self._max_unread_tokens = max_unread_tokens
+        self._streams: dict[str, RequestStream] = {}
+        self._operations: dict[int, asyncio.Future[tuple[AdapterInfo, ...]]] = {}
+        self._operation_ids = itertools.count(1)
+        self._conn: Any = None
+        self._worker: Any = None
+        self._stopping = False
+        self._started: asyncio.Future[ModelInfo] | None = None
+        self._on_progress: Callable[[str], None] = lambda text: None
+        self.lost = asyncio.Event()
+        self.changed = asyncio.Event()  # set whenever `state` changes; whoever waits clears it
+        self.state = EngineState(LoadNumbers())
+        self.integrity = ""
+
+    async def start(
+        self,
+        on_progress: Callable[[str], None] = lambda text: None,
+        *,
+        inline: bool = False,
+        builder: EngineBuilder | None = None,
+    ) -> ModelInfo:
+        """Starts the engine in a process of its own (`inline`: in a thread, for tests) and waits until it is ready.
+
+        Raises what the engine's start raised.
+        """
+        self._on_progress = on_progress
+        context = multiprocessing.get_context("spawn")
+        self._conn, theirs = context.Pipe(duplex=True)
+        args = (theirs, self._config, builder)
+        if inline:
+            self._worker = threading.Thread(target=engine_process, args=args, name="engine", daemon=True)
+            self._worker.start()
+        else:
+            self._worker = context.Process(target=engine_process, args=args, name="loraplex-engine", daemon=True)
+            self._worker.start()
+            theirs.close()
+        loop = asyncio.get_running_loop()
+        self._started = loop.create_future()
+        loop.add_reader(self._conn.fileno(), self._on_readable)
+        return await self._started
+
+    @property
+    def pid(self) -> int | None:
+        """The engine's process id; None when it runs inline."""
+        return getattr(self._worker, "pid", None)
+
+    def submit(self, request: Request) -> RequestStream:
+        """Hands the request over; its id must not be in use. Raises EngineLost."""
+        assert request.request_id not in self._streams, "request ids are unique while in use"
+        self._check_alive()
+        stream = RequestStream(request, self, self._max_unread_tokens)
+        self._streams[request.request_id] = stream
+        self._send(Submit(request))
+        return stream
+
+    def cancel(self, stream: RequestStream, error: LoraplexError) -> None:
+        """Ends the request. The stream's reader gets `error` at once; the engine frees what it held."""
+        if stream.is_over:
+            self._streams.pop(stream.request.request_id, None)
+            return
+        self._streams.pop(stream.request.request_id, None)
+        self._send(Cancel(stream.request.request_id, error))
+        stream.push(RequestFailed(stream.request.request_id, error))
+
+    def stop_completion(self, stream: RequestStream, index: int) -> None:
+        """A stop string was met in completion `index`."""
+        self._send(StopCompletion(stream.request.request_id, index))
+
+    async def adapters(
+        self, verb: AdapterVerb, adapter_id: str = "", *, pin: bool = False, include_unloaded: bool = False
+    ) -> tuple[AdapterInfo, ...]:
+        """One operation on the adapter cache. Raises its typed error."""
+        self._check_alive()
+        operation_id = next(self._operation_ids)
+        future: asyncio.Future[tuple[AdapterInfo, ...]] = asyncio.get_running_loop().create_future()
+        self._operations[operation_id] = future
+        self._send(AdapterCommand(operation_id, verb, adapter_id, pin, include_unloaded))
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._send(Abandon(operation_id))
+            raise
+        finally:
+            self._operations.pop(operation_id, None)
+
+    async def stop(self, timeout_s: float = 10.0) -> None:
+        """Ends the engine; requests still under way fail as Draining."""
+        if self._worker is None:
+            return
+        self._stopping = True
+        self._send(Shutdown())
+        try:
+            await asyncio.wait_for(self.lost.wait(), timeout_s)
+        except TimeoutError:
+            log.warning("the engine did not end within %.0f s; killing it", timeout_s)
+            if hasattr(self._worker, "kill"):
+                self._worker.kill()
+        await asyncio.to_thread(self._worker.join, timeout_s)
+        self._worker = None
+
+    def _check_alive(self) -> None:
+        if self.lost.is_set():
+            raise EngineLost("this worker's engine has ended; try another worker", retry_after_s=1.0)
+
+    def _send(self, command: Command) -> None:
+        try:
+            self._conn.send(command)
+        except (BrokenPipeError, OSError):
+            self._on_lost()
+
+    def _on_readable(self) -> None:
+        try:
+            # Everything that has arrived, so that a burst costs one wake-up.
+            while self._conn.poll():
+                self._on_message(self._conn.recv())
+        except (EOFError, OSError):
+            self._on_lost()
+
+    def _on_message(self, message: FromEngine) -> None:
+        match message:
+            case Batch():
+                self._on_batch(message)
+            case Starting(text):
+                self._on_progress(text)
+            case Ready(info):
+                if self._started is not None and not self._started.done():
+                    self._started.set_result(info)
+            case StartFailed(error):
+                if self._started is not None and not self._started.done():
+                    self._started.set_exception(error)
+                else:
+                    log.error("the engine ended: %s", error)
+            case Stopped(integrity):
+                self.integrity = integrity
+                if integrity:
+                    log.error("the engine ended with something unaccounted for: %s", integrity)
+
+    def _on_batch(self, batch: Batch) -> None:
+        for event in batch.events:
+            stream = self._streams.get(event.request_id)
+            if stream is None:
+                continue  # cancelled here already; the engine's last words on it
+            stream.push(event)
+            if stream.is_over:
+                self._streams.pop(event.request_id, None)
+        for reply in batch.replies:
+            self._on_reply(reply)
+        self.state.load = batch.load
+        if batch.resident is not None:
+            self.state.resident = batch.resident
+        if batch.usage is not None:
+            self.state.usage = batch.usage
+        self.changed.set()
+
+    def _on_reply(self, reply: Reply) -> None:
+        future = self._operations.get(reply.operation_id)
+        if future is None or future.done():
+            return
+        if reply.error is not None:
+            future.set_exception(reply.error)
+        else:
+            future.set_result(reply.adapters)
+
+    def _on_lost(self) -> None:
+        if self.lost.is_set():
+            return
+        asyncio.get_running_loop().remove_reader(self._conn.fileno())
+        self._conn.close()
+        self.lost.set()
+        error = EngineLost("this worker's engine ended unexpectedly; try again, another worker will take it")
+        if not self._stopping:
+            log.error("the engine's process is gone; %d requests fail", len(self._streams))
+        for stream in list(self._streams.values()):
+            stream.push(RequestFailed(stream.request.request_id, error))
+        self._streams.clear()
+        for future in self._operations.values():
+            if not future.done():
+                future.set_exception(error)
+        if self._started is not None and not self._started.done():
+            self._started.set_exception(Internal("the engine's process ended while it was starting; its log says why"))

@@ -1,0 +1,114 @@
+"""Runs an engine behind a pipe: commands in, one batch of events per turn out.
+
+The loop's thread never touches the pipe. A reader thread fills the inbox and a writer thread empties the outbox, so that
+neither a slow front end nor pickling stands between two steps. Owns inbox, outbox and the two threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import signal
+import threading
+from collections.abc import Callable
+
+from loraplex_proto.errors import Internal, LoraplexError
+from loraplex_server.config import EngineConfig
+from loraplex_server.engine.core import Engine
+from loraplex_server.engine.messages import (
+    Command,
+    Connection,
+    FromEngine,
+    Ready,
+    Shutdown,
+    Starting,
+    StartFailed,
+    Stopped,
+    Wake,
+)
+
+log = logging.getLogger(__name__)
+
+# What builds the engine: given the configuration, a way to report progress and a way to wake the loop.
+EngineBuilder = Callable[[EngineConfig, Callable[[str], None], Callable[[], None]], Engine]
+
+
+def engine_process(conn: Connection, config: EngineConfig, builder: EngineBuilder | None = None) -> None:
+    """Entry point of the spawned process."""
+    # Ctrl-C reaches the whole process group; the front end decides when the engine ends.
+    with contextlib.suppress(ValueError):  # not the main thread: inline in a test
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # A front end that is gone shows as the end of the pipe; SIGTERM aimed at the group is not ours to act on.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if builder is None:
+        from loraplex_server.engine.build import build_engine as builder
+    serve_engine(conn, config, builder)
+
+
+def serve_engine(conn: Connection, config: EngineConfig, builder: EngineBuilder) -> None:
+    """Builds the engine, then turns it until Shutdown or until the other end of the pipe is gone."""
+    inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+    outbox: queue.SimpleQueue[FromEngine | None] = queue.SimpleQueue()
+    writer = threading.Thread(target=_write, args=(conn, outbox), name="engine-writer", daemon=True)
+    writer.start()
+    engine: Engine | None = None
+    try:
+        engine = builder(config, lambda text: outbox.put(Starting(text)), lambda: inbox.put(Wake()))
+        outbox.put(Ready(engine.info))
+        threading.Thread(target=_read, args=(conn, inbox), name="engine-reader", daemon=True).start()
+        _loop(engine, inbox, outbox)
+    except LoraplexError as error:
+        outbox.put(StartFailed(error))
+    except Exception:
+        log.exception("the engine ended on an unexpected error")
+        outbox.put(StartFailed(Internal("the engine could not go on; its log says why")))
+    finally:
+        if engine is not None:
+            engine.close()
+            outbox.put(Stopped(engine.integrity_report()))
+        outbox.put(None)
+        writer.join(timeout=10)
+        with contextlib.suppress(OSError):
+            conn.close()
+
+
+def _loop(engine: Engine, inbox: queue.SimpleQueue[Command], outbox: queue.SimpleQueue[FromEngine | None]) -> None:
+    while True:
+        timeout_s = 0.0 if engine.can_step else engine.idle_timeout_s()
+        for command in _take(inbox, timeout_s):
+            if isinstance(command, Shutdown):
+                outbox.put(engine.abort_all())
+                return
+            engine.handle(command)
+        batch = engine.turn()
+        if batch is not None:
+            outbox.put(batch)
+
+
+def _take(inbox: queue.SimpleQueue[Command], timeout_s: float | None) -> list[Command]:
+    """Everything in the inbox; waits up to `timeout_s` for the first (None: for ever)."""
+    commands: list[Command] = []
+    try:
+        if timeout_s is None or timeout_s > 0:
+            commands.append(inbox.get(timeout=timeout_s))
+        while True:
+            commands.append(inbox.get_nowait())
+    except queue.Empty:
+        return commands
+
+
+def _read(conn: Connection, inbox: queue.SimpleQueue[Command]) -> None:
+    try:
+        while True:
+            inbox.put(conn.recv())
+    except (EOFError, OSError):
+        inbox.put(Shutdown())
+
+
+def _write(conn: Connection, outbox: queue.SimpleQueue[FromEngine | None]) -> None:
+    while (message := outbox.get()) is not None:
+        try:
+            conn.send(message)
+        except (BrokenPipeError, OSError):
+            return  # the front end is gone; the reader sees it too and ends the loop
