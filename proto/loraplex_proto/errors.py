@@ -1,8 +1,8 @@
 """Every error that a user can cause, as one typed tree.
 
-Each class names its gRPC code and its `google.rpc.ErrorInfo` reason; the message says what to do. Errors are plain data:
-they pickle, so that the engine's process can hand them to the one that speaks gRPC (`status.py` maps them to the wire).
-Imports nothing beyond the standard library, because the engine runs without gRPC.
+Each class names its gRPC code and its `google.rpc.ErrorInfo` reason; the message says what to do. Errors are plain
+data: they pickle, so that the engine's process can hand them to the one that speaks gRPC (`status.py` maps them to the
+wire). Imports nothing beyond the standard library, because the engine runs without gRPC.
 """
 
 from __future__ import annotations
@@ -56,6 +56,16 @@ class LoraplexError(Exception):
         self.resource = resource
         self.retry_after_s = retry_after_s
         self.metadata: dict[str, str] = dict(metadata or {})
+
+    @property
+    def retry_after(self) -> float | None:
+        """Seconds; the same as `retry_after_s`."""
+        return self.retry_after_s
+
+    @property
+    def request_id(self) -> str | None:
+        """The request that failed, where it is known; the server's log has the same id."""
+        return self.metadata.get("request_id")
 
     def __reduce__(self) -> tuple[Any, ...]:
         state = {
