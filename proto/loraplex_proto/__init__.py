@@ -2,3 +2,5 @@
 
 Knows nothing of models, batches or adapters' weights, and never imports torch.
 """
+
+__version__ = "0.1.0"

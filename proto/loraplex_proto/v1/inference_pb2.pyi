@@ -65,7 +65,7 @@ class GenerateRequest(google.protobuf.message.Message):
     adapter_id: builtins.str
     """A name under the server's adapter root. Empty: the base model. Never a path."""
     n: builtins.int
-    """Completions of the same prompt, from one prefill. 0 means 1."""
+    """Completions of the same prompt, from one prefill. 0 means 1; 64 at most."""
     priority: builtins.int
     """Higher is served first. 0 is the default; -100 to 100."""
     request_id: builtins.str
@@ -136,7 +136,9 @@ class Chat(google.protobuf.message.Message):
     omit_generation_prompt: builtins.bool
     """Do not open the assistant's turn after the last message."""
     @property
-    def messages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ChatMessage]: ...
+    def messages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
+        """1 to 4096."""
+
     def __init__(
         self,
         *,
@@ -154,7 +156,7 @@ class ChatMessage(google.protobuf.message.Message):
     ROLE_FIELD_NUMBER: builtins.int
     CONTENT_FIELD_NUMBER: builtins.int
     role: builtins.str
-    """"system", "user", "assistant", or what else the base model's chat template knows."""
+    """"system", "user", "assistant", or what else the base model's chat template knows. [A-Za-z0-9_-], 64 at most."""
     content: builtins.str
     def __init__(
         self,
@@ -216,15 +218,15 @@ class Sampling(google.protobuf.message.Message):
     SEED_FIELD_NUMBER: builtins.int
     LOGIT_BIAS_FIELD_NUMBER: builtins.int
     temperature: builtins.float
-    """0 is greedy. Default 0."""
+    """0 is greedy, otherwise 0.00001 to 100. Default 0."""
     top_k: builtins.int
-    """Keep the k most likely tokens; 0 keeps all. Default 0."""
+    """Keep the k most likely tokens; 0 keeps all, and so does more than there are. Default 0."""
     top_p: builtins.float
     """Keep the smallest set whose probability reaches p, 0 < p <= 1. Default 1."""
     min_p: builtins.float
     """Drop tokens below p times the most likely one's probability, 0 <= p <= 1. Default 0."""
     repetition_penalty: builtins.float
-    """Divides (positive) or multiplies (negative) logits of tokens seen in prompt or output, > 0. Default 1."""
+    """Divides (positive) or multiplies (negative) logits of tokens seen in prompt or output, 0.01 to 100. Default 1."""
     frequency_penalty: builtins.float
     """Subtracted per occurrence in the output, -2 to 2. Default 0."""
     presence_penalty: builtins.float
@@ -280,19 +282,23 @@ class Stopping(google.protobuf.message.Message):
     IGNORE_EOS_FIELD_NUMBER: builtins.int
     INCLUDE_STOP_FIELD_NUMBER: builtins.int
     max_tokens: builtins.int
-    """New tokens at most. Default: what is left of the context."""
+    """New tokens at most, 1 or more and no more than the context has. Default: what is left of the context, which
+    ends the text in any case.
+    """
     min_tokens: builtins.int
-    """No end of sequence, stop token or stop string before this many new tokens."""
+    """No end of sequence, stop token or stop string before this many new tokens; not above max_tokens."""
     ignore_eos: builtins.bool
     """Go on past the model's end-of-sequence tokens."""
     include_stop: builtins.bool
     """Leave the stop string that was met in the text."""
     @property
     def stop(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """The text ends before the first of these strings. 16 at most, 256 bytes each."""
+        """The text ends before the first of these strings. 16 at most, 1 to 256 bytes each."""
 
     @property
-    def stop_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def stop_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """128 at most."""
+
     def __init__(
         self,
         *,
@@ -326,7 +332,7 @@ class Speculation(google.protobuf.message.Message):
     MAX_DRAFT_TOKENS_FIELD_NUMBER: builtins.int
     FIXED_LENGTH_FIELD_NUMBER: builtins.int
     off: builtins.bool
-    """true: no speculation for this request."""
+    """true: no speculation for this request. false is refused: leave the field out instead."""
     auto: builtins.bool
     """true: the engine picks by what is loaded and what has been accepted."""
     max_draft_tokens: builtins.int

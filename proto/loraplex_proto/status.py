@@ -1,0 +1,222 @@
+"""Between the typed errors and gRPC's wire: `google.rpc.Status` with its standard details, both ways.
+
+Owns how an error travels (which detail carries which attribute, how long a message may get) and what becomes of an
+exception that is not one of ours. Knows nothing of the calls that fail.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Iterable
+from typing import Any, Final, NoReturn, cast
+
+import grpc
+import grpc.aio
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.message import DecodeError, Message
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from loraplex_proto import errors
+from loraplex_proto.errors import Code, LoraplexError
+
+DOMAIN: Final = "loraplex.dev"
+DETAILS_KEY: Final = "grpc-status-details-bin"
+
+# A status travels in HTTP/2 trailers, which gRPC bounds at 8 KiB by default; a longer error would arrive as another.
+MAX_MESSAGE_BYTES: Final = 1024
+MAX_METADATA_BYTES: Final = 1024
+
+log = logging.getLogger(__name__)
+
+# For statuses that carry no reason of ours: a proxy's, the transport's own, another server's.
+_BY_CODE: Final[dict[Code, type[LoraplexError]]] = {
+    Code.CANCELLED: errors.Cancelled,
+    Code.INVALID_ARGUMENT: errors.InvalidArgument,
+    Code.OUT_OF_RANGE: errors.InvalidArgument,
+    Code.DEADLINE_EXCEEDED: errors.DeadlineExceeded,
+    Code.NOT_FOUND: errors.AdapterNotFound,  # nothing else can be missing here
+    Code.PERMISSION_DENIED: errors.PermissionDenied,
+    Code.RESOURCE_EXHAUSTED: errors.ResourceExhausted,
+    Code.FAILED_PRECONDITION: errors.FailedPrecondition,
+    Code.ABORTED: errors.Unavailable,
+    Code.UNIMPLEMENTED: errors.Unimplemented,
+    Code.UNAVAILABLE: errors.Unavailable,
+    Code.UNAUTHENTICATED: errors.Unauthenticated,
+}
+
+
+# --- to the wire ----------------------------------------------------------------------------------------------------
+
+
+def as_typed(error: BaseException) -> LoraplexError:
+    """`error` itself where it is one of ours. Anything else is a bug: it is logged under an opaque id, and the Internal
+    that is returned says that id and nothing else."""
+    if isinstance(error, LoraplexError):
+        return error
+    error_id = uuid.uuid4().hex[:12]
+    log.error("internal error %s", error_id, exc_info=error)
+    return errors.Internal(f"internal error {error_id}; the server's log says more", metadata={"error_id": error_id})
+
+
+def to_status(error: BaseException) -> status_pb2.Status:
+    """The error as a `google.rpc.Status`: ErrorInfo always, the other details where the error has what they carry."""
+    typed = as_typed(error)
+    message = _bounded(typed.message, MAX_MESSAGE_BYTES)
+    status = status_pb2.Status(code=int(typed.code), message=message)
+    for detail in _details(typed, message):
+        packed = AnyMessage()
+        packed.Pack(detail)
+        status.details.append(packed)
+    return status
+
+
+def _details(error: LoraplexError, message: str) -> Iterable[Message]:
+    metadata = dict(error.metadata)
+    request_id = metadata.pop("request_id", "")
+    yield error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=_bounded_metadata(metadata))
+    if request_id:
+        yield error_details_pb2.RequestInfo(request_id=_bounded(request_id, 256))
+    if error.field is not None:
+        violation = error_details_pb2.BadRequest.FieldViolation(field=_bounded(error.field, 256))
+        yield error_details_pb2.BadRequest(field_violations=[violation])
+    if error.resource is not None:
+        resource = _bounded(error.resource, 256)
+        if isinstance(error, errors.ResourceExhausted):
+            subject = error_details_pb2.QuotaFailure.Violation(subject=resource, description=message[:256])
+            yield error_details_pb2.QuotaFailure(violations=[subject])
+        else:
+            kind = "adapter" if isinstance(error, (errors.AdapterNotFound, errors.AdapterInvalid)) else ""
+            yield error_details_pb2.ResourceInfo(resource_type=kind, resource_name=resource)
+    if error.retry_after_s is not None:
+        info = error_details_pb2.RetryInfo()
+        info.retry_delay.FromNanoseconds(round(max(error.retry_after_s, 0.0) * 1e9))
+        yield info
+
+
+def _bounded(text: str, max_bytes: int) -> str:
+    """At most `max_bytes` of UTF-8, whole characters, and nothing that could not be encoded."""
+    raw = text.encode("utf-8", "replace")
+    if len(raw) <= max_bytes:
+        return raw.decode()
+    return raw[: max_bytes - 3].decode("utf-8", "ignore") + "..."
+
+
+def _bounded_metadata(metadata: dict[str, str]) -> dict[str, str]:
+    """As many entries as fit, in their order."""
+    kept: dict[str, str] = {}
+    room = MAX_METADATA_BYTES
+    for key, value in metadata.items():
+        key, value = _bounded(key, 64), _bounded(value, 256)
+        room -= len(key.encode()) + len(value.encode())
+        if room < 0:
+            break
+        kept[key] = value
+    return kept
+
+
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BaseException) -> NoReturn:
+    """Ends the call with `error`. Cancellation, and a call that was aborted already, go on as they came."""
+    if isinstance(error, (asyncio.CancelledError, grpc.aio.AbortError)):
+        raise error
+    status = rpc_status.to_status(to_status(error))
+    await context.abort(status.code, status.details, status.trailing_metadata)
+    raise AssertionError("abort returned")
+
+
+# --- from the wire --------------------------------------------------------------------------------------------------
+
+
+def from_rpc_error(error: grpc.RpcError) -> LoraplexError:
+    """The typed error that the server raised, or the nearest one where the status is not one of ours.
+
+    Never fails: what arrives may come from any server or proxy.
+    """
+    call = cast("grpc.Call", error)  # what a client catches is both, and so is grpc.aio's AioRpcError
+    code = _code(cast("tuple[int, str]", call.code().value)[0])
+    message = call.details() or f"the call ended with {code.name} and no message"
+    status = _status_in(call.trailing_metadata() or ())
+    if status is None or status.code != code:
+        return _foreign(code, message, reason="")
+    return from_status(status)
+
+
+def from_status(status: status_pb2.Status) -> LoraplexError:
+    """Rebuilds the error from the details; the class by ErrorInfo's reason."""
+    reason, metadata = "", dict[str, str]()
+    field: str | None = None
+    resource: str | None = None
+    retry_after_s: float | None = None
+    for detail in _unpacked(status):
+        match detail:
+            case error_details_pb2.ErrorInfo() if detail.domain == DOMAIN:
+                reason = detail.reason
+                metadata.update(detail.metadata)
+            case error_details_pb2.RequestInfo():
+                metadata["request_id"] = detail.request_id
+            case error_details_pb2.BadRequest() if detail.field_violations:
+                field = detail.field_violations[0].field
+            case error_details_pb2.QuotaFailure() if detail.violations:
+                resource = detail.violations[0].subject
+            case error_details_pb2.ResourceInfo():
+                resource = detail.resource_name
+            case error_details_pb2.RetryInfo():
+                retry_after_s = detail.retry_delay.ToNanoseconds() / 1e9
+            case _:
+                pass
+    cls = errors.by_reason().get(reason)
+    if cls is None or int(cls.code) != status.code:
+        rebuilt = _foreign(_code(status.code), status.message, reason)
+        metadata = {**metadata, **rebuilt.metadata}
+        cls = type(rebuilt)
+    return cls(status.message, field=field, resource=resource, retry_after_s=retry_after_s, metadata=metadata)
+
+
+_DETAIL_TYPES: Final = (
+    error_details_pb2.ErrorInfo,
+    error_details_pb2.RequestInfo,
+    error_details_pb2.BadRequest,
+    error_details_pb2.QuotaFailure,
+    error_details_pb2.ResourceInfo,
+    error_details_pb2.RetryInfo,
+)
+
+
+def _unpacked(status: status_pb2.Status) -> Iterable[Message]:
+    """The details that are known and well-formed."""
+    for packed in status.details:
+        for cls in _DETAIL_TYPES:
+            if packed.TypeName() == cls.DESCRIPTOR.full_name:
+                detail = cls()
+                try:
+                    packed.Unpack(detail)
+                except DecodeError:
+                    break
+                yield detail
+
+
+def _status_in(metadata: Iterable[tuple[str, str | bytes]]) -> status_pb2.Status | None:
+    for key, value in metadata:
+        if key == DETAILS_KEY and isinstance(value, bytes):
+            try:
+                return status_pb2.Status.FromString(value)
+            except DecodeError:
+                return None
+    return None
+
+
+def _code(number: int) -> Code:
+    try:
+        return Code(number)
+    except ValueError:
+        return Code.UNKNOWN
+
+
+def _foreign(code: Code, message: str, reason: str) -> LoraplexError:
+    """A status without a reason that this version knows; what it said is kept in the metadata."""
+    metadata = {"grpc_code": code.name}
+    if reason:
+        metadata["reason"] = reason
+    return _BY_CODE.get(code, errors.Internal)(message, metadata=metadata)

@@ -1,0 +1,343 @@
+"""Checks of requests as they come off the wire, the same in the router and in the worker. Torch-free.
+
+Three questions, each with its own answer: is every field that is set one that this version acts on (Unimplemented)? Is
+every value one that any model could take (InvalidArgument with the field's path)? Does it fit this model
+(`check_for_model`, InvalidArgument too)? Owns the limits. Knows nothing of tokenizers, adapters' files or server state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from loraplex_proto.errors import ContextLengthExceeded, InvalidAdapterId, InvalidArgument, Unimplemented
+from loraplex_proto.ids import check_adapter_id, check_id, check_role
+from loraplex_proto.v1 import adapter_pb2, inference_pb2, worker_pb2
+
+__all__ = [
+    "HANDLED",
+    "NOT_BUILT",
+    "ModelLimits",
+    "check_adapter_id",
+    "check_adapter_request",
+    "check_for_model",
+    "check_generate",
+    "check_prompt_length",
+    "check_tokenize",
+    "check_watch_load",
+]
+
+MAX_COMPLETIONS: Final = 64
+MAX_NEW_TOKENS: Final = 1 << 24  # beyond any context there is; the model's own limit is checked apart
+MAX_TOP_K: Final = (1 << 31) - 1  # what an int32 tensor holds
+MAX_TOP_LOGPROBS: Final = 20
+MAX_STOP_STRINGS: Final = 16
+MAX_STOP_BYTES: Final = 256
+MAX_STOP_TOKEN_IDS: Final = 128
+MAX_LOGIT_BIASES: Final = 1024
+MAX_CHAT_MESSAGES: Final = 4096
+MAX_WATCH_INTERVAL_S: Final = 60.0
+
+AdapterRequest = adapter_pb2.LoadAdapterRequest | adapter_pb2.UnloadAdapterRequest | adapter_pb2.GetAdapterRequest
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What of the loaded model bounds a request."""
+
+    vocab_size: int
+    max_context_tokens: int
+
+
+# --- what is acted on -----------------------------------------------------------------------------------------------
+
+# Every leaf that this version acts on, by request message. A set field that is in neither table is refused as well, so
+# a field that is added to the wire stays refused until somebody has made it work and written it down here.
+HANDLED: Final[dict[str, frozenset[str]]] = {
+    "GenerateRequest": frozenset(
+        {
+            "text",
+            "token_ids.ids",
+            "chat.messages.role",
+            "chat.messages.content",
+            "chat.omit_generation_prompt",
+            "adapter_id",
+            "sampling.temperature",
+            "sampling.top_k",
+            "sampling.top_p",
+            "sampling.min_p",
+            "sampling.repetition_penalty",
+            "sampling.frequency_penalty",
+            "sampling.presence_penalty",
+            "sampling.seed",
+            "sampling.logit_bias",
+            "stopping.max_tokens",
+            "stopping.min_tokens",
+            "stopping.stop",
+            "stopping.stop_token_ids",
+            "stopping.ignore_eos",
+            "stopping.include_stop",
+            "speculation.off",
+            "output.logprobs",
+            "output.top_logprobs",
+            "output.prompt_logprobs",
+            "output.echo",
+            "output.omit_token_ids",
+            "n",
+            "priority",
+            "request_id",
+            "cache_salt",
+        }
+    ),
+    "TokenizeRequest": frozenset(
+        {
+            "text",
+            "chat.messages.role",
+            "chat.messages.content",
+            "chat.omit_generation_prompt",
+            "omit_special_tokens",
+        }
+    ),
+    "LoadAdapterRequest": frozenset({"adapter_id", "pin"}),
+    "UnloadAdapterRequest": frozenset({"adapter_id"}),
+    "GetAdapterRequest": frozenset({"adapter_id"}),
+    "ListAdaptersRequest": frozenset({"include_unloaded"}),
+    "WatchLoadRequest": frozenset({"min_interval_s"}),
+}
+
+_NO_SPECULATION_YET: Final = "leave `speculation` out, or set `speculation.off`"
+
+# What the wire has and this version refuses, with what to do instead. A path stands for everything below it.
+NOT_BUILT: Final[dict[str, dict[str, str]]] = {
+    "GenerateRequest": {
+        "adapters": "mixtures of adapters are not served; name one adapter in `adapter_id`",
+        "speculation.auto": _NO_SPECULATION_YET,
+        "speculation.medusa": _NO_SPECULATION_YET,
+        "speculation.prompt_lookup": _NO_SPECULATION_YET,
+        "speculation.draft_model": _NO_SPECULATION_YET,
+        "speculation.max_draft_tokens": _NO_SPECULATION_YET,
+        "speculation.fixed_length": _NO_SPECULATION_YET,
+    },
+}
+
+
+def _refuse_what_is_not_acted_on(request: Message) -> None:
+    name = request.DESCRIPTOR.name
+    handled, not_built = HANDLED[name], NOT_BUILT.get(name, {})
+    for path in _set_paths(request, "", not_built):
+        if path in not_built:
+            raise Unimplemented(f"`{path}` is not available in this version: {not_built[path]}", field=path)
+        if path not in handled:
+            raise Unimplemented(f"`{path}` is not known to this version of the server; leave it out", field=path)
+
+
+def _set_paths(message: Message, prefix: str, stop_at: dict[str, str]) -> Iterator[str]:
+    """The dotted path of every leaf that is set, and of every field whose number this version does not know."""
+    for field, value in message.ListFields():
+        path = prefix + field.name
+        kind = field.message_type  # None for scalars
+        if kind is None or kind.GetOptions().map_entry or path in stop_at:
+            yield path
+            continue
+        for one in [value] if field.has_presence else value:  # of messages, only repeated ones have no presence
+            yield from _set_paths(one, path + ".", stop_at)
+    for unknown in UnknownFieldSet(message):
+        yield f"{prefix}#{unknown.field_number}"
+
+
+# --- values that no model takes -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """A bound on one number. NaN fails every comparison, so it is refused without a word of its own."""
+
+    message: str  # "" for the request itself
+    name: str
+    is_ok: Callable[[float], bool]
+    sentence: str
+
+    @property
+    def path(self) -> str:
+        return f"{self.message}.{self.name}" if self.message else self.name
+
+
+_RULES: Final = (
+    _Rule("", "n", lambda v: v <= MAX_COMPLETIONS, f"must be at most {MAX_COMPLETIONS}"),
+    _Rule("", "priority", lambda v: -100 <= v <= 100, "must be from -100 to 100"),
+    # Below that, logits / temperature leaves float32.
+    _Rule("sampling", "temperature", lambda v: v == 0 or 1e-5 <= v <= 100, "must be 0 (greedy) or 0.00001 to 100"),
+    _Rule("sampling", "top_k", lambda v: v <= MAX_TOP_K, f"must be at most {MAX_TOP_K}; 0 keeps all tokens"),
+    _Rule("sampling", "top_p", lambda v: 0 < v <= 1, "must be above 0 and at most 1"),
+    _Rule("sampling", "min_p", lambda v: 0 <= v <= 1, "must be from 0 to 1"),
+    _Rule("sampling", "repetition_penalty", lambda v: 0.01 <= v <= 100, "must be from 0.01 to 100; 1 changes nothing"),
+    _Rule("sampling", "frequency_penalty", lambda v: -2 <= v <= 2, "must be from -2 to 2"),
+    _Rule("sampling", "presence_penalty", lambda v: -2 <= v <= 2, "must be from -2 to 2"),
+    _Rule("stopping", "max_tokens", lambda v: 1 <= v <= MAX_NEW_TOKENS, f"must be from 1 to {MAX_NEW_TOKENS}"),
+    _Rule("stopping", "min_tokens", lambda v: v <= MAX_NEW_TOKENS, f"must be at most {MAX_NEW_TOKENS}"),
+    _Rule("output", "top_logprobs", lambda v: v <= MAX_TOP_LOGPROBS, f"must be at most {MAX_TOP_LOGPROBS}"),
+)
+
+
+def check_generate(request: inference_pb2.GenerateRequest) -> None:
+    """Everything that can be said without the model. Raises InvalidArgument or Unimplemented with the field's path."""
+    if request.adapter_id and request.adapters:
+        raise InvalidArgument("give `adapter_id` or `adapters`, not both", field="adapters")
+    _refuse_what_is_not_acted_on(request)
+    kind = request.WhichOneof("input")
+    if kind is None:
+        raise InvalidArgument("the request has no prompt: set `text`, `token_ids` or `chat`", field="input")
+    if kind == "token_ids" and not request.token_ids.ids:
+        raise InvalidArgument("`token_ids.ids` is empty: give at least one token", field="token_ids.ids")
+    if kind == "chat":
+        _check_chat(request.chat)
+    if request.adapter_id:
+        check_adapter_id(request.adapter_id)
+    for name in ("request_id", "cache_salt"):
+        value: str = getattr(request, name)
+        if value:
+            check_id(value, field=name)
+    for rule in _RULES:
+        _check_rule(request, rule)
+    _check_stopping(request.stopping)
+    _check_logit_bias(request.sampling)
+    if request.speculation.HasField("off") and not request.speculation.off:
+        raise InvalidArgument("`speculation.off` is true or left out, never false", field="speculation.off")
+
+
+def _check_rule(request: inference_pb2.GenerateRequest, rule: _Rule) -> None:
+    message: Any = getattr(request, rule.message) if rule.message else request
+    if message.DESCRIPTOR.fields_by_name[rule.name].has_presence and not message.HasField(rule.name):
+        return
+    value: float = getattr(message, rule.name)
+    if not rule.is_ok(value):
+        raise InvalidArgument(f"`{rule.path}` {rule.sentence}; it is {value}", field=rule.path)
+
+
+def _check_chat(chat: inference_pb2.Chat) -> None:
+    if not 1 <= len(chat.messages) <= MAX_CHAT_MESSAGES:
+        raise InvalidArgument(
+            f"`chat.messages` must have 1 to {MAX_CHAT_MESSAGES} messages; it has {len(chat.messages)}",
+            field="chat.messages",
+        )
+    for message in chat.messages:
+        check_role(message.role, field="chat.messages.role")
+
+
+def _check_stopping(stopping: inference_pb2.Stopping) -> None:
+    if stopping.HasField("max_tokens") and stopping.min_tokens > stopping.max_tokens:
+        raise InvalidArgument(
+            f"`stopping.min_tokens` is {stopping.min_tokens} and above `stopping.max_tokens`, {stopping.max_tokens}",
+            field="stopping.min_tokens",
+        )
+    if len(stopping.stop) > MAX_STOP_STRINGS:
+        raise InvalidArgument(
+            f"`stopping.stop` takes {MAX_STOP_STRINGS} strings; there are {len(stopping.stop)}", field="stopping.stop"
+        )
+    for index, text in enumerate(stopping.stop):
+        num_bytes = len(text.encode())
+        if not 1 <= num_bytes <= MAX_STOP_BYTES:
+            raise InvalidArgument(
+                f"`stopping.stop` takes strings of 1 to {MAX_STOP_BYTES} bytes; number {index} has {num_bytes}",
+                field="stopping.stop",
+            )
+    if len(stopping.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise InvalidArgument(
+            f"`stopping.stop_token_ids` takes {MAX_STOP_TOKEN_IDS} ids; there are {len(stopping.stop_token_ids)}",
+            field="stopping.stop_token_ids",
+        )
+
+
+def _check_logit_bias(sampling: inference_pb2.Sampling) -> None:
+    if len(sampling.logit_bias) > MAX_LOGIT_BIASES:
+        raise InvalidArgument(
+            f"`sampling.logit_bias` takes {MAX_LOGIT_BIASES} entries; there are {len(sampling.logit_bias)}",
+            field="sampling.logit_bias",
+        )
+    for token_id, bias in sampling.logit_bias.items():
+        if not -100 <= bias <= 100:
+            raise InvalidArgument(
+                f"`sampling.logit_bias` must be from -100 to 100; for token {token_id} it is {bias}",
+                field="sampling.logit_bias",
+            )
+
+
+def check_tokenize(request: inference_pb2.TokenizeRequest) -> None:
+    """Raises InvalidArgument or Unimplemented with the field's path."""
+    _refuse_what_is_not_acted_on(request)
+    kind = request.WhichOneof("input")
+    if kind is None:
+        raise InvalidArgument("the request has nothing to tokenize: set `text` or `chat`", field="input")
+    if kind == "chat":
+        _check_chat(request.chat)
+
+
+def check_adapter_request(request: AdapterRequest | adapter_pb2.ListAdaptersRequest) -> None:
+    """Any request of the adapter service. Raises InvalidAdapterId or Unimplemented."""
+    _refuse_what_is_not_acted_on(request)
+    if isinstance(request, adapter_pb2.ListAdaptersRequest):
+        return
+    if not request.adapter_id:
+        raise InvalidAdapterId("`adapter_id` is empty: name the adapter", field="adapter_id")
+    check_adapter_id(request.adapter_id)
+
+
+def check_watch_load(request: worker_pb2.WatchLoadRequest) -> None:
+    """Raises InvalidArgument for an interval that is no number of seconds."""
+    _refuse_what_is_not_acted_on(request)
+    interval_s = request.min_interval_s
+    if not (math.isfinite(interval_s) and 0 <= interval_s <= MAX_WATCH_INTERVAL_S):
+        raise InvalidArgument(
+            f"`min_interval_s` must be from 0 to {MAX_WATCH_INTERVAL_S:g}; it is {interval_s:g}", field="min_interval_s"
+        )
+
+
+# --- values that this model does not take ---------------------------------------------------------------------------
+
+
+def check_for_model(request: inference_pb2.GenerateRequest, limits: ModelLimits) -> None:
+    """Token ids against the vocabulary, lengths against the context. Call after `check_generate`; where the prompt is
+    text, `check_prompt_length` follows once it is tokenized. Raises InvalidArgument with the field's path."""
+    _check_token_ids(request.token_ids.ids, "token_ids.ids", limits)
+    _check_token_ids(request.stopping.stop_token_ids, "stopping.stop_token_ids", limits)
+    _check_token_ids(request.sampling.logit_bias, "sampling.logit_bias", limits)
+    for name in ("max_tokens", "min_tokens"):
+        value: int = getattr(request.stopping, name)
+        if value > limits.max_context_tokens:
+            raise InvalidArgument(
+                f"`stopping.{name}` is {value}; this model's context holds {limits.max_context_tokens} tokens",
+                field=f"stopping.{name}",
+            )
+    if request.output.top_logprobs > limits.vocab_size:
+        raise InvalidArgument(
+            f"`output.top_logprobs` is above the vocabulary's {limits.vocab_size} tokens", field="output.top_logprobs"
+        )
+    if request.WhichOneof("input") == "token_ids":
+        check_prompt_length(len(request.token_ids.ids), limits, field="token_ids.ids")
+
+
+def _check_token_ids(token_ids: Any, path: str, limits: ModelLimits) -> None:
+    largest = max(token_ids, default=0)  # unsigned on the wire, so this is the only bound
+    if largest >= limits.vocab_size:
+        raise InvalidArgument(
+            f"`{path}` has token {largest}; this model's vocabulary ends at {limits.vocab_size - 1}", field=path
+        )
+
+
+def check_prompt_length(num_prompt_tokens: int, limits: ModelLimits, *, field: str = "input") -> None:
+    """A prompt needs a token to start from and room for one new token. May raise ContextLengthExceeded."""
+    if num_prompt_tokens == 0:
+        raise InvalidArgument(
+            "the prompt has no tokens, and this model's tokenizer adds none of its own: give some text", field=field
+        )
+    if num_prompt_tokens >= limits.max_context_tokens:
+        raise ContextLengthExceeded(
+            f"the prompt has {num_prompt_tokens} tokens; this model's context holds {limits.max_context_tokens}, at "
+            "least one of them new: shorten the prompt",
+            field=field,
+        )

@@ -1,0 +1,400 @@
+"""Requests off the wire: what is refused, as what, naming which field; and that nothing is silently ignored."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import Message
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn
+from loraplex_proto import validate
+from loraplex_proto.errors import ContextLengthExceeded, InvalidAdapterId, InvalidArgument, Unimplemented
+from loraplex_proto.v1 import adapter_pb2, inference_pb2, worker_pb2
+from loraplex_proto.v1.inference_pb2 import (
+    Chat,
+    ChatMessage,
+    GenerateRequest,
+    Output,
+    Sampling,
+    Speculation,
+    Stopping,
+    TokenIds,
+    TokenizeRequest,
+)
+from loraplex_proto.validate import HANDLED, NOT_BUILT, ModelLimits
+
+LIMITS = ModelLimits(vocab_size=100, max_context_tokens=32)
+REQUESTS: dict[str, type[Message]] = {
+    "GenerateRequest": GenerateRequest,
+    "TokenizeRequest": TokenizeRequest,
+    "LoadAdapterRequest": adapter_pb2.LoadAdapterRequest,
+    "UnloadAdapterRequest": adapter_pb2.UnloadAdapterRequest,
+    "GetAdapterRequest": adapter_pb2.GetAdapterRequest,
+    "ListAdaptersRequest": adapter_pb2.ListAdaptersRequest,
+    "WatchLoadRequest": worker_pb2.WatchLoadRequest,
+}
+CHECKS: dict[str, Any] = {
+    "GenerateRequest": validate.check_generate,
+    "TokenizeRequest": validate.check_tokenize,
+    "WatchLoadRequest": validate.check_watch_load,
+}
+
+
+def check(request: Message) -> None:
+    CHECKS.get(request.DESCRIPTOR.name, validate.check_adapter_request)(request)
+
+
+def leaves(descriptor: Descriptor, prefix: str = "") -> Iterator[str]:
+    """Every path that a request can set; a message without fields is a leaf of its own."""
+    for field in descriptor.fields:
+        path = prefix + field.name
+        below = field.message_type
+        if below is None or below.GetOptions().map_entry or not below.fields:
+            yield path
+        else:
+            yield from leaves(below, path + ".")
+
+
+def is_refused(path: str, table: dict[str, str]) -> bool:
+    return any(path == refused or path.startswith(refused + ".") for refused in table)
+
+
+# --- nothing is silently ignored ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_every_field_is_acted_on_or_refused(name: str) -> None:
+    paths = set(leaves(REQUESTS[name].DESCRIPTOR))
+    refused = {path for path in paths if is_refused(path, NOT_BUILT.get(name, {}))}
+    assert paths - refused == HANDLED[name], "each field of the wire belongs in exactly one of the tables"
+    assert not HANDLED[name] & refused
+
+
+def test_every_request_of_the_services_has_its_tables() -> None:
+    services = [
+        *inference_pb2.DESCRIPTOR.services_by_name.values(),
+        *adapter_pb2.DESCRIPTOR.services_by_name.values(),
+        *worker_pb2.DESCRIPTOR.services_by_name.values(),
+    ]
+    inputs = {method.input_type for service in services for method in service.methods}
+    with_fields = {message.name for message in inputs if message.fields}
+    assert with_fields == set(HANDLED) == set(REQUESTS)
+
+
+def put(message: Any, path: str) -> None:
+    """Sets the field at `path` to something that is not its default."""
+    head, _, rest = path.partition(".")
+    field: FieldDescriptor = message.DESCRIPTOR.fields_by_name[head]
+    value = getattr(message, head)
+    if field.message_type is not None:
+        below = value.add() if not field.has_presence else value
+        below.SetInParent()
+        if rest:
+            put(below, rest)
+        elif field.message_type.fields:
+            put(below, field.message_type.fields[0].name)
+        return
+    samples = {
+        FieldDescriptor.CPPTYPE_BOOL: True,
+        FieldDescriptor.CPPTYPE_STRING: "x",
+        FieldDescriptor.CPPTYPE_DOUBLE: 0.5,
+    }
+    setattr(message, head, samples.get(field.cpp_type, 1))
+
+
+@pytest.mark.parametrize(("name", "path"), [(name, path) for name, table in NOT_BUILT.items() for path in table])
+def test_what_is_not_built_says_so(name: str, path: str) -> None:
+    request = REQUESTS[name]()
+    setattr(request, "text", "hello")  # noqa: B010 (typed as any message)
+    put(request, path)
+    with pytest.raises(Unimplemented) as caught:
+        check(request)
+    assert caught.value.field == path
+    assert path in caught.value.message
+
+
+def test_an_empty_message_counts_as_set() -> None:
+    request = GenerateRequest(text="a")
+    request.speculation.prompt_lookup.SetInParent()
+    with pytest.raises(Unimplemented, match="prompt_lookup"):
+        validate.check_generate(request)
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_field_of_a_newer_client_is_refused(name: str) -> None:
+    raw = b"\xa2\x7d\x01x"  # field 2004, a string
+    with pytest.raises(Unimplemented, match="#2004"):
+        check(REQUESTS[name].FromString(raw))
+
+
+def test_a_newer_field_deep_inside_is_refused() -> None:
+    request = GenerateRequest(text="a", sampling=Sampling.FromString(b"\xa0\x7d\x01"))
+    with pytest.raises(Unimplemented) as caught:
+        validate.check_generate(request)
+    assert caught.value.field == "sampling.#2004"
+
+
+def test_a_field_without_an_entry_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(HANDLED, "GenerateRequest", HANDLED["GenerateRequest"] - {"sampling.top_p"})
+    with pytest.raises(Unimplemented, match=r"sampling\.top_p"):
+        validate.check_generate(GenerateRequest(text="a", sampling=Sampling(top_p=0.5)))
+
+
+# --- values ---------------------------------------------------------------------------------------------------------
+
+GOOD = {
+    "plain": GenerateRequest(text="hello"),
+    "empty text": GenerateRequest(text=""),
+    "tokens": GenerateRequest(token_ids=TokenIds(ids=[1, 2, 3])),
+    "chat": GenerateRequest(chat=Chat(messages=[ChatMessage(role="user", content="hi")], omit_generation_prompt=True)),
+    "adapter": GenerateRequest(text="a", adapter_id="org/sql-v2.1"),
+    "everything": GenerateRequest(
+        text="a",
+        adapter_id="sql",
+        sampling=Sampling(
+            temperature=0.7,
+            top_k=40,
+            top_p=1.0,
+            min_p=0.0,
+            repetition_penalty=1.1,
+            frequency_penalty=-2,
+            presence_penalty=2,
+            seed=2**64 - 1,
+            logit_bias={5: -100.0, 6: 100.0},
+        ),
+        stopping=Stopping(
+            max_tokens=8, min_tokens=8, stop=["\n", "é" * 128], stop_token_ids=[1], ignore_eos=True, include_stop=True
+        ),
+        speculation=Speculation(off=True),
+        output=Output(logprobs=True, top_logprobs=20, prompt_logprobs=True, echo=True, omit_token_ids=True),
+        n=64,
+        priority=-100,
+        request_id="a-b.c:1",
+        cache_salt="tenant_1",
+    ),
+    "zero is greedy": GenerateRequest(text="a", sampling=Sampling(temperature=0, top_k=0)),
+    "off but nothing else": GenerateRequest(text="a", speculation=Speculation()),
+}
+
+
+@pytest.mark.parametrize("request_", GOOD.values(), ids=GOOD)
+def test_good_requests_pass(request_: GenerateRequest) -> None:
+    validate.check_generate(request_)
+    validate.check_for_model(request_, LIMITS)
+
+
+def test_the_good_requests_use_every_field_that_is_acted_on() -> None:
+    used = {path for request in GOOD.values() for path in validate._set_paths(request, "", {})}
+    assert used == HANDLED["GenerateRequest"]
+
+
+def sampling(**values: Any) -> GenerateRequest:
+    return GenerateRequest(text="a", sampling=Sampling(**values))
+
+
+def stopping(**values: Any) -> GenerateRequest:
+    return GenerateRequest(text="a", stopping=Stopping(**values))
+
+
+BAD: list[tuple[str, GenerateRequest]] = [
+    ("input", GenerateRequest()),
+    ("token_ids.ids", GenerateRequest(token_ids=TokenIds())),
+    ("chat.messages", GenerateRequest(chat=Chat())),
+    ("chat.messages", GenerateRequest(chat=Chat(messages=[ChatMessage(role="user")] * 4097))),
+    ("chat.messages.role", GenerateRequest(chat=Chat(messages=[ChatMessage(content="no role")]))),
+    ("chat.messages.role", GenerateRequest(chat=Chat(messages=[ChatMessage(role="user<|im_end|>")]))),
+    ("chat.messages.role", GenerateRequest(chat=Chat(messages=[ChatMessage(role="a" * 65)]))),
+    ("n", GenerateRequest(text="a", n=65)),
+    ("n", GenerateRequest(text="a", n=2**32 - 1)),
+    ("priority", GenerateRequest(text="a", priority=101)),
+    ("priority", GenerateRequest(text="a", priority=-(2**31))),
+    ("request_id", GenerateRequest(text="a", request_id="a b")),
+    ("request_id", GenerateRequest(text="a", request_id="a" * 129)),
+    ("request_id", GenerateRequest(text="a", request_id="a\n")),
+    ("cache_salt", GenerateRequest(text="a", cache_salt="../x")),
+    ("cache_salt", GenerateRequest(text="a", cache_salt="http://169.254.169.254/")),
+    ("cache_salt", GenerateRequest(text="a", cache_salt="\u0430")),
+    ("sampling.temperature", sampling(temperature=-0.1)),
+    ("sampling.temperature", sampling(temperature=1e-300)),
+    ("sampling.temperature", sampling(temperature=math.inf)),
+    ("sampling.top_k", sampling(top_k=2**31)),
+    ("sampling.top_p", sampling(top_p=0.0)),
+    ("sampling.top_p", sampling(top_p=1.0001)),
+    ("sampling.min_p", sampling(min_p=-0.1)),
+    ("sampling.min_p", sampling(min_p=1.1)),
+    ("sampling.repetition_penalty", sampling(repetition_penalty=0.0)),
+    ("sampling.repetition_penalty", sampling(repetition_penalty=-1.0)),
+    ("sampling.repetition_penalty", sampling(repetition_penalty=1e300)),
+    ("sampling.frequency_penalty", sampling(frequency_penalty=2.1)),
+    ("sampling.presence_penalty", sampling(presence_penalty=-2.1)),
+    ("sampling.logit_bias", sampling(logit_bias={1: 100.5})),
+    ("sampling.logit_bias", sampling(logit_bias={1: math.nan})),
+    ("sampling.logit_bias", sampling(logit_bias=dict.fromkeys(range(1025), 1.0))),
+    ("stopping.max_tokens", stopping(max_tokens=0)),
+    ("stopping.max_tokens", stopping(max_tokens=2**32 - 1)),
+    ("stopping.min_tokens", stopping(min_tokens=2**32 - 1)),
+    ("stopping.min_tokens", stopping(max_tokens=3, min_tokens=4)),
+    ("stopping.stop", stopping(stop=[str(i) for i in range(17)])),
+    ("stopping.stop", stopping(stop=["ok", ""])),
+    ("stopping.stop", stopping(stop=["é" * 129])),
+    ("stopping.stop_token_ids", stopping(stop_token_ids=[1] * 129)),
+    ("output.top_logprobs", GenerateRequest(text="a", output=Output(top_logprobs=21))),
+    ("speculation.off", GenerateRequest(text="a", speculation=Speculation(off=False))),
+    (
+        "adapters",
+        GenerateRequest(text="a", adapter_id="x", adapters=[inference_pb2.AdapterWeight(id="y", weight=1)]),
+    ),
+]
+NUMBERS = ["temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"]
+BAD += [(f"sampling.{name}", sampling(**{name: math.nan})) for name in NUMBERS]
+
+
+@pytest.mark.parametrize(("field", "request_"), BAD, ids=[f"{i}-{field}" for i, (field, _) in enumerate(BAD)])
+def test_bad_values_name_their_field(field: str, request_: GenerateRequest) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        validate.check_generate(request_)
+    assert caught.value.field == field
+    assert len(caught.value.message) < 300
+    assert caught.value.message.isprintable()
+    assert caught.value.message.isascii()
+
+
+BAD_IDS = [
+    "..", "a/../b", "/etc/passwd", "a/b/c", "a\0b", "http://host/x", "file:x", "a\\b", "a b", " a", "a\n", ".hidden",
+    "sq\u04cf", "\u202egpj", "a" * 129, "a/", "/a", "a//b", "~root", "a%2e%2e", "*", "a.", "a/.b", "C:x",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("adapter_id", BAD_IDS, ids=ascii)
+def test_adapter_ids_are_never_paths(adapter_id: str) -> None:
+    for request in (
+        GenerateRequest(text="a", adapter_id=adapter_id),
+        adapter_pb2.LoadAdapterRequest(adapter_id=adapter_id),
+    ):
+        with pytest.raises(InvalidAdapterId) as caught:
+            check(request)
+        assert caught.value.field == "adapter_id"
+        assert caught.value.message.isascii()
+        assert caught.value.message.isprintable()
+        assert len(caught.value.message) < 400
+
+
+@pytest.mark.parametrize("adapter_id", ["a", "A-1_b.c", "org/name", "x" * 128, "0/0", "a_", "a-"])
+def test_ordinary_adapter_ids_pass(adapter_id: str) -> None:
+    assert validate.check_adapter_id(adapter_id) == adapter_id
+
+
+def test_adapter_requests_need_a_name() -> None:
+    for cls in (adapter_pb2.LoadAdapterRequest, adapter_pb2.UnloadAdapterRequest, adapter_pb2.GetAdapterRequest):
+        with pytest.raises(InvalidAdapterId):
+            validate.check_adapter_request(cls())
+        validate.check_adapter_request(cls(adapter_id="sql"))
+    validate.check_adapter_request(adapter_pb2.ListAdaptersRequest(include_unloaded=True))
+
+
+def test_tokenize() -> None:
+    validate.check_tokenize(TokenizeRequest(text="", omit_special_tokens=True))
+    validate.check_tokenize(TokenizeRequest(chat=Chat(messages=[ChatMessage(role="user", content="hi")])))
+    with pytest.raises(InvalidArgument) as caught:
+        validate.check_tokenize(TokenizeRequest())
+    assert caught.value.field == "input"
+    with pytest.raises(InvalidArgument, match="chat"):
+        validate.check_tokenize(TokenizeRequest(chat=Chat()))
+
+
+@pytest.mark.parametrize("interval_s", [math.nan, -1.0, math.inf, 1e9])
+def test_watch_interval(interval_s: float) -> None:
+    with pytest.raises(InvalidArgument):
+        validate.check_watch_load(worker_pb2.WatchLoadRequest(min_interval_s=interval_s))
+    validate.check_watch_load(worker_pb2.WatchLoadRequest(min_interval_s=0.5))
+
+
+# --- this model -----------------------------------------------------------------------------------------------------
+
+TOO_MUCH_FOR_THE_MODEL: list[tuple[str, GenerateRequest]] = [
+    ("token_ids.ids", GenerateRequest(token_ids=TokenIds(ids=[0, 100]))),
+    ("token_ids.ids", GenerateRequest(token_ids=TokenIds(ids=[2**32 - 1]))),
+    ("token_ids.ids", GenerateRequest(token_ids=TokenIds(ids=[1] * 32))),
+    ("stopping.stop_token_ids", stopping(stop_token_ids=[100])),
+    ("sampling.logit_bias", sampling(logit_bias={100: 1.0})),
+    ("stopping.max_tokens", stopping(max_tokens=33)),
+    ("stopping.min_tokens", stopping(min_tokens=33)),
+]
+
+
+@pytest.mark.parametrize(("field", "request_"), TOO_MUCH_FOR_THE_MODEL, ids=[f for f, _ in TOO_MUCH_FOR_THE_MODEL])
+def test_what_does_not_fit_the_model(field: str, request_: GenerateRequest) -> None:
+    validate.check_generate(request_)
+    with pytest.raises(InvalidArgument) as caught:
+        validate.check_for_model(request_, LIMITS)
+    assert caught.value.field == field
+
+
+def test_more_alternatives_than_tokens() -> None:
+    request = GenerateRequest(text="a", output=Output(top_logprobs=20))
+    with pytest.raises(InvalidArgument, match="top_logprobs"):
+        validate.check_for_model(request, ModelLimits(vocab_size=19, max_context_tokens=32))
+
+
+def test_prompt_length() -> None:
+    validate.check_prompt_length(31, LIMITS)
+    with pytest.raises(ContextLengthExceeded, match="32"):
+        validate.check_prompt_length(32, LIMITS)
+    with pytest.raises(InvalidArgument, match="no tokens"):
+        validate.check_prompt_length(0, LIMITS)
+
+
+# --- anything at all ------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def any_request(draw: DrawFn) -> GenerateRequest:
+    """Requests of arbitrary values in every scalar field that is acted on."""
+    request = GenerateRequest()
+    for path in draw(st.sets(st.sampled_from(sorted(HANDLED["GenerateRequest"])), max_size=6)):
+        *above, name = path.split(".")
+        message: Any = request
+        for part in above:
+            message = getattr(message, part)
+            if part == "messages":
+                message = message.add()
+        field = message.DESCRIPTOR.fields_by_name[name]
+        if field.message_type is not None:
+            message.logit_bias[draw(st.integers(0, 2**32 - 1))] = draw(st.floats())
+            continue
+        values = {
+            FieldDescriptor.CPPTYPE_BOOL: st.booleans(),
+            FieldDescriptor.CPPTYPE_STRING: st.text(st.characters(exclude_categories=["Cs"]), max_size=140),
+            FieldDescriptor.CPPTYPE_DOUBLE: st.floats(),
+            FieldDescriptor.CPPTYPE_UINT32: st.integers(0, 2**32 - 1),
+            FieldDescriptor.CPPTYPE_INT32: st.integers(-(2**31), 2**31 - 1),
+            FieldDescriptor.CPPTYPE_UINT64: st.integers(0, 2**64 - 1),
+        }[field.cpp_type]
+        if isinstance(getattr(message, name), (bool, int, float, str)):
+            setattr(message, name, draw(values))
+        else:
+            getattr(message, name).extend(draw(st.lists(values, max_size=20)))
+    return request
+
+
+@settings(max_examples=200, deadline=None)
+@given(any_request())
+def test_a_request_passes_or_gets_a_typed_error_with_a_field(request: GenerateRequest) -> None:
+    refusal: InvalidArgument | None = None
+    try:
+        validate.check_generate(request)
+        validate.check_for_model(request, LIMITS)
+    except InvalidArgument as error:  # anything else fails the test
+        refusal = error
+    if refusal is not None:
+        assert refusal.field
+    else:
+        numbers = [request.sampling.temperature, request.sampling.top_p, *request.sampling.logit_bias.values()]
+        assert all(math.isfinite(number) for number in numbers)
+        assert (request.n or 1) <= 64
+        assert all(token < LIMITS.vocab_size for token in request.token_ids.ids)
