@@ -1,6 +1,6 @@
 """The worker's configuration: nested frozen dataclasses, checked once. The only place that reads the environment.
 
-The command's flags are made from these fields (cli/), so a field's comment is what its help says.
+The commands' flags are made from these fields (cli/options.py): a field's `help` is what `--help` says.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from loraplex_proto.errors import InvalidArgument
 
@@ -23,47 +24,58 @@ def parse_bytes(text: str) -> int:
     return int(float(found[1]) * _UNITS[found[2]])
 
 
+def option(default: Any, text: str, flag: str, *, is_bytes: bool = False) -> Any:
+    """A field that is a command line flag too. Sizes are ints here and '512MiB' on the command line."""
+    return field(default=default, metadata={"help": text, "flag": flag, "is_bytes": is_bytes})
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The base model."""
+    """The base model: a directory or a Hub id."""
 
-    model: str  # a directory, or a Hub id
-    revision: str | None = None
-    dtype: str = "auto"  # "auto": as the checkpoint says
-    device: str = "auto"  # "auto": cuda where there is one
-    max_context_tokens: int | None = None  # None: as the model has it
+    model: str
+    revision: str | None = option(None, "Hub revision of the base model.", "--revision")
+    dtype: str = option("auto", "auto (as the checkpoint has it), float32, bfloat16, float16 or float64.", "--dtype")
+    device: str = option("auto", "auto (a GPU where there is one), cpu, cuda or cuda:N.", "--device")
+    max_context_tokens: int | None = option(
+        None, "Prompt plus output tokens of one request at most. Default: what the model was made for.", "--max-context"
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class KvConfig:
     """The paged KV cache."""
 
-    block_size: int = 16
-    memory_bytes: int | None = None  # None: a share of what is free after the weights
-    prefix_caching: bool = True
+    block_size: int = option(16, "Tokens per KV block.", "--kv-block-size")
+    memory_bytes: int | None = option(
+        None, "Memory of the KV cache, such as 4GiB. Default: a share of what is free.", "--kv-memory", is_bytes=True
+    )
+    prefix_caching: bool = option(
+        True, "Reuse the KV of prompts that begin alike (same adapter, same tenant).", "--prefix-caching"
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class BatchConfig:
     """How much one step takes on."""
 
-    max_running: int = 64
-    max_step_tokens: int = 1024
-    max_queued: int = 4096
+    max_running: int = option(64, "Completions that run at the same time.", "--max-running")
+    max_step_tokens: int = option(1024, "Tokens of one step; longer prompts are cut into chunks.", "--max-step-tokens")
+    max_queued: int = option(4096, "Requests that may wait; more are refused with a retry hint.", "--max-queued")
 
 
 @dataclass(frozen=True, slots=True)
 class AdaptersConfig:
     """Where adapters come from and how much memory they may take."""
 
-    root: Path | None = None  # adapter_id NAME is the directory root/NAME
-    hub: bool = False  # ids of the form org/name are fetched from the Hub where the root does not have them
-    max_rank: int = 256
-    num_device_slots: int = 64
-    device_bytes: int = 1 << 30
-    host_bytes: int = 4 << 30
-    disk_bytes: int = 64 << 30
-    store_dir: Path | None = None  # None: a temporary one
+    root: Path | None = option(None, "Directory of adapters: adapter NAME is the folder NAME in it.", "--adapters")
+    hub: bool = option(False, "Also fetch ids of the form org/name from the Hub.", "--hub-adapters")
+    max_rank: int = option(256, "Largest LoRA rank that is accepted.", "--max-lora-rank")
+    num_device_slots: int = option(64, "Adapters on the device at the same time.", "--adapter-slots")
+    device_bytes: int = option(1 << 30, "Device memory for adapters.", "--adapter-device-memory", is_bytes=True)
+    host_bytes: int = option(4 << 30, "Host memory for adapters.", "--adapter-host-memory", is_bytes=True)
+    disk_bytes: int = option(64 << 30, "Size of the adapter store on disk.", "--adapter-disk", is_bytes=True)
+    store_dir: Path | None = option(None, "Where the adapter store is kept. Default: a temporary one.", "--adapter-store")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,24 +86,36 @@ class EngineConfig:
     kv: KvConfig = field(default_factory=KvConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     adapters: AdaptersConfig = field(default_factory=AdaptersConfig)
-    num_threads: int | None = None  # CPU threads of the engine; None: all cores
-    log_level: str = "info"
+    num_threads: int | None = option(None, "CPU threads of the engine. Default: all cores.", "--threads")
+    log_level: str = option("info", "debug, info, warning or error.", "--log-level")
 
     def __post_init__(self) -> None:
-        check = (
-            (1 <= self.kv.block_size <= 256, "kv.block_size", "must be 1 to 256"),
-            (self.batch.max_running >= 1, "batch.max_running", "must be at least 1"),
+        checks = (
+            (1 <= self.kv.block_size <= 256, "--kv-block-size", "must be 1 to 256"),
+            (self.batch.max_running >= 1, "--max-running", "must be at least 1"),
             (
                 self.batch.max_step_tokens >= self.batch.max_running,
-                "batch.max_step_tokens",
-                "must be at least max_running, so that every running request gets its token",
+                "--max-step-tokens",
+                "must be at least --max-running, so that every running request gets its token",
             ),
-            (self.adapters.num_device_slots >= 1, "adapters.num_device_slots", "must be at least 1"),
-            (self.adapters.max_rank >= 1, "adapters.max_rank", "must be at least 1"),
+            (self.batch.max_queued >= 1, "--max-queued", "must be at least 1"),
+            (self.adapters.num_device_slots >= 1, "--adapter-slots", "must be at least 1"),
+            (1 <= self.adapters.max_rank <= 4096, "--max-lora-rank", "must be 1 to 4096"),
+            (self.num_threads is None or self.num_threads >= 1, "--threads", "must be at least 1"),
+            (
+                self.model.dtype in {"auto", "float32", "bfloat16", "float16", "float64"},
+                "--dtype",
+                "must be auto, float32, bfloat16, float16 or float64",
+            ),
+            (
+                self.adapters.root is None or self.adapters.root.is_dir(),
+                "--adapters",
+                f"names {self.adapters.root}, which is not a directory",
+            ),
         )
-        for is_ok, name, rule in check:
+        for is_ok, flag, rule in checks:
             if not is_ok:
-                raise InvalidArgument(f"{name} {rule}", field=name)
+                raise InvalidArgument(f"{flag} {rule}", field=flag)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,15 +123,15 @@ class WorkerConfig:
     """One worker: an engine and the gRPC server in front of it."""
 
     engine: EngineConfig
-    host: str = "127.0.0.1"
-    port: int = 50051  # 0: any free one
-    metrics_port: int | None = None
-    auth_file: Path | None = None
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
-    max_message_bytes: int = 4 << 20
-    max_unread_tokens: int = 16384
-    drain_s: float = 30.0
+    host: str = option("127.0.0.1", "Address to listen on.", "--host")
+    port: int = option(50051, "Port to listen on; 0 takes a free one.", "--port")
+    metrics_port: int | None = option(None, "Serve Prometheus metrics on this port.", "--metrics-port")
+    auth_file: Path | None = option(None, "Credentials file; without it everybody may do everything.", "--auth-file")
+    tls_cert: Path | None = option(None, "TLS certificate (PEM).", "--tls-cert")
+    tls_key: Path | None = option(None, "TLS key (PEM).", "--tls-key")
+    max_message_bytes: int = option(4 << 20, "Largest message that is accepted.", "--max-message", is_bytes=True)
+    max_unread_tokens: int = option(16384, "Tokens buffered for a slow reader before it is cut off.", "--max-unread")
+    drain_s: float = option(30.0, "Seconds that running requests get to end on shutdown.", "--drain")
 
 
 def hub_token() -> str | None:

@@ -1,0 +1,1 @@
+"""The commands of this package: `loraplex worker`, `loraplex serve`, `loraplex demo`."""

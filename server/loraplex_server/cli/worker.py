@@ -1,0 +1,60 @@
+"""`loraplex worker MODEL`: one engine behind gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from loraplex_proto.errors import LoraplexError
+from loraplex_server.cli.options import command, configure, flags_of
+from loraplex_server.cli.report import Report
+from loraplex_server.config import WorkerConfig
+
+FLAGS = list(flags_of(WorkerConfig))
+
+MODEL = inspect.Parameter(
+    "model",
+    inspect.Parameter.KEYWORD_ONLY,
+    annotation=Annotated[str, typer.Argument(help="Directory of a Hugging Face checkpoint, or its Hub id.")],
+)
+JSON = inspect.Parameter(
+    "json",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=False,
+    annotation=Annotated[bool, typer.Option("--json", help="Report progress as JSON lines.")],
+)
+
+
+def worker_config(model: str, given: dict[str, Any]) -> WorkerConfig:
+    """Raises InvalidArgument, with a sentence that names the flag."""
+    return configure(WorkerConfig, FLAGS, given, {("engine", "model", "model"): model})
+
+
+def _worker(*, model: str, json: bool, **given: Any) -> None:
+    report = Report("worker", as_json=json)
+    try:
+        config = worker_config(model, given)
+        # Late: what only prints help needs neither gRPC nor torch.
+        from loraplex_proto.telemetry import setup_logging
+        from loraplex_server.grpc.server import run_worker
+
+        setup_logging(config.engine.log_level)
+        with report:
+            code = asyncio.run(run_worker(config, report.progress, lambda w: report.ready(w.address, w.info.model_id)))
+    except LoraplexError as error:
+        report.failed(error)
+        code = 1
+    sys.exit(code)
+
+
+worker = command(
+    FLAGS,
+    [MODEL, JSON],
+    _worker,
+    "Start one worker: a base model with its adapters behind gRPC.\n\n"
+    "Clients may talk to it directly; a router (`loraplex router`) spreads requests over several.",
+)

@@ -1,0 +1,274 @@
+"""The body of the engine's loop: schedule, execute, apply, and what surrounds them.
+
+Owns the requests whose adapter is still being fetched, the adapter operations that wait for a load, and the pin that every
+accepted request holds on its adapter's key. Owns neither threads nor pipes: `process` turns it, tests may too.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from loraplex_adapters.cache.api import AdapterCache, AdapterInfo
+from loraplex_adapters.key import AdapterKey
+from loraplex_proto.errors import (
+    DeadlineExceeded,
+    Draining,
+    LoraplexError,
+)
+from loraplex_server.engine.isolation import Execute, execute_isolated, opaque
+from loraplex_server.engine.messages import (
+    Abandon,
+    AdapterCommand,
+    Batch,
+    Cancel,
+    Command,
+    LoadNumbers,
+    ModelInfo,
+    Reply,
+    StopCompletion,
+    Submit,
+)
+from loraplex_server.events import CompletionEnd, Event, RequestFailed
+from loraplex_server.request import Request
+from loraplex_server.scheduler.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+
+class Runner(Protocol):
+    """The only place with tensors (model/runner.py; a fake in tests)."""
+
+    @property
+    def execute(self) -> Execute: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class _Accepted:
+    """A request from Submit to its terminal event."""
+
+    request: Request
+    num_open: int
+    key: AdapterKey | None = None  # pinned for the request's life
+    is_scheduled: bool = False  # False: its adapter is not resolved yet
+
+
+class Engine:
+    """One turn: take in finished loads, admit what is resolved, run one step, report."""
+
+    def __init__(
+        self,
+        info: ModelInfo,
+        scheduler: Scheduler,
+        cache: AdapterCache,
+        runner: Runner,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.info = info
+        self._scheduler = scheduler
+        self._cache = cache
+        self._runner = runner
+        self._clock = clock
+        self._accepted: dict[str, _Accepted] = {}
+        self._unresolved: dict[str, _Accepted] = {}
+        self._operations: dict[int, AdapterCommand] = {}
+        self._events: list[Event] = []
+        self._replies: list[Reply] = []
+        self._num_steps = 0
+        self._can_step = False
+        self._residency_changed = True
+
+    @property
+    def can_step(self) -> bool:
+        """Whether another turn now is likely to do work."""
+        return self._can_step
+
+    def idle_timeout_s(self) -> float | None:
+        """How long the loop may sleep when nothing arrives: until the next deadline, or for ever."""
+        if self._events or self._replies:
+            return 0.0
+        deadlines = [a.request.deadline_s for a in self._accepted.values() if a.request.deadline_s is not None]
+        if not deadlines:
+            return None
+        return max(0.0, min(deadlines) - self._clock()) + 0.001
+
+    def handle(self, command: Command) -> None:
+        """Takes in one command. What a request did wrong comes out as its own failure."""
+        self._can_step = True
+        match command:
+            case Submit(request):
+                self._submit(request)
+            case Cancel(request_id, error):
+                self._end(request_id, error)
+            case StopCompletion(request_id, index):
+                self._take(self._scheduler.stop_completion(request_id, index, self._clock()))
+            case AdapterCommand():
+                self._operations[command.operation_id] = command
+            case Abandon(operation_id):
+                self._operations.pop(operation_id, None)
+            case _:
+                pass  # Wake: the turn looks by itself
+
+    def turn(self) -> Batch | None:
+        """One turn of the loop. None when there is nothing to report."""
+        now = self._clock()
+        if self._cache.poll(now):
+            self._residency_changed = True
+        self._admit_resolved(now)
+        self._run_operations(now)
+        plan = self._scheduler.schedule(now)
+        self._take(self._scheduler.take_events())
+        if plan is not None:
+            self._num_steps += 1
+            result = execute_isolated(self._runner.execute, plan)
+            self._take(self._scheduler.apply(plan, result, self._clock()))
+        self._can_step = plan is not None
+        return self._report()
+
+    def abort_all(self) -> Batch:
+        """Ends every request as Draining; the last batch."""
+        error = Draining("the server is shutting down; send the request to another worker", retry_after_s=1.0)
+        for request_id in list(self._accepted):
+            self._end(request_id, error)
+        self._replies += [Reply(operation_id, error=error) for operation_id in self._operations]
+        self._operations.clear()
+        return self._report() or Batch(load=self._load())
+
+    def integrity_report(self) -> str:
+        """What is unaccounted for while idle; empty when nothing is."""
+        try:
+            assert not self._accepted, f"requests without a terminal event: {list(self._accepted)}"
+            self._scheduler.check_integrity()
+            self._cache.check_integrity()
+        except AssertionError as leak:
+            return str(leak) or "an integrity check failed"
+        return ""
+
+    def close(self) -> None:
+        self._cache.close()
+        self._runner.close()
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def _submit(self, request: Request) -> None:
+        accepted = _Accepted(request, num_open=request.n)
+        self._accepted[request.request_id] = accepted
+        if request.adapter_id:
+            self._unresolved[request.request_id] = accepted
+        else:
+            self._schedule(accepted)
+
+    def _admit_resolved(self, now: float) -> None:
+        for request_id, accepted in list(self._unresolved.items()):
+            request = accepted.request
+            if request.deadline_s is not None and request.deadline_s <= now:
+                self._end(request_id, DeadlineExceeded("the deadline passed while the adapter was being fetched"))
+                continue
+            try:
+                accepted.key = self._cache.resolve(request.adapter_id, request.tenant, now)
+            except LoraplexError as error:
+                self._end(request_id, error)
+                continue
+            except Exception as error:
+                self._end(request_id, opaque(error, "resolving an adapter"))
+                continue
+            if accepted.key is not None:
+                del self._unresolved[request_id]
+                self._schedule(accepted)
+
+    def _schedule(self, accepted: _Accepted) -> None:
+        accepted.is_scheduled = True
+        try:
+            self._scheduler.add(accepted.request, accepted.key, self._clock())
+        except LoraplexError as error:
+            accepted.is_scheduled = False
+            self._end(accepted.request.request_id, error)
+
+    def _end(self, request_id: str, error: LoraplexError) -> None:
+        """Ends a request with `error`, wherever it is; a request that has ended already is left alone."""
+        accepted = self._accepted.get(request_id)
+        if accepted is None:
+            return
+        if accepted.is_scheduled:
+            self._take(self._scheduler.cancel(request_id, error, self._clock()))
+        else:
+            self._take([RequestFailed(request_id, error)])
+
+    def _take(self, events: list[Event]) -> None:
+        """Passes events on; a request's terminal event gives its pin back."""
+        for event in events:
+            self._events.append(event)
+            accepted = self._accepted.get(event.request_id)
+            if accepted is None:
+                continue
+            if isinstance(event, CompletionEnd):
+                accepted.num_open -= 1
+            elif isinstance(event, RequestFailed):
+                accepted.num_open = 0
+            if accepted.num_open == 0:
+                del self._accepted[event.request_id]
+                self._unresolved.pop(event.request_id, None)
+                if accepted.key is not None:
+                    self._cache.unpin(accepted.key)
+
+    # --- adapter operations -------------------------------------------------------------------------------------------
+
+    def _run_operations(self, now: float) -> None:
+        for operation_id, command in list(self._operations.items()):
+            try:
+                infos = self._run_operation(command, now)
+            except LoraplexError as error:
+                reply = Reply(operation_id, error=error)
+            except Exception as error:
+                reply = Reply(operation_id, error=opaque(error, f"adapter operation {command.verb}"))
+            else:
+                if infos is None:
+                    continue  # under way; looked at again after the next poll
+                reply = Reply(operation_id, adapters=infos)
+            del self._operations[operation_id]
+            self._residency_changed = True
+            self._replies.append(reply)
+
+    def _run_operation(self, command: AdapterCommand, now: float) -> tuple[AdapterInfo, ...] | None:
+        match command.verb:
+            case "load":
+                info = self._cache.load(command.adapter_id, command.pin, now)
+                return None if info is None else (info,)
+            case "unload":
+                return (self._cache.unload(command.adapter_id),)
+            case "get":
+                return (self._cache.get(command.adapter_id),)
+            case "list":
+                return tuple(self._cache.list(command.include_unloaded))
+
+    # --- reporting ----------------------------------------------------------------------------------------------------
+
+    def _report(self) -> Batch | None:
+        if not self._events and not self._replies and not self._residency_changed:
+            return None
+        resident = usage = None
+        if self._residency_changed:
+            resident = tuple(self._cache.list(include_unloaded=False))
+            usage = self._cache.usage()
+            self._residency_changed = False
+        batch = Batch(tuple(self._events), tuple(self._replies), self._load(), resident, usage)
+        self._events, self._replies = [], []
+        return batch
+
+    def _load(self) -> LoadNumbers:
+        load = self._scheduler.load()
+        return LoadNumbers(
+            num_running=load.num_running,
+            num_queued=load.num_queued + len(self._unresolved),
+            pending_tokens=load.pending_tokens,
+            num_blocks=load.num_blocks,
+            num_free_blocks=load.num_free_blocks,
+            max_running=load.max_running,
+            num_steps=self._num_steps,
+            num_preemptions=load.num_preemptions,
+        )

@@ -1,0 +1,158 @@
+"""Puts one completion's text together from the engine's events: detokenization, stop strings, logprob texts, counts.
+
+Pure: events in, deltas out. Owns the detokenizer and the stop matcher of its completion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from loraplex_server.events import CompletionEnd, FinishReason, Tokens
+from loraplex_server.request import StoppingParams
+from loraplex_server.scheduler.plan import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class TextTop:
+    token_id: int
+    text: str
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TextLogprob:
+    """A token's logprob with its text, and the alternatives, most likely first."""
+
+    token_id: int
+    text: str
+    logprob: float
+    top: tuple[TextTop, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionSummary:
+    """How a completion ended. `num_completion_tokens` counts up to the token that ended it."""
+
+    index: int
+    reason: FinishReason
+    stop_string: str | None
+    stop_token_id: int | None
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_completion_tokens: int
+    num_drafted: int
+    num_accepted: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """One completion's news. `end` is on its last delta only."""
+
+    index: int
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TextLogprob, ...] = ()
+    num_drafted: int = 0
+    num_accepted: int = 0
+    end: CompletionSummary | None = None
+
+
+class Detokenizer(Protocol):
+    def push(self, token_ids: tuple[int, ...]) -> str: ...
+    def finish(self) -> str: ...
+
+
+class StopMatcher(Protocol):
+    """Holds back what could be the beginning of a stop string."""
+
+    @property
+    def matched(self) -> str | None: ...
+    def push(self, text: str, *, num_tokens: int) -> str: ...
+    def finish(self) -> str: ...
+
+
+class CompletionAssembler:
+    """One completion from its first token to its end."""
+
+    def __init__(
+        self,
+        index: int,
+        stopping: StoppingParams,
+        detokenizer: Detokenizer | None,
+        stops: StopMatcher | None,
+        token_text: Callable[[int], str],
+    ) -> None:
+        self._index = index
+        self._stopping = stopping
+        self._detokenizer = detokenizer
+        self._stops = stops
+        self._token_text = token_text
+        self._num_tokens = 0
+        self._num_drafted = 0
+        self._num_accepted = 0
+        self.is_stopped = False  # a stop string was met; only the end is still to come
+
+    def push(self, event: Tokens) -> Delta:
+        """New tokens. When they complete a stop string, the tokens after it are dropped and `is_stopped` is set."""
+        if self.is_stopped:
+            return Delta(self._index)
+        self._num_drafted += event.num_drafted
+        self._num_accepted += event.num_accepted
+        text, num_kept = self._text_of(event.token_ids)
+        self._num_tokens += num_kept
+        return Delta(
+            self._index,
+            text=text,
+            token_ids=event.token_ids[:num_kept],
+            logprobs=tuple(self.with_text(one) for one in event.logprobs[:num_kept]),
+            num_drafted=event.num_drafted,
+            num_accepted=event.num_accepted,
+        )
+
+    def end(self, event: CompletionEnd) -> Delta:
+        """The engine ended the completion: what was held back comes out, unless a stop string had ended it before."""
+        text, stop_string = "", None
+        if not self.is_stopped and self._detokenizer is not None:
+            text = self._through_stops(self._detokenizer.finish())
+            if not self.is_stopped and self._stops is not None:
+                text += self._stops.finish()
+        if self.is_stopped and self._stops is not None:
+            stop_string = self._stops.matched
+        summary = CompletionSummary(
+            index=self._index,
+            reason=FinishReason.STOP if self.is_stopped else event.reason,
+            stop_string=stop_string,
+            stop_token_id=None if self.is_stopped else event.stop_token_id,
+            num_prompt_tokens=event.num_prompt_tokens,
+            num_cached_tokens=event.num_cached_tokens,
+            num_completion_tokens=self._num_tokens,
+            num_drafted=self._num_drafted,
+            num_accepted=self._num_accepted,
+        )
+        return Delta(self._index, text=text, end=summary)
+
+    def with_text(self, logprobs: TokenLogprobs) -> TextLogprob:
+        top = tuple(TextTop(token_id, self._token_text(token_id), value) for token_id, value in logprobs.top)
+        return TextLogprob(logprobs.token_id, self._token_text(logprobs.token_id), logprobs.logprob, top)
+
+    def _text_of(self, token_ids: tuple[int, ...]) -> tuple[str, int]:
+        """Text that is safe to send, and how many of the tokens belong to the completion."""
+        if self._detokenizer is None:
+            return "", len(token_ids)
+        if self._stops is None:
+            return self._detokenizer.push(token_ids), len(token_ids)
+        text = ""
+        for num_kept, token_id in enumerate(token_ids, start=1):
+            text += self._through_stops(self._detokenizer.push((token_id,)), num_before=num_kept)
+            if self.is_stopped:
+                return text, num_kept
+        return text, len(token_ids)
+
+    def _through_stops(self, text: str, num_before: int = 0) -> str:
+        if self._stops is None:
+            return text
+        safe = self._stops.push(text, num_tokens=self._num_tokens + num_before)
+        self.is_stopped = self._stops.matched is not None
+        return safe

@@ -1,0 +1,222 @@
+"""Between the wire's messages and the engine's plain data. Pure; messages arrive here validated (loraplex_proto.validate)."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable
+
+from loraplex_adapters.cache.api import AdapterInfo, CacheUsage
+from loraplex_proto.v1 import adapter_pb2, inference_pb2, worker_pb2
+from loraplex_server.engine.messages import LoadNumbers
+from loraplex_server.frontend.completion import CompletionSummary, Delta, TextLogprob
+from loraplex_server.request import OutputParams, Request, SamplingParams, StoppingParams
+
+MAX_LISTED_ADAPTERS = 1024
+
+_STATES = {
+    "known": adapter_pb2.ADAPTER_STATE_KNOWN,
+    "fetching": adapter_pb2.ADAPTER_STATE_FETCHING,
+    "on_host": adapter_pb2.ADAPTER_STATE_ON_HOST,
+    "on_device": adapter_pb2.ADAPTER_STATE_ON_DEVICE,
+    "draining": adapter_pb2.ADAPTER_STATE_DRAINING,
+    "failed": adapter_pb2.ADAPTER_STATE_FAILED,
+}
+_TIERS = {
+    "source": adapter_pb2.ADAPTER_TIER_SOURCE,
+    "disk": adapter_pb2.ADAPTER_TIER_DISK,
+    "host": adapter_pb2.ADAPTER_TIER_HOST,
+    "device": adapter_pb2.ADAPTER_TIER_DEVICE,
+}
+_REASONS = {
+    "eos": inference_pb2.FINISH_REASON_EOS,
+    "stop": inference_pb2.FINISH_REASON_STOP,
+    "length": inference_pb2.FINISH_REASON_LENGTH,
+}
+
+
+def sampling_params(message: inference_pb2.Sampling) -> SamplingParams:
+    """Unset fields take the wire's documented defaults; a seed is drawn where the client gave none."""
+
+    def value(name: str, default: float) -> float:
+        return getattr(message, name) if message.HasField(name) else default
+
+    return SamplingParams(
+        temperature=value("temperature", 0.0),
+        top_k=int(value("top_k", 0)),
+        top_p=value("top_p", 1.0),
+        min_p=value("min_p", 0.0),
+        repetition_penalty=value("repetition_penalty", 1.0),
+        frequency_penalty=value("frequency_penalty", 0.0),
+        presence_penalty=value("presence_penalty", 0.0),
+        seed=message.seed if message.HasField("seed") else secrets.randbits(64),
+        logit_bias=tuple(sorted(message.logit_bias.items())),
+    )
+
+
+def stopping_params(message: inference_pb2.Stopping, room: int) -> StoppingParams:
+    """`room` is what the context has left for new tokens."""
+    wanted = message.max_tokens if message.HasField("max_tokens") else room
+    return StoppingParams(
+        max_tokens=min(wanted, room),
+        min_tokens=message.min_tokens if message.HasField("min_tokens") else 0,
+        stop=tuple(message.stop),
+        stop_token_ids=frozenset(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+        include_stop=message.include_stop,
+    )
+
+
+def output_params(message: inference_pb2.Output) -> OutputParams:
+    return OutputParams(
+        logprobs=message.logprobs or message.top_logprobs > 0,
+        top_logprobs=message.top_logprobs,
+        prompt_logprobs=message.prompt_logprobs,
+    )
+
+
+def to_request(
+    message: inference_pb2.GenerateRequest,
+    prompt_token_ids: tuple[int, ...],
+    *,
+    request_id: str,
+    tenant: str,
+    room: int,
+    arrival_s: float,
+    deadline_s: float | None,
+) -> Request:
+    """A validated message as the engine's request; `room` as for `stopping_params`."""
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=prompt_token_ids,
+        stopping=stopping_params(message.stopping, room),
+        sampling=sampling_params(message.sampling),
+        output=output_params(message.output),
+        adapter_id=message.adapter_id,
+        tenant=tenant,
+        cache_salt=message.cache_salt,
+        n=message.n or 1,
+        priority=message.priority,
+        arrival_s=arrival_s,
+        deadline_s=deadline_s,
+    )
+
+
+def logprobs_to_pb(logprobs: Iterable[TextLogprob]) -> list[inference_pb2.TokenLogprob]:
+    return [
+        inference_pb2.TokenLogprob(
+            token_id=one.token_id,
+            text=one.text,
+            logprob=one.logprob,
+            top=[inference_pb2.TopLogprob(token_id=t.token_id, text=t.text, logprob=t.logprob) for t in one.top],
+        )
+        for one in logprobs
+    ]
+
+
+def usage_to_pb(summary: CompletionSummary) -> inference_pb2.Usage:
+    return inference_pb2.Usage(
+        prompt_tokens=summary.num_prompt_tokens,
+        completion_tokens=summary.num_completion_tokens,
+        cached_tokens=summary.num_cached_tokens,
+        drafted_tokens=summary.num_drafted,
+        accepted_tokens=summary.num_accepted,
+    )
+
+
+def total_usage(summaries: Iterable[CompletionSummary]) -> inference_pb2.Usage:
+    """Of a whole request: the prompt counts once, what was made counts for every completion."""
+    total = inference_pb2.Usage()
+    for summary in summaries:
+        if summary.index == 0:  # the others share its prefill
+            total.prompt_tokens = summary.num_prompt_tokens
+            total.cached_tokens = summary.num_cached_tokens
+        total.completion_tokens += summary.num_completion_tokens
+        total.drafted_tokens += summary.num_drafted
+        total.accepted_tokens += summary.num_accepted
+    return total
+
+
+def timings_to_pb(queue_s: float, first_token_s: float, total_s: float) -> inference_pb2.Timings:
+    return inference_pb2.Timings(queue_s=queue_s, time_to_first_token_s=first_token_s, total_s=total_s)
+
+
+def delta_to_pb(delta: Delta, *, with_token_ids: bool) -> inference_pb2.GenerateStreamResponse:
+    message = inference_pb2.GenerateStreamResponse(
+        index=delta.index,
+        text_delta=delta.text,
+        token_ids=delta.token_ids if with_token_ids else (),
+        logprobs=logprobs_to_pb(delta.logprobs),
+        drafted_tokens=delta.num_drafted,
+        accepted_tokens=delta.num_accepted,
+    )
+    if delta.end is not None:
+        fill_end(message, delta.end)
+        message.usage.CopyFrom(usage_to_pb(delta.end))
+    return message
+
+
+def fill_end(
+    message: inference_pb2.GenerateStreamResponse | inference_pb2.Completion, summary: CompletionSummary
+) -> None:
+    """Why the completion ended, the same in a stream's last chunk and in a whole answer."""
+    message.finish_reason = _REASONS[summary.reason.value]
+    if summary.stop_string is not None:
+        message.stop_string = summary.stop_string
+    if summary.stop_token_id is not None:
+        message.stop_token_id = summary.stop_token_id
+
+
+def completion_to_pb(
+    summary: CompletionSummary, deltas: list[Delta], *, prefix: str, with_token_ids: bool
+) -> inference_pb2.Completion:
+    """A completion put together from all its deltas."""
+    message = inference_pb2.Completion(
+        index=summary.index,
+        text=prefix + "".join(delta.text for delta in deltas),
+        token_ids=[t for delta in deltas for t in delta.token_ids] if with_token_ids else (),
+        logprobs=logprobs_to_pb(one for delta in deltas for one in delta.logprobs),
+        usage=usage_to_pb(summary),
+    )
+    fill_end(message, summary)
+    return message
+
+
+def adapter_to_pb(info: AdapterInfo) -> adapter_pb2.Adapter:
+    return adapter_pb2.Adapter(
+        adapter_id=info.adapter_id,
+        kind=info.kind,
+        digest=info.digest,
+        state=_STATES[info.state],
+        tier=_TIERS[info.tier],
+        bytes=info.num_bytes,
+        rank=info.rank,
+        running_requests=info.num_running,
+        pinned=info.pinned,
+        error=info.error,
+        error_reason=info.error_reason,
+    )
+
+
+def load_to_pb(
+    load: LoadNumbers, resident: Iterable[AdapterInfo], usage: CacheUsage | None, draining: bool
+) -> worker_pb2.Load:
+    message = worker_pb2.Load(
+        running_requests=load.num_running,
+        queued_requests=load.num_queued,
+        pending_tokens=load.pending_tokens,
+        total_kv_blocks=load.num_blocks,
+        free_kv_blocks=load.num_free_blocks,
+        max_running_requests=load.max_running,
+        draining=draining,
+    )
+    for info in resident:
+        if len(message.adapters) == MAX_LISTED_ADAPTERS:
+            break
+        if info.tier != "source":
+            message.adapters.add(adapter_id=info.adapter_id, digest=info.digest, tier=_TIERS[info.tier])
+    if usage is not None:
+        message.device_adapter_bytes = usage.device_bytes
+        message.device_adapter_budget_bytes = usage.device_budget_bytes
+        message.host_adapter_bytes = usage.host_bytes
+        message.host_adapter_budget_bytes = usage.host_budget_bytes
+    return message

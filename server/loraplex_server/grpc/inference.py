@@ -1,0 +1,195 @@
+"""InferenceService of a worker."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import loraplex_proto
+from loraplex_proto import validate
+from loraplex_proto.errors import DeadlineExceeded
+from loraplex_proto.v1 import inference_pb2, inference_pb2_grpc
+from loraplex_server.engine.client import EngineClient
+from loraplex_server.engine.messages import ModelInfo
+from loraplex_server.frontend.completion import CompletionAssembler, CompletionSummary, Delta
+from loraplex_server.frontend.generation import Progress, generate
+from loraplex_server.grpc import convert
+from loraplex_server.grpc.edge import Edge, handles_errors, handles_stream_errors, new_request_id
+from loraplex_server.request import Request
+from loraplex_server.text.tokenizer import TextTokenizer
+
+Context = Any  # grpc.aio.ServicerContext, which is generic over messages in its stubs
+
+# Longer texts are tokenized off the event loop: at about 1 MB/s this is some 10 ms.
+OFF_LOOP_CHARS = 10_000
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
+    """Owns nothing but the counter that makes engine request ids unique."""
+
+    def __init__(self, engine: EngineClient, info: ModelInfo, tokenizer: TextTokenizer, edge: Edge) -> None:
+        self._engine = engine
+        self._info = info
+        self._tokenizer = tokenizer
+        self._edge = edge
+        self._limits = validate.ModelLimits(info.vocab_size, info.max_context_tokens)
+        self._counter = itertools.count(1)
+
+    @handles_errors
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: Context
+    ) -> inference_pb2.GenerateResponse:
+        progress = Progress()
+        deltas: dict[int, list[Delta]] = {}
+        accepted = await self._accept(request, context)
+        async with aclosing(generate(self._engine, accepted, self._new_assembler, progress)) as batches:
+            async for batch in batches:
+                for delta in batch:
+                    deltas.setdefault(delta.index, []).append(delta)
+        return self._answer(request, accepted, deltas, progress)
+
+    @handles_stream_errors
+    async def GenerateStream(
+        self, request: inference_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[inference_pb2.GenerateStreamResponse]:
+        progress = Progress()
+        accepted = await self._accept(request, context)
+        is_first = True
+        async with aclosing(generate(self._engine, accepted, self._new_assembler, progress)) as batches:
+            async for batch in batches:
+                for delta in batch:
+                    message = convert.delta_to_pb(delta, with_token_ids=not request.output.omit_token_ids)
+                    if is_first:
+                        message.request_id = _public_id(accepted)
+                        message.adapter_digest = progress.adapter_digest
+                        message.prompt_logprobs.extend(convert.logprobs_to_pb(progress.prompt_logprobs))
+                        message.text_delta = self._echo(request, accepted) + message.text_delta
+                        is_first = False
+                    if delta.end is not None:
+                        message.timings.CopyFrom(_timings(progress))
+                    yield message
+
+    @handles_errors
+    async def Tokenize(
+        self, request: inference_pb2.TokenizeRequest, context: Context
+    ) -> inference_pb2.TokenizeResponse:
+        validate.check_tokenize(request)
+        if request.WhichOneof("input") == "chat":
+            ids = self._tokenizer.encode_chat(_messages(request.chat), not request.chat.omit_generation_prompt)
+        else:
+            ids = await self._encode(request.text, special=not request.omit_special_tokens)
+        return inference_pb2.TokenizeResponse(token_ids=ids, tokens=[self._tokenizer.token_text(i) for i in ids])
+
+    @handles_errors
+    async def GetInfo(self, request: inference_pb2.GetInfoRequest, context: Context) -> inference_pb2.GetInfoResponse:
+        info = self._info
+        return inference_pb2.GetInfoResponse(
+            model_id=info.model_id,
+            model_type=info.model_type,
+            version=loraplex_proto.__version__,
+            role="worker",
+            max_context_tokens=info.max_context_tokens,
+            vocab_size=info.vocab_size,
+            dtype=info.dtype,
+            device=info.device,
+            max_lora_rank=info.max_lora_rank,
+            eos_token_ids=info.eos_token_ids,
+            has_chat_template=self._tokenizer.has_chat_template,
+            speculation=["off"],
+        )
+
+    async def _accept(self, message: inference_pb2.GenerateRequest, context: Context) -> Request:
+        """From the wire to a request that the engine takes. Raises the typed error."""
+        validate.check_generate(message)
+        validate.check_for_model(message, self._limits)
+        identity = self._edge.admit(context, message.adapter_id)
+        remaining_s: float | None = context.time_remaining()
+        if remaining_s is not None and remaining_s <= 0:
+            raise DeadlineExceeded("the deadline had passed when the request arrived; give it more time")
+        arrival_s = time.monotonic()
+        prompt = await self._prompt(message)
+        validate.check_prompt_length(len(prompt), self._limits)
+        request = convert.to_request(
+            message,
+            prompt,
+            # Clients choose ids as they like; in the engine they are unique.
+            request_id=f"{new_request_id(message.request_id)}/{next(self._counter)}",
+            tenant=identity.tenant,
+            room=self._info.max_context_tokens - len(prompt),
+            arrival_s=arrival_s,
+            deadline_s=None if remaining_s is None else arrival_s + remaining_s,
+        )
+        return request
+
+    async def _prompt(self, message: inference_pb2.GenerateRequest) -> tuple[int, ...]:
+        match message.WhichOneof("input"):
+            case "token_ids":
+                return tuple(message.token_ids.ids)
+            case "chat":
+                chat = message.chat
+                return tuple(self._tokenizer.encode_chat(_messages(chat), not chat.omit_generation_prompt))
+            case _:
+                return tuple(await self._encode(message.text, special=True))
+
+    async def _encode(self, text: str, *, special: bool) -> list[int]:
+        if len(text) < OFF_LOOP_CHARS:
+            return self._tokenizer.encode(text, add_special_tokens=special)
+        return await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens=special)
+
+    def _new_assembler(self, request: Request, index: int) -> CompletionAssembler:
+        tokenizer = self._tokenizer
+        return CompletionAssembler(
+            index,
+            request.stopping,
+            tokenizer.new_detokenizer(request.prompt_token_ids),
+            tokenizer.new_stop_matcher(request.stopping),
+            tokenizer.token_text,
+        )
+
+    def _echo(self, message: inference_pb2.GenerateRequest, request: Request) -> str:
+        return self._tokenizer.decode(request.prompt_token_ids) if message.output.echo else ""
+
+    def _answer(
+        self,
+        message: inference_pb2.GenerateRequest,
+        request: Request,
+        deltas: dict[int, list[Delta]],
+        progress: Progress,
+    ) -> inference_pb2.GenerateResponse:
+        prefix = self._echo(message, request)
+        summaries = [_summary(deltas[index]) for index in range(request.n)]
+        return inference_pb2.GenerateResponse(
+            request_id=_public_id(request),
+            completions=[
+                convert.completion_to_pb(
+                    summary, deltas[summary.index], prefix=prefix, with_token_ids=not message.output.omit_token_ids
+                )
+                for summary in summaries
+            ],
+            prompt_logprobs=convert.logprobs_to_pb(progress.prompt_logprobs),
+            usage=convert.total_usage(summaries),
+            timings=_timings(progress),
+            adapter_digest=progress.adapter_digest,
+        )
+
+
+def _public_id(request: Request) -> str:
+    return request.request_id.rpartition("/")[0]
+
+
+def _summary(deltas: list[Delta]) -> CompletionSummary:
+    end = deltas[-1].end
+    assert end is not None, "the last delta of a completion carries its end"
+    return end
+
+
+def _messages(chat: inference_pb2.Chat) -> list[dict[str, str]]:
+    return [{"role": message.role, "content": message.content} for message in chat.messages]
+
+
+def _timings(progress: Progress) -> inference_pb2.Timings:
+    return convert.timings_to_pb(progress.queue_s, progress.first_token_s or 0.0, progress.elapsed_s())

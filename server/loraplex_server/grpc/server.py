@@ -1,0 +1,160 @@
+"""Assembles a worker: engine, services, health, reflection, metrics; runs it until told to end.
+
+Owns the order of starting and of draining.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from loraplex_proto import auth
+from loraplex_proto.errors import InvalidArgument
+from loraplex_proto.v1 import (
+    adapter_pb2,
+    adapter_pb2_grpc,
+    inference_pb2,
+    inference_pb2_grpc,
+    worker_pb2,
+    worker_pb2_grpc,
+)
+from loraplex_server.config import WorkerConfig
+from loraplex_server.engine.client import EngineClient
+from loraplex_server.engine.messages import ModelInfo
+from loraplex_server.engine.process import EngineBuilder
+from loraplex_server.grpc.adapters import AdapterServicer
+from loraplex_server.grpc.edge import Edge
+from loraplex_server.grpc.inference import InferenceServicer
+from loraplex_server.grpc.load import WorkerServicer
+from loraplex_server.text.tokenizer import TextTokenizer
+
+log = logging.getLogger(__name__)
+
+SERVICES = (
+    inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
+    adapter_pb2.DESCRIPTOR.services_by_name["AdapterService"].full_name,
+    worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name,
+)
+
+
+def server_options(max_message_bytes: int) -> list[tuple[str, int]]:
+    """Keepalive that clients behind balancers need, connections that get old so that balancers can spread them anew."""
+    return [
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.keepalive_time_ms", 30_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.max_connection_age_ms", 3_600_000),
+        ("grpc.max_connection_age_grace_ms", 600_000),
+        ("grpc.so_reuseport", 0),
+    ]
+
+
+@dataclass
+class Worker:
+    """A running worker."""
+
+    engine: EngineClient
+    info: ModelInfo
+    address: str
+    server: grpc.aio.Server
+    health_service: health.aio.HealthServicer
+    edge: Edge = field(default_factory=Edge)
+
+    async def drain(self, drain_s: float) -> None:
+        """Takes no new requests, lets the running ones end for up to `drain_s`, then stops."""
+        self.edge.is_draining = True
+        await self.health_service.enter_graceful_shutdown()
+        await self.server.stop(grace=drain_s)
+        await self.engine.stop()
+
+
+async def start_worker(
+    config: WorkerConfig,
+    on_progress: Callable[[str], None] = lambda text: None,
+    *,
+    inline: bool = False,
+    builder: EngineBuilder | None = None,
+    tokenizer: TextTokenizer | None = None,
+) -> Worker:
+    """Starts the engine, then listens. Raises the typed error of whatever cannot be had (model, port, files)."""
+    engine = EngineClient(config.engine, max_unread_tokens=config.max_unread_tokens)
+    info = await engine.start(on_progress, inline=inline, builder=builder)
+    try:
+        if tokenizer is None:
+            tokenizer = TextTokenizer.from_pretrained(config.engine.model.model, revision=config.engine.model.revision)
+        return await _listen(config, engine, info, tokenizer)
+    except BaseException:
+        await engine.stop()
+        raise
+
+
+async def _listen(config: WorkerConfig, engine: EngineClient, info: ModelInfo, tokenizer: TextTokenizer) -> Worker:
+    interceptors = [auth.ServerInterceptor(auth.load_credentials(config.auth_file))]
+    server = grpc.aio.server(interceptors=interceptors, options=server_options(config.max_message_bytes))
+    edge = Edge()
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(engine, info, tokenizer, edge), server)
+    adapter_pb2_grpc.add_AdapterServiceServicer_to_server(AdapterServicer(engine, edge), server)
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(engine, edge), server)
+    health_service = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
+    reflection.enable_server_reflection((*SERVICES, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name), server)
+    port = _bind(server, config)
+    await server.start()
+    for service in ("", *SERVICES):
+        await health_service.set(service, health_pb2.HealthCheckResponse.SERVING)
+    return Worker(engine, info, f"{config.host}:{port}", server, health_service, edge)
+
+
+def _bind(server: grpc.aio.Server, config: WorkerConfig) -> int:
+    address = f"{config.host}:{config.port}"
+    try:
+        if config.tls_cert is None and config.tls_key is None:
+            return server.add_insecure_port(address)
+        if config.tls_cert is None or config.tls_key is None:
+            raise InvalidArgument("--tls-cert and --tls-key go together", field="--tls-cert")
+        pair = (config.tls_key.read_bytes(), config.tls_cert.read_bytes())
+        return server.add_secure_port(address, grpc.ssl_server_credentials([pair]))
+    except RuntimeError as error:
+        raise InvalidArgument(f"cannot listen on {address}; is the port taken?", field="--port") from error
+    except OSError as error:
+        raise InvalidArgument(f"cannot read the TLS files: {error}", field="--tls-cert") from error
+
+
+async def run_worker(
+    config: WorkerConfig,
+    on_progress: Callable[[str], None] = lambda text: None,
+    on_ready: Callable[[Worker], None] = lambda worker: None,
+) -> int:
+    """Serves until SIGTERM or SIGINT, then drains. Returns the exit status: 1 when the engine ended by itself."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    starting = asyncio.ensure_future(start_worker(config, on_progress))
+    stopping = asyncio.ensure_future(stop.wait())
+    await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():
+        starting.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await starting
+        return 130
+    worker = await starting
+    on_ready(worker)
+    lost = asyncio.ensure_future(worker.engine.lost.wait())
+    await asyncio.wait({stopping, lost}, return_when=asyncio.FIRST_COMPLETED)
+    is_lost = worker.engine.lost.is_set()
+    log.info("draining")
+    await worker.drain(0.0 if is_lost else config.drain_s)
+    lost.cancel()
+    stopping.cancel()
+    return 1 if is_lost else 0
