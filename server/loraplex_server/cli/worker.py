@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
+import signal
 import sys
+import threading
 from typing import Annotated, Any
 
 import typer
@@ -28,14 +31,23 @@ JSON = inspect.Parameter(
     annotation=Annotated[bool, typer.Option("--json", help="Report progress as JSON lines.")],
 )
 
+SUPERVISED = inspect.Parameter(
+    "supervised",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=False,
+    annotation=Annotated[bool, typer.Option("--supervised", hidden=True, help="End when standard input closes.")],
+)
+
 
 def worker_config(model: str, given: dict[str, Any]) -> WorkerConfig:
     """Raises InvalidArgument, with a sentence that names the flag."""
     return configure(WorkerConfig, FLAGS, given, {("engine", "model", "model"): model})
 
 
-def _worker(*, model: str, json: bool, **given: Any) -> None:
+def _worker(*, model: str, json: bool, supervised: bool, **given: Any) -> None:
     report = Report("worker", as_json=json)
+    if supervised:
+        threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         config = worker_config(model, given)
         # Late: what only prints help needs neither gRPC nor torch.
@@ -51,9 +63,15 @@ def _worker(*, model: str, json: bool, **given: Any) -> None:
     sys.exit(code)
 
 
+def _end_with_parent() -> None:
+    """A supervisor that dies closes the pipe; a worker that outlived it would hold port and memory for nobody."""
+    sys.stdin.buffer.read()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 worker = command(
     FLAGS,
-    [MODEL, JSON],
+    [MODEL, JSON, SUPERVISED],
     _worker,
     "Start one worker: a base model with its adapters behind gRPC.\n\n"
     "Clients may talk to it directly; a router (`loraplex router`) spreads requests over several.",

@@ -1,0 +1,143 @@
+"""The worker processes of `loraplex serve`: starting them, reading their JSON lines, starting them again, ending them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from loraplex_proto.errors import FailedPrecondition, LoraplexError, by_reason
+
+log = logging.getLogger(__name__)
+
+RESTART_DELAYS_S = (1.0, 2.0, 5.0, 10.0, 30.0)
+
+
+@dataclass(frozen=True, slots=True)
+class ChildSpec:
+    """How to start one worker; `--port N --supervised` is appended."""
+
+    command: tuple[str, ...]
+
+
+@dataclass
+class _Child:
+    number: int
+    process: asyncio.subprocess.Process
+    address: str
+    reader: asyncio.Task[None]
+
+
+class Children:
+    """Owns the processes. A child keeps its port when it is started again, so that the router finds it there."""
+
+    def __init__(self, spec: ChildSpec, num_workers: int, on_progress: Callable[[str], None]) -> None:
+        self._spec = spec
+        self._num_workers = num_workers
+        self._on_progress = on_progress
+        self._children: list[_Child] = []
+        self._starting: list[asyncio.subprocess.Process] = []
+
+    @property
+    def pids(self) -> list[int]:
+        return [child.process.pid for child in self._children]
+
+    async def start(self, stop: asyncio.Event) -> list[str] | None:
+        """Starts all of them, one after the other (loading is memory-hungry). None when `stop` came first.
+
+        Raises the error that a worker reported."""
+        for number in range(self._num_workers):
+            starting = asyncio.ensure_future(self._start_one(number, port=0))
+            stopping = asyncio.ensure_future(stop.wait())
+            await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            stopping.cancel()
+            if not starting.done():
+                starting.cancel()
+                with contextlib.suppress(asyncio.CancelledError, LoraplexError):
+                    await starting
+                return None
+            self._children.append(starting.result())
+        return [child.address for child in self._children]
+
+    async def watch(self) -> None:
+        """Starts again what dies, with growing pauses. Runs until cancelled."""
+        await asyncio.gather(*(self._watch_one(index) for index in range(len(self._children))))
+
+    async def stop(self, drain_s: float) -> None:
+        """SIGTERM to all, `drain_s` to end, then SIGKILL. Returns when every process is reaped."""
+        processes = [child.process for child in self._children] + self._starting
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGTERM)
+        for process in processes:
+            try:
+                await asyncio.wait_for(process.wait(), drain_s + 10)
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+        for child in self._children:
+            child.reader.cancel()
+
+    async def _watch_one(self, index: int) -> None:
+        num_failures = 0
+        while True:
+            child = self._children[index]
+            code = await child.process.wait()
+            port = int(child.address.rpartition(":")[2])
+            delay_s = RESTART_DELAYS_S[min(num_failures, len(RESTART_DELAYS_S) - 1)]
+            log.error("worker %d ended with status %s; starting it again in %.0f s", index, code, delay_s)
+            await asyncio.sleep(delay_s)
+            try:
+                self._children[index] = await self._start_one(index, port)
+                num_failures = 0
+            except LoraplexError as error:
+                num_failures += 1
+                log.error("worker %d does not start: %s", index, error.message)
+
+    async def _start_one(self, number: int, port: int) -> _Child:
+        process = await asyncio.create_subprocess_exec(
+            *self._spec.command,
+            "--port",
+            str(port),
+            "--supervised",
+            stdout=asyncio.subprocess.PIPE,
+            stdin=asyncio.subprocess.PIPE,  # closes with this process
+            # Ctrl-C at a terminal is for the supervisor alone: it drains, then tells the workers.
+            start_new_session=True,
+        )
+        self._starting.append(process)
+        prefix = f"worker {number}: " if self._num_workers > 1 else ""
+        address = await self._until_ready(process, prefix)
+        self._starting.remove(process)
+        return _Child(number, process, address, asyncio.ensure_future(_drain_lines(process)))
+
+    async def _until_ready(self, process: asyncio.subprocess.Process, prefix: str) -> str:
+        assert process.stdout is not None
+        async for line in process.stdout:
+            try:
+                message: dict[str, str] = json.loads(line)
+            except ValueError:
+                log.info("%s%s", prefix, line.decode(errors="replace").rstrip())
+                continue
+            match message.get("event"):
+                case "progress":
+                    self._on_progress(prefix + message["text"])
+                case "ready":
+                    return message["address"]
+                case "failed":
+                    kind = by_reason().get(message["reason"], FailedPrecondition)
+                    raise kind(message["message"])
+                case _:
+                    pass
+        raise FailedPrecondition(f"the worker ended with status {await process.wait()} before it was ready")
+
+
+async def _drain_lines(process: asyncio.subprocess.Process) -> None:
+    """Keeps the pipe empty; what a worker says later is for its log."""
+    assert process.stdout is not None
+    async for line in process.stdout:
+        log.debug("%s", line.decode(errors="replace").rstrip())
