@@ -1,0 +1,176 @@
+"""From what a caller gives to the wire's messages. Pure: no channel, no clock, and the only state is a random id."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from loraplex.types import CallOptions, DraftModel, GenerateOptions, Medusa, Message, PromptLookup, Speculation
+from loraplex_proto.errors import InvalidArgument
+from loraplex_proto.ids import check_adapter_id
+from loraplex_proto.v1 import adapter_pb2, inference_pb2
+
+# Option -> path in GenerateRequest, for options whose value is the field's.
+_FIELDS: Final[dict[str, str]] = {
+    "token_ids": "token_ids.ids",
+    "adapter_id": "adapter_id",
+    "max_tokens": "stopping.max_tokens",
+    "min_tokens": "stopping.min_tokens",
+    "stop": "stopping.stop",
+    "stop_token_ids": "stopping.stop_token_ids",
+    "ignore_eos": "stopping.ignore_eos",
+    "include_stop": "stopping.include_stop",
+    "temperature": "sampling.temperature",
+    "top_k": "sampling.top_k",
+    "top_p": "sampling.top_p",
+    "min_p": "sampling.min_p",
+    "repetition_penalty": "sampling.repetition_penalty",
+    "frequency_penalty": "sampling.frequency_penalty",
+    "presence_penalty": "sampling.presence_penalty",
+    "seed": "sampling.seed",
+    "logit_bias": "sampling.logit_bias",
+    "n": "n",
+    "logprobs": "output.logprobs",
+    "top_logprobs": "output.top_logprobs",
+    "prompt_logprobs": "output.prompt_logprobs",
+    "echo": "output.echo",
+    "omit_token_ids": "output.omit_token_ids",
+    "max_draft_tokens": "speculation.max_draft_tokens",
+    "fixed_draft_length": "speculation.fixed_length",
+    "priority": "priority",
+    "request_id": "request_id",
+    "cache_salt": "cache_salt",
+}
+_OTHER_OPTIONS: Final = frozenset({"messages", "omit_generation_prompt", "adapters", "speculation", "timeout_s"})
+
+
+def generate_request(prompt: str | None, options: GenerateOptions) -> inference_pb2.GenerateRequest:
+    """Raises InvalidArgument for a value that the wire cannot carry, TypeError for an option that there is not."""
+    given = _given(options, _OTHER_OPTIONS | _FIELDS.keys())
+    request = inference_pb2.GenerateRequest()
+    inputs = [name for name in ("token_ids", "messages") if name in given]
+    if prompt is not None:
+        inputs.insert(0, "prompt")
+        _assign(request, "text", prompt)
+    if len(inputs) != 1:
+        what = " and ".join(inputs) or "nothing"
+        raise InvalidArgument(f"give one of prompt, token_ids and messages; given: {what}", field="input")
+    if "token_ids" in given:
+        request.token_ids.SetInParent()  # an empty list is still the prompt that was meant
+    if "messages" in given:
+        _put_messages(request.chat, given["messages"], given.get("omit_generation_prompt"))
+    elif given.get("omit_generation_prompt"):
+        raise InvalidArgument("omit_generation_prompt goes with messages", field="chat.omit_generation_prompt")
+    for name, path in _FIELDS.items():
+        if name in given:
+            value: Any = given[name]
+            _assign(request, path, [value] if name == "stop" and isinstance(value, str) else value)
+    for adapter_id, weight in given.get("adapters", {}).items():
+        entry = request.adapters.add()
+        _assign(entry, "id", adapter_id, shown_as="adapters.id")
+        _assign(entry, "weight", weight, shown_as="adapters.weight")
+    if "speculation" in given:
+        _put_speculation(request.speculation, given["speculation"])
+    if request.adapter_id:
+        check_adapter_id(request.adapter_id)  # here already, because it goes into a header as well
+    if not request.request_id:
+        request.request_id = uuid.uuid4().hex  # known even when no answer comes
+    return request
+
+
+def tokenize_request(
+    text: str | None, messages: Sequence[Message] | None, omit_generation_prompt: bool, omit_special_tokens: bool
+) -> inference_pb2.TokenizeRequest:
+    """Raises InvalidArgument."""
+    request = inference_pb2.TokenizeRequest(omit_special_tokens=omit_special_tokens)
+    if (text is None) == (messages is None):
+        raise InvalidArgument("give one of text and messages", field="input")
+    if text is not None:
+        _assign(request, "text", text)
+    if messages is not None:
+        _put_messages(request.chat, messages, omit_generation_prompt)
+    return request
+
+
+def load_request(adapter_id: str, pin: bool) -> adapter_pb2.LoadAdapterRequest:
+    return adapter_pb2.LoadAdapterRequest(adapter_id=check_adapter_id(adapter_id), pin=pin)
+
+
+def unload_request(adapter_id: str) -> adapter_pb2.UnloadAdapterRequest:
+    return adapter_pb2.UnloadAdapterRequest(adapter_id=check_adapter_id(adapter_id))
+
+
+def get_request(adapter_id: str) -> adapter_pb2.GetAdapterRequest:
+    return adapter_pb2.GetAdapterRequest(adapter_id=check_adapter_id(adapter_id))
+
+
+def call_options(options: CallOptions) -> CallOptions:
+    """The same, once it is sure that there is nothing else in it. Raises TypeError."""
+    _given(options, frozenset({"timeout_s"}))
+    return options
+
+
+def _given(options: GenerateOptions | CallOptions, known: frozenset[str]) -> dict[str, Any]:
+    for name in options:
+        if name not in known:
+            raise TypeError(f"there is no option {name!r}; there are {', '.join(sorted(known))}")
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _put_messages(chat: inference_pb2.Chat, messages: Sequence[Message], omit_generation_prompt: bool | None) -> None:
+    chat.SetInParent()
+    for one in messages:
+        message = chat.messages.add()
+        for name in ("role", "content"):
+            _assign(message, name, one.get(name), shown_as=f"chat.messages.{name}")
+    if omit_generation_prompt:
+        chat.omit_generation_prompt = True
+
+
+def _put_speculation(message: inference_pb2.Speculation, wanted: Speculation) -> None:
+    match wanted:
+        case "off":
+            message.off = True
+        case "auto":
+            message.auto = True
+        case "medusa" | Medusa():
+            message.medusa.adapter_id = wanted.adapter_id if isinstance(wanted, Medusa) else ""
+            message.medusa.SetInParent()
+        case "prompt_lookup" | PromptLookup():
+            message.prompt_lookup.SetInParent()
+            if isinstance(wanted, PromptLookup):
+                _assign(message, "prompt_lookup.min_ngram", wanted.min_ngram)
+                _assign(message, "prompt_lookup.max_ngram", wanted.max_ngram)
+        case "draft_model" | DraftModel():
+            message.draft_model.name = wanted.name if isinstance(wanted, DraftModel) else ""
+            message.draft_model.SetInParent()
+        case _:  # pyright: ignore[reportUnnecessaryComparison] (a caller without a type checker)
+            raise InvalidArgument(
+                f"speculation cannot be {_shown(wanted)}: use 'off', 'auto', 'medusa', 'prompt_lookup', 'draft_model' "
+                "or an object of one of their classes",
+                field="speculation",
+            )
+
+
+def _assign(message: Any, path: str, value: Any, *, shown_as: str = "") -> None:
+    """Sets the field at `path`. Raises InvalidArgument naming it when the value does not fit its type."""
+    *above, name = path.split(".")
+    for part in above:
+        message = getattr(message, part)
+    current = getattr(message, name)
+    try:
+        if not hasattr(current, "MergeFrom"):
+            setattr(message, name, value)
+        elif isinstance(value, Mapping):
+            current.update(value)
+        else:
+            current.extend(value)
+    except (TypeError, ValueError, AttributeError) as error:  # what protobuf raises; UnicodeEncodeError is a ValueError
+        field = shown_as or path
+        raise InvalidArgument(f"`{field}` cannot be {_shown(value)}", field=field) from error
+
+
+def _shown(value: object) -> str:
+    text = ascii(value)
+    return text if len(text) <= 60 else text[:57] + "..."

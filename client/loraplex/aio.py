@@ -1,0 +1,178 @@
+"""The asyncio client. Belongs to the event loop that first uses it; owns one channel."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from types import TracebackType
+from typing import Any, TypeVar, Unpack
+
+import grpc
+import grpc.aio
+
+from loraplex._calls import Call, Calls
+from loraplex._settings import DEFAULT_TIMEOUT_S, Settings, Tls
+from loraplex.types import Adapter, CallOptions, Chunk, GenerateOptions, Generation, Message, ServerInfo, Tokenization
+from loraplex_proto.errors import FailedPrecondition
+
+_Answer = TypeVar("_Answer")
+
+
+class AsyncClient:
+    """`loraplex.Client` for asyncio: the same arguments, calls and errors.
+
+    async with AsyncClient("localhost:50051") as client:
+        async for chunk in client.stream("SELECT", adapter_id="sql"):
+            print(chunk.text, end="")
+    """
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        token: str | None = None,
+        timeout_s: float | None = DEFAULT_TIMEOUT_S,
+        tls: bool | Tls = False,
+    ) -> None:
+        self._settings = Settings(target, token, timeout_s, Tls() if tls is True else tls or None)
+        self._calls = Calls(self._settings)
+        self._channel: grpc.aio.Channel | None = None
+        self._is_closed = False
+        self.adapters = AsyncAdapters(self._calls, self._unary)
+
+    async def generate(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> Generation:
+        """Waits for the whole answer. The prompt is text, or one of the options `token_ids` and `messages`."""
+        return await self._unary(self._calls.generate(prompt, options))
+
+    def stream(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> AsyncStream:
+        """Tokens as they are made. Takes what `generate` takes; closing the iterator ends the work on the server."""
+        call = self._calls.stream(prompt, options)
+        rpc = self._open().unary_stream(call.path)(call.request, timeout=call.timeout_s, metadata=call.metadata)
+        return AsyncStream(call, rpc)
+
+    async def tokenize(
+        self,
+        text: str | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        omit_generation_prompt: bool = False,
+        omit_special_tokens: bool = False,
+        **options: Unpack[CallOptions],
+    ) -> Tokenization:
+        """The tokens of a text, or of a chat as the base model's template lays it out."""
+        return await self._unary(
+            self._calls.tokenize(text, messages, omit_generation_prompt, omit_special_tokens, options)
+        )
+
+    async def info(self, **options: Unpack[CallOptions]) -> ServerInfo:
+        """What answers at this address: base model, limits, version."""
+        return await self._unary(self._calls.info(options))
+
+    async def close(self) -> None:
+        """Ends whatever is still running. Closing twice is fine."""
+        self._is_closed = True
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close()
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def _open(self) -> grpc.aio.Channel:
+        """The channel, made at the first call because it binds to the running loop."""
+        if self._is_closed:
+            raise FailedPrecondition("this client is closed; make a new one")
+        if self._channel is None:
+            credentials = self._settings.credentials()
+            target, options = self._settings.target, self._settings.channel_options()
+            self._channel = (
+                grpc.aio.insecure_channel(target, options)
+                if credentials is None
+                else grpc.aio.secure_channel(target, credentials, options)
+            )
+        return self._channel
+
+    async def _unary(self, call: Call[_Answer]) -> _Answer:
+        try:
+            raw: bytes = await self._open().unary_unary(call.path)(
+                call.request, timeout=call.timeout_s, metadata=call.metadata
+            )
+        except grpc.RpcError as error:
+            raise call.error(error) from error
+        return call.read(raw)
+
+
+class AsyncAdapters:
+    """`client.adapters`. Through a router each answer has a row per worker."""
+
+    def __init__(
+        self, calls: Calls, send: Callable[[Call[tuple[Adapter, ...]]], Awaitable[tuple[Adapter, ...]]]
+    ) -> None:
+        self._calls = calls
+        self._send = send
+
+    async def load(self, adapter_id: str, *, pin: bool = False, **options: Unpack[CallOptions]) -> tuple[Adapter, ...]:
+        """Brings an adapter into memory ahead of use, and binds its name to the files as they are now."""
+        return await self._send(self._calls.load(adapter_id, pin, options))
+
+    async def unload(self, adapter_id: str, **options: Unpack[CallOptions]) -> tuple[Adapter, ...]:
+        """Forgets the name; requests that are running end as they began."""
+        return await self._send(self._calls.unload(adapter_id, options))
+
+    async def get(self, adapter_id: str, **options: Unpack[CallOptions]) -> tuple[Adapter, ...]:
+        """Where one adapter is. Raises AdapterNotFound."""
+        return await self._send(self._calls.get(adapter_id, options))
+
+    async def list(self, *, include_unloaded: bool = False, **options: Unpack[CallOptions]) -> tuple[Adapter, ...]:
+        """The adapters that are loaded, with `include_unloaded` also those that could be."""
+        return await self._send(self._calls.list(include_unloaded, options))
+
+
+class AsyncStream(AsyncIterator[Chunk]):
+    """Chunks of one request. Close it, or leave its `async with` block, to end the request early."""
+
+    def __init__(self, call: Call[Chunk], rpc: Any) -> None:
+        self._call = call
+        self._rpc = rpc
+        self._is_closed = False
+
+    @property
+    def request_id(self) -> str:
+        return self._call.request_id or ""
+
+    async def __anext__(self) -> Chunk:
+        if self._is_closed:
+            raise StopAsyncIteration
+        try:
+            raw: Any = await self._rpc.read()
+        except grpc.RpcError as error:
+            self._is_closed = True
+            raise self._call.error(error) from error
+        except asyncio.CancelledError:
+            # grpc raises this for its own cancellation too: when another task has closed the stream.
+            task = asyncio.current_task()
+            if self._is_closed and task is not None and not task.cancelling():
+                raise StopAsyncIteration from None
+            raise
+        if not isinstance(raw, bytes):  # grpc.aio.EOF
+            self._is_closed = True
+            raise StopAsyncIteration
+        return self._call.read(raw)
+
+    async def aclose(self) -> None:
+        """Cancels the request where it is not done. Closing twice is fine."""
+        self._is_closed = True
+        self._rpc.cancel()
+
+    async def __aenter__(self) -> AsyncStream:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()

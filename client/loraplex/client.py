@@ -1,0 +1,166 @@
+"""The blocking client. Safe to use from several threads; owns one channel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, TypeVar, Unpack
+
+import grpc
+
+from loraplex._calls import Call, Calls
+from loraplex._settings import DEFAULT_TIMEOUT_S, Settings, Tls
+from loraplex.types import Adapter, CallOptions, Chunk, GenerateOptions, Generation, Message, ServerInfo, Tokenization
+from loraplex_proto.errors import FailedPrecondition
+
+_Answer = TypeVar("_Answer")
+
+
+class Client:
+    """Talks to a Loraplex router or worker; the two cannot be told apart.
+
+        with Client("localhost:50051") as client:
+            print(client.generate("SELECT", adapter_id="sql", max_tokens=64).text)
+
+    `token` goes with every call, as `authorization: Bearer`. `timeout_s` is the deadline of calls that give none of
+    their own; None means none. `tls` is True for the usual authorities, or a `Tls` with certificates. Every failure is
+    a class of `loraplex.LoraplexError`.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        token: str | None = None,
+        timeout_s: float | None = DEFAULT_TIMEOUT_S,
+        tls: bool | Tls = False,
+    ) -> None:
+        settings = Settings(target, token, timeout_s, Tls() if tls is True else tls or None)
+        credentials = settings.credentials()
+        options = settings.channel_options()
+        self._channel: grpc.Channel | None = (
+            grpc.insecure_channel(settings.target, options)
+            if credentials is None
+            else grpc.secure_channel(settings.target, credentials, options)
+        )
+        self._calls = Calls(settings)
+        self.adapters = Adapters(self._calls, self._unary)
+
+    def generate(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> Generation:
+        """Waits for the whole answer. The prompt is text, or one of the options `token_ids` and `messages`."""
+        return self._unary(self._calls.generate(prompt, options))
+
+    def stream(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> Stream:
+        """Tokens as they are made. Takes what `generate` takes; closing the iterator ends the work on the server."""
+        call = self._calls.stream(prompt, options)
+        rpc = self._open().unary_stream(call.path)(call.request, timeout=call.timeout_s, metadata=call.metadata)
+        return Stream(call, rpc)
+
+    def tokenize(
+        self,
+        text: str | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        omit_generation_prompt: bool = False,
+        omit_special_tokens: bool = False,
+        **options: Unpack[CallOptions],
+    ) -> Tokenization:
+        """The tokens of a text, or of a chat as the base model's template lays it out."""
+        return self._unary(self._calls.tokenize(text, messages, omit_generation_prompt, omit_special_tokens, options))
+
+    def info(self, **options: Unpack[CallOptions]) -> ServerInfo:
+        """What answers at this address: base model, limits, version."""
+        return self._unary(self._calls.info(options))
+
+    def close(self) -> None:
+        """Ends whatever is still running. Closing twice is fine."""
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open(self) -> grpc.Channel:
+        if self._channel is None:
+            raise FailedPrecondition("this client is closed; make a new one")
+        return self._channel
+
+    def _unary(self, call: Call[_Answer]) -> _Answer:
+        try:
+            raw: bytes = self._open().unary_unary(call.path)(
+                call.request, timeout=call.timeout_s, metadata=call.metadata
+            )
+        except grpc.RpcError as error:
+            raise call.error(error) from error
+        return call.read(raw)
+
+
+class Adapters:
+    """`client.adapters`. Through a router each answer has a row per worker."""
+
+    def __init__(self, calls: Calls, send: Callable[[Call[tuple[Adapter, ...]]], tuple[Adapter, ...]]) -> None:
+        self._calls = calls
+        self._send = send
+
+    def load(self, adapter_id: str, *, pin: bool = False, **options: Unpack[CallOptions]) -> tuple[Adapter, ...]:
+        """Brings an adapter into memory ahead of use, and binds its name to the files as they are now."""
+        return self._send(self._calls.load(adapter_id, pin, options))
+
+    def unload(self, adapter_id: str, **options: Unpack[CallOptions]) -> tuple[Adapter, ...]:
+        """Forgets the name; requests that are running end as they began."""
+        return self._send(self._calls.unload(adapter_id, options))
+
+    def get(self, adapter_id: str, **options: Unpack[CallOptions]) -> tuple[Adapter, ...]:
+        """Where one adapter is. Raises AdapterNotFound."""
+        return self._send(self._calls.get(adapter_id, options))
+
+    def list(self, *, include_unloaded: bool = False, **options: Unpack[CallOptions]) -> tuple[Adapter, ...]:
+        """The adapters that are loaded, with `include_unloaded` also those that could be."""
+        return self._send(self._calls.list(include_unloaded, options))
+
+
+class Stream(Iterator[Chunk]):
+    """Chunks of one request. Close it, or leave its `with` block, to end the request early."""
+
+    def __init__(self, call: Call[Chunk], rpc: Any) -> None:
+        self._call = call
+        self._rpc = rpc  # grpc's own: the iterator, and the call to cancel
+        self._is_closed = False
+
+    @property
+    def request_id(self) -> str:
+        return self._call.request_id or ""
+
+    def __next__(self) -> Chunk:
+        if self._is_closed:
+            raise StopIteration
+        try:
+            raw: bytes = next(self._rpc)
+        except StopIteration:
+            self._is_closed = True
+            raise
+        except grpc.RpcError as error:
+            if self._is_closed:  # by another thread, while this one was waiting
+                raise StopIteration from None
+            self._is_closed = True
+            raise self._call.error(error) from error
+        return self._call.read(raw)
+
+    def close(self) -> None:
+        """Cancels the request where it is not done. Closing twice is fine."""
+        self._is_closed = True
+        self._rpc.cancel()
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,270 @@
+"""What the SDK takes and gives: frozen dataclasses, without a trace of protobuf or gRPC.
+
+Optional answers are None where the server did not send them; counts that it did not send are 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal, Required, TypedDict
+
+
+class FinishReason(StrEnum):
+    """Why a completion ended."""
+
+    EOS = "eos"  # an end-of-sequence token
+    STOP = "stop"  # a stop string or stop token
+    LENGTH = "length"  # max_tokens, or the end of the context
+
+
+# --- what a caller may ask for --------------------------------------------------------------------------------------
+
+
+class Message(TypedDict):
+    """One turn of a chat."""
+
+    role: Required[str]  # "system", "user", "assistant", or what else the base model's chat template knows
+    content: Required[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Medusa:
+    """Speculate with Medusa heads."""
+
+    adapter_id: str = ""  # whose heads; empty: those of the request's adapter, else the server's default ones
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLookup:
+    """Speculate by copying from the text so far."""
+
+    min_ngram: int = 0  # 0: the server's choice
+    max_ngram: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DraftModel:
+    """Speculate with a smaller model."""
+
+    name: str = ""  # empty: the only one that the server has
+
+
+Speculation = Literal["off", "auto", "medusa", "prompt_lookup", "draft_model"] | Medusa | PromptLookup | DraftModel
+
+
+class CallOptions(TypedDict, total=False):
+    """What every call takes."""
+
+    timeout_s: float | None
+    """Seconds until the call ends as DeadlineExceeded; None: never. Default: the client's."""
+
+
+class GenerateOptions(CallOptions, total=False):
+    """What `generate` and `stream` take besides the prompt. What is left out, or None, has the server's default."""
+
+    token_ids: Sequence[int] | None
+    """The prompt as token ids, instead of text."""
+    messages: Sequence[Message] | None
+    """The prompt as a chat, laid out by the base model's template, instead of text."""
+    omit_generation_prompt: bool | None
+    """With `messages`: do not open the assistant's turn after the last one."""
+    adapter_id: str | None
+    """The adapter to use. Default: none, the base model."""
+    adapters: Mapping[str, float] | None
+    """A mixture: adapter id -> weight, instead of `adapter_id`."""
+
+    max_tokens: int | None
+    """New tokens at most. Default: what is left of the context."""
+    min_tokens: int | None
+    """No end before this many new tokens."""
+    stop: str | Sequence[str] | None
+    """The text ends before the first of these strings."""
+    stop_token_ids: Sequence[int] | None
+    ignore_eos: bool | None
+    """Go on past the model's end-of-sequence tokens."""
+    include_stop: bool | None
+    """Leave the stop string that was met in the text."""
+
+    temperature: float | None
+    """0 is greedy, the default."""
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    frequency_penalty: float | None
+    presence_penalty: float | None
+    seed: int | None
+    """The same seed gives the same text."""
+    logit_bias: Mapping[int, float] | None
+    """Token id -> what is added to its logit."""
+
+    n: int | None
+    """Completions of the same prompt."""
+    logprobs: bool | None
+    """Log probability of each new token."""
+    top_logprobs: int | None
+    """That many alternatives at each position, too."""
+    prompt_logprobs: bool | None
+    echo: bool | None
+    """Put the prompt in front of the text."""
+    omit_token_ids: bool | None
+
+    speculation: Speculation | None
+    """How to speculate. Default: as the server and the adapter have it."""
+    max_draft_tokens: int | None
+    fixed_draft_length: bool | None
+
+    priority: int | None
+    """Higher is served first, -100 to 100."""
+    request_id: str | None
+    """Found again in the answer, in errors and in the server's log. Default: a random one."""
+    cache_salt: str | None
+    """Keeps this prompt out of other requests' prefix cache hits."""
+
+
+# --- what comes back ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """How many tokens, and how they came to be."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt, out of the prefix cache
+    drafted_tokens: int = 0  # by speculation
+    accepted_tokens: int = 0  # of those
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds, as the worker measured them."""
+
+    queue_s: float = 0.0
+    time_to_first_token_s: float = 0.0
+    total_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TopLogprob:
+    """One alternative at a position."""
+
+    token_id: int
+    text: str
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token with its log probability, and the alternatives that were asked for, most likely first."""
+
+    token_id: int
+    text: str
+    logprob: float
+    top: tuple[TopLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One text out of a generation."""
+
+    index: int
+    text: str
+    finish_reason: FinishReason | None
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    stop_string: str | None = None
+    stop_token_id: int | None = None
+    usage: Usage = Usage()
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """The answer of `generate`."""
+
+    completions: tuple[Completion, ...]
+    usage: Usage
+    timings: Timings
+    adapter_digest: str  # of the weights that were used; empty for the base model
+    request_id: str
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """Of the first completion, which with n = 1 is the only one."""
+        return self.completions[0].text
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Of the first completion."""
+        return self.completions[0].finish_reason
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """News of one completion, out of `stream`. Its last chunk has a finish reason, usage and timings."""
+
+    index: int
+    text: str  # what is new
+    token_ids: tuple[int, ...]
+    request_id: str
+    adapter_digest: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # on the first chunk
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    stop_string: str | None = None
+    stop_token_id: int | None = None
+    usage: Usage | None = None
+    timings: Timings | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenization:
+    """The answer of `tokenize`."""
+
+    token_ids: tuple[int, ...]
+    tokens: tuple[str, ...]
+
+
+AdapterState = Literal["unknown", "known", "fetching", "on_host", "on_device", "draining", "failed"]
+AdapterTier = Literal["unknown", "source", "disk", "host", "device"]
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """An adapter as one worker has it."""
+
+    adapter_id: str
+    kind: str  # "lora"
+    digest: str
+    state: AdapterState
+    tier: AdapterTier
+    num_bytes: int
+    rank: int  # the largest of its modules
+    running_requests: int
+    pinned: bool
+    error: str  # where the state is "failed": why
+    error_reason: str
+    worker: str  # filled by a router
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """What answers at an address."""
+
+    model_id: str
+    model_type: str
+    version: str
+    role: str  # "router" or "worker"
+    max_context_tokens: int
+    vocab_size: int
+    dtype: str
+    device: str
+    max_lora_rank: int
+    eos_token_ids: tuple[int, ...]
+    has_chat_template: bool
+    speculation: tuple[str, ...]  # the kinds that it can do now

@@ -1,0 +1,333 @@
+"""Both clients against a scripted server: each test here runs with `Client` and with `AsyncClient`."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+import loraplex
+from loraplex import AsyncClient, Client, FinishReason
+from loraplex_proto import errors
+from loraplex_proto.v1 import adapter_pb2, inference_pb2
+from loraplex_proto.v1.inference_pb2 import GenerateStreamResponse
+
+Connect = Callable[..., Any]
+
+
+class Blocking:
+    """AsyncClient with the face of Client, so that one test says what both must do."""
+
+    def __init__(self, inner: Any, loop: asyncio.AbstractEventLoop) -> None:
+        self._inner, self._loop = inner, loop
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._inner, name)
+        if name == "adapters":
+            return Blocking(value, self._loop)
+        if not callable(value):
+            return value
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            async def run() -> Any:
+                result = value(*args, **kwargs)
+                return await result if inspect.isawaitable(result) else result
+
+            result = self._loop.run_until_complete(run())
+            return Blocking(result, self._loop) if isinstance(result, loraplex.AsyncStream) else result
+
+        return call
+
+    def __iter__(self) -> Blocking:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return self._loop.run_until_complete(self._inner.__anext__())
+        except StopAsyncIteration:
+            raise StopIteration from None
+
+    def close(self) -> None:
+        is_stream = isinstance(self._inner, loraplex.AsyncStream)
+        self._loop.run_until_complete(self._inner.aclose() if is_stream else self._inner.close())
+
+    def __enter__(self) -> Blocking:
+        self._loop.run_until_complete(self._inner.__aenter__())
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._loop.run_until_complete(self._inner.__aexit__(*exc))
+
+
+@pytest.fixture(params=["sync", "async"])
+def connect(request: pytest.FixtureRequest) -> Iterator[Connect]:
+    if request.param == "sync":
+        yield Client
+        return
+    loop = asyncio.new_event_loop()
+
+    def make(*args: Any, **kwargs: Any) -> Blocking:
+        return Blocking(AsyncClient(*args, **kwargs), loop)
+
+    yield make
+    loop.run_until_complete(loop.shutdown_asyncgens())
+    loop.close()
+
+
+@contextmanager
+def within(limit_s: float) -> Iterator[None]:
+    start = time.monotonic()
+    yield
+    assert time.monotonic() - start < limit_s
+
+
+# --- answers --------------------------------------------------------------------------------------------------------
+
+
+def test_generate(connect: Connect, fake: Any) -> None:
+    with connect(fake.address) as client:
+        answer = client.generate("hello", adapter_id="sql", max_tokens=4, n=2, request_id="r-1")
+    assert isinstance(answer, loraplex.Generation)
+    assert answer.text == "text 0"
+    assert [c.text for c in answer.completions] == ["text 0", "text 1"]
+    assert answer.finish_reason is FinishReason.EOS
+    assert answer.completions[1].token_ids == (7, 8)
+    assert answer.usage == loraplex.Usage(prompt_tokens=3, completion_tokens=2)
+    assert answer.timings == loraplex.Timings(0.1, 0.2, 0.5)
+    assert answer.adapter_digest == "d1"
+    assert answer.request_id == "r-1"
+    (seen,) = fake.seen
+    assert seen.request.text == "hello"
+    assert seen.request.stopping.max_tokens == 4
+
+
+def test_every_field_of_an_answer_is_read(connect: Connect, fake: Any) -> None:
+    top = [inference_pb2.TopLogprob(token_id=1, text="a", logprob=-0.5)]
+    logprobs = [inference_pb2.TokenLogprob(token_id=1, text="a", logprob=-0.5, top=top)]
+    fake.generate_response = lambda request: inference_pb2.GenerateResponse(
+        completions=[
+            inference_pb2.Completion(
+                index=0,
+                text="t",
+                logprobs=logprobs,
+                finish_reason=inference_pb2.FINISH_REASON_STOP,
+                stop_string="\n",
+                stop_token_id=0,
+                usage=inference_pb2.Usage(cached_tokens=1, drafted_tokens=2, accepted_tokens=3),
+            )
+        ],
+        prompt_logprobs=logprobs,
+    )
+    with connect(fake.address) as client:
+        answer = client.generate("x")
+    expected = (loraplex.TokenLogprob(1, "a", -0.5, (loraplex.TopLogprob(1, "a", -0.5),)),)
+    (completion,) = answer.completions
+    assert completion.logprobs == answer.prompt_logprobs == expected
+    assert (completion.stop_string, completion.stop_token_id) == ("\n", 0), "token 0 is a token"
+    assert completion.finish_reason is FinishReason.STOP
+    assert completion.usage == loraplex.Usage(0, 0, 1, 2, 3)
+
+
+def test_stream(connect: Connect, fake: Any) -> None:
+    fake.chunks = [
+        GenerateStreamResponse(adapter_digest="d1", text_delta="ab", token_ids=[1, 2], drafted_tokens=3),
+        GenerateStreamResponse(index=1, text_delta="x"),
+        GenerateStreamResponse(
+            text_delta="c",
+            finish_reason=inference_pb2.FINISH_REASON_LENGTH,
+            usage=inference_pb2.Usage(completion_tokens=3),
+            timings=inference_pb2.Timings(total_s=1.0),
+        ),
+        GenerateStreamResponse(index=1, finish_reason=inference_pb2.FINISH_REASON_EOS),
+    ]
+    with connect(fake.address) as client:
+        chunks = list(client.stream("hello", adapter_id="sql", request_id="r-2"))
+    assert [(c.index, c.text) for c in chunks] == [(0, "ab"), (1, "x"), (0, "c"), (1, "")]
+    assert chunks[0].token_ids == (1, 2)
+    assert chunks[0].drafted_tokens == 3
+    assert {(c.request_id, c.adapter_digest) for c in chunks} == {("r-2", "d1")}, "on every chunk, not on the first"
+    assert [c.finish_reason for c in chunks] == [None, None, FinishReason.LENGTH, FinishReason.EOS]
+    assert chunks[2].usage == loraplex.Usage(completion_tokens=3)
+    assert chunks[2].timings == loraplex.Timings(total_s=1.0)
+    assert chunks[0].usage is None
+
+
+def test_tokenize_and_info(connect: Connect, fake: Any) -> None:
+    with connect(fake.address) as client:
+        assert client.tokenize("ab", omit_special_tokens=True) == loraplex.Tokenization((1, 2), ("a", "b"))
+        client.tokenize(messages=[{"role": "user", "content": "hi"}])
+        info = client.info()
+    assert (info.model_id, info.role, info.max_context_tokens, info.eos_token_ids) == ("m", "worker", 64, (2,))
+    assert info.speculation == ("off",)
+    assert fake.seen[0].request.omit_special_tokens
+    assert fake.seen[1].request.chat.messages[0].content == "hi"
+
+
+def test_adapters(connect: Connect, fake: Any, make_adapter: Callable[..., Any]) -> None:
+    failed = adapter_pb2.ADAPTER_STATE_FAILED
+    fake.adapters = [make_adapter(), make_adapter("bad", state=failed, tier=0, error="no", error_reason="NON_FINITE")]
+    with connect(fake.address) as client:
+        rows = client.adapters.list(include_unloaded=True)
+        client.adapters.load("sql", pin=True)
+        client.adapters.unload("sql")
+        client.adapters.get("org/sql")
+    assert [row.adapter_id for row in rows] == ["sql", "bad"]
+    assert (rows[0].state, rows[0].tier, rows[0].num_bytes, rows[0].rank) == ("on_device", "device", 1 << 20, 8)
+    assert (rows[1].state, rows[1].tier, rows[1].error_reason) == ("failed", "unknown", "NON_FINITE")
+    assert [s.method for s in fake.seen] == ["ListAdapters", "LoadAdapter", "UnloadAdapter", "GetAdapter"]
+    assert fake.seen[0].request.include_unloaded
+    assert fake.seen[1].request.pin
+    assert [s.metadata.get("x-adapter-id") for s in fake.seen] == [None, "sql", "sql", "org/sql"]
+
+
+# --- metadata and deadlines -----------------------------------------------------------------------------------------
+
+
+def test_metadata(connect: Connect, fake: Any) -> None:
+    with connect(fake.address, token="t0k") as client:
+        client.generate("a", adapter_id="sql")
+        list(client.stream("a", adapter_id="yaml"))
+        client.info()
+    assert [s.metadata.get("x-adapter-id") for s in fake.seen] == ["sql", "yaml", None]
+    assert {s.metadata["authorization"] for s in fake.seen} == {"Bearer t0k"}
+    assert fake.seen[0].metadata["user-agent"].startswith("loraplex/")
+
+
+def test_no_token_no_header(connect: Connect, fake: Any) -> None:
+    with connect(fake.address) as client:
+        client.info()
+    assert "authorization" not in fake.seen[0].metadata
+
+
+def test_deadlines_travel(connect: Connect, fake: Any) -> None:
+    with connect(fake.address, timeout_s=50) as client:
+        client.generate("a")
+        client.generate("a", timeout_s=20)
+        client.generate("a", timeout_s=None)
+    first, second, third = (s.time_remaining_s for s in fake.seen)
+    assert 45 < first < 51
+    assert 15 < second < 21
+    assert third is None or third > 1e6
+
+
+def test_there_is_a_deadline_by_default(connect: Connect, fake: Any) -> None:
+    with connect(fake.address) as client:
+        client.info()
+    assert 100 < fake.seen[0].time_remaining_s < 121
+
+
+def test_a_passed_deadline_is_typed(connect: Connect, fake: Any) -> None:
+    fake.delay_s = 5.0
+    with connect(fake.address) as client, within(3.0):
+        with pytest.raises(loraplex.DeadlineExceeded, match=r"0\.2 s") as caught:
+            client.generate("a", timeout_s=0.2, request_id="r-9")
+        with pytest.raises(loraplex.DeadlineExceeded):
+            list(client.stream("a", timeout_s=0.2))
+    assert caught.value.request_id == "r-9"
+    assert caught.value.code is loraplex.Code.DEADLINE_EXCEEDED
+    assert fake.cancelled.wait(3), "the server hears of it"
+
+
+# --- errors ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", errors.by_reason().values(), ids=lambda cls: cls.__name__)
+def test_errors_are_the_servers_own(connect: Connect, fake: Any, cls: type[errors.LoraplexError]) -> None:
+    fake.error = cls("do this", field="f", retry_after_s=2.5)
+    with connect(fake.address) as client, pytest.raises(cls) as caught:
+        client.generate("a", request_id="r-3")
+    error = caught.value
+    assert type(error) is cls
+    assert getattr(loraplex, cls.__name__) is cls, "importable from the package"
+    assert (error.code, error.reason, error.message, str(error)) == (cls.code, cls.reason, "do this", "do this")
+    assert (error.retry_after_s, error.retry_after, error.request_id) == (2.5, 2.5, "r-3")
+
+
+def test_an_error_after_some_tokens(connect: Connect, fake: Any) -> None:
+    fake.chunks = [GenerateStreamResponse(text_delta="a")]
+    fake.error = errors.WorkerLost("gone", metadata={"tokens_sent": "1"})
+    with connect(fake.address) as client:
+        stream = client.stream("a")
+        assert next(stream).text == "a"
+        with pytest.raises(loraplex.WorkerLost) as caught:
+            next(stream)
+        assert caught.value.metadata["tokens_sent"] == "1"
+        assert caught.value.request_id == stream.request_id
+        assert list(stream) == [], "ended, not failing for ever"
+
+
+def test_no_server(connect: Connect) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    with connect(address) as client, pytest.raises(loraplex.Unavailable, match="cannot be reached") as caught:
+        client.generate("a", timeout_s=5)
+    assert address in str(caught.value)
+    assert caught.value.request_id
+
+
+def test_bad_arguments_fail_before_anything_is_sent(connect: Connect, fake: Any) -> None:
+    with connect(fake.address) as client:
+        for call in (client.generate, client.stream):
+            with pytest.raises(loraplex.InvalidArgument):
+                call("a", max_tokens=-1)
+            with pytest.raises(loraplex.InvalidAdapterId):
+                call("a", adapter_id="../etc")
+            with pytest.raises(TypeError, match="max_token"):
+                call("a", max_token=5)
+        with pytest.raises(loraplex.InvalidAdapterId):
+            client.adapters.load("a b")
+        with pytest.raises(TypeError, match="colour"):
+            client.info(colour=1)
+    assert fake.seen == []
+
+
+def test_a_closed_client_says_so(connect: Connect, fake: Any) -> None:
+    client = connect(fake.address)
+    client.info()
+    client.close()
+    client.close()
+    for call in (client.info, lambda: client.stream("a")):
+        with pytest.raises(loraplex.FailedPrecondition, match="closed"):
+            call()
+
+
+# --- ending a stream early ------------------------------------------------------------------------------------------
+
+
+def test_closing_a_stream_cancels(connect: Connect, fake: Any) -> None:
+    fake.is_endless = True
+    with connect(fake.address) as client:
+        stream = client.stream("a")
+        assert next(stream).text == "x"
+        stream.close()
+        assert fake.cancelled.wait(3)
+        stream.close()
+        assert list(stream) == []
+        assert client.info().model_id == "m", "the client goes on"
+    num_sent = fake.num_sent
+    time.sleep(0.05)
+    assert fake.num_sent == num_sent
+
+
+def test_leaving_the_block_cancels(connect: Connect, fake: Any) -> None:
+    fake.is_endless = True
+    with connect(fake.address) as client:
+        with client.stream("a") as stream:
+            next(stream)
+        assert fake.cancelled.wait(3)
+
+
+def test_closing_the_client_ends_its_streams(connect: Connect, fake: Any) -> None:
+    fake.is_endless = True
+    client = connect(fake.address)
+    stream = client.stream("a")
+    next(stream)
+    client.close()
+    assert fake.cancelled.wait(3)

@@ -1,0 +1,72 @@
+"""Addresses, tokens, deadlines."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from loraplex import Client, Tls
+from loraplex._settings import Settings, checked_timeout
+from loraplex_proto.errors import InvalidArgument
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        ("localhost", "localhost:50051"),
+        ("10.0.0.1", "10.0.0.1:50051"),
+        ("host:1234", "host:1234"),
+        ("[::1]:50051", "[::1]:50051"),
+        ("dns:///service.local:50051", "dns:///service.local:50051"),
+        ("unix:/run/loraplex.sock", "unix:/run/loraplex.sock"),
+    ],
+)
+def test_targets(target: str, expected: str) -> None:
+    assert Settings(target).target == expected
+
+
+@pytest.mark.parametrize("target", ["", "http://host:50051", "HTTPS://host", "grpc://host:1", "host :1", "a\nb"])
+def test_what_is_no_address_says_how_to_write_one(target: str) -> None:
+    with pytest.raises(InvalidArgument, match="host:port") as caught:
+        Client(target)
+    assert caught.value.field == "target"
+
+
+@pytest.mark.parametrize("token", ["", "a b", "a\r\nx: y", "\u00e9"])
+def test_tokens_that_are_no_header_are_refused_and_not_shown(token: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        Settings("host:1", token)
+    assert not token or token not in str(caught.value)
+
+
+def test_secrets_are_not_in_the_repr() -> None:
+    settings = Settings("host:1", "s3cret", tls=Tls(client_key=b"k3y"))
+    assert "s3cret" not in repr(settings)
+    assert "k3y" not in repr(settings)
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, math.nan])
+def test_timeouts(timeout_s: float) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        Settings("host:1", timeout_s=timeout_s)
+    assert caught.value.field == "timeout_s"
+
+
+def test_no_deadline() -> None:
+    assert checked_timeout(None) is None
+    assert checked_timeout(math.inf) is None
+    assert checked_timeout(3) == 3.0
+
+
+def test_metadata() -> None:
+    assert Settings("h:1").metadata("") == ()
+    assert Settings("h:1", "t0k").metadata("sql") == (("x-adapter-id", "sql"), ("authorization", "Bearer t0k"))
+
+
+def test_keepalive_and_server_name() -> None:
+    options = dict(Settings("h:1", tls=Tls(server_name="other")).channel_options())
+    assert options["grpc.keepalive_time_ms"] == 30_000
+    assert options["grpc.keepalive_permit_without_calls"] == 0
+    assert options["grpc.ssl_target_name_override"] == "other"
+    assert "grpc.ssl_target_name_override" not in dict(Settings("h:1").channel_options())
