@@ -1,0 +1,138 @@
+"""A runner without tensors and an adapter cache without files, for tests of the loop around them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from loraplex_adapters.cache.api import AdapterInfo, CacheUsage
+from loraplex_adapters.key import AdapterKey
+from loraplex_proto.errors import AdapterNotFound, UnsupportedModel
+from loraplex_server.config import EngineConfig
+from loraplex_server.engine.core import Engine
+from loraplex_server.engine.messages import ModelInfo
+from loraplex_server.kv.blocks import BlockPool
+from loraplex_server.scheduler.config import SchedulerConfig
+from loraplex_server.scheduler.plan import SpanResult, StepPlan, StepResult
+from loraplex_server.scheduler.scheduler import Scheduler
+
+EOS = 1
+INFO = ModelInfo("fake", "fake", "float32", "cpu", 100, 256, 16, (EOS,))
+
+
+@dataclass
+class Done:
+    step: StepResult
+
+    def result(self) -> StepResult:
+        return self.step
+
+
+@dataclass
+class FakeRunner:
+    """Samples `10 + position % 80`; `fail` may raise for a plan."""
+
+    fail: Callable[[StepPlan], None] = lambda plan: None
+    plans: list[StepPlan] = field(default_factory=list)
+
+    def execute(self, plan: StepPlan) -> Done:
+        self.fail(plan)
+        self.plans.append(plan)
+        results = {
+            span.sequence_id: SpanResult(
+                tuple(10 + (span.start + span.num_tokens) % 80 for _ in range(min(1, span.num_samples)))
+            )
+            for span in plan.spans
+        }
+        return Done(StepResult(plan.step, results))
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass
+class FakeCache:
+    """Every name in `known` resolves after `delay` polls; everything fits."""
+
+    known: tuple[str, ...] = ("a", "b")
+    delay: int = 0
+    pins: dict[AdapterKey, int] = field(default_factory=dict)
+    references: dict[AdapterKey, int] = field(default_factory=dict)
+    num_polls: int = 0
+
+    def resolve(self, adapter_id: str, tenant: str, now: float) -> AdapterKey | None:
+        if adapter_id not in self.known:
+            raise AdapterNotFound(f"there is no adapter {adapter_id!r}", resource=adapter_id)
+        if self.num_polls < self.delay:
+            return None
+        key = AdapterKey("lora", adapter_id * 64)
+        self.pins[key] = self.pins.get(key, 0) + 1
+        return key
+
+    def unpin(self, key: AdapterKey) -> None:
+        self.pins[key] -= 1
+
+    def acquire(self, key: AdapterKey) -> int | None:
+        self.references[key] = self.references.get(key, 0) + 1
+        return ord(key.digest[0]) - ord("a")
+
+    def release(self, key: AdapterKey) -> None:
+        self.references[key] -= 1
+
+    def failure(self, key: AdapterKey) -> Exception | None:
+        return None
+
+    def load(self, adapter_id: str, pin: bool, now: float) -> AdapterInfo | None:
+        key = self.resolve(adapter_id, "", now)
+        if key is None:
+            return None
+        self.unpin(key)
+        return self.get(adapter_id)
+
+    def unload(self, adapter_id: str) -> AdapterInfo:
+        return self.get(adapter_id)
+
+    def get(self, adapter_id: str) -> AdapterInfo:
+        if adapter_id not in self.known:
+            raise AdapterNotFound(f"there is no adapter {adapter_id!r}", resource=adapter_id)
+        return AdapterInfo(adapter_id, "lora", adapter_id * 64, "on_device", "device", 10, 8, 0, False)
+
+    def list(self, include_unloaded: bool) -> Sequence[AdapterInfo]:
+        return [self.get(name) for name in self.known]
+
+    def usage(self) -> CacheUsage:
+        return CacheUsage(0, 1, 0, 1, 2, 0)
+
+    def poll(self, now: float) -> bool:
+        self.num_polls += 1
+        return self.num_polls <= self.delay
+
+    def check_integrity(self) -> None:
+        assert not any(self.pins.values()), self.pins
+        assert not any(self.references.values()), self.references
+
+    def close(self) -> None:
+        pass
+
+
+def make_engine(
+    runner: FakeRunner | None = None, cache: FakeCache | None = None, clock: Callable[[], float] = lambda: 0.0
+) -> Engine:
+    cache = cache or FakeCache()
+    config = SchedulerConfig(max_running=8, max_step_tokens=64, max_context_tokens=256)
+    scheduler = Scheduler(config, BlockPool(64, 4), cache, frozenset({EOS}))
+    return Engine(INFO, scheduler, cache, runner or FakeRunner(), clock)
+
+
+def build_fake(config: EngineConfig, progress: Callable[[str], None], notify: Callable[[], None]) -> Engine:
+    """An EngineBuilder, at module level so that a spawned process finds it."""
+    progress("building a fake")
+    if config.model.model == "broken":
+        raise UnsupportedModel("this fake is broken")
+    return make_engine(clock=time.monotonic)
+
+
+def build_slow(config: EngineConfig, progress: Callable[[str], None], notify: Callable[[], None]) -> Engine:
+    """Steps take long enough that a test can act in the middle."""
+    return make_engine(FakeRunner(lambda plan: time.sleep(0.005)), clock=time.monotonic)
