@@ -1,0 +1,66 @@
+"""A tiny world on disk for tests: a random Llama with a byte-level tokenizer, and LoRA adapters as PEFT saves them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, get_peft_model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+RANKS = (2, 4, 8)
+
+
+@dataclass(frozen=True)
+class TinyWorld:
+    model: Path
+    adapters: Path
+    names: tuple[str, ...]
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Every byte is a token; <s>, </s>, <pad> come behind them."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>", "<pad>"])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    )
+
+
+def make_world(root: Path, num_adapters: int = 4, *, hidden_size: int = 32, num_layers: int = 2) -> TinyWorld:
+    """Writes model and adapters under `root`. Adapters are strong enough that each changes the text."""
+    torch.manual_seed(0)
+    tokenizer = byte_tokenizer()
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        tie_word_embeddings=False,
+        initializer_range=0.2,
+    )
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(root / "model")
+    tokenizer.save_pretrained(root / "model")
+    names: list[str] = []
+    for i in range(num_adapters):
+        torch.manual_seed(100 + i)
+        rank = RANKS[i % len(RANKS)]
+        lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=TARGETS, init_lora_weights=False)
+        peft = get_peft_model(model, lora)
+        names.append(f"a{i:03d}")
+        peft.save_pretrained(root / "adapters" / names[-1])
+        model = peft.unload()
+    return TinyWorld(root / "model", root / "adapters", tuple(names))
