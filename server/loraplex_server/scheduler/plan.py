@@ -2,8 +2,8 @@
 
 A plan is `{sequence: number of tokens}` plus draft tokens. Prefill, chunked prefill, decode and verification of a draft
 are the same thing: run `num_tokens` of a sequence from position `start`, sample behind the last `num_samples` of them.
-Token ids themselves are not in a span: the runner mirrors every sequence's tokens in its row, so that a plan can be made
-before the tokens that the last step sampled are known on the host.
+Token ids themselves are not in a span: the runner mirrors every sequence's tokens in its row, so that a plan can be
+made before the tokens that the last step sampled are known on the host.
 """
 
 from __future__ import annotations

@@ -1,0 +1,198 @@
+"""Who enters next: the queue in order of priority and arrival, with one exception and its remedy.
+
+The exception: a sequence whose adapter is not on the device is skipped, and others pass it. The remedy: once it has
+been passed too often or for too long it is *starving*, and makes an adapter drain: younger sequences then enter only
+without an adapter, or with one that runs already and is not the one that will drain the soonest. So a slot comes free
+after at most the longest of that adapter's running sequences, and no adapter that is idle takes it first.
+
+Nobody passes a sequence that lacks a row or blocks. It keeps its adapter's slot while it stands first, so that a load
+for somebody behind it cannot push the adapter out again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from loraplex_adapters.key import AdapterKey
+from loraplex_proto.errors import Internal, LoraplexError
+from loraplex_server.events import Admitted, Event
+from loraplex_server.scheduler.config import SchedulerConfig
+from loraplex_server.scheduler.growth import PlanBuilder
+from loraplex_server.scheduler.roster import Prefix, Roster
+from loraplex_server.scheduler.state import RequestPhase, RequestState, SequenceState, SequenceStatus
+
+
+@dataclass(slots=True)
+class _Scan:
+    """What one walk through the queue has found out."""
+
+    missing: set[AdapterKey] = field(default_factory=set[AdapterKey])
+    starving: set[AdapterKey] = field(default_factory=set[AdapterKey])
+    # Adapters that younger sequences may still use. Means nothing while nobody starves.
+    open_keys: set[AdapterKey] = field(default_factory=set[AdapterKey])
+    # Requests whose adapter cannot come at all.
+    failed: dict[RequestState, LoraplexError] = field(default_factory=dict[RequestState, LoraplexError])
+
+
+class Admission:
+    """Owner of the counts that fairness needs, and of the one slot that is kept for the head of the queue."""
+
+    def __init__(self, config: SchedulerConfig, roster: Roster, emit: Callable[[Event], None]) -> None:
+        self._config = config
+        self._roster = roster
+        self._emit = emit
+        self._num_adapter_entries = 0
+        self._kept_for: SequenceState | None = None
+        self._last_admitted_s: float | None = None
+        self._mean_interval_s = 0.0
+
+    def run(self, step: PlanBuilder, now: float) -> dict[RequestState, LoraplexError]:
+        """Lets waiting sequences enter `step` while rows, budget and blocks last.
+
+        Returns the requests that have to fail, once the plan is made: a sibling may be in it.
+        """
+        scan = _Scan()
+        self._walk(step, scan, now)
+        return scan.failed
+
+    def _walk(self, step: PlanBuilder, scan: _Scan, now: float) -> None:
+        for seq in self._roster.waiting.snapshot():
+            if not seq.is_waiting:
+                continue  # the prompt that it was to share was given up while we walked
+            if step.num_left <= 0 or self._roster.num_free_rows == 0:
+                # Next but for a row or the budget: its adapter is asked for and, once there, kept there.
+                if self._take_slot(seq, scan, now):
+                    self._keep_slot(seq)
+                return
+            if not self._take_slot(seq, scan, now):
+                continue
+            prefix = self._prefix_that_fits(seq)
+            if prefix is None:
+                self._keep_slot(seq)
+                return
+            self._enter(seq, prefix, step, now)
+
+    def retry_after_s(self, num_queued: int) -> float:
+        """A guess of when a full queue has room again: the time in which a tenth of it has left of late."""
+        return min(30.0, max(0.1, self._mean_interval_s * num_queued / 10)) if self._mean_interval_s else 1.0
+
+    def _enter(self, seq: SequenceState, prefix: Prefix, step: PlanBuilder, now: float) -> None:
+        request = seq.request
+        is_first = request.phase is RequestPhase.QUEUED
+        if is_first:
+            self._roster.begin(request)
+            request.num_cached_tokens = prefix.num_computed
+            digest = request.key.digest if request.key else ""
+            self._emit(Admitted(request.request.request_id, digest, max(0.0, now - request.request.arrival_s)))
+            self._note_admitted(now)
+        self._roster.enter(seq, prefix, seq.slot, step.arrivals)
+        if self._kept_for is seq:
+            self._kept_for = None
+        step.add(seq, min(step.num_left, len(seq.token_ids) - seq.num_computed))
+
+    def _note_admitted(self, now: float) -> None:
+        if self._last_admitted_s is not None:
+            self._mean_interval_s += 0.1 * (now - self._last_admitted_s - self._mean_interval_s)
+        self._last_admitted_s = now
+
+    # --- adapters -----------------------------------------------------------------------------------------------------
+
+    def _take_slot(self, seq: SequenceState, scan: _Scan, now: float) -> bool:
+        """Sees to the slot of the sequence's adapter. False: not now, and others may pass."""
+        request, key = seq.request, seq.request.key
+        if key is None or seq.slot is not None:
+            return True
+        if key in scan.missing or (scan.starving and key not in scan.open_keys):
+            return False
+        seq.slot = self._roster.take_slot(key)
+        if seq.slot is not None:
+            request.blocked_since_s = None
+            self._num_adapter_entries += 1
+            return True
+        failure = self._roster.adapter_failure(key)
+        if failure is not None:
+            scan.failed[request] = _typed(failure)
+            return False
+        scan.missing.add(key)
+        if self._is_starving(request, now):
+            scan.starving.add(key)
+            self._choose_open_keys(scan)
+        return False
+
+    def _is_starving(self, request: RequestState, now: float) -> bool:
+        if request.blocked_since_s is None:
+            request.blocked_since_s = now
+            request.num_admitted_when_blocked = self._num_adapter_entries
+        return (
+            self._num_adapter_entries - request.num_admitted_when_blocked >= self._config.max_bypasses
+            or now - request.blocked_since_s >= self._config.max_adapter_wait_s
+        )
+
+    def _choose_open_keys(self, scan: _Scan) -> None:
+        """All running adapters but, for each starving one, the one that will have drained the soonest.
+
+        Chosen anew each time, and still bounded: of the chosen one nothing new enters, so the most that it has left
+        shrinks with every step, and another is chosen only for having less.
+        """
+        tokens_left: dict[AdapterKey, int] = {}
+        for seq in self._roster.running:
+            if seq.request.key is not None and seq.slot is not None:
+                num_left = seq.max_total_tokens - seq.num_computed
+                tokens_left[seq.request.key] = max(num_left, tokens_left.get(seq.request.key, 0))
+        by_tokens_left = sorted(tokens_left, key=lambda key: (tokens_left[key], key))
+        scan.open_keys = set(by_tokens_left[len(scan.starving) :])
+
+    def _keep_slot(self, seq: SequenceState) -> None:
+        """Only the head of the queue keeps a slot without running."""
+        before, self._kept_for = self._kept_for, seq
+        if before is not None and before is not seq and before.is_waiting and before.slot is not None:
+            self._roster.give_back_slot(before)
+
+    # --- blocks -------------------------------------------------------------------------------------------------------
+
+    def _prefix_that_fits(self, seq: SequenceState) -> Prefix | None:
+        """What the sequence can take over, when there are blocks for the rest of its tokens; else None."""
+        roster = self._roster
+        while True:
+            prefix = self._prefix(seq)
+            num_wanted = prefix.num_new_blocks + roster.blocks.num_unheld(prefix.shared)
+            # Whoever runs alone needs to spare nothing for others.
+            num_spared = self._config.num_spare_blocks if len(roster.running) else 0
+            if num_wanted + num_spared <= roster.blocks.num_free:
+                return prefix
+            # With nobody running, only prompts held for siblings can be in the way (of those siblings themselves).
+            if len(roster.running) or not roster.drop_hold():
+                return None
+            if seq.status is SequenceStatus.HELD:
+                return None
+
+    def _prefix(self, seq: SequenceState) -> Prefix:
+        """The longest computed beginning of the sequence's known tokens: from the prefix cache, or its siblings'."""
+        blocks, request = self._roster.blocks, seq.request
+        num_tokens, num_shareable = len(seq.token_ids), seq.num_prompt_tokens - 1
+        cached: list[int] = []
+        # The last token always runs, because its logits are wanted; so do those whose prompt logprobs are missing.
+        num_reusable = num_tokens - 1
+        if request.wants_prompt_logprobs:
+            num_reusable = min(num_reusable, len(request.prompt_logprobs))
+        if seq.chain is not None:
+            for block_idx in range(num_reusable // blocks.block_size):
+                block_id = blocks.find(seq.chain.key(block_idx, seq.token_ids))
+                if block_id is None:
+                    break
+                cached.append(block_id)
+        num_computed, copied = len(cached) * blocks.block_size, None
+        if request.hold is not None and num_shareable > num_computed:
+            num_full = num_shareable // blocks.block_size
+            cached = request.hold.block_ids[:num_full]
+            # Its own copy, because it will write its own tokens behind the prompt's.
+            copied = request.hold.block_ids[num_full] if num_shareable % blocks.block_size else None
+            num_computed = num_shareable
+        return Prefix(num_computed, cached, copied, blocks.num_blocks_for(num_tokens) - len(cached))
+
+
+def _typed(failure: Exception) -> LoraplexError:
+    if isinstance(failure, LoraplexError):
+        return failure
+    return Internal("the adapter could not be brought to the device; the server's log says why")

@@ -1,0 +1,315 @@
+"""Who runs next, and what came of it: `add`, `schedule`, `apply`, `cancel`.
+
+Pure decisions over plain data: no tensors, clock, threads or I/O; time is an argument. The parts are `roster` (state),
+`growth` (running sequences), `admission` (waiting ones), `commit` (results).
+
+The view advances when a plan is made, not when its result comes, so the next plan may be made while one is under way:
+tokens that are still to come are counted without being known. Two plans at most are open at a time, and results come in
+the order of plans. Blocks and rows that come free while a plan is under way are reused by later plans only, which the
+device runs later; an adapter's slot is given back when the last plan that reads it has run.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from loraplex_adapters.key import AdapterKey
+from loraplex_proto.errors import (
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    InvalidArgument,
+    LoraplexError,
+    QueueFull,
+)
+from loraplex_server.events import Event, FinishReason, RequestFailed
+from loraplex_server.kv.blocks import BlockPool
+from loraplex_server.kv.keys import KeyChain, Namespace
+from loraplex_server.request import Request, seed_of_completion
+from loraplex_server.scheduler.admission import Admission
+from loraplex_server.scheduler.commit import Committer
+from loraplex_server.scheduler.config import SchedulerConfig
+from loraplex_server.scheduler.growth import PlanBuilder, plan_running
+from loraplex_server.scheduler.plan import Span, StepPlan, StepResult
+from loraplex_server.scheduler.roster import Roster
+from loraplex_server.scheduler.state import InFlight, RequestPhase, RequestState, SequenceState, SequenceStatus
+
+if TYPE_CHECKING:  # see roster
+    from loraplex_adapters.cache.api import Residency
+
+MAX_PLANS_IN_FLIGHT = 2
+_NO_DRAFTS: Mapping[str, tuple[int, ...]] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLoad:
+    """How busy the scheduler is. Running and queued ones are sequences: `n` completions count n times."""
+
+    num_running: int
+    num_queued: int
+    # Work ahead at most: prompt tokens not yet computed and output tokens still allowed.
+    pending_tokens: int
+    num_blocks: int
+    num_free_blocks: int
+    max_running: int
+    num_preemptions: int
+
+
+class Scheduler:
+    """Owner of every request from `add` to its terminal event. Not thread-safe: one loop calls it."""
+
+    def __init__(
+        self, config: SchedulerConfig, blocks: BlockPool, residency: Residency, eos_token_ids: Collection[int]
+    ) -> None:
+        self._config = config
+        self._blocks = blocks
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._events: list[Event] = []
+        self._roster = Roster(config.max_running, blocks, residency)
+        self._admission = Admission(config, self._roster, self._events_append)
+        self._committer = Committer(self._roster, self._eos_token_ids, self._events_append, self._fail)
+        self._in_flight: deque[InFlight] = deque()
+        self._deadlines: list[tuple[float, int, RequestState]] = []  # a heap; ended requests are skipped
+        self._num_added = 0
+        self._num_steps = 0
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def add(self, request: Request, key: AdapterKey | None, now: float) -> None:
+        """Accepts a request: from here on it gets exactly one terminal event. `key` is what its adapter_id means.
+
+        Raises InvalidArgument, ContextLengthExceeded, DeadlineExceeded or QueueFull, and has not accepted it then.
+        """
+        self._check(request, now)
+        self._num_added += 1
+        state = self._new_state(request, key)
+        self._roster.add(state)
+        if request.deadline_s is not None:
+            heapq.heappush(self._deadlines, (request.deadline_s, self._num_added, state))
+
+    def cancel(self, request_id: str, error: LoraplexError, now: float) -> list[Event]:
+        """Ends the request with `error` and frees what it has. One that has ended already is left alone."""
+        state = self._roster.requests.get(request_id)
+        if state is not None:
+            self._fail(state, error)
+        return self.take_events()
+
+    def stop_completion(self, request_id: str, index: int, now: float) -> list[Event]:
+        """Ends one completion as STOP (its text met a stop string). One that has ended already is left alone."""
+        state = self._roster.requests.get(request_id)
+        if state is not None and 0 <= index < len(state.sequences):
+            seq = state.sequences[index]
+            if seq.status is not SequenceStatus.FINISHED:
+                self._committer.finish(seq, FinishReason.STOP, None)
+        return self.take_events()
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    def schedule(self, now: float, drafts: Mapping[str, tuple[int, ...]] = _NO_DRAFTS) -> StepPlan | None:
+        """Plans the next step; None when nothing can run. Events (Admitted, deadlines): `take_events`, or with `apply`.
+
+        `drafts`: proposed tokens by sequence id. They are cut to what budget, blocks and the completion's end allow,
+        and passed over where the sequence does something else in this step.
+        """
+        assert len(self._in_flight) < MAX_PLANS_IN_FLIGHT, "the result of an earlier plan has to come first"
+        self._expire(now)
+        step = PlanBuilder(num_left=self._config.max_step_tokens)
+        plan_running(self._roster, step, drafts)
+        # What has just been taken from one is not given to another; what is left is for the one that grew.
+        failed = {} if step.num_preempted else self._admission.run(step, now)
+        plan = self._close(step) if step.spans else None
+        self._roster.settle_holds()
+        for state, error in failed.items():
+            self._fail(state, error)
+        return plan
+
+    def apply(self, plan: StepPlan, result: StepResult, now: float) -> list[Event]:
+        """Takes in the result of the oldest plan under way; returns all events since the last time."""
+        assert plan is self._in_flight[0].plan, "results come in the order of plans"
+        assert result.step == plan.step, f"the result of step {result.step} for plan {plan.step}"
+        self._committer.commit(self._in_flight.popleft(), result)
+        return self.take_events()
+
+    def take_events(self) -> list[Event]:
+        """Events that have not been returned by another method, in order."""
+        events = self._events[:]
+        self._events.clear()
+        return events
+
+    # --- what others may know -----------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is not over, or a plan's result still to come."""
+        return bool(self._roster.requests) or bool(self._in_flight)
+
+    @property
+    def next_deadline_s(self) -> float | None:
+        """When `schedule` has to be called at the latest, though nothing else happens."""
+        while self._deadlines and self._deadlines[0][2].phase is RequestPhase.ENDED:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def load(self) -> SchedulerLoad:
+        roster = self._roster
+        num_sequences = sum(request.num_open for request in roster.requests.values())
+        return SchedulerLoad(
+            num_running=len(roster.running),
+            num_queued=num_sequences - len(roster.running),
+            pending_tokens=roster.num_waiting_tokens
+            + sum(max(0, seq.max_total_tokens - seq.num_computed) for seq in roster.running),
+            num_blocks=self._blocks.num_blocks,
+            num_free_blocks=self._blocks.num_free,
+            max_running=self._config.max_running,
+            num_preemptions=roster.num_preemptions,
+        )
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when a block, row or adapter reference is unaccounted for."""
+        self._roster.check_integrity()
+        if not self._in_flight:
+            self._roster.check_adapters()
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _events_append(self, event: Event) -> None:
+        self._events.append(event)
+
+    def _fail(self, state: RequestState, error: LoraplexError) -> None:
+        self._roster.end_request(state)
+        self._events.append(RequestFailed(state.request.request_id, error))
+
+    def _expire(self, now: float) -> None:
+        while self._deadlines and self._deadlines[0][0] <= now:
+            state = heapq.heappop(self._deadlines)[2]
+            if state.phase is RequestPhase.QUEUED:
+                self._fail(
+                    state, DeadlineExceeded("the deadline passed while the request was waiting; allow more time")
+                )
+            elif state.phase is RequestPhase.ACTIVE:
+                self._fail(
+                    state, DeadlineExceeded("the deadline passed before the end; allow more time or fewer tokens")
+                )
+
+    def _check(self, request: Request, now: float) -> None:
+        num_prompt_tokens = len(request.prompt_token_ids)
+        num_kv_tokens = self._blocks.num_blocks * self._blocks.block_size
+        if request.request_id in self._roster.requests:
+            raise InvalidArgument("a request with this request_id is running; send another id", field="request_id")
+        if request.n < 1:
+            raise InvalidArgument("n must be at least 1", field="n")
+        if request.stopping.max_tokens < 1:
+            raise InvalidArgument("max_tokens must be at least 1", field="stopping.max_tokens")
+        if num_prompt_tokens < 1:
+            raise InvalidArgument("the prompt has no tokens; send at least one", field="input")
+        if num_prompt_tokens >= self._config.max_context_tokens:
+            raise ContextLengthExceeded(
+                f"the prompt has {num_prompt_tokens} tokens and the context {self._config.max_context_tokens}: nothing "
+                "is left for the answer; shorten the prompt",
+                field="input",
+            )
+        if num_prompt_tokens > num_kv_tokens:
+            raise ContextLengthExceeded(
+                f"the prompt has {num_prompt_tokens} tokens and this server's whole KV cache {num_kv_tokens}; shorten "
+                "the prompt, or start the server with more KV memory",
+                field="input",
+                resource="kv_cache",
+            )
+        if request.deadline_s is not None and request.deadline_s <= now:
+            raise DeadlineExceeded("the deadline had passed before the request could be queued; allow more time")
+        if self._roster.num_queued_requests >= self._config.max_queued:
+            retry_after_s = self._admission.retry_after_s(self._roster.num_queued_requests)
+            raise QueueFull(
+                f"{self._roster.num_queued_requests} requests are waiting, which is all this server takes; try again "
+                f"in {retry_after_s:.1f} s or on another worker",
+                resource="queue",
+                retry_after_s=retry_after_s,
+            )
+
+    def _new_state(self, request: Request, key: AdapterKey | None) -> RequestState:
+        stopping, num_prompt_tokens = request.stopping, len(request.prompt_token_ids)
+        state = RequestState(
+            request=request,
+            key=key,
+            # The last token is sampled and never run, so it needs no K/V. With this bound a sequence that is alone
+            # always has room, and where a completion ends does not depend on who else is there.
+            max_total_tokens=min(
+                num_prompt_tokens + stopping.max_tokens,
+                self._config.max_context_tokens,
+                self._blocks.num_blocks * self._blocks.block_size + 1,
+            ),
+            num_prompt_tokens=num_prompt_tokens,
+            stop_ids=stopping.stop_token_ids | (frozenset() if stopping.ignore_eos else self._eos_token_ids),
+        )
+        # Medusa heads read the last hidden state and change neither K nor V.
+        changes_kv = key is not None and key.kind != "medusa"
+        namespace = Namespace(
+            model_digest=self._config.model_digest,
+            adapters=((key, 1.0),) if key is not None and changes_kv else (),
+            tenant=request.tenant,
+            cache_salt=request.cache_salt,
+        ).digest()
+        for index in range(request.n):
+            state.sequences.append(
+                SequenceState(
+                    # Unique for good: a client may use a request id again while the last step of the old one runs.
+                    sequence_id=f"{request.request_id}#{index}@{self._num_added}",
+                    request=state,
+                    index=index,
+                    order=(-request.priority, request.arrival_s, self._num_added, index),
+                    sampling=replace(request.sampling, seed=seed_of_completion(request.sampling.seed, index)),
+                    num_prompt_tokens=num_prompt_tokens,
+                    max_total_tokens=state.max_total_tokens,
+                    token_ids=list(request.prompt_token_ids),
+                    chain=KeyChain(namespace, self._blocks.block_size) if self._blocks.prefix_caching else None,
+                    status=SequenceStatus.HELD if index else SequenceStatus.WAITING,
+                )
+            )
+        return state
+
+    def _close(self, step: PlanBuilder) -> StepPlan:
+        """Makes the plan, and moves the view of every sequence in it on."""
+        # Base rows first, then slot by slot: rows of one adapter are contiguous, so that segments merge.
+        step.spans.sort(key=lambda entry: (-1 if entry[0].slot is None else entry[0].slot, entry[0].row))
+        flight_spans = [(seq, seq.epoch, _span(seq, num_tokens, draft)) for seq, num_tokens, draft in step.spans]
+        self._num_steps += 1
+        plan = StepPlan(
+            step=self._num_steps,
+            spans=tuple(span for _seq, _epoch, span in flight_spans),
+            entered=tuple(step.arrivals.entered),
+            released=tuple(self._roster.released_rows),
+            copies=tuple(step.arrivals.copies),
+        )
+        self._roster.released_rows.clear()
+        flight = InFlight(plan, flight_spans)
+        self._in_flight.append(flight)
+        for seq, _epoch, span in flight_spans:
+            seq.last_plan = flight
+            seq.num_sent_blocks = len(seq.block_ids)
+            seq.num_computed = span.start + span.num_tokens
+            if span.draft:
+                seq.is_draft_coming = True
+            elif span.num_samples:
+                seq.num_coming += 1
+            if seq.request.leader is seq and seq.num_computed >= seq.num_prompt_tokens:
+                self._roster.on_prompt_planned(seq.request)
+        return plan
+
+
+def _span(seq: SequenceState, num_tokens: int, draft: tuple[int, ...]) -> Span:
+    start = seq.num_computed
+    is_last_piece = start + num_tokens == seq.num_tokens
+    wants_prompt_logprobs = start < seq.num_prompt_tokens - 1 and seq.request.wants_prompt_logprobs
+    return Span(
+        sequence_id=seq.sequence_id,
+        row=seq.row,
+        start=start,
+        num_tokens=num_tokens + len(draft),
+        num_samples=1 + len(draft) if is_last_piece else 0,
+        new_block_ids=tuple(seq.block_ids[seq.num_sent_blocks :]) if len(seq.block_ids) > seq.num_sent_blocks else (),
+        draft=draft,
+        prompt_logprobs=wants_prompt_logprobs,
+    )
