@@ -1,0 +1,121 @@
+"""What every call on the router's port goes through: a limit, an id, its end as a typed error, a line in the metrics.
+
+`Calls` owns the list of calls that are under way. Knows nothing of what a call does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, Final, NoReturn, TypeVar
+
+import grpc
+import grpc.aio
+
+from loraplex_proto.errors import Code, DeadlineExceeded, Draining, LoraplexError, QueueFull
+from loraplex_proto.status import abort, as_typed
+from loraplex_router.metrics import RouterMetrics
+from loraplex_router.upstream import UpstreamFailure
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+RETRY_WHEN_FULL_S: Final = 1.0
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """One call of a client, from its arrival to its end."""
+
+    method: str
+    context: Any
+    task: asyncio.Task[Any]
+    started_s: float
+    request_id: str = ""
+    num_messages_sent: int = 0
+    num_tokens_sent: int | None = 0  # None where the answer does not show them
+    is_cut_off: bool = False
+
+    def remaining_s(self) -> float | None:
+        """What is left of the client's deadline, None where it set none. Raises DeadlineExceeded when nothing is."""
+        left: float | None = self.context.time_remaining()
+        if left is not None and left <= 0:
+            raise DeadlineExceeded("the deadline had passed before the request could be sent to a worker")
+        return left
+
+
+@dataclass(slots=True)
+class Calls:
+    """All calls that are under way. No two of them share anything here but the limit."""
+
+    max_in_flight: int
+    metrics: RouterMetrics
+    clock: Callable[[], float] = time.monotonic
+    _active: set[Call] = field(default_factory=set[Call])
+
+    def __len__(self) -> int:
+        return len(self._active)
+
+    async def run(self, method: str, context: Any, body: Callable[[Call], Awaitable[T]]) -> T:
+        """Runs one call's `body` and answers for how it ends: every exception becomes the call's status."""
+        task = asyncio.current_task()
+        assert task is not None, "handlers run in tasks"
+        call = Call(method, context, task, self.clock())
+        error: LoraplexError | UpstreamFailure
+        try:
+            self._enter(call)
+            result = await body(call)
+            self._count(call, Code.OK)
+            return result
+        except asyncio.CancelledError:
+            if not call.is_cut_off:
+                self._count(call, Code.DEADLINE_EXCEEDED if context.time_remaining() == 0 else Code.CANCELLED)
+                raise
+            task.uncancel()
+            error = Draining("the router is shutting down; send the request again", retry_after_s=0.0)
+        except UpstreamFailure as failure:
+            error = failure.for_client(call.num_tokens_sent, call.num_messages_sent) or failure
+        except grpc.aio.BaseError:
+            # The client's side of the call is gone, which gRPC knows already.
+            self._count(call, Code.CANCELLED)
+            raise
+        except Exception as exception:
+            error = as_typed(exception)
+        finally:
+            self._active.discard(call)
+        return await self._fail(call, error)
+
+    async def _fail(self, call: Call, error: LoraplexError | UpstreamFailure) -> NoReturn:
+        """Ends the call: with what the worker said, as it said it, or with an error of our own."""
+        code = error.code if isinstance(error, LoraplexError) else Code(error.code.value[0])
+        self._count(call, code)
+        log.info("%s failed: %s: %s", call.method, code.name, error, extra={"request_id": call.request_id})
+        if isinstance(error, UpstreamFailure):
+            await call.context.abort(error.code, error.details, error.trailing_metadata)
+            raise AssertionError("abort returned")
+        if call.request_id:
+            error.metadata.setdefault("request_id", call.request_id)
+        await abort(call.context, error)
+
+    def cut_off(self) -> int:
+        """Ends every call with Draining; returns how many there were."""
+        active = list(self._active)
+        for call in active:
+            call.is_cut_off = True
+            call.task.cancel()
+        return len(active)
+
+    def _enter(self, call: Call) -> None:
+        if len(self._active) >= self.max_in_flight:
+            raise QueueFull(
+                f"the router relays {self.max_in_flight} requests already; try again later",
+                retry_after_s=RETRY_WHEN_FULL_S,
+            )
+        self._active.add(call)
+
+    def _count(self, call: Call, code: Code) -> None:
+        self.metrics.ended(call.method, code.name, self.clock() - call.started_s)

@@ -1,0 +1,123 @@
+"""Which worker takes a request. Pure: plain values in, a worker out; randomness is an argument.
+
+Rendezvous hashing gives every adapter an order of workers that hardly changes when one of them comes or goes. The first
+few are its homes. A home that is loaded beyond its share is passed over, a home that has the weights nearer to the
+device is preferred, and base requests go to the less loaded of two picked at random. Owns nothing; knows nothing of
+connections, gRPC or time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from random import Random
+from typing import Final
+
+from loraplex_router.config import PolicyConfig
+
+# Tiers as the wire numbers them (loraplex.v1.AdapterTier): the higher, the sooner an adapter can run.
+NOT_RESIDENT: Final = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """What the policy needs to know of a worker that can take requests."""
+
+    worker_id: str
+    # Tokens of work ahead of a new request: prompt tokens to compute and output tokens still allowed.
+    work_tokens: int
+    # Adapter id -> tier. The base model's requests need none.
+    tiers: Mapping[str, int] = field(default_factory=dict[str, int])
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """What of a request decides where it goes."""
+
+    # Every adapter that it needs; empty for the base model.
+    adapter_ids: tuple[str, ...] = ()
+    # Work of the same adapters that is under way already, here: what makes them hot.
+    work_in_flight_tokens: int = 0
+
+    @property
+    def key(self) -> str:
+        """Requests with the same key share their homes."""
+        return routing_key(self.adapter_ids)
+
+
+def routing_key(adapter_ids: Collection[str]) -> str:
+    """One name for a set of adapters; empty for the base model. No adapter id contains a line feed."""
+    return "\n".join(sorted(adapter_ids))
+
+
+def rendezvous_order(key: str, worker_ids: Collection[str]) -> list[str]:
+    """The workers in the order in which they are responsible for `key`.
+
+    A worker that leaves changes nothing in the order of the others, whatever the key.
+    """
+    return sorted(worker_ids, key=lambda worker_id: (_score(key, worker_id), worker_id), reverse=True)
+
+
+def _score(key: str, worker_id: str) -> int:
+    # Sizes are hashed too, so that no two pairs of names can run into each other.
+    text = f"{len(key)}:{key}{worker_id}".encode()
+    return int.from_bytes(blake2b(text, digest_size=8).digest())
+
+
+def load_bound(workers: Sequence[WorkerView], config: PolicyConfig) -> float:
+    """The most work a worker may have and still be given one more request.
+
+    The least loaded worker is never above it, because it is never above the mean.
+    """
+    mean = sum(worker.work_tokens for worker in workers) / len(workers)
+    return max(config.load_factor * mean, float(config.free_work_tokens))
+
+
+def num_homes(route: Route, workers: Sequence[WorkerView], config: PolicyConfig) -> int:
+    """How many workers an adapter calls home: more when its own requests are more than one worker's share."""
+    total_tokens = max(sum(worker.work_tokens for worker in workers), route.work_in_flight_tokens)
+    if route.work_in_flight_tokens <= config.free_work_tokens or total_tokens == 0:
+        return min(config.num_homes, len(workers))
+    share = route.work_in_flight_tokens / total_tokens
+    wanted = math.ceil(share * len(workers) * config.load_factor)
+    return min(max(config.num_homes, wanted), len(workers))
+
+
+def choose(route: Route, workers: Sequence[WorkerView], config: PolicyConfig, random: Random) -> str | None:
+    """The worker for one request, or None where there is no worker at all.
+
+    The chosen worker is never above `load_bound`.
+    """
+    if not workers:
+        return None
+    bound = load_bound(workers, config)
+    open_workers = {worker.worker_id: worker for worker in workers if worker.work_tokens <= bound}
+    if not route.adapter_ids:
+        return _less_loaded_of_two(list(open_workers.values()), random)
+    order = rendezvous_order(route.key, [worker.worker_id for worker in workers])
+    homes = num_homes(route, workers, config)
+    # Homes first; when all of them are busy, whoever is next and free takes the overflow.
+    candidates = [worker_id for worker_id in order[:homes] if worker_id in open_workers]
+    candidates = candidates or [worker_id for worker_id in order if worker_id in open_workers]
+    best = max(tier_of(route, open_workers[worker_id]) for worker_id in candidates)
+    equals = [open_workers[worker_id] for worker_id in candidates if tier_of(route, open_workers[worker_id]) == best]
+    is_hot = homes > config.num_homes
+    if is_hot and best > NOT_RESIDENT:
+        return _less_loaded_of_two(equals, random)
+    # Keeping to the order keeps an adapter's prompts where their prefixes are cached.
+    return equals[0].worker_id
+
+
+def tier_of(route: Route, worker: WorkerView) -> int:
+    """How near all of the request's adapters are: the farthest one decides."""
+    return min((worker.tiers.get(adapter_id, NOT_RESIDENT) for adapter_id in route.adapter_ids), default=NOT_RESIDENT)
+
+
+def _less_loaded_of_two(workers: Sequence[WorkerView], random: Random) -> str:
+    """Power of two choices: nearly as even as picking the least loaded, without all routers picking the same one."""
+    pair = random.sample(workers, 2) if len(workers) > 2 else list(workers)
+    if len(pair) == 2 and pair[0].work_tokens == pair[1].work_tokens:
+        return random.choice(pair).worker_id
+    return min(pair, key=lambda worker: worker.work_tokens).worker_id

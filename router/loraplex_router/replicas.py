@@ -1,0 +1,170 @@
+"""What this router knows of each worker: its last report, and what this router has sent it since.
+
+`Replicas` owns that state and is its only writer; watch.py feeds it reports, proxy.py tells it of requests that begin
+and end, policy.py reads views of it. Everything can be rebuilt by asking the workers again. Time is an argument. Knows
+nothing of connections.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from loraplex_proto.v1 import inference_pb2, worker_pb2
+from loraplex_router.policy import WorkerView
+
+# A report that arrives this soon after a request was sent was probably made before the worker had the request.
+REPORT_LAG_S: Final = 0.05
+# Context length taken for granted until a worker has said its own; only estimates of work depend on it.
+ASSUMED_CONTEXT_TOKENS: Final = 4096
+
+
+@dataclass(eq=False, slots=True)
+class Flight:
+    """One request at one worker, from the moment it is sent."""
+
+    worker_id: str
+    key: str
+    work_tokens: int
+    started_s: float
+    # Work that is left as far as the answer shows it; None where the answer comes in one piece.
+    remaining_tokens: int | None = None
+
+
+@dataclass(slots=True)
+class Replica:
+    """One worker. Written by `Replicas` only."""
+
+    worker_id: str
+    info: inference_pb2.GetInfoResponse | None = None
+    # Whether the current stream of reports has brought one.
+    is_connected: bool = False
+    is_draining: bool = False
+    last_error: str = "not connected yet"
+    last_report_s: float = 0.0
+    reported_tokens: int = 0
+    num_running: int = 0
+    num_queued: int = 0
+    tiers: Mapping[str, int] = field(default_factory=dict[str, int])
+    num_in_flight: int = 0
+    # Sent after the last report, oldest first: what that report cannot know of.
+    unreported: deque[Flight] = field(default_factory=deque[Flight])
+    unreported_tokens: int = 0
+    # Ended since the last report, although that report counts them.
+    ended_tokens: int = 0
+
+    @property
+    def is_routable(self) -> bool:
+        return self.is_connected and not self.is_draining
+
+    @property
+    def work_tokens(self) -> int:
+        return max(0, self.reported_tokens - self.ended_tokens) + self.unreported_tokens
+
+    @property
+    def view(self) -> WorkerView:
+        return WorkerView(self.worker_id, self.work_tokens, self.tiers)
+
+
+class Replicas:
+    """All workers, by address. `on_change` is called whenever one becomes routable or stops being so."""
+
+    def __init__(self, worker_ids: Collection[str], on_change: Callable[[], None] = lambda: None) -> None:
+        self._replicas = {worker_id: Replica(worker_id) for worker_id in worker_ids}
+        self._work_by_key: dict[str, int] = {}
+        self.on_change = on_change
+
+    # --- reading ---------------------------------------------------------------------------------------------------
+
+    def __getitem__(self, worker_id: str) -> Replica:
+        return self._replicas[worker_id]
+
+    def all(self) -> list[Replica]:
+        return list(self._replicas.values())
+
+    def connected(self) -> list[Replica]:
+        """Those that can be asked: draining ones too, which still have adapters to unload or to list."""
+        return [replica for replica in self._replicas.values() if replica.is_connected]
+
+    def views(self, excluded: Collection[str] = ()) -> list[WorkerView]:
+        """Those that can take a request."""
+        return [r.view for r in self._replicas.values() if r.is_routable and r.worker_id not in excluded]
+
+    @property
+    def num_routable(self) -> int:
+        return sum(replica.is_routable for replica in self._replicas.values())
+
+    def work_in_flight_tokens(self, key: str) -> int:
+        """Work of requests with this routing key that this router has under way, on all workers."""
+        return self._work_by_key.get(key, 0)
+
+    @property
+    def max_context_tokens(self) -> int:
+        """The largest context among the workers: what an answer without a limit may grow to."""
+        known = [r.info.max_context_tokens for r in self._replicas.values() if r.info is not None]
+        return max(known, default=0) or ASSUMED_CONTEXT_TOKENS
+
+    # --- requests of this router -----------------------------------------------------------------------------------
+
+    def begin(self, worker_id: str, key: str, work_tokens: int, now_s: float) -> Flight:
+        """A request is being sent; every flight that begins is ended once."""
+        flight = Flight(worker_id, key, work_tokens, now_s)
+        replica = self._replicas[worker_id]
+        replica.num_in_flight += 1
+        replica.unreported.append(flight)
+        replica.unreported_tokens += work_tokens
+        self._work_by_key[key] = self._work_by_key.get(key, 0) + work_tokens
+        return flight
+
+    def end(self, flight: Flight) -> None:
+        replica = self._replicas[flight.worker_id]
+        replica.num_in_flight -= 1
+        left_for_key = self._work_by_key[flight.key] - flight.work_tokens
+        if left_for_key > 0:
+            self._work_by_key[flight.key] = left_for_key
+        else:
+            del self._work_by_key[flight.key]
+        if flight in replica.unreported:
+            replica.unreported.remove(flight)
+            replica.unreported_tokens -= flight.work_tokens
+        else:
+            # The worker still counted what this request might have gone on to make.
+            replica.ended_tokens += flight.remaining_tokens or 0
+
+    # --- news of workers -------------------------------------------------------------------------------------------
+
+    def on_info(self, worker_id: str, info: inference_pb2.GetInfoResponse) -> None:
+        self._replicas[worker_id].info = info
+
+    def on_report(self, worker_id: str, load: worker_pb2.Load, now_s: float) -> None:
+        replica = self._replicas[worker_id]
+        was_routable = replica.is_routable
+        replica.is_connected = True
+        replica.is_draining = load.draining
+        replica.last_error = ""
+        replica.last_report_s = now_s
+        replica.reported_tokens = load.pending_tokens
+        replica.num_running = load.running_requests
+        replica.num_queued = load.queued_requests
+        replica.tiers = {adapter.adapter_id: adapter.tier for adapter in load.adapters}
+        replica.ended_tokens = 0
+        while replica.unreported and replica.unreported[0].started_s <= now_s - REPORT_LAG_S:
+            replica.unreported_tokens -= replica.unreported.popleft().work_tokens
+        if replica.is_routable != was_routable:
+            self.on_change()
+
+    def on_lost(self, worker_id: str, why: str) -> None:
+        """The stream of reports broke, went silent or could not be opened."""
+        replica = self._replicas[worker_id]
+        was_routable = replica.is_routable
+        replica.is_connected = False
+        replica.is_draining = False
+        replica.last_error = why
+        # Nothing of what it held is known to be there when it comes back.
+        replica.tiers = {}
+        replica.reported_tokens = 0
+        replica.ended_tokens = 0
+        if was_routable:
+            self.on_change()

@@ -1,0 +1,239 @@
+"""Assembles a router and runs it: port, services, watchers, metrics; starting and draining in the right order.
+
+`start_router` is for whoever has an event loop already (tests, `loraplex serve`), `run_router` for a process of its
+own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from loraplex_proto.auth import ServerInterceptor, load_credentials
+from loraplex_proto.errors import FailedPrecondition, InvalidArgument
+from loraplex_proto.telemetry import MetricsEndpoint, new_registry
+from loraplex_router.adapters import AdapterFanOut
+from loraplex_router.calls import Calls
+from loraplex_router.config import RouterConfig, ServerOptions
+from loraplex_router.health import Health
+from loraplex_router.metrics import RouterMetrics, WorkersCollector
+from loraplex_router.proxy import Proxy
+from loraplex_router.replicas import Replicas
+from loraplex_router.upstream import ADAPTERS, INFERENCE, Upstream, WorkerCredentials
+from loraplex_router.watch import Watcher
+
+log = logging.getLogger(__name__)
+
+# How long a start waits for the workers' first word. Workers may well come later.
+SETTLE_S: Final = 2.0
+# Between a typed farewell and the port's end.
+FAREWELL_S: Final = 1.0
+
+
+@dataclass(slots=True)
+class Router:
+    """A running router. Whoever started it calls `drain` once."""
+
+    config: RouterConfig
+    port: int
+    replicas: Replicas
+    calls: Calls
+    health: Health
+    metrics_endpoint: MetricsEndpoint | None
+    _server: grpc.aio.Server
+    _watcher: Watcher
+    _upstreams: dict[str, Upstream]
+
+    @property
+    def address(self) -> str:
+        return _address(self.config.host, self.port)
+
+    async def drain(self, drain_s: float | None = None, *, announce_s: float = 0.0) -> None:
+        """Says NOT_SERVING for `announce_s`, then takes nothing new and gives what runs `drain_s` to end.
+
+        What still runs then ends as UNAVAILABLE (DRAINING)."""
+        self.health.begin_drain()
+        await asyncio.sleep(announce_s)
+        self.health.end_watches()
+        grace_s = self.config.drain_s if drain_s is None else drain_s
+        stopping = asyncio.ensure_future(self._server.stop(grace_s + FAREWELL_S))
+        await asyncio.wait([stopping], timeout=grace_s)
+        if num_cut_off := self.calls.cut_off():
+            log.warning("%d requests did not end within %g s and are cut off", num_cut_off, grace_s)
+        await stopping
+        await self._watcher.stop()
+        if self.metrics_endpoint is not None:
+            await self.metrics_endpoint.stop()
+        for upstream in self._upstreams.values():
+            await upstream.close()
+
+
+async def start_router(config: RouterConfig) -> Router:
+    """Listens, connects to the workers and waits a moment for their first reports.
+
+    Raises InvalidArgument (files) and FailedPrecondition (ports)."""
+    credentials = load_credentials(config.auth_file)
+    registry = None if config.metrics_port is None else new_registry()
+    metrics = RouterMetrics(registry)
+    health = Health((INFERENCE, ADAPTERS))
+    replicas = Replicas(config.workers, on_change=lambda: health.set_ready(replicas.num_routable > 0))
+    shown = _worker_credentials(config)
+    upstreams = {worker_id: Upstream(worker_id, config.server, shown) for worker_id in config.workers}
+    calls = Calls(config.max_in_flight, metrics)
+
+    interceptors = [] if credentials is None else [ServerInterceptor(credentials)]
+    server = grpc.aio.server(interceptors=interceptors, options=server_options(config.server))
+    proxy = Proxy(config, replicas, upstreams, calls, metrics)
+    fan_out = AdapterFanOut(config.policy, replicas, upstreams, calls)
+    _add_services(server, proxy, fan_out, health)
+    endpoint: MetricsEndpoint | None = None
+    try:
+        port = _bind(server, config)
+        if registry is not None and config.metrics_port is not None:
+            WorkersCollector(registry, replicas)
+            endpoint = await MetricsEndpoint.start(config.host, config.metrics_port, registry)
+    except BaseException:
+        for upstream in upstreams.values():
+            await upstream.close()
+        raise
+    await server.start()
+    watcher = Watcher(replicas, upstreams, config.watch)
+    watcher.start()
+    _warn(config)
+    await watcher.settled(SETTLE_S)
+    return Router(config, port, replicas, calls, health, endpoint, server, watcher, upstreams)
+
+
+async def run_router(
+    config: RouterConfig,
+    on_ready: Callable[[Router], None] = lambda router: None,
+    stop: asyncio.Event | None = None,
+) -> None:
+    """Runs a router until SIGTERM, SIGINT or `stop`, then drains it. A second signal ends it at once.
+
+    With a `stop` of the caller's, signals are the caller's too."""
+    stopping = stop or asyncio.Event()
+    signals: list[signal.Signals] = []
+
+    def on_signal(number: signal.Signals) -> None:
+        signals.append(number)
+        stopping.set()
+        if len(signals) > 1:
+            router.calls.cut_off()
+            hurry.set()
+
+    router = await start_router(config)
+    hurry = asyncio.Event()
+    if stop is None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
+    on_ready(router)
+    await stopping.wait()
+    # A person who presses Ctrl-C has no balancer that must be told first.
+    announce_s = config.announce_s if signals[:1] == [signal.SIGTERM] else 0.0
+    log.info("draining: %d requests are under way", len(router.calls))
+    draining = asyncio.ensure_future(router.drain(announce_s=announce_s))
+    hurrying = asyncio.ensure_future(hurry.wait())
+    await asyncio.wait({draining, hurrying}, return_when=asyncio.FIRST_COMPLETED)
+    hurrying.cancel()
+    if not draining.done():
+        draining.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await draining
+        await router.drain(0.0)
+
+
+def server_options(options: ServerOptions) -> list[tuple[str, int]]:
+    """What clients behind balancers and firewalls need of the router's port."""
+    arguments = [
+        ("grpc.max_receive_message_length", options.max_message_bytes),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.keepalive_time_ms", int(options.keepalive_s * 1000)),
+        ("grpc.keepalive_timeout_ms", int(options.keepalive_timeout_s * 1000)),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_ping_interval_without_data_ms", int(options.min_client_ping_s * 1000)),
+        ("grpc.so_reuseport", int(options.reuse_port)),
+    ]
+    if options.max_connection_age_s > 0:
+        arguments += [
+            ("grpc.max_connection_age_ms", int(options.max_connection_age_s * 1000)),
+            ("grpc.max_connection_age_grace_ms", int(options.max_connection_age_grace_s * 1000)),
+        ]
+    return arguments
+
+
+def _add_services(server: grpc.aio.Server, proxy: Proxy, fan_out: AdapterFanOut, health: Health) -> None:
+    # No (de)serializers: handlers take and return bytes.
+    unary, stream = grpc.unary_unary_rpc_method_handler, grpc.unary_stream_rpc_method_handler
+    inference: dict[str, Any] = {
+        "Generate": unary(proxy.generate),
+        "GenerateStream": stream(proxy.generate_stream),
+        "Tokenize": unary(proxy.tokenize),
+        "GetInfo": unary(proxy.get_info),
+    }
+    adapters: dict[str, Any] = {
+        "LoadAdapter": unary(fan_out.load),
+        "UnloadAdapter": unary(fan_out.unload),
+        "GetAdapter": unary(fan_out.get),
+        "ListAdapters": unary(fan_out.list),
+    }
+    for service, handlers in ((INFERENCE, inference), (ADAPTERS, adapters)):
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+    reflection.enable_server_reflection([INFERENCE, ADAPTERS, health_name, reflection.SERVICE_NAME], server)
+
+
+def _bind(server: grpc.aio.Server, config: RouterConfig) -> int:
+    address = _address(config.host, config.port)
+    try:
+        if config.tls_cert is None or config.tls_key is None:
+            return server.add_insecure_port(address)
+        pair = (_read(config.tls_key, "--tls-key"), _read(config.tls_cert, "--tls-cert"))
+        return server.add_secure_port(address, grpc.ssl_server_credentials([pair]))
+    except RuntimeError as error:
+        raise FailedPrecondition(
+            f"cannot listen on {address}: the port is taken, the address is not this machine's, or the TLS files are "
+            "no PEM pair; see --host, --port and --tls-cert",
+            field="--port",
+        ) from error
+
+
+def _worker_credentials(config: RouterConfig) -> WorkerCredentials:
+    token = b"" if config.worker_token_file is None else _read(config.worker_token_file, "--worker-token-file")
+    if config.worker_token_file is not None and not token.strip():
+        raise InvalidArgument(f"--worker-token-file {config.worker_token_file} is empty", field="--worker-token-file")
+    ca = None if config.worker_ca is None else _read(config.worker_ca, "--worker-ca")
+    return WorkerCredentials(token.decode("ascii", "replace").strip(), ca)
+
+
+def _read(path: Path, flag: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InvalidArgument(f"{flag} {path} cannot be read: {error.strerror}", field=flag) from error
+
+
+def _address(host: str, port: int) -> str:
+    is_bare_ipv6 = ":" in host and not host.startswith("[")
+    return f"[{host}]:{port}" if is_bare_ipv6 else f"{host}:{port}"
+
+
+def _warn(config: RouterConfig) -> None:
+    if config.is_public and config.auth_file is None:
+        log.warning("%s can be reached from other machines and asks for no credential; see --auth-file", config.host)
+    if config.is_public and config.auth_file is not None and config.tls_cert is None:
+        log.warning(
+            "credentials travel in clear text: give --tls-cert and --tls-key, or end TLS in front of the router"
+        )

@@ -1,0 +1,200 @@
+"""Connections to workers, and what their failures mean.
+
+Owns one channel per worker and the calls on it. Answers stay bytes: the router only looks into those that it must.
+Knows nothing of which worker is best, nor of who asks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import logging
+import uuid
+from collections.abc import Generator, Iterable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+
+from loraplex_proto.auth import AUTHORIZATION_KEY, TENANT_KEY
+from loraplex_proto.errors import (
+    Code,
+    DeadlineExceeded,
+    EngineLost,
+    Internal,
+    LoraplexError,
+    NoWorker,
+    WorkerLost,
+)
+from loraplex_proto.status import DETAILS_KEY, from_rpc_error
+from loraplex_router.config import ServerOptions
+
+log = logging.getLogger(__name__)
+
+Metadata = tuple[tuple[str, str | bytes], ...]
+
+INFERENCE: Final = "loraplex.v1.InferenceService"
+ADAPTERS: Final = "loraplex.v1.AdapterService"
+WORKER: Final = "loraplex.v1.WorkerService"
+
+# What a client may say to a worker beside its request. Its own credential and its own idea of a tenant stay here.
+FORWARDED_KEYS: Final = frozenset({"traceparent", "tracestate"})
+
+# The transport's own words when no connection came about: the request was certainly never sent.
+_NEVER_SENT: Final = "failed to connect to all addresses"
+
+
+class FailureKind(enum.Enum):
+    """What a failed call says about the worker."""
+
+    ANSWERED = "answered"  # the worker's own verdict on this request; another worker would say the same
+    DECLINED = "declined"  # a live worker that cannot take it now; another one may
+    UNREACHED = "unreached"  # never sent
+    LOST = "lost"  # the worker, or its engine, went away while it had the request
+
+
+class UpstreamFailure(Exception):
+    """A call to a worker that did not end well, with everything that the client is to see of it."""
+
+    def __init__(self, worker_id: str, error: grpc.aio.AioRpcError | None) -> None:
+        """`error` is None where the call was cancelled, and not by this side: grpc.aio has no error for that."""
+        self.worker_id = worker_id
+        self.code = grpc.StatusCode.CANCELLED if error is None else error.code()
+        self.details = "cancelled by the worker" if error is None else error.details() or ""
+        self.trailing_metadata = () if error is None else passed_on(error.trailing_metadata())
+        # Our workers' errors carry google.rpc.Status; what does not comes from the transport.
+        is_typed = any(key == DETAILS_KEY for key, _ in self.trailing_metadata)
+        self.typed = from_rpc_error(error) if error is not None and is_typed else None
+        self.kind = self._kind()
+        super().__init__(f"{worker_id}: {self.code.name}: {self.details}")
+
+    def _kind(self) -> FailureKind:
+        if self.typed is not None:
+            if isinstance(self.typed, EngineLost):
+                return FailureKind.LOST
+            return FailureKind.DECLINED if self.typed.code is Code.UNAVAILABLE else FailureKind.ANSWERED
+        # A server that is stopped hard cancels what it has; nobody else cancels without being asked to.
+        if self.code not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+            return FailureKind.ANSWERED
+        return FailureKind.UNREACHED if self.details.startswith(_NEVER_SENT) else FailureKind.LOST
+
+    @property
+    def may_retry(self) -> bool:
+        """Whether another worker may have this request, provided that the client has seen nothing of it."""
+        return self.kind is not FailureKind.ANSWERED
+
+    def for_client(self, num_tokens_sent: int | None = 0, num_messages_sent: int = 0) -> LoraplexError | None:
+        """The error to answer with in place of the transport's; None: pass on what the worker said.
+
+        `num_tokens_sent` is None where the answer does not show its tokens.
+        """
+        if self.typed is not None:
+            return None
+        sent = f"{num_messages_sent} messages" if num_tokens_sent is None else f"{num_tokens_sent} tokens"
+        metadata = {"messages_sent": str(num_messages_sent)}
+        if num_tokens_sent is not None:
+            metadata["tokens_sent"] = str(num_tokens_sent)
+        if self.kind is FailureKind.UNREACHED:
+            return NoWorker("no worker could be reached; try again", retry_after_s=1.0)
+        if self.kind is FailureKind.LOST:
+            return WorkerLost(
+                f"the worker went away after {sent} of the answer; send the request again",
+                retry_after_s=0.0,
+                metadata=metadata,
+            )
+        if self.code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return DeadlineExceeded(f"the deadline passed after {sent} of the answer", metadata=metadata)
+        if self.code in (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL):
+            # Not an error that a worker meant to send: it may quote anything.
+            return Internal(self._logged())
+        return None
+
+    def _logged(self) -> str:
+        error_id = uuid.uuid4().hex[:12]
+        log.error("internal error %s: %s", error_id, self)
+        return f"internal error {error_id}; the router's log says more"
+
+
+def passed_on(metadata: Iterable[tuple[str, str | bytes]] | None) -> Metadata:
+    """A worker's metadata without what belongs to that hop alone."""
+    return tuple((k, v) for k, v in metadata or () if k == DETAILS_KEY or not k.startswith(("grpc-", ":")))
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCredentials:
+    """What this router shows its workers."""
+
+    token: str = ""
+    ca: bytes | None = None
+
+    def metadata(self, tenant: str, client: Iterable[tuple[str, str | bytes]] = ()) -> Metadata:
+        """For a call on behalf of `tenant`."""
+        kept = tuple((key, value) for key, value in client if key in FORWARDED_KEYS)
+        if not self.token:
+            return kept  # a worker that asks for no credential believes no tenant either
+        return (*kept, (AUTHORIZATION_KEY, f"Bearer {self.token}"), (TENANT_KEY, tenant))
+
+
+class Upstream:
+    """The channel to one worker. Requests and answers are bytes, except where the router itself is the reader."""
+
+    def __init__(self, worker_id: str, options: ServerOptions, credentials: WorkerCredentials) -> None:
+        self.worker_id = worker_id
+        self.credentials = credentials
+        arguments = _channel_options(options)
+        if credentials.ca is None:
+            self.channel = grpc.aio.insecure_channel(worker_id, options=arguments)
+        else:
+            tls = grpc.ssl_channel_credentials(credentials.ca)
+            self.channel = grpc.aio.secure_channel(worker_id, tls, options=arguments)
+        self._unary: dict[str, Any] = {}
+        self.generate_stream: Any = self.channel.unary_stream(f"/{INFERENCE}/GenerateStream")
+        self.watch_load: Any = self.channel.unary_stream(f"/{WORKER}/WatchLoad")
+
+    def unary(self, method: str) -> Any:
+        """The call for `method`, "/package.Service/Method", from bytes to bytes."""
+        call = self._unary.get(method)
+        if call is None:
+            call = self._unary[method] = self.channel.unary_unary(method)
+        return call
+
+    async def ask(self, method: str, raw: bytes, timeout_s: float | None, metadata: Metadata) -> bytes:
+        """One unary call. Raises UpstreamFailure."""
+        with self.failures():
+            return await self.unary(method)(raw, timeout=timeout_s, metadata=metadata)
+
+    @contextlib.contextmanager
+    def failures(self) -> Generator[None]:
+        """Turns what grpc.aio raises inside into UpstreamFailure; the caller's own cancellation stays what it is."""
+        try:
+            yield
+        except grpc.aio.AioRpcError as error:
+            raise UpstreamFailure(self.worker_id, error) from error
+        except asyncio.CancelledError:
+            # grpc.aio raises this for a call that the other side cancelled, too.
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise UpstreamFailure(self.worker_id, None) from None
+
+    async def close(self) -> None:
+        await self.channel.close()
+
+
+def _channel_options(options: ServerOptions) -> list[tuple[str, int]]:
+    return [
+        ("grpc.max_receive_message_length", options.max_answer_bytes),
+        ("grpc.max_send_message_length", -1),  # the server side has bounded it already
+        ("grpc.keepalive_time_ms", int(options.keepalive_s * 1000)),
+        ("grpc.keepalive_timeout_ms", int(options.keepalive_timeout_s * 1000)),
+        # Only the router knows whether a request may be sent twice.
+        ("grpc.enable_retries", 0),
+        # A worker that comes back is wanted at once.
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 1000),
+        ("grpc.max_reconnect_backoff_ms", 2000),
+        # A connection of this router's own, whatever else this process connects to.
+        ("grpc.use_local_subchannel_pool", 1),
+    ]

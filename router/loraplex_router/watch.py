@@ -1,0 +1,116 @@
+"""Follows every worker's load: one task per worker that opens WatchLoad, feeds `Replicas` and reconnects with backoff.
+
+Owns those tasks. Knows nothing of requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Mapping
+from random import Random
+
+from google.protobuf.message import DecodeError
+
+from loraplex_proto.auth import DEFAULT_TENANT
+from loraplex_proto.v1 import inference_pb2, worker_pb2
+from loraplex_router.config import WatchConfig
+from loraplex_router.replicas import Replicas
+from loraplex_router.upstream import INFERENCE, Upstream, UpstreamFailure
+
+log = logging.getLogger(__name__)
+
+
+class Watcher:
+    """Runs from `start` to `stop`."""
+
+    def __init__(self, replicas: Replicas, upstreams: Mapping[str, Upstream], config: WatchConfig) -> None:
+        self._replicas = replicas
+        self._upstreams = upstreams
+        self._config = config
+        self._random = Random()
+        self._tasks: list[asyncio.Task[None]] = []
+        # Of workers that have neither reported nor failed yet.
+        self._unsettled = {worker_id: asyncio.Event() for worker_id in upstreams}
+
+    def start(self) -> None:
+        self._tasks = [
+            asyncio.create_task(self._follow(upstream), name=f"watch {worker_id}")
+            for worker_id, upstream in self._upstreams.items()
+        ]
+
+    async def settled(self, timeout_s: float) -> None:
+        """Returns when every worker has reported or failed for the first time, or after `timeout_s`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                for event in self._unsettled.values():
+                    await event.wait()
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = []
+
+    async def _follow(self, upstream: Upstream) -> None:
+        """For ever: connect, read reports until they stop, say so, wait, again."""
+        num_failures = 0
+        while True:
+            replica = self._replicas[upstream.worker_id]
+            try:
+                await self._read_reports(upstream)
+                why = "the worker is shutting down" if replica.is_draining else "the worker ended its reports"
+            except TimeoutError:
+                why = f"silent for {self._config.stale_after_s:g} s"
+            except UpstreamFailure as failure:
+                why = f"{failure.code.name}: {failure.details}"
+            except DecodeError as error:
+                why = f"an answer that is not loraplex.v1: {error}"
+            was_connected = replica.is_connected and not replica.is_draining
+            is_news = was_connected or why != replica.last_error
+            self._replicas.on_lost(upstream.worker_id, why)
+            self._unsettled[upstream.worker_id].set()
+            if is_news:
+                log.warning("worker %s is not available: %s", upstream.worker_id, why)
+            num_failures = 1 if was_connected else num_failures + 1
+            await asyncio.sleep(self._backoff_s(num_failures))
+
+    def _backoff_s(self, num_failures: int) -> float:
+        """Doubles up to the limit; spread, so that routers do not come back in step."""
+        doubled = self._config.min_backoff_s * 2.0 ** min(num_failures - 1, 16)
+        return min(doubled, self._config.max_backoff_s) * self._random.uniform(0.5, 1.0)
+
+    async def _read_reports(self, upstream: Upstream) -> None:
+        worker_id, stale_after_s = upstream.worker_id, self._config.stale_after_s
+        metadata = upstream.credentials.metadata(DEFAULT_TENANT)
+        raw_info = await upstream.ask(f"/{INFERENCE}/GetInfo", b"", stale_after_s, metadata)
+        self._on_info(worker_id, inference_pb2.GetInfoResponse.FromString(raw_info))
+        request = worker_pb2.WatchLoadRequest(min_interval_s=self._config.min_interval_s)
+        call = upstream.watch_load(request.SerializeToString(), metadata=metadata)
+        try:
+            while True:
+                with upstream.failures():
+                    async with asyncio.timeout(stale_after_s):
+                        raw = await call.read()
+                if not isinstance(raw, bytes):  # EOF
+                    return
+                report = worker_pb2.WatchLoadResponse.FromString(raw)
+                if not self._replicas[worker_id].is_connected:
+                    log.info("worker %s is available", worker_id)
+                self._replicas.on_report(worker_id, report.load, time.monotonic())
+                self._unsettled[worker_id].set()
+                if report.load.draining and not self._replicas[worker_id].num_in_flight:
+                    return  # an open stream would keep the worker from ending
+        finally:
+            call.cancel()
+
+    def _on_info(self, worker_id: str, info: inference_pb2.GetInfoResponse) -> None:
+        for other in self._replicas.connected():
+            if other.info is not None and other.info.model_id != info.model_id:
+                log.error(
+                    "worker %s serves %s and worker %s serves %s; answers will depend on where a request lands",
+                    *(worker_id, info.model_id, other.worker_id, other.info.model_id),
+                )
+        self._replicas.on_info(worker_id, info)
