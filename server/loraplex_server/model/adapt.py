@@ -1,0 +1,134 @@
+"""Puts adapted modules into a loaded model, and adapters into their slots.
+
+The probe tells which modules may carry an adapter: those that are given exactly the step's tokens (or, the head, the
+sampled rows), in order. A linear that sees some other selection of rows (an expert) still gets the base product of its
+kind, but is no target.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from loraplex_adapters.lora.weights import LoraWeights
+from loraplex_adapters.ops.base import FactorTable, LoraFactors, SegmentedLora
+from loraplex_adapters.targets import TargetModule
+from loraplex_server.model.context import StepContext
+from loraplex_server.model.linear import (
+    AdaptedEmbedding,
+    AdaptedHead,
+    AdaptedLinear,
+    BaseLinearFactory,
+    PlainLinear,
+)
+from loraplex_server.model.probe import KEPT, NUM_TOKENS, Probe
+
+AdaptedModule = AdaptedLinear | AdaptedEmbedding
+EXPERT = re.compile(r"\.experts?\.\d+\.")
+
+
+def adapt_modules(
+    model: PreTrainedModel,
+    probe: Probe,
+    context: StepContext,
+    dtype: torch.dtype,
+    make_base: BaseLinearFactory = PlainLinear,
+) -> dict[str, AdaptedModule]:
+    """Replaces every linear, and the embeddings that may carry an adapter. Returns the possible targets by path."""
+    head = model.get_output_embeddings()
+    targets: dict[str, AdaptedModule] = {}
+    for path, module in list(model.named_modules()):
+        adapted: AdaptedModule
+        num_rows = NUM_TOKENS
+        if type(module) is nn.Linear or isinstance(module, Conv1D):
+            kind = AdaptedHead if module is head else AdaptedLinear
+            num_rows = len(KEPT) if module is head else NUM_TOKENS
+            is_conv1d = isinstance(module, Conv1D)
+            adapted = kind(
+                cast(nn.Parameter, module.weight), module.bias, context, is_conv1d=is_conv1d, make_base=make_base
+            )
+        elif isinstance(module, nn.Embedding) and (
+            type(module) is nn.Embedding or module is model.get_input_embeddings()
+        ):
+            adapted = AdaptedEmbedding(module, context)
+        else:
+            continue
+        adapted.train(module.training)
+        model.set_submodule(path, adapted)
+        rows = probe.rows.get(path, [])
+        is_whole = bool(rows) and all(seen == num_rows for seen in rows)
+        if is_whole and not EXPERT.search(f".{path}.") and module.weight.dtype == dtype:
+            targets[path] = adapted
+    return targets
+
+
+def target_modules(targets: dict[str, AdaptedModule]) -> dict[str, TargetModule]:
+    """The same as plain data, for the formats."""
+    return {
+        path: TargetModule(
+            path,
+            "linear" if isinstance(module, AdaptedLinear) else "embedding",
+            module.in_features,
+            module.out_features,
+            is_conv1d=isinstance(module, AdaptedLinear) and module.is_conv1d,
+        )
+        for path, module in targets.items()
+    }
+
+
+class AdapterSlots:
+    """The factor tables of all targets, and which adapter is in which slot.
+
+    What kernels read (pointers, ranks, scales) is one tensor [num_modules, num_slots] for all modules, of which each
+    table sees its row: putting an adapter in is four copies to the device and not four per module.
+    """
+
+    def __init__(
+        self, targets: dict[str, AdaptedModule], ops: SegmentedLora, num_slots: int, device: torch.device
+    ) -> None:
+        self.ops = ops
+        self.num_slots = num_slots
+        self._targets = targets
+        self._installed: list[LoraWeights | None] = [None] * num_slots  # keeps the tensors alive
+        shape = (len(targets), num_slots)
+        self._a_ptrs = torch.zeros(shape, dtype=torch.int64, device=device)
+        self._b_ptrs = torch.zeros(shape, dtype=torch.int64, device=device)
+        self._ranks = torch.zeros(shape, dtype=torch.int32, device=device)
+        self._scales = torch.zeros(shape, dtype=torch.float32, device=device)
+        for idx, module in enumerate(targets.values()):
+            table = FactorTable(num_slots, module.in_features, module.out_features, device)
+            table.a_ptrs, table.b_ptrs = self._a_ptrs[idx], self._b_ptrs[idx]
+            table.ranks, table.scales = self._ranks[idx], self._scales[idx]
+            module.table = table
+            if isinstance(module, AdaptedLinear):
+                module.ops = ops
+
+    def install(self, slot: int, weights: LoraWeights | None) -> None:
+        """Puts an adapter into `slot` of all modules, or clears it. Between steps only. Implements InstallFn."""
+        if weights is not None:
+            strangers = [path for path in weights.factors if path not in self._targets]
+            if strangers:
+                raise ValueError(f"adapter factors for modules that the model lacks: {', '.join(strangers[:3])}")
+        chosen: list[LoraFactors | None] = []
+        for path, module in self._targets.items():
+            factors = weights.factors.get(path) if weights is not None else None
+            table = module.table
+            assert table is not None
+            module.num_installed += (factors is not None) - (table.factors[slot] is not None)
+            table.factors[slot] = factors
+            chosen.append(factors)
+        self._a_ptrs[:, slot] = _column((f.a.data_ptr() if f else 0 for f in chosen), self._a_ptrs)
+        self._b_ptrs[:, slot] = _column((f.b.data_ptr() if f else 0 for f in chosen), self._b_ptrs)
+        self._ranks[:, slot] = _column((f.rank if f else 0 for f in chosen), self._ranks)
+        self._scales[:, slot] = _column((f.scale if f else 0.0 for f in chosen), self._scales)
+        self._installed[slot] = weights
+
+
+def _column(values: Iterable[float], like: Tensor) -> Tensor:
+    return torch.tensor(list(values), dtype=like.dtype).to(like.device)

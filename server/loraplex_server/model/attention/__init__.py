@@ -1,0 +1,1 @@
+"""Attention over the paged KV cache: the contract, its implementations, and how Transformers' models reach it."""

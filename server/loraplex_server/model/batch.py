@@ -1,0 +1,239 @@
+"""The batch's mirror: tokens and block tables of every running sequence by row, and a plan's spans turned into inputs.
+
+Owns the token mirror (on the device) and the block tables (on the host). Staging a step changes nothing that another
+attempt at the same step would see: blocks count as attached, and tokens as known, only after `commit`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from loraplex_adapters.ops.base import Segment
+from loraplex_server.model.attention.base import AttentionBatch
+from loraplex_server.scheduler.plan import NewSequence, Span
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class Row:
+    """One running sequence."""
+
+    sequence: NewSequence
+    num_known: int  # tokens in the mirror that are certain
+    num_blocks: int  # blocks in its table
+
+
+@dataclass(frozen=True, slots=True)
+class StagedStep:
+    """A step's inputs. Spans are in the order of the flattened row."""
+
+    spans: tuple[Span, ...]
+    input_ids: Tensor  # [1, num_tokens]
+    position_ids: Tensor  # [1, num_tokens]
+    attention: AttentionBatch
+    token_segments: tuple[Segment, ...]
+    head_rows: Tensor  # [num_head_rows] tokens whose logits are computed
+    head_segments: tuple[Segment, ...]
+    # Of each span: its first head row, how many of them are for prompt logprobs; its samples follow these.
+    head_starts: tuple[int, ...]
+    num_prompt_rows: tuple[int, ...]
+    fresh_blocks: tuple[int, ...]  # attached by this step, without content yet
+
+
+class BatchMirror:
+    """Rows of the running batch. Owned by the runner."""
+
+    def __init__(self, max_rows: int, max_len: int, block_size: int, device: torch.device) -> None:
+        self.max_rows = max_rows
+        self.max_len = max_len
+        self.block_size = block_size
+        self.device = device
+        self.tokens = torch.zeros(max_rows, max_len, dtype=torch.int64, device=device)
+        self._block_tables: Ints = np.zeros((max_rows, -(-max_len // block_size)), dtype=np.int64)
+        self._rows: list[Row | None] = [None] * max_rows
+
+    def release(self, row: int) -> None:
+        """The sequence has left. Harmless to repeat."""
+        self._rows[row] = None
+
+    def enter(self, sequence: NewSequence) -> None:
+        """A sequence enters, or re-enters after a preemption, without blocks. Harmless to repeat."""
+        num_tokens = len(sequence.token_ids)
+        if num_tokens > self.max_len:
+            raise ValueError(f"{num_tokens} tokens do not fit a row of {self.max_len}")
+        ids = torch.tensor(sequence.token_ids, dtype=torch.int64)
+        self.tokens[sequence.row, :num_tokens] = ids.to(self.device)
+        self._rows[sequence.row] = Row(sequence, num_tokens, 0)
+
+    def row(self, span: Span) -> Row:
+        """The row of a span. Raises ValueError when another sequence, or none, is there."""
+        found = self._rows[span.row]
+        if found is None or found.sequence.sequence_id != span.sequence_id:
+            raise ValueError(f"row {span.row} does not hold sequence {span.sequence_id}")
+        return found
+
+    def block_ids(self, row: int) -> list[int]:
+        """The blocks of a row, for tests and checks."""
+        found = self._rows[row]
+        return self._block_tables[row, : found.num_blocks].tolist() if found else []
+
+    # --- staging ------------------------------------------------------------------------------------------------------
+
+    def stage(self, spans: Sequence[Span]) -> StagedStep:
+        """Builds a step's inputs. Raises ValueError on a span that the rows cannot satisfy."""
+        spans = sorted(spans, key=self._order)
+        fresh = tuple(block for span in spans for block in self._attach(span))
+        self._write_drafts(spans)
+        rows = np.array([span.row for span in spans], dtype=np.int64)
+        starts = np.array([span.start for span in spans], dtype=np.int64)
+        lens = np.array([span.num_tokens for span in spans], dtype=np.int64)
+        first = np.cumsum(lens) - lens  # [num_spans] first token of each span in the row
+        num_tokens = int(lens.sum())
+        positions = np.repeat(starts - first, lens) + np.arange(num_tokens)
+        token_rows = np.repeat(rows, lens)
+        blocks = self._block_tables[token_rows, positions // self.block_size]
+        slots = blocks * self.block_size + positions % self.block_size
+        # One transfer for everything that is as long as the row.
+        packed = torch.from_numpy(np.stack([token_rows * self.max_len + positions, positions, slots])).to(self.device)
+        max_blocks = int((starts + lens - 1).max()) // self.block_size + 1
+        head = self._head(spans, first)
+        return StagedStep(
+            spans=tuple(spans),
+            input_ids=self.tokens.view(-1).index_select(0, packed[0]).unsqueeze(0),
+            position_ids=packed[1].unsqueeze(0),
+            attention=AttentionBatch(
+                query_lens=lens,
+                context_lens=starts + lens,
+                block_tables=self._block_tables[rows, :max_blocks],
+                block_size=self.block_size,
+                slots=packed[2],
+            ),
+            token_segments=tuple(self._segments(spans, [span.num_tokens for span in spans])),
+            head_rows=torch.from_numpy(head.rows).to(self.device),
+            head_segments=tuple(self._segments(spans, head.num_rows)),
+            head_starts=tuple(head.starts),
+            num_prompt_rows=tuple(head.num_prompt_rows),
+            fresh_blocks=fresh,
+        )
+
+    def _order(self, span: Span) -> tuple[int, tuple[tuple[int, float], ...]]:
+        """Spans of one length lie together (attention computes them at once), in them those of one adapter."""
+        adapters = self.row(span).sequence.adapters
+        return (span.num_tokens, tuple((use.slot, use.weight) for use in adapters))
+
+    def _attach(self, span: Span) -> Iterator[int]:
+        """Writes the span's new blocks into its table, where a failed step leaves no trace; yields the empty ones."""
+        row = self.row(span)
+        end = span.start + span.num_tokens
+        num_blocks = row.num_blocks + len(span.new_block_ids)
+        if end - len(span.draft) > row.num_known or end > self.max_len or span.num_tokens < 1:
+            raise ValueError(f"a span to {end} of {span.sequence_id}, of which {row.num_known} tokens are known")
+        if num_blocks * self.block_size < end or num_blocks > self._block_tables.shape[1]:
+            raise ValueError(f"{num_blocks} blocks for {end} tokens of {span.sequence_id}")
+        if span.num_samples not in (0, 1 + len(span.draft)):
+            raise ValueError(f"{span.num_samples} samples with a draft of {len(span.draft)}")
+        self._block_tables[span.row, row.num_blocks : num_blocks] = span.new_block_ids
+        for idx, block_id in enumerate(span.new_block_ids, start=row.num_blocks):
+            # Blocks before the span's start came with content: from the prefix cache, or copied from a sibling.
+            if idx * self.block_size >= span.start:
+                yield block_id
+
+    def _write_drafts(self, spans: Sequence[Span]) -> None:
+        """Drafts go behind the known tokens, where sampling (penalties) and verification read them."""
+        places: list[int] = []
+        values: list[int] = []
+        for span in spans:
+            place = span.row * self.max_len + span.start + span.num_tokens - len(span.draft)
+            places += range(place, place + len(span.draft))
+            values += span.draft
+        self._put(places, values)
+
+    def _segments(self, spans: Sequence[Span], num_rows: Sequence[int]) -> Iterator[Segment]:
+        """Adapter segments over rows laid out span by span; neighbours with the same single adapter become one."""
+        start = 0
+        last: Segment | None = None  # may still grow
+        for span, count in zip(spans, num_rows, strict=True):
+            end = start + count
+            uses = self.row(span).sequence.adapters if count else ()
+            if (
+                len(uses) == 1
+                and last is not None
+                and (last.end, last.slot, last.weight)
+                == (
+                    start,
+                    uses[0].slot,
+                    uses[0].weight,
+                )
+            ):
+                last = Segment(last.start, end, last.slot, last.weight)
+            elif count:
+                if last is not None:
+                    yield last
+                last = None
+                for use in uses:
+                    if last is not None:
+                        yield last
+                    last = Segment(start, end, use.slot, use.weight)
+                if len(uses) > 1 and last is not None:
+                    yield last
+                    last = None
+            start = end
+        if last is not None:
+            yield last
+
+    def _head(self, spans: Sequence[Span], first: Ints) -> _Head:
+        head = _Head([], [], [], np.zeros(0, np.int64))
+        pieces: list[Ints] = []
+        num_rows = 0
+        for span, begin in zip(spans, first.tolist(), strict=True):
+            num_prompt = 0
+            if span.prompt_logprobs:
+                # Of position p the logits tell about the prompt's token p + 1.
+                num_prompt = max(0, min(span.num_tokens, self.row(span).sequence.num_prompt_tokens - 1 - span.start))
+            head.starts.append(num_rows)
+            head.num_prompt_rows.append(num_prompt)
+            head.num_rows.append(num_prompt + span.num_samples)
+            end = begin + span.num_tokens
+            pieces += [np.arange(begin, begin + num_prompt), np.arange(end - span.num_samples, end)]
+            num_rows += num_prompt + span.num_samples
+        head.rows = np.concatenate(pieces).astype(np.int64)
+        return head
+
+    # --- after a step -------------------------------------------------------------------------------------------------
+
+    def commit(self, spans: Sequence[Span], new_tokens: Sequence[Sequence[int]]) -> None:
+        """The step has been run: attaches its blocks, and writes what each span gave behind its known tokens."""
+        places: list[int] = []
+        values: list[int] = []
+        for span, tokens in zip(spans, new_tokens, strict=True):
+            row = self.row(span)
+            row.num_blocks += len(span.new_block_ids)
+            if tokens:
+                position = span.start + span.num_tokens - len(span.draft)
+                kept = tokens[: self.max_len - position]  # what fills the context is never run
+                places += range(span.row * self.max_len + position, span.row * self.max_len + position + len(kept))
+                values += kept
+                row.num_known = position + len(kept)
+        self._put(places, values)
+
+    def _put(self, places: Sequence[int], values: Sequence[int]) -> None:
+        if places:
+            packed = torch.tensor([places, values], dtype=torch.int64).to(self.device)
+            self.tokens.view(-1).index_copy_(0, packed[0], packed[1])
+
+
+@dataclass(slots=True)
+class _Head:
+    """Which tokens reach the head, span by span."""
+
+    starts: list[int]
+    num_prompt_rows: list[int]
+    num_rows: list[int]
+    rows: Ints

@@ -1,0 +1,36 @@
+"""What the modules of a model read during one step: the runner fills it in, they hold a reference to it.
+
+One object per loaded model instead of a global or of keyword arguments through Transformers' forwards, which not every
+architecture hands on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from loraplex_adapters.ops.base import PreparedSegments
+
+
+class StepContext:
+    """The current step. Owned and written by the runner; modules only read, the head also leaves its input here."""
+
+    __slots__ = ("attention", "capture_head_input", "head_input", "head_segments", "token_segments")
+
+    def __init__(self) -> None:
+        # Adapter segments of the step's token rows, and of the rows that reach the head. None: nobody has an adapter.
+        self.token_segments: PreparedSegments | None = None
+        self.head_segments: PreparedSegments | None = None
+        # The attention back end's own plan of the step.
+        self.attention: Any = None
+        # Post-norm hidden states of the head's rows [num_head_rows, hidden], for whoever drafts from them.
+        self.capture_head_input = False
+        self.head_input: Tensor | None = None
+
+    def clear(self) -> None:
+        """Between steps nothing is referenced: a step that raised must not leak its tensors into the next."""
+        self.token_segments = None
+        self.head_segments = None
+        self.attention = None
+        self.head_input = None

@@ -1,0 +1,195 @@
+"""Loads a base model through Transformers and prepares it for steps: probe, adapted modules, attention handles.
+
+Owns nothing after loading; a LoadedModel belongs to whoever asked for it. Knows no sequences and no adapters.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from loraplex_adapters.ops.base import SegmentedLora
+from loraplex_adapters.targets import BaseTargets
+from loraplex_proto.errors import InvalidArgument, Unimplemented, UnsupportedModel
+from loraplex_server.model.adapt import AdaptedModule, AdapterSlots, adapt_modules, target_modules
+from loraplex_server.model.attention import interface
+from loraplex_server.model.attention.base import AttentionLayer, PagedAttention
+from loraplex_server.model.context import StepContext
+from loraplex_server.model.kv import KvCache
+from loraplex_server.model.linear import BaseLinearFactory, PlainLinear
+from loraplex_server.model.probe import probe_model
+from loraplex_server.model.refuse import refuse_config
+from loraplex_server.model.spec import ModelSpec, ShardSpec
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+FALLBACK_CONTEXT_TOKENS = 4096  # of a model whose configuration names no limit
+
+
+@dataclass
+class LoadedModel:
+    """A model that is ready for steps, once KV cache and adapter slots are bound to it."""
+
+    model: PreTrainedModel
+    model_id: str
+    spec: ModelSpec
+    dtype: torch.dtype
+    device: torch.device
+    context: StepContext
+    attention: tuple[AttentionLayer, ...]
+    targets: dict[str, AdaptedModule]
+    shard: ShardSpec
+
+    @property
+    def model_type(self) -> str:
+        return self.model.config.model_type
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    def base_targets(self, max_rank: int) -> BaseTargets:
+        """What adapter formats check against."""
+        return BaseTargets(target_modules(self.targets), self.model_id, self.dtype_name, max_rank)
+
+    def bind_kv(self, cache: KvCache, backend: PagedAttention) -> None:
+        """Connects the attention layers to their pages."""
+        for layer, kv in zip(self.attention, cache.layers, strict=True):
+            layer.bind(backend, kv)
+
+    def adapter_slots(self, ops: SegmentedLora, num_slots: int) -> AdapterSlots:
+        """Makes the modules' factor tables; once per model."""
+        return AdapterSlots(self.targets, ops, num_slots, self.device)
+
+
+def load_model(
+    model_id: str,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    revision: str | None = None,
+    max_context_tokens: int | None = None,
+    make_base: BaseLinearFactory = PlainLinear,
+    shard: ShardSpec | None = None,
+) -> LoadedModel:
+    """Loads a directory or a Hub id. Raises UnsupportedModel with the reason, InvalidArgument on a bad option."""
+    if shard is not None and shard.count != 1:
+        raise Unimplemented("a model is served by one process; tensor parallelism is not there yet")
+    target = resolve_device(device)
+    config = _config(model_id, revision)
+    refuse_config(config, model_id)
+    interface.register()
+    wanted = "auto" if dtype == "auto" else _dtype(dtype)
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            model_id,
+            config=copy.deepcopy(config),
+            revision=revision,
+            dtype=wanted,
+            trust_remote_code=False,
+            attn_implementation=interface.PROBING,
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise UnsupportedModel(f"{model_id} cannot be loaded: {_first_line(error)}") from error
+    nn.Module.to(model, target)  # in place; Transformers' own `to` is typed for something else
+    return adopt_model(model, model_id=model_id, max_context_tokens=max_context_tokens, make_base=make_base)
+
+
+def adopt_model(
+    model: PreTrainedModel,
+    *,
+    model_id: str = "",
+    max_context_tokens: int | None = None,
+    make_base: BaseLinearFactory = PlainLinear,
+) -> LoadedModel:
+    """Prepares a model that is in memory already. It is changed in place and belongs to the result from here on."""
+    model_id = model_id or model.config.name_or_path or model.config.model_type
+    refuse_config(model.config, model_id)
+    interface.register()
+    model.eval().requires_grad_(False)
+    embedding = cast(Tensor, model.get_input_embeddings().weight)  # [vocab, hidden]
+    head = model.get_output_embeddings()
+    if head is None:
+        raise UnsupportedModel(f"{model_id} cannot be served: it has no language modelling head")
+    if embedding.dtype == torch.float64:
+        model.set_experts_implementation("eager")  # grouped products have no float64
+    context_tokens = _context_tokens(model.config, max_context_tokens)
+    probe = probe_model(model, model_id, context_tokens)
+    dtype, device = embedding.dtype, embedding.device
+    context = StepContext()
+    targets = adapt_modules(model, probe, context, dtype, make_base)
+    layers: list[AttentionLayer] = []
+    for module, spec in probe.attention:
+        layer = AttentionLayer(spec, context)
+        setattr(module, interface.HANDLE, layer)
+        layers.append(layer)
+    model.set_attn_implementation(interface.SERVING)
+    spec = ModelSpec(
+        layers=tuple(spec for _, spec in probe.attention),
+        vocab_size=embedding.shape[0],
+        num_logits=probe.num_logits,
+        hidden_size=cast(Tensor, head.weight).shape[-1],
+        max_context_tokens=context_tokens,
+        eos_token_ids=_eos_token_ids(model),
+    )
+    return LoadedModel(model, model_id, spec, dtype, device, context, tuple(layers), targets, ShardSpec())
+
+
+def resolve_device(name: str) -> torch.device:
+    """'auto' is a GPU where there is one. Raises InvalidArgument."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise InvalidArgument(f"{name!r} is no device; use auto, cpu, cuda or cuda:N", field="--device") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise InvalidArgument(f"--device {name}: this PyTorch sees no CUDA GPU", field="--device")
+    return device
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name not in DTYPES:
+        raise InvalidArgument(f"{name!r} is no dtype; use auto or one of {', '.join(DTYPES)}", field="--dtype")
+    return DTYPES[name]
+
+
+def _config(model_id: str, revision: str | None) -> PreTrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(model_id, revision=revision, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise UnsupportedModel(f"{model_id} cannot be loaded: {_first_line(error)}") from error
+
+
+def _context_tokens(config: PreTrainedConfig, wanted: int | None) -> int:
+    """The model's own limit, or a smaller one that was asked for."""
+    own = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if wanted is None:
+        return int(own or FALLBACK_CONTEXT_TOKENS)
+    if wanted < 2 or (own and wanted > own):
+        raise InvalidArgument(f"--max-context must be 2 to {own or 'what fits the memory'}", field="--max-context")
+    return wanted
+
+
+def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    generation = getattr(model, "generation_config", None)
+    found = getattr(generation, "eos_token_id", None)
+    if found is None:
+        found = getattr(model.config.get_text_config(), "eos_token_id", None)
+    if found is None:
+        return ()
+    return (found,) if isinstance(found, int) else tuple(found)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,63 @@
+"""What can be refused from the configuration alone, before any weight is read. Each refusal says why.
+
+What a configuration does not tell, the probe finds out from the model itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from loraplex_proto.errors import UnsupportedModel
+
+# Positions of one request would change the rotation of its neighbours in the same step.
+STATEFUL_ROPE = {"dynamic", "longrope", "su", "yarn_dynamic"}
+ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
+# Their attention does not go through Transformers' attention interface.
+OWN_ATTENTION = {"falcon": "ALiBi or its own attention", "bloom": "ALiBi", "mpt": "ALiBi"}
+
+
+def refuse_config(config: PreTrainedConfig, model_id: str) -> None:
+    """Raises UnsupportedModel when this configuration cannot be served rightly."""
+    for reason in _reasons(config):
+        raise UnsupportedModel(f"{model_id} ({config.model_type}) cannot be served: {reason}")
+
+
+def _reasons(config: PreTrainedConfig) -> Iterator[str]:
+    text = config.get_text_config()
+    if getattr(config, "is_encoder_decoder", False):
+        yield "it is an encoder-decoder model; only decoders are served"
+    if getattr(config, "quantization_config", None) is not None:
+        yield "its checkpoint is quantised; use the unquantised checkpoint"
+    if config.model_type in OWN_ATTENTION:
+        yield f"its attention ({OWN_ATTENTION[config.model_type]}) does not use Transformers' attention interface"
+    layer_types = {str(kind) for kind in getattr(text, "layer_types", None) or ()}
+    if layer_types - ATTENTION_LAYERS:
+        yield f"its layers of type {_names(layer_types - ATTENTION_LAYERS)} keep a state that pages cannot hold"
+    rope_types = _rope_types(getattr(text, "rope_parameters", None))
+    if rope_types & STATEFUL_ROPE:
+        yield (
+            f"its rotary embedding ({_names(rope_types & STATEFUL_ROPE)}) depends on the longest request of the batch, "
+            "so requests would change each other's text"
+        )
+    if getattr(text, "num_kv_shared_layers", 0):
+        yield "some of its layers share the keys and values of others"
+    if getattr(text, "use_bidirectional_attention", False):
+        yield "it attends to later tokens"
+
+
+def _rope_types(parameters: Any) -> set[str]:
+    """Of one set of rope parameters, or of one set per layer type."""
+    if not isinstance(parameters, Mapping):
+        return set()
+    own = parameters.get("rope_type") or parameters.get("type")
+    found = {str(own)} if own else set[str]()
+    for nested in parameters.values():
+        found |= _rope_types(nested)
+    return found
+
+
+def _names(values: set[str]) -> str:
+    return ", ".join(sorted(values))
