@@ -9,7 +9,9 @@ import asyncio
 import inspect
 import signal
 import sys
+import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -51,6 +53,7 @@ async def run_serve(
     config: WorkerConfig,
     spec: ChildSpec,
     num_workers: int,
+    token_file: Path | None,
     on_progress: Callable[[str], None],
     on_ready: Callable[[str], None],
     stop: asyncio.Event | None = None,
@@ -70,7 +73,7 @@ async def run_serve(
         addresses = await children.start(stop)
         if addresses is None:
             return 130
-        router = await start_router(router_config(config, addresses, children))
+        router = await start_router(_router_config(config, addresses, token_file))
         try:
             on_ready(router.address)
             watching = asyncio.ensure_future(children.watch())
@@ -83,11 +86,12 @@ async def run_serve(
     return 0
 
 
-def router_config(config: WorkerConfig, addresses: list[str], children: Children) -> Any:
+def _router_config(config: WorkerConfig, addresses: list[str], token_file: Path | None) -> Any:
     from loraplex_router.config import RouterConfig
 
     return RouterConfig(
         workers=tuple(addresses),
+        worker_token_file=token_file,
         host=config.host,
         port=config.port,
         metrics_port=config.metrics_port,
@@ -110,12 +114,26 @@ def _serve(*, model: str, json: bool, workers: int, **given: Any) -> None:
         setup_logging(config.engine.log_level)
         if workers > 1 and config.engine.adapters.store_dir is not None:
             raise InvalidArgument("--adapter-store belongs to one worker; leave it out with --workers above 1")
-        spec = ChildSpec(tuple([sys.executable, "-m", "loraplex", "worker", *worker_arguments(model, given)]))
-        with report:
-            code = asyncio.run(run_serve(config, spec, workers, report.progress, lambda a: report.ready(a, model)))
+        with tempfile.TemporaryDirectory(prefix="loraplex-") as folder, report:
+            token_file, extra = _shared_credential(config, Path(folder))
+            arguments = [*worker_arguments(model, given), *extra]
+            spec = ChildSpec((sys.executable, "-m", "loraplex", "worker", *arguments))
+            ready = partial(report.ready, model_id=model)
+            code = asyncio.run(run_serve(config, spec, workers, token_file, report.progress, ready))
     except LoraplexError as error:
         report.failed(error)
     sys.exit(code)
+
+
+def _shared_credential(config: WorkerConfig, folder: Path) -> tuple[Path | None, list[str]]:
+    """With credentials in front, the workers behind believe this router only. Returns the router's token file and the
+    flags that tell the workers."""
+    if config.auth_file is None:
+        return None, []
+    from loraplex_proto.auth import new_router_credential
+
+    token_file, worker_credentials = new_router_credential(folder)
+    return token_file, ["--auth-file", str(worker_credentials)]
 
 
 serve = command(

@@ -25,7 +25,7 @@ class AdapterServicer(adapter_pb2_grpc.AdapterServiceServicer):
         self, request: adapter_pb2.LoadAdapterRequest, context: Context
     ) -> adapter_pb2.LoadAdapterResponse:
         validate.check_adapter_request(request)
-        self._edge.admit(context, request.adapter_id)
+        self._edge.admit(request.adapter_id)
         infos = await self._engine.adapters("load", request.adapter_id, pin=request.pin)
         return adapter_pb2.LoadAdapterResponse(adapters=map(convert.adapter_to_pb, infos))
 
@@ -34,7 +34,7 @@ class AdapterServicer(adapter_pb2_grpc.AdapterServiceServicer):
         self, request: adapter_pb2.UnloadAdapterRequest, context: Context
     ) -> adapter_pb2.UnloadAdapterResponse:
         validate.check_adapter_request(request)
-        self._edge.admit(context, request.adapter_id)
+        self._edge.admit(request.adapter_id)
         infos = await self._engine.adapters("unload", request.adapter_id)
         return adapter_pb2.UnloadAdapterResponse(adapters=map(convert.adapter_to_pb, infos))
 
@@ -43,7 +43,7 @@ class AdapterServicer(adapter_pb2_grpc.AdapterServiceServicer):
         self, request: adapter_pb2.GetAdapterRequest, context: Context
     ) -> adapter_pb2.GetAdapterResponse:
         validate.check_adapter_request(request)
-        self._edge.admit(context, request.adapter_id)
+        self._edge.admit(request.adapter_id)
         infos = await self._engine.adapters("get", request.adapter_id)
         return adapter_pb2.GetAdapterResponse(adapters=map(convert.adapter_to_pb, infos))
 
@@ -52,7 +52,7 @@ class AdapterServicer(adapter_pb2_grpc.AdapterServiceServicer):
         self, request: adapter_pb2.ListAdaptersRequest, context: Context
     ) -> adapter_pb2.ListAdaptersResponse:
         validate.check_adapter_request(request)
-        identity = self._edge.admit(context)
+        identity = self._edge.admit()
         infos = await self._engine.adapters("list", include_unloaded=request.include_unloaded)
         visible = [info for info in infos if identity.may_use(info.adapter_id)]
         return adapter_pb2.ListAdaptersResponse(adapters=map(convert.adapter_to_pb, visible))

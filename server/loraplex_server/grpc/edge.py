@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 from loraplex_proto import auth, status
-from loraplex_proto.errors import AdapterNotFound, Draining
+from loraplex_proto.errors import Draining
 
 Context = Any
 _Answer = TypeVar("_Answer")
@@ -25,14 +25,12 @@ class Edge:
     def __init__(self) -> None:
         self.is_draining = False
 
-    def admit(self, context: Context, adapter_id: str = "") -> auth.Identity:
-        """The caller's identity. Raises Draining, and AdapterNotFound for an adapter that is not the caller's:
-        the same answer as for one that does not exist."""
+    def admit(self, *adapter_ids: str) -> auth.Identity:
+        """The caller's identity. Raises Draining, and AdapterNotFound for an adapter that is not the caller's."""
         if self.is_draining:
             raise Draining("this worker is shutting down; send the request to another one", retry_after_s=1.0)
         identity = auth.current_identity()
-        if adapter_id and not identity.may_use(adapter_id):
-            raise AdapterNotFound(f"there is no adapter {adapter_id!r}", resource=adapter_id)
+        identity.check_adapters(adapter_ids)
         return identity
 
 

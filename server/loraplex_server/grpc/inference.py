@@ -10,7 +10,7 @@ from contextlib import aclosing
 from typing import Any
 
 import loraplex_proto
-from loraplex_proto import validate
+from loraplex_proto import auth, validate
 from loraplex_proto.errors import DeadlineExceeded
 from loraplex_proto.v1 import inference_pb2, inference_pb2_grpc
 from loraplex_server.engine.client import EngineClient
@@ -106,7 +106,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """From the wire to a request that the engine takes. Raises the typed error."""
         validate.check_generate(message)
         validate.check_for_model(message, self._limits)
-        identity = self._edge.admit(context, message.adapter_id)
+        identity = self._edge.admit(*auth.adapters_in(message))
         remaining_s: float | None = context.time_remaining()
         if remaining_s is not None and remaining_s <= 0:
             raise DeadlineExceeded("the deadline had passed when the request arrived; give it more time")

@@ -16,7 +16,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from loraplex_proto import auth
+from loraplex_proto import auth, telemetry
 from loraplex_proto.errors import InvalidArgument
 from loraplex_proto.v1 import (
     adapter_pb2,
@@ -34,6 +34,7 @@ from loraplex_server.grpc.adapters import AdapterServicer
 from loraplex_server.grpc.edge import Edge
 from loraplex_server.grpc.inference import InferenceServicer
 from loraplex_server.grpc.load import WorkerServicer
+from loraplex_server.grpc.metrics import snapshot
 from loraplex_server.text.tokenizer import TextTokenizer
 
 log = logging.getLogger(__name__)
@@ -69,12 +70,15 @@ class Worker:
     server: grpc.aio.Server
     health_service: health.aio.HealthServicer
     edge: Edge = field(default_factory=Edge)
+    metrics: telemetry.MetricsEndpoint | None = None
 
     async def drain(self, drain_s: float) -> None:
         """Takes no new requests, lets the running ones end for up to `drain_s`, then stops."""
         self.edge.is_draining = True
         await self.health_service.enter_graceful_shutdown()
         await self.server.stop(grace=drain_s)
+        if self.metrics is not None:
+            await self.metrics.stop()
         await self.engine.stop()
 
 
@@ -112,7 +116,12 @@ async def _listen(config: WorkerConfig, engine: EngineClient, info: ModelInfo, t
     await server.start()
     for service in ("", *SERVICES):
         await health_service.set(service, health_pb2.HealthCheckResponse.SERVING)
-    return Worker(engine, info, f"{config.host}:{port}", server, health_service, edge)
+    metrics = None
+    if config.metrics_port is not None:
+        registry = telemetry.new_registry()
+        telemetry.WorkerCollector(registry, lambda: snapshot(engine.state))
+        metrics = await telemetry.MetricsEndpoint.start(config.host, config.metrics_port, registry)
+    return Worker(engine, info, f"{config.host}:{port}", server, health_service, edge, metrics)
 
 
 def _bind(server: grpc.aio.Server, config: WorkerConfig) -> int:

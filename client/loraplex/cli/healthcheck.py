@@ -1,0 +1,30 @@
+"""`python -m loraplex.cli.healthcheck HOST:PORT [SERVICE]`: exit 0 when the server says SERVING. For containers.
+
+Speaks grpc.health.v1 by hand (the messages are two bytes), so that images need no further package for it.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import grpc
+
+CHECK = "/grpc.health.v1.Health/Check"
+SERVING = b"\x08\x01"  # HealthCheckResponse{status: SERVING}
+READY_SERVICE = "loraplex.v1.InferenceService"
+
+
+def is_serving(address: str, service: str = READY_SERVICE, timeout_s: float = 4.0) -> bool:
+    """Whether the server at `address` answers that `service` serves."""
+    name = service.encode()
+    request = b"\x0a" + bytes([len(name)]) + name if name else b""
+    with grpc.insecure_channel(address) as channel:
+        check = channel.unary_unary(CHECK, request_serializer=bytes, response_deserializer=bytes)
+        try:
+            return check(request, timeout=timeout_s) == SERVING
+        except grpc.RpcError:
+            return False
+
+
+if __name__ == "__main__":
+    sys.exit(0 if is_serving(*sys.argv[1:3]) else 1)

@@ -1,0 +1,131 @@
+"""Puts an engine together from its configuration: model, KV cache, adapter cache, runner, scheduler.
+
+Runs in the engine's process. The only place that knows all the parts.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+
+from loraplex_adapters.cache.config import AdapterCacheConfig
+from loraplex_adapters.cache.manager import AdapterManager
+from loraplex_adapters.ops.registry import choose_ops
+from loraplex_adapters.sources.chain import make_source
+from loraplex_proto.errors import OutOfMemory
+from loraplex_server.config import AdaptersConfig, EngineConfig, KvConfig, hub_token
+from loraplex_server.engine.core import Engine
+from loraplex_server.engine.messages import ModelInfo
+from loraplex_server.kv.blocks import BlockPool
+from loraplex_server.model.attention.registry import make_attention
+from loraplex_server.model.kv import KvCache, free_memory_bytes, num_blocks_for
+from loraplex_server.model.loader import LoadedModel, load_model
+from loraplex_server.model.runner import ModelRunner
+from loraplex_server.sampling.sampler import Sampler
+from loraplex_server.scheduler.config import SchedulerConfig
+from loraplex_server.scheduler.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+# Of the memory that is free after the weights and the adapters' budgets. On a CPU the rest of the machine needs its share,
+# and nobody gains from a cache larger than CPU_KV_BYTES.
+KV_SHARE = {"cuda": 0.9, "cpu": 0.25}
+CPU_KV_BYTES = 4 << 30
+
+
+def build_engine(config: EngineConfig, progress: Callable[[str], None], notify: Callable[[], None]) -> Engine:
+    """Loads everything. Raises the typed error of what cannot be had."""
+    logging.getLogger("loraplex_server").setLevel(config.log_level.upper())
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    progress(f"loading {config.model.model}")
+    loaded = load_model(
+        config.model.model,
+        dtype=config.model.dtype,
+        device=config.model.device,
+        revision=config.model.revision,
+        max_context_tokens=config.model.max_context_tokens,
+    )
+    return assemble(loaded, config, progress, notify)
+
+
+def assemble(
+    loaded: LoadedModel, config: EngineConfig, progress: Callable[[str], None], notify: Callable[[], None]
+) -> Engine:
+    """An engine around a model that is loaded already."""
+    adapters, spec = config.adapters, loaded.spec
+    slots = loaded.adapter_slots(choose_ops(loaded.device), adapters.num_device_slots)
+    num_blocks = _num_blocks(config, loaded)
+    progress(f"{num_blocks * config.kv.block_size:,} tokens of KV cache in {loaded.dtype_name} on {loaded.device}")
+    cache = KvCache(spec, num_blocks, config.kv.block_size, loaded.dtype, loaded.device)
+    runner = ModelRunner(
+        loaded,
+        cache,
+        make_attention("auto", loaded.device),
+        slots,
+        Sampler(config.batch.max_running, spec.num_logits, loaded.device),
+        max_rows=config.batch.max_running,
+    )
+    manager = AdapterManager(
+        _cache_config(adapters),
+        make_source(adapters.root, adapters.hub, hub_token()),
+        loaded.base_targets(adapters.max_rank),
+        loaded.device,
+        slots.install,
+        notify,
+    )
+    scheduler = Scheduler(
+        SchedulerConfig(
+            max_running=config.batch.max_running,
+            max_step_tokens=config.batch.max_step_tokens,
+            max_context_tokens=spec.max_context_tokens,
+            max_queued=config.batch.max_queued,
+            model_digest=loaded.model_id,
+        ),
+        BlockPool(num_blocks, config.kv.block_size, prefix_caching=config.kv.prefix_caching),
+        manager,
+        frozenset(spec.eos_token_ids),
+    )
+    info = ModelInfo(
+        model_id=loaded.model_id,
+        model_type=loaded.model_type,
+        dtype=loaded.dtype_name,
+        device=str(loaded.device),
+        vocab_size=spec.vocab_size,
+        max_context_tokens=spec.max_context_tokens,
+        max_lora_rank=adapters.max_rank,
+        eos_token_ids=spec.eos_token_ids,
+    )
+    return Engine(info, scheduler, manager, runner)
+
+
+def _cache_config(config: AdaptersConfig) -> AdapterCacheConfig:
+    return AdapterCacheConfig(
+        host_bytes=config.host_bytes,
+        device_bytes=config.device_bytes,
+        num_device_slots=config.num_device_slots,
+        disk_bytes=config.disk_bytes,
+        store_dir=config.store_dir,
+    )
+
+
+def _num_blocks(config: EngineConfig, loaded: LoadedModel) -> int:
+    """Blocks of the KV cache: what the budget holds, and no more than all rows could fill."""
+    kv: KvConfig = config.kv
+    budget = kv.memory_bytes
+    if budget is None:
+        free = free_memory_bytes(loaded.device) - config.adapters.device_bytes
+        budget = int(max(0, free) * KV_SHARE.get(loaded.device.type, 0.25))
+        if loaded.device.type == "cpu":
+            budget = min(budget, CPU_KV_BYTES)
+    per_row = -(-loaded.spec.max_context_tokens // kv.block_size)
+    num_blocks = min(
+        num_blocks_for(loaded.spec, kv.block_size, loaded.dtype, budget), config.batch.max_running * per_row + 2
+    )
+    if num_blocks < 3:
+        raise OutOfMemory(
+            f"{budget / 2**20:.0f} MiB of KV cache hold less than three blocks; give more with --kv-memory"
+        )
+    return num_blocks

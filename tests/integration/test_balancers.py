@@ -1,0 +1,93 @@
+"""Streams through the load balancers whose configurations come with the project."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.processes import Running, loraplex
+from support.world import TinyWorld
+
+from loraplex import Client
+
+DOCKER = Path(__file__).resolve().parents[2] / "docker"
+pytestmark = pytest.mark.timeout(180)
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def wait_for_port(port: int, process: subprocess.Popen[bytes]) -> None:
+    for _ in range(200):
+        assert process.poll() is None, process.stderr.read().decode() if process.stderr else ""
+        with socket.socket() as s:
+            if s.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.05)
+    raise AssertionError("the balancer does not listen")
+
+
+@pytest.fixture(scope="module")
+def routers(tiny_world: TinyWorld) -> Iterator[list[Running]]:
+    """Two routers in front of one worker."""
+    with loraplex(
+        "worker", str(tiny_world.model), "--adapters", str(tiny_world.adapters), "--port", "0", "--dtype", "float64"
+    ) as worker:
+        arguments = ("router", "--worker", worker.address, "--port", "0")
+        with loraplex(*arguments) as one, loraplex(*arguments) as two:
+            yield [one, two]
+
+
+def nginx_command(tmp_path: Path, routers: list[Running], port: int) -> list[str]:
+    text = (DOCKER / "nginx.conf").read_text()
+    text = text.replace("listen 50051", f"listen 127.0.0.1:{port}")
+    for name, router in zip(("router-a", "router-b"), routers, strict=True):
+        text = text.replace(f"{name}:50051", router.address)
+    temporary = "".join(f"{kind}_temp_path {tmp_path}/{kind};\n" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi"))
+    text = text.replace("http {", f"http {{\naccess_log off;\n{temporary}")
+    text = f"daemon off; pid {tmp_path}/nginx.pid; error_log stderr;\n" + text
+    (tmp_path / "nginx.conf").write_text(text)
+    return ["nginx", "-c", str(tmp_path / "nginx.conf"), "-p", str(tmp_path), "-e", "stderr"]
+
+
+def haproxy_command(tmp_path: Path, routers: list[Running], port: int) -> list[str]:
+    text = (DOCKER / "haproxy.cfg").read_text()
+    text = text.replace("bind :50051", f"bind 127.0.0.1:{port}")
+    for name, router in zip(("router-a", "router-b"), routers, strict=True):
+        text = text.replace(f"{name}:50051", router.address)
+    # No Docker names to look up here.
+    text = text.replace(" resolvers docker init-addr none", "")
+    (tmp_path / "haproxy.cfg").write_text(text)
+    return ["haproxy", "-db", "-f", str(tmp_path / "haproxy.cfg")]
+
+
+@pytest.mark.parametrize("balancer", ["nginx", "haproxy"])
+def test_streams_through_a_balancer(
+    balancer: str, tmp_path: Path, routers: list[Running], tiny_world: TinyWorld
+) -> None:
+    if shutil.which(balancer) is None:
+        pytest.skip(f"{balancer} is not installed (Debian: apt-get install {balancer})")
+    port = free_port()
+    make = {"nginx": nginx_command, "haproxy": haproxy_command}[balancer]
+    process = subprocess.Popen(make(tmp_path, routers, port), stderr=subprocess.PIPE)
+    try:
+        wait_for_port(port, process)
+        with Client(routers[0].address) as direct, Client(f"127.0.0.1:{port}") as client:
+            for adapter_id in ("", *tiny_world.names[:3]):
+                expected = direct.generate("hello", adapter_id=adapter_id, max_tokens=24, ignore_eos=True).text
+                chunks = list(client.stream("hello", adapter_id=adapter_id, max_tokens=24, ignore_eos=True))
+                assert len(chunks) > 3, "tokens come as they are made, not at the end"
+                assert "".join(chunk.text_delta for chunk in chunks) == expected
+    finally:
+        process.terminate()
+        process.wait(20)
+        assert process.stderr is not None
+        process.stderr.close()
