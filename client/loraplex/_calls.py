@@ -42,7 +42,8 @@ class Call(Generic[_Answer]):
         typed = from_rpc_error(error)
         is_local = "grpc_code" in typed.metadata  # no server of ours said it
         if is_local and type(typed) is Unavailable:
-            typed.message = f"the server at {self.target} cannot be reached: {typed.message}"
+            why = typed.message.rpartition("Failed to connect to remote host: ")[2]
+            typed.message = f"the server at {self.target} cannot be reached: {why}"
         elif is_local and type(typed) is DeadlineExceeded and self.timeout_s is not None:
             typed.message = f"no complete answer within {self.timeout_s:g} s; allow more with timeout_s"
         typed.args = (typed.message,)

@@ -1,0 +1,1 @@
+"""The `loraplex` command, and the subcommands that need nothing but the SDK."""

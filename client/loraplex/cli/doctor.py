@@ -1,0 +1,154 @@
+"""`loraplex doctor`: what is installed and what this machine can run. Looks only; needs no server and no extra."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any, Final, TypedDict
+
+import loraplex_proto
+from loraplex.cli import terminal
+from loraplex.cli.connection import JsonOption
+
+# Extra -> distribution -> module, as pyproject.toml has them (a test compares).
+EXTRAS: Final[dict[str, dict[str, str]]] = {
+    "router": {
+        "grpcio-health-checking": "grpc_health",
+        "grpcio-reflection": "grpc_reflection",
+        "prometheus-client": "prometheus_client",
+    },
+    "server": {
+        "huggingface-hub": "huggingface_hub",
+        "jinja2": "jinja2",
+        "numpy": "numpy",
+        "peft": "peft",
+        "safetensors": "safetensors",
+        "tokenizers": "tokenizers",
+        "torch": "torch",
+        "transformers": "transformers",
+    },
+}
+PACKAGES: Final = ("grpcio", "protobuf", "torch", "transformers", "peft", "safetensors", "tokenizers", "triton")
+
+
+class Row(TypedDict):
+    """Something that can be used here, or why it cannot."""
+
+    name: str
+    usable: bool
+    note: str
+
+
+class Report(TypedDict):
+    """What `--json` prints."""
+
+    loraplex: str
+    python: str
+    platform: str
+    packages: dict[str, str]  # only those that are installed
+    missing: dict[str, list[str]]  # by extra
+    devices: list[Row]
+    lora_operations: list[Row]
+    attention: list[Row]
+
+
+def doctor(as_json: JsonOption = False) -> None:
+    """Show what is installed and what this machine can run.
+
+    Changes nothing and always ends well; what cannot be used is listed with the reason.
+    """
+    report = examine()
+    if as_json:
+        terminal.write_json(report)
+    else:
+        _print(report)
+
+
+def examine() -> Report:
+    installed = {name: found for name in PACKAGES if (found := _version(name))}
+    return {
+        "loraplex": loraplex_proto.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": installed,
+        "missing": {
+            extra: [name for name, module in needs.items() if find_spec(module) is None]
+            for extra, needs in EXTRAS.items()
+        },
+        "devices": _devices(),
+        "lora_operations": _lora_operations(),
+        "attention": _attention(),
+    }
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def _devices() -> list[Row]:
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    note = f"{num_cores} cores for this process"
+    try:
+        torch: Any = import_module("torch")
+    except Exception as error:
+        return [
+            {"name": "cpu", "usable": False, "note": note},
+            {"name": "cuda", "usable": False, "note": f"PyTorch does not load: {_first_line(error)}"},
+        ]
+    rows: list[Row] = [
+        {"name": "cpu", "usable": True, "note": f"{note}, {torch.backends.cpu.get_cpu_capability()}"},
+    ]
+    if not torch.cuda.is_available():
+        why = "this PyTorch is built without CUDA" if torch.version.cuda is None else "PyTorch sees no CUDA GPU"
+        return [*rows, {"name": "cuda", "usable": False, "note": why}]
+    for idx in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_properties(idx)
+        text = f"{found.name}, {found.total_memory / 2**30:.0f} GiB, compute capability {found.major}.{found.minor}"
+        rows.append({"name": f"cuda:{idx}", "usable": True, "note": text})
+    return rows
+
+
+def _lora_operations() -> list[Row]:
+    return _rows("loraplex_adapters.ops.registry", "available_ops")
+
+
+def _attention() -> list[Row]:
+    return _rows("loraplex_server.model.attention.registry", "available_attention")
+
+
+def _rows(module: str, function: str) -> list[Row]:
+    """The implementations that a registry of the server lists, or why it cannot be asked."""
+    try:
+        listed: list[Any] = getattr(import_module(module), function)()
+    except Exception as error:  # whatever a half-working installation raises is what is to be shown
+        return [{"name": module.partition(".")[0], "usable": False, "note": _first_line(error)}]
+    return [{"name": one.name, "usable": bool(one.is_usable), "note": str(one.reason)} for one in listed]
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _print(report: Report) -> None:
+    rows = [
+        ("loraplex", report["loraplex"], ""),
+        ("python", report["python"], report["platform"]),
+        *((name, found, "") for name, found in report["packages"].items()),
+    ]
+    for extra, missing in report["missing"].items():
+        state = "missing" if missing else "complete"
+        rows.append((f"extra {extra}", state, f"pip install 'loraplex[{extra}]'" if missing else ""))
+    titled: tuple[tuple[str, list[Row]], ...] = (
+        ("device", report["devices"]),
+        ("lora", report["lora_operations"]),
+        ("attention", report["attention"]),
+    )
+    for title, found in titled:
+        rows += [(f"{title} {row['name']}", "usable" if row["usable"] else "no", row["note"]) for row in found]
+    terminal.write_table(("WHAT", "STATE", "NOTE"), rows)

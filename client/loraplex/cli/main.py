@@ -1,0 +1,143 @@
+"""`loraplex`: finds the subcommands by their entry points and runs the one that is called.
+
+Owns how a command ends: exit code 0, 1 with one sentence on stderr, 2 for a wrong command line, 130 for Ctrl-C. Imports
+only what is called, so that `loraplex --help` answers at once and needs no extra.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from typing import Annotated, Any, Final
+
+import typer
+
+import loraplex_proto
+from loraplex.cli.terminal import complain
+from loraplex_proto.errors import LoraplexError
+
+GROUP: Final = "loraplex.commands"
+
+ABOUT: Final = """Serve one base model with thousands of LoRA adapters, a different one for every request.
+
+Start a server with `loraplex serve MODEL --adapters DIR`, then ask it with
+`loraplex generate "some text" --adapter NAME`. `loraplex demo` shows it all with a small model of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A command that comes with Loraplex: known by name without its package being imported."""
+
+    target: str
+    summary: str
+
+
+# In the order of the help. pyproject.toml declares the same entry points (a test compares); this table gives them their
+# line in the help, and stands in for them in a source tree that was never installed.
+KNOWN: Final[dict[str, Known]] = {
+    "serve": Known("loraplex_server.cli.serve:serve", "Serve a model on this machine: a router and its workers."),
+    "generate": Known("loraplex.cli.generate:generate", "Send a prompt to a server and print what it writes."),
+    "adapters": Known("loraplex.cli.adapters:adapters", "List, load, unload and verify adapters."),
+    "demo": Known("loraplex_server.cli.demo:demo", "See it work: a small model, its adapters, one mixed batch."),
+    "doctor": Known("loraplex.cli.doctor:doctor", "Show what is installed and what this machine can run."),
+    "worker": Known("loraplex_server.cli.worker:worker", "Start one worker: the model behind gRPC, without a router."),
+    "router": Known("loraplex_router.cli:router", "Start a router in front of workers that run already."),
+}
+
+# The extra that brings what a package needs.
+EXTRAS: Final[dict[str, str]] = {
+    "loraplex_server": "server",
+    "loraplex_adapters": "server",
+    "loraplex_router": "router",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns the exit code. Nothing that a user can cause ends in a traceback."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that knows no UTF-8 still gets the rest of the text
+    commands = find_commands()
+    wanted = arguments[0] if arguments and arguments[0] in commands else None
+    try:
+        build_app(commands, wanted)(args=arguments, prog_name="loraplex")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except KeyboardInterrupt:
+        return 130
+    except LoraplexError as error:
+        complain(error.message)
+        return 1
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if wanted is None or not missing or missing == "loraplex":
+            raise  # a bug of ours
+        complain(_missing(commands[wanted], missing))
+        return 1
+    return 0
+
+
+def find_commands() -> dict[str, EntryPoint]:
+    """Name -> where it is. Those that come with Loraplex first, then whatever other packages declare."""
+    found = {name: EntryPoint(name, known.target, GROUP) for name, known in KNOWN.items()}
+    return found | {one.name: one for one in entry_points(group=GROUP)}
+
+
+def build_app(commands: dict[str, EntryPoint], wanted: str | None) -> typer.Typer:
+    """The command line with `wanted` in full and a line of help for the others. Raises ModuleNotFoundError."""
+    app = typer.Typer(help=ABOUT, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown")
+    app.callback()(_root)
+    for name, entry in commands.items():
+        if name != wanted:
+            app.command(name, help=_summary(entry))(_listed_only)
+            continue
+        loaded: Any = entry.load()
+        if isinstance(loaded, typer.Typer):
+            app.add_typer(loaded, name=name)
+        else:
+            app.command(name)(loaded)
+    return app
+
+
+def _show_version(is_wanted: bool) -> None:
+    if is_wanted:
+        typer.echo(f"loraplex {loraplex_proto.__version__}")
+        raise typer.Exit
+
+
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+def _listed_only() -> None:
+    raise AssertionError("a command that is called was loaded before")
+
+
+def _summary(entry: EntryPoint) -> str:
+    known = KNOWN.get(entry.name)
+    return known.summary if known is not None else f"From {entry.module}."
+
+
+def _missing(entry: EntryPoint, module: str) -> str:
+    package = entry.module.partition(".")[0]
+    if module.startswith("loraplex"):
+        return f"`loraplex {entry.name}` is not part of this installation: the package {module} is missing"
+    if package not in EXTRAS and package != "loraplex":
+        return f"`loraplex {entry.name}` needs the Python package {module}, which is not installed"
+    extra = EXTRAS.get(package, "server")
+    return (
+        f"`loraplex {entry.name}` needs the Python package {module}, which is not installed; "
+        f"get it with: pip install 'loraplex[{extra}]'"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

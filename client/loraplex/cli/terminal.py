@@ -1,0 +1,69 @@
+"""What goes to stdout and stderr, on a terminal and off it.
+
+stdout carries the answer and nothing else, so that it can be piped; whatever is said about it goes to stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any, Final
+
+# Control characters that could move the cursor, retitle the window or worse; a model's text is not to be trusted.
+_CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def is_terminal() -> bool:
+    return sys.stdout.isatty()
+
+
+def write(text: str) -> None:
+    """Text of a model to stdout, at once. As it is into a pipe; on a terminal without control characters."""
+    sys.stdout.write(without_control(text) if is_terminal() else text)
+    sys.stdout.flush()
+
+
+def without_control(text: str) -> str:
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+def write_json(value: Any, *, is_line: bool = False) -> None:
+    """One JSON document; `is_line` keeps it on one line."""
+    indent = 2 if is_terminal() and not is_line else None
+    sys.stdout.write(json.dumps(value, indent=indent) + "\n")
+    sys.stdout.flush()
+
+
+def write_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table on a terminal; lines of tab-separated values elsewhere."""
+    if not is_terminal():
+        for row in rows:
+            sys.stdout.write("\t".join(cell.replace("\t", " ").replace("\n", " ") for cell in row) + "\n")
+        return
+    from rich.console import Console  # late: most runs print no table
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(without_control(cell)) for cell in row))
+    Console().print(table)
+
+
+def remark(text: str) -> None:
+    """Something beside the answer, for people only."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\x1b[2m{without_control(text)}\x1b[0m\n")
+        sys.stderr.flush()
+
+
+def complain(message: str) -> None:
+    """Why it did not work, in one sentence."""
+    text = without_control(" ".join(message.split()))
+    label = "\x1b[31merror:\x1b[0m" if sys.stderr.isatty() else "error:"
+    sys.stderr.write(f"{label} {text}\n")
+    sys.stderr.flush()

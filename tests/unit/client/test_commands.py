@@ -1,0 +1,265 @@
+"""`loraplex generate | adapters | doctor` against a scripted server."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loraplex.cli import terminal
+from loraplex.cli.main import main
+from loraplex_proto import errors
+from loraplex_proto.v1 import inference_pb2
+from loraplex_proto.v1.inference_pb2 import GenerateStreamResponse
+
+Capture = pytest.CaptureFixture[str]
+
+
+def chunks() -> list[GenerateStreamResponse]:
+    return [
+        GenerateStreamResponse(text_delta="ab"),
+        GenerateStreamResponse(
+            text_delta="c",
+            finish_reason=inference_pb2.FINISH_REASON_EOS,
+            usage=inference_pb2.Usage(completion_tokens=2),
+            timings=inference_pb2.Timings(total_s=0.5, time_to_first_token_s=0.1),
+        ),
+    ]
+
+
+# --- generate -------------------------------------------------------------------------------------------------------
+
+
+def test_plain_output_is_the_text_and_nothing_else(fake: Any, capsys: Capture) -> None:
+    assert main(["generate", "hello", "--server", fake.address, "--adapter", "sql", "--max-tokens", "4"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "text 0\n"
+    assert captured.err == ""
+    (seen,) = fake.seen
+    assert (seen.method, seen.request.text, seen.request.adapter_id) == ("Generate", "hello", "sql")
+    assert seen.request.stopping.max_tokens == 4
+
+
+def test_options_reach_the_request(fake: Any) -> None:
+    argv = [
+        "generate",
+        "x",
+        "-s",
+        fake.address,
+        "--temperature",
+        "0.5",
+        "--top-p",
+        "0.9",
+        "--top-k",
+        "5",
+        "--seed",
+        "7",
+    ]
+    argv += ["--stop", "a", "--stop", "b", "--ignore-eos", "-n", "2", "--speculation", "off", "--logprobs"]
+    assert main(argv) == 0
+    request = fake.seen[0].request
+    assert (request.sampling.temperature, request.sampling.top_p, request.sampling.top_k) == (0.5, 0.9, 5)
+    assert (request.sampling.seed, list(request.stopping.stop), request.stopping.ignore_eos) == (7, ["a", "b"], True)
+    assert (request.n, request.speculation.off, request.output.logprobs) == (2, True, True)
+
+
+def test_what_is_not_given_is_not_sent(fake: Any) -> None:
+    assert main(["generate", "x", "-s", fake.address]) == 0
+    request = fake.seen[0].request
+    request.ClearField("request_id")
+    assert request == inference_pb2.GenerateRequest(text="x", n=1)
+
+
+def test_chat(fake: Any) -> None:
+    assert main(["generate", "hi", "-s", fake.address, "--system", "be brief"]) == 0
+    assert main(["generate", "hi", "-s", fake.address, "--chat"]) == 0
+    first, second = (seen.request for seen in fake.seen)
+    assert [(m.role, m.content) for m in first.chat.messages] == [("system", "be brief"), ("user", "hi")]
+    assert [(m.role, m.content) for m in second.chat.messages] == [("user", "hi")]
+
+
+def test_streaming(fake: Any, capsys: Capture) -> None:
+    fake.chunks = chunks()
+    assert main(["generate", "hello", "-s", fake.address, "--stream"]) == 0
+    assert capsys.readouterr().out == "abc\n"
+    assert fake.seen[0].method == "GenerateStream"
+
+
+def test_json(fake: Any, capsys: Capture) -> None:
+    assert main(["generate", "hello", "-s", fake.address, "--json", "-n", "2"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [c["text"] for c in document["completions"]] == ["text 0", "text 1"]
+    assert document["completions"][0]["finish_reason"] == "eos"
+    assert document["usage"]["completion_tokens"] == 2
+    assert document["timings"]["total_s"] == 0.5
+
+
+def test_json_stream_is_a_line_per_chunk(fake: Any, capsys: Capture) -> None:
+    fake.chunks = chunks()
+    assert main(["generate", "hello", "-s", fake.address, "--json", "--stream", "-n", "2"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["text"] for line in lines] == ["ab", "c"]
+    assert lines[1]["finish_reason"] == "eos"
+
+
+def test_several_streams_at_once_are_refused(fake: Any, capsys: Capture) -> None:
+    assert main(["generate", "hello", "-s", fake.address, "--stream", "-n", "2"]) == 1
+    assert "--json" in capsys.readouterr().err
+    assert fake.seen == []
+
+
+@pytest.mark.parametrize(("given", "prompt"), [("one\ntwo\n", "one\ntwo"), ("x\n\n", "x\n"), ("", "")])
+def test_prompt_from_stdin(fake: Any, monkeypatch: pytest.MonkeyPatch, given: str, prompt: str) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(given))
+    assert main(["generate", "-", "-s", fake.address]) == 0
+    assert fake.seen[0].request.text == prompt
+
+
+def test_stdin_that_is_no_text(fake: Any, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe\xff"), encoding="utf-8"))
+    assert main(["generate", "-", "-s", fake.address]) == 1
+    assert "UTF-8" in capsys.readouterr().err
+
+
+def test_server_errors_are_one_sentence_on_stderr(fake: Any, capsys: Capture) -> None:
+    fake.error = errors.AdapterNotFound("there is no adapter 'sqll'")
+    assert main(["generate", "x", "-s", fake.address, "-a", "sqll"]) == 1
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "error: there is no adapter 'sqll'\n")
+
+
+def test_an_error_in_mid_stream_keeps_what_was_written(fake: Any, capsys: Capture) -> None:
+    fake.chunks, fake.error = chunks()[:1], errors.WorkerLost("the worker went away")
+    assert main(["generate", "x", "-s", fake.address, "--stream"]) == 1
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("ab\n", "error: the worker went away\n")
+
+
+def test_no_server(capsys: Capture) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    assert main(["generate", "x", "-s", f"127.0.0.1:{port}"]) == 1
+    assert "cannot be reached: Connection refused" in capsys.readouterr().err
+
+
+def test_token_and_server_from_the_environment(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LORAPLEX_SERVER", fake.address)
+    monkeypatch.setenv("LORAPLEX_TOKEN", "t0k")
+    assert main(["generate", "x", "--timeout", "7"]) == 0
+    assert fake.seen[0].metadata["authorization"] == "Bearer t0k"
+    assert 5 < fake.seen[0].time_remaining_s < 8
+
+
+def test_a_certificate_that_cannot_be_read(tmp_path: Path, capsys: Capture) -> None:
+    assert main(["generate", "x", "--ca-cert", str(tmp_path / "none.pem")]) == 1
+    assert "none.pem" in capsys.readouterr().err
+
+
+def command(*argv: str, **more: Any) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-m", "loraplex", *argv], **more)
+
+
+def test_ctrl_c_ends_the_request_and_exits_130(fake: Any) -> None:
+    fake.is_endless = True
+    process = command("generate", "x", "-s", fake.address, "--stream", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.read(1) == b"x"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert b"Traceback" not in err
+    assert fake.cancelled.wait(3)
+
+
+def test_a_reader_that_goes_away_is_no_traceback(fake: Any) -> None:
+    fake.is_endless = True
+    process = command("generate", "x", "-s", fake.address, "--stream", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.read(1)
+    process.stdout.close()  # as `| head -c 1` does
+    assert process.wait(10) == 1
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert fake.cancelled.wait(3)
+
+
+def test_on_a_terminal_it_streams_and_escapes_control_characters(fake: Any) -> None:
+    fake.chunks = [GenerateStreamResponse(text_delta="a\x1b]0;title\x07\n"), *chunks()[1:]]
+    ours, theirs = pty.openpty()
+    process = command("generate", "x", "-s", fake.address, stdout=theirs, stderr=theirs, stdin=subprocess.DEVNULL)
+    os.close(theirs)
+    assert process.wait(20) == 0
+    shown = os.read(ours, 4096).decode()
+    os.close(ours)
+    assert fake.seen[0].method == "GenerateStream"
+    assert shown.startswith("a\\x1b]0;title\\x07\r\nc\r\n")
+    assert "2 tokens in 0.50 s (4/s), first after 0.10 s, ended by eos" in shown
+
+
+# --- adapters -------------------------------------------------------------------------------------------------------
+
+
+def test_adapters_list(fake: Any, make_adapter: Callable[..., Any], capsys: Capture) -> None:
+    fake.adapters = [make_adapter(), make_adapter("bad", error="NaN in\nlayer 1", error_reason="NON_FINITE")]
+    assert main(["adapters", "list", "-s", fake.address, "--all"]) == 0
+    first, second = (line.split("\t") for line in capsys.readouterr().out.splitlines())
+    assert first[:4] == ["sql", "lora", "on_device", "device"]
+    assert second[-1] == "NON_FINITE: NaN in layer 1"
+    assert fake.seen[0].request.include_unloaded
+
+
+def test_adapters_as_json(fake: Any, make_adapter: Callable[..., Any], capsys: Capture) -> None:
+    fake.adapters = [make_adapter()]
+    for verb in (["list"], ["load", "sql", "--pin"], ["unload", "sql"]):
+        assert main(["adapters", *verb, "-s", fake.address, "--json"]) == 0
+        (row,) = json.loads(capsys.readouterr().out)
+        assert (row["adapter_id"], row["tier"], row["rank"]) == ("sql", "device", 8)
+    assert [seen.method for seen in fake.seen] == ["ListAdapters", "LoadAdapter", "UnloadAdapter"]
+    assert fake.seen[1].request.pin
+
+
+def test_an_adapter_name_that_is_none(fake: Any, capsys: Capture) -> None:
+    assert main(["adapters", "load", "../etc", "-s", fake.address]) == 1
+    assert "not a valid name" in capsys.readouterr().err
+    assert fake.seen == []
+
+
+def test_a_table_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    monkeypatch.setattr(terminal, "is_terminal", lambda: True)
+    terminal.write_table(("NAME", "NOTE"), [("sql", "[red]a\x1b[31m")])
+    out = capsys.readouterr().out
+    assert "NAME" in out
+    assert "[red]a\\x1b[31m" in out, "neither markup nor escapes of others are obeyed"
+
+
+# --- doctor ---------------------------------------------------------------------------------------------------------
+
+
+def test_doctor(capsys: Capture) -> None:
+    assert main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["packages"]["grpcio"]
+    assert report["missing"] == {"router": [], "server": []}
+    assert report["devices"][0]["name"] == "cpu"
+    assert report["devices"][0]["usable"]
+    for part in ("lora_operations", "attention"):
+        assert any(row["usable"] for row in report[part]), f"nothing usable for {part}: {report[part]}"
+
+
+def test_doctor_in_words(capsys: Capture) -> None:
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert "extra server\tcomplete" in out
+    assert "attention torch\tusable" in out

@@ -1,0 +1,207 @@
+"""The command itself: what is found, how it ends, what is imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from collections.abc import Sequence
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from loraplex.cli import doctor, main
+from loraplex.cli.main import KNOWN, build_app, find_commands
+from loraplex_proto.errors import QueueFull
+
+ROOT = Path(__file__).resolve().parents[3]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def test_the_table_is_pyprojects() -> None:
+    declared = PYPROJECT["project"]["entry-points"]["loraplex.commands"]
+    assert {name: known.target for name, known in KNOWN.items()} == declared
+    assert {name: one.value for name, one in find_commands().items()} == declared
+
+
+@pytest.mark.parametrize("extra", doctor.EXTRAS)
+def test_the_extras_are_pyprojects(extra: str) -> None:
+    wanted = {one.partition(">")[0].strip() for one in PYPROJECT["project"]["optional-dependencies"][extra]}
+    assert {name for name in wanted if not name.startswith("loraplex[")} == set(doctor.EXTRAS[extra])
+
+
+def test_help_lists_every_command_and_imports_none() -> None:
+    code = (
+        "import sys; from loraplex.cli.main import main; code = main(['--help']); "
+        "bad = [m for m in ('torch', 'transformers', 'loraplex_server', 'loraplex_router', 'loraplex.cli.generate') "
+        "if m in sys.modules]; sys.exit(str(bad) if bad or code else 0)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    for name, known in KNOWN.items():
+        assert f" {name} " in run.stdout
+        assert known.summary[:30] in run.stdout
+
+
+def test_each_command_loads_and_explains_itself() -> None:
+    for name in ("generate", "adapters", "doctor"):
+        result = CliRunner().invoke(build_app(find_commands(), name), [name, "--help"])
+        assert result.exit_code == 0
+        assert KNOWN[name].summary.split()[0] in result.output
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"loraplex {PYPROJECT['project']['version']}\n"
+
+
+@pytest.mark.parametrize("argv", [["nonsense"], ["generate"], ["--nonsense"], ["generate", "x", "--max-tokens", "a"]])
+def test_a_wrong_command_line_is_2(argv: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(argv) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "Traceback" not in captured.err
+    assert "Usage" in captured.err
+
+
+def test_nothing_at_all_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main([]) == 2
+    captured = capsys.readouterr()
+    assert "generate" in captured.out + captured.err
+
+
+# --- where something is missing -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def extra_command(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A command `thing` of another package; the test says what it does."""
+    module = ModuleType("other_package.cli")
+    monkeypatch.setitem(sys.modules, "other_package", ModuleType("other_package"))
+    monkeypatch.setitem(sys.modules, "other_package.cli", module)
+    monkeypatch.setattr(main, "entry_points", lambda group: [EntryPoint("thing", "other_package.cli:thing", group)])
+    return module
+
+
+def test_other_packages_may_add_commands(extra_command: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    def thing(name: str) -> None:
+        typer.echo(f"hello {name}")
+
+    extra_command.thing = thing  # type: ignore[attr-defined]
+    assert main.main(["thing", "you"]) == 0
+    assert capsys.readouterr().out == "hello you\n"
+    assert main.main(["--help"]) == 0
+    assert "other_package" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("module", "missing", "expected"),
+    [
+        ("loraplex_server.cli.x", "torch", "pip install 'loraplex[server]'"),
+        ("loraplex_router.x", "grpc_health.v1", "pip install 'loraplex[router]'"),
+        ("loraplex.cli.x", "safetensors", "pip install 'loraplex[server]'"),
+        ("loraplex_server.cli.x", "loraplex_router", "not part of this installation"),
+        ("somebody.elses", "numpy", "needs the Python package numpy"),
+    ],
+)
+@pytest.mark.parametrize("when", ["loading", "running"])
+def test_a_missing_extra_is_a_sentence(
+    module: str,
+    missing: str,
+    expected: str,
+    when: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail() -> None:
+        raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
+
+    class Entry:
+        name = "thing"
+
+        def load(self) -> object:
+            if when == "loading":
+                fail()
+            return fail
+
+    entry = Entry()
+    entry.module = module  # type: ignore[attr-defined]
+    monkeypatch.setattr(main, "find_commands", lambda: {"thing": entry, "other": entry})
+    assert main.main(["thing"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
+    assert expected in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_no_torch_no_traceback() -> None:
+    """The real thing: a process in which the server's packages cannot be imported."""
+    code = (
+        "import sys\n"
+        "from importlib.machinery import PathFinder\n"
+        "class Without(PathFinder):\n"
+        "    @classmethod\n"
+        "    def find_spec(cls, name, path=None, target=None):\n"
+        "        gone = name.partition('.')[0] in ('torch', 'transformers', 'grpc_health', 'numpy')\n"
+        "        return None if gone else super().find_spec(name, path, target)\n"
+        "sys.meta_path[sys.meta_path.index(PathFinder)] = Without\n"
+        "from loraplex.cli.main import main\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    for argv, extra in ((["worker", "x"], "server"), (["serve", "x"], "server")):
+        run = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, check=False)
+        assert run.returncode == 1, run.stderr
+        assert run.stderr.startswith("error: "), run.stderr
+        assert f"loraplex[{extra}]" in run.stderr
+    run = subprocess.run([sys.executable, "-c", code, "doctor", "--json"], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert "PyTorch does not load" in run.stdout
+
+
+def test_from_a_source_tree_that_is_not_installed() -> None:
+    """No metadata to find entry points in: isolated from site-packages but for what the SDK itself needs."""
+    code = (
+        "import importlib.metadata as m, runpy, sys\n"
+        "m.entry_points = lambda group: []\n"
+        "sys.argv = ['loraplex', 'generate', '--help']\n"
+        "runpy.run_module('loraplex', run_name='__main__')\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert "--adapter" in run.stdout
+
+
+# --- how it ends ----------------------------------------------------------------------------------------------------
+
+
+def ends_with(error: BaseException, extra_command: ModuleType) -> int:
+    def thing() -> None:
+        raise error
+
+    extra_command.thing = thing  # type: ignore[attr-defined]
+    return main.main(["thing"])
+
+
+def test_typed_errors_are_one_sentence(extra_command: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ends_with(QueueFull("too many wait;\n try again in 2 s\x1b[2J"), extra_command) == 1
+    assert capsys.readouterr().err == "error: too many wait; try again in 2 s\\x1b[2J\n"
+
+
+def test_ctrl_c_is_130(extra_command: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ends_with(KeyboardInterrupt(), extra_command) == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("end", "code"), [(SystemExit(3), 3), (SystemExit(None), 0), (typer.Exit(4), 4)])
+def test_exit_codes_pass(extra_command: ModuleType, end: BaseException, code: int) -> None:
+    assert ends_with(end, extra_command) == code
+
+
+def test_a_bug_is_not_hidden(extra_command: ModuleType) -> None:
+    with pytest.raises(ZeroDivisionError):
+        ends_with(ZeroDivisionError(), extra_command)
