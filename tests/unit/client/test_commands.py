@@ -182,6 +182,17 @@ def test_ctrl_c_ends_the_request_and_exits_130(fake: Any) -> None:
     assert fake.cancelled.wait(3)
 
 
+def test_ctrl_c_while_waiting_exits_130(fake: Any) -> None:
+    fake.delay_s = 30.0
+    process = command("generate", "x", "-s", fake.address, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert fake.arrived.wait(20)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=10)
+    assert (process.returncode, out) == (130, b"")
+    assert b"Traceback" not in err
+    assert fake.cancelled.wait(3)
+
+
 def test_a_reader_that_goes_away_is_no_traceback(fake: Any) -> None:
     fake.is_endless = True
     process = command("generate", "x", "-s", fake.address, "--stream", stdout=subprocess.PIPE, stderr=subprocess.PIPE)

@@ -1,0 +1,83 @@
+"""The public face: complete, the same for both clients, and free of protobuf and gRPC."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import loraplex
+from loraplex_proto import errors
+
+PAIRS = [
+    (loraplex.Client, loraplex.AsyncClient),
+    (loraplex.Adapters, loraplex.AsyncAdapters),
+]
+PUBLIC = [getattr(loraplex, name) for name in loraplex.__all__]
+
+
+def methods(cls: type) -> dict[str, inspect.Signature]:
+    return {
+        name: inspect.signature(member)
+        for name, member in inspect.getmembers(cls, inspect.isfunction)
+        if not name.startswith("_")
+    }
+
+
+@pytest.mark.parametrize(("blocking", "asynchronous"), PAIRS)
+def test_both_clients_take_the_same(blocking: type, asynchronous: type) -> None:
+    ours, theirs = methods(blocking), methods(asynchronous)
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        assert list(ours[name].parameters.values()) == list(theirs[name].parameters.values()), name
+
+
+def test_every_error_is_there() -> None:
+    for cls in errors.by_reason().values():
+        assert cls.__name__ in loraplex.__all__
+        assert getattr(loraplex, cls.__name__) is cls
+
+
+@pytest.mark.parametrize("cls", [c for c in PUBLIC if inspect.isclass(c)], ids=lambda cls: cls.__name__)
+def test_signatures_know_nothing_of_the_wire(cls: Any) -> None:
+    texts = [str(one.annotation) for s in methods(cls).values() for one in s.parameters.values()]
+    texts += [str(s.return_annotation) for s in methods(cls).values()]
+    texts += [str(hint) for hint in inspect.get_annotations(cls).values()]
+    assert not [text for text in texts if "pb2" in text or "grpc" in text]
+    assert cls.__doc__
+
+
+def test_answers_cannot_be_changed() -> None:
+    answers = [c for c in PUBLIC if dataclasses.is_dataclass(c)]
+    assert loraplex.Generation in answers
+    for cls in answers:
+        assert cls.__dataclass_params__.frozen, cls  # type: ignore[union-attr]
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
+def test_tls(tmp_path: Path) -> None:
+    import grpc
+
+    key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
+         "-keyout", str(key), "-out", str(cert), "-days", "1", "-subj", "/CN=box", "-addext", "subjectAltName=DNS:box"],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    server = grpc.server(None)
+    pair = (key.read_bytes(), cert.read_bytes())
+    port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([pair]))
+    server.start()
+    try:
+        tls = loraplex.Tls(root_certificates=cert.read_bytes(), server_name="box")
+        with loraplex.Client(f"127.0.0.1:{port}", tls=tls) as client, pytest.raises(loraplex.Unimplemented):
+            client.info(timeout_s=10)  # it got through: a server without services says so
+        with loraplex.Client(f"127.0.0.1:{port}", tls=True) as client, pytest.raises(loraplex.Unavailable):
+            client.info(timeout_s=10)  # nobody vouches for that certificate
+    finally:
+        server.stop(None)
