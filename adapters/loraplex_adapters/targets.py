@@ -1,7 +1,7 @@
 """What an adapter may change: the base model's modules, as plain data.
 
-The model's loader fills it from the loaded model; formats check an adapter against it from the file's header, before any
-memory is taken.
+The model's loader fills it from the loaded model; formats check an adapter against it from the file's header, before
+any memory is taken.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ class TargetModule:
     in_features: int  # of an embedding: the vocabulary
     out_features: int
     is_conv1d: bool = False  # GPT-2's Conv1D keeps its weight transposed (fan_in_fan_out)
+    # SHA-256 of the weight's bytes in BaseTargets.dtype, row-major as the module keeps it; '' when it is not known. For
+    # embeddings and lm_head: PEFT saves copies of those weights, which are dropped when they are the base's own.
+    weight_sha256: str = ""
 
 
 @dataclass(frozen=True, slots=True)

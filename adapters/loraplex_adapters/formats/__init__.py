@@ -1,1 +1,1 @@
-"""Adapter formats as found in the wild: from files to checked, kernel-ready tensors."""
+"""Adapter formats as found in the wild: from files to checked plans and kernel-ready bytes."""

@@ -1,0 +1,311 @@
+"""The adapter cache: the table's decisions carried out, with two background threads.
+
+`fetcher` reads sources into the store, `mover` copies between the tiers: a source that hangs does not keep resident
+adapters from moving. Owns the threads, the store, the host copies and the device weights; the table owns the decisions.
+All methods are for the engine's thread and none blocks; the threads hand their outcomes over in a queue that `poll`
+empties, and `notify` wakes the engine for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from loraplex_adapters.cache import rows
+from loraplex_adapters.cache.api import AdapterInfo, CacheUsage, InstallFn
+from loraplex_adapters.cache.config import AdapterCacheConfig
+from loraplex_adapters.cache.integrity import check_idle, check_names, check_residency
+from loraplex_adapters.cache.loader import BackgroundThread, Imported, import_adapter, typed
+from loraplex_adapters.cache.states import DropDevice, DropHost, Fetch, FetchName, Move, Promote, Stage
+from loraplex_adapters.cache.table import AdapterTable, fresh
+from loraplex_adapters.cache.tiers import HostCopy, Tiers
+from loraplex_adapters.key import AdapterKey, check_adapter_id
+from loraplex_adapters.lora.weights import LoraWeights
+from loraplex_adapters.pace import Pace
+from loraplex_adapters.sources.base import AdapterSource, not_found
+from loraplex_adapters.store import AdapterStore
+from loraplex_adapters.targets import BaseTargets
+from loraplex_proto.errors import LoraplexError
+
+log = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 5.0
+RELIST_S = 2.0
+
+# Run by `poll` in the engine's thread: takes one job's outcome into the table.
+Outcome = Callable[[float], None]
+
+
+def everybody(adapter_id: str, tenant: str) -> bool:
+    """The default access: every tenant may use every adapter."""
+    return True
+
+
+class AdapterManager:
+    """Implements cache.api.AdapterCache."""
+
+    def __init__(
+        self,
+        config: AdapterCacheConfig,
+        source: AdapterSource,
+        targets: BaseTargets,
+        device: torch.device | str,
+        install: InstallFn,
+        notify: Callable[[], None],
+        access: Callable[[str, str], bool] = everybody,
+    ) -> None:
+        self._source = source
+        self._targets = targets
+        self._install = install
+        self._notify = notify
+        self._access = access
+        self._table = AdapterTable(config)
+        self._in_use: set[AdapterKey] = set()
+        self._temporary = None if config.store_dir else Path(tempfile.mkdtemp(prefix="loraplex-store-"))
+        self._store = AdapterStore(config.store_dir or self._temporary or Path(), config.disk_bytes, self._in_use)
+        self._tiers = Tiers(self._store, torch.device(device))
+        self._host: dict[AdapterKey, HostCopy] = {}
+        self._device: dict[AdapterKey, LoraWeights] = {}
+        self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self._load_seconds = 0.0
+        self._num_loads = 0
+        self._available: Sequence[str] = source.list()
+        self._listed_s: float | None = None
+        self._is_listing = False
+        self._is_closed = False
+        self._fetcher = BackgroundThread("adapter-fetcher")
+        self._mover = BackgroundThread("adapter-mover")
+
+    # --- residency --------------------------------------------------------------------------------------------------
+
+    def acquire(self, key: AdapterKey) -> int | None:
+        slot = self._table.residency.acquire(key)
+        self._look_again()
+        return slot
+
+    def release(self, key: AdapterKey) -> None:
+        self._table.residency.release(key)
+        self._look_again()
+
+    def failure(self, key: AdapterKey) -> Exception | None:
+        error = self._table.residency.failure(key)
+        return None if error is None else fresh(error)
+
+    # --- names ------------------------------------------------------------------------------------------------------
+
+    def resolve(self, adapter_id: str, tenant: str, now: float) -> AdapterKey | None:
+        check_adapter_id(adapter_id)
+        if not self._access(adapter_id, tenant):
+            raise not_found(adapter_id)
+        key = self._table.resolve(adapter_id, now)
+        self._start_fetches()
+        if key is not None:
+            self._in_use.add(key)
+        return key
+
+    def unpin(self, key: AdapterKey) -> None:
+        self._table.residency.unpin(key)
+        self._look_again()
+
+    def load(self, adapter_id: str, pin: bool, now: float) -> AdapterInfo | None:
+        check_adapter_id(adapter_id)
+        key = self._table.load(adapter_id, pin, now)
+        self._start_fetches()
+        return None if key is None else rows.key_row(self._table.residency.records[key], adapter_id)
+
+    def unload(self, adapter_id: str) -> AdapterInfo:
+        check_adapter_id(adapter_id)
+        before = rows.get_row(self._table, adapter_id, ())
+        key = self._table.unload(adapter_id)
+        self._look_again()
+        record = self._table.residency.records.get(key)
+        if record is None:
+            return rows.gone_row(key, adapter_id, before.num_bytes, before.rank)
+        return rows.key_row(record, adapter_id)
+
+    def get(self, adapter_id: str) -> AdapterInfo:
+        check_adapter_id(adapter_id)
+        return rows.get_row(self._table, adapter_id, self._available)
+
+    def list(self, include_unloaded: bool) -> Sequence[AdapterInfo]:
+        """What is not loaded is listed as of the last look at the source; asking starts another look."""
+        if include_unloaded:
+            self._list_source()
+        return rows.rows(self._table, self._available if include_unloaded else ())
+
+    def usage(self) -> CacheUsage:
+        return rows.usage_of(self._table, self._load_seconds, self._num_loads)
+
+    # --- the turn of the loop ---------------------------------------------------------------------------------------
+
+    def poll(self, now: float) -> bool:
+        has_changed = False
+        while True:
+            try:
+                outcome = self._outcomes.get_nowait()
+            except queue.Empty:
+                break
+            outcome(now)
+            has_changed = True
+        self._table.advance(now)
+        self._start_fetches()
+        for move in self._table.take_moves():
+            self._carry_out(move)
+            has_changed = True
+        if has_changed:
+            self._in_use &= {r.key for r in self._table.residency.records.values() if r.is_in_use}
+        if self._table.is_due:
+            self._notify()
+        return has_changed
+
+    def check_integrity(self) -> None:
+        check_residency(self._table.residency)
+        check_names(self._table)
+        check_idle(self._table)
+        records = self._table.residency.records
+        on_device = {key for key, record in records.items() if key in self._device or record.num_refs}
+        assert set(self._device) == on_device, "weights on the device that no record knows"
+        assert set(self._host) <= {key for key, record in records.items() if record.has_host}, "stray host copies"
+
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        have_ended = [thread.close(CLOSE_TIMEOUT_S) for thread in (self._fetcher, self._mover)]
+        if not all(have_ended):
+            log.warning("an adapter was still being loaded at the end")
+        self._host.clear()
+        self._device.clear()
+        self._store.close()
+        if self._temporary is not None:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+
+    # --- background work --------------------------------------------------------------------------------------------
+
+    def _look_again(self) -> None:
+        """Moves are made by `poll` alone; an idle engine must come round for it."""
+        if self._table.is_due:
+            self._notify()
+
+    def _finish(self, outcome: Outcome) -> None:
+        """Called by the background threads."""
+        self._outcomes.put(outcome)
+        self._notify()
+
+    def _count(self, started_s: float, num_loads: int) -> None:
+        self._load_seconds += time.perf_counter() - started_s
+        self._num_loads += num_loads
+
+    def _start_fetches(self) -> None:
+        for fetch in self._table.take_fetches():
+            self._fetcher.submit(lambda pace, fetch=fetch: self._fetch(fetch, pace))
+
+    def _fetch(self, fetch: Fetch, pace: Pace) -> None:
+        started_s = time.perf_counter()
+        try:
+            found = import_adapter(fetch.name, self._source, self._targets, self._store, pace)
+        except Exception as error:
+            failure = _about(fetch.name, typed(error, f"fetching adapter {fetch.name}"))
+            self._finish(lambda now: self._take_failed_fetch(fetch, failure, now))
+        else:
+            self._finish(lambda now: self._take_fetched(fetch, found, started_s, now))
+
+    def _take_fetched(self, fetch: Fetch, found: Imported, started_s: float, now: float) -> None:
+        self._count(started_s, 0)
+        if isinstance(fetch, FetchName):
+            self._table.name_fetched(fetch.name, fetch.ticket, found.key, found.num_bytes, found.rank, now)
+        else:
+            self._table.residency.refetched(fetch.key, found.key, now)
+
+    def _take_failed_fetch(self, fetch: Fetch, error: LoraplexError, now: float) -> None:
+        log.info("adapter %s: %s", fetch.name, error)
+        if isinstance(fetch, FetchName):
+            self._table.name_failed(fetch.name, fetch.ticket, error, now)
+        else:
+            self._table.residency.failed(fetch.key, error, now)
+
+    def _carry_out(self, move: Move) -> None:
+        """In the table's order: what makes room comes before what takes it."""
+        match move:
+            case DropHost(key):
+                self._discard(self._host.pop(key, None))
+            case DropDevice(key, slot):
+                self._install(slot, None)
+                self._discard(self._device.pop(key))
+            case Stage(key) | Promote(key):
+                host = self._host.get(key)
+                self._mover.submit(lambda pace: self._move(move, host, pace))
+
+    def _discard(self, memory: HostCopy | LoraWeights | None) -> None:
+        """Frees large memory on the mover's thread, before the moves that come after."""
+        if memory is not None:
+            box = [memory]
+            self._mover.submit(lambda pace: box.clear())
+
+    def _move(self, move: Stage | Promote, host: HostCopy | None, pace: Pace) -> None:
+        started_s = time.perf_counter()
+        key = move.key
+        try:
+            host = host or self._tiers.stage(key, pace)
+            if host is None:
+                self._finish(lambda now: self._table.residency.lost(key, now))
+                return
+            weights = self._tiers.promote(host, pace) if isinstance(move, Promote) else None
+        except Exception as error:
+            failure = typed(error, "moving an adapter's weights")
+            self._finish(lambda now: self._table.residency.failed(key, failure, now))
+            return
+        copy = host
+        self._finish(lambda now: self._take_moved(move, copy, weights, started_s))
+
+    def _take_moved(self, move: Stage | Promote, host: HostCopy, weights: LoraWeights | None, started_s: float) -> None:
+        self._count(started_s, 1 if weights is not None else 0)
+        self._host[move.key] = host
+        if isinstance(move, Promote) and weights is not None:
+            self._tiers.hand_over(weights)
+            self._device[move.key] = weights
+            self._install(move.slot, weights)
+            self._table.residency.promoted(move.key)
+        else:
+            self._table.residency.staged(move.key)
+
+    def _list_source(self) -> None:
+        now_s = time.monotonic()
+        if self._is_listing or (self._listed_s is not None and now_s - self._listed_s < RELIST_S):
+            return
+        self._is_listing = True
+
+        def look(pace: Pace) -> None:
+            try:
+                found = self._source.list()
+            except Exception as error:
+                log.warning("the source of adapters cannot be listed: %s", typed(error, "listing the source"))
+                found = self._available
+            self._finish(lambda now: self._take_listing(found))
+
+        self._fetcher.submit(look)
+
+    def _take_listing(self, found: Sequence[str]) -> None:
+        self._available = found
+        self._listed_s = time.monotonic()
+        self._is_listing = False
+
+
+def _about(adapter_id: str, error: LoraplexError) -> LoraplexError:
+    """The same error, saying which adapter it is about."""
+    if error.resource is not None:
+        return error
+    return type(error)(
+        f"adapter {adapter_id!a}: {error.message}",
+        field=error.field,
+        resource=adapter_id,
+        retry_after_s=error.retry_after_s,
+        metadata=error.metadata,
+    )

@@ -1,0 +1,429 @@
+"""Where each content's weights are, and who holds them: the pure part of the cache that deals with keys.
+
+Owns the key records, the budgets of host and device, the device slots, the order of use, the queue of wants. It
+decides and asks (`moves`, `refetches`); the manager carries out and reports back through the outcome methods. No
+tensors, no threads, no clock: `now` is an argument.
+
+Wants are served strictly in the order in which they came: a want that cannot be served yet lets nobody past, so that no
+stream of small adapters starves a large one.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator
+
+from loraplex_adapters.cache.states import (
+    IN_TRANSIT,
+    DropDevice,
+    DropHost,
+    IllegalTransition,
+    KeyEvent,
+    KeyRecord,
+    KeyState,
+    Move,
+    Promote,
+    Refetch,
+    Stage,
+)
+from loraplex_adapters.key import AdapterKey
+from loraplex_proto.errors import AdapterMemoryFull, FailedPrecondition, SourceUnavailable
+
+# A promoted key stays for this many rounds for whoever wanted it, used or not. Without that, two wants for the last
+# slot would push each other out before either is used; without an end, a want that never comes back would keep it.
+OFFER_ROUNDS = 16
+RETRY_AFTER_S = 1.0
+
+_Lru = OrderedDict[AdapterKey, KeyRecord]  # least recently used first
+
+
+class ResidencyTable:
+    """All contents that anybody has a name for, holds, or moves."""
+
+    def __init__(self, host_budget: int, device_budget: int, num_slots: int, failure_ttl_s: float) -> None:
+        self.host_budget = host_budget
+        self.device_budget = device_budget
+        self.num_slots = num_slots
+        self.host_used = 0
+        self.device_used = 0
+        self.hits = 0
+        self.misses = 0
+        self.host_evictions = 0
+        self.device_evictions = 0
+        self.round = 0
+        self.moves: list[Move] = []
+        self.refetches: list[Refetch] = []
+        self.is_due = False  # a round would do something, or should look again
+        self.records: dict[AdapterKey, KeyRecord] = {}
+        self._failure_ttl_s = failure_ttl_s
+        self._free_slots = list(range(num_slots))
+        self._host_lru: _Lru = OrderedDict()
+        self._device_lru: _Lru = OrderedDict()
+        self._wants: OrderedDict[AdapterKey, None] = OrderedDict()
+        self._prefetches: OrderedDict[AdapterKey, None] = OrderedDict()
+        self._failed: set[AdapterKey] = set()
+        self._pinned: set[AdapterKey] = set()
+        self._pinned_bytes = 0
+
+    @property
+    def num_slots_used(self) -> int:
+        return self.num_slots - len(self._free_slots)
+
+    def free_slots(self) -> list[int]:
+        return list(self._free_slots)
+
+    def wanted(self) -> Collection[AdapterKey]:
+        """In the order in which they came."""
+        return self._wants.keys()
+
+    # --- names and holders ----------------------------------------------------------------------------------------
+
+    def bind(self, key: AdapterKey, name: str, num_bytes: int, rank: int) -> None:
+        """Fresh bytes of `key` are in the store, under `name`."""
+        record = self.records.setdefault(key, KeyRecord(key, num_bytes, rank))
+        record.names.add(name)
+        record.last_name = name
+        if record.state is KeyState.FAILED:
+            self._retry(record)
+
+    def unbind(self, key: AdapterKey, name: str) -> None:
+        record = self._get(key)
+        self.set_pinned(key, name, False)
+        record.names.discard(name)
+        self._forget_if_idle(record)
+
+    def can_pin(self, key: AdapterKey, num_bytes: int) -> bool:
+        """Whether all pinned weights, these included, fit the device at the same time."""
+        if key in self._pinned:
+            return True
+        return self._pinned_bytes + num_bytes <= self.device_budget and len(self._pinned) < self.num_slots
+
+    def set_pinned(self, key: AdapterKey, name: str, is_pinned: bool) -> None:
+        """The operator's pin: brought to the device and kept there."""
+        record = self._get(key)
+        if is_pinned:
+            record.pinned_names.add(name)
+        else:
+            record.pinned_names.discard(name)
+        if bool(record.pinned_names) is (key in self._pinned):
+            return
+        if record.pinned_names:
+            self._pinned.add(key)
+            self._pinned_bytes += record.num_bytes
+            self._want(record)
+        else:
+            self._pinned.discard(key)
+            self._pinned_bytes -= record.num_bytes
+            self._withdraw_if_unneeded(record)
+
+    def pin(self, key: AdapterKey) -> None:
+        record = self._get(key)
+        record.num_pins += 1
+        self._touch(record)
+
+    def unpin(self, key: AdapterKey) -> None:
+        record = self._get(key)
+        if record.num_pins == 0:
+            raise IllegalTransition(f"{key} is not pinned")
+        record.num_pins -= 1
+        self._withdraw_if_unneeded(record)
+        self._forget_if_idle(record)
+
+    def acquire(self, key: AdapterKey) -> int | None:
+        record = self._get(key)
+        self._touch(record)
+        if record.state is KeyState.ON_DEVICE:
+            record.num_refs += 1
+            record.num_offers = 0
+            self.hits += 1
+            return record.slot
+        if key not in self._wants and self.failure(key) is None:
+            self.misses += 1
+            self._want(record)
+        return None
+
+    def release(self, key: AdapterKey) -> None:
+        record = self._get(key)
+        if record.num_refs == 0:
+            raise IllegalTransition(f"{key} has no reference to give back")
+        record.num_refs -= 1
+        self._touch(record)
+        self._withdraw_if_unneeded(record)
+        self._forget_if_idle(record)
+
+    def prefetch(self, key: AdapterKey) -> None:
+        """Bring it up as far as there is room, pushing nobody out."""
+        self._prefetches[key] = None
+        self.is_due = True
+
+    def failure(self, key: AdapterKey) -> Exception | None:
+        record = self.records.get(key)
+        if record is None:
+            return None
+        return record.error if record.state is KeyState.FAILED else self._never(record)
+
+    # --- outcomes -------------------------------------------------------------------------------------------------
+
+    def staged(self, key: AdapterKey) -> None:
+        record = self._get(key)
+        record.step(KeyEvent.STAGED)
+        self._forget_if_idle(record)
+
+    def promoted(self, key: AdapterKey) -> None:
+        record = self._get(key)
+        record.step(KeyEvent.PROMOTED)
+        self._device_lru[key] = record
+        if key in self._wants:
+            del self._wants[key]
+            record.num_offers = OFFER_ROUNDS if record.num_pins > 0 else 0
+        self._forget_if_idle(record)
+
+    def lost(self, key: AdapterKey, now: float) -> None:
+        """The store has dropped the bytes. The source may still have the same content under one of its names."""
+        record = self._get(key)
+        record.step(KeyEvent.LOST)
+        self._give_back(record)
+        if record.names:
+            self.refetches.append(Refetch(key, min(record.names)))
+        else:
+            self._fail(
+                record, SourceUnavailable("the weights are gone from the store, and their name was unloaded"), now
+            )
+
+    def refetched(self, key: AdapterKey, found: AdapterKey, now: float) -> None:
+        record = self._get(key)
+        if found == key:
+            record.step(KeyEvent.REFETCHED)
+            self._forget_if_idle(record)
+            return
+        record.check(KeyEvent.FAIL)
+        name = record.last_name
+        error = FailedPrecondition(
+            f"the files of adapter {name!a} have changed and the version in use is no longer in the store; call "
+            "LoadAdapter to take the new one",
+            resource=name,
+        )
+        self._fail(record, error, now)
+
+    def failed(self, key: AdapterKey, error: Exception, now: float) -> None:
+        record = self._get(key)
+        record.check(KeyEvent.FAIL)
+        self._fail(record, error, now)
+
+    # --- a round --------------------------------------------------------------------------------------------------
+
+    def advance(self, now: float) -> None:
+        """Starts what can be started. Call it after taking in outcomes."""
+        self.round += 1
+        self.is_due = False
+        for key in [key for key in self._failed if self.records[key].failed_until_s <= now]:
+            record = self.records[key]
+            self._retry(record)
+            if record.pinned_names:
+                self._want(record)
+        for record in self._device_lru.values():
+            record.num_offers = max(0, record.num_offers - 1)
+        if self._serve_wants():
+            self._serve_prefetches()
+        else:
+            # Blocked. Offers run out with the rounds; references are given back through `release`.
+            self._prefetches.clear()
+            self.is_due = any(record.num_offers > 0 for record in self._device_lru.values())
+
+    def is_settled(self, key: AdapterKey) -> bool:
+        """Nothing moves for it, and nothing will until somebody else gives way."""
+        return self._get(key).state not in IN_TRANSIT and key not in self._prefetches
+
+    def _serve_wants(self) -> bool:
+        """False when the first want that is not under way has to wait."""
+        for key in list(self._wants):
+            record = self.records[key]
+            if record.state in IN_TRANSIT:
+                continue
+            if self._never(record) is not None:
+                del self._wants[key]
+            elif not self._promote(record):
+                self._stage(record)  # at least the disk need not be waited for later
+                return False
+        return True
+
+    def _serve_prefetches(self) -> None:
+        for key in list(self._prefetches):
+            record = self.records[key]
+            if record.state in IN_TRANSIT:
+                continue
+            del self._prefetches[key]
+            if record.state in (KeyState.KNOWN, KeyState.ON_HOST) and not self._promote(record, free_only=True):
+                self._stage(record, free_only=True)
+
+    def _promote(self, record: KeyRecord, free_only: bool = False) -> bool:
+        """Makes room on the device, and on the host where the bytes pass through it; all or nothing."""
+        excess_bytes = self.device_used + record.num_bytes - self.device_budget
+        victims = _choose(self._device_lru, excess_bytes, 0 if self._free_slots else 1, _may_leave_device)
+        # What was staged for later wants may go again: it must not keep the first one waiting.
+        host_victims = [] if record.has_host else self._host_victims(record, spared=())
+        if victims is None or host_victims is None or (free_only and (victims or host_victims)):
+            return False
+        record.check(KeyEvent.PROMOTE)
+        self._evict_from_host(host_victims)
+        for victim in victims:
+            self.device_evictions += 1
+            self._drop_device(victim)
+        record.step(KeyEvent.PROMOTE)
+        record.slot = min(self._free_slots)
+        self._free_slots.remove(record.slot)
+        self.device_used += record.num_bytes
+        self._take_host(record)
+        self.moves.append(Promote(record.key, record.slot))
+        return True
+
+    def _stage(self, record: KeyRecord, free_only: bool = False) -> None:
+        if record.state is not KeyState.KNOWN:
+            return
+        host_victims = self._host_victims(record, spared=self._wants)
+        if host_victims is None or (free_only and host_victims):
+            return
+        self._evict_from_host(host_victims)
+        record.step(KeyEvent.STAGE)
+        self._take_host(record)
+        self.moves.append(Stage(record.key))
+
+    def _host_victims(self, record: KeyRecord, spared: Collection[AdapterKey]) -> list[KeyRecord] | None:
+        excess_bytes = self.host_used + record.num_bytes - self.host_budget
+        movable = (KeyState.ON_HOST, KeyState.ON_DEVICE)
+        return _choose(self._host_lru, excess_bytes, 0, lambda r: r.state in movable and r.key not in spared)
+
+    # --- changes ----------------------------------------------------------------------------------------------------
+
+    def _get(self, key: AdapterKey) -> KeyRecord:
+        record = self.records.get(key)
+        if record is None:
+            raise IllegalTransition(f"{key} is not known")
+        return record
+
+    def _touch(self, record: KeyRecord) -> None:
+        for lru in (self._host_lru, self._device_lru):
+            if record.key in lru:
+                lru.move_to_end(record.key)
+
+    def _want(self, record: KeyRecord) -> None:
+        if record.state is not KeyState.ON_DEVICE and record.state is not KeyState.FAILED:
+            self._wants.setdefault(record.key, None)
+            self.is_due = True
+
+    def _withdraw_if_unneeded(self, record: KeyRecord) -> None:
+        """Nobody waits for it any more: the queue moves on."""
+        if record.num_pins == 0 and record.num_refs == 0:
+            record.num_offers = 0
+            if not record.pinned_names:
+                self._wants.pop(record.key, None)
+        self.is_due = self.is_due or bool(self._wants)
+
+    def _never(self, record: KeyRecord) -> AdapterMemoryFull | None:
+        """Why no waiting would bring it to the device."""
+        needs = f"the adapter takes {record.num_bytes} bytes"
+        if record.num_bytes > self.device_budget or record.num_bytes > self.host_budget:
+            return AdapterMemoryFull(
+                f"{needs}; the server has {self.device_budget} for adapters on the device and {self.host_budget} on "
+                "the host (--adapter-device-memory, --adapter-host-memory)",
+                resource=record.last_name,
+            )
+        has_place = record.state in (KeyState.ON_DEVICE, KeyState.PROMOTING)
+        if not has_place and not self.can_pin(record.key, record.num_bytes):
+            return AdapterMemoryFull(
+                f"{needs}, and pinned adapters leave no such room on the device; unload one of them",
+                resource=record.last_name,
+                retry_after_s=RETRY_AFTER_S,
+            )
+        return None
+
+    def _retry(self, record: KeyRecord) -> None:
+        record.step(KeyEvent.RETRY)
+        record.error = None
+        self._failed.discard(record.key)
+
+    def _fail(self, record: KeyRecord, error: Exception, now: float) -> None:
+        self._give_back(record)
+        record.step(KeyEvent.FAIL)
+        record.error = error
+        record.failed_until_s = now + self._failure_ttl_s
+        self._failed.add(record.key)
+        self._wants.pop(record.key, None)
+        self._prefetches.pop(record.key, None)
+        self._forget_if_idle(record)
+
+    def _give_back(self, record: KeyRecord) -> None:
+        """Whatever a move had taken."""
+        if record.slot >= 0:
+            self._free_slots.append(record.slot)
+            record.slot = -1
+            self.device_used -= record.num_bytes
+        if record.has_host:
+            self._release_host(record)
+            self.moves.append(DropHost(record.key))
+
+    def _take_host(self, record: KeyRecord) -> None:
+        if not record.has_host:
+            record.has_host = True
+            self.host_used += record.num_bytes
+        self._host_lru[record.key] = record
+        self._host_lru.move_to_end(record.key)
+
+    def _release_host(self, record: KeyRecord) -> None:
+        record.has_host = False
+        self.host_used -= record.num_bytes
+        self._host_lru.pop(record.key, None)
+
+    def _evict_from_host(self, victims: list[KeyRecord]) -> None:
+        for victim in victims:
+            self.host_evictions += 1
+            self._drop_host(victim)
+
+    def _drop_host(self, record: KeyRecord) -> None:
+        record.step(KeyEvent.EVICT_HOST)
+        self._release_host(record)
+        self.moves.append(DropHost(record.key))
+
+    def _drop_device(self, record: KeyRecord) -> None:
+        assert record.num_refs == 0, "a running sequence's weights are never dropped"
+        record.step(KeyEvent.EVICT_DEVICE if record.has_host else KeyEvent.EVICT_LAST)
+        self.moves.append(DropDevice(record.key, record.slot))
+        self._device_lru.pop(record.key, None)
+        self._free_slots.append(record.slot)
+        self.device_used -= record.num_bytes
+        record.slot = -1
+        record.num_offers = 0
+
+    def _forget_if_idle(self, record: KeyRecord) -> None:
+        """The last name, pin or reference is gone: so is everything else. A job's outcome is waited for."""
+        if record.names or record.is_in_use:
+            return
+        if record.state is KeyState.ON_DEVICE:
+            self._drop_device(record)
+        if record.has_host:
+            self._drop_host(record)
+        for queue in (self._wants, self._prefetches):
+            queue.pop(record.key, None)
+        self._failed.discard(record.key)
+        del self.records[record.key]
+        self.is_due = True
+
+
+def _may_leave_device(record: KeyRecord) -> bool:
+    return record.num_refs == 0 and not record.pinned_names and record.num_offers == 0
+
+
+def _choose(
+    lru: _Lru, excess_bytes: int, excess_slots: int, may_go: Callable[[KeyRecord], bool]
+) -> list[KeyRecord] | None:
+    """The least recently used that make the room, or None when there are not enough of them."""
+    victims: list[KeyRecord] = []
+    candidates: Iterator[KeyRecord] = (record for record in lru.values() if may_go(record))
+    while excess_bytes > 0 or excess_slots > 0:
+        victim = next(candidates, None)
+        if victim is None:
+            return None
+        victims.append(victim)
+        excess_bytes -= victim.num_bytes
+        excess_slots -= 1
+    return victims

@@ -1,0 +1,108 @@
+"""The cache's tables as listings. Reads, never changes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from loraplex_adapters.cache.api import AdapterInfo, AdapterStateName, CacheUsage, TierName
+from loraplex_adapters.cache.states import KeyRecord, KeyState, NameRecord, NameState
+from loraplex_adapters.cache.table import AdapterTable
+from loraplex_adapters.key import AdapterKey
+from loraplex_adapters.sources.base import not_found
+from loraplex_proto.errors import LoraplexError
+
+_STATES: dict[KeyState, AdapterStateName] = {
+    KeyState.KNOWN: "known",
+    KeyState.STAGING: "fetching",
+    KeyState.REFETCHING: "fetching",
+    KeyState.ON_HOST: "on_host",
+    KeyState.PROMOTING: "on_host",
+    KeyState.ON_DEVICE: "on_device",
+    KeyState.FAILED: "failed",
+}
+_TIERS: dict[KeyState, TierName] = {
+    KeyState.REFETCHING: "source",
+    KeyState.FAILED: "source",
+    KeyState.ON_HOST: "host",
+    KeyState.ON_DEVICE: "device",
+}
+
+
+def key_row(record: KeyRecord, adapter_id: str) -> AdapterInfo:
+    """One content under one name. Without a name of its own it is draining."""
+    tier = _TIERS.get(record.state, "host" if record.state is KeyState.PROMOTING else "disk")
+    return AdapterInfo(
+        adapter_id=adapter_id,
+        kind=record.key.kind,
+        digest=record.key.digest,
+        state=_STATES[record.state] if adapter_id in record.names else "draining",
+        tier=tier,
+        num_bytes=record.num_bytes,
+        rank=record.rank,
+        num_running=record.num_refs,
+        pinned=adapter_id in record.pinned_names,
+        error=str(record.error or ""),
+        error_reason=_reason(record.error),
+    )
+
+
+def gone_row(key: AdapterKey, adapter_id: str, num_bytes: int, rank: int) -> AdapterInfo:
+    """An adapter that nobody held when it was unloaded."""
+    return AdapterInfo(
+        adapter_id=adapter_id, kind=key.kind, digest=key.digest, state="known", tier="disk", num_bytes=num_bytes,
+        rank=rank, num_running=0, pinned=False,
+    )  # fmt: skip
+
+
+def name_row(table: AdapterTable, record: NameRecord) -> AdapterInfo:
+    if record.key is not None:
+        return key_row(table.residency.records[record.key], record.name)
+    is_failed = record.state is NameState.FAILED
+    return _bare_row(record.name, "failed" if is_failed else "fetching", record.error)
+
+
+def get_row(table: AdapterTable, adapter_id: str, available: Collection[str]) -> AdapterInfo:
+    """Raises AdapterNotFound."""
+    record = table.names.get(adapter_id)
+    if record is not None:
+        return name_row(table, record)
+    if adapter_id in available:
+        return _bare_row(adapter_id, "known", None)
+    raise not_found(adapter_id)
+
+
+def rows(table: AdapterTable, available: Collection[str]) -> list[AdapterInfo]:
+    """By name: what is bound, fetched or remembered as failed; what drains; and the rest of `available`."""
+    listed = [name_row(table, record) for record in table.names.values()]
+    listed += [key_row(r, r.last_name) for r in table.residency.records.values() if not r.names]
+    listed += [_bare_row(name, "known", None) for name in available if name not in table.names]
+    return sorted(listed, key=lambda row: (row.adapter_id, row.state == "draining", row.digest))
+
+
+def usage_of(table: AdapterTable, load_seconds: float, num_loads: int) -> CacheUsage:
+    residency = table.residency
+    return CacheUsage(
+        device_bytes=residency.device_used,
+        device_budget_bytes=residency.device_budget,
+        host_bytes=residency.host_used,
+        host_budget_bytes=residency.host_budget,
+        num_device_slots=residency.num_slots,
+        num_device_slots_used=residency.num_slots_used,
+        hits=residency.hits,
+        misses=residency.misses,
+        device_evictions=residency.device_evictions,
+        host_evictions=residency.host_evictions,
+        load_seconds_total=load_seconds,
+        loads_total=num_loads,
+    )
+
+
+def _bare_row(adapter_id: str, state: AdapterStateName, error: Exception | None) -> AdapterInfo:
+    return AdapterInfo(
+        adapter_id=adapter_id, kind="", digest="", state=state, tier="source", num_bytes=0, rank=0, num_running=0,
+        pinned=False, error=str(error or ""), error_reason=_reason(error),
+    )  # fmt: skip
+
+
+def _reason(error: Exception | None) -> str:
+    return error.reason if isinstance(error, LoraplexError) else ""

@@ -1,0 +1,208 @@
+"""The states of names and keys, and every transition between them. Nothing else may change a state.
+
+A *name* is what requests say; a *key* is a content (see key.py). The two live apart: a name is fetched and bound, a
+key's weights move between the tiers. Whether a key is draining (no name any more, requests still hold it) is no state
+of its own, because draining weights go on moving: it follows from the names and counts in the record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from loraplex_adapters.key import AdapterKey
+
+
+class IllegalTransition(RuntimeError):
+    """A bug of the caller's. Nothing was changed."""
+
+
+class NameState(Enum):
+    FETCHING = auto()  # on its way from the source; bound to nothing yet
+    BOUND = auto()
+    REBINDING = auto()  # bound, and being read anew for LoadAdapter
+    FAILED = auto()  # remembered for a while
+
+
+class NameEvent(Enum):
+    FETCH = auto()
+    FETCHED = auto()
+    FAIL = auto()
+
+
+NAME_TRANSITIONS: Mapping[tuple[NameState, NameEvent], NameState] = {
+    (NameState.FETCHING, NameEvent.FETCHED): NameState.BOUND,
+    (NameState.FETCHING, NameEvent.FAIL): NameState.FAILED,
+    (NameState.FAILED, NameEvent.FETCH): NameState.FETCHING,
+    (NameState.BOUND, NameEvent.FETCH): NameState.REBINDING,
+    (NameState.REBINDING, NameEvent.FETCHED): NameState.BOUND,
+    (NameState.REBINDING, NameEvent.FAIL): NameState.BOUND,  # the old binding stays
+}
+
+
+class KeyState(Enum):
+    KNOWN = auto()  # its bytes are in the disk store, or were
+    STAGING = auto()  # disk -> host under way
+    ON_HOST = auto()
+    PROMOTING = auto()  # host -> device under way, by way of the host if need be
+    ON_DEVICE = auto()  # with or without a copy on the host
+    REFETCHING = auto()  # the disk store had dropped the bytes; the source is asked for the same content
+    FAILED = auto()  # remembered for a while
+
+
+class KeyEvent(Enum):
+    STAGE = auto()
+    STAGED = auto()
+    PROMOTE = auto()
+    PROMOTED = auto()
+    EVICT_HOST = auto()
+    EVICT_DEVICE = auto()  # a copy stays on the host
+    EVICT_LAST = auto()  # from the device, with no copy on the host
+    LOST = auto()
+    REFETCHED = auto()
+    FAIL = auto()
+    RETRY = auto()
+
+
+KEY_TRANSITIONS: Mapping[tuple[KeyState, KeyEvent], KeyState] = {
+    (KeyState.KNOWN, KeyEvent.STAGE): KeyState.STAGING,
+    (KeyState.KNOWN, KeyEvent.PROMOTE): KeyState.PROMOTING,
+    (KeyState.STAGING, KeyEvent.STAGED): KeyState.ON_HOST,
+    (KeyState.STAGING, KeyEvent.LOST): KeyState.REFETCHING,
+    (KeyState.STAGING, KeyEvent.FAIL): KeyState.FAILED,
+    (KeyState.ON_HOST, KeyEvent.PROMOTE): KeyState.PROMOTING,
+    (KeyState.ON_HOST, KeyEvent.EVICT_HOST): KeyState.KNOWN,
+    (KeyState.PROMOTING, KeyEvent.PROMOTED): KeyState.ON_DEVICE,
+    (KeyState.PROMOTING, KeyEvent.LOST): KeyState.REFETCHING,
+    (KeyState.PROMOTING, KeyEvent.FAIL): KeyState.FAILED,
+    (KeyState.ON_DEVICE, KeyEvent.EVICT_HOST): KeyState.ON_DEVICE,
+    (KeyState.ON_DEVICE, KeyEvent.EVICT_DEVICE): KeyState.ON_HOST,
+    (KeyState.ON_DEVICE, KeyEvent.EVICT_LAST): KeyState.KNOWN,
+    (KeyState.REFETCHING, KeyEvent.REFETCHED): KeyState.KNOWN,
+    (KeyState.REFETCHING, KeyEvent.FAIL): KeyState.FAILED,
+    (KeyState.FAILED, KeyEvent.RETRY): KeyState.KNOWN,
+}
+
+# A job is under way; its outcome will come, so the record stays whatever happens meanwhile.
+IN_TRANSIT = frozenset({KeyState.STAGING, KeyState.PROMOTING, KeyState.REFETCHING})
+
+
+@dataclass(slots=True)
+class LoadOperation:
+    """One LoadAdapter on a name, from the first call to the one that takes the result."""
+
+    pin: bool
+    # The fetch under way began before this load was asked for and may have read older files: another one follows.
+    is_behind: bool = False
+    error: Exception | None = None
+    bound_round: int = -1  # the table's round in which the name was bound
+    ended_s: float | None = None  # when a result was there to be taken
+
+
+@dataclass(slots=True)
+class NameRecord:
+    """One name. `ticket` tells the outcome of the present fetch from those of forgotten ones."""
+
+    name: str
+    state: NameState
+    ticket: int
+    key: AdapterKey | None = None
+    error: Exception | None = None
+    failed_until_s: float = 0.0
+    load: LoadOperation | None = None
+
+    @property
+    def is_fetching(self) -> bool:
+        return self.state in (NameState.FETCHING, NameState.REBINDING)
+
+    def step(self, event: NameEvent) -> None:
+        """Raises IllegalTransition."""
+        following = NAME_TRANSITIONS.get((self.state, event))
+        if following is None:
+            raise IllegalTransition(f"name {self.name!r} in state {self.state.name} cannot {event.name}")
+        self.state = following
+
+
+@dataclass(slots=True)
+class KeyRecord:
+    """One content."""
+
+    key: AdapterKey
+    num_bytes: int
+    rank: int
+    state: KeyState = KeyState.KNOWN
+    slot: int = -1  # while PROMOTING and ON_DEVICE
+    has_host: bool = False  # host bytes are counted: STAGING, ON_HOST, PROMOTING, and ON_DEVICE with a copy
+    num_pins: int = 0  # by requests
+    num_refs: int = 0  # by running sequences
+    names: set[str] = field(default_factory=set[str])
+    pinned_names: set[str] = field(default_factory=set[str])  # by the operator
+    last_name: str = ""
+    error: Exception | None = None
+    failed_until_s: float = 0.0
+    num_offers: int = 0  # rounds for which a freshly promoted key waits for whoever wanted it
+
+    @property
+    def is_in_use(self) -> bool:
+        """Somebody holds it, or a job is under way for it."""
+        return self.num_pins > 0 or self.num_refs > 0 or bool(self.pinned_names) or self.state in IN_TRANSIT
+
+    def check(self, event: KeyEvent) -> KeyState:
+        """Where `event` leads. Raises IllegalTransition."""
+        following = KEY_TRANSITIONS.get((self.state, event))
+        if following is None:
+            raise IllegalTransition(f"{self.key} in state {self.state.name} cannot {event.name}")
+        return following
+
+    def step(self, event: KeyEvent) -> None:
+        self.state = self.check(event)
+
+
+# --- what the table asks for ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FetchName:
+    """Source -> store; answered by `name_fetched` or `name_failed` with the ticket."""
+
+    name: str
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refetch:
+    """Source -> store of a content that the store has dropped; answered by `refetched` or `failed`."""
+
+    key: AdapterKey
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Store -> host; answered by `staged`, `lost` or `failed`."""
+
+    key: AdapterKey
+
+
+@dataclass(frozen=True, slots=True)
+class Promote:
+    """Store or host -> device; answered by `promoted`, `lost` or `failed`. The copy on the host stays."""
+
+    key: AdapterKey
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class DropHost:
+    key: AdapterKey
+
+
+@dataclass(frozen=True, slots=True)
+class DropDevice:
+    key: AdapterKey
+    slot: int
+
+
+Fetch = FetchName | Refetch
+Move = Stage | Promote | DropHost | DropDevice

@@ -1,0 +1,260 @@
+"""The adapter cache's decisions, pure: names bound to keys, and through `residency` where the keys' weights are.
+
+Owns the name records, the fetches under way, the failures that are remembered, the LoadAdapter operations. No threads,
+no files, no clock (`now` is an argument): it asks through `take_fetches` and `take_moves`, and is told the outcomes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+
+from loraplex_adapters.cache.config import AdapterCacheConfig
+from loraplex_adapters.cache.residency import ResidencyTable
+from loraplex_adapters.cache.states import Fetch, FetchName, LoadOperation, Move, NameEvent, NameRecord, NameState
+from loraplex_adapters.key import AdapterKey
+from loraplex_adapters.sources.base import not_found
+from loraplex_proto.errors import AdapterLoadsBusy, AdapterMemoryFull
+
+MAX_REMEMBERED_FAILURES = 1024
+# A finished LoadAdapter that nobody asked about for so long was abandoned: its result is not handed to the next one.
+ABANDONED_S = 5.0
+RETRY_AFTER_S = 1.0
+
+
+class AdapterTable:
+    """Names, keys, loads. All methods are for one thread."""
+
+    def __init__(self, config: AdapterCacheConfig) -> None:
+        self.residency = ResidencyTable(
+            config.host_bytes, config.device_bytes, config.num_device_slots, config.failure_ttl_s
+        )
+        self.names: dict[str, NameRecord] = {}
+        self.num_fetching = 0  # outcomes that are still to come, those of forgotten names included
+        self._max_pending = config.max_pending_loads
+        self._failure_ttl_s = config.failure_ttl_s
+        self._failures: OrderedDict[str, None] = OrderedDict()  # names in FAILED, oldest first
+        self._loads: OrderedDict[str, None] = OrderedDict()  # names with a load whose result was not taken yet
+        self._fetches: list[Fetch] = []
+        self._last_ticket = 0
+
+    # --- requests -------------------------------------------------------------------------------------------------
+
+    def resolve(self, name: str, now: float) -> AdapterKey | None:
+        """The key the name is bound to, pinned once; None while it is fetched. Raises the remembered error."""
+        record = self.names.get(name)
+        if record is not None and record.key is not None:
+            self.residency.pin(record.key)
+            return record.key
+        if record is None:
+            self._check_queue()
+            self.names[name] = record = NameRecord(name, NameState.FETCHING, ticket=0)
+            self._fetch(record)
+        elif record.state is NameState.FAILED:
+            if record.error is not None and now < record.failed_until_s:
+                raise fresh(record.error)
+            self._check_queue()
+            self._retry(record)
+        return None
+
+    def load(self, name: str, pin: bool, now: float) -> AdapterKey | None:
+        """One LoadAdapter, called until it returns the bound key or raises."""
+        record = self.names.get(name)
+        operation = record.load if record is not None else None
+        if operation is not None and operation.ended_s is not None and now - operation.ended_s > ABANDONED_S:
+            operation = None
+        if record is None or operation is None:
+            self._check_queue()
+            self._start_load(name, record, pin)
+            return None
+        if operation.error is not None:
+            self._end_load(record)
+            raise fresh(operation.error)
+        key = record.key
+        if operation.bound_round < 0 or key is None:
+            return None
+        # A round must have tried to bring it up before "no room" can be said.
+        if self.residency.round <= operation.bound_round or not self.residency.is_settled(key):
+            return None
+        self._end_load(record)
+        error = self.residency.failure(key)
+        if error is not None:
+            raise fresh(error)
+        return key
+
+    def unload(self, name: str) -> AdapterKey:
+        """Forgets the name; the key's weights go with their last holder. Raises AdapterNotFound."""
+        record = self.names.get(name)
+        if record is None or record.key is None:
+            raise not_found(name)
+        self._end_load(record)
+        del self.names[name]  # a fetch under way finds nobody with its ticket
+        self.residency.unbind(record.key, name)
+        return record.key
+
+    # --- outcomes -------------------------------------------------------------------------------------------------
+
+    def name_fetched(self, name: str, ticket: int, key: AdapterKey, num_bytes: int, rank: int, now: float) -> None:
+        self.num_fetching -= 1
+        record = self.names.get(name)
+        if record is None or record.ticket != ticket:
+            return
+        operation = record.load
+        if operation is not None and operation.ended_s is None and not operation.is_behind:
+            refusal = self._refusal(operation, key, num_bytes)
+            if refusal is not None:
+                self._fail(record, refusal, now)
+                return
+        record.step(NameEvent.FETCHED)
+        self._bind(record, key, num_bytes, rank)
+        if operation is None or operation.ended_s is not None:
+            return
+        if operation.is_behind:
+            operation.is_behind = False
+            self._refetch(record)
+            return
+        operation.bound_round = self.residency.round
+        self.residency.set_pinned(key, name, operation.pin)
+        self.residency.prefetch(key)
+
+    def name_failed(self, name: str, ticket: int, error: Exception, now: float) -> None:
+        self.num_fetching -= 1
+        record = self.names.get(name)
+        if record is None or record.ticket != ticket:
+            return
+        operation = record.load
+        if operation is not None and operation.is_behind:
+            operation.is_behind = False
+            record.step(NameEvent.FAIL)
+            self._refetch(record)
+            return
+        self._fail(record, error, now)
+
+    # --- a round --------------------------------------------------------------------------------------------------
+
+    def advance(self, now: float) -> None:
+        """Starts what can be started, and lets go of what nobody asks for."""
+        self.residency.advance(now)
+        for name in list(self._loads):
+            record = self.names[name]
+            operation = record.load
+            if operation is not None and operation.ended_s is None and self._has_result(record, operation):
+                operation.ended_s = now
+            elif operation is not None and operation.ended_s is not None and now - operation.ended_s > ABANDONED_S:
+                self._end_load(record)
+        for name in list(self._failures):
+            if self.names[name].failed_until_s > now:
+                break
+            self._drop_failure(name)
+
+    @property
+    def is_due(self) -> bool:
+        """A round would do something."""
+        return self.residency.is_due or bool(self.residency.moves)
+
+    def take_fetches(self) -> list[Fetch]:
+        taken: list[Fetch] = [*self._fetches, *self.residency.refetches]
+        self._fetches.clear()
+        self.residency.refetches.clear()
+        return taken
+
+    def take_moves(self) -> list[Move]:
+        taken = list(self.residency.moves)
+        self.residency.moves.clear()
+        return taken
+
+    # --- within ---------------------------------------------------------------------------------------------------
+
+    def _check_queue(self) -> None:
+        if self.num_fetching >= self._max_pending:
+            raise AdapterLoadsBusy(
+                f"{self.num_fetching} adapters are being loaded already; try again shortly",
+                resource="adapter loads",
+                retry_after_s=RETRY_AFTER_S,
+            )
+
+    def _fetch(self, record: NameRecord) -> None:
+        self._last_ticket += 1
+        record.ticket = self._last_ticket
+        self.num_fetching += 1
+        self._fetches.append(FetchName(record.name, record.ticket))
+
+    def _retry(self, record: NameRecord) -> None:
+        record.step(NameEvent.FETCH)
+        record.error = None
+        self._failures.pop(record.name, None)
+        self._fetch(record)
+
+    def _refetch(self, record: NameRecord) -> None:
+        """The load that came while an older fetch was under way gets its own."""
+        if record.state is NameState.FAILED:
+            self._retry(record)
+        else:
+            record.step(NameEvent.FETCH)
+            self._fetch(record)
+
+    def _start_load(self, name: str, record: NameRecord | None, pin: bool) -> None:
+        if record is None:
+            self.names[name] = record = NameRecord(name, NameState.FETCHING, ticket=0)
+            self._fetch(record)
+            record.load = LoadOperation(pin)
+        else:
+            record.load = LoadOperation(pin, is_behind=record.is_fetching)
+            if not record.is_fetching:
+                self._refetch(record)
+        self._loads[name] = None
+
+    def _end_load(self, record: NameRecord) -> None:
+        record.load = None
+        self._loads.pop(record.name, None)
+
+    def _has_result(self, record: NameRecord, operation: LoadOperation) -> bool:
+        if operation.error is not None:
+            return True
+        return operation.bound_round >= 0 and record.key is not None and self.residency.is_settled(record.key)
+
+    def _refusal(self, operation: LoadOperation, key: AdapterKey, num_bytes: int) -> AdapterMemoryFull | None:
+        """Why a loaded adapter is not bound at all: an explicit load says so and leaves nothing behind."""
+        table = self.residency
+        if num_bytes > min(table.device_budget, table.host_budget):
+            return AdapterMemoryFull(
+                f"the adapter takes {num_bytes} bytes; the server has {table.device_budget} for adapters on the device "
+                f"and {table.host_budget} on the host (--adapter-device-memory, --adapter-host-memory)"
+            )
+        if operation.pin and not table.can_pin(key, num_bytes):
+            return AdapterMemoryFull(
+                f"the adapter takes {num_bytes} bytes, and the adapters that are pinned already leave no room to pin "
+                "it; unload one of them or load this one without a pin"
+            )
+        return None
+
+    def _bind(self, record: NameRecord, key: AdapterKey, num_bytes: int, rank: int) -> None:
+        previous = record.key
+        record.key = key
+        self.residency.bind(key, record.name, num_bytes, rank)
+        if previous is not None and previous != key:
+            self.residency.unbind(previous, record.name)
+
+    def _fail(self, record: NameRecord, error: Exception, now: float) -> None:
+        record.step(NameEvent.FAIL)
+        if record.load is not None:
+            record.load.error = error
+        if record.state is NameState.FAILED:
+            record.error = error
+            record.failed_until_s = now + self._failure_ttl_s
+            self._failures[record.name] = None
+            if len(self._failures) > MAX_REMEMBERED_FAILURES:
+                self._drop_failure(next(iter(self._failures)))
+
+    def _drop_failure(self, name: str) -> None:
+        """Forgets it; a load that has not told its result keeps the name's record a little longer."""
+        self._failures.pop(name)
+        if self.names[name].load is None:
+            del self.names[name]
+        else:
+            self._failures[name] = None
+
+
+def fresh(error: Exception) -> Exception:
+    """A copy to raise: an exception that is raised again and again would collect tracebacks."""
+    return copy.copy(error)

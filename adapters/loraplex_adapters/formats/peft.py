@@ -1,0 +1,218 @@
+"""A PEFT LoRA held against the base model: from the file's header and the configuration to a checked plan.
+
+Nothing but the header is read here. Every tensor of the file ends up in the plan, or the load fails with its name; so
+does a module that the base model lacks, a wrong shape, a rank over the limit. Modules may have ranks and scales of
+their own. Knows nothing of how the bytes are read (lora/convert.py) or kept (store.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from loraplex_adapters.formats.detect import WEIGHTS_NAME
+from loraplex_adapters.formats.patterns import MatchWork
+from loraplex_adapters.formats.peft_config import CONFIG_NAME, PeftLoraConfig, path_ends
+from loraplex_adapters.formats.safetensors_header import TensorInfo
+from loraplex_adapters.lora.layout import FactorShape, LoraLayout, place
+from loraplex_adapters.pace import Pace, no_pace
+from loraplex_adapters.targets import BaseTargets, TargetModule
+from loraplex_proto.errors import AdapterInvalid, AdapterUnsupported, BaseMismatch, RankLimit, ShapeMismatch
+
+FLOAT_DTYPES: Mapping[str, str] = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+_PREFIX = "base_model.model."
+_FACTORS: Mapping[str, tuple[str, bool]] = {  # what the key says -> (which factor, of an embedding)
+    "lora_A": ("a", False),
+    "lora_B": ("b", False),
+    "lora_embedding_A": ("a", True),
+    "lora_embedding_B": ("b", True),
+}
+_REFUSED_PARTS: Mapping[str, str] = {
+    "lora_magnitude_vector": "a magnitude of DoRA",
+    "lora_diag": "a diagonal of KaSA",
+    "lora_E": "AdaLoRA",
+    "lora_ranknum": "AdaLoRA",
+    "token_adapter": "token rows trained with the adapter (trainable_token_indices)",
+    "modules_to_save": "a whole module saved with the adapter (modules_to_save)",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedModule:
+    """One module's tensors in the file, checked."""
+
+    shape: FactorShape
+    a: TensorInfo
+    b: TensorInfo
+
+
+@dataclass(frozen=True, slots=True)
+class LoraPlan:
+    """What to read and where it goes. `modules` are in the layout's order."""
+
+    layout: LoraLayout
+    modules: tuple[PlannedModule, ...]
+    base_copies: tuple[tuple[TensorInfo, TargetModule], ...]  # must equal the base model's own weight
+    warnings: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class _Found:
+    """The tensors of one module as they turn up."""
+
+    is_embedding: bool
+    a: TensorInfo | None = None
+    b: TensorInfo | None = None
+
+
+def plan_lora(
+    config: PeftLoraConfig, tensors: Mapping[str, TensorInfo], targets: BaseTargets, pace: Pace = no_pace
+) -> LoraPlan:
+    """Raises AdapterInvalid or one of its kinds (AdapterUnsupported, BaseMismatch, ShapeMismatch, RankLimit)."""
+    found: dict[str, _Found] = {}
+    base_copies: list[tuple[TensorInfo, TargetModule]] = []
+    for tensor in tensors.values():
+        pace()
+        path, part, rest = _parts(tensor)
+        if part in _FACTORS and rest != "bias":
+            _take(found, path, part, tensor)
+        else:
+            base_copies.append((tensor, _base_copy(tensor, targets)))
+    if not found:
+        raise AdapterInvalid(f"{WEIGHTS_NAME} has no LoRA tensors")
+    work = MatchWork(pace)
+    modules = [_module(path, entry, config, targets, work) for path, entry in found.items()]
+    modules.sort(key=lambda module: module.shape)
+    layout = place(targets.dtype, [module.shape for module in modules])
+    return LoraPlan(layout, tuple(modules), tuple(base_copies), tuple(_warnings(config, targets, found)))
+
+
+def _parts(tensor: TensorInfo) -> tuple[str, str, str]:
+    """(module path, part, 'weight' | 'bias' | '') of a key such as
+    `base_model.model.<path>.lora_A[.<adapter name>][.weight]`. Part is '' when the key is not of that form."""
+    name = tensor.name.removeprefix(_PREFIX)
+    words = name.split(".")
+    # The part is the last word but three at most: `lora_A`, `.name`, `.weight`. A module's own name may say lora_A too.
+    for idx in range(len(words) - 1, max(len(words) - 4, 0), -1):
+        if words[idx] in _FACTORS:
+            return ".".join(words[:idx]), words[idx], _rest(tensor, words[idx], words[idx + 1 :])
+    return name, "", ""
+
+
+def _rest(tensor: TensorInfo, part: str, words: list[str]) -> str:
+    """What follows the part, with the adapter's name taken out."""
+    kind = words.pop() if words and words[-1] in ("weight", "bias") else ""
+    is_embedding = _FACTORS[part][1]
+    if len(words) > 1 or (kind == "") is not is_embedding:
+        raise AdapterInvalid(f"{WEIGHTS_NAME}: tensor {tensor.shown} is not named as PEFT names its tensors")
+    if kind == "bias":
+        raise AdapterUnsupported(f"{WEIGHTS_NAME}: {tensor.shown} is a bias on {part} (lora_bias), which is not served")
+    return kind
+
+
+def _take(found: dict[str, _Found], path: str, part: str, tensor: TensorInfo) -> None:
+    which, is_embedding = _FACTORS[part]
+    entry = found.setdefault(path, _Found(is_embedding))
+    if entry.is_embedding is not is_embedding or (entry.a if which == "a" else entry.b) is not None:
+        raise AdapterInvalid(f"{WEIGHTS_NAME}: {tensor.shown} is a second {part} for the same module")
+    if which == "a":
+        entry.a = tensor
+    else:
+        entry.b = tensor
+
+
+def _base_copy(tensor: TensorInfo, targets: BaseTargets) -> TargetModule:
+    """A tensor that is no factor. The one kind that can be served is a copy of the base model's own weight, which PEFT
+    saves beside a LoRA on embeddings; whether it is one shows when it is read."""
+    name = tensor.name.removeprefix(_PREFIX)
+    for word in name.split("."):
+        if word in _REFUSED_PARTS:
+            raise AdapterUnsupported(f"{WEIGHTS_NAME}: {tensor.shown} is {_REFUSED_PARTS[word]}, which is not served")
+    if name.endswith(".bias"):
+        raise AdapterUnsupported(
+            f"{WEIGHTS_NAME}: {tensor.shown} is a bias saved with the adapter, which is not served"
+        )
+    path, _, last = name.rpartition(".")
+    module = targets.modules.get(path.removesuffix(".base_layer"))
+    if last != "weight" or module is None:
+        raise AdapterUnsupported(
+            f"{WEIGHTS_NAME}: tensor {tensor.shown} is no part of a plain LoRA on {targets.model_id!a}, and no "
+            "tensor is left out silently"
+        )
+    if not module.weight_sha256:
+        raise AdapterUnsupported(
+            f"{WEIGHTS_NAME}: {tensor.shown} replaces a weight of the base model, which is not served; if it is a mere "
+            "copy, save the adapter with save_embedding_layers=False"
+        )
+    is_transposed = module.kind == "embedding" or module.is_conv1d
+    rows, columns = module.out_features, module.in_features
+    _check_shape(tensor, (columns, rows) if is_transposed else (rows, columns))
+    _check_dtype(tensor)
+    return module
+
+
+def _module(path: str, entry: _Found, config: PeftLoraConfig, targets: BaseTargets, work: MatchWork) -> PlannedModule:
+    tensor = entry.a or entry.b
+    assert tensor is not None
+    if entry.a is None or entry.b is None:
+        other = "B" if entry.b is None else "A"
+        raise AdapterInvalid(f"{WEIGHTS_NAME}: {tensor.shown} has no lora_{other} beside it")
+    module = targets.modules.get(path)
+    if module is None:
+        raise _no_such_module(path, tensor, targets)
+    if entry.is_embedding is not (module.kind == "embedding"):
+        raise ShapeMismatch(f"{WEIGHTS_NAME}: {tensor.shown} does not fit: {path!a} is of kind {module.kind}")
+    if not config.names_target(path):
+        raise AdapterInvalid(
+            f"{WEIGHTS_NAME} has {tensor.shown}, but target_modules in {CONFIG_NAME} does not name its module: the two "
+            "files do not belong together"
+        )
+    rank, scale = config.rank_and_scale(path, work)
+    largest = max(rank, entry.a.shape[0] if entry.a.shape else 0)
+    if largest > targets.max_rank:
+        raise RankLimit(f"{entry.a.shown} has rank {largest}; this server takes ranks up to {targets.max_rank}")
+    _check_shape(entry.a, (rank, module.in_features))
+    _check_shape(entry.b, (module.out_features, rank))
+    _check_dtype(entry.a)
+    _check_dtype(entry.b)
+    shape = FactorShape(path, rank, module.in_features, module.out_features, scale)
+    return PlannedModule(shape, entry.a, entry.b)
+
+
+def _no_such_module(path: str, tensor: TensorInfo, targets: BaseTargets) -> AdapterInvalid:
+    if "experts" in path.split("."):
+        return AdapterUnsupported(
+            f"{WEIGHTS_NAME}: {tensor.shown} adapts the experts of a mixture, which is not served"
+        )
+    return BaseMismatch(
+        f"{WEIGHTS_NAME}: {tensor.shown} adapts a module that {targets.model_id!a} does not have; the adapter was "
+        "made for another base model"
+    )
+
+
+def _check_shape(tensor: TensorInfo, expected: tuple[int, int]) -> None:
+    if tensor.shape != expected:
+        raise ShapeMismatch(
+            f"{WEIGHTS_NAME}: {tensor.shown} has shape {list(tensor.shape)}; base model and {CONFIG_NAME} make it "
+            f"{list(expected)}"
+        )
+
+
+def _check_dtype(tensor: TensorInfo) -> None:
+    if tensor.dtype not in FLOAT_DTYPES:
+        raise AdapterUnsupported(
+            f"{WEIGHTS_NAME}: {tensor.shown} has dtype {tensor.dtype}; {', '.join(FLOAT_DTYPES)} are served"
+        )
+
+
+def _warnings(config: PeftLoraConfig, targets: BaseTargets, found: Mapping[str, _Found]) -> list[str]:
+    """What is odd but does no harm."""
+    warnings: list[str] = []
+    if config.base_model and config.base_model != targets.model_id:
+        warnings.append(f"was trained on {config.base_model!a}, served on {targets.model_id!a}")
+    served = {end for path in found for end in path_ends(path)}
+    missing = sorted((config.target_modules or frozenset()) - served)
+    if missing:
+        warnings.append(f"names the targets {ascii(missing)[:200]} but has no tensors for them")
+    return warnings

@@ -1,0 +1,179 @@
+"""`adapter_config.json` of a PEFT LoRA: parsed with limits into plain, checked data.
+
+Every field that changes the mathematics is either carried out or refused by name. A field that this module has never
+heard of is refused too, unless it is empty: it may be a variant of tomorrow. Knows nothing of tensors; formats/peft.py
+holds the configuration against them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from loraplex_adapters.formats.patterns import MatchWork, ModulePattern, compile_pattern
+from loraplex_adapters.formats.strict_json import parse_object
+from loraplex_proto.errors import AdapterInvalid, AdapterUnsupported
+
+CONFIG_NAME = "adapter_config.json"
+MAX_CONFIG_BYTES = 1 << 20
+MAX_PATTERNS = 4096
+MAX_TARGETS = 4096
+MAX_RANK = 1 << 16
+MAX_ALPHA = float(1 << 16)
+
+# Empty (null, false, [], {}) is fine; anything else changes what the adapter computes.
+_REFUSED: Mapping[str, str] = {
+    "use_dora": "DoRA",
+    "alora_invocation_tokens": "activated LoRA (aLoRA)",
+    "lora_bias": "a bias on lora_B",
+    "modules_to_save": "whole modules saved with the adapter",
+    "layer_replication": "layers repeated by the adapter",
+    "target_parameters": "LoRA on parameters, such as the experts of a mixture",
+    "trainable_token_indices": "token rows trained with the adapter",
+    "use_qalora": "QALoRA",
+    "use_bdlora": "BD-LoRA",
+    "arrow_config": "Arrow routing",
+    "kasa_config": "KaSA",
+    "monteclora_config": "MonteCLoRA",
+    "velora_config": "VeLoRA",
+    "megatron_config": "a Megatron model",
+    "router": "routing between adapters",
+}
+# Initialisations that left the base model as it was; the others moved part of it into the adapter.
+_CLEAN_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica"})
+_BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga", "lora-ga")
+# What only training, or the choice of modules that the tensors show anyway, depended on.
+_WITHOUT_EFFECT = frozenset({
+    "task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "lora_dropout", "exclude_modules",
+    "layers_to_transform", "layers_pattern", "megatron_core", "loftq_config", "eva_config", "corda_config",
+    "lora_ga_config", "qalora_group_size", "runtime_config", "ensure_weight_tying", "merge_weights",
+    # fan_in_fan_out says how the base stores its weight; the factors have one orientation in any case.
+    "fan_in_fan_out",
+    # Decided by the tensors: without saved biases it has no effect, and saved ones are refused by name.
+    "bias",
+})  # fmt: skip
+_USED = frozenset({
+    "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights",
+    "target_modules", "base_model_name_or_path",
+})  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class PeftLoraConfig:
+    """What serving needs of the configuration."""
+
+    r: int
+    lora_alpha: float
+    use_rslora: bool
+    rank_pattern: tuple[tuple[ModulePattern, int], ...]
+    alpha_pattern: tuple[tuple[ModulePattern, float], ...]
+    target_modules: frozenset[str] | None  # None: a pattern or a shorthand; the tensors decide
+    base_model: str  # informative only: shapes decide
+
+    def rank_and_scale(self, path: str, work: MatchWork) -> tuple[int, float]:
+        """Of one module. As in PEFT: the first pattern that matches, else the common value; the scale comes from this
+        module's own rank and alpha, never from a padded or a common rank."""
+        rank = next((rank for pattern, rank in self.rank_pattern if pattern.matches(path, work)), self.r)
+        alpha = next((alpha for pattern, alpha in self.alpha_pattern if pattern.matches(path, work)), self.lora_alpha)
+        return rank, alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def names_target(self, path: str) -> bool:
+        """Whether `target_modules` lists the module, by its name or by the end of it."""
+        return self.target_modules is None or not self.target_modules.isdisjoint(path_ends(path))
+
+
+def path_ends(path: str) -> Iterator[str]:
+    """'c', 'b.c' and 'a.b.c' of 'a.b.c': what a target may call the module."""
+    words = path.split(".")
+    return (".".join(words[idx:]) for idx in range(len(words) - 1, -1, -1))
+
+
+def parse_peft_config(data: bytes) -> PeftLoraConfig:
+    """Raises AdapterInvalid or AdapterUnsupported, naming the field."""
+    fields = parse_object(data, CONFIG_NAME, MAX_CONFIG_BYTES)
+    peft_type = fields.get("peft_type")
+    if peft_type is None:
+        raise AdapterInvalid(f"{CONFIG_NAME} has no peft_type; save the adapter with PEFT's save_pretrained")
+    if peft_type != "LORA":
+        raise AdapterUnsupported(f"{CONFIG_NAME}: peft_type {_shown(peft_type)} is not served; LORA is")
+    _refuse_variants(fields)
+    _check_init(fields.get("init_lora_weights", True))
+    rank_pattern = _patterns(fields, "rank_pattern")
+    alpha_pattern = _patterns(fields, "alpha_pattern")
+    base_model = fields.get("base_model_name_or_path")
+    return PeftLoraConfig(
+        r=_rank(fields.get("r"), "r"),
+        lora_alpha=_alpha(fields.get("lora_alpha"), "lora_alpha"),
+        use_rslora=_flag(fields, "use_rslora"),
+        rank_pattern=tuple((pattern, _rank(value, "rank_pattern")) for pattern, value in rank_pattern),
+        alpha_pattern=tuple((pattern, _alpha(value, "alpha_pattern")) for pattern, value in alpha_pattern),
+        target_modules=_targets(fields.get("target_modules")),
+        base_model=base_model[:256] if isinstance(base_model, str) else "",
+    )
+
+
+def _refuse_variants(fields: Mapping[str, Any]) -> None:
+    for name, what in _REFUSED.items():
+        if fields.get(name):
+            raise AdapterUnsupported(f"{CONFIG_NAME}: {name} ({what}) is not served")
+    for name, value in fields.items():
+        if value and name not in _WITHOUT_EFFECT and name not in _USED:
+            raise AdapterUnsupported(
+                f"{CONFIG_NAME}: field {name[:80]!a} is not known and not empty, so it may change what the "
+                "adapter computes; remove it if it does not"
+            )
+
+
+def _check_init(init: Any) -> None:
+    if init is None or isinstance(init, bool) or (isinstance(init, str) and init in _CLEAN_INITS):
+        return
+    if isinstance(init, str) and init.lower().startswith(_BASE_CHANGING_INITS):
+        raise AdapterUnsupported(
+            f"{CONFIG_NAME}: init_lora_weights {_shown(init)} changed the base model at the start; convert the adapter "
+            "with PEFT's save_pretrained(path_initial_model_for_weight_conversion=...)"
+        )
+    raise AdapterUnsupported(f"{CONFIG_NAME}: init_lora_weights {_shown(init)} is not known")
+
+
+def _patterns(fields: Mapping[str, Any], name: str) -> list[tuple[ModulePattern, Any]]:
+    value = fields.get(name) or {}
+    if not isinstance(value, dict) or len(value) > MAX_PATTERNS:
+        raise AdapterInvalid(f"{CONFIG_NAME}: {name} must be an object of at most {MAX_PATTERNS} entries")
+    return [(compile_pattern(text, f"{CONFIG_NAME}: {name}"), item) for text, item in value.items()]
+
+
+def _rank(value: Any, name: str) -> int:
+    if type(value) is not int or not 1 <= value <= MAX_RANK:
+        raise AdapterInvalid(f"{CONFIG_NAME}: {name} is {_shown(value)}; a rank is a whole number from 1 to {MAX_RANK}")
+    return value
+
+
+def _alpha(value: Any, name: str) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < abs(value) <= MAX_ALPHA:  # false for NaN too
+        raise AdapterInvalid(
+            f"{CONFIG_NAME}: {name} is {_shown(value)}; alpha is a finite number, not 0, of at most {MAX_ALPHA:.0f}"
+        )
+    return float(value)
+
+
+def _flag(fields: Mapping[str, Any], name: str) -> bool:
+    value = fields.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise AdapterInvalid(f"{CONFIG_NAME}: {name} must be true or false, not {_shown(value)}")
+    return bool(value)
+
+
+def _targets(value: Any) -> frozenset[str] | None:
+    """A string is a pattern (or 'all-linear'): never matched, because the tensors say the same without it."""
+    if value is None or isinstance(value, str):
+        return None
+    if not isinstance(value, list) or len(value) > MAX_TARGETS or not all(isinstance(item, str) for item in value):
+        raise AdapterInvalid(f"{CONFIG_NAME}: target_modules must be a string or a list of at most {MAX_TARGETS} names")
+    return frozenset(value)
+
+
+def _shown(value: Any) -> str:
+    return ascii(value)[:60]

@@ -1,0 +1,1 @@
+"""Where adapters come from: a root directory, the Hub. A source hands out open files, never paths."""

@@ -1,0 +1,40 @@
+"""Several sources as one: the first that has the name wins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from loraplex_adapters.sources.base import AdapterFiles, AdapterSource, not_found
+from loraplex_adapters.sources.directory import DirectorySource
+from loraplex_adapters.sources.hub import HubSource
+from loraplex_proto.errors import AdapterNotFound
+
+
+class ChainSource:
+    """Asks each source in turn. A source that cannot say is an error, not a reason to try the next one: the same name
+    must not mean something else because a disk was away for a moment."""
+
+    def __init__(self, sources: Sequence[AdapterSource]) -> None:
+        self._sources = tuple(sources)
+
+    def open(self, adapter_id: str) -> AdapterFiles:
+        for source in self._sources:
+            try:
+                return source.open(adapter_id)
+            except AdapterNotFound:
+                continue
+        raise not_found(adapter_id)
+
+    def list(self) -> Sequence[str]:
+        return sorted({name for source in self._sources for name in source.list()})
+
+
+def make_source(root: Path | None, hub: bool = False, hub_token: str | None = None) -> AdapterSource:
+    """The source that a worker's configuration asks for. The Hub only when `hub` says so."""
+    sources: list[AdapterSource] = []
+    if root is not None:
+        sources.append(DirectorySource(root))
+    if hub:
+        sources.append(HubSource(token=hub_token))
+    return ChainSource(sources)

@@ -1,0 +1,124 @@
+"""Adapters on the Hugging Face Hub: adapter ORG/NAME is the repository of that name. Used only where it is enabled.
+
+Only the files that serving reads are fetched, by name: an id may just as well name a whole model. They are fetched into
+a temporary folder and read from there; what is kept is up to the store. The Hub's own client speaks to the network,
+with the operator's token and never a client's.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from loraplex_adapters.formats.detect import WANTED_NAMES, detect_kind
+from loraplex_adapters.key import check_adapter_id
+from loraplex_adapters.sources.base import SourceFile, not_found
+from loraplex_adapters.sources.directory import DirectoryFiles, open_files
+from loraplex_proto.errors import AdapterInvalid, LoraplexError, SourceUnavailable
+
+TIMEOUT_S = 20.0
+RETRY_AFTER_S = 15.0
+
+
+class HubFiles:
+    """One downloaded adapter. Owns the temporary folder."""
+
+    def __init__(self, folder: Path, adapter_id: str) -> None:
+        self._folder = folder
+        self._files: DirectoryFiles = open_files(os.open(folder, os.O_RDONLY | os.O_DIRECTORY), adapter_id)
+
+    @property
+    def names(self) -> frozenset[str]:
+        return self._files.names
+
+    def open(self, name: str) -> SourceFile:
+        return self._files.open(name)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._files.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class HubSource:
+    """Adapters on the Hub. `repo_info` and `download` are the Hub client's functions; tests give others."""
+
+    def __init__(
+        self,
+        token: str | None = None,
+        max_bytes: int = 8 << 30,
+        repo_info: Callable[..., Any] | None = None,
+        download: Callable[..., Any] | None = None,
+    ) -> None:
+        import huggingface_hub
+
+        self._token = token
+        self._max_bytes = max_bytes
+        self._repo_info: Callable[..., Any] = repo_info or huggingface_hub.HfApi().repo_info
+        self._download: Callable[..., Any] = download or huggingface_hub.snapshot_download
+
+    def open(self, adapter_id: str) -> HubFiles:
+        check_adapter_id(adapter_id)
+        if "/" not in adapter_id:
+            raise not_found(adapter_id)
+        folder = Path(tempfile.mkdtemp(prefix="loraplex-hub-"))
+        try:
+            self._fetch(adapter_id, folder)
+            return HubFiles(folder, adapter_id)
+        except LoraplexError:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        except Exception as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise _translated(error, adapter_id) from error
+
+    def list(self) -> Sequence[str]:
+        return []
+
+    def _fetch(self, adapter_id: str, folder: Path) -> None:
+        """What there is and how large, then the files of exactly that revision."""
+        info: Any = self._repo_info(adapter_id, files_metadata=True, timeout=TIMEOUT_S, token=self._token)
+        sizes = {entry.rfilename: entry.size or 0 for entry in info.siblings or ()}
+        detect_kind(sizes)  # a pickle is refused here, before it is fetched
+        wanted = [name for name in WANTED_NAMES if name in sizes]
+        total_bytes = sum(sizes[name] for name in wanted)
+        if total_bytes > self._max_bytes:
+            raise AdapterInvalid(
+                f"the adapter has {total_bytes} bytes on the Hub; at most {self._max_bytes} are fetched"
+            )
+        self._download(
+            adapter_id,
+            revision=info.sha,
+            local_dir=folder,
+            allow_patterns=wanted,
+            token=self._token,
+            etag_timeout=TIMEOUT_S,
+            max_workers=2,
+        )
+
+
+def _translated(error: Exception, adapter_id: str) -> LoraplexError:
+    """The Hub client's exceptions, without its addresses."""
+    from huggingface_hub import errors
+
+    missing = (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.EntryNotFoundError)
+    offline = (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled)
+    if isinstance(error, missing) and not isinstance(error, offline):
+        return not_found(adapter_id)  # a private or gated repository looks the same from here
+    if isinstance(error, errors.HFValidationError):
+        return not_found(adapter_id)
+    return SourceUnavailable(
+        f"the Hub did not give out {adapter_id!a} ({type(error).__name__}); try again later, or put the adapter "
+        "into the server's directory of adapters",
+        resource=adapter_id,
+        retry_after_s=RETRY_AFTER_S,
+    )

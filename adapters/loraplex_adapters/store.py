@@ -1,0 +1,308 @@
+"""The disk tier: verified, kernel-ready adapters by the digest of their content.
+
+One file per adapter: magic, length of the header, header (canonical JSON: kind, payload size, layout), zeros up to a
+page, payload. The digest is SHA-256 over header and payload, and it is the file's name; so equal content is one file,
+whatever it was called, and a changed file is noticed. Files appear by rename, complete or not at all. The index is
+rebuilt from the files after a restart; a payload from an earlier process is hashed again before its first use.
+
+Owns its directory (one process at a time). Does not know formats, sources, or what a layout means. Thread-safe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import mmap
+import os
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from loraplex_adapters.key import AdapterKey, AdapterKind
+from loraplex_proto.errors import DiskFull, FailedPrecondition
+
+MAGIC = b"LPXADPT1"
+PAGE_BYTES = 4096
+MAX_HEADER_BYTES = 16 << 20
+_SUFFIX = ".adapter"
+_TEMPORARY = ".incoming-"
+_NAME = re.compile(r"(lora|medusa|combined)-([0-9a-f]{64})\.adapter\Z")
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+WriteFn = Callable[[memoryview], None]
+
+
+@dataclass(slots=True)
+class _Entry:
+    file_bytes: int
+    is_verified: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StoredAdapter:
+    """One adapter, mapped read-only. The mapping outlives the file's name, so eviction does not disturb it."""
+
+    key: AdapterKey
+    layout: Mapping[str, Any]
+    payload: memoryview
+
+
+class AdapterStore:
+    """`in_use` holds the keys that may not be evicted; its owner may change it at any time."""
+
+    def __init__(self, root: Path, budget_bytes: int, in_use: Collection[AdapterKey] = ()) -> None:
+        self._root = root
+        self._budget_bytes = budget_bytes
+        self._in_use = in_use
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[AdapterKey, _Entry] = OrderedDict()  # least recently used first
+        self._num_bytes = 0  # of the entries, and what is being written
+        self._num_written = 0
+        root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._lock_fd = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._lock_fd)
+            raise FailedPrecondition(
+                f"the adapter store {root} is used by another process; give each worker a directory of its own"
+            ) from None
+        self._rebuild()
+
+    @property
+    def num_bytes(self) -> int:
+        """On disk now, what is being written included."""
+        return self._num_bytes
+
+    def keys(self) -> list[AdapterKey]:
+        """Least recently used first."""
+        with self._lock:
+            return list(self._entries)
+
+    def __contains__(self, key: AdapterKey) -> bool:
+        with self._lock:
+            return key in self._entries
+
+    def put(
+        self, kind: AdapterKind, layout: Mapping[str, Any], payload_bytes: int, fill: Callable[[WriteFn], None]
+    ) -> AdapterKey:
+        """Takes in what `fill` writes: exactly `payload_bytes`. Raises DiskFull, or what `fill` raises; then nothing is
+        left behind."""
+        header = _header(kind, layout, payload_bytes)
+        start = _payload_start(header)
+        file_bytes = start + payload_bytes
+        self._reserve(file_bytes)
+        with self._lock:
+            self._num_written += 1
+            path = self._root / f"{_TEMPORARY}{self._num_written}"
+        fd = -1
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            self._allocate(fd, file_bytes)
+            digest = hashlib.sha256(header)
+            _write_all(fd, memoryview(MAGIC + len(header).to_bytes(8, "little") + header))
+            os.lseek(fd, start, os.SEEK_SET)
+            sink = _Sink(fd, digest.update)
+            fill(sink)
+            assert sink.num_bytes == payload_bytes, "a payload is as large as its layout says"
+            os.fsync(fd)
+            key = AdapterKey(kind, digest.hexdigest())
+            self._adopt(path, key, file_bytes)
+            return key
+        except BaseException as error:
+            with self._lock:
+                self._num_bytes -= file_bytes
+            path.unlink(missing_ok=True)
+            if isinstance(error, OSError) and error.errno in _FULL:
+                raise _disk_full(file_bytes) from error
+            raise
+        finally:
+            if fd >= 0:
+                os.close(fd)
+
+    def open(self, key: AdapterKey) -> StoredAdapter | None:
+        """None when it is not there (any more). A file that fails its digest is removed, as if it had not been."""
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is None:
+                return None
+            self._entries.move_to_end(key)
+            is_verified = entry.is_verified
+        path = self._path(key)
+        try:
+            stored = _map(path, key, check_digest=not is_verified)
+        except (OSError, ValueError):
+            self.remove(key)
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(path)  # the order of use survives a restart
+        entry.is_verified = True
+        return stored
+
+    def remove(self, key: AdapterKey) -> None:
+        with self._lock:
+            self._remove_locked(key)
+
+    def close(self) -> None:
+        os.close(self._lock_fd)
+
+    # --- within ---------------------------------------------------------------------------------------------------
+
+    def _path(self, key: AdapterKey) -> Path:
+        return self._root / f"{key.kind}-{key.digest}{_SUFFIX}"
+
+    def _rebuild(self) -> None:
+        """Files of an earlier process. Half-written and malformed ones go; no other process can be writing here."""
+        found: list[tuple[int, AdapterKey, int]] = []
+        for path in self._root.iterdir():
+            if path.name.startswith(_TEMPORARY):
+                path.unlink(missing_ok=True)
+                continue
+            name = _NAME.match(path.name)
+            if name is None:
+                continue  # not ours
+            key = AdapterKey(cast(AdapterKind, name[1]), name[2])
+            try:
+                _map(path, key, check_digest=False)
+                status = path.stat()
+            except (OSError, ValueError):
+                path.unlink(missing_ok=True)
+                continue
+            found.append((status.st_mtime_ns, key, status.st_size))
+        for _, key, file_bytes in sorted(found):
+            self._entries[key] = _Entry(file_bytes, is_verified=False)
+            self._num_bytes += file_bytes
+        with self._lock:
+            while self._num_bytes > self._budget_bytes and self._evict_one_locked():
+                pass
+
+    def _reserve(self, file_bytes: int) -> None:
+        with self._lock:
+            if file_bytes > self._budget_bytes:
+                raise _disk_full(file_bytes)
+            while self._num_bytes + file_bytes > self._budget_bytes:
+                if not self._evict_one_locked():
+                    raise _disk_full(file_bytes)
+            self._num_bytes += file_bytes
+
+    def _allocate(self, fd: int, file_bytes: int) -> None:
+        """Takes the room now, so that a full disk shows before the work; makes room when the disk is smaller than
+        the budget."""
+        while True:
+            try:
+                os.posix_fallocate(fd, 0, file_bytes)
+                return
+            except OSError as error:
+                if error.errno not in _FULL:
+                    os.ftruncate(fd, file_bytes)  # a file system without fallocate
+                    return
+                with self._lock:
+                    if not self._evict_one_locked():
+                        raise
+
+    def _adopt(self, path: Path, key: AdapterKey, file_bytes: int) -> None:
+        with self._lock:
+            path.replace(self._path(key))
+            if key in self._entries:  # the same content under another name, or from an earlier process
+                self._num_bytes -= self._entries[key].file_bytes
+            self._entries[key] = _Entry(file_bytes, is_verified=True)
+            self._entries.move_to_end(key)
+            with contextlib.suppress(OSError):  # without it, a power cut may lose the file, and a fetch brings it back
+                _sync_folder(self._root)
+
+    def _evict_one_locked(self) -> bool:
+        victim = next((key for key in self._entries if key not in self._in_use), None)
+        if victim is not None:
+            self._remove_locked(victim)
+        return victim is not None
+
+    def _remove_locked(self, key: AdapterKey) -> None:
+        entry = self._entries.pop(key, None)
+        if entry is not None:
+            self._num_bytes -= entry.file_bytes
+            self._path(key).unlink(missing_ok=True)
+
+
+class _Sink:
+    """Writes and hashes; counts."""
+
+    def __init__(self, fd: int, update: Callable[[memoryview], None]) -> None:
+        self._fd = fd
+        self._update = update
+        self.num_bytes = 0
+
+    def __call__(self, data: memoryview) -> None:
+        self._update(data)
+        _write_all(self._fd, data)
+        self.num_bytes += data.nbytes
+
+
+def _write_all(fd: int, data: memoryview) -> None:
+    while data.nbytes > 0:
+        data = data[os.write(fd, data) :]
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _header(kind: AdapterKind, layout: Mapping[str, Any], payload_bytes: int) -> bytes:
+    content = {"format": 1, "kind": kind, "layout": layout, "payload_bytes": payload_bytes}
+    return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _payload_start(header: bytes) -> int:
+    return -(-(len(MAGIC) + 8 + len(header)) // PAGE_BYTES) * PAGE_BYTES
+
+
+def _map(path: Path, key: AdapterKey, check_digest: bool) -> StoredAdapter:
+    """Raises OSError or ValueError when the file is not what its name says."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        mapped = memoryview(mmap.mmap(fd, 0, prot=mmap.PROT_READ))
+    finally:
+        os.close(fd)
+    prefix_bytes = len(MAGIC) + 8
+    header_bytes = int.from_bytes(mapped[len(MAGIC) : prefix_bytes], "little")
+    if bytes(mapped[: len(MAGIC)]) != MAGIC or header_bytes > min(MAX_HEADER_BYTES, mapped.nbytes):
+        raise ValueError("not a file of the store")
+    header = bytes(mapped[prefix_bytes : prefix_bytes + header_bytes])
+    content = json.loads(header)
+    start = _payload_start(header)
+    if not isinstance(content, dict) or content.get("format") != 1 or content.get("kind") != key.kind:
+        raise ValueError("not a file of the store")
+    if content.get("payload_bytes") != mapped.nbytes - start or not isinstance(content.get("layout"), dict):
+        raise ValueError("cut short, or without a layout")
+    payload = mapped[start:]
+    if check_digest:
+        digest = hashlib.sha256(header)
+        for piece in _pieces(payload):
+            digest.update(piece)
+        if digest.hexdigest() != key.digest:
+            raise ValueError("the content is not what its name says")
+    return StoredAdapter(key, content["layout"], payload)
+
+
+def _pieces(data: memoryview) -> Iterator[memoryview]:
+    """Each piece is hashed without the interpreter lock."""
+    return (data[start : start + (1 << 20)] for start in range(0, data.nbytes, 1 << 20))
+
+
+def _disk_full(file_bytes: int) -> DiskFull:
+    return DiskFull(
+        f"the adapter store has no room for {file_bytes} bytes: all that could go is in use, or the disk is full; "
+        "unload adapters or give the store more room (--adapter-disk)",
+        resource="adapter store",
+        retry_after_s=5.0,
+    )
