@@ -122,6 +122,7 @@ class AdapterSlots:
             assert table is not None
             module.num_installed += (factors is not None) - (table.factors[slot] is not None)
             table.factors[slot] = factors
+            table.derived = None
             chosen.append(factors)
         self._a_ptrs[:, slot] = _column((f.a.data_ptr() if f else 0 for f in chosen), self._a_ptrs)
         self._b_ptrs[:, slot] = _column((f.b.data_ptr() if f else 0 for f in chosen), self._b_ptrs)

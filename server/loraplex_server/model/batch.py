@@ -87,7 +87,7 @@ class BatchMirror:
     # --- staging ------------------------------------------------------------------------------------------------------
 
     def stage(self, spans: Sequence[Span]) -> StagedStep:
-        """Builds a step's inputs. Raises ValueError on a span that the rows cannot satisfy."""
+        """Builds a step's inputs from one or more spans, all of which `check` has passed."""
         spans = sorted(spans, key=self._order)
         fresh = tuple(block for span in spans for block in self._attach(span))
         self._write_drafts(spans)
@@ -128,8 +128,8 @@ class BatchMirror:
         adapters = self.row(span).sequence.adapters
         return (span.num_tokens, tuple((use.slot, use.weight) for use in adapters))
 
-    def _attach(self, span: Span) -> Iterator[int]:
-        """Writes the span's new blocks into its table, where a failed step leaves no trace; yields the empty ones."""
+    def check(self, span: Span) -> None:
+        """Raises ValueError on a span that its row cannot satisfy."""
         row = self.row(span)
         end = span.start + span.num_tokens
         num_blocks = row.num_blocks + len(span.new_block_ids)
@@ -139,6 +139,11 @@ class BatchMirror:
             raise ValueError(f"{num_blocks} blocks for {end} tokens of {span.sequence_id}")
         if span.num_samples not in (0, 1 + len(span.draft)):
             raise ValueError(f"{span.num_samples} samples with a draft of {len(span.draft)}")
+
+    def _attach(self, span: Span) -> Iterator[int]:
+        """Writes the span's new blocks into its table, where a failed step leaves no trace; yields the empty ones."""
+        row = self.row(span)
+        num_blocks = row.num_blocks + len(span.new_block_ids)
         self._block_tables[span.row, row.num_blocks : num_blocks] = span.new_block_ids
         for idx, block_id in enumerate(span.new_block_ids, start=row.num_blocks):
             # Blocks before the span's start came with content: from the prefix cache, or copied from a sibling.

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from loraplex_adapters.lora.convert import weight_sha256
 from loraplex_adapters.ops.base import SegmentedLora
 from loraplex_adapters.targets import BaseTargets
 from loraplex_proto.errors import InvalidArgument, Unimplemented, UnsupportedModel
@@ -22,7 +23,7 @@ from loraplex_server.model.attention import interface
 from loraplex_server.model.attention.base import AttentionLayer, PagedAttention
 from loraplex_server.model.context import StepContext
 from loraplex_server.model.kv import KvCache
-from loraplex_server.model.linear import BaseLinearFactory, PlainLinear
+from loraplex_server.model.linear import AdaptedHead, BaseLinearFactory, PlainLinear
 from loraplex_server.model.probe import probe_model
 from loraplex_server.model.refuse import refuse_config
 from loraplex_server.model.spec import ModelSpec, ShardSpec
@@ -48,6 +49,7 @@ class LoadedModel:
     context: StepContext
     attention: tuple[AttentionLayer, ...]
     targets: dict[str, AdaptedModule]
+    embedding_path: str
     shard: ShardSpec
 
     @property
@@ -59,8 +61,17 @@ class LoadedModel:
         return str(self.dtype).removeprefix("torch.")
 
     def base_targets(self, max_rank: int) -> BaseTargets:
-        """What adapter formats check against."""
-        return BaseTargets(target_modules(self.targets), self.model_id, self.dtype_name, max_rank)
+        """What adapter formats check against. Digests of the two weights that PEFT saves copies of take a moment."""
+        modules = target_modules(self.targets)
+        digests: dict[int, str] = {}  # tied weights are read once
+        for path, target in modules.items():
+            module = self.targets[path]
+            if isinstance(module, AdaptedHead) or path == self.embedding_path:
+                weight = cast(Tensor, module.weight)
+                digest = digests.get(weight.data_ptr()) or weight_sha256(weight)
+                modules[path] = replace(target, weight_sha256=digest)
+                digests[weight.data_ptr()] = digest
+        return BaseTargets(modules, self.model_id, self.dtype_name, max_rank)
 
     def bind_kv(self, cache: KvCache, backend: PagedAttention) -> None:
         """Connects the attention layers to their pages."""
@@ -127,6 +138,7 @@ def adopt_model(
     probe = probe_model(model, model_id, context_tokens)
     dtype, device = embedding.dtype, embedding.device
     context = StepContext()
+    embedding_path = next(path for path, module in model.named_modules() if module is model.get_input_embeddings())
     targets = adapt_modules(model, probe, context, dtype, make_base)
     layers: list[AttentionLayer] = []
     for module, spec in probe.attention:
@@ -142,7 +154,9 @@ def adopt_model(
         max_context_tokens=context_tokens,
         eos_token_ids=_eos_token_ids(model),
     )
-    return LoadedModel(model, model_id, spec, dtype, device, context, tuple(layers), targets, ShardSpec())
+    return LoadedModel(
+        model, model_id, spec, dtype, device, context, tuple(layers), targets, embedding_path, ShardSpec()
+    )
 
 
 def resolve_device(name: str) -> torch.device:

@@ -1,0 +1,133 @@
+"""Tiny random models, one per family, and what a family's oracle needs to know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers as tf
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+VOCAB_SIZE = 101
+MAX_LEN = 128
+WINDOW = 6  # smaller than the texts
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_LEN,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+    "initializer_range": 0.3,
+}
+_NEOX: dict[str, Any] = {key: value for key, value in _COMMON.items() if key != "num_key_value_heads"}
+_LLAMA3_ROPE: dict[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+_OPT: dict[str, Any] = {"hidden_size": 32, "ffn_dim": 48, "word_embed_proj_dim": 16, "init_std": 0.3}
+_GPT2: dict[str, Any] = {"n_positions": MAX_LEN, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.3}
+
+
+def _make(cls: type[PreTrainedConfig], base: dict[str, Any] | None = None, **changes: Any) -> PreTrainedConfig:
+    return cls(**((base or _COMMON) | changes))
+
+
+ZOO: dict[str, Callable[[], PreTrainedConfig]] = {
+    "llama": lambda: _make(tf.LlamaConfig, rope_parameters=dict(_LLAMA3_ROPE), tie_word_embeddings=False),
+    "mistral": lambda: _make(tf.MistralConfig, sliding_window=WINDOW),
+    "qwen2": lambda: _make(tf.Qwen2Config, tie_word_embeddings=True),
+    "qwen2-window": lambda: _make(
+        tf.Qwen2Config, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
+    ),
+    "qwen3": lambda: _make(tf.Qwen3Config, head_dim=16),
+    "gemma": lambda: _make(tf.GemmaConfig, head_dim=16),
+    "gemma2": lambda: _make(
+        tf.Gemma2Config,
+        head_dim=16,
+        sliding_window=WINDOW,
+        query_pre_attn_scalar=24,
+        attn_logit_softcapping=5.0,
+        final_logit_softcapping=3.0,
+    ),
+    "gemma3": lambda: _make(
+        tf.Gemma3TextConfig,
+        head_dim=16,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "phi3": lambda: _make(tf.Phi3Config, sliding_window=None),
+    "gpt2": lambda: _make(tf.GPT2Config, _GPT2 | {"vocab_size": VOCAB_SIZE, "eos_token_id": None, "bos_token_id": 1}),
+    "opt": lambda: _make(tf.OPTConfig, _NEOX | _OPT),
+    "granite": lambda: _make(
+        tf.GraniteConfig,
+        embedding_multiplier=2.0,
+        residual_multiplier=0.5,
+        attention_multiplier=0.3,
+        logits_scaling=2.0,
+    ),
+    "olmo2": lambda: _make(tf.Olmo2Config),
+    "starcoder2": lambda: _make(tf.Starcoder2Config, sliding_window=WINDOW),
+    "cohere": lambda: _make(tf.CohereConfig, logit_scale=0.25, use_qk_norm=True),
+    "mixtral": lambda: _make(tf.MixtralConfig, num_local_experts=4, num_experts_per_tok=2),
+    "phi": lambda: _make(tf.PhiConfig, partial_rotary_factor=0.5),
+    "gpt_neox": lambda: _make(tf.GPTNeoXConfig, _NEOX),
+    "smollm3": lambda: _make(tf.SmolLM3Config, no_rope_layers=[1, 0]),
+    "glm4": lambda: _make(tf.Glm4Config, head_dim=8),
+    "exaone4": lambda: _make(
+        tf.Exaone4Config, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"]
+    ),
+    "stablelm": lambda: _make(tf.StableLmConfig),
+    "cohere2": lambda: _make(
+        tf.Cohere2Config, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"]
+    ),
+    "olmo3": lambda: _make(
+        tf.Olmo3Config, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"]
+    ),
+    "qwen3_moe": lambda: _make(
+        tf.Qwen3MoeConfig, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8
+    ),
+    "deepseek_v3": lambda: _make(
+        tf.DeepseekV3Config,
+        num_key_value_heads=4,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=12,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        moe_intermediate_size=16,
+        first_k_dense_replace=1,
+    ),
+}
+
+
+def random_model(family: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> PreTrainedModel:
+    """A model whose greedy text neither repeats one token nor hangs on the last bit: norms and biases are random too."""
+    torch.manual_seed(seed)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(ZOO[family](), dtype=dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+        if family.startswith("gemma"):
+            # Tied, scaled up and with normed branches, they would repeat their last token for ever.
+            model.get_input_embeddings().weight.mul_(0.1)
+    if dtype == torch.float64:
+        model.set_experts_implementation("eager")  # grouped products have no float64
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model.eval()
