@@ -20,7 +20,7 @@ import os
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -55,12 +55,14 @@ class StoredAdapter:
 
 
 class AdapterStore:
-    """`in_use` holds the keys that may not be evicted; its owner may change it at any time."""
+    """`is_in_use` says which keys may not be evicted; it is called from any thread."""
 
-    def __init__(self, root: Path, budget_bytes: int, in_use: Collection[AdapterKey] = ()) -> None:
+    def __init__(
+        self, root: Path, budget_bytes: int, is_in_use: Callable[[AdapterKey], bool] = lambda key: False
+    ) -> None:
         self._root = root
         self._budget_bytes = budget_bytes
-        self._in_use = in_use
+        self._is_in_use = is_in_use
         self._lock = threading.Lock()
         self._entries: OrderedDict[AdapterKey, _Entry] = OrderedDict()  # least recently used first
         self._num_bytes = 0  # of the entries, and what is being written
@@ -218,7 +220,7 @@ class AdapterStore:
                 _sync_folder(self._root)
 
     def _evict_one_locked(self) -> bool:
-        victim = next((key for key in self._entries if key not in self._in_use), None)
+        victim = next((key for key in self._entries if not self._is_in_use(key)), None)
         if victim is not None:
             self._remove_locked(victim)
         return victim is not None

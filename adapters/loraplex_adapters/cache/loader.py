@@ -53,8 +53,8 @@ def import_adapter(
             log.warning("adapter %s %s", ascii(adapter_id), warning)
 
         def fill(write: WriteFn) -> None:
-            check_base_copies(plan, weights_file, pace)
-            write_payload(plan, weights_file, write, pace)
+            check_base_copies(plan, weights_file)
+            write_payload(plan, weights_file, write)
             config_file.check_unchanged()
             weights_file.check_unchanged()
 

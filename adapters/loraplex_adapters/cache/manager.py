@@ -23,7 +23,7 @@ from loraplex_adapters.cache.api import AdapterInfo, CacheUsage, InstallFn
 from loraplex_adapters.cache.config import AdapterCacheConfig
 from loraplex_adapters.cache.integrity import check_idle, check_names, check_residency
 from loraplex_adapters.cache.loader import BackgroundThread, Imported, import_adapter, typed
-from loraplex_adapters.cache.states import DropDevice, DropHost, Fetch, FetchName, Move, Promote, Stage
+from loraplex_adapters.cache.states import DropDevice, DropHost, Fetch, FetchName, KeyState, Move, Promote, Stage
 from loraplex_adapters.cache.table import AdapterTable, fresh
 from loraplex_adapters.cache.tiers import HostCopy, Tiers
 from loraplex_adapters.key import AdapterKey, check_adapter_id
@@ -67,9 +67,8 @@ class AdapterManager:
         self._notify = notify
         self._access = access
         self._table = AdapterTable(config)
-        self._in_use: set[AdapterKey] = set()
         self._temporary = None if config.store_dir else Path(tempfile.mkdtemp(prefix="loraplex-store-"))
-        self._store = AdapterStore(config.store_dir or self._temporary or Path(), config.disk_bytes, self._in_use)
+        self._store = AdapterStore(config.store_dir or self._temporary or Path(), config.disk_bytes, self._is_in_use)
         self._tiers = Tiers(self._store, torch.device(device))
         self._host: dict[AdapterKey, HostCopy] = {}
         self._device: dict[AdapterKey, LoraWeights] = {}
@@ -106,8 +105,6 @@ class AdapterManager:
             raise not_found(adapter_id)
         key = self._table.resolve(adapter_id, now)
         self._start_fetches()
-        if key is not None:
-            self._in_use.add(key)
         return key
 
     def unpin(self, key: AdapterKey) -> None:
@@ -159,8 +156,6 @@ class AdapterManager:
         for move in self._table.take_moves():
             self._carry_out(move)
             has_changed = True
-        if has_changed:
-            self._in_use &= {r.key for r in self._table.residency.records.values() if r.is_in_use}
         if self._table.is_due:
             self._notify()
         return has_changed
@@ -169,10 +164,13 @@ class AdapterManager:
         check_residency(self._table.residency)
         check_names(self._table)
         check_idle(self._table)
-        records = self._table.residency.records
-        on_device = {key for key, record in records.items() if key in self._device or record.num_refs}
-        assert set(self._device) == on_device, "weights on the device that no record knows"
-        assert set(self._host) <= {key for key, record in records.items() if record.has_host}, "stray host copies"
+        residency = self._table.residency
+        on_device = {r.key for r in residency.records.values() if r.state is KeyState.ON_DEVICE}
+        hosted = {r.key for r in residency.records.values() if r.has_host}
+        # The next `poll` drops these.
+        leaving = {type(move): {m.key for m in residency.moves if type(m) is type(move)} for move in residency.moves}
+        assert set(self._device) - leaving.get(DropDevice, set()) == on_device, "weights that no record knows"
+        assert set(self._host) - leaving.get(DropHost, set()) <= hosted, "host copies that no record knows"
 
     def close(self) -> None:
         if self._is_closed:
@@ -186,6 +184,11 @@ class AdapterManager:
         self._store.close()
         if self._temporary is not None:
             shutil.rmtree(self._temporary, ignore_errors=True)
+
+    def _is_in_use(self, key: AdapterKey) -> bool:
+        """For the store, from the fetcher's thread: a look without a lock, at worst a moment old."""
+        record = self._table.residency.records.get(key)
+        return record is not None and record.is_in_use
 
     # --- background work --------------------------------------------------------------------------------------------
 
@@ -253,7 +256,7 @@ class AdapterManager:
         started_s = time.perf_counter()
         key = move.key
         try:
-            host = host or self._tiers.stage(key, pace)
+            host = host or self._tiers.stage(key)
             if host is None:
                 self._finish(lambda now: self._table.residency.lost(key, now))
                 return

@@ -107,6 +107,7 @@ class AdapterTable:
                 return
         record.step(NameEvent.FETCHED)
         self._bind(record, key, num_bytes, rank)
+        self.residency.prefetch(key)  # whoever asked for it is about to use it
         if operation is None or operation.ended_s is not None:
             return
         if operation.is_behind:
@@ -115,7 +116,6 @@ class AdapterTable:
             return
         operation.bound_round = self.residency.round
         self.residency.set_pinned(key, name, operation.pin)
-        self.residency.prefetch(key)
 
     def name_failed(self, name: str, ticket: int, error: Exception, now: float) -> None:
         self.num_fetching -= 1

@@ -41,7 +41,7 @@ class Tiers:
         self._device = device
         self._stream: torch.cuda.Stream | None = None
 
-    def stage(self, key: AdapterKey, pace: Pace) -> HostCopy | None:
+    def stage(self, key: AdapterKey) -> HostCopy | None:
         """From the store. None when it has dropped the adapter."""
         stored = self._store.open(key)
         if stored is None:
@@ -52,7 +52,7 @@ class Tiers:
         if self._device.type != "cuda":
             return HostCopy(key, layout, mapped)
         pinned = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=True)
-        _copy(pinned.numpy(), mapped, pace)
+        _copy(pinned.numpy(), mapped)
         return HostCopy(key, layout, pinned.numpy(), pinned)
 
     def promote(self, host: HostCopy, pace: Pace) -> LoraWeights:
@@ -60,7 +60,7 @@ class Tiers:
         num_bytes = host.layout.num_bytes
         if self._device.type != "cuda":
             storage = torch.empty(num_bytes, dtype=torch.uint8)
-            _copy(storage.numpy(), host.payload, pace)
+            _copy(storage.numpy(), host.payload)
             return weights_at(host.key, host.layout, storage, pace)
         assert host.pinned is not None, "with CUDA the host tier is pinned"
         if self._stream is None:
@@ -80,9 +80,8 @@ class Tiers:
             weights.storage.record_stream(torch.cuda.current_stream(self._device))
 
 
-def _copy(target: NDArray[np.uint8], source: NDArray[np.uint8], pace: Pace) -> None:
+def _copy(target: NDArray[np.uint8], source: NDArray[np.uint8]) -> None:
     """By numpy and in pieces: without the interpreter lock, and without torch's team of threads."""
     for start in range(0, source.size, COPY_PIECE_BYTES):
         end = start + COPY_PIECE_BYTES
         np.copyto(target[start:end], source[start:end])
-        pace()

@@ -20,7 +20,6 @@ from loraplex_adapters.formats.detect import WEIGHTS_NAME
 from loraplex_adapters.formats.peft import FLOAT_DTYPES, LoraPlan
 from loraplex_adapters.formats.safetensors_header import DTYPE_BYTES, TensorInfo
 from loraplex_adapters.lora.layout import DTYPES
-from loraplex_adapters.pace import Pace, no_pace
 from loraplex_adapters.sources.base import SourceFile
 from loraplex_proto.errors import AdapterUnsupported, NonFinite
 
@@ -29,23 +28,23 @@ PIECE_ELEMENTS = 32_000
 WriteFn = Callable[[memoryview], None]
 
 
-def write_payload(plan: LoraPlan, file: SourceFile, write: WriteFn, pace: Pace = no_pace) -> None:
+def write_payload(plan: LoraPlan, file: SourceFile, write: WriteFn) -> None:
     """Writes exactly `plan.layout.num_bytes` bytes. Raises NonFinite, or what the file raises."""
     position = 0
     for module, placed in zip(plan.modules, plan.layout.placed, strict=True):
         for tensor, offset in ((module.a, placed.a_offset), (module.b, placed.b_offset)):
             position += _pad(write, offset - position)
-            for piece in _pieces(tensor, file, plan.layout.dtype, pace):
+            for piece in _pieces(tensor, file, plan.layout.dtype):
                 _check_finite(piece, tensor, plan.layout.dtype)
                 position += _write(write, piece)
     _pad(write, plan.layout.num_bytes - position)
 
 
-def check_base_copies(plan: LoraPlan, file: SourceFile, pace: Pace = no_pace) -> None:
+def check_base_copies(plan: LoraPlan, file: SourceFile) -> None:
     """Raises AdapterUnsupported when a saved weight is not the base model's own."""
     for tensor, module in plan.base_copies:
         digest = hashlib.sha256()
-        for piece in _pieces(tensor, file, plan.layout.dtype, pace):
+        for piece in _pieces(tensor, file, plan.layout.dtype):
             digest.update(_bytes_of(piece))
         if digest.hexdigest() != module.weight_sha256:
             raise AdapterUnsupported(
@@ -61,14 +60,13 @@ def weight_sha256(weight: Tensor) -> str:
     return digest.hexdigest()
 
 
-def _pieces(tensor: TensorInfo, file: SourceFile, dtype: str, pace: Pace) -> Iterator[Tensor]:
+def _pieces(tensor: TensorInfo, file: SourceFile, dtype: str) -> Iterator[Tensor]:
     """The tensor's elements in order, converted. A piece is valid until the next one."""
     source_dtype = DTYPES[FLOAT_DTYPES[tensor.dtype]]
     itemsize = DTYPE_BYTES[tensor.dtype]
     num_elements = tensor.num_bytes // itemsize
     buffer = bytearray(min(num_elements, PIECE_ELEMENTS) * itemsize)
     for start in range(0, num_elements, PIECE_ELEMENTS):
-        pace()
         count = min(PIECE_ELEMENTS, num_elements - start)
         file.read_into(memoryview(buffer)[: count * itemsize], tensor.offset + start * itemsize)
         yield torch.frombuffer(buffer, dtype=source_dtype, count=count).to(DTYPES[dtype])

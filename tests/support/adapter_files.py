@@ -1,0 +1,99 @@
+"""Adapters for tests, without a model: a small set of targets, files as PEFT writes them, and files as nobody should."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from loraplex_adapters.lora.weights import LoraWeights
+from loraplex_adapters.targets import BaseTargets, TargetModule
+
+HIDDEN = 16
+VOCAB = 24
+Q_PROJ = "model.layers.0.self_attn.q_proj"
+DOWN_PROJ = "model.layers.1.mlp.down_proj"
+PREFIX = "base_model.model."
+
+
+def base_targets(dtype: str = "float32", max_rank: int = 16, weight_sha256: str = "") -> BaseTargets:
+    """Two layers with q_proj [16 -> 16] and down_proj [32 -> 16], an embedding and a head."""
+    modules: list[TargetModule] = []
+    for layer in range(2):
+        modules.append(TargetModule(f"model.layers.{layer}.self_attn.q_proj", "linear", HIDDEN, HIDDEN))
+        modules.append(TargetModule(f"model.layers.{layer}.mlp.down_proj", "linear", 2 * HIDDEN, HIDDEN))
+    modules.append(TargetModule("model.embed_tokens", "embedding", VOCAB, HIDDEN, weight_sha256=weight_sha256))
+    modules.append(TargetModule("lm_head", "linear", HIDDEN, VOCAB, weight_sha256=weight_sha256))
+    return BaseTargets({m.path: m for m in modules}, "tiny-base", dtype, max_rank)
+
+
+def lora_tensors(
+    rank: int = 4, seed: int = 0, paths: Iterable[str] = (Q_PROJ, DOWN_PROJ), dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
+    """Random factors under the names that PEFT gives them."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors: dict[str, Tensor] = {}
+    for path in paths:
+        module = base_targets().modules[path]
+        a = torch.randn(rank, module.in_features, generator=generator, dtype=torch.float64).to(dtype)
+        b = torch.randn(module.out_features, rank, generator=generator, dtype=torch.float64).to(dtype)
+        if module.kind == "embedding":
+            tensors |= {f"{PREFIX}{path}.lora_embedding_A": a, f"{PREFIX}{path}.lora_embedding_B": b}
+        else:
+            tensors |= {f"{PREFIX}{path}.lora_A.weight": a, f"{PREFIX}{path}.lora_B.weight": b}
+    return tensors
+
+
+def lora_config(rank: int = 4, **fields: Any) -> dict[str, Any]:
+    """What an adapter_config.json says at least, with `fields` over it."""
+    config: dict[str, Any] = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": "tiny-base",
+        "r": rank,
+        "lora_alpha": 2 * rank,
+        "lora_dropout": 0.1,
+        "target_modules": ["q_proj", "down_proj", "embed_tokens", "lm_head"],
+        "bias": "none",
+    }
+    return config | fields
+
+
+def write_adapter(
+    folder: Path, rank: int = 4, seed: int = 0, tensors: Mapping[str, Tensor] | None = None, **fields: Any
+) -> Path:
+    """A whole adapter; `fields` go over its configuration."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps(lora_config(rank, **fields)))
+    chosen = lora_tensors(rank, seed) if tensors is None else tensors
+    save_file(dict(chosen), folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def safetensors_bytes(header: Mapping[str, Any] | bytes, data: bytes, header_bytes: int | None = None) -> bytes:
+    """A safetensors file with any header at all."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if header_bytes is None else header_bytes) + text + data
+
+
+class Slots:
+    """Stands in for the model's adapter slots: remembers what is installed where."""
+
+    def __init__(self) -> None:
+        self.installed: dict[int, LoraWeights] = {}
+
+    def install(self, slot: int, weights: LoraWeights | None) -> None:
+        if weights is None:
+            del self.installed[slot]
+        else:
+            assert slot not in self.installed, "a slot is cleared before it is filled again"
+            self.installed[slot] = weights
+
+
+Until = Callable[[], Any]
