@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from loraplex import Adapter
+from loraplex import Adapter, InvalidAdapterId, InvalidArgument, LoraplexError
 from loraplex.cli import terminal
 from loraplex.cli.connection import (
     DEFAULT_SERVER,
@@ -21,6 +24,10 @@ from loraplex.cli.connection import (
     TokenOption,
     connect,
 )
+from loraplex_proto.ids import check_adapter_id
+
+if TYPE_CHECKING:
+    from loraplex_adapters.sources.base import AdapterFiles
 
 adapters = typer.Typer(
     help="List, load, unload and verify adapters.\n\n"
@@ -75,6 +82,103 @@ def unload(
     """Unload an adapter. Requests that use it end as they began."""
     with connect(server, token, timeout_s, tls, ca_cert) as client:
         _show(client.adapters.unload(name), as_json=as_json)
+
+
+@adapters.command()
+def verify(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder with the adapter's files.")],
+    base: Annotated[str, typer.Option("--base", "-b", help="The base model: a directory or a Hub id.")],
+    dtype: Annotated[str, typer.Option(help="As the server's --dtype; the digest depends on it.")] = "auto",
+    max_rank: Annotated[
+        int | None, typer.Option("--max-lora-rank", help="As the server's. Default: the server's default.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check an adapter's files against a base model, without a server.
+
+    Does what a server does when it loads the adapter, up to the last byte: what passes here will load there. Loads the
+    base model into memory, and needs loraplex[server].
+    """
+    try:
+        report = _verify(folder, base, dtype, max_rank)
+    except LoraplexError as error:
+        if not as_json:
+            raise
+        terminal.write_json({"valid": False, "reason": error.reason, "message": error.message})
+        raise typer.Exit(1) from error
+    if as_json:
+        terminal.write_json(report)
+    else:
+        terminal.write_table(("WHAT", "VALUE"), [(key, _words(value)) for key, value in report.items()])
+
+
+def _verify(folder: Path, base: str, dtype: str, max_rank: int | None) -> dict[str, Any]:
+    """Raises the error that a server would answer with."""
+    if not folder.is_dir():
+        raise InvalidArgument(f"{folder} is not a folder", field="DIR")
+    # Late, because they bring torch.
+    from loraplex_adapters.cache.loader import check_adapter, import_adapter
+    from loraplex_adapters.formats.detect import detect_kind
+    from loraplex_adapters.pace import no_pace
+    from loraplex_adapters.store import AdapterStore
+    from loraplex_server.config import AdaptersConfig
+    from loraplex_server.model.loader import load_model
+
+    name, source = folder.resolve().name, _OneFolder(folder)
+    with source.open(name) as files:
+        detect_kind(files.names)  # before the base model is loaded for nothing
+    with terminal.progress(f"loading {base}"):
+        model = load_model(base, dtype=dtype, device="cpu")
+    targets = model.base_targets(max_rank or AdaptersConfig().max_rank)
+    plan = check_adapter(name, source, targets, no_pace)
+    with tempfile.TemporaryDirectory(prefix="loraplex-verify-") as scratch, terminal.progress(f"reading {name}"):
+        store = AdapterStore(Path(scratch), budget_bytes=1 << 50)
+        try:
+            imported = import_adapter(name, source, targets, store, no_pace)
+        finally:
+            store.close()
+    warnings = list(plan.warnings)
+    try:
+        check_adapter_id(name)
+    except InvalidAdapterId as error:
+        warnings.append(f"a server would not serve it under this folder's name: {error.message}")
+    return {
+        "valid": True,
+        "kind": imported.key.kind,
+        "digest": imported.key.digest,
+        "rank": imported.rank,
+        "modules": len(plan.modules),
+        "num_bytes": imported.num_bytes,
+        "dtype": targets.dtype,
+        "warnings": warnings,
+    }
+
+
+class _OneFolder:
+    """The one adapter in a folder, whatever the folder is called. Implements loraplex_adapters' AdapterSource."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def open(self, adapter_id: str) -> AdapterFiles:
+        from loraplex_adapters.sources.directory import open_files
+
+        try:
+            fd = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise InvalidArgument(f"cannot read {self._folder}: {error.strerror}", field="DIR") from error
+        return open_files(fd, adapter_id)
+
+    def list(self) -> Sequence[str]:
+        return ()
+
+
+def _words(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        return "; ".join(str(one) for one in cast("list[object]", value)) or "none"
+    return str(value)
 
 
 _COLUMNS = ("NAME", "KIND", "STATE", "TIER", "RANK", "SIZE", "RUNNING", "PINNED", "WORKER", "DIGEST", "ERROR")

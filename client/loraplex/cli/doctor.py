@@ -115,20 +115,21 @@ def _devices() -> list[Row]:
 
 
 def _lora_operations() -> list[Row]:
-    return _rows("loraplex_adapters.ops.registry", "available_ops")
+    try:
+        from loraplex_adapters.ops.registry import available_ops
+
+        return [{"name": one.name, "usable": one.usable, "note": one.reason} for one in available_ops()]
+    except Exception as error:  # whatever a half-working installation raises is what is to be shown
+        return [{"name": "all", "usable": False, "note": _first_line(error)}]
 
 
 def _attention() -> list[Row]:
-    return _rows("loraplex_server.model.attention.registry", "available_attention")
-
-
-def _rows(module: str, function: str) -> list[Row]:
-    """The implementations that a registry of the server lists, or why it cannot be asked."""
     try:
-        listed: list[Any] = getattr(import_module(module), function)()
-    except Exception as error:  # whatever a half-working installation raises is what is to be shown
-        return [{"name": module.partition(".")[0], "usable": False, "note": _first_line(error)}]
-    return [{"name": one.name, "usable": bool(one.is_usable), "note": str(one.reason)} for one in listed]
+        from loraplex_server.model.attention.registry import available_attention
+
+        return [{"name": one.name, "usable": one.is_usable, "note": one.reason} for one in available_attention()]
+    except Exception as error:
+        return [{"name": "all", "usable": False, "note": _first_line(error)}]
 
 
 def _first_line(error: Exception) -> str:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 # Control characters that could move the cursor, retitle the window or worse; a model's text is not to be trusted.
@@ -52,6 +53,20 @@ def write_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     for row in rows:
         table.add_row(*(Text(without_control(cell)) for cell in row))
     Console().print(table)
+
+
+@contextmanager
+def progress(text: str) -> Generator[None, None, None]:
+    """A spinner on stderr while the block runs; a plain line where stderr is no terminal."""
+    if not sys.stderr.isatty():
+        sys.stderr.write(f"{text}\n")
+        yield
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    with Console(stderr=True).status(Text(without_control(text))):
+        yield
 
 
 def remark(text: str) -> None:
