@@ -73,8 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         complain(error.message)
         return 1
     except ModuleNotFoundError as error:
-        missing = (error.name or "").partition(".")[0]
-        if wanted is None or not missing or missing == "loraplex":
+        missing = error.name or ""
+        if wanted is None or not missing or missing.partition(".")[0] == "loraplex":
             raise  # a bug of ours
         complain(_missing(commands[wanted], missing))
         return 1
@@ -127,9 +127,9 @@ def _summary(entry: EntryPoint) -> str:
 
 
 def _missing(entry: EntryPoint, module: str) -> str:
-    package = entry.module.partition(".")[0]
     if module.startswith("loraplex"):
-        return f"`loraplex {entry.name}` is not part of this installation: the package {module} is missing"
+        return f"`loraplex {entry.name}` is not part of this installation: {module} is missing"
+    package, module = entry.module.partition(".")[0], module.partition(".")[0]
     if package not in EXTRAS and package != "loraplex":
         return f"`loraplex {entry.name}` needs the Python package {module}, which is not installed"
     extra = EXTRAS.get(package, "server")
