@@ -66,7 +66,9 @@ def router(
     try:
         # Late: what only prints help needs no gRPC.
         from loraplex_proto.telemetry import setup_logging
-        from loraplex_router.config import PolicyConfig, RouterConfig, ServerOptions
+        from loraplex_router.config import PolicyConfig, RouterConfig, ServerOptions, quieten_grpc
+
+        quieten_grpc()
         from loraplex_router.server import run_router
 
         if log_format not in ("plain", "json"):

@@ -1,11 +1,12 @@
 """The router's configuration: nested frozen dataclasses, checked once, where they are made.
 
-Knows nothing of the command line (cli.py makes these from flags) and reads no environment.
+Knows nothing of the command line (cli.py makes these from flags). The only place that touches the environment.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -121,6 +122,11 @@ class RouterConfig:
             return not ipaddress.ip_address(self.host.strip("[]")).is_loopback
         except ValueError:
             return self.host != "localhost"
+
+
+def quieten_grpc() -> None:
+    """Keeps gRPC's C core from writing its own lines beside our log. Has no effect once grpc is imported."""
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 
 def _check(is_ok: bool, name: str, rule: str) -> None:

@@ -115,17 +115,17 @@ class Replicas:
         replica.num_in_flight += 1
         replica.unreported.append(flight)
         replica.unreported_tokens += work_tokens
-        self._work_by_key[key] = self._work_by_key.get(key, 0) + work_tokens
+        if work_tokens:
+            self._work_by_key[key] = self._work_by_key.get(key, 0) + work_tokens
         return flight
 
     def end(self, flight: Flight) -> None:
         replica = self._replicas[flight.worker_id]
         replica.num_in_flight -= 1
-        left_for_key = self._work_by_key[flight.key] - flight.work_tokens
-        if left_for_key > 0:
-            self._work_by_key[flight.key] = left_for_key
-        else:
-            del self._work_by_key[flight.key]
+        if flight.work_tokens:
+            self._work_by_key[flight.key] -= flight.work_tokens
+            if not self._work_by_key[flight.key]:
+                del self._work_by_key[flight.key]
         if flight in replica.unreported:
             replica.unreported.remove(flight)
             replica.unreported_tokens -= flight.work_tokens

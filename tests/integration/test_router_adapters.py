@@ -1,0 +1,232 @@
+"""AdapterService through the router, and who may use it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from support.fake_workers import Cluster, FakeWorker, Generate, cluster, router_for, until
+
+from loraplex_proto.auth import new_router_credential, token_digest
+from loraplex_proto.errors import (
+    AdapterInvalid,
+    AdapterNotFound,
+    Draining,
+    InvalidAdapterId,
+    LoraplexError,
+    NoWorker,
+    PermissionDenied,
+    Unauthenticated,
+    WorkerLost,
+)
+from loraplex_proto.status import from_rpc_error
+from loraplex_proto.v1 import adapter_pb2, adapter_pb2_grpc, inference_pb2_grpc
+from loraplex_router.policy import rendezvous_order
+
+Load, Unload, Get = adapter_pb2.LoadAdapterRequest, adapter_pb2.UnloadAdapterRequest, adapter_pb2.GetAdapterRequest
+List = adapter_pb2.ListAdaptersRequest
+
+
+def stub(channel: grpc.aio.Channel) -> Any:
+    return adapter_pb2_grpc.AdapterServiceStub(channel)
+
+
+def homes(c: Cluster, adapter_id: str) -> list[FakeWorker]:
+    return [c.by_address(address) for address in rendezvous_order(adapter_id, [w.address for w in c.workers])]
+
+
+async def error_of(call: Any) -> LoraplexError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return from_rpc_error(caught.value)
+
+
+# --- fan-out ------------------------------------------------------------------------------------------------------
+
+
+async def test_a_load_goes_to_the_homes() -> None:
+    async with cluster(4) as c:
+        rows = (await stub(c.channel).LoadAdapter(Load(adapter_id="sql"))).adapters
+        assert [row.worker for row in rows] == [worker.address for worker in homes(c, "sql")[:2]]
+        assert [bool(worker.adapters) for worker in homes(c, "sql")] == [True, True, False, False]
+
+
+async def test_whoever_is_next_takes_the_place_of_a_home_that_is_going() -> None:
+    async with cluster(4) as c:
+        homes(c, "sql")[0].adapter_error = Draining("going")
+        rows = (await stub(c.channel).LoadAdapter(Load(adapter_id="sql"))).adapters
+        assert [row.worker for row in rows] == [worker.address for worker in homes(c, "sql")[1:3]]
+
+
+async def test_what_is_wrong_with_an_adapter_is_not_asked_for_twice() -> None:
+    async with cluster(4) as c:
+        for worker in c.workers:
+            worker.adapter_error = AdapterInvalid("rank 0", resource="sql")
+        error = await error_of(stub(c.channel).LoadAdapter(Load(adapter_id="sql")))
+        assert isinstance(error, AdapterInvalid)
+        assert error.resource == "sql"
+        assert sum(worker.calls.count("LoadAdapter") for worker in c.workers) == 2
+
+
+async def test_an_unload_goes_to_all() -> None:
+    async with cluster(3) as c:
+        for worker in c.workers[:2]:
+            worker.adapters["sql"] = adapter_pb2.Adapter(adapter_id="sql")
+        rows = (await stub(c.channel).UnloadAdapter(Unload(adapter_id="sql"))).adapters
+        # Not having it is fine, as long as somebody had it.
+        assert {row.worker for row in rows} == {worker.address for worker in c.workers[:2]}
+        assert [worker.calls.count("UnloadAdapter") for worker in c.workers] == [1, 1, 1]
+        error = await error_of(stub(c.channel).UnloadAdapter(Unload(adapter_id="sql")))
+        assert isinstance(error, AdapterNotFound)
+
+
+async def test_an_unload_that_leaves_it_somewhere_is_no_success() -> None:
+    async with cluster(2) as c:
+        for worker in c.workers:
+            worker.adapters["sql"] = adapter_pb2.Adapter(adapter_id="sql")
+        c.workers[0].adapter_error = Draining("going")
+        assert isinstance(await error_of(stub(c.channel).UnloadAdapter(Unload(adapter_id="sql"))), Draining)
+        assert not c.workers[1].adapters
+
+
+async def test_listings_have_a_row_per_worker() -> None:
+    async with cluster(3) as c:
+        for worker in c.workers[:2]:
+            worker.adapters["sql"] = adapter_pb2.Adapter(adapter_id="sql", rank=8)
+        c.workers[2].adapters["json"] = adapter_pb2.Adapter(adapter_id="json")
+        rows = (await stub(c.channel).ListAdapters(List())).adapters
+        expected = [("sql", c.workers[0]), ("sql", c.workers[1]), ("json", c.workers[2])]
+        assert [(row.adapter_id, row.worker) for row in rows] == [(name, w.address) for name, w in expected]
+        rows = (await stub(c.channel).GetAdapter(Get(adapter_id="sql"))).adapters
+        assert [(row.worker, row.rank) for row in rows] == [(worker.address, 8) for worker in c.workers[:2]]
+        assert isinstance(await error_of(stub(c.channel).GetAdapter(Get(adapter_id="xml"))), AdapterNotFound)
+
+
+async def test_a_verdict_comes_before_an_absence() -> None:
+    async with cluster(2) as c:
+        c.workers[0].adapter_error = Draining("going")
+        assert isinstance(await error_of(stub(c.channel).GetAdapter(Get(adapter_id="xml"))), AdapterNotFound)
+        c.workers[1].adapter_error = Draining("going")
+        assert isinstance(await error_of(stub(c.channel).GetAdapter(Get(adapter_id="xml"))), Draining)
+
+
+async def test_ids_are_checked_before_anybody_is_asked() -> None:
+    async with cluster(1) as c:
+        for call in (
+            stub(c.channel).LoadAdapter(Load(adapter_id="../x")),
+            stub(c.channel).UnloadAdapter(Unload()),
+            stub(c.channel).GetAdapter(Get(adapter_id="a\n")),
+        ):
+            assert isinstance(await error_of(call), InvalidAdapterId)
+        assert c.workers[0].calls == []
+
+
+async def test_nobody_answers_for_nobody() -> None:
+    async with router_for(["127.0.0.1:1"]) as (_router, channel):
+        for call in (stub(channel).ListAdapters(List()), stub(channel).LoadAdapter(Load(adapter_id="a"))):
+            assert isinstance(await error_of(call), NoWorker)
+
+
+async def test_a_worker_that_is_lost_while_it_is_asked() -> None:
+    async with cluster(1) as c:
+        (worker,) = c.workers
+        await worker.stop()
+        error = await error_of(stub(c.channel).GetAdapter(Get(adapter_id="a")))
+        assert isinstance(error, (NoWorker, WorkerLost))
+
+
+# --- credentials --------------------------------------------------------------------------------------------------
+
+
+def bearer(token: str, *more: tuple[str, str]) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {token}"), *more)
+
+
+@pytest.fixture
+async def guarded(tmp_path: Path) -> AsyncIterator[Cluster]:
+    """A router that asks for credentials, in front of workers that believe it alone."""
+    token_file, worker_auth_file = new_router_credential(tmp_path)
+    rows = [
+        {"sha256": token_digest("a"), "tenant": "acme", "adapters": ["acme/*"]},
+        {"sha256": token_digest("o"), "tenant": "ops", "adapters": ["*"], "roles": ["admin"]},
+    ]
+    auth_file = tmp_path / "auth.json"
+    auth_file.write_text(json.dumps({"credentials": rows}))
+    settings = {"auth_file": auth_file, "worker_token_file": token_file, "worker_auth_file": worker_auth_file}
+    async with cluster(2, **settings) as c:
+        yield c
+
+
+async def test_the_tenant_comes_from_the_credential(guarded: Cluster) -> None:
+    generate = inference_pb2_grpc.InferenceServiceStub(guarded.channel).Generate
+    await generate(Generate(text="x"), metadata=bearer("a", ("x-loraplex-tenant", "victim")))
+    (metadata,) = [metadata for worker in guarded.workers for metadata in worker.metadata]
+    assert metadata["x-loraplex-tenant"] == "acme"
+    assert metadata["authorization"] != "Bearer a"
+
+
+async def test_nobody_gets_past_the_router_without_a_credential(guarded: Cluster) -> None:
+    generate = inference_pb2_grpc.InferenceServiceStub(guarded.channel).Generate
+    assert isinstance(await error_of(generate(Generate(text="x"))), Unauthenticated)
+    assert isinstance(await error_of(generate(Generate(text="x"), metadata=bearer("b"))), Unauthenticated)
+    assert isinstance(await error_of(generate(Generate(text="x"), metadata=bearer("o"))), PermissionDenied)
+    load = stub(guarded.channel).LoadAdapter(Load(adapter_id="acme/a"), metadata=bearer("a"))
+    assert isinstance(await error_of(load), PermissionDenied)
+    assert guarded.num_requests == [0, 0]
+    health = health_pb2_grpc.HealthStub(guarded.channel)
+    answer = await health.Check(health_pb2.HealthCheckRequest(service="loraplex.v1.InferenceService"))
+    assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_nor_past_the_worker(guarded: Cluster) -> None:
+    async with grpc.aio.insecure_channel(guarded.workers[0].address) as direct:
+        generate = inference_pb2_grpc.InferenceServiceStub(direct).Generate
+        call = generate(Generate(text="x"), metadata=bearer("a", ("x-loraplex-tenant", "acme")))
+        assert isinstance(await error_of(call), Unauthenticated)
+
+
+async def test_somebody_elses_adapter_looks_unknown(guarded: Cluster) -> None:
+    generate = inference_pb2_grpc.InferenceServiceStub(guarded.channel).Generate
+    foreign = await error_of(generate(Generate(text="x", adapter_id="other/a"), metadata=bearer("a")))
+    assert isinstance(foreign, AdapterNotFound)
+    assert foreign.resource == "other/a"
+    got = await error_of(stub(guarded.channel).GetAdapter(Get(adapter_id="other/a"), metadata=bearer("a")))
+    assert got.message == foreign.message
+    assert all("GetAdapter" not in worker.calls for worker in guarded.workers)
+    await generate(Generate(text="x", adapter_id="acme/a"), metadata=bearer("a"))
+
+
+async def test_listings_show_a_tenant_its_own(guarded: Cluster) -> None:
+    for name in ("acme/a", "other/b"):
+        await stub(guarded.channel).LoadAdapter(Load(adapter_id=name), metadata=bearer("o"))
+    seen = {
+        token: {
+            row.adapter_id
+            for row in (await stub(guarded.channel).ListAdapters(List(), metadata=bearer(token))).adapters
+        }
+        for token in ("a", "o")
+    }
+    assert seen == {"a": {"acme/a"}, "o": {"acme/a", "other/b"}}
+
+
+async def test_without_credentials_no_tenant_is_claimed() -> None:
+    async with cluster(1) as c:
+        generate = inference_pb2_grpc.InferenceServiceStub(c.channel).Generate
+        await generate(Generate(text="x"), metadata=bearer("a", ("x-loraplex-tenant", "victim")))
+        assert not {"authorization", "x-loraplex-tenant"} & c.workers[0].metadata[0].keys()
+
+
+async def test_a_router_with_the_wrong_credential_has_no_workers(tmp_path: Path) -> None:
+    _, worker_auth_file = new_router_credential(tmp_path)
+    token_file = tmp_path / "wrong"
+    token_file.write_text("wrong")
+    worker = await FakeWorker("w", worker_auth_file).start()
+    async with router_for([worker.address], worker_token_file=token_file) as (router, channel):
+        await until(lambda: "UNAUTHENTICATED" in router.replicas[worker.address].last_error)
+        assert isinstance(await error_of(stub(channel).ListAdapters(List())), NoWorker)
+    await worker.stop()

@@ -1,0 +1,270 @@
+"""The router as a process: its command, its signals, TLS, metrics, and workers that are killed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from support.fake_workers import FakeWorker, Generate, chunks, cluster, router_for, until
+
+from loraplex_proto.errors import FailedPrecondition, InvalidArgument, WorkerLost
+from loraplex_proto.status import from_rpc_error
+from loraplex_proto.v1 import inference_pb2_grpc
+from loraplex_router.config import RouterConfig
+from loraplex_router.server import run_router, start_router
+
+TESTS = Path(__file__).parents[1]
+COMMAND = "import typer; from loraplex_router.cli import router; typer.run(router)"
+
+
+def stub(channel: grpc.aio.Channel) -> Any:
+    return inference_pb2_grpc.InferenceServiceStub(channel)
+
+
+@contextlib.asynccontextmanager
+async def child(*arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A Python process; killed at the end if it still runs."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *arguments,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(TESTS)},
+    )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.communicate()
+
+
+async def line_of(process: asyncio.subprocess.Process) -> str:
+    assert process.stdout is not None
+    line = await asyncio.wait_for(process.stdout.readline(), 30)
+    return line.decode().strip()
+
+
+async def test_kill_9_of_a_worker() -> None:
+    async with child("-m", "support.fake_workers") as process:
+        address = await line_of(process)
+        async with router_for([address]) as (router, channel):
+            call = stub(channel).GenerateStream(Generate(text="x"))
+            assert [(await call.read()).token_ids[0] for _ in range(2)] == [1, 2]
+            process.kill()
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call.read()
+            error = from_rpc_error(caught.value)
+            assert isinstance(error, WorkerLost)
+            assert error.metadata["tokens_sent"] == "2"
+            await until(lambda: router.replicas.num_routable == 0)
+
+
+async def test_the_command(tmp_path: Path) -> None:
+    async with cluster(1) as c:
+        hold = asyncio.Event()
+
+        async def stream(request: Generate, context: Any) -> AsyncIterator[bytes]:
+            first, second = chunks(2)
+            yield first
+            await hold.wait()
+            yield second
+
+        c.workers[0].stream = stream
+        flags = ["--worker", c.workers[0].address, "--port", "0", "--metrics-port", "0", "--announce", "0"]
+        async with child("-c", COMMAND, *flags, "--log-format", "json") as process:
+            line = await line_of(process)
+            assert line.startswith("router ready on 127.0.0.1:")
+            assert "(1 of 1 workers available, metrics on port " in line
+            address = line.split()[3]
+            async with grpc.aio.insecure_channel(address) as channel:
+                call = stub(channel).GenerateStream(Generate(text="x"))
+                await call.read()
+                process.send_signal(signal.SIGTERM)
+                # What runs may end.
+                hold.set()
+                assert (await call.read()).token_ids
+            _, errors = await asyncio.wait_for(process.communicate(), 10)
+            assert process.returncode == 0
+            # Nobody else writes there, gRPC's C core included.
+            assert all(json.loads(text)["message"] for text in errors.splitlines())
+            assert errors
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ([], "--worker must be given"),
+        (["--worker", "nonsense"], "--worker takes host:port"),
+        (["--worker", "a:1", "--auth-file", "x"], "--worker-token-file"),
+        (["--worker", "a:1", "--tls-cert", "x"], "--tls-key"),
+        (["--worker", "a:1", "--log-format", "xml"], "plain or json"),
+    ],
+)
+def test_flags_that_are_wrong(flags: list[str], says: str) -> None:
+    from loraplex_router.cli import router as command  # the function itself: a process each would take seconds
+
+    runner = __import__("typer.testing", fromlist=["CliRunner"]).CliRunner()
+    app = __import__("typer").Typer()
+    app.command()(command)
+    result = runner.invoke(app, flags)
+    assert result.exit_code == 2
+    assert says in result.output
+    assert "Traceback" not in result.output
+
+
+def test_no_torch_in_the_routers_process() -> None:
+    program = """
+import sys
+import loraplex_router.cli, loraplex_router.server
+heavy = {"torch", "transformers", "numpy", "safetensors", "peft", "loraplex_server"} & sys.modules.keys()
+sys.exit(f"imported {heavy}" if heavy else 0)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+async def test_signals_end_it_and_a_second_one_at_once() -> None:
+    async with cluster(1) as c:
+
+        async def endless(request: Generate, context: Any) -> AsyncIterator[bytes]:
+            yield next(chunks(1))
+            await asyncio.Event().wait()
+
+        c.workers[0].stream = endless
+        config = RouterConfig(workers=(c.workers[0].address,), port=0, announce_s=30.0, drain_s=30.0)
+        ready: asyncio.Queue[Any] = asyncio.Queue()
+        running = asyncio.ensure_future(run_router(config, ready.put_nowait))
+        router = await ready.get()
+        async with grpc.aio.insecure_channel(router.address) as channel:
+            call = stub(channel).GenerateStream(Generate(text="x"))
+            await call.read()
+            os.kill(os.getpid(), signal.SIGTERM)
+            await until(lambda: router.health._is_draining)
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.wait_for(running, 5)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().remove_signal_handler(number)
+
+
+async def test_a_taken_port_is_refused_in_words() -> None:
+    async with cluster(1) as c:
+        config = RouterConfig(workers=(c.workers[0].address,), port=c.router.port)
+        with pytest.raises(FailedPrecondition, match="cannot listen"):
+            await start_router(config)
+
+
+@pytest.mark.parametrize("flag", ["worker_token_file", "worker_ca"])
+async def test_files_that_are_not_there(flag: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="cannot be read"):
+        await start_router(RouterConfig(workers=("127.0.0.1:1",), port=0, **{flag: tmp_path / "none"}))
+
+
+@pytest.fixture(scope="module")
+def tls_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A key and a certificate for 127.0.0.1 that signs itself."""
+    if shutil.which("openssl") is None:
+        pytest.skip("makes its certificate with openssl")
+    folder = tmp_path_factory.mktemp("tls")
+    key, cert = folder / "key.pem", folder / "cert.pem"
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost"]
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += ["-keyout", str(key), "-out", str(cert), "-days", "2", *subject]
+    subprocess.run(command, check=True, capture_output=True)
+    return key, cert
+
+
+async def test_tls_on_both_hops(tls_files: tuple[Path, Path]) -> None:
+    key, cert = tls_files
+    worker = await FakeWorker("w", tls=tls_files).start()
+    settings = {"workers": (worker.address,), "port": 0, "tls_cert": cert, "tls_key": key}
+    router = await start_router(RouterConfig(**settings, worker_ca=cert))
+    tls = grpc.ssl_channel_credentials(cert.read_bytes())
+    async with grpc.aio.secure_channel(router.address, tls) as channel:
+        assert (await stub(channel).Generate(Generate(text="x", request_id="r"))).request_id == "r"
+    async with grpc.aio.insecure_channel(router.address) as channel:
+        with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
+            await stub(channel).Generate(Generate(text="x"))
+    await router.drain(0.0)
+    # Without the CA the router does not get through to the worker.
+    router = await start_router(RouterConfig(**settings))
+    assert router.replicas.num_routable == 0
+    await router.drain(0.0)
+    await worker.stop()
+
+
+async def test_tls_files_that_are_none(tmp_path: Path) -> None:
+    empty = tmp_path / "empty.pem"
+    empty.touch()
+    with pytest.raises(FailedPrecondition, match="TLS files"):
+        await start_router(RouterConfig(workers=("127.0.0.1:1",), port=0, tls_cert=empty, tls_key=empty))
+
+
+async def test_metrics() -> None:
+    async with cluster(2, metrics_port=0) as c:
+        async for _ in stub(c.channel).GenerateStream(Generate(text="x")):
+            pass
+        c.workers[0].report(pending_tokens=50, running_requests=2, queued_requests=1, tiers={"sql": 4})
+        await until(lambda: c.router.replicas[c.workers[0].address].num_running == 2)
+        endpoint = c.router.metrics_endpoint
+        assert endpoint is not None
+        reader, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
+        writer.write(b"GET /metrics HTTP/1.1\r\n\r\n")
+        text = (await reader.read()).decode()
+        writer.close()
+        await writer.wait_closed()
+        worker = f'{{worker="{c.workers[0].address}"}}'
+        for line in (
+            'loraplex:router_requests_total{code="OK",method="GenerateStream"} 1.0',
+            'loraplex:router_time_to_first_message_seconds_count{method="GenerateStream"} 1.0',
+            "loraplex:router_relayed_messages_total 3.0",
+            f"loraplex:router_worker_up{worker} 1.0",
+            f"loraplex:router_worker_in_flight{worker} 0.0",
+            f"loraplex:router_worker_work_tokens{worker} 50.0",
+            f"loraplex:router_worker_running{worker} 2.0",
+            f"loraplex:router_worker_queued{worker} 1.0",
+            f"loraplex:router_worker_adapters{worker} 1.0",
+        ):
+            assert line + "\n" in text, line
+
+
+async def test_reflection() -> None:
+    async with cluster(1) as c:
+        info = reflection_pb2_grpc.ServerReflectionStub(c.channel).ServerReflectionInfo()
+        await info.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+        names = {service.name for service in (await info.read()).list_services_response.service}
+        assert names == {
+            "loraplex.v1.InferenceService",
+            "loraplex.v1.AdapterService",
+            "grpc.health.v1.Health",
+            "grpc.reflection.v1alpha.ServerReflection",
+        }
+        symbol = "loraplex.v1.InferenceService"
+        await info.write(reflection_pb2.ServerReflectionRequest(file_containing_symbol=symbol))
+        (raw, *_) = (await info.read()).file_descriptor_response.file_descriptor_proto
+        assert FileDescriptorProto.FromString(raw).service[0].name == "InferenceService"
+        await info.done_writing()
+        assert await info.read() is grpc.aio.EOF
+
+
+async def test_ending_is_quick_without_requests() -> None:
+    """Watches and open connections hold nothing up."""
+    worker = await FakeWorker("w").start()
+    router = await start_router(RouterConfig(workers=(worker.address,), port=0))
+    async with grpc.aio.insecure_channel(router.address) as channel:
+        await stub(channel).Generate(Generate(text="x"))
+        await asyncio.wait_for(router.drain(30.0), 5)
+    await worker.stop()

@@ -1,0 +1,269 @@
+"""Workers without a model: real gRPC servers on loopback whose answers are scripted.
+
+`python -m support.fake_workers` runs one as a process of its own, for tests that kill it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from loraplex_proto.auth import ServerInterceptor, load_credentials
+from loraplex_proto.errors import AdapterNotFound, LoraplexError
+from loraplex_proto.status import abort
+from loraplex_proto.v1 import adapter_pb2, inference_pb2, worker_pb2
+from loraplex_router.config import RouterConfig, WatchConfig
+from loraplex_router.server import Router, start_router
+
+Generate = inference_pb2.GenerateRequest
+Chunk = inference_pb2.GenerateStreamResponse
+
+# Reconnects within a test's patience.
+FAST_WATCH = WatchConfig(min_interval_s=0.02, stale_after_s=5.0, min_backoff_s=0.01, max_backoff_s=0.05)
+
+Stream = Callable[[Generate, Any], AsyncIterator[bytes]]
+Unary = Callable[[Generate, Any], Awaitable[bytes]]
+
+
+def chunks(num_tokens: int = 3, request_id: str = "") -> Iterator[bytes]:
+    """A stream as a worker writes it: one token a message, the last with a finish reason."""
+    for number in range(num_tokens):
+        chunk = Chunk(text_delta=f"t{number} ", token_ids=[number + 1])
+        if number == 0:
+            chunk.request_id = request_id
+        if number == num_tokens - 1:
+            chunk.finish_reason = inference_pb2.FINISH_REASON_LENGTH
+        yield chunk.SerializeToString()
+
+
+async def default_stream(request: Generate, context: Any) -> AsyncIterator[bytes]:
+    for chunk in chunks(request_id=request.request_id):
+        yield chunk
+
+
+async def default_unary(request: Generate, context: Any) -> bytes:
+    answer = inference_pb2.GenerateResponse(request_id=request.request_id)
+    answer.completions.add(text="t0 t1 t2 ", token_ids=[1, 2, 3])
+    return answer.SerializeToString()
+
+
+def fails(error: LoraplexError, after: int = 0) -> Stream:
+    """A stream that ends with `error` after some messages."""
+
+    async def stream(request: Generate, context: Any) -> AsyncIterator[bytes]:
+        for chunk in list(chunks(after + 1, request.request_id))[:after]:
+            yield chunk
+        await abort(context, error)
+
+    return stream
+
+
+class FakeWorker:
+    """Owns a server and records what reaches it."""
+
+    def __init__(self, name: str, auth_file: Path | None = None, tls: tuple[Path, Path] | None = None) -> None:
+        """`tls` is key and certificate."""
+        self.name = name
+        self._tls = tls
+        self.stream: Stream = default_stream
+        self.unary: Unary = default_unary
+        self.load = worker_pb2.Load()
+        self.adapters: dict[str, adapter_pb2.Adapter] = {}
+        self.adapter_error: LoraplexError | None = None
+        self.raw_requests: list[bytes] = []
+        self.metadata: list[dict[str, str | bytes]] = []
+        self.remaining_s: list[float | None] = []
+        self.calls: list[str] = []
+        self.num_ended = 0  # streams that are over, whatever the way
+        self.ended = asyncio.Event()
+        self.started = asyncio.Event()
+        self.address = ""
+        self._loads = asyncio.Event()
+        self._auth_file = auth_file
+        self._server: grpc.aio.Server | None = None
+
+    async def start(self, port: int = 0) -> FakeWorker:
+        interceptor = ServerInterceptor(load_credentials(self._auth_file))
+        server = grpc.aio.server(interceptors=[interceptor], options=[("grpc.so_reuseport", 0)])
+        unary, stream = grpc.unary_unary_rpc_method_handler, grpc.unary_stream_rpc_method_handler
+        services: dict[str, dict[str, Any]] = {
+            "InferenceService": {
+                "Generate": unary(self._generate),
+                "GenerateStream": stream(self._generate_stream),
+                "Tokenize": unary(self._tokenize),
+                "GetInfo": unary(self._get_info),
+            },
+            "AdapterService": {
+                name: unary(self._adapters(name))
+                for name in ("LoadAdapter", "UnloadAdapter", "GetAdapter", "ListAdapters")
+            },
+            "WorkerService": {"WatchLoad": stream(self._watch_load)},
+        }
+        for service, handlers in services.items():
+            handler = grpc.method_handlers_generic_handler(f"loraplex.v1.{service}", handlers)
+            server.add_generic_rpc_handlers((handler,))
+        wanted = f"127.0.0.1:{port}"
+        if self._tls is None:
+            port = server.add_insecure_port(wanted)
+        else:
+            pair = (self._tls[0].read_bytes(), self._tls[1].read_bytes())
+            port = server.add_secure_port(wanted, grpc.ssl_server_credentials([pair]))
+        self.address = f"127.0.0.1:{port}"
+        await server.start()
+        self._server = server
+        return self
+
+    async def stop(self, grace_s: float | None = None) -> None:
+        """Without a grace everything under way is cut off."""
+        if self._server is not None:
+            await self._server.stop(grace_s)
+            self._server = None
+
+    def report(self, **fields: Any) -> None:
+        """A new load for those who watch; `tiers` is adapter id -> tier."""
+        tiers: Mapping[str, int] = fields.pop("tiers", {})
+        self.load = worker_pb2.Load(**fields)
+        for adapter_id, tier in tiers.items():
+            self.load.adapters.add(adapter_id=adapter_id, tier=tier)
+        self._loads.set()
+        self._loads = asyncio.Event()
+
+    @property
+    def requests(self) -> list[Generate]:
+        return [Generate.FromString(raw) for raw in self.raw_requests]
+
+    def _record(self, raw: bytes, context: Any) -> Generate:
+        self.raw_requests.append(raw)
+        self.metadata.append(dict(context.invocation_metadata()))
+        self.remaining_s.append(context.time_remaining())
+        self.started.set()
+        return Generate.FromString(raw)
+
+    async def _generate(self, raw: bytes, context: Any) -> bytes:
+        request = self._record(raw, context)
+        try:
+            return await self.unary(request, context)
+        finally:
+            self._end()
+
+    async def _generate_stream(self, raw: bytes, context: Any) -> None:
+        request = self._record(raw, context)
+        try:
+            async with contextlib.aclosing(self.stream(request, context)) as messages:  # type: ignore[type-var]
+                async for message in messages:
+                    await context.write(message)
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        self.num_ended += 1
+        self.ended.set()
+
+    async def _tokenize(self, raw: bytes, context: Any) -> bytes:
+        self.calls.append("Tokenize")
+        text = inference_pb2.TokenizeRequest.FromString(raw).text
+        return inference_pb2.TokenizeResponse(token_ids=text.encode()).SerializeToString()
+
+    async def _get_info(self, raw: bytes, context: Any) -> bytes:
+        answer = inference_pb2.GetInfoResponse(model_id="tiny", role="worker", max_context_tokens=2048, vocab_size=256)
+        return answer.SerializeToString()
+
+    async def _watch_load(self, raw: bytes, context: Any) -> None:
+        while True:
+            news = self._loads
+            await context.write(worker_pb2.WatchLoadResponse(load=self.load).SerializeToString())
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(news.wait(), 1.0)
+
+    def _adapters(self, method: str) -> Callable[[bytes, Any], Awaitable[bytes]]:
+        async def handle(raw: bytes, context: Any) -> bytes:
+            self.calls.append(method)
+            if self.adapter_error is not None:
+                await abort(context, self.adapter_error)
+            rows = list(self.adapters.values())
+            if method != "ListAdapters":
+                adapter_id = adapter_pb2.GetAdapterRequest.FromString(raw).adapter_id
+                if method == "LoadAdapter":
+                    tier = adapter_pb2.ADAPTER_TIER_DEVICE
+                    self.adapters[adapter_id] = adapter_pb2.Adapter(adapter_id=adapter_id, tier=tier)
+                if adapter_id not in self.adapters:
+                    await abort(context, AdapterNotFound(f"no {adapter_id}", resource=adapter_id))
+                rows = [self.adapters[adapter_id]]
+                if method == "UnloadAdapter":
+                    del self.adapters[adapter_id]
+            return adapter_pb2.ListAdaptersResponse(adapters=rows).SerializeToString()
+
+        return handle
+
+
+class Cluster:
+    """Some fake workers, a router in front of them, and a client's stubs."""
+
+    def __init__(self, workers: list[FakeWorker], router: Router, channel: grpc.aio.Channel) -> None:
+        self.workers = workers
+        self.router = router
+        self.channel = channel
+
+    def by_address(self, address: str) -> FakeWorker:
+        return next(worker for worker in self.workers if worker.address == address)
+
+    @property
+    def num_requests(self) -> list[int]:
+        return [len(worker.raw_requests) for worker in self.workers]
+
+
+@contextlib.asynccontextmanager
+async def cluster(num_workers: int = 2, **settings: Any) -> AsyncIterator[Cluster]:
+    """Everything started and connected; ended at the end, without waiting for what runs."""
+    worker_auth = settings.pop("worker_auth_file", None)
+    workers = [await FakeWorker(f"w{number}", worker_auth).start() for number in range(num_workers)]
+    async with router_for([worker.address for worker in workers], **settings) as (router, channel):
+        try:
+            yield Cluster(workers, router, channel)
+        finally:
+            for worker in workers:
+                await worker.stop()
+
+
+@contextlib.asynccontextmanager
+async def router_for(addresses: list[str], **settings: Any) -> AsyncIterator[tuple[Router, grpc.aio.Channel]]:
+    config = RouterConfig(**{"workers": tuple(addresses), "port": 0, "watch": FAST_WATCH, **settings})
+    router = await start_router(config)
+    channel = grpc.aio.insecure_channel(router.address, options=[("grpc.use_local_subchannel_pool", 1)])
+    try:
+        yield router, channel
+    finally:
+        await channel.close()
+        await router.drain(0.0)
+
+
+async def until(is_so: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    """Waits for what other tasks bring about."""
+    async with asyncio.timeout(timeout_s):
+        while not is_so():  # noqa: ASYNC110  # there is no event for what gRPC does inside
+            await asyncio.sleep(0.002)
+
+
+async def _main() -> None:
+    """One worker whose streams never end, its address on the first line of standard output."""
+
+    async def endless(request: Generate, context: Any) -> AsyncIterator[bytes]:
+        for chunk in chunks(2):
+            yield chunk
+        await asyncio.Event().wait()
+
+    worker = FakeWorker("process")
+    worker.stream = endless
+    await worker.start()
+    print(worker.address, flush=True)
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(_main())

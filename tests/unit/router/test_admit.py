@@ -1,0 +1,73 @@
+"""From a request's bytes to what routing needs."""
+
+from __future__ import annotations
+
+import pytest
+
+from loraplex_proto.auth import EVERYBODY, Identity
+from loraplex_proto.errors import AdapterNotFound, InvalidAdapterId, InvalidArgument
+from loraplex_proto.v1 import inference_pb2
+from loraplex_router.admit import admit_generate, parse
+
+Generate = inference_pb2.GenerateRequest
+
+
+def test_a_request_with_an_id_stays_as_it_came() -> None:
+    raw = Generate(text="hi", request_id="mine", adapter_id="sql").SerializeToString()
+    admitted = admit_generate(raw, EVERYBODY, 100)
+    assert admitted.raw is raw
+    assert admitted.request_id == "mine"
+    assert admitted.adapter_ids == ("sql",)
+    assert admitted.shows_tokens
+
+
+def test_an_id_is_added_and_nothing_else() -> None:
+    request = Generate(text="hi")
+    admitted = admit_generate(request.SerializeToString(), EVERYBODY, 100)
+    request.request_id = admitted.request_id
+    assert len(admitted.request_id) == 32
+    assert Generate.FromString(admitted.raw) == request
+
+
+def test_ids_are_not_used_twice() -> None:
+    raw = Generate(text="hi").SerializeToString()
+    assert len({admit_generate(raw, EVERYBODY, 100).request_id for _ in range(50)}) == 50
+
+
+@pytest.mark.parametrize(
+    ("request_", "prompt", "output"),
+    [
+        (Generate(token_ids=inference_pb2.TokenIds(ids=range(10))), 10, 90),
+        (Generate(token_ids=inference_pb2.TokenIds(ids=range(10)), n=3), 10, 270),
+        (Generate(text="x" * 40, stopping=inference_pb2.Stopping(max_tokens=7)), 11, 7),
+        (Generate(text="x", stopping=inference_pb2.Stopping(max_tokens=5000)), 1, 99),
+        (Generate(text="x" * 4000), 1001, 1),
+        (Generate(chat=inference_pb2.Chat(messages=[{"role": "user", "content": "x" * 40}])), 11, 89),
+    ],
+)
+def test_work_is_prompt_and_what_may_be_made(request_: Generate, prompt: int, output: int) -> None:
+    admitted = admit_generate(request_.SerializeToString(), EVERYBODY, 100)
+    assert (admitted.num_prompt_tokens, admitted.num_output_tokens) == (prompt, output)
+    assert admitted.work_tokens == prompt + output
+
+
+def test_bytes_that_are_no_request() -> None:
+    with pytest.raises(InvalidArgument, match="GenerateRequest"):
+        parse(Generate, b"\x0a\xff")
+
+
+def test_requests_are_checked() -> None:
+    with pytest.raises(InvalidArgument, match="no prompt"):
+        admit_generate(Generate().SerializeToString(), EVERYBODY, 100)
+    with pytest.raises(InvalidAdapterId):
+        admit_generate(Generate(text="x", adapter_id="../etc").SerializeToString(), EVERYBODY, 100)
+
+
+def test_an_adapter_of_somebody_else_is_not_there() -> None:
+    acme = Identity("acme", adapters=("acme/*",))
+    assert admit_generate(Generate(text="x", adapter_id="acme/a").SerializeToString(), acme, 9).adapter_ids == (
+        "acme/a",
+    )
+    assert admit_generate(Generate(text="x").SerializeToString(), acme, 9).adapter_ids == ()
+    with pytest.raises(AdapterNotFound):
+        admit_generate(Generate(text="x", adapter_id="other/a").SerializeToString(), acme, 9)

@@ -1,0 +1,72 @@
+"""What a router's configuration refuses, with the flag in the message."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loraplex_proto.errors import InvalidArgument
+from loraplex_router.config import PolicyConfig, RouterConfig, WatchConfig
+
+ONE = ("127.0.0.1:50051",)
+
+
+@pytest.mark.parametrize(
+    ("fields", "flag"),
+    [
+        ({"workers": ()}, "--worker"),
+        ({"workers": ("localhost",)}, "--worker"),
+        ({"workers": ("localhost:0",)}, "--worker"),
+        ({"workers": ("localhost:70000",)}, "--worker"),
+        ({"workers": ("http://localhost:1",)}, "--worker"),
+        ({"workers": ("a:1\n",)}, "--worker"),
+        ({"workers": ("a:1", "a:1")}, "--worker"),
+        ({"port": -1}, "--port"),
+        ({"port": 65536}, "--port"),
+        ({"metrics_port": 65536}, "--metrics-port"),
+        ({"tls_cert": Path("cert.pem")}, "--tls-cert"),
+        ({"tls_key": Path("key.pem")}, "--tls-cert"),
+        ({"auth_file": Path("auth.json")}, "--auth-file"),
+        ({"max_in_flight": 0}, "max_in_flight"),
+        ({"max_lost_workers": 0}, "max_lost_workers"),
+        ({"drain_s": -1.0}, "--drain"),
+    ],
+)
+def test_what_is_refused(fields: dict[str, Any], flag: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        RouterConfig(**{"workers": ONE, **fields})
+    assert caught.value.field == flag
+    assert flag in caught.value.message
+
+
+@pytest.mark.parametrize("address", ["worker-1:50051", "10.0.0.1:1", "[::1]:50051", "a.b_c:65535"])
+def test_addresses(address: str) -> None:
+    assert RouterConfig(workers=(address,)).workers == (address,)
+
+
+@pytest.mark.parametrize(
+    ("host", "is_public"),
+    [
+        ("127.0.0.1", False),
+        ("::1", False),
+        ("[::1]", False),
+        ("localhost", False),
+        ("0.0.0.0", True),
+        ("10.1.1.1", True),
+    ],
+)
+def test_who_can_reach_the_port(host: str, is_public: bool) -> None:
+    assert RouterConfig(workers=ONE, host=host).is_public is is_public
+
+
+def test_nested_settings_are_checked_too() -> None:
+    with pytest.raises(InvalidArgument, match="load_factor"):
+        PolicyConfig(load_factor=0.9)
+    with pytest.raises(InvalidArgument, match="num_homes"):
+        PolicyConfig(num_homes=0)
+    with pytest.raises(InvalidArgument, match="stale_after_s"):
+        WatchConfig(stale_after_s=0)
+    with pytest.raises(InvalidArgument, match="min_backoff_s"):
+        WatchConfig(min_backoff_s=2, max_backoff_s=1)

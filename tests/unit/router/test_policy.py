@@ -1,0 +1,111 @@
+"""Where requests go, case by case; tests/property/test_routing_policy.py has what holds always."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+
+import pytest
+
+from loraplex_router.config import PolicyConfig
+from loraplex_router.policy import Route, WorkerView, choose, num_homes, rendezvous_order, routing_key
+
+WORKERS = ("a:1", "b:1", "c:1", "d:1")
+DISK, HOST, DEVICE = 2, 3, 4
+SQL = Route(("sql",))
+ORDER = rendezvous_order("sql", WORKERS)
+CONFIG = PolicyConfig(num_homes=2, load_factor=1.25, free_work_tokens=1000)
+
+
+def views(work: dict[str, int] | None = None, tiers: dict[str, int] | None = None) -> list[WorkerView]:
+    return [
+        WorkerView(name, (work or {}).get(name, 0), {"sql": tiers[name]} if tiers and name in tiers else {})
+        for name in WORKERS
+    ]
+
+
+def test_without_workers_there_is_no_choice() -> None:
+    assert choose(SQL, [], CONFIG, Random(0)) is None
+
+
+def test_a_cold_adapter_goes_to_its_first_home() -> None:
+    assert choose(SQL, views(), CONFIG, Random(0)) == ORDER[0]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"), [(0, DISK, 1), (DISK, HOST, 1), (HOST, DEVICE, 1), (HOST, HOST, 0)]
+)
+def test_the_home_with_the_nearer_weights_is_preferred(first: int, second: int, expected: int) -> None:
+    tiers = {ORDER[0]: first, ORDER[1]: second}
+    assert choose(SQL, views(tiers=tiers), CONFIG, Random(0)) == ORDER[expected]
+
+
+def test_weights_elsewhere_do_not_draw_requests_from_homes() -> None:
+    assert choose(SQL, views(tiers={ORDER[3]: DEVICE}), CONFIG, Random(0)) == ORDER[0]
+
+
+def test_a_busy_home_is_passed_over_even_where_the_weights_are() -> None:
+    work = {ORDER[0]: 9000}
+    assert choose(SQL, views(work, {ORDER[0]: DEVICE}), CONFIG, Random(0)) == ORDER[1]
+
+
+def test_work_below_the_free_amount_makes_no_home_busy() -> None:
+    assert choose(SQL, views({ORDER[0]: 1000}), CONFIG, Random(0)) == ORDER[0]
+    assert choose(SQL, views({ORDER[0]: 1001}), CONFIG, Random(0)) == ORDER[1]
+
+
+def test_overflow_goes_where_the_weights_are_then_by_the_order() -> None:
+    work = {ORDER[0]: 9000, ORDER[1]: 9000}
+    assert choose(SQL, views(work), CONFIG, Random(0)) == ORDER[2]
+    assert choose(SQL, views(work, {ORDER[3]: DISK}), CONFIG, Random(0)) == ORDER[3]
+
+
+def test_base_requests_take_the_less_loaded_of_two() -> None:
+    config = PolicyConfig(free_work_tokens=10_000)
+    work = {"a:1": 0, "b:1": 100, "c:1": 200, "d:1": 300}
+    random = Random(0)
+    counts = Counter(choose(Route(), views(work), config, random) for _ in range(6000))
+    # Of six pairs, a wins three, b two, c one and d none.
+    assert counts["d:1"] == 0
+    assert 2800 < counts["a:1"] < 3200
+    assert 1800 < counts["b:1"] < 2200
+
+
+def test_idle_workers_share_base_requests() -> None:
+    random = Random(0)
+    counts = Counter(choose(Route(), views()[:2], CONFIG, random) for _ in range(1000))
+    assert min(counts.values()) > 400
+
+
+def test_a_hot_adapter_is_spread_over_the_homes_that_have_it() -> None:
+    hot = Route(("sql",), work_in_flight_tokens=8000)
+    work = dict.fromkeys(WORKERS, 2000)
+    assert num_homes(hot, views(work), CONFIG) == 4
+    random = Random(0)
+    tiers = dict.fromkeys(ORDER[:3], DEVICE)
+    counts = Counter(choose(hot, views(work, tiers), CONFIG, random) for _ in range(900))
+    assert set(counts) == set(ORDER[:3])
+    assert min(counts.values()) > 200
+
+
+def test_little_work_is_never_hot() -> None:
+    alone = Route(("sql",), work_in_flight_tokens=1000)
+    assert num_homes(alone, views({ORDER[0]: 1000}), CONFIG) == 2
+
+
+def test_a_mixture_is_as_near_as_its_farthest_part() -> None:
+    both = Route(("sql", "json"))
+    order = rendezvous_order(both.key, WORKERS)
+    first = WorkerView(order[0], 0, {"sql": DEVICE})
+    second = WorkerView(order[1], 0, {"sql": DISK, "json": DISK})
+    assert choose(both, [first, second], CONFIG, Random(0)) == order[1]
+
+
+def test_a_mixture_has_one_key_whatever_the_order() -> None:
+    assert routing_key(("sql", "json")) == routing_key(("json", "sql")) != routing_key(("sql",))
+
+
+def test_the_order_is_the_same_everywhere() -> None:
+    """Routers agree without talking: a change of the hash would scatter the adapters of a mixed deployment."""
+    orders = {key: "".join(name[0] for name in rendezvous_order(key, WORKERS)) for key in ("sql", "json", "acme/a")}
+    assert orders == {"sql": "abcd", "json": "badc", "acme/a": "bdac"}

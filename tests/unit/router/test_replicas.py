@@ -1,0 +1,123 @@
+"""The router's view of its workers: reports, and what they cannot know of yet."""
+
+from __future__ import annotations
+
+from loraplex_proto.v1 import inference_pb2, worker_pb2
+from loraplex_router.replicas import ASSUMED_CONTEXT_TOKENS, REPORT_LAG_S, Replicas
+
+A, B = "a:1", "b:1"
+
+
+def report(pending_tokens: int = 0, *, draining: bool = False, **tiers: int) -> worker_pb2.Load:
+    load = worker_pb2.Load(pending_tokens=pending_tokens, draining=draining)
+    for adapter_id, tier in tiers.items():
+        load.adapters.add(adapter_id=adapter_id, tier=tier)
+    return load
+
+
+def test_a_worker_is_routable_between_its_first_report_and_its_loss() -> None:
+    changes: list[int] = []
+    replicas = Replicas([A, B], on_change=lambda: changes.append(replicas.num_routable))
+    assert replicas.views() == []
+    replicas.on_report(A, report(), 1.0)
+    replicas.on_report(A, report(), 1.2)
+    assert [view.worker_id for view in replicas.views()] == [A]
+    replicas.on_lost(A, "gone")
+    replicas.on_lost(A, "still gone")
+    assert replicas.views() == []
+    assert replicas[A].last_error == "still gone"
+    assert changes == [1, 0]
+
+
+def test_a_draining_worker_is_asked_but_not_sent_to() -> None:
+    replicas = Replicas([A])
+    replicas.on_report(A, report(draining=True), 1.0)
+    assert replicas.views() == []
+    assert [replica.worker_id for replica in replicas.connected()] == [A]
+
+
+def test_excluded_workers_are_no_candidates() -> None:
+    replicas = Replicas([A, B])
+    for worker_id in (A, B):
+        replicas.on_report(worker_id, report(), 1.0)
+    assert [view.worker_id for view in replicas.views(excluded={A})] == [B]
+
+
+def test_what_was_sent_counts_until_a_report_knows_of_it() -> None:
+    replicas = Replicas([A])
+    replicas.on_report(A, report(100), 1.0)
+    flight = replicas.begin(A, "sql", 50, 2.0)
+    assert replicas.views()[0].work_tokens == 150
+    # Made before the request can have arrived.
+    replicas.on_report(A, report(100), 2.0 + REPORT_LAG_S / 2)
+    assert replicas.views()[0].work_tokens == 150
+    replicas.on_report(A, report(150), 2.0 + 2 * REPORT_LAG_S)
+    assert replicas.views()[0].work_tokens == 150
+    replicas.end(flight)
+    assert replicas.views()[0].work_tokens == 150  # nobody knows what it had left
+
+
+def test_what_ends_before_a_report_leaves_nothing() -> None:
+    replicas = Replicas([A])
+    replicas.on_report(A, report(100), 1.0)
+    replicas.end(replicas.begin(A, "sql", 50, 2.0))
+    assert replicas.views()[0].work_tokens == 100
+    assert replicas[A].num_in_flight == 0
+
+
+def test_what_ends_early_gives_back_what_the_last_report_still_counts() -> None:
+    replicas = Replicas([A])
+    replicas.on_report(A, report(), 1.0)
+    flight = replicas.begin(A, "", 1000, 2.0)
+    replicas.on_report(A, report(900), 3.0)
+    flight.remaining_tokens = 850
+    replicas.end(flight)
+    assert replicas.views()[0].work_tokens == 50
+    replicas.on_report(A, report(0), 3.2)
+    assert replicas.views()[0].work_tokens == 0
+
+
+def test_work_is_never_negative() -> None:
+    replicas = Replicas([A])
+    flight = replicas.begin(A, "", 1000, 2.0)
+    replicas.on_report(A, report(10), 3.0)
+    flight.remaining_tokens = 1000
+    replicas.end(flight)
+    assert replicas.views()[0].work_tokens == 0
+
+
+def test_work_by_key_is_forgotten_at_its_end() -> None:
+    replicas = Replicas([A, B])
+    first, second = replicas.begin(A, "sql", 10, 1.0), replicas.begin(B, "sql", 20, 1.0)
+    assert replicas.work_in_flight_tokens("sql") == 30
+    replicas.end(first)
+    assert replicas.work_in_flight_tokens("sql") == 20
+    replicas.end(second)
+    assert replicas.work_in_flight_tokens("sql") == 0
+    assert replicas._work_by_key == {}
+
+
+def test_requests_without_work_leave_no_trace_either() -> None:
+    replicas = Replicas([A])
+    first, second = replicas.begin(A, "", 0, 1.0), replicas.begin(A, "", 0, 1.0)
+    replicas.end(first)
+    replicas.end(second)
+    assert replicas._work_by_key == {}
+
+
+def test_residency_is_that_of_the_last_report_and_gone_with_the_worker() -> None:
+    replicas = Replicas([A])
+    replicas.on_report(A, report(sql=4, json=2), 1.0)
+    assert replicas.views()[0].tiers == {"sql": 4, "json": 2}
+    replicas.on_report(A, report(json=3), 1.2)
+    assert replicas.views()[0].tiers == {"json": 3}
+    replicas.on_lost(A, "gone")
+    assert replicas[A].tiers == {}
+
+
+def test_the_context_is_assumed_until_a_worker_has_said_its_own() -> None:
+    replicas = Replicas([A, B])
+    assert replicas.max_context_tokens == ASSUMED_CONTEXT_TOKENS
+    replicas.on_info(A, inference_pb2.GetInfoResponse(max_context_tokens=100))
+    replicas.on_info(B, inference_pb2.GetInfoResponse(max_context_tokens=200))
+    assert replicas.max_context_tokens == 200

@@ -1,0 +1,113 @@
+"""What a worker's failure means, and what of its metadata travels on."""
+
+from __future__ import annotations
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_status import rpc_status
+
+from loraplex_proto.errors import (
+    AdapterNotFound,
+    DeadlineExceeded,
+    Draining,
+    EngineLost,
+    Internal,
+    LoraplexError,
+    NoWorker,
+    QueueFull,
+    SourceUnavailable,
+    WorkerLost,
+)
+from loraplex_proto.status import DETAILS_KEY, to_status
+from loraplex_router.upstream import FailureKind, UpstreamFailure, WorkerCredentials, passed_on
+
+ANSWERED, DECLINED, UNREACHED, LOST = FailureKind
+
+
+def from_worker(error: LoraplexError) -> UpstreamFailure:
+    status = rpc_status.to_status(to_status(error))
+    trailing = grpc.aio.Metadata(*status.trailing_metadata)
+    return UpstreamFailure("w:1", grpc.aio.AioRpcError(status.code, grpc.aio.Metadata(), trailing, status.details))
+
+
+def from_transport(code: grpc.StatusCode, details: str) -> UpstreamFailure:
+    return UpstreamFailure("w:1", grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details))
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (AdapterNotFound("no"), ANSWERED),
+        (QueueFull("full"), ANSWERED),
+        (DeadlineExceeded("late"), ANSWERED),
+        (Internal("bug"), ANSWERED),
+        (Draining("going"), DECLINED),
+        (SourceUnavailable("hub"), DECLINED),
+        (EngineLost("gone"), LOST),
+    ],
+)
+def test_what_a_worker_said_is_passed_on(error: LoraplexError, kind: FailureKind) -> None:
+    failure = from_worker(error)
+    assert failure.kind is kind
+    assert failure.may_retry is (kind is not ANSWERED)
+    assert type(failure.typed) is type(error)
+    assert failure.for_client() is None
+    assert [key for key, _ in failure.trailing_metadata] == [DETAILS_KEY]
+
+
+@pytest.mark.parametrize(
+    ("code", "details", "kind", "shown"),
+    [
+        (grpc.StatusCode.UNAVAILABLE, "failed to connect to all addresses; last error: ...", UNREACHED, NoWorker),
+        (grpc.StatusCode.UNAVAILABLE, "Socket closed", LOST, WorkerLost),
+        (grpc.StatusCode.CANCELLED, "", LOST, WorkerLost),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", ANSWERED, DeadlineExceeded),
+        (grpc.StatusCode.UNKNOWN, "Unexpected <class 'KeyError'>: '/home/me'", ANSWERED, Internal),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, "Received message larger than max", ANSWERED, None),
+    ],
+)
+def test_what_the_transport_said_is_put_into_our_words(
+    code: grpc.StatusCode, details: str, kind: FailureKind, shown: type[LoraplexError] | None
+) -> None:
+    failure = from_transport(code, details)
+    assert failure.kind is kind
+    error = failure.for_client(5, 6)
+    assert type(error) is (shown or type(None))
+    if error is not None:
+        assert "/home" not in error.message
+    if shown is WorkerLost and error is not None:
+        assert error.metadata == {"tokens_sent": "5", "messages_sent": "6"}
+
+
+def test_tokens_that_cannot_be_counted_are_not_claimed() -> None:
+    error = from_transport(grpc.StatusCode.UNAVAILABLE, "Socket closed").for_client(None, 6)
+    assert isinstance(error, WorkerLost)
+    assert error.metadata == {"messages_sent": "6"}
+    assert "6 messages" in error.message
+
+
+def test_a_call_that_the_worker_cancelled() -> None:
+    assert UpstreamFailure("w:1", None).kind is LOST
+
+
+def test_metadata_of_one_hop_stays_there() -> None:
+    given = ((":status", "200"), ("grpc-encoding", "x"), (DETAILS_KEY, b"d"), ("x-mine", "1"))
+    assert passed_on(given) == ((DETAILS_KEY, b"d"), ("x-mine", "1"))
+    assert passed_on(None) == ()
+
+
+def test_what_a_client_says_of_itself_stays_here() -> None:
+    client = (
+        ("authorization", "Bearer client"),
+        ("x-loraplex-tenant", "victim"),
+        ("x-adapter-id", "a"),
+        ("user-agent", "x"),
+        ("traceparent", "00-1"),
+    )
+    assert WorkerCredentials().metadata("acme", client) == (("traceparent", "00-1"),)
+    assert WorkerCredentials("secret").metadata("acme", client) == (
+        ("traceparent", "00-1"),
+        ("authorization", "Bearer secret"),
+        ("x-loraplex-tenant", "acme"),
+    )
