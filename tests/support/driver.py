@@ -19,7 +19,7 @@ from loraplex_server.model.kv import KvCache
 from loraplex_server.model.loader import LoadedModel
 from loraplex_server.model.runner import ModelRunner
 from loraplex_server.request import OutputParams, SamplingParams
-from loraplex_server.sampling.sampler import Sampler
+from loraplex_server.sampling.sampler import Sampled, Sampler
 from loraplex_server.scheduler.plan import AdapterUse, NewSequence, Span, SpanResult, StepPlan, TokenLogprobs
 
 BLOCK_SIZE = 4
@@ -47,12 +47,40 @@ class Job:
     error: Exception | None = None
 
     @property
+    def sequence_id(self) -> str:
+        return f"seq-{id(self)}"
+
+    @property
     def all_tokens(self) -> list[int]:
         return self.prompt + self.tokens
 
     @property
     def is_done(self) -> bool:
         return self.error is not None or len(self.tokens) >= self.num_tokens
+
+
+class RecordingSampler(Sampler):
+    """Keeps the logits that it draws from."""
+
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device | str) -> None:
+        super().__init__(max_rows, vocab_size, device)
+        self.sequence_ids: dict[int, str] = {}
+        self.logits: dict[tuple[str, int], torch.Tensor] = {}  # by sequence and position of the token that is drawn
+
+    def set_row(self, row: int, sequence: NewSequence) -> None:
+        super().set_row(row, sequence)
+        self.sequence_ids[row] = sequence.sequence_id
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        rows: Sequence[int] | torch.Tensor,
+        positions: Sequence[int] | torch.Tensor,
+        tokens: torch.Tensor,
+    ) -> Sampled:
+        for row, position, values in zip(rows, positions, logits, strict=True):
+            self.logits[self.sequence_ids[int(row)], int(position)] = values.clone()
+        return super().sample(logits, rows, positions, tokens)
 
 
 @dataclass
@@ -67,6 +95,7 @@ class Rig:
     max_rows: int
     max_chunk: int
     dice: random.Random
+    sampler: RecordingSampler
     num_steps: int = 0
     on_plan: Callable[[StepPlan], None] | None = None
 
@@ -84,9 +113,7 @@ class Rig:
                 running.append(job)
                 entered.append(self._sequence(job))
             chosen = [job for job in running if self.dice.random() < 0.8] or running
-            plan = StepPlan(
-                self.num_steps, tuple(self._span(job) for job in chosen), tuple(entered), tuple(released)
-            )
+            plan = StepPlan(self.num_steps, tuple(self._span(job) for job in chosen), tuple(entered), tuple(released))
             released = []
             if self.on_plan is not None:
                 self.on_plan(plan)
@@ -101,9 +128,14 @@ class Rig:
                     self.free_blocks += self.runner.mirror.block_ids(job.row)
                     self.dice.shuffle(self.free_blocks)
 
+    def logits(self, job: Job) -> torch.Tensor:
+        """What the tokens of a finished job were drawn from [num_tokens, vocab]."""
+        start = len(job.prompt)
+        return torch.stack([self.sampler.logits[job.sequence_id, start + i] for i in range(len(job.tokens))])
+
     def _sequence(self, job: Job) -> NewSequence:
         return NewSequence(
-            sequence_id=f"seq-{id(job)}",
+            sequence_id=job.sequence_id,
             row=job.row,
             token_ids=tuple(job.all_tokens),
             num_prompt_tokens=len(job.prompt),
@@ -122,7 +154,7 @@ class Rig:
         missing = max(0, -(-end // BLOCK_SIZE) - job.num_blocks)
         job.num_blocks += missing
         return Span(
-            sequence_id=f"seq-{id(job)}",
+            sequence_id=job.sequence_id,
             row=job.row,
             start=job.num_computed,
             num_tokens=num_tokens + len(draft),
@@ -159,14 +191,12 @@ def make_rig(
         layer.k.fill_(float("nan"))
         layer.v.fill_(float("nan"))
     slots = loaded.adapter_slots(ops or ReferenceOps(), num_slots)
-    sampler = Sampler(max_rows, loaded.spec.num_logits, loaded.device)
-    runner = ModelRunner(
-        loaded, cache, make_attention(attention, loaded.device), slots, sampler, max_rows=max_rows
-    )
+    sampler = RecordingSampler(max_rows, loaded.spec.num_logits, loaded.device)
+    runner = ModelRunner(loaded, cache, make_attention(attention, loaded.device), slots, sampler, max_rows=max_rows)
     dice = random.Random(seed)
     free = list(range(num_blocks))
     dice.shuffle(free)
-    return Rig(loaded, cache, slots, runner, free, max_rows, max_chunk, dice)
+    return Rig(loaded, cache, slots, runner, free, max_rows, max_chunk, dice, sampler)
 
 
 def random_prompts(num: int, vocab_size: int, seed: int = 0, longest: int = 19) -> list[list[int]]:
@@ -175,9 +205,3 @@ def random_prompts(num: int, vocab_size: int, seed: int = 0, longest: int = 19) 
     return [
         [dice.randrange(2, vocab_size) for _ in range(1 if i == 0 else dice.randint(2, longest))] for i in range(num)
     ]
-
-
-def dense_logits(model: torch.nn.Module, ids: Sequence[int]) -> torch.Tensor:
-    """A model's own logits [num_tokens, vocab] for one sequence."""
-    with torch.inference_mode():
-        return model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0]

@@ -47,9 +47,7 @@ ZOO: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: _make(tf.LlamaConfig, rope_parameters=dict(_LLAMA3_ROPE), tie_word_embeddings=False),
     "mistral": lambda: _make(tf.MistralConfig, sliding_window=WINDOW),
     "qwen2": lambda: _make(tf.Qwen2Config, tie_word_embeddings=True),
-    "qwen2-window": lambda: _make(
-        tf.Qwen2Config, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
-    ),
+    "qwen2-window": lambda: _make(tf.Qwen2Config, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
     "qwen3": lambda: _make(tf.Qwen3Config, head_dim=16),
     "gemma": lambda: _make(tf.GemmaConfig, head_dim=16),
     "gemma2": lambda: _make(
@@ -91,9 +89,7 @@ ZOO: dict[str, Callable[[], PreTrainedConfig]] = {
     "cohere2": lambda: _make(
         tf.Cohere2Config, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"]
     ),
-    "olmo3": lambda: _make(
-        tf.Olmo3Config, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"]
-    ),
+    "olmo3": lambda: _make(tf.Olmo3Config, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"]),
     "qwen3_moe": lambda: _make(
         tf.Qwen3MoeConfig, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8
     ),
@@ -116,7 +112,7 @@ ZOO: dict[str, Callable[[], PreTrainedConfig]] = {
 
 
 def random_model(family: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> PreTrainedModel:
-    """A model whose greedy text neither repeats one token nor hangs on the last bit: norms and biases are random too."""
+    """A model whose greedy text neither repeats one token nor hangs on the last bit; norms and biases are random."""
     torch.manual_seed(seed)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(ZOO[family](), dtype=dtype)
     with torch.no_grad():

@@ -106,6 +106,7 @@ class AdapterSlots:
             table.a_ptrs, table.b_ptrs = self._a_ptrs[idx], self._b_ptrs[idx]
             table.ranks, table.scales = self._ranks[idx], self._scales[idx]
             module.table = table
+            module.num_installed = 0
             if isinstance(module, AdaptedLinear):
                 module.ops = ops
 

@@ -1,0 +1,196 @@
+"""A mixed batch of adapters equals each request alone and equals PEFT, over families, ranks and targets."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from support.dense import dense_logits, greedy, make_dense
+from support.driver import Job, Rig, make_rig, random_prompts
+from support.peft_files import SPECS, load_lora, save_adapter
+from support.zoo import VOCAB_SIZE, random_model
+from torch import nn
+from transformers import PreTrainedModel
+
+from loraplex_adapters.lora.weights import LoraWeights
+from loraplex_adapters.ops.base import SegmentedLora
+from loraplex_adapters.ops.cpu import CpuOps
+from loraplex_adapters.ops.reference import ReferenceOps
+from loraplex_server.model.linear import AdaptedLinear
+from loraplex_server.model.loader import adopt_model
+from loraplex_server.scheduler.plan import AdapterUse
+
+NUM_TOKENS = 10
+FAMILIES = ["llama", "qwen2", "gemma2", "gemma3", "phi3", "gpt2", "opt", "mixtral", "cohere", "gpt_neox"]
+OPS: dict[str, type[SegmentedLora]] = {"reference": ReferenceOps, "cpu": CpuOps}  # type: ignore[type-abstract]
+
+
+@dataclass
+class World:
+    """A base model, PEFT's models of all adapters, and a rig that holds adapter i in slot i."""
+
+    base: PreTrainedModel
+    peft: list[PeftModel]
+    weights: list[LoraWeights]
+    rig: Rig
+
+    def reference(self, adapter_idx: int | None) -> nn.Module:
+        return self.base if adapter_idx is None else self.peft[adapter_idx]
+
+
+def make_world(
+    root: Path, family: str, ops: SegmentedLora, dtype: torch.dtype = torch.float64, max_rows: int = 6
+) -> World:
+    base = make_dense(random_model(family, dtype))
+    peft = [save_adapter(base, spec, root / spec.name, seed) for seed, spec in enumerate(SPECS)]
+    loaded = adopt_model(copy.deepcopy(base), model_id=family)
+    targets = loaded.base_targets(max_rank=16)
+    weights = [load_lora(root, spec.name, targets) for spec in SPECS]
+    rig = make_rig(loaded, ops=ops, seed=4, max_rows=max_rows)
+    for slot, lora in enumerate(weights):
+        rig.slots.install(slot, lora)
+    return World(base, peft, weights, rig)
+
+
+def mixed_jobs(num_adapters: int) -> list[tuple[int | None, Job]]:
+    """Every adapter once, the base twice."""
+    owners: list[int | None] = [None, *range(num_adapters), None]
+    prompts = random_prompts(len(owners), VOCAB_SIZE, seed=8)
+    return [
+        (owner, Job(prompt, NUM_TOKENS, () if owner is None else (AdapterUse(owner),)))
+        for owner, prompt in zip(owners, prompts, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("ops", OPS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_mixed_batch_equals_peft(family: str, ops: str, tmp_path: Path) -> None:
+    world = make_world(tmp_path, family, OPS[ops]())
+    jobs = mixed_jobs(len(SPECS))
+    world.rig.run([job for _, job in jobs])
+    for owner, job in jobs:
+        name = "base" if owner is None else SPECS[owner].name
+        reference = world.reference(owner)
+        assert job.error is None, name
+        assert job.tokens == greedy(reference, job.prompt, NUM_TOKENS), name
+        want = dense_logits(reference, job.prompt, job.tokens)
+        torch.testing.assert_close(world.rig.logits(job), want, rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
+        if owner is not None:  # an adapter that changes nothing would prove nothing
+            assert not torch.allclose(want, dense_logits(world.base, job.prompt, job.tokens), atol=1e-3), name
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_merged_weights_and_alone(family: str, tmp_path: Path) -> None:
+    """The same as PEFT's `merge_and_unload`, and the same as each request alone in the engine."""
+    world = make_world(tmp_path, family, CpuOps())
+    jobs = mixed_jobs(len(SPECS))
+    world.rig.run([job for _, job in jobs])
+    for owner, job in jobs:
+        alone = Job(job.prompt, NUM_TOKENS, job.adapters)
+        world.rig.run([alone])
+        assert alone.tokens == job.tokens
+        torch.testing.assert_close(world.rig.logits(alone), world.rig.logits(job), rtol=1e-9, atol=1e-9)
+        is_tied = world.base.config.tie_word_embeddings  # there PEFT's own merge changes head and embedding at once
+        if owner is not None and not (is_tied and SPECS[owner].targets in ("head", "embedding")):
+            merged = copy.deepcopy(world.peft[owner]).merge_and_unload()
+            want = dense_logits(merged, job.prompt, job.tokens)
+            torch.testing.assert_close(world.rig.logits(job), want, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("ops", OPS)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2"])
+def test_float32(family: str, ops: str, tmp_path: Path) -> None:
+    """Logits to 1e-4; a text may differ only where the reference's two best are closer than that."""
+    world = make_world(tmp_path, family, OPS[ops](), torch.float32)
+    jobs = mixed_jobs(len(SPECS))
+    world.rig.run([job for _, job in jobs])
+    for owner, job in jobs:
+        want = dense_logits(world.reference(owner), job.prompt, job.tokens)
+        torch.testing.assert_close(world.rig.logits(job), want, rtol=1e-4, atol=1e-4)
+        best = want.topk(2).values
+        for i, token in enumerate(job.tokens):
+            assert token == int(want[i].argmax()) or best[i, 0] - best[i, 1] < 1e-4
+
+
+@pytest.mark.parametrize("ops", OPS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_rows_without_adapter_keep_every_bit(ops: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """The same rows in the same places, beside neighbours with and without adapters."""
+    world = make_world(tmp_path, "qwen2", OPS[ops](), dtype)
+    prompts = random_prompts(6, VOCAB_SIZE, seed=8)
+    same = [[*prompt, *([5] * 19)][:8] for prompt in prompts]  # one length: one order in the row
+
+    def first_logits(owners: list[int | None]) -> list[torch.Tensor]:
+        world.rig.dice.seed(1)
+        world.rig.max_chunk = 8
+        jobs = [
+            Job(prompt, 3, () if owner is None else (AdapterUse(owner),))
+            for owner, prompt in zip(owners, same, strict=True)
+        ]
+        world.rig.run(jobs)
+        return [world.rig.logits(job)[:1] for job in jobs]
+
+    plain = first_logits([None] * 6)
+    mixed = first_logits([None, None, None, 1, 3, 4])
+    for i in range(3):
+        assert torch.equal(plain[i], mixed[i])
+    for i in range(3, 6):
+        assert not torch.equal(plain[i], mixed[i])
+
+
+def test_weighted_mixture_adds_up(tmp_path: Path) -> None:
+    """Two adapters on the same tokens: as if both had been merged with their weights."""
+    world = make_world(tmp_path, "llama", CpuOps())
+    uses = (AdapterUse(1, 0.5), AdapterUse(4, -1.25))
+    job = Job(random_prompts(2, VOCAB_SIZE)[1], NUM_TOKENS, uses)
+    world.rig.run([job, *(other for _, other in mixed_jobs(len(SPECS)))])
+    merged = copy.deepcopy(world.base)
+    with torch.no_grad():
+        for use in uses:
+            for path, factors in world.weights[use.slot].factors.items():
+                delta = factors.b @ factors.a * (factors.scale * use.weight)
+                module = merged.get_submodule(path)
+                module.weight.add_(delta.T if isinstance(module, nn.Embedding) else delta)
+    want = dense_logits(merged, job.prompt, job.tokens)
+    torch.testing.assert_close(world.rig.logits(job), want, rtol=1e-9, atol=1e-9)
+
+
+def test_slots_change_hands(tmp_path: Path) -> None:
+    """A slot that is cleared or filled anew leaves nothing of the adapter before."""
+    world = make_world(tmp_path, "llama", CpuOps())
+    prompt = random_prompts(2, VOCAB_SIZE)[1]
+
+    def run(slot: int) -> list[int]:
+        job = Job(prompt, NUM_TOKENS, (AdapterUse(slot),))
+        world.rig.run([job])
+        return job.tokens
+
+    want = {owner: greedy(world.reference(owner), prompt, NUM_TOKENS) for owner in (None, 0, 1, 3, 4)}
+    assert run(0) == want[0]
+    world.rig.slots.install(0, world.weights[4])
+    assert run(0) == want[4]
+    world.rig.slots.install(0, world.weights[3])
+    assert run(0) == want[3]
+    world.rig.slots.install(0, None)
+    assert run(0) == want[None]
+    for slot in range(1, len(SPECS)):
+        world.rig.slots.install(slot, None)
+    linears = [module for module in world.rig.loaded.model.modules() if isinstance(module, AdaptedLinear)]
+    assert all(module.num_installed == 0 for module in linears)
+
+
+def test_a_step_without_adapters_never_asks_the_ops(tmp_path: Path) -> None:
+    class Forbidden(ReferenceOps):
+        def prepare(self, *_: object, **__: object) -> object:  # type: ignore[override]
+            raise AssertionError("no row has an adapter")
+
+        apply = prepare  # type: ignore[assignment]
+
+    world = make_world(tmp_path, "llama", Forbidden())
+    job = Job(random_prompts(2, VOCAB_SIZE)[1], NUM_TOKENS)
+    world.rig.run([job])
+    assert job.tokens == greedy(world.base, job.prompt, NUM_TOKENS)

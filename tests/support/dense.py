@@ -1,0 +1,56 @@
+"""The oracle of whole models: Transformers' own code with dense attention that never leaves the model's dtype.
+
+Transformers' eager attention takes its softmax in float32, which in a float64 comparison is the larger error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
+from transformers.modeling_utils import AttentionInterface
+
+NAME = "dense_oracle"
+
+
+def _attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """query, key, value [batch, heads, tokens, dim] -> [batch, tokens, heads, dim]."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scaling = options.get("scaling") or query.shape[-1] ** -0.5
+    scores = query @ key.transpose(-1, -2) * scaling
+    if options.get("softcap"):
+        scores = torch.tanh(scores / options["softcap"]) * options["softcap"]
+    assert attention_mask is not None
+    return (torch.softmax(scores + attention_mask, -1) @ value).transpose(1, 2), None
+
+
+def make_dense(model: PreTrainedModel) -> PreTrainedModel:
+    """Switches a model to the oracle's attention."""
+    AttentionInterface.register(NAME, _attend)
+    AttentionMaskInterface.register(NAME, eager_mask)
+    model.set_attn_implementation(NAME)
+    return model
+
+
+def dense_logits(model: nn.Module, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:
+    """Logits that `tokens` behind `prompt` were drawn from [num_tokens, vocab]."""
+    ids = torch.tensor([[*prompt, *tokens]])
+    with torch.inference_mode():
+        logits = model(input_ids=ids, use_cache=False).logits[0]
+    return logits[len(prompt) - 1 : -1]
+
+
+def greedy(model: nn.Module, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """`generate()` without sampling: the new tokens."""
+    ids = torch.tensor([list(prompt)])
+    out = model.generate(  # type: ignore[operator]
+        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False
+    )
+    return out[0, len(prompt) :].tolist()

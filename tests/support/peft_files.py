@@ -1,0 +1,112 @@
+"""PEFT adapters for the zoo's models: made by PEFT itself, written as it writes them, read as the server reads them."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from loraplex_adapters.cache.loader import check_adapter
+from loraplex_adapters.key import AdapterKey
+from loraplex_adapters.lora.convert import write_payload
+from loraplex_adapters.lora.layout import weights_at
+from loraplex_adapters.lora.weights import LoraWeights
+from loraplex_adapters.pace import no_pace
+from loraplex_adapters.sources.directory import DirectorySource
+from loraplex_adapters.targets import BaseTargets
+
+
+@dataclass(frozen=True)
+class LoraSpec:
+    """One adapter. `targets` chooses among the model's linears by their last names."""
+
+    name: str
+    rank: int
+    alpha: float
+    targets: str = "all"  # all, attention, mlp, head, embedding
+    fields: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+SPECS = (
+    LoraSpec("r1-attention", 1, 2, "attention"),
+    LoraSpec("r4-all", 4, 6),
+    LoraSpec("r8-mlp-rslora", 8, 3, "mlp", {"use_rslora": True}),
+    LoraSpec("r13-head", 13, 10, "head"),
+    LoraSpec("r16-embedding", 16, 8, "embedding"),
+    LoraSpec("patterns", 8, 8, "all", {"rank_pattern": {}, "alpha_pattern": {}}),  # filled in per family
+)
+ATTENTION_WORDS = ("attn", "attention")
+
+
+def linear_names(model: PreTrainedModel) -> tuple[list[str], list[str], str, str]:
+    """Last names of the linears: (attention, others), and the paths' ends of head and embedding."""
+    attention: set[str] = set()
+    others: set[str] = set()
+    head, embedding = "", ""
+    for path, module in model.named_modules():
+        last = path.rpartition(".")[2]
+        if module is model.get_output_embeddings():
+            head = last
+        elif module is model.get_input_embeddings():
+            embedding = last
+        elif isinstance(module, nn.Linear | Conv1D):
+            (attention if any(word in path for word in ATTENTION_WORDS) else others).add(last)
+    return sorted(attention), sorted(others), head, embedding
+
+
+def lora_config(model: PreTrainedModel, spec: LoraSpec) -> LoraConfig:
+    attention, others, head, embedding = linear_names(model)
+    targets = {
+        "all": attention + others,
+        "attention": attention,
+        "mlp": others or attention,
+        "head": [*attention[:1], head],
+        "embedding": [*attention[:1], embedding],
+    }[spec.targets]
+    fields = dict(spec.fields)
+    if "rank_pattern" in fields:
+        fields["rank_pattern"] = {targets[0]: 3, rf"\.1\..*{targets[-1]}": 11}
+        fields["alpha_pattern"] = {targets[-1]: 5, targets[0]: 1}
+    is_conv1d = any(isinstance(module, Conv1D) for module in model.modules())
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=spec.rank,
+        lora_alpha=spec.alpha,
+        target_modules=targets,
+        fan_in_fan_out=is_conv1d and spec.targets in ("all", "attention", "mlp"),
+        init_lora_weights=False,
+        **fields,
+    )
+
+
+def save_adapter(model: PreTrainedModel, spec: LoraSpec, folder: Path, seed: int = 0) -> PeftModel:
+    """PEFT's model of `spec` over a copy of `model`; its files are in `folder` afterwards."""
+    torch.manual_seed(seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # tied weights, Conv1D: what is served is exactly what PEFT computes
+        peft = get_peft_model(copy.deepcopy(model), lora_config(model, spec))
+        with torch.no_grad():
+            for name, parameter in peft.named_parameters():
+                if "lora_" in name:
+                    parameter.copy_(torch.randn_like(parameter) * 0.25)
+        peft.save_pretrained(folder)
+    return peft.eval()
+
+
+def load_lora(root: Path, name: str, targets: BaseTargets) -> LoraWeights:
+    """The server's own reading of an adapter directory, without cache or store."""
+    source = DirectorySource(root)
+    plan = check_adapter(name, source, targets, no_pace)
+    data = bytearray()
+    with source.open(name) as files:
+        write_payload(plan, files.open("adapter_model.safetensors"), lambda piece: data.extend(piece))
+    storage: Tensor = torch.frombuffer(data, dtype=torch.uint8)
+    return weights_at(AdapterKey("lora", f"{abs(hash(name)):064x}"[-64:]), plan.layout, storage)
