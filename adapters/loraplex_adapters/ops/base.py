@@ -2,8 +2,8 @@
 
     y[start:end] += weight * scale * (x[start:end] @ a.T) @ b.T      for each segment, with its slot's factors
 
-Semantics of Punica's SGMV and BGMV (arXiv 2310.18547) in one operation, with the true rank and scale of each adapter; rows
-in no segment are not touched. Segments may overlap (several adapters on the same rows add up).
+Semantics of Punica's SGMV and BGMV (arXiv 2310.18547) in one operation, with the true rank and scale of each adapter;
+rows in no segment are not touched. Segments may overlap (several adapters on the same rows add up).
 """
 
 from __future__ import annotations
@@ -47,6 +47,9 @@ class FactorTable:
 
     Beside the Python list it keeps what kernels read, at fixed addresses (CUDA graphs): pointers, ranks and scales.
     A slot without factors has rank 0: the adapter leaves this module alone.
+
+    `derived` belongs to the implementation that applies the table (views, packed copies). Every change drops it, so
+    that nothing outlives the factors that it was made from.
     """
 
     def __init__(self, num_slots: int, in_features: int, out_features: int, device: torch.device | str) -> None:
@@ -57,10 +60,12 @@ class FactorTable:
         self.b_ptrs = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.ranks = torch.zeros(num_slots, dtype=torch.int32, device=device)
         self.scales = torch.zeros(num_slots, dtype=torch.float32, device=device)
+        self.derived: object | None = None
 
     def set(self, slot: int, factors: LoraFactors | None) -> None:
         """Puts `factors` into `slot`, or clears it. The caller keeps the tensors alive while the slot is in use."""
         self.factors[slot] = factors
+        self.derived = None
         self.a_ptrs[slot] = factors.a.data_ptr() if factors is not None else 0
         self.b_ptrs[slot] = factors.b.data_ptr() if factors is not None else 0
         self.ranks[slot] = factors.rank if factors is not None else 0

@@ -1,0 +1,225 @@
+"""Segmented LoRA on a CPU, in torch alone: as few calls as a step allows, because calls are what a small step costs.
+
+Owns the packed copies of small factors (bounded, see `pack_bytes`) and what it derives from a step and a table.
+Deliberately does not choose: `cpu_layout.py` says which segments share a product.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from loraplex_adapters.ops.base import FactorTable, LoraFactors, PreparedSegments, Segment
+from loraplex_adapters.ops.cpu_layout import Alone, Packed, Piece, Profile, lay_out
+from loraplex_adapters.ops.segments import check_segments, join_neighbours
+
+
+def has_fast_half(dtype: torch.dtype) -> bool:
+    """Whether oneDNN multiplies matrices of this half-precision dtype here. Private to torch, so absence means no."""
+    name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}.get(dtype)
+    if name is None or not torch.backends.mkldnn.is_available():
+        return False
+    try:
+        return bool(getattr(torch.ops.mkldnn, name)())
+    except (AttributeError, RuntimeError):
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class _OwnProduct:
+    """y[start:end] += alpha * (x[start:end] @ a.T) @ b.T"""
+
+    start: int
+    num_rows: int
+    a_t: Tensor  # [in, rank], a view
+    b_t: Tensor  # [rank, out], a view
+    alpha: float
+
+    def add(self, y: Tensor, x: Tensor) -> None:
+        if self.num_rows != x.shape[0]:
+            x = x.narrow(0, self.start, self.num_rows)
+            y = y.narrow(0, self.start, self.num_rows)
+        y.addmm_(torch.mm(x, self.a_t), self.b_t, alpha=self.alpha)
+
+
+@dataclass(frozen=True, slots=True)
+class _UpcastProduct:
+    """The same, computed in float32."""
+
+    start: int
+    num_rows: int
+    a: Tensor  # [rank, in]
+    b: Tensor  # [out, rank]
+    alpha: float
+
+    def add(self, y: Tensor, x: Tensor) -> None:
+        if self.num_rows != x.shape[0]:
+            x = x.narrow(0, self.start, self.num_rows)
+            y = y.narrow(0, self.start, self.num_rows)
+        y.add_(torch.mm(torch.mm(x.float(), self.a.float().t()), self.b.float().t()), alpha=self.alpha)
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class _PackedFactors:
+    """Several slots' factors side by side: a copy, or one slot's own tensors."""
+
+    a_t: Tensor  # [in, sum of ranks]
+    b_t: Tensor  # [sum of ranks, out]
+
+
+@dataclass(frozen=True, slots=True)
+class _SharedProduct:
+    """Several segments in one product; each row keeps only its own slots' columns in between."""
+
+    piece: Packed
+    packed: _PackedFactors
+
+    def add(self, y: Tensor, x: Tensor) -> None:
+        rows = self.piece.rows
+        if isinstance(rows, Tensor):
+            own = y.index_select(0, rows)
+            self._add(own, x.index_select(0, rows))
+            y.index_copy_(0, rows, own)
+            return
+        start, end = rows
+        if end - start != x.shape[0]:
+            x = x.narrow(0, start, end - start)
+            y = y.narrow(0, start, end - start)
+        self._add(y, x)
+
+    def _add(self, y: Tensor, x: Tensor) -> None:
+        piece, a_t, b_t = self.piece, self.packed.a_t, self.packed.b_t
+        if piece.upcast:
+            x, a_t = x.float(), a_t.float()
+        inner = torch.mm(x, a_t).masked_fill_(piece.blank, 0.0)  # [rows, sum of ranks]
+        if piece.factors is not None:
+            inner.mul_(piece.factors)
+        if piece.upcast:
+            y.add_(torch.mm(inner, b_t.float()), alpha=piece.alpha)
+        else:
+            y.addmm_(inner, b_t, alpha=piece.alpha)
+
+
+_Product = _OwnProduct | _UpcastProduct | _SharedProduct
+
+
+class _Plan:
+    """A step's segments for all modules, and the layouts that their profiles led to."""
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self.segments = join_neighbours(segments)
+        self.slots = sorted({s.slot for s in self.segments})
+        self.layouts: dict[Profile, tuple[Piece, ...]] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """One module's products for one plan; lives in the table until it changes or another plan comes."""
+
+    plan: _Plan
+    dtype: torch.dtype
+    products: tuple[_Product, ...]
+    packs: Mapping[tuple[int, ...], _PackedFactors]
+
+
+class CpuOps:
+    """SegmentedLora for CPU tensors.
+
+    `pack_bytes` bounds the copies of factors that packed products read, all modules together; what does not fit is
+    multiplied from its own tensors.
+    """
+
+    def __init__(self, pack_bytes: int = 256 * 2**20) -> None:
+        self._pack_bytes_left = pack_bytes
+        self._fast_half = {dtype: has_fast_half(dtype) for dtype in (torch.bfloat16, torch.float16)}
+        self._last: PreparedSegments | None = None
+
+    @property
+    def name(self) -> str:
+        return "cpu"
+
+    def prepare(
+        self, segments: Sequence[Segment], num_rows: int, num_slots: int, device: torch.device
+    ) -> PreparedSegments:
+        check_segments(segments, num_rows, num_slots)
+        # Decoding repeats itself: the same rows for the same adapters, step after step.
+        last = self._last
+        if last is not None and last.num_rows == num_rows and last.segments == tuple(segments):
+            return last
+        self._last = PreparedSegments(tuple(segments), num_rows, _Plan(segments))
+        return self._last
+
+    def apply(self, y: Tensor, x: Tensor, table: FactorTable, prepared: PreparedSegments) -> None:
+        bound = table.derived
+        if not isinstance(bound, _Bound) or bound.plan is not prepared.data or bound.dtype is not x.dtype:
+            bound = None  # or it would hold packs that make room for the new ones
+            bound = self._bind(table, prepared.data, x.dtype)
+        for product in bound.products:
+            product.add(y, x)
+
+    def _bind(self, table: FactorTable, plan: _Plan, dtype: torch.dtype) -> _Bound:
+        factors = {slot: table.factors[slot] for slot in plan.slots}
+        profile = Profile(
+            dtype=dtype,
+            num_features=table.in_features + table.out_features,
+            widest=max(table.in_features, table.out_features),
+            ranks=tuple(f.rank if f else 0 for f in factors.values()),
+            scales=tuple(f.scale if f else 0.0 for f in factors.values()),
+            fast_half=self._fast_half.get(dtype, False),
+        )
+        layout = plan.layouts.get(profile)
+        if layout is None:
+            layout = plan.layouts[profile] = lay_out(plan.segments, plan.slots, profile)
+        needed = {piece.slots for piece in layout if isinstance(piece, Packed)}
+        packs: dict[tuple[int, ...], _PackedFactors] = {}
+        if isinstance(table.derived, _Bound) and table.derived.dtype is dtype:
+            packs = {slots: pack for slots, pack in table.derived.packs.items() if slots in needed}
+        table.derived = None  # frees the packs that the new plan does not take over
+        present = {slot: f for slot, f in factors.items() if f is not None}
+        products: list[_Product] = []
+        for piece in layout:
+            products += self._products_of(piece, present, packs)
+        bound = _Bound(plan, dtype, tuple(products), packs)
+        table.derived = bound
+        return bound
+
+    def _products_of(
+        self, piece: Piece, factors: Mapping[int, LoraFactors], packs: dict[tuple[int, ...], _PackedFactors]
+    ) -> list[_Product]:
+        if isinstance(piece, Alone):
+            return [_own_product(piece, factors[piece.slot])]
+        pack = packs.get(piece.slots) or self._pack([factors[slot] for slot in piece.slots])
+        if pack is None:
+            return [_own_product(part, factors[part.slot]) for part in piece.apart]
+        packs[piece.slots] = pack
+        return [_SharedProduct(piece, pack)]
+
+    def _pack(self, factors: Sequence[LoraFactors]) -> _PackedFactors | None:
+        if len(factors) == 1:
+            return _PackedFactors(factors[0].a.t(), factors[0].b.t())
+        num_bytes = sum(f.a.nbytes + f.b.nbytes for f in factors)
+        if num_bytes > self._pack_bytes_left:
+            return None
+        b = torch.cat([f.b for f in factors], dim=1)
+        # A row's blanked columns meet the neighbours' B as zeros: with an infinity there they would not stay zero.
+        if not math.isfinite(b.sum().item()):
+            return None
+        pack = _PackedFactors(torch.cat([f.a for f in factors]).t(), b.t())
+        self._pack_bytes_left -= num_bytes
+        weakref.finalize(pack, self._release, num_bytes).atexit = False
+        return pack
+
+    def _release(self, num_bytes: int) -> None:
+        self._pack_bytes_left += num_bytes
+
+
+def _own_product(piece: Alone, factors: LoraFactors) -> _OwnProduct | _UpcastProduct:
+    num_rows = piece.end - piece.start
+    if piece.upcast:
+        return _UpcastProduct(piece.start, num_rows, factors.a, factors.b, piece.alpha)
+    return _OwnProduct(piece.start, num_rows, factors.a.t(), factors.b.t(), piece.alpha)

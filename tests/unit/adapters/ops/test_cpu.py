@@ -1,0 +1,139 @@
+"""What is particular to the CPU's implementation: its three ways, few calls, and copies that are bounded and freed."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.lora_cases import Problem, random_factors, random_problem, random_segments, random_table
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from loraplex_adapters.ops.base import FactorTable, Segment
+from loraplex_adapters.ops.cpu import CpuOps, has_fast_half
+from loraplex_adapters.ops.cpu_layout import Cost
+
+LAYOUT = "loraplex_adapters.ops.cpu_layout"
+FREE, DEAR = Cost(0.0, 0.0, 0.0), Cost(1e9, 0.0, 0.0)
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+class CallCounter(TorchDispatchMode):
+    """Counts the operators that reach torch's dispatcher; views too, they cost as much to call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+
+    def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def count_calls(ops: CpuOps, problem: Problem) -> int:
+    prepared = problem.prepared(ops)
+    y = problem.y.clone()
+    ops.apply(y, problem.x, problem.table, prepared)  # binds
+    with CallCounter() as counter:
+        ops.apply(y, problem.x, problem.table, prepared)
+    return counter.num_calls
+
+
+def one_row_each(num_rows: int, dtype: torch.dtype, rank: int = 8, width: int = 64) -> Problem:
+    table = FactorTable(num_rows, width, width, "cpu")
+    for slot in range(num_rows):
+        table.set(slot, random_factors(rank, width, width, dtype, scale=2.0))
+    return random_problem([Segment(i, i + 1, i) for i in range(num_rows)], table, num_rows, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("idle_rows", [False, True])
+@pytest.mark.parametrize("way", ["native", "upcast", "packed", "packed upcast"])
+def test_every_way_is_right(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, way: str, idle_rows: bool) -> None:
+    """Whatever the cost model would choose, on machines with and without fast half precision."""
+    torch.manual_seed(5)
+    upcast = "upcast" in way
+    monkeypatch.setattr(f"{LAYOUT}.UPCAST_COST", FREE if upcast else DEAR)
+    monkeypatch.setattr(f"{LAYOUT}.SMALL_COST", DEAR if upcast else FREE)
+    monkeypatch.setattr(f"{LAYOUT}.ONEDNN_COST", DEAR if upcast else FREE)
+    monkeypatch.setattr(f"{LAYOUT}.SLICE_US", 1000.0 if "packed" in way else 1.0)
+    monkeypatch.setattr(f"{LAYOUT}.MASK_US", 0.0 if "packed" in way else 1e9)
+    table = random_table([8, 3, None, 16, 5], 48, 40, dtype)
+    segments = random_segments("uniform", 14, 5, idle_rows=idle_rows)
+    segments += [Segment(14, 16, 0, 0.5), Segment(14, 16, 1, 0.5), Segment(17, 18, 3, -0.5)]
+    problem = random_problem(segments, table, 20, dtype)
+    problem.check(problem.run(CpuOps()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_adapter_for_all_rows_is_two_products(dtype: torch.dtype) -> None:
+    table = random_table([8], 32, 32, dtype)
+    problem = random_problem([Segment(i, i + 1, 0) for i in range(3)], table, 3, dtype)
+    assert count_calls(CpuOps(), problem) == 2
+
+
+def test_decode_with_many_adapters_is_three_calls() -> None:
+    assert count_calls(CpuOps(), one_row_each(8, torch.float32)) == 3
+
+
+def test_differing_weights_cost_one_call_more() -> None:
+    problem = one_row_each(8, torch.float32)
+    problem.segments[3] = Segment(3, 4, 3, 0.5)
+    assert count_calls(CpuOps(), problem) == 4
+
+
+@pytest.mark.skipif(not has_fast_half(torch.bfloat16), reason="this CPU has no fast bfloat16")
+def test_half_precision_decode_with_many_adapters_is_three_calls() -> None:
+    assert count_calls(CpuOps(), one_row_each(32, torch.bfloat16, rank=16, width=256)) == 3
+
+
+def test_no_segment_is_no_call() -> None:
+    problem = random_problem([], random_table([8], 32, 32, torch.float32), 3, torch.float32)
+    assert count_calls(CpuOps(), problem) == 0
+
+
+def test_an_equal_step_is_prepared_once() -> None:
+    ops = CpuOps()
+    problem = one_row_each(4, torch.float32)
+    first = problem.prepared(ops)
+    assert problem.prepared(ops) is first
+    problem.segments[1] = Segment(1, 2, 1, 0.5)
+    assert problem.prepared(ops) is not first
+
+
+def test_copies_are_bounded() -> None:
+    needed = 8 * 2 * 8 * 64 * 4  # adapters, A and B, rank, features, bytes
+    for pack_bytes, num_calls in ((needed, 3), (needed - 1, 8 * 4)):
+        problem, ops = one_row_each(8, torch.float32), CpuOps(pack_bytes)
+        problem.check(problem.run(ops))
+        assert count_calls(ops, problem) == num_calls
+
+
+def test_copies_make_room_for_those_of_the_next_step() -> None:
+    """The budget holds one step's copies, not two."""
+    problem, ops = one_row_each(8, torch.float32), CpuOps(6 * 2 * 8 * 64 * 4)
+    for first in (0, 2, 1):
+        problem.segments = [Segment(i, i + 1, (first + i) % 8) for i in range(6)] + [Segment(6, 8, first)]
+        assert count_calls(ops, problem) == 3
+        problem.check(problem.run(ops))
+
+
+def test_clearing_a_slot_frees_its_factors() -> None:
+    problem = one_row_each(8, torch.float32)
+    ops = CpuOps()
+    problem.run(ops)
+    factors = problem.table.factors[0]
+    assert factors is not None
+    alive = weakref.ref(factors.a)
+    problem.table.set(0, None)
+    del factors
+    gc.collect()
+    assert alive() is None
+
+
+def test_only_half_precision_can_be_fast_half() -> None:
+    assert not has_fast_half(torch.float32)
+    assert not has_fast_half(torch.float64)
