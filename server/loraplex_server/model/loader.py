@@ -25,7 +25,7 @@ from loraplex_server.model.context import StepContext
 from loraplex_server.model.kv import KvCache
 from loraplex_server.model.linear import AdaptedHead, BaseLinearFactory, PlainLinear
 from loraplex_server.model.probe import probe_model
-from loraplex_server.model.refuse import refuse_config
+from loraplex_server.model.refuse import refuse_class, refuse_config
 from loraplex_server.model.spec import ModelSpec, ShardSpec
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -99,6 +99,7 @@ def load_model(
     target = resolve_device(device)
     config = _config(model_id, revision)
     refuse_config(config, model_id)
+    refuse_class(config, model_id)
     interface.register()
     wanted = "auto" if dtype == "auto" else _dtype(dtype)
     try:

@@ -150,8 +150,8 @@ def _probe(model: PreTrainedModel, max_context_tokens: int) -> Probe:
             "layers of another kind cannot be served"
         )
 
-    others = ids.clone()
-    others[0, 0], others[0, -1] = vocab_size - 1, vocab_size - 2
+    others = vocab_size - 1 - ids  # every token but the one that is looked at
+    others[0, KEPT[0]] = ids[0, KEPT[0]]
     far = positions.clone()
     far[0, -1] = max(NUM_TOKENS, max_context_tokens - 1)
     for what, other_ids, other_positions in (

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from transformers import PreTrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
 from loraplex_proto.errors import UnsupportedModel
 
@@ -23,6 +23,19 @@ def refuse_config(config: PreTrainedConfig, model_id: str) -> None:
     """Raises UnsupportedModel when this configuration cannot be served rightly."""
     for reason in _reasons(config):
         raise UnsupportedModel(f"{model_id} ({config.model_type}) cannot be served: {reason}")
+
+
+def refuse_class(config: PreTrainedConfig, model_id: str) -> None:
+    """The same for what Transformers' class shows, so that no weights are fetched in vain."""
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    can_set = getattr(model_class, "_can_set_attn_implementation", None)
+    if model_class is None:
+        reason = "Transformers has no causal language model for it"
+    elif can_set is not None and not can_set():
+        reason = "its attention does not use Transformers' attention interface"
+    else:
+        return
+    raise UnsupportedModel(f"{model_id} ({config.model_type}) cannot be served: {reason}")
 
 
 def _reasons(config: PreTrainedConfig) -> Iterator[str]:

@@ -1,0 +1,247 @@
+"""What the probe finds out, and what is refused at load with its reason."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from support.zoo import MAX_LEN, VOCAB_SIZE, WINDOW, ZOO, random_model
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from loraplex_proto.errors import InvalidArgument, Unimplemented, UnsupportedModel
+from loraplex_server.model.attention import interface
+from loraplex_server.model.linear import AdaptedEmbedding, AdaptedHead, AdaptedLinear
+from loraplex_server.model.loader import adopt_model, load_model
+from loraplex_server.model.spec import AttentionSpec, ModelSpec, ShardSpec, kv_block_bytes
+
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_LEN,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0] * 4,
+    "original_max_position_embeddings": 32,
+}
+
+REFUSED: dict[str, tuple[type[PreTrainedConfig], dict[str, Any], str]] = {
+    "encoder-decoder": (tf.T5Config, {"vocab_size": 101, "d_model": 32, "num_layers": 2}, "encoder-decoder"),
+    "falcon": (tf.FalconConfig, SMALL | {"new_decoder_architecture": True}, "attention"),
+    "bloom": (tf.BloomConfig, {"vocab_size": 101, "hidden_size": 32, "n_layer": 2, "n_head": 4}, "ALiBi"),
+    "mpt": (tf.MptConfig, {"vocab_size": 101, "d_model": 32, "n_layers": 2, "n_heads": 4}, "ALiBi"),
+    "gptj": (tf.GPTJConfig, {"vocab_size": 101, "n_embd": 32, "n_layer": 2, "n_head": 4}, "attention interface"),
+    "mamba": (tf.MambaConfig, {"vocab_size": 101, "hidden_size": 32, "num_hidden_layers": 2}, "linear_attention"),
+    "qwen3_next": (tf.Qwen3NextConfig, SMALL | {"num_experts": 4, "head_dim": 8}, "linear_attention"),
+    "chunked": (tf.Llama4TextConfig, SMALL | {"num_local_experts": 2, "head_dim": 8}, "chunked_attention"),
+    "dynamic rope": (tf.LlamaConfig, SMALL | {"rope_parameters": DYNAMIC}, "dynamic"),
+    "longrope": (tf.Phi3Config, SMALL | {"rope_parameters": LONG}, "longrope"),
+    "sinks": (
+        tf.GptOssConfig,
+        SMALL | {"num_local_experts": 4, "head_dim": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        "s_aux",
+    ),
+    "two calls": (tf.DiffLlamaConfig, SMALL, "several times"),
+    "quantised": (tf.LlamaConfig, SMALL | {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refuses_with_the_reason(case: str, tmp_path: Path) -> None:
+    """From a directory, as a user would: what its configuration tells needs no weights at all."""
+    cls, fields, reason = REFUSED[case]
+    config = cls(**fields)
+    if case in ("sinks", "two calls"):
+        AutoModelForCausalLM.from_config(copy.deepcopy(config)).save_pretrained(tmp_path)
+    else:
+        config.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match=reason) as caught:
+        load_model(str(tmp_path), device="cpu")
+    assert "cannot be served" in caught.value.message
+
+
+@pytest.mark.parametrize("family", ["gptj", "falcon", "sinks"])
+def test_refuses_a_model_in_memory_too(family: str) -> None:
+    cls, fields, reason = REFUSED[family]
+    with pytest.raises(UnsupportedModel, match=reason):
+        adopt_model(AutoModelForCausalLM.from_config(cls(**fields)))
+
+
+class Shifting(nn.Module):
+    """A module that mixes each token with the one before it, as token shifts and short convolutions do."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x + 0.5 * torch.roll(x, 1, dims=1))
+
+
+class Stretching(nn.Module):
+    """A rotation that depends on the longest position in sight."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> Any:
+        return self.inner(x, position_ids * (2 if int(position_ids.max()) > 32 else 1))
+
+
+def test_refuses_what_mixes_tokens_outside_attention() -> None:
+    model = random_model("llama")
+    model.model.layers[1].mlp = Shifting(model.model.layers[1].mlp)
+    with pytest.raises(UnsupportedModel, match="neighbouring tokens"):
+        adopt_model(model)
+
+
+def test_refuses_positions_that_change_their_neighbours() -> None:
+    model = random_model("llama")
+    model.model.rotary_emb = Stretching(model.model.rotary_emb)
+    with pytest.raises(UnsupportedModel, match="rotation"):
+        adopt_model(model)
+
+
+def test_refuses_attention_beside_the_interface() -> None:
+    """One layer whose attention never reaches our function."""
+    model = random_model("llama")
+
+    class Own(nn.Module):
+        def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
+            return hidden_states, None
+
+    model.model.layers[0].self_attn = Own()
+    with pytest.raises(UnsupportedModel, match="1 of its 2 layers"):
+        adopt_model(model)
+
+
+def test_a_missing_directory_says_so(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match="cannot be loaded"):
+        load_model(str(tmp_path / "nowhere"), device="cpu")
+
+
+def test_options_are_checked(tmp_path: Path) -> None:
+    random_model("llama", torch.float32).save_pretrained(tmp_path)
+    with pytest.raises(InvalidArgument, match="dtype"):
+        load_model(str(tmp_path), dtype="int3", device="cpu")
+    with pytest.raises(InvalidArgument, match="device"):
+        load_model(str(tmp_path), device="toaster")
+    with pytest.raises(InvalidArgument, match="--max-context"):
+        load_model(str(tmp_path), device="cpu", max_context_tokens=MAX_LEN + 1)
+    with pytest.raises(Unimplemented, match="tensor parallelism"):
+        load_model(str(tmp_path), device="cpu", shard=ShardSpec(0, 2))
+    assert load_model(str(tmp_path), device="cpu", max_context_tokens=64).spec.max_context_tokens == 64
+
+
+@pytest.mark.parametrize(
+    ("family", "windows", "softcap"),
+    [
+        ("llama", (None, None), None),
+        ("mistral", (WINDOW, WINDOW), None),
+        ("qwen2-window", (None, WINDOW), None),
+        ("gemma2", (WINDOW, None), 5.0),
+        ("gemma3", (WINDOW, None), None),
+        ("starcoder2", (WINDOW, WINDOW), None),
+        ("cohere2", (WINDOW, None), None),
+    ],
+)
+def test_probe_finds_windows_and_caps(family: str, windows: tuple[int | None, ...], softcap: float | None) -> None:
+    spec = adopt_model(random_model(family)).spec
+    assert tuple(layer.window for layer in spec.layers) == windows
+    assert {layer.softcap for layer in spec.layers} == {softcap}
+
+
+def test_probe_finds_heads_and_scaling() -> None:
+    spec = adopt_model(random_model("gemma2")).spec
+    assert spec.layers[0] == AttentionSpec(4, 2, 16, 16, 24**-0.5, WINDOW, 5.0)
+    assert (spec.vocab_size, spec.num_logits, spec.hidden_size, spec.max_context_tokens) == (101, 101, 32, MAX_LEN)
+    narrow = adopt_model(random_model("deepseek_v3")).spec.layers[0]
+    assert (narrow.k_dim, narrow.v_dim) == (16, 12)
+
+
+def test_kv_block_bytes_counts_every_layer() -> None:
+    layers = (AttentionSpec(4, 2, 16, 8, 1.0), AttentionSpec(4, 4, 4, 4, 1.0))
+    spec = ModelSpec(layers, 10, 10, 8, 64)
+    assert kv_block_bytes(spec, 16, 2) == 16 * 2 * (2 * (16 + 8) + 4 * (4 + 4))
+
+
+@pytest.mark.parametrize("family", ZOO)
+def test_every_linear_is_replaced_and_shares_its_weight(family: str) -> None:
+    model = random_model(family, torch.float32)
+    before = {name: parameter.data_ptr() for name, parameter in model.named_parameters(remove_duplicate=False)}
+    loaded = adopt_model(model)
+    assert not [path for path, module in model.named_modules() if type(module) is nn.Linear]
+    for path, module in loaded.targets.items():
+        assert module.weight.data_ptr() == before[f"{path}.weight"]
+        assert model.get_submodule(path) is module
+    kinds = {type(module) for module in loaded.targets.values()}
+    assert kinds == {AdaptedLinear, AdaptedHead, AdaptedEmbedding}
+
+
+def test_targets_as_plain_data() -> None:
+    loaded = adopt_model(random_model("gpt2", torch.float32), model_id="tiny")
+    targets = loaded.base_targets(max_rank=16)
+    fused = targets.modules["transformer.h.0.attn.c_attn"]
+    assert (fused.kind, fused.in_features, fused.out_features, fused.is_conv1d) == ("linear", 32, 96, True)
+    words = targets.modules["transformer.wte"]
+    assert (words.kind, words.in_features, words.out_features) == ("embedding", VOCAB_SIZE, 32)
+    assert targets.modules["lm_head"].weight_sha256 == words.weight_sha256 != ""  # tied
+    assert (targets.model_id, targets.dtype, targets.max_rank) == ("tiny", "float32", 16)
+
+
+def test_experts_are_no_targets() -> None:
+    paths = set(adopt_model(random_model("deepseek_v3")).targets)
+    assert not [path for path in paths if ".experts." in path]
+    assert "model.layers.1.mlp.shared_experts.up_proj" in paths  # sees every token
+
+
+def test_loading_from_a_directory_keeps_weights_and_dtype(tmp_path: Path) -> None:
+    model = random_model("llama", torch.bfloat16)
+    model.generation_config.eos_token_id = [2, 7]
+    model.save_pretrained(tmp_path)
+    loaded = load_model(str(tmp_path), device="cpu")
+    assert loaded.dtype is torch.bfloat16
+    assert loaded.spec.eos_token_ids == (2, 7)
+    assert torch.equal(loaded.targets["lm_head"].weight, model.lm_head.weight)
+    assert not any(parameter.requires_grad for parameter in loaded.model.parameters())
+    assert load_model(str(tmp_path), device="cpu", dtype="float32").dtype is torch.float32
+
+
+def test_serving_builds_no_masks() -> None:
+    """Under the serving name Transformers must find no mask function."""
+    model = adopt_model(random_model("gemma2")).model
+    assert model.config._attn_implementation == interface.SERVING
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    assert interface.SERVING not in ALL_MASK_ATTENTION_FUNCTIONS
+    assert not any(word in interface.SERVING for word in ("sdpa", "flex_attention", "paged|"))
+
+
+@pytest.mark.parametrize(
+    ("function", "found"),
+    [
+        (lambda _b, _h, q, kv: kv <= q, None),
+        (lambda _b, _h, q, kv: (kv <= q) & (kv > q - 100), 100),
+        (lambda _b, _h, q, kv: (kv <= q) & (kv // 64 == q // 64), "chunked attention"),
+        (lambda _b, _h, q, kv: kv >= 0, "attention to later tokens"),
+        (lambda _b, _h, q, kv: (kv <= q) & (kv % 2 == q % 2), "a mask with holes"),
+    ],
+)
+def test_masks_are_told_apart(function: Any, found: object) -> None:
+    assert interface.describe_mask(function) == found
