@@ -103,9 +103,10 @@ def current_identity() -> Identity:
 
 
 def adapter_not_found(adapter_id: str) -> AdapterNotFound:
-    """One sentence for 'there is none' and for 'not yours', so that nobody can tell which."""
+    """Word for word what a worker says of an adapter that does not exist (a test compares), so that nobody learns from
+    the answer which of the two it is."""
     return AdapterNotFound(
-        f"there is no adapter {adapter_id!r} for this tenant; ListAdapters shows those there are",
+        f"there is no adapter {adapter_id!a} on this server; `loraplex adapters list` shows those that there are",
         field="adapter_id",
         resource=adapter_id,
     )
@@ -139,7 +140,7 @@ class Credentials:
             [[credentials]]
             sha256 = "..."              # of the token
             tenant = "acme"
-            adapters = ["acme/*"]       # default: none, the base model only
+            adapters = ["acme/*"]       # default: none, the base model only; for a router all of them
             roles = ["user"]            # user, admin, router; default: user
 
         Raises InvalidArgument that says what is wrong where; never shows what the file holds.
@@ -200,7 +201,7 @@ def new_router_credential(folder: Path) -> tuple[Path, Path]:
     """A credential that a router and the workers it starts share: writes the token (for the router) and a credentials
     file (for the workers) into `folder`, readable by the owner alone, and returns both paths."""
     token = secrets.token_urlsafe(32)
-    row = {"sha256": token_digest(token), "tenant": DEFAULT_TENANT, "adapters": ["*"], "roles": [ROUTER]}
+    row = {"sha256": token_digest(token), "tenant": DEFAULT_TENANT, "roles": [ROUTER]}
     token_path, credentials_path = folder / "router-token", folder / "worker-credentials.json"
     for path, text in ((token_path, token), (credentials_path, json.dumps({"credentials": [row]}))):
         path.touch(mode=0o600, exist_ok=False)
@@ -228,10 +229,12 @@ def _credential(path: Path, where: str, row: Any) -> tuple[str, Identity]:
         check_id(fields["tenant"], field="tenant")
     except InvalidArgument as error:
         raise _bad_file(path, f"{where}: {error.message}") from error
-    adapters = _strings(path, f"{where}: adapters", fields.get("adapters", []))
     roles = frozenset(_strings(path, f"{where}: roles", fields.get("roles", [USER])))
     if not roles or not roles <= ROLES:
         raise _bad_file(path, f"{where}: roles must be some of {', '.join(sorted(ROLES))}")
+    # A router has asked already whether its client may.
+    default = ["*"] if ROUTER in roles else []
+    adapters = _strings(path, f"{where}: adapters", fields.get("adapters", default))
     return digest, Identity(fields["tenant"], roles, adapters)
 
 

@@ -41,6 +41,8 @@ class WatchConfig:
     min_interval_s: float = 0.2
     # A worker reports every ten intervals at least; one that is silent for longer than this is taken for dead.
     stale_after_s: float = 6.0
+    # A stream of reports that ends after this long is opened again before the worker is given up.
+    min_stream_s: float = 1.0
     min_backoff_s: float = 0.1
     max_backoff_s: float = 3.0
 

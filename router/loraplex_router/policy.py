@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from hashlib import blake2b
 from random import Random
 from typing import Final
@@ -60,6 +61,7 @@ def rendezvous_order(key: str, worker_ids: Collection[str]) -> list[str]:
     return sorted(worker_ids, key=lambda worker_id: (_score(key, worker_id), worker_id), reverse=True)
 
 
+@lru_cache(maxsize=1 << 14)
 def _score(key: str, worker_id: str) -> int:
     # Sizes are hashed too, so that no two pairs of names can run into each other.
     text = f"{len(key)}:{key}{worker_id}".encode()

@@ -149,16 +149,14 @@ class Proxy:
         )
         flight.remaining_tokens = admitted.work_tokens
         try:
-            while True:
-                with upstream.failures():
-                    message = await stream.read()
-                if not isinstance(message, bytes):  # EOF: the call has ended well
-                    break
-                if call.num_messages_sent == 0:
-                    await self._begin_answer(stream, flight, call, admitted)
-                await call.context.write(message)
-                _count_sent(message, call, flight)
-            if trailing := passed_on(await stream.trailing_metadata()):
+            with upstream.failures():
+                while isinstance(message := await stream.read(), bytes):  # else EOF: the call has ended well
+                    if call.num_messages_sent == 0:
+                        await self._begin_answer(stream, flight, call, admitted)
+                    await call.context.write(message)
+                    _count_sent(message, call, flight)
+                trailing = passed_on(await stream.trailing_metadata())
+            if trailing:
                 call.context.set_trailing_metadata(trailing)
         finally:
             stream.cancel()

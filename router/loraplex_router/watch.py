@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Mapping
 from random import Random
+from typing import Final
 
 from google.protobuf.message import DecodeError
 
@@ -22,6 +23,9 @@ from loraplex_router.upstream import INFERENCE, Upstream, UpstreamFailure
 
 log = logging.getLogger(__name__)
 
+# For a worker's first answer on a new connection.
+CONNECT_TIMEOUT_S: Final = 3.0
+
 
 class Watcher:
     """Runs from `start` to `stop`."""
@@ -32,6 +36,8 @@ class Watcher:
         self._config = config
         self._random = Random()
         self._tasks: list[asyncio.Task[None]] = []
+        # Of the current connection.
+        self._num_reports = dict.fromkeys(upstreams, 0)
         # Of workers that have neither reported nor failed yet.
         self._unsettled = {worker_id: asyncio.Event() for worker_id in upstreams}
 
@@ -56,26 +62,42 @@ class Watcher:
 
     async def _follow(self, upstream: Upstream) -> None:
         """For ever: connect, read reports until they stop, say so, wait, again."""
+        replica = self._replicas[upstream.worker_id]
         num_failures = 0
         while True:
-            replica = self._replicas[upstream.worker_id]
-            try:
-                await self._read_reports(upstream)
-                why = "the worker is shutting down" if replica.is_draining else "the worker ended its reports"
-            except TimeoutError:
-                why = f"silent for {self._config.stale_after_s:g} s"
-            except UpstreamFailure as failure:
-                why = f"{failure.code.name}: {failure.details}"
-            except DecodeError as error:
-                why = f"an answer that is not loraplex.v1: {error}"
-            was_connected = replica.is_connected and not replica.is_draining
-            is_news = was_connected or why != replica.last_error
+            self._num_reports[upstream.worker_id] = 0
+            started_s = time.monotonic()
+            why = await self._until_broken(upstream)
+            has_reported = self._num_reports[upstream.worker_id] > 0
+            has_lasted = has_reported and time.monotonic() - started_s >= self._config.min_stream_s
+            if has_lasted and replica.is_routable and why != self._silent:
+                # Connections end for reasons of their own (age, a balancer). Only a worker that cannot be reached at
+                # once again is lost; one that was killed refuses within a millisecond.
+                continue
+            is_news = replica.is_connected or why != replica.last_error
+            num_failures = 1 if has_reported and not replica.is_draining else num_failures + 1
             self._replicas.on_lost(upstream.worker_id, why)
             self._unsettled[upstream.worker_id].set()
             if is_news:
                 log.warning("worker %s is not available: %s", upstream.worker_id, why)
-            num_failures = 1 if was_connected else num_failures + 1
             await asyncio.sleep(self._backoff_s(num_failures))
+
+    async def _until_broken(self, upstream: Upstream) -> str:
+        """Reads reports as long as there are any; returns why there are no more."""
+        try:
+            await self._read_reports(upstream)
+        except TimeoutError:
+            return self._silent
+        except UpstreamFailure as failure:
+            return f"{failure.code.name}: {failure.details}"
+        except DecodeError as error:
+            return f"an answer that is not loraplex.v1: {error}"
+        is_draining = self._replicas[upstream.worker_id].is_draining
+        return "the worker is shutting down" if is_draining else "the worker ended its reports"
+
+    @property
+    def _silent(self) -> str:
+        return f"silent for {self._config.stale_after_s:g} s"
 
     def _backoff_s(self, num_failures: int) -> float:
         """Doubles up to the limit; spread, so that routers do not come back in step."""
@@ -85,7 +107,8 @@ class Watcher:
     async def _read_reports(self, upstream: Upstream) -> None:
         worker_id, stale_after_s = upstream.worker_id, self._config.stale_after_s
         metadata = upstream.credentials.metadata(DEFAULT_TENANT)
-        raw_info = await upstream.ask(f"/{INFERENCE}/GetInfo", b"", stale_after_s, metadata)
+        timeout_s = min(stale_after_s, CONNECT_TIMEOUT_S)
+        raw_info = await upstream.ask(f"/{INFERENCE}/GetInfo", b"", timeout_s, metadata)
         self._on_info(worker_id, inference_pb2.GetInfoResponse.FromString(raw_info))
         request = worker_pb2.WatchLoadRequest(min_interval_s=self._config.min_interval_s)
         call = upstream.watch_load(request.SerializeToString(), metadata=metadata)
@@ -100,6 +123,7 @@ class Watcher:
                 if not self._replicas[worker_id].is_connected:
                     log.info("worker %s is available", worker_id)
                 self._replicas.on_report(worker_id, report.load, time.monotonic())
+                self._num_reports[worker_id] += 1
                 self._unsettled[worker_id].set()
                 if report.load.draining and not self._replicas[worker_id].num_in_flight:
                     return  # an open stream would keep the worker from ending

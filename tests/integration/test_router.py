@@ -479,6 +479,19 @@ async def test_without_a_worker_there_is_a_clear_error_until_one_comes() -> None
         watch.cancel()
 
 
+async def test_a_report_stream_that_ends_is_opened_again_without_a_gap() -> None:
+    watch = WatchConfig(min_interval_s=0.02, min_stream_s=0.0, min_backoff_s=5.0, max_backoff_s=5.0)
+    async with cluster(1, watch=watch) as c:
+        (worker,) = c.workers
+        changes: list[int] = []
+        c.router.replicas.on_change = lambda: changes.append(c.router.replicas.num_routable)
+        worker.end_watches()
+        await until(lambda: worker.num_watches == 2)
+        worker.report(pending_tokens=7)
+        await until(lambda: c.router.replicas[worker.address].reported_tokens == 7)
+        assert changes == []
+
+
 async def test_a_silent_worker_is_taken_for_dead() -> None:
     silent = WatchConfig(min_interval_s=0.02, stale_after_s=0.1, min_backoff_s=5.0, max_backoff_s=5.0)
     # The fake reports once and then once a second.

@@ -84,7 +84,9 @@ class FakeWorker:
         self.ended = asyncio.Event()
         self.started = asyncio.Event()
         self.address = ""
+        self.num_watches = 0
         self._loads = asyncio.Event()
+        self._ends = asyncio.Event()
         self._auth_file = auth_file
         self._server: grpc.aio.Server | None = None
 
@@ -134,6 +136,12 @@ class FakeWorker:
         self._loads.set()
         self._loads = asyncio.Event()
 
+    def end_watches(self) -> None:
+        """As a connection does that has reached its age."""
+        self._ends.set()
+        self._ends = asyncio.Event()
+        self.report()
+
     @property
     def requests(self) -> list[Generate]:
         return [Generate.FromString(raw) for raw in self.raw_requests]
@@ -175,7 +183,9 @@ class FakeWorker:
         return answer.SerializeToString()
 
     async def _watch_load(self, raw: bytes, context: Any) -> None:
-        while True:
+        self.num_watches += 1
+        end = self._ends
+        while not end.is_set():
             news = self._loads
             await context.write(worker_pb2.WatchLoadResponse(load=self.load).SerializeToString())
             with contextlib.suppress(TimeoutError):

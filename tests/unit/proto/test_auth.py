@@ -12,6 +12,7 @@ import grpc
 import grpc.aio
 import pytest
 
+from loraplex_adapters.sources.base import not_found
 from loraplex_proto.auth import (
     ADMIN,
     DEFAULT_TENANT,
@@ -24,6 +25,7 @@ from loraplex_proto.auth import (
     Credentials,
     Identity,
     ServerInterceptor,
+    adapter_not_found,
     adapters_in,
     current_identity,
     load_credentials,
@@ -164,6 +166,11 @@ def test_an_adapter_that_is_not_the_tenants_is_not_found() -> None:
     assert caught.value.resource == "other/b"
 
 
+def test_it_is_not_found_in_the_same_words() -> None:
+    ours, workers = adapter_not_found("org/a b"), not_found("org/a b")
+    assert (ours.message, ours.field, ours.resource) == (workers.message, workers.field, workers.resource)
+
+
 def test_everybody_may_everything() -> None:
     assert EVERYBODY.tenant == DEFAULT_TENANT
     assert EVERYBODY.may_use("org/anything")
@@ -203,6 +210,12 @@ def test_toml(tmp_path: Path) -> None:
     # Nothing is given that the file does not say.
     assert identity == Identity("acme", frozenset({USER}), ())
     assert not identity.may_use("a")
+
+
+def test_a_router_may_use_all_adapters_unless_the_file_says_otherwise(tmp_path: Path) -> None:
+    for given, may in (({}, True), ({"adapters": ["b"]}, False)):
+        path = write(tmp_path, {"credentials": [{**ROW, "roles": ["router"], **given}]})
+        assert Credentials.load(path).identify(GENERATE, bearer("a")).may_use("a") is may
 
 
 @pytest.mark.parametrize(
