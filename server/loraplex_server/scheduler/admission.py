@@ -29,6 +29,7 @@ class _Scan:
 
     missing: set[AdapterKey] = field(default_factory=set[AdapterKey])
     starving: set[AdapterKey] = field(default_factory=set[AdapterKey])
+    by_tokens_left: list[AdapterKey] | None = None  # running adapters, once somebody starves
     # Adapters that younger sequences may still use. Means nothing while nobody starves.
     open_keys: set[AdapterKey] = field(default_factory=set[AdapterKey])
     # Requests whose adapter cannot come at all.
@@ -132,16 +133,19 @@ class Admission:
     def _choose_open_keys(self, scan: _Scan) -> None:
         """All running adapters but, for each starving one, the one that will have drained the soonest.
 
-        Chosen anew each time, and still bounded: of the chosen one nothing new enters, so the most that it has left
+        Chosen anew in each scan, and still bounded: of the chosen one nothing new enters, so the most that it has left
         shrinks with every step, and another is chosen only for having less.
         """
-        tokens_left: dict[AdapterKey, int] = {}
-        for seq in self._roster.running:
-            if seq.request.key is not None and seq.slot is not None:
-                num_left = seq.max_total_tokens - seq.num_computed
-                tokens_left[seq.request.key] = max(num_left, tokens_left.get(seq.request.key, 0))
-        by_tokens_left = sorted(tokens_left, key=lambda key: (tokens_left[key], key))
-        scan.open_keys = set(by_tokens_left[len(scan.starving) :])
+        if scan.by_tokens_left is None:
+            tokens_left: dict[AdapterKey, int] = {}
+            for seq in self._roster.running:
+                if seq.request.key is not None and seq.slot is not None:
+                    num_left = seq.max_total_tokens - seq.num_computed
+                    tokens_left[seq.request.key] = max(num_left, tokens_left.get(seq.request.key, 0))
+            scan.by_tokens_left = sorted(tokens_left, key=lambda key: (tokens_left[key], key))
+            scan.open_keys = set(scan.by_tokens_left)
+        if scan.open_keys:
+            scan.open_keys.discard(scan.by_tokens_left[len(scan.starving) - 1])
 
     def _keep_slot(self, seq: SequenceState) -> None:
         """Only the head of the queue keeps a slot without running."""

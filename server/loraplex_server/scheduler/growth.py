@@ -39,6 +39,9 @@ def plan_running(roster: Roster, step: PlanBuilder, drafts: Mapping[str, tuple[i
         # With its last token, or a draft's verdict, still to come there is nothing to plan.
         if seq.is_draft_coming or num_tokens >= seq.max_total_tokens:
             continue
+        # One that speculates waits for its token: a draft follows a token that is known.
+        if seq.num_coming and seq.sequence_id in drafts:
+            continue
         (decodes if num_tokens - seq.num_computed == 1 else prefills).append(seq)
     # In order, so that whoever has to make room has not had its own turn yet.
     going = [seq for seq in decodes if _make_room(roster, step, seq)]
@@ -86,8 +89,7 @@ def _choose_drafts(
     blocks = roster.blocks
     for seq in going:
         draft = drafts.get(seq.sequence_id, ())
-        # A draft made while a token was still coming does not know what it follows.
-        if not draft or seq.num_coming:
+        if not draft:
             continue
         num_drafted = min(len(draft), budget, seq.max_total_tokens - len(seq.token_ids) - 1)
         num_missing = blocks.num_blocks_for(seq.num_computed + 1 + num_drafted) - len(seq.block_ids)

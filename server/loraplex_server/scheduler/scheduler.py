@@ -112,7 +112,8 @@ class Scheduler:
         """Plans the next step; None when nothing can run. Events (Admitted, deadlines): `take_events`, or with `apply`.
 
         `drafts`: proposed tokens by sequence id. They are cut to what budget, blocks and the completion's end allow,
-        and passed over where the sequence does something else in this step.
+        and passed over where the sequence still computes its prompt. A sequence that is named here, be it with an empty
+        draft, is not planned ahead of a token that is still to come; leave it out to let it run ahead without a draft.
         """
         assert len(self._in_flight) < MAX_PLANS_IN_FLIGHT, "the result of an earlier plan has to come first"
         self._expire(now)

@@ -1,0 +1,199 @@
+"""Turns a scheduler over the fakes, at either pipeline depth, and holds every event against the rules."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from loraplex_adapters.key import AdapterKey
+from loraplex_proto.errors import LoraplexError
+from loraplex_server.events import Admitted, CompletionEnd, Event, PromptLogprobs, RequestFailed, Tokens
+from loraplex_server.kv.blocks import BlockPool
+from loraplex_server.request import OutputParams, Request, SamplingParams, StoppingParams
+from loraplex_server.scheduler.config import SchedulerConfig
+from loraplex_server.scheduler.plan import StepPlan, TokenLogprobs
+from loraplex_server.scheduler.scheduler import Scheduler
+from support.scheduler_fakes import EOS, Drafts, Expected, FakeResidency, FakeRunner, expect
+
+
+def make_request(
+    request_id: str,
+    prompt: Sequence[int] = (1, 2, 3),
+    *,
+    max_tokens: int = 4,
+    min_tokens: int = 0,
+    stop_token_ids: frozenset[int] = frozenset(),
+    ignore_eos: bool = True,
+    seed: int = 7,
+    prompt_logprobs: bool = False,
+    **fields: object,
+) -> Request:
+    request = Request(
+        request_id=request_id,
+        prompt_token_ids=tuple(prompt),
+        stopping=StoppingParams(max_tokens, min_tokens, stop_token_ids=stop_token_ids, ignore_eos=ignore_eos),
+        sampling=SamplingParams(temperature=1.0, seed=seed),
+        output=OutputParams(prompt_logprobs=prompt_logprobs),
+    )
+    return replace(request, **fields)  # type: ignore[arg-type]
+
+
+class RequestLog:
+    """The events of one request. Raises AssertionError at the first that breaks a rule."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.admitted: Admitted | None = None
+        self.tokens: dict[int, list[int]] = defaultdict(list)
+        self.ends: dict[int, CompletionEnd] = {}
+        self.error: LoraplexError | None = None
+        self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+        self.num_drafted = 0
+        self.num_accepted = 0
+
+    @property
+    def is_over(self) -> bool:
+        return self.error is not None or len(self.ends) == self.request.n
+
+    def push(self, event: Event) -> None:
+        assert not self.is_over, f"{event} after the terminal event"
+        match event:
+            case Admitted():
+                assert self.admitted is None
+                assert not self.tokens
+                self.admitted = event
+            case PromptLogprobs():
+                assert self.request.output.prompt_logprobs
+                assert self.prompt_logprobs is None
+                assert not self.tokens
+                self.prompt_logprobs = event.logprobs
+            case Tokens():
+                assert self.admitted is not None
+                assert event.index not in self.ends
+                assert event.token_ids
+                assert len(event.logprobs) == len(event.token_ids)
+                assert not self.request.output.prompt_logprobs or self.prompt_logprobs is not None
+                self.tokens[event.index] += event.token_ids
+                self.num_drafted += event.num_drafted
+                self.num_accepted += event.num_accepted
+            case CompletionEnd():
+                assert event.index not in self.ends
+                self.ends[event.index] = event
+            case RequestFailed():
+                self.error = event.error
+
+
+class Harness:
+    """Scheduler, fakes and a clock. `depth` 2 makes the next plan before the last one has run."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        max_running: int = 8,
+        max_step_tokens: int = 32,
+        max_context_tokens: int = 128,
+        prefix_caching: bool = True,
+        num_slots: int = 2,
+        load_polls: int = 0,
+        offer_polls: int = 8,
+        depth: int = 1,
+        proposer: Callable[[Harness], Drafts] | None = None,
+        **config: int | float,
+    ) -> None:
+        self.config = SchedulerConfig(
+            max_running=max_running,
+            max_step_tokens=max_step_tokens,
+            max_context_tokens=max_context_tokens,
+            **config,  # type: ignore[arg-type]
+        )
+        self.depth = depth
+        self.blocks = BlockPool(num_blocks, block_size, prefix_caching=prefix_caching)
+        self.residency = FakeResidency(num_slots, load_polls, offer_polls)
+        self.scheduler = Scheduler(self.config, self.blocks, self.residency, EOS)
+        self.runner = FakeRunner(num_blocks, block_size, max_running, max_step_tokens, self.residency, self._owner_of)
+        self.now = 0.0
+        self.logs: dict[str, RequestLog] = {}
+        self.plans: list[StepPlan] = []
+        self._keys: dict[str, AdapterKey | None] = {}
+        self._waiting_plan: StepPlan | None = None  # made, not executed
+        self._proposer = proposer
+
+    def _owner_of(self, sequence_id: str) -> tuple[Request, AdapterKey | None]:
+        request_id = sequence_id.rsplit("#", 1)[0]
+        return self.logs[request_id].request, self._keys[request_id]
+
+    def add(self, request: Request, key: AdapterKey | None = None) -> RequestLog:
+        self.scheduler.add(request, key, self.now)
+        self.logs[request.request_id] = RequestLog(request)
+        self._keys[request.request_id] = key
+        return self.logs[request.request_id]
+
+    def cancel(self, request_id: str, error: LoraplexError) -> None:
+        self.take(self.scheduler.cancel(request_id, error, self.now))
+
+    def take(self, events: list[Event]) -> None:
+        for event in events:
+            self.logs[event.request_id].push(event)
+
+    def turn(self, seconds: float = 0.01) -> StepPlan | None:
+        """One turn of the loop; returns the plan that it made."""
+        self.now += seconds
+        self.residency.poll()
+        drafts = self._proposer(self) if self._proposer is not None else {}
+        plan = self.scheduler.schedule(self.now, drafts)
+        if plan is not None:
+            self.plans.append(plan)
+        if self.depth == 1:
+            self._finish(plan)
+        else:
+            # The older plan runs only now: whatever the newer one has changed must not matter to it.
+            self._finish(self._waiting_plan)
+            self._waiting_plan = plan
+        self.take(self.scheduler.take_events())
+        self.scheduler.check_integrity()
+        return plan
+
+    def _finish(self, plan: StepPlan | None) -> None:
+        if plan is not None:
+            self.take(self.scheduler.apply(plan, self.runner.execute(plan), self.now))
+
+    def run(self, max_turns: int = 2000) -> None:
+        """Until nothing is left to do; then everything must be accounted for."""
+        for _ in range(max_turns):
+            if not self.scheduler.has_work:
+                break
+            self.turn()
+        assert not self.scheduler.has_work, f"not done after {max_turns} turns: {self.scheduler.load()}"
+        self.check_idle()
+
+    def check_idle(self) -> None:
+        assert all(log.is_over for log in self.logs.values()), "a request without a terminal event"
+        self.scheduler.check_integrity()
+        assert self.residency.refs == {}, "an adapter reference leaked"
+        assert self.blocks.num_free == self.blocks.num_blocks, "a block leaked"
+        load = self.scheduler.load()
+        assert (load.num_running, load.num_queued, load.pending_tokens) == (0, 0, 0)
+
+    def expected(self, request_id: str, index: int = 0) -> Expected:
+        request = self.logs[request_id].request
+        num_kv_tokens = self.blocks.num_blocks * self.blocks.block_size
+        max_total_tokens = min(self.config.max_context_tokens, num_kv_tokens + 1)
+        return expect(request, self._keys[request_id], index, max_total_tokens)
+
+    def check_output(self, request_id: str) -> None:
+        """The request ended well and every completion is what it would be alone."""
+        log = self.logs[request_id]
+        assert log.error is None, log.error
+        for index in range(log.request.n):
+            expected = self.expected(request_id, index)
+            assert tuple(log.tokens[index]) == expected.token_ids
+            assert log.ends[index].reason.value == expected.reason
+            if log.request.output.prompt_logprobs:
+                assert log.prompt_logprobs == expected.prompt_logprobs
+
+    def check_outputs(self) -> None:
+        for request_id in self.logs:
+            self.check_output(request_id)

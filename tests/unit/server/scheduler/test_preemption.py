@@ -1,0 +1,97 @@
+"""What happens when blocks run out."""
+
+from __future__ import annotations
+
+import pytest
+from support.scheduler_fakes import adapter
+from support.scheduler_harness import Harness, make_request
+
+
+def preempted(harness: Harness) -> list[str]:
+    """Who entered more than once, in the order of re-entry."""
+    entered = [new.sequence_id.split("#")[0] for plan in harness.plans for new in plan.entered]
+    return [name for at, name in enumerate(entered) if name in entered[:at]]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_the_latest_of_the_lowest_priority_has_to_go(prefix_caching: bool, depth: int) -> None:
+    harness = Harness(num_blocks=11, block_size=2, prefix_caching=prefix_caching, depth=depth)
+    harness.add(make_request("old", (1, 2, 3), max_tokens=12, arrival_s=1.0), adapter("a"))
+    harness.add(make_request("late", (4, 5, 6), max_tokens=12, arrival_s=2.0), adapter("b"))
+    harness.add(make_request("urgent", (7, 8, 9), max_tokens=12, arrival_s=3.0, priority=1), adapter("a"))
+    while not harness.scheduler.load().num_preemptions:
+        harness.turn()
+    running = {s.sequence_id.split("#")[0] for s in harness.plans[-1].spans}
+    assert "late" not in running
+    assert "old" in running
+    harness.run()
+    harness.check_outputs()
+    assert "late" in preempted(harness)
+    assert "urgent" not in preempted(harness)
+
+
+def test_one_that_comes_back_brings_all_its_tokens_and_finds_them_in_the_cache() -> None:
+    harness = Harness(num_blocks=9, block_size=2)
+    harness.add(make_request("old", (1, 2, 3), max_tokens=8))
+    harness.add(make_request("late", (4, 5, 6), max_tokens=8))
+    harness.run()
+    assert preempted(harness) == ["late"]
+    back = [new for plan in harness.plans for new in plan.entered if new.sequence_id.startswith("late")][1]
+    assert back.num_prompt_tokens == 3
+    num_known = len(back.token_ids) - 3
+    assert num_known > 1
+    assert back.token_ids[3:] == harness.expected("late").token_ids[:num_known]
+    harness.check_outputs()
+    # Prefix hits of a second entry are not the client's business.
+    assert harness.logs["late"].ends[0].num_cached_tokens == 0
+
+
+def test_nobody_enters_in_the_step_that_preempted() -> None:
+    harness = Harness(num_blocks=11, block_size=2, max_running=8)
+    for number in range(6):
+        harness.add(make_request(f"r{number}", (number, 2, 3), max_tokens=12))
+    num_preemptions = 0
+    while harness.scheduler.has_work:
+        plan = harness.turn()
+        now = harness.scheduler.load().num_preemptions
+        if now > num_preemptions and plan is not None:
+            assert plan.entered == ()
+        num_preemptions = now
+    assert num_preemptions > 0
+    harness.check_outputs()
+
+
+def test_a_prompt_that_does_not_fit_now_is_not_overtaken() -> None:
+    """Smaller ones that would fit wait behind it: or endless small ones would keep it out for ever."""
+    harness = Harness(num_blocks=11, block_size=2)
+    harness.add(make_request("running", (1, 2, 3), max_tokens=9))
+    harness.turn()
+    harness.add(make_request("large", range(1, 19), max_tokens=1))
+    harness.add(make_request("small", (1,), max_tokens=1))
+    harness.turn()
+    assert harness.logs["small"].admitted is None
+    harness.run()
+    harness.check_outputs()
+    names = [new.sequence_id.split("#")[0] for plan in harness.plans for new in plan.entered]
+    assert names == ["running", "large", "small"]
+
+
+def test_an_admission_leaves_a_spare_block() -> None:
+    """Without it the newcomer would take the block that the running one needs next, and be thrown out for it."""
+    harness = Harness(num_blocks=5, block_size=2, num_spare_blocks=1)
+    harness.add(make_request("running", (1, 2, 3), max_tokens=3))
+    harness.turn()
+    harness.add(make_request("new", (4, 5, 6), max_tokens=1))
+    harness.run()
+    assert harness.scheduler.load().num_preemptions == 0
+    harness.check_outputs()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_crowd_in_very_little_room(depth: int) -> None:
+    harness = Harness(num_blocks=7, block_size=2, max_running=6, depth=depth, prefix_caching=False)
+    for number in range(12):
+        harness.add(make_request(f"r{number}", (number + 1, 2), max_tokens=10, n=1 + number % 2))
+    harness.run()
+    harness.check_outputs()
