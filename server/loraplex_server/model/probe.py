@@ -142,6 +142,8 @@ def _probe(model: PreTrainedModel, max_context_tokens: int) -> Probe:
     probe = Probe()
     with _rows_recorded(model, probe.rows):
         logits = _forward(model, first, ids, positions)
+    if not bool(logits.isfinite().all()):
+        raise Refusal("a trial run gave NaN or Inf: its weights are damaged, or its dtype is too narrow (see --dtype)")
     probe.attention, probe.num_logits = first.attention, logits.shape[-1]
     num_layers = getattr(text, "num_hidden_layers", None)
     if len(first.attention) != num_layers:

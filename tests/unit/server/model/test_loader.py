@@ -131,6 +131,14 @@ def test_refuses_attention_beside_the_interface() -> None:
         adopt_model(model)
 
 
+def test_refuses_damaged_weights() -> None:
+    model = random_model("llama")
+    with torch.no_grad():
+        model.lm_head.weight[3] = float("nan")
+    with pytest.raises(UnsupportedModel, match="NaN"):
+        adopt_model(model)
+
+
 def test_a_missing_directory_says_so(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="cannot be loaded"):
         load_model(str(tmp_path / "nowhere"), device="cpu")
