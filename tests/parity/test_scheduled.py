@@ -1,0 +1,117 @@
+"""The real scheduler over the real runner: prefix hits, forks, preemption and drafts leave every text as it was."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from support.dense import greedy, make_dense
+from support.driver import make_rig
+from support.peft_files import SPECS, load_lora, save_adapter
+from support.scheduler_fakes import adapter
+from support.zoo import VOCAB_SIZE, random_model
+from torch import nn
+
+from loraplex_adapters.key import AdapterKey
+from loraplex_adapters.ops.cpu import CpuOps
+from loraplex_server.events import CompletionEnd, RequestFailed, Tokens
+from loraplex_server.kv.blocks import BlockPool
+from loraplex_server.model.loader import adopt_model
+from loraplex_server.request import Request, StoppingParams
+from loraplex_server.scheduler.config import SchedulerConfig
+from loraplex_server.scheduler.scheduler import Scheduler
+
+NUM_BLOCKS = 22  # of 4 tokens: not enough for all rows at once
+NUM_TOKENS = 14
+ADAPTERS = (0, 1, 4)  # of SPECS
+
+
+class Resident:
+    """Every adapter is on the device, in the slot of its number."""
+
+    def __init__(self) -> None:
+        self.keys: dict[AdapterKey, int] = {adapter(SPECS[idx].name): idx for idx in ADAPTERS}
+
+    def acquire(self, key: AdapterKey) -> int | None:
+        return self.keys[key]
+
+    def release(self, key: AdapterKey) -> None:
+        assert key in self.keys
+
+    def failure(self, key: AdapterKey) -> Exception | None:
+        return None
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_texts_survive_scheduling(family: str, tmp_path: Path) -> None:
+    base = make_dense(random_model(family))
+    loaded = adopt_model(copy.deepcopy(base))
+    references: dict[int | None, nn.Module] = {None: base}
+    rig = make_rig(loaded, num_blocks=NUM_BLOCKS, max_rows=5, ops=CpuOps())
+    for idx in ADAPTERS:
+        references[idx] = save_adapter(base, SPECS[idx], tmp_path / SPECS[idx].name, seed=idx)
+        rig.slots.install(idx, load_lora(tmp_path, SPECS[idx].name, loaded.base_targets(16)))
+
+    dice = random.Random(0)
+    shared = [dice.randrange(2, VOCAB_SIZE) for _ in range(13)]  # prompts begin alike
+    owners: list[int | None] = [None, 0, 1, None, 4, 0, None, 1, 4, None]
+    prompts = [[*shared[: dice.randint(0, 13)], dice.randrange(2, VOCAB_SIZE)] for _ in owners]
+    want = [greedy(references[owner], prompt, NUM_TOKENS) for owner, prompt in zip(owners, prompts, strict=True)]
+    known = {f"r{i}": prompt + tokens for i, (prompt, tokens) in enumerate(zip(prompts, want, strict=True))}
+
+    config = SchedulerConfig(max_running=5, max_step_tokens=9, max_context_tokens=128)
+    scheduler = Scheduler(config, BlockPool(NUM_BLOCKS, rig.cache.block_size), Resident(), ())
+    got: dict[tuple[str, int], list[int]] = defaultdict(list)
+    ended: set[tuple[str, int]] = set()
+    names: dict[tuple[str, int], str] = {}  # sequence ids
+    num_steps = num_accepted = 0
+    to_add = list(enumerate(owners))
+    num_expected = len(owners) + sum(i % 3 == 0 for i in range(len(owners)))
+    while len(ended) < num_expected:
+        assert num_steps < 2000
+        if to_add and dice.random() < 0.5:
+            i, owner = to_add.pop(0)
+            stopping = StoppingParams(NUM_TOKENS, ignore_eos=True)
+            request = Request(f"r{i}", tuple(prompts[i]), stopping, n=2 if i % 3 == 0 else 1)
+            scheduler.add(request, None if owner is None else adapter(SPECS[owner].name), 0.0)
+        plan = scheduler.schedule(0.0, _drafts(names, got, known, prompts, dice))
+        events = scheduler.take_events()
+        if plan is not None:
+            num_steps += 1
+            for sequence in plan.entered:
+                request_id, _, rest = sequence.sequence_id.partition("#")
+                names[request_id, int(rest.partition("@")[0])] = sequence.sequence_id
+            events += scheduler.apply(plan, rig.runner.execute(plan).result(), 0.0)
+        for event in events:
+            assert not isinstance(event, RequestFailed), event
+            if isinstance(event, Tokens):
+                got[event.request_id, event.index] += event.token_ids
+                num_accepted += event.num_accepted
+            elif isinstance(event, CompletionEnd):
+                ended.add((event.request_id, event.index))
+    assert scheduler.load().num_preemptions > 0
+    assert num_accepted > 10
+    for (request_id, _), tokens in got.items():
+        assert tokens == want[int(request_id[1:])], request_id
+    scheduler.check_integrity()
+
+
+def _drafts(
+    names: dict[tuple[str, int], str],
+    got: dict[tuple[str, int], list[int]],
+    known: dict[str, list[int]],
+    prompts: list[list[int]],
+    dice: random.Random,
+) -> dict[str, tuple[int, ...]]:
+    """Sometimes the truth, sometimes not."""
+    drafts: dict[str, tuple[int, ...]] = {}
+    for (request_id, index), tokens in got.items():
+        place = len(prompts[int(request_id[1:])]) + len(tokens)
+        truth = known[request_id][place : place + dice.randint(0, 3)]
+        drafts[names[request_id, index]] = tuple(
+            token if dice.random() < 0.7 else (token + 1) % VOCAB_SIZE for token in truth
+        )
+    return drafts
