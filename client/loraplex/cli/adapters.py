@@ -193,6 +193,14 @@ def _show(rows: Sequence[Adapter], *, as_json: bool) -> None:
         terminal.remark("no adapters")
 
 
+def _size(num_bytes: int) -> str:
+    size, unit = float(num_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB"):
+        if size >= 1024:
+            size, unit = size / 1024, larger
+    return f"{num_bytes} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
 def _cells(row: Adapter) -> tuple[str, ...]:
     return (
         row.adapter_id,
@@ -200,7 +208,7 @@ def _cells(row: Adapter) -> tuple[str, ...]:
         row.state,
         row.tier,
         str(row.rank),
-        f"{row.num_bytes / 2**20:.1f} MiB",
+        _size(row.num_bytes),
         str(row.running_requests),
         "yes" if row.pinned else "no",
         row.worker,

@@ -227,6 +227,7 @@ def test_adapters_list(fake: Any, make_adapter: Callable[..., Any], capsys: Capt
     assert main(["adapters", "list", "-s", fake.address, "--all"]) == 0
     first, second = (line.split("\t") for line in capsys.readouterr().out.splitlines())
     assert first[:4] == ["sql", "lora", "on_device", "device"]
+    assert first[5] == "1.0 MiB"
     assert second[-1] == "NON_FINITE: NaN in layer 1"
     assert fake.seen[0].request.include_unloaded
 
