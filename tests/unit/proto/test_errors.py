@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+
 from loraplex_proto import errors
 from loraplex_proto.errors import LoraplexError, by_reason
 

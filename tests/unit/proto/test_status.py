@@ -11,6 +11,7 @@ import grpc
 import grpc.aio
 import pytest
 from google.rpc import error_details_pb2, status_pb2
+
 from loraplex_proto import errors
 from loraplex_proto.errors import Code, LoraplexError, by_reason
 from loraplex_proto.status import DETAILS_KEY, abort, as_typed, from_rpc_error, from_status, to_status

@@ -12,6 +12,7 @@ from google.protobuf.message import Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
+
 from loraplex_proto import validate
 from loraplex_proto.errors import ContextLengthExceeded, InvalidAdapterId, InvalidArgument, Unimplemented
 from loraplex_proto.v1 import adapter_pb2, inference_pb2, worker_pb2
