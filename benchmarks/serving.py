@@ -2,8 +2,8 @@
 
     python benchmarks/serving.py IN_DIR WORKLOAD [WORKLOAD ...] [--repeat 3] [--lora-off]
 
-IN_DIR as in workloads.py. Greedy, `ignore_eos`, prefix cache off, all requests at once: what a peer's script does with the
-same files can be compared. Absolute figures drift between machines; compare interleaved runs on one.
+IN_DIR as in workloads.py. Greedy, `ignore_eos`, prefix cache off, all requests at once: what a peer's script does with
+the same files can be compared. Absolute figures drift between machines; compare interleaved runs on one.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def run_once(engine: Engine, items: list[WorkItem], tag: str) -> float:
 def build(inputs: Path, store: Path, lora: bool) -> Engine:
     adapters = AdaptersConfig(root=inputs / "adapters", store_dir=store) if lora else AdaptersConfig(store_dir=store)
     config = EngineConfig(
-        model=ModelConfig(str(inputs / "model"), device="cpu", max_context_tokens=1024),
+        model=ModelConfig(str(inputs / "model"), device="cpu"),
         kv=KvConfig(prefix_caching=False, memory_bytes=1 << 30),
         batch=BatchConfig(max_running=32, max_step_tokens=2048),
         adapters=adapters,

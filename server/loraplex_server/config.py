@@ -60,7 +60,7 @@ class BatchConfig:
     """How much one step takes on."""
 
     max_running: int = option(64, "Completions that run at the same time.", "--max-running")
-    max_step_tokens: int = option(1024, "Tokens of one step; longer prompts are cut into chunks.", "--max-step-tokens")
+    max_step_tokens: int = option(1024, "Tokens of one step; longer prompts go in chunks.", "--max-step-tokens")
     max_queued: int = option(4096, "Requests that may wait; more are refused with a retry hint.", "--max-queued")
 
 
@@ -75,7 +75,9 @@ class AdaptersConfig:
     device_bytes: int = option(1 << 30, "Device memory for adapters.", "--adapter-device-memory", is_bytes=True)
     host_bytes: int = option(4 << 30, "Host memory for adapters.", "--adapter-host-memory", is_bytes=True)
     disk_bytes: int = option(64 << 30, "Size of the adapter store on disk.", "--adapter-disk", is_bytes=True)
-    store_dir: Path | None = option(None, "Where the adapter store is kept. Default: a temporary one.", "--adapter-store")
+    store_dir: Path | None = option(
+        None, "Where the adapter store is kept. Default: a temporary one.", "--adapter-store"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,8 @@ def nginx_command(tmp_path: Path, routers: list[Running], port: int) -> list[str
     text = text.replace("listen 50051", f"listen 127.0.0.1:{port}")
     for name, router in zip(("router-a", "router-b"), routers, strict=True):
         text = text.replace(f"{name}:50051", router.address)
-    temporary = "".join(f"{kind}_temp_path {tmp_path}/{kind};\n" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi"))
+    kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    temporary = "".join(f"{kind}_temp_path {tmp_path}/{kind};\n" for kind in kinds)
     text = text.replace("http {", f"http {{\naccess_log off;\n{temporary}")
     text = f"daemon off; pid {tmp_path}/nginx.pid; error_log stderr;\n" + text
     (tmp_path / "nginx.conf").write_text(text)

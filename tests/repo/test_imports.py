@@ -87,7 +87,9 @@ def test_only_the_edges_touch_generated_code() -> None:
                 continue
             if name.startswith("router/"):
                 continue  # the router is one edge: it has nothing but gRPC
-            wrong += [f"{name} imports {m}" for m in modules_of(path) if "_pb2" in m or m.startswith("loraplex_proto.v1")]
+            wrong += [
+                f"{name} imports {m}" for m in modules_of(path) if "_pb2" in m or m.startswith("loraplex_proto.v1")
+            ]
     assert not wrong, wrong
 
 

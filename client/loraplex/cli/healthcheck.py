@@ -14,7 +14,7 @@ SERVING = b"\x08\x01"  # HealthCheckResponse{status: SERVING}
 READY_SERVICE = "loraplex.v1.InferenceService"
 
 
-def is_serving(address: str, service: str = READY_SERVICE, timeout_s: float = 4.0) -> bool:
+def is_serving(address: str, service: str = READY_SERVICE, *, timeout_s: float = 4.0) -> bool:
     """Whether the server at `address` answers that `service` serves."""
     name = service.encode()
     request = b"\x0a" + bytes([len(name)]) + name if name else b""

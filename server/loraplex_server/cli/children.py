@@ -1,4 +1,5 @@
-"""The worker processes of `loraplex serve`: starting them, reading their JSON lines, starting them again, ending them."""
+"""The worker processes of `loraplex serve`: starting them, reading their JSON lines, starting them again, ending
+them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Command line flags out of configuration dataclasses, so that a setting is written down once.
 
-`flags_of` lists the flags of a class and of the dataclasses in its fields; `configure` builds the instance from what the
-command line gave. Pure; typer sees an ordinary signature.
+`flags_of` lists the flags of a class and of the dataclasses in its fields; `configure` builds the instance from what
+the command line gave. Pure; typer sees an ordinary signature.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ def configure(cls: type, flags: list[Flag], given: Mapping[str, Any], fixed: Map
     return _build(cls, values, ())
 
 
-def command(flags: list[Flag], own: list[inspect.Parameter], body: Callable[..., None], doc: str) -> Callable[..., None]:
+def command(
+    flags: list[Flag], own: list[inspect.Parameter], body: Callable[..., None], doc: str
+) -> Callable[..., None]:
     """A function for typer with the parameters `own` and then one for each flag; all reach `body` by keyword."""
 
     def run(**given: Any) -> None:

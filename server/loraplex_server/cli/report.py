@@ -1,4 +1,5 @@
-"""How a server's command tells what it is doing: a spinner on a terminal, plain lines elsewhere, JSON lines on request."""
+"""How a server's command tells what it is doing: a spinner on a terminal, plain lines elsewhere, JSON lines on
+request."""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ from loraplex_server.scheduler.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
-# Of the memory that is free after the weights and the adapters' budgets. On a CPU the rest of the machine needs its share,
-# and nobody gains from a cache larger than CPU_KV_BYTES.
+# Of the memory that is free after the weights and the adapters' budgets. On a CPU the rest of the machine needs its
+# share, and nobody gains from a cache larger than CPU_KV_BYTES.
 KV_SHARE = {"cuda": 0.9, "cpu": 0.25}
 CPU_KV_BYTES = 4 << 30
 

@@ -86,7 +86,7 @@ class RequestStream:
 
 
 def _too_slow(limit: int) -> ClientTooSlow:
-    return ClientTooSlow(f"more than {limit} tokens were left unread; read the stream faster or ask for fewer at a time")
+    return ClientTooSlow(f"more than {limit} tokens were left unread; read the stream faster or ask for less at a time")
 
 
 @dataclass

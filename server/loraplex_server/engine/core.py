@@ -1,7 +1,7 @@
 """The body of the engine's loop: schedule, execute, apply, and what surrounds them.
 
-Owns the requests whose adapter is still being fetched, the adapter operations that wait for a load, and the pin that every
-accepted request holds on its adapter's key. Owns neither threads nor pipes: `process` turns it, tests may too.
+Owns the requests whose adapter is still being fetched, the adapter operations that wait for a load, and the pin that
+every accepted request holds on its adapter's key. Owns neither threads nor pipes: `process` turns it, tests may too.
 """
 
 from __future__ import annotations

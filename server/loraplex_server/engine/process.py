@@ -1,7 +1,7 @@
 """Runs an engine behind a pipe: commands in, one batch of events per turn out.
 
-The loop's thread never touches the pipe. A reader thread fills the inbox and a writer thread empties the outbox, so that
-neither a slow front end nor pickling stands between two steps. Owns inbox, outbox and the two threads.
+The loop's thread never touches the pipe. A reader thread fills the inbox and a writer thread empties the outbox, so
+that neither a slow front end nor pickling stands between two steps. Owns inbox, outbox and the two threads.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from loraplex_server.engine.messages import (
     FromEngine,
     Ready,
     Shutdown,
-    Starting,
     StartFailed,
+    Starting,
     Stopped,
     Wake,
 )
@@ -65,8 +65,9 @@ def serve_engine(conn: Connection, config: EngineConfig, builder: EngineBuilder)
         outbox.put(StartFailed(Internal("the engine could not go on; its log says why")))
     finally:
         if engine is not None:
+            report = engine.integrity_report()
             engine.close()
-            outbox.put(Stopped(engine.integrity_report()))
+            outbox.put(Stopped(report))
         outbox.put(None)
         writer.join(timeout=10)
         with contextlib.suppress(OSError):

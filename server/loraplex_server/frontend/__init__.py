@@ -1,1 +1,2 @@
-"""Between the wire and the engine: text to tokens, submission, tokens back to text. Knows no protobuf and no tensors."""
+"""Between the wire and the engine: text to tokens, submission, tokens back to text. Knows no protobuf and no
+tensors."""

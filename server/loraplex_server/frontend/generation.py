@@ -1,13 +1,13 @@
 """One request from submission to its terminal event, as text.
 
-Knows the engine's client and the tokenizer. Leaving the `async for` early, for whatever reason, cancels the request in the
-engine: that is how a client that went away frees its KV blocks.
+Knows the engine's client and the tokenizer. Leaving the `async for` early, for whatever reason, cancels the request in
+the engine: that is how a client that went away frees its KV blocks.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
 from loraplex_proto.errors import Cancelled
@@ -35,7 +35,7 @@ class Progress:
 
 async def generate(
     engine: EngineClient, request: Request, new_assembler: AssemblerFactory, progress: Progress
-) -> AsyncIterator[list[Delta]]:
+) -> AsyncGenerator[list[Delta], None]:
     """Yields the deltas of what piled up since the last look, until every completion has ended.
 
     Raises the request's typed error. `progress` is filled before the first yield that it concerns.

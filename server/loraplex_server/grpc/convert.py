@@ -1,4 +1,5 @@
-"""Between the wire's messages and the engine's plain data. Pure; messages arrive here validated (loraplex_proto.validate)."""
+"""Between the wire's messages and the engine's plain data. Pure; messages arrive here validated
+(loraplex_proto.validate)."""
 
 from __future__ import annotations
 
@@ -37,8 +38,10 @@ _REASONS = {
 def sampling_params(message: inference_pb2.Sampling) -> SamplingParams:
     """Unset fields take the wire's documented defaults; a seed is drawn where the client gave none."""
 
+    present = {field.name for field, _ in message.ListFields()}
+
     def value(name: str, default: float) -> float:
-        return getattr(message, name) if message.HasField(name) else default
+        return getattr(message, name) if name in present else default
 
     return SamplingParams(
         temperature=value("temperature", 0.0),

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import functools
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeVar, cast
 
 from loraplex_proto import auth, status
 from loraplex_proto.errors import Draining
 
 Context = Any
-_Answer = TypeVar("_Answer")
-_Handler = Callable[[Any, Any, Context], Awaitable[_Answer]]
-_StreamHandler = Callable[[Any, Any, Context], AsyncIterator[_Answer]]
+_Handler = TypeVar("_Handler", bound=Callable[..., Any])
 
 
 class Edge:
@@ -39,28 +37,28 @@ def new_request_id(given: str) -> str:
     return given or uuid.uuid4().hex
 
 
-def handles_errors(handler: _Handler[_Answer]) -> _Handler[_Answer]:
+def handles_errors(handler: _Handler) -> _Handler:
     """Errors of a unary handler leave as typed status; unknown ones as INTERNAL with an opaque id."""
 
     @functools.wraps(handler)
-    async def wrapped(self: Any, request: Any, context: Context) -> _Answer:
+    async def wrapped(self: Any, request: Any, context: Context) -> Any:
         try:
             return await handler(self, request, context)
         except Exception as error:
             return await status.abort(context, error)
 
-    return wrapped
+    return cast(_Handler, wrapped)
 
 
-def handles_stream_errors(handler: _StreamHandler[_Answer]) -> _StreamHandler[_Answer]:
+def handles_stream_errors(handler: _Handler) -> _Handler:
     """The same for a handler that streams."""
 
     @functools.wraps(handler)
-    async def wrapped(self: Any, request: Any, context: Context) -> AsyncIterator[_Answer]:
+    async def wrapped(self: Any, request: Any, context: Context) -> AsyncIterator[Any]:
         try:
             async for message in handler(self, request, context):
                 yield message
         except Exception as error:
             await status.abort(context, error)
 
-    return wrapped
+    return cast(_Handler, wrapped)

@@ -113,7 +113,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         arrival_s = time.monotonic()
         prompt = await self._prompt(message)
         validate.check_prompt_length(len(prompt), self._limits)
-        request = convert.to_request(
+        return convert.to_request(
             message,
             prompt,
             # Clients choose ids as they like; in the engine they are unique.
@@ -123,7 +123,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             arrival_s=arrival_s,
             deadline_s=None if remaining_s is None else arrival_s + remaining_s,
         )
-        return request
 
     async def _prompt(self, message: inference_pb2.GenerateRequest) -> tuple[int, ...]:
         match message.WhichOneof("input"):

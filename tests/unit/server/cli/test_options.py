@@ -34,7 +34,8 @@ def test_defaults_are_those_of_the_dataclasses() -> None:
 
 def test_every_kind_of_flag(tmp_path: Path) -> None:
     config = configured(
-        "--kv-memory", "3GiB", "--no-prefix-caching", "--adapters", str(tmp_path), "--max-running", "7", "--hub-adapters"
+        "--kv-memory", "3GiB", "--no-prefix-caching", "--adapters", str(tmp_path), "--max-running", "7",
+        "--hub-adapters",
     )  # fmt: skip
     assert config.engine.kv.memory_bytes == 3 << 30
     assert config.engine.kv.prefix_caching is False

@@ -49,7 +49,7 @@ def test_a_request_runs_to_its_length() -> None:
     engine = make_engine()
     engine.handle(Submit(request(adapter_id="a")))
     events, _ = run(engine)
-    assert [type(e) for e in events][0] is Admitted
+    assert isinstance(events[0], Admitted)
     assert [t for e in events if isinstance(e, Tokens) for t in e.token_ids] == [15, 16, 17, 18]
     (end,) = terminal(events, "r")
     assert isinstance(end, CompletionEnd)
