@@ -64,8 +64,8 @@ def haproxy_command(tmp_path: Path, routers: list[Running], port: int) -> list[s
     text = text.replace("bind :50051", f"bind 127.0.0.1:{port}")
     for name, router in zip(("router-a", "router-b"), routers, strict=True):
         text = text.replace(f"{name}:50051", router.address)
-    # No Docker names to look up here.
-    text = text.replace(" resolvers docker init-addr none", "")
+    # No Docker names to look up here, and no need for the descriptors of a large machine.
+    text = text.replace(" resolvers docker init-addr none", "").replace("maxconn 20000", "maxconn 200")
     (tmp_path / "haproxy.cfg").write_text(text)
     return ["haproxy", "-db", "-f", str(tmp_path / "haproxy.cfg")]
 
@@ -86,7 +86,7 @@ def test_streams_through_a_balancer(
                 expected = direct.generate("hello", adapter_id=adapter_id, max_tokens=24, ignore_eos=True).text
                 chunks = list(client.stream("hello", adapter_id=adapter_id, max_tokens=24, ignore_eos=True))
                 assert len(chunks) > 3, "tokens come as they are made, not at the end"
-                assert "".join(chunk.text_delta for chunk in chunks) == expected
+                assert "".join(chunk.text for chunk in chunks) == expected
     finally:
         process.terminate()
         process.wait(20)

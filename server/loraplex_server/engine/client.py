@@ -216,7 +216,7 @@ class EngineClient:
     def _on_readable(self) -> None:
         try:
             # Everything that has arrived, so that a burst costs one wake-up.
-            while self._conn.poll():
+            while not self.lost.is_set() and self._conn.poll():
                 self._on_message(self._conn.recv())
         except (EOFError, OSError):
             self._on_lost()
@@ -239,6 +239,7 @@ class EngineClient:
                 self.integrity = integrity
                 if integrity:
                     log.error("the engine ended with something unaccounted for: %s", integrity)
+                self._on_lost()  # nothing follows
 
     def _on_batch(self, batch: Batch) -> None:
         for event in batch.events:
