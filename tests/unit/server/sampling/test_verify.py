@@ -136,7 +136,7 @@ class TwoTokens:
         return processed(self.model(history), sequence(list(self.prompt), self.params), history).softmax(0)
 
     def count(self, drafts: list[list[int]], verify: Verify) -> tuple[Counter[tuple[int, int]], int]:
-        """What came for seeds 0, 1, ..., and how many first tokens were the draft's. Three positions of each in a batch."""
+        """What came for seeds 0, 1, ..., and how many first tokens were drafted. Three positions of each in a batch."""
         n, start = len(drafts), len(self.prompt)
         sampler, tokens = Sampler(n, VOCAB, "cpu"), torch.zeros(n, 8, dtype=torch.int64)
         for row, draft in enumerate(drafts):

@@ -1,0 +1,1 @@
+"""From text to token ids and back: the tokenizer, incremental detokenisation, stop strings. Knows no tensors."""

@@ -1,0 +1,193 @@
+"""Incremental detokenisation: the text of a completion, piece by piece as its tokens come.
+
+The text of a completion is what it adds to its prompt: `decode(prompt + output)` without what it has in common with
+`decode(prompt)`, special tokens left out, nothing cleaned up. So a completion of "Hello" may begin with a space, which
+decoding the output alone would lose; and a character that the prompt left unfinished belongs to the output. The pieces,
+concatenated, are exactly that text. A piece never ends inside a character.
+
+Two ways, both in constant time and memory per token:
+- Byte-level vocabularies concatenate bytes, and an incremental UTF-8 decoder does the rest.
+- For the others a token's text is what it adds to the token before it, and that is decoded. Only runs of byte tokens
+  (`<0xE4>`) look further: the library reads a whole run as UTF-8, and one bad byte turns all of it into U+FFFD. So a
+  run is held until it ends or has become invalid, at most `MAX_HELD_BYTES`: past that, whole characters go out, and
+  should the run turn out invalid later, they stay (there alone, more is readable than in the library's text).
+
+The library's own `DecodeStream` is not used: on byte-level and byte-fallback vocabularies it drops what a prompt left
+unfinished, keeps everything to itself behind an invalid byte, and raises on some sequences.
+
+Knows tokens and text; neither stop strings nor requests.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Protocol
+
+from loraplex_server.text.vocabulary import Vocabulary
+
+MAX_HELD_BYTES = 64
+# Tokens whose text ends in U+FFFD and may yet become something else, for decoders of unknown kind: a character has at
+# most four bytes.
+_MAX_HELD_TOKENS = 4
+_REPLACEMENT = "\ufffd"
+
+
+class Detokenizer(Protocol):
+    """One completion. Not to be used after `finish`."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that these tokens made certain."""
+        ...
+
+    def finish(self) -> str:
+        """What was held back; an unfinished character as U+FFFD."""
+        ...
+
+
+def new_detokenizer(
+    vocabulary: Vocabulary, prompt_ids: Sequence[int], dropped_ids: frozenset[int] = frozenset()
+) -> Detokenizer:
+    """For a completion of this prompt. Tokens in `dropped_ids` (those that end a completion) have no text."""
+    kind = _ByteLevelDetokenizer if vocabulary.is_byte_level else _PieceDetokenizer
+    return kind(vocabulary, prompt_ids, dropped_ids)
+
+
+class _ByteLevelDetokenizer:
+    def __init__(self, vocabulary: Vocabulary, prompt_ids: Sequence[int], dropped_ids: frozenset[int]) -> None:
+        self._vocabulary = vocabulary
+        self._dropped_ids = dropped_ids
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        # What the last bytes leave unfinished depends on the last four of them at most.
+        tail = b""
+        for token_id in reversed(prompt_ids):
+            tail = vocabulary.bytes(token_id) + tail
+            if len(tail) >= 4:
+                break
+        self._decoder.decode(tail)
+        self._shown = _REPLACEMENT if self._decoder.getstate()[0] else ""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        kept = (token_id for token_id in token_ids if token_id not in self._dropped_ids)
+        return self._new(self._decoder.decode(b"".join(map(self._vocabulary.bytes, kept))))
+
+    def finish(self) -> str:
+        return self._new(self._decoder.decode(b"", final=True))
+
+    def _new(self, text: str) -> str:
+        if text and self._shown:
+            text, self._shown = text.removeprefix(self._shown), ""
+        return text
+
+
+class _PieceDetokenizer:
+    def __init__(self, vocabulary: Vocabulary, prompt_ids: Sequence[int], dropped_ids: frozenset[int]) -> None:
+        self._vocabulary = vocabulary
+        self._dropped_ids = dropped_ids
+        self._held: list[int] = []  # visible tokens whose text is not out
+        self._run = _ByteRun()  # of byte tokens, the last ones so far
+        # Visible tokens before those that are held: enough of them to decode these.
+        self._context, behind = _prompt_tail(vocabulary, prompt_ids)
+        for token_id, value in behind:
+            self._held.append(token_id)
+            self._run.push(value)
+        # The prompt's own text of the tokens that are held.
+        self._shown = self._added() if self._held else ""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        kept = (token_id for token_id in token_ids if token_id not in self._dropped_ids)
+        return "".join([self._push(token_id) for token_id in kept if self._vocabulary.is_visible(token_id)])
+
+    def finish(self) -> str:
+        return self._release() if self._held else ""
+
+    def _push(self, token_id: int) -> str:
+        value = self._vocabulary.byte(token_id)
+        if value is not None:
+            return self._push_byte(token_id, value)
+        self._run = _ByteRun()
+        self._held.append(token_id)
+        text = self._added()
+        if text.endswith(_REPLACEMENT) and len(self._held) < _MAX_HELD_TOKENS:
+            return ""
+        return self._emit(text, context=[token_id])
+
+    def _push_byte(self, token_id: int, value: int) -> str:
+        was_invalid = self._run.is_invalid
+        self._run.push(value)
+        self._held.append(token_id)
+        if was_invalid:
+            # Each byte of such a run is shown as U+FFFD, whatever follows.
+            return self._emit(_REPLACEMENT * len(self._held), context=[token_id])
+        if self._run.is_invalid:
+            return self._release()
+        if len(self._held) < MAX_HELD_BYTES:
+            return ""
+        # Whole characters go out, what is unfinished stays.
+        num_out = len(self._held) - self._run.num_unfinished
+        unfinished = self._held[num_out:]
+        self._held = self._held[:num_out]
+        text = self._emit(self._added(), context=self._held)
+        self._held = unfinished
+        return text
+
+    def _added(self) -> str:
+        """What the held tokens add to the text."""
+        decode = self._vocabulary.decode
+        return _without_common_prefix(decode(self._context + self._held), decode(self._context))
+
+    def _release(self) -> str:
+        return self._emit(self._added(), context=self._held[-1:])
+
+    def _emit(self, text: str, context: list[int]) -> str:
+        """The text of all held tokens goes out."""
+        self._context, self._held = context, []
+        if text and self._shown:
+            text, self._shown = _without_common_prefix(text, self._shown), ""
+        return text
+
+
+class _ByteRun:
+    """Consecutive byte tokens, read as UTF-8."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="strict")
+        self.is_invalid = False  # can become nothing valid any more
+
+    def push(self, value: int) -> None:
+        if not self.is_invalid:
+            try:
+                self._decoder.decode(bytes((value,)))
+            except UnicodeDecodeError:
+                self.is_invalid = True
+
+    @property
+    def num_unfinished(self) -> int:
+        """Bytes at the end which are not a whole character yet."""
+        return len(self._decoder.getstate()[0])
+
+
+def _prompt_tail(vocabulary: Vocabulary, prompt_ids: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
+    """The context behind a prompt, and the byte tokens at its end with their values: the output may continue them."""
+    run: list[tuple[int, int]] = []  # last one first
+    for token_id in reversed(prompt_ids):
+        if not vocabulary.is_visible(token_id):
+            continue
+        value = vocabulary.byte(token_id)
+        if value is None:
+            return [token_id], run[::-1]
+        run.append((token_id, value))
+        if len(run) > MAX_HELD_BYTES:
+            # Long enough. The first whole character is the context.
+            run.reverse()
+            starts = [idx for idx, (_, value) in enumerate(run) if value & 0xC0 != 0x80]
+            begin, end = starts[:2] if len(starts) > 1 else (0, len(run))
+            return [token_id for token_id, _ in run[begin:end]], run[end:]
+    return [], run[::-1]
+
+
+def _without_common_prefix(text: str, other: str) -> str:
+    if text.startswith(other):
+        return text[len(other) :]
+    pairs = enumerate(zip(text, other, strict=False))
+    return text[next((idx for idx, (a, b) in pairs if a != b), len(text)) :]

@@ -1,0 +1,169 @@
+"""The base model's tokenizer as the front end uses it: text and chats to token ids, and everything that goes back.
+
+Wraps a fast Transformers tokenizer; without one, requests and answers in token ids go on working and everything that
+needs text fails with a typed error. Safe to use from several threads: nothing is changed after construction but caches.
+
+Knows neither the engine nor the wire.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import cast
+
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from loraplex_proto.errors import FailedPrecondition, InvalidArgument, NoChatTemplate, UnsupportedModel
+from loraplex_server.request import StoppingParams
+from loraplex_server.text.detokenizer import Detokenizer, new_detokenizer
+from loraplex_server.text.stops import StopMatcher
+from loraplex_server.text.vocabulary import Vocabulary
+
+_logger = logging.getLogger(__name__)
+
+# A model directory with none of these has no tokenizer.
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+)
+
+
+class TextTokenizer:
+    """Encodes, decodes, and makes the detokenizer and stop matcher of each completion."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast | None, *, missing_reason: str = "") -> None:
+        self._tokenizer = tokenizer
+        self._missing_reason = missing_reason or "the base model has no tokenizer"
+        self._vocabulary: Vocabulary | None = None
+        self._token_texts: dict[int, str] = {}  # filled as tokens come; bounded by the vocabulary
+        if tokenizer is not None:
+            backend = tokenizer.backend_tokenizer
+            # Files may carry the settings of their training. Set once: the library refuses changes while another
+            # thread encodes.
+            backend.no_truncation()
+            backend.no_padding()
+            self._backend = backend
+            self._vocabulary = Vocabulary(backend)
+
+    @classmethod
+    def from_pretrained(
+        cls, model: str, *, revision: str | None = None, trust_remote_code: bool = False
+    ) -> TextTokenizer:
+        """The tokenizer of a directory or Hub repository. Raises UnsupportedModel on one that cannot be read."""
+        path = Path(model)
+        if path.is_dir() and not any((path / name).exists() for name in _TOKENIZER_FILES):
+            return cls(None)
+        try:
+            loaded = AutoTokenizer.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)
+        except Exception as error:  # the library raises whatever its readers do
+            if path.is_dir():
+                reason = str(error).strip().split("\n", 1)[0]
+                raise UnsupportedModel(f"the tokenizer in {model} cannot be read: {reason}") from error
+            _logger.warning("no tokenizer for %s, serving token ids only: %s", model, error)
+            return cls(None)
+        if not isinstance(loaded, PreTrainedTokenizerFast):
+            _logger.warning("%s is no fast tokenizer, serving token ids only", type(loaded).__name__)
+            return cls(None, missing_reason=f"the base model's tokenizer ({type(loaded).__name__}) is not a fast one")
+        return cls(loaded)
+
+    # --- about it -----------------------------------------------------------------------------------------------------
+
+    @property
+    def has_text(self) -> bool:
+        """Whether there is a tokenizer at all."""
+        return self._tokenizer is not None
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._tokenizer is not None and bool(self._tokenizer.chat_template)
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids with a meaning, added ones included; the model's own vocabulary may be padded beyond."""
+        return 0 if self._tokenizer is None else len(self._tokenizer)
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """The tokenizer's end-of-sequence token. A model's generation config may name more."""
+        eos = cast("int | None", None if self._tokenizer is None else self._tokenizer.eos_token_id)
+        return frozenset() if eos is None else frozenset((eos,))
+
+    # --- to token ids -------------------------------------------------------------------------------------------------
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Raises FailedPrecondition without a tokenizer, InvalidArgument on text that is not Unicode."""
+        self._require("text")
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except (UnicodeEncodeError, TypeError) as error:
+            raise InvalidArgument("the text holds halves of surrogate pairs; send UTF-8", field="text") from error
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> list[int]:
+        """The chat as the template renders it. Raises NoChatTemplate, or InvalidArgument if the template refuses."""
+        tokenizer = self._require("chat")
+        if not tokenizer.chat_template:
+            raise NoChatTemplate("the base model has no chat template; send text or token_ids instead", field="chat")
+        chat = [dict(message) for message in messages]
+        try:
+            rendered = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=add_generation_prompt)
+        except Exception as error:  # a template is a program, and fails in any way on messages it does not expect
+            reason = str(error).strip().split("\n", 1)[0]
+            raise InvalidArgument(f"the chat template refuses these messages: {reason}", field="chat") from error
+        return self.encode(cast(str, rendered), add_special_tokens=False)
+
+    # --- to text ------------------------------------------------------------------------------------------------------
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of a prompt, special tokens left out. Raises FailedPrecondition without a tokenizer."""
+        self._require("output.echo")
+        return self._words.decode(token_ids)
+
+    def token_text(self, token_id: int) -> str:
+        """What a token looks like within a text, for logprobs: with its space, special tokens by name, U+FFFD for parts
+        of characters. Empty without a tokenizer and beyond its vocabulary."""
+        if self._vocabulary is None:
+            return ""
+        found = self._token_texts.get(token_id)
+        if found is None:
+            found = self._token_texts[token_id] = self._token_text(self._vocabulary, token_id)
+        return found
+
+    def new_detokenizer(
+        self, prompt_ids: Sequence[int], dropped_ids: frozenset[int] = frozenset()
+    ) -> Detokenizer | None:
+        """For one completion; None without a tokenizer. `dropped_ids`: stop tokens whose text is not wanted."""
+        return None if self._vocabulary is None else new_detokenizer(self._vocabulary, prompt_ids, dropped_ids)
+
+    def new_stop_matcher(self, stopping: StoppingParams) -> StopMatcher | None:
+        """For one completion; None if it has no stop strings. Raises FailedPrecondition without a tokenizer."""
+        if not any(stopping.stop):
+            return None
+        self._require("stopping.stop")
+        return StopMatcher(stopping.stop, include_stop=stopping.include_stop, min_tokens=stopping.min_tokens)
+
+    def _token_text(self, vocabulary: Vocabulary, token_id: int) -> str:
+        content = vocabulary.content(token_id)
+        if content is None or vocabulary.is_special(token_id):
+            return content or ""
+        if vocabulary.is_byte_level:
+            return vocabulary.bytes(token_id).decode("utf-8", errors="replace")
+        # Behind itself it is not at the beginning of a text, where decoders leave spaces out.
+        alone = vocabulary.decode((token_id,))
+        behind = vocabulary.decode((token_id, token_id))
+        return behind[len(alone) :] if behind.startswith(alone) else alone
+
+    @property
+    def _words(self) -> Vocabulary:
+        assert self._vocabulary is not None
+        return self._vocabulary
+
+    def _require(self, field: str) -> PreTrainedTokenizerFast:
+        if self._tokenizer is None:
+            raise FailedPrecondition(f"{self._missing_reason}; send token_ids, and expect token ids", field=field)
+        return self._tokenizer

@@ -1,0 +1,97 @@
+"""What single tokens are: special, a byte, text; and the decoder that joins them.
+
+Read-only view of a fast tokenizer, shared by all its detokenizers and safe to use from several threads. Knows no
+streams and no requests.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tokenizers import Tokenizer
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class Vocabulary:
+    """Token ids to text, bytes and kinds. Special tokens have no text, as in `decode(skip_special_tokens=True)`."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder()
+        # The library skips by content, so a token of the model with the same content is skipped as well.
+        specials = {str(token.content) for token in added.values() if token.special}
+        self._specials = frozenset(specials)
+        steps = _decoder_steps(tokenizer)
+        # Each token is bytes, and their concatenation is read as UTF-8 at the end.
+        self.is_byte_level = steps == ["ByteLevel"]
+        self._has_byte_tokens = "ByteFallback" in steps
+        self._bytes: dict[int, bytes] = {}  # filled as tokens come; bounded by the vocabulary
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The library's text of these tokens by themselves, special tokens left out."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+
+    def decode_all(self, token_ids: Sequence[int]) -> str:
+        """The same with special tokens."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+
+    def content(self, token_id: int) -> str | None:
+        """The token as the vocabulary spells it; None beyond the vocabulary (models are often padded)."""
+        return self._tokenizer.id_to_token(token_id)
+
+    def is_special(self, token_id: int) -> bool:
+        return self.content(token_id) in self._specials
+
+    def is_visible(self, token_id: int) -> bool:
+        """Whether decoding does not skip it."""
+        content = self.content(token_id)
+        return content is not None and content not in self._specials
+
+    def byte(self, token_id: int) -> int | None:
+        """The value of a token that stands for one byte (SentencePiece's byte fallback)."""
+        if not self._has_byte_tokens:
+            return None
+        match = _BYTE_TOKEN.fullmatch(self.content(token_id) or "")
+        return int(match[1], 16) if match else None
+
+    def bytes(self, token_id: int) -> bytes:
+        """The bytes of a token of a byte-level vocabulary; none of one that is not visible."""
+        found = self._bytes.get(token_id)
+        if found is None:
+            content = self.content(token_id)
+            found = byte_level_bytes(content) if content is not None and content not in self._specials else b""
+            self._bytes[token_id] = found
+        return found
+
+
+def byte_level_bytes(content: str) -> bytes:
+    """The bytes that a byte-level vocabulary's spelling stands for; as is where it has characters of no byte."""
+    try:
+        return bytes(_BYTE_OF_CHAR[char] for char in content)
+    except KeyError:
+        return content.encode("utf-8")
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's alphabet: printable Latin-1 stands for itself, the other bytes for the characters from 256 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    alphabet = {chr(value): value for value in printable}
+    others = (value for value in range(256) if chr(value) not in alphabet)
+    return alphabet | {chr(256 + i): value for i, value in enumerate(others)}
+
+
+_BYTE_OF_CHAR: Mapping[str, int] = _byte_alphabet()
+
+
+def _decoder_steps(tokenizer: Tokenizer) -> list[str]:
+    """The kinds of the decoder's steps, in order."""
+    decoder: Any = tokenizer.decoder
+    if decoder is None:
+        return []
+    state: dict[str, Any] = json.loads(decoder.__getstate__())
+    steps: list[dict[str, Any]] = state["decoders"] if state["type"] == "Sequence" else [state]
+    return [step["type"] for step in steps]

@@ -1,0 +1,193 @@
+"""The text of a completion: what it adds to its prompt, for every kind of vocabulary."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+from support.tiny_tokenizers import KINDS, tiny_tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from loraplex_server.text.detokenizer import MAX_HELD_BYTES, new_detokenizer
+from loraplex_server.text.vocabulary import Vocabulary
+
+SAMPLES = [
+    "The quick brown fox",
+    " leading and  double   spaces ",
+    "naïve café: 你好\uff0c世界 😀 👩‍👩‍👧!",
+    "line\nbreaks\n\n\tand tabs",
+    "doesn't [tool] né stop.",
+    "",
+]
+
+
+def ids_of(tokenizer: PreTrainedTokenizerFast, text: str, *, special: bool = False) -> list[int]:
+    return tokenizer.backend_tokenizer.encode(text, add_special_tokens=special).ids
+
+
+def expected_text(tokenizer: PreTrainedTokenizerFast, prompt: list[int], output: list[int]) -> str:
+    """The definition, by decoding everything."""
+    both, before = tokenizer.backend_tokenizer.decode(prompt + output), tokenizer.backend_tokenizer.decode(prompt)
+    common = 0
+    while common < min(len(both), len(before)) and both[common] == before[common]:
+        common += 1
+    return both[common:]
+
+
+def pieces(tokenizer: PreTrainedTokenizerFast, prompt: list[int], output: list[int]) -> list[str]:
+    detokenizer = new_detokenizer(Vocabulary(tokenizer.backend_tokenizer), prompt)
+    return [*(detokenizer.push((token_id,)) for token_id in output), detokenizer.finish()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_continues_the_prompt(kind: str) -> None:
+    """Every split of a text into prompt and output."""
+    tokenizer = tiny_tokenizer(kind)
+    for text in SAMPLES:
+        ids = ids_of(tokenizer, text, special=True)
+        for cut in range(len(ids) + 1):
+            found = "".join(pieces(tokenizer, ids[:cut], ids[cut:]))
+            assert found == expected_text(tokenizer, ids[:cut], ids[cut:]), (text, cut)
+        assert "".join(pieces(tokenizer, [], ids)) == tokenizer.backend_tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_tokens(kind: str) -> None:
+    """What a model with random weights says: broken characters, special tokens, ids beyond the vocabulary."""
+    tokenizer, rng = tiny_tokenizer(kind), random.Random(kind)
+    for _ in range(400):
+        ids = [rng.randrange(len(tokenizer) + 3) for _ in range(20)]
+        if rng.random() < 0.5:
+            ids = [rng.choice(ids_of(tokenizer, "é你😀 a") or [0]) for _ in range(20)]
+        cut = rng.randint(0, 8)
+        assert "".join(pieces(tokenizer, ids[:cut], ids[cut:])) == expected_text(tokenizer, ids[:cut], ids[cut:])
+
+
+@pytest.mark.parametrize("kind", ["llama_bpe", "metaspace", "wordpiece", "suffix_bpe"])
+def test_the_first_space_stays(kind: str) -> None:
+    """Where decoding the output alone would lose it."""
+    tokenizer = tiny_tokenizer(kind)
+    ids = ids_of(tokenizer, "The quick brown fox jumps over the lazy dog")
+    num_found = 0
+    for cut in range(1, len(ids)):
+        alone = tokenizer.backend_tokenizer.decode(ids[cut:])
+        found = "".join(pieces(tokenizer, ids[:cut], ids[cut:]))
+        assert found in (alone, " " + alone)
+        num_found += found != alone
+    assert num_found >= 3
+
+
+def test_text_comes_as_soon_as_it_is_certain() -> None:
+    for kind in KINDS:
+        tokenizer = tiny_tokenizer(kind)
+        ids = ids_of(tokenizer, "The quick brown fox")
+        assert all(piece or token_id == 4 for piece, token_id in zip(pieces(tokenizer, [], ids), ids, strict=False)), (
+            kind
+        )
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "llama_bpe", "gemma_bpe"])
+def test_characters_are_never_split(kind: str) -> None:
+    """Also not by a prompt that ends within one."""
+    tokenizer = tiny_tokenizer(kind)
+    text = "a😀é你b"
+    ids = ids_of(tokenizer, text)
+    for cut in range(len(ids)):
+        found = pieces(tokenizer, ids[:cut], ids[cut:])
+        assert "\ufffd" not in "".join(found)
+        assert text.endswith("".join(found))
+
+
+def test_invalid_bytes_do_not_hold_back_what_follows() -> None:
+    tokenizer = tiny_tokenizer("byte_level")
+    bad = tokenizer.convert_tokens_to_ids("ÿ")  # the byte 0xFF
+    letter = tokenizer.convert_tokens_to_ids("a")
+    assert pieces(tokenizer, [], [bad, bad, letter, bad]) == ["\ufffd", "\ufffd", "a", "\ufffd", ""]
+
+
+class TestByteRuns:
+    """`<0xE4>` and its like."""
+
+    tokenizer = tiny_tokenizer("llama_bpe")
+
+    def run(self, data: bytes) -> list[int]:
+        return [self.tokenizer.convert_tokens_to_ids(f"<0x{value:02X}>") for value in data]
+
+    def test_held_until_the_run_ends(self) -> None:
+        (letter,) = ids_of(self.tokenizer, "fox")[-1:]
+        found = pieces(self.tokenizer, [letter], [*self.run("你".encode()), letter])
+        assert found[:3] == ["", "", ""]
+        assert "".join(found).startswith("你")
+        assert found[3] != ""
+
+    def test_shown_at_once_when_nothing_can_save_it(self) -> None:
+        assert pieces(self.tokenizer, [], self.run(b"\xe4\xbd\xff\x41")) == ["", "", "\ufffd" * 3, "\ufffd", ""]
+
+    def test_long_runs_come_in_whole_characters(self) -> None:
+        text = "你好世界" * 40
+        found = pieces(self.tokenizer, [], self.run(text.encode()))
+        assert "".join(found) == text
+        assert max(map(len, found)) <= MAX_HELD_BYTES
+
+    def test_a_long_run_that_becomes_invalid_keeps_what_was_shown(self) -> None:
+        text = "你好世界" * 10
+        found = "".join(pieces(self.tokenizer, [], self.run(text.encode() + b"\xff\x41")))
+        assert found.startswith(text[:20])
+        assert set(found.replace("\ufffd", "")) <= set(text)
+        assert found.endswith("\ufffd\ufffd")
+
+    @pytest.mark.parametrize("length", [1, 5, 63, 64, 65, 66, 67, 68, 200])
+    def test_a_prompt_may_end_in_a_run(self, length: int) -> None:
+        text = "你好世界é😀" * 20
+        data = text.encode()
+        num_chars = len(data[:length].decode(errors="ignore"))
+        end = len(text[: num_chars + 12].encode())
+        ids = self.run(data[:end])
+        found = "".join(pieces(self.tokenizer, ids[:length], ids[length:]))
+        if end <= MAX_HELD_BYTES:
+            assert found == expected_text(self.tokenizer, ids[:length], ids[length:])
+        # The character that the cut goes through belongs to the output.
+        assert text[num_chars : num_chars + 12] in found
+
+
+def test_special_tokens_do_not_break_the_context() -> None:
+    """Behind a special token that is left out, the next piece still stands within a text."""
+    for kind in KINDS:
+        tokenizer = tiny_tokenizer(kind)
+        turn = tokenizer.convert_tokens_to_ids("<|turn|>")
+        words = ids_of(tokenizer, "The quick brown fox")
+        for cut in range(1, len(words)):
+            ids = [*words[:cut], turn, turn, *words[cut:]]
+            for split in range(len(ids)):
+                assert "".join(pieces(tokenizer, ids[:split], ids[split:])) == expected_text(
+                    tokenizer, ids[:split], ids[split:]
+                )
+
+
+def test_dropped_tokens_have_no_text() -> None:
+    for kind in KINDS:
+        tokenizer = tiny_tokenizer(kind)
+        tool = tokenizer.convert_tokens_to_ids("[tool]")
+        words = ids_of(tokenizer, "The quick")
+        detokenizer = new_detokenizer(Vocabulary(tokenizer.backend_tokenizer), words, frozenset({tool}))
+        assert detokenizer.push((tool,)) + detokenizer.finish() == ""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_cost_does_not_grow(kind: str) -> None:
+    """Also where nothing becomes certain: the last tokens of a long text cost what the first did."""
+    tokenizer = tiny_tokenizer(kind)
+    vocabulary = Vocabulary(tokenizer.backend_tokenizer)
+    broken = tokenizer.convert_tokens_to_ids({"byte_level": "ð", "llama_bpe": "<0xF0>"}.get(kind, "[tool]"))
+    detokenizer = new_detokenizer(vocabulary, [broken] * 5000)
+
+    def time_of(count: int) -> float:
+        start = time.thread_time()
+        for _ in range(count):
+            detokenizer.push((broken,))
+        return time.thread_time() - start
+
+    early = time_of(300)
+    time_of(6000)
+    assert min(time_of(300) for _ in range(5)) < 8 * early + 0.01

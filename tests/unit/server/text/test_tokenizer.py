@@ -1,0 +1,177 @@
+"""The front end's tokenizer: encoding, chats, token texts, and life without one."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from support.tiny_tokenizers import KINDS, tiny_tokenizer
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from loraplex_proto.errors import FailedPrecondition, InvalidArgument, NoChatTemplate, UnsupportedModel
+from loraplex_server.request import StoppingParams
+from loraplex_server.text.tokenizer import TextTokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role not in ('user', 'assistant') %}"
+    "{{ raise_exception('no role ' + m.role) }}{% endif %}<|turn|>{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|turn|>assistant: {% endif %}"
+)
+
+
+@pytest.fixture
+def with_template() -> TextTokenizer:
+    copy = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(tiny_tokenizer("byte_level")._tokenizer.to_str())
+    )
+    copy.chat_template = TEMPLATE
+    return TextTokenizer(copy)
+
+
+def test_encode() -> None:
+    for kind in KINDS:
+        tokenizer = TextTokenizer(tiny_tokenizer(kind))
+        ids = tokenizer.encode("The quick brown fox")
+        assert ids[0] == 1
+        assert ids[1:] == tokenizer.encode("The quick brown fox", add_special_tokens=False)
+        assert ids == tiny_tokenizer(kind).encode("The quick brown fox")
+        assert tokenizer.decode(ids).strip() == "The quick brown fox"
+        assert tokenizer.encode("", add_special_tokens=False) == []
+
+
+def test_lone_surrogates_are_refused() -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        TextTokenizer(tiny_tokenizer("byte_level")).encode("a\ud800")
+    assert caught.value.field == "text"
+
+
+def test_truncation_and_padding_of_the_files_do_not_apply(tmp_path: Path) -> None:
+    backend = Tokenizer.from_str(tiny_tokenizer("byte_level").backend_tokenizer.to_str())
+    backend.enable_truncation(4)
+    backend.enable_padding(length=50)
+    PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>").save_pretrained(tmp_path)
+    ids = TextTokenizer.from_pretrained(str(tmp_path)).encode("The quick brown fox jumps")
+    assert ids == tiny_tokenizer("byte_level").encode("The quick brown fox jumps")
+
+
+def test_many_threads_may_encode() -> None:
+    tokenizer = TextTokenizer(tiny_tokenizer("byte_level"))
+    text = "The quick brown fox " * 200
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: tokenizer.encode(text), range(64)))
+    assert all(ids == found[0] for ids in found)
+
+
+def test_chat(with_template: TextTokenizer) -> None:
+    assert with_template.has_chat_template
+    messages = [{"role": "user", "content": "The fox"}, {"role": "assistant", "content": "dog"}]
+    ids = with_template.encode_chat(messages, False)
+    assert ids == with_template.encode("<|turn|>user: The fox\n<|turn|>assistant: dog\n", add_special_tokens=False)
+    opened = with_template.encode_chat(messages)
+    assert opened == ids + with_template.encode("<|turn|>assistant: ", add_special_tokens=False)
+
+
+def test_chat_that_the_template_refuses(with_template: TextTokenizer) -> None:
+    with pytest.raises(InvalidArgument, match="no role system") as caught:
+        with_template.encode_chat([{"role": "system", "content": "x"}])
+    assert caught.value.field == "chat"
+
+
+def test_template_that_fails_on_its_own(with_template: TextTokenizer) -> None:
+    with_template._tokenizer.chat_template = "{{ messages[5].content + 1 }}"  # type: ignore[union-attr]
+    with pytest.raises(InvalidArgument, match="chat template refuses"):
+        with_template.encode_chat([{"role": "user", "content": "x"}])
+
+
+def test_no_template() -> None:
+    tokenizer = TextTokenizer(tiny_tokenizer("byte_level"))
+    assert not tokenizer.has_chat_template
+    with pytest.raises(NoChatTemplate):
+        tokenizer.encode_chat([{"role": "user", "content": "x"}])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_token_texts_put_a_text_together(kind: str) -> None:
+    """But for the space in front of everything, and characters of several tokens."""
+    tokenizer = TextTokenizer(tiny_tokenizer(kind))
+    ids = tokenizer.encode("The quick brown fox jumps", add_special_tokens=False)
+    text = "".join(map(tokenizer.token_text, ids))
+    assert text.strip() == "The quick brown fox jumps"
+    assert any(tokenizer.token_text(token_id).startswith(" ") for token_id in ids)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_token_texts_of_odd_tokens(kind: str) -> None:
+    tokenizer = TextTokenizer(tiny_tokenizer(kind))
+    assert tokenizer.token_text(2) == "</s>"
+    assert tokenizer.token_text(tokenizer.vocab_size) == ""
+    for token_id in range(tokenizer.vocab_size):
+        tokenizer.token_text(token_id).encode("utf-8")
+    names = {"byte_level": ("ð", "a"), "llama_bpe": ("<0xF0>", "<0x61>")}
+    if kind in names:
+        part, letter = (tiny_tokenizer(kind).convert_tokens_to_ids(name) for name in names[kind])
+        assert tokenizer.token_text(part) == "\ufffd"
+        assert tokenizer.token_text(letter) == "a"
+
+
+def test_facts() -> None:
+    tokenizer = TextTokenizer(tiny_tokenizer("byte_level"))
+    assert tokenizer.has_text
+    assert tokenizer.eos_token_ids == {2}
+    assert tokenizer.vocab_size == len(tiny_tokenizer("byte_level"))
+
+
+def test_makes_detokenizers_and_matchers() -> None:
+    tokenizer = TextTokenizer(tiny_tokenizer("llama_bpe"))
+    prompt, output = tokenizer.encode("The quick"), tokenizer.encode("brown fox", add_special_tokens=False)
+    detokenizer = tokenizer.new_detokenizer(tuple(prompt))
+    assert detokenizer is not None
+    assert detokenizer.push(tuple(output)) + detokenizer.finish() == " brown fox"
+    assert tokenizer.new_stop_matcher(StoppingParams(8)) is None
+    matcher = tokenizer.new_stop_matcher(StoppingParams(8, stop=("x",), include_stop=True, min_tokens=1))
+    assert matcher is not None
+    assert matcher.push("ax", num_tokens=1) == "ax"
+    assert matcher.push("bxc", num_tokens=2) == "bx"
+
+
+class TestWithoutOne:
+    def test_token_ids_go_on_working(self) -> None:
+        tokenizer = TextTokenizer(None)
+        assert not tokenizer.has_text
+        assert not tokenizer.has_chat_template
+        assert tokenizer.vocab_size == 0
+        assert tokenizer.eos_token_ids == frozenset()
+        assert tokenizer.token_text(5) == ""
+        assert tokenizer.new_detokenizer((1, 2)) is None
+        assert tokenizer.new_stop_matcher(StoppingParams(8)) is None
+
+    def test_text_is_refused(self) -> None:
+        tokenizer = TextTokenizer(None)
+        with pytest.raises(FailedPrecondition, match="send token_ids"):
+            tokenizer.encode("x")
+        with pytest.raises(FailedPrecondition):
+            tokenizer.encode_chat([])
+        with pytest.raises(FailedPrecondition):
+            tokenizer.decode([1])
+        with pytest.raises(FailedPrecondition) as caught:
+            tokenizer.new_stop_matcher(StoppingParams(8, stop=("x",)))
+        assert caught.value.field == "stopping.stop"
+
+    def test_a_directory_without_one(self, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+        assert not TextTokenizer.from_pretrained(str(tmp_path)).has_text
+
+
+def test_a_directory(tmp_path: Path) -> None:
+    tiny_tokenizer("llama_bpe").save_pretrained(tmp_path)
+    tokenizer = TextTokenizer.from_pretrained(str(tmp_path))
+    assert tokenizer.encode("The quick brown fox") == tiny_tokenizer("llama_bpe").encode("The quick brown fox")
+
+
+def test_a_broken_directory_is_an_error(tmp_path: Path) -> None:
+    tiny_tokenizer("byte_level").save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(UnsupportedModel, match="cannot be read"):
+        TextTokenizer.from_pretrained(str(tmp_path))
