@@ -34,7 +34,7 @@ class Committer:
 
     def commit(self, flight: InFlight, result: StepResult) -> None:
         """Takes in the result of a plan that is no longer under way."""
-        for seq, epoch, span in flight.spans:
+        for seq, span in flight.spans:
             if seq.last_plan is flight:
                 seq.last_plan = None
             if span.draft:
@@ -48,7 +48,7 @@ class Committer:
             if error is not None:
                 self._fail(seq.request, error)
             else:
-                self._commit_span(seq, epoch, span, out)
+                self._commit_span(seq, span, out)
         for key in flight.releases:
             self._roster.release_adapter(key)
 
@@ -69,17 +69,18 @@ class Committer:
         if request.num_open == 0:
             self._roster.end_request(request)
 
-    def _commit_span(self, seq: SequenceState, epoch: int, span: Span, out: SpanResult) -> None:
+    def _commit_span(self, seq: SequenceState, span: Span, out: SpanResult) -> None:
         if span.prompt_logprobs:
             _take_prompt_logprobs(seq.request, span, out)
         num_accepted = max(0, len(out.token_ids) - 1)
         num_rejected = len(span.draft) - num_accepted
-        is_current = seq.epoch == epoch and seq.status is SequenceStatus.RUNNING
-        if is_current:
+        # One that was preempted meanwhile has no blocks any more, and cannot be back yet (see Roster.enter).
+        is_running = seq.status is SequenceStatus.RUNNING
+        if is_running:
             seq.num_computed -= num_rejected
         kept, reason, stop_token_id = self._cut(seq, out.token_ids)
         seq.token_ids += kept
-        if is_current:
+        if is_running:
             # What of the span is part of the text now: K/V of rejected drafts, or behind a stop, is never found again.
             self._publish(seq, min(span.start + span.num_tokens - num_rejected, len(seq.token_ids)))
         if kept:

@@ -121,14 +121,14 @@ class Roster:
                 self._finish(seq)
         if request.hold is not None:
             self._release_hold(request)
+        request.sequences.clear()  # no cycle: an ended request goes without waiting for the garbage collector
         del self.requests[request.request.request_id]
 
     # --- sequences ----------------------------------------------------------------------------------------------------
 
     def enter(self, seq: SequenceState, prefix: Prefix, slot: int | None, arrivals: Arrivals) -> None:
         """Gives a waiting sequence a row, its blocks and its slot. The caller has made sure of all three."""
-        assert seq.num_coming == 0, "a token is still to come"
-        assert not seq.is_draft_coming, "a draft's verdict is still to come"
+        assert seq.last_plan is None, "a result of its last stay is still to come"
         self.waiting.remove(seq)
         seq.move(SequenceStatus.RUNNING)
         self.running.add(seq)
@@ -138,7 +138,6 @@ class Roster:
         seq.row, seq.slot = heapq.heappop(self._free_rows), slot
         seq.block_ids, seq.num_sent_blocks = prefix.shared + new_block_ids, 0
         seq.num_computed, seq.num_published = prefix.num_computed, 0
-        seq.epoch += 1
         seq.has_entered = True
         if prefix.copied is not None:
             arrivals.copies.append(BlockCopy(prefix.copied, new_block_ids[0]))

@@ -88,6 +88,10 @@ class Scheduler:
         state = self._new_state(request, key)
         self._roster.add(state)
         if request.deadline_s is not None:
+            # Most requests end long before their deadline and must not stay in memory until then.
+            if len(self._deadlines) > 2 * len(self._roster.requests) + 16:
+                self._deadlines = [entry for entry in self._deadlines if entry[2].phase is not RequestPhase.ENDED]
+                heapq.heapify(self._deadlines)
             heapq.heappush(self._deadlines, (request.deadline_s, self._num_added, state))
 
     def cancel(self, request_id: str, error: LoraplexError, now: float) -> list[Event]:
@@ -275,11 +279,11 @@ class Scheduler:
         """Makes the plan, and moves the view of every sequence in it on."""
         # Base rows first, then slot by slot: rows of one adapter are contiguous, so that segments merge.
         step.spans.sort(key=lambda entry: (-1 if entry[0].slot is None else entry[0].slot, entry[0].row))
-        flight_spans = [(seq, seq.epoch, _span(seq, num_tokens, draft)) for seq, num_tokens, draft in step.spans]
+        flight_spans = [(seq, _span(seq, num_tokens, draft)) for seq, num_tokens, draft in step.spans]
         self._num_steps += 1
         plan = StepPlan(
             step=self._num_steps,
-            spans=tuple(span for _seq, _epoch, span in flight_spans),
+            spans=tuple(span for _seq, span in flight_spans),
             entered=tuple(step.arrivals.entered),
             released=tuple(self._roster.released_rows),
             copies=tuple(step.arrivals.copies),
@@ -287,7 +291,7 @@ class Scheduler:
         self._roster.released_rows.clear()
         flight = InFlight(plan, flight_spans)
         self._in_flight.append(flight)
-        for seq, _epoch, span in flight_spans:
+        for seq, span in flight_spans:
             seq.last_plan = flight
             seq.num_sent_blocks = len(seq.block_ids)
             seq.num_computed = span.start + span.num_tokens

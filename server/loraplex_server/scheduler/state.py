@@ -58,9 +58,8 @@ class InFlight:
     """A plan whose result has not come yet. Owned by the scheduler, filled when the plan is made."""
 
     plan: StepPlan
-    # Each span with its sequence and the sequence's epoch at that time: a result finds the object that it is for, even
-    # when the sequence has left and come back, or when another one has its name by now.
-    spans: list[tuple[SequenceState, int, Span]]
+    # Each span with its sequence: a result finds the object that it is for, not whoever has its name by then.
+    spans: list[tuple[SequenceState, Span]]
     # Adapter references that go back when the plan has run: until then the device reads the slot.
     releases: list[AdapterKey] = field(default_factory=list[AdapterKey])
 
@@ -128,7 +127,6 @@ class SequenceState:
     # Running. `num_computed` is the scheduler's view: it runs ahead of the device, and is taken back where drafts miss.
     row: int = -1
     slot: int | None = None
-    epoch: int = 0  # counts entries
     block_ids: list[int] = field(default_factory=list[int])
     num_sent_blocks: int = 0  # that the runner has in the row's table
     num_computed: int = 0
@@ -137,7 +135,7 @@ class SequenceState:
     # In flight: survives a preemption, because the result still counts.
     num_coming: int = 0  # tokens that a plan under way will sample, where that number is certain
     is_draft_coming: bool = False  # a draft is being verified: nothing can be planned before its result
-    last_plan: InFlight | None = None
+    last_plan: InFlight | None = None  # the latest plan that it is in, while that is under way
 
     def move(self, to: SequenceStatus) -> None:
         """Raises IllegalTransition, and changes nothing, when the table does not have it."""

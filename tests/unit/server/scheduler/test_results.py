@@ -114,6 +114,22 @@ def test_drafts_never_enter_the_prefix_cache() -> None:
     assert pool.num_cached == 1
     step(scheduler, 5, 6, 7, 4, draft=(5, 6, 7))
     assert pool.num_cached == 2  # 4 4 5 6
+    # Ten tokens by now. The draft fills the third block, and the text does too, but its last token is only known: what
+    # is computed in its place is the first of the rejected ones.
+    step(scheduler, 5, 4, draft=(5, 6, 7))
+    assert pool.num_cached == 2
+    step(scheduler, 4)
+    assert pool.num_cached == 3
+
+
+def test_what_lies_behind_a_stop_is_not_published() -> None:
+    pool = BlockPool(32, 4)
+    scheduler = make_scheduler(pool)
+    scheduler.add(request_with(StoppingParams(20)), None, 0.0)
+    step(scheduler, PLAIN)
+    step(scheduler, 5, EOS, 7, 5, 6, 7, draft=(5, EOS, 7, 5, 6))
+    assert not scheduler.has_work
+    assert pool.num_cached == 1
 
 
 def test_a_draft_is_cut_to_the_end_of_the_completion_the_budget_and_free_blocks() -> None:

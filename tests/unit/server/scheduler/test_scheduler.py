@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 
@@ -20,6 +21,7 @@ from loraplex_proto.errors import (
 from loraplex_server.events import Admitted
 from loraplex_server.request import Request, seed_of_completion
 from loraplex_server.scheduler.plan import SpanResult, StepPlan, StepResult
+from loraplex_server.scheduler.state import RequestState
 
 LONG = tuple(range(1, 21))
 
@@ -163,6 +165,21 @@ def test_a_deadline_ends_a_request_waiting_or_running() -> None:
     assert isinstance(harness.logs["running"].error, DeadlineExceeded)
     assert harness.scheduler.next_deadline_s is None
     harness.check_idle()
+
+
+def test_an_ended_request_leaves_nothing_in_memory() -> None:
+    """Far deadlines do not keep it, and no cycle waits for the garbage collector."""
+    gc.collect()
+    gc.disable()
+    try:
+        harness = Harness()
+        for number in range(200):
+            harness.add(make_request(f"r{number}", max_tokens=2, deadline_s=1e9, n=2), adapter("a"))
+            harness.run()
+        num_left = sum(type(one) is RequestState for one in gc.get_objects())
+        assert num_left < 40
+    finally:
+        gc.enable()
 
 
 def test_cancellation_frees_at_once_and_tells_the_runner_with_the_next_plan() -> None:
