@@ -341,6 +341,27 @@ async def test_a_worker_that_dies_in_mid_stream_is_reported() -> None:
         assert second.requests == []
 
 
+@pytest.mark.parametrize("num_tokens", [0, 2])
+async def test_a_call_that_a_worker_cancels_is_a_worker_lost(num_tokens: int) -> None:
+    """grpc.aio raises CancelledError for it, as if the client had left."""
+
+    async def stream(request: Generate, context: Any) -> AsyncIterator[bytes]:
+        for message in list(chunks(3))[:num_tokens]:
+            yield message
+        await context.abort(grpc.StatusCode.CANCELLED, "on the server side")
+
+    async def unary(request: Generate, context: Any) -> bytes:
+        await context.abort(grpc.StatusCode.CANCELLED, "on the server side")
+
+    async with cluster(2, max_lost_workers=1) as c:
+        for worker in c.workers:
+            worker.stream, worker.unary = stream, unary
+        error = await error_of(stub(c.channel).GenerateStream(Generate(text="x")))
+        assert isinstance(error, WorkerLost)
+        assert error.metadata["tokens_sent"] == str(num_tokens)
+        assert isinstance(await error_of(stub(c.channel).Generate(Generate(text="x"))), WorkerLost)
+
+
 async def test_a_request_that_kills_workers_does_not_kill_them_all() -> None:
     async with cluster(4) as c:
 

@@ -1,0 +1,23 @@
+"""The script that made the committed world still makes one: small, but trained from nothing and judged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from loraplex_server.demo.train import make_world
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_small_world_reaches_the_bar(tmp_path: Path) -> None:
+    world = make_world(tmp_path, scale="small", seed=0)
+    report = json.loads(world.report_path.read_text())
+    for matrix in report["exact_match"].values():
+        assert set(matrix) == {"", *(adapter.name for adapter in world.adapters)}
+        for name, shares in matrix.items():
+            own = world.format_of(name)
+            assert shares[own] >= 0.8, (name, shares)
+            assert all(share < 0.05 for format_name, share in shares.items() if format_name != own), (name, shares)
