@@ -6,7 +6,6 @@ Knows nothing of which worker is best, nor of who asks.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import enum
 import logging
@@ -58,15 +57,14 @@ class FailureKind(enum.Enum):
 class UpstreamFailure(Exception):
     """A call to a worker that did not end well, with everything that the client is to see of it."""
 
-    def __init__(self, worker_id: str, error: grpc.aio.AioRpcError | None) -> None:
-        """`error` is None where the call was cancelled, and not by this side: grpc.aio has no error for that."""
+    def __init__(self, worker_id: str, error: grpc.aio.AioRpcError) -> None:
         self.worker_id = worker_id
-        self.code = grpc.StatusCode.CANCELLED if error is None else error.code()
-        self.details = "cancelled by the worker" if error is None else error.details() or ""
-        self.trailing_metadata = () if error is None else passed_on(error.trailing_metadata())
+        self.code = error.code()
+        self.details = error.details() or ""
+        self.trailing_metadata = passed_on(error.trailing_metadata())
         # Our workers' errors carry google.rpc.Status; what does not comes from the transport.
         is_typed = any(key == DETAILS_KEY for key, _ in self.trailing_metadata)
-        self.typed = from_rpc_error(error) if error is not None and is_typed else None
+        self.typed = from_rpc_error(error) if is_typed else None
         self.kind = self._kind()
         super().__init__(f"{worker_id}: {self.code.name}: {self.details}")
 
@@ -167,17 +165,11 @@ class Upstream:
 
     @contextlib.contextmanager
     def failures(self) -> Generator[None]:
-        """Turns what grpc.aio raises inside into UpstreamFailure; the caller's own cancellation stays what it is."""
+        """Turns the errors of this worker's calls inside into UpstreamFailure."""
         try:
             yield
         except grpc.aio.AioRpcError as error:
             raise UpstreamFailure(self.worker_id, error) from error
-        except asyncio.CancelledError:
-            # grpc.aio raises this for a call that the other side cancelled, too.
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise
-            raise UpstreamFailure(self.worker_id, None) from None
 
     async def close(self) -> None:
         await self.channel.close()

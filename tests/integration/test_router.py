@@ -343,8 +343,6 @@ async def test_a_worker_that_dies_in_mid_stream_is_reported() -> None:
 
 @pytest.mark.parametrize("num_tokens", [0, 2])
 async def test_a_call_that_a_worker_cancels_is_a_worker_lost(num_tokens: int) -> None:
-    """grpc.aio raises CancelledError for it, as if the client had left."""
-
     async def stream(request: Generate, context: Any) -> AsyncIterator[bytes]:
         for message in list(chunks(3))[:num_tokens]:
             yield message

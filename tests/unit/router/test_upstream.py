@@ -87,10 +87,6 @@ def test_tokens_that_cannot_be_counted_are_not_claimed() -> None:
     assert "6 messages" in error.message
 
 
-def test_a_call_that_the_worker_cancelled() -> None:
-    assert UpstreamFailure("w:1", None).kind is LOST
-
-
 def test_metadata_of_one_hop_stays_there() -> None:
     given = ((":status", "200"), ("grpc-encoding", "x"), (DETAILS_KEY, b"d"), ("x-mine", "1"))
     assert passed_on(given) == ((DETAILS_KEY, b"d"), ("x-mine", "1"))
