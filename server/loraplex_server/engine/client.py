@@ -35,7 +35,7 @@ from loraplex_server.engine.messages import (
     Stopped,
     Submit,
 )
-from loraplex_server.engine.process import EngineBuilder, engine_process
+from loraplex_server.engine.process import EngineBuilder, engine_process, engine_thread
 from loraplex_server.events import CompletionEnd, Event, RequestFailed, Tokens
 from loraplex_server.request import Request
 
@@ -133,7 +133,7 @@ class EngineClient:
         self._conn, theirs = context.Pipe(duplex=True)
         args = (theirs, self._config, builder)
         if inline:
-            self._worker = threading.Thread(target=engine_process, args=args, name="engine", daemon=True)
+            self._worker = threading.Thread(target=engine_thread, args=args, name="engine", daemon=True)
             self._worker.start()
         else:
             self._worker = context.Process(target=engine_process, args=args, name="loraplex-engine", daemon=True)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import queue
 import signal
+import sys
 import threading
 from collections.abc import Callable
 
@@ -35,15 +37,32 @@ EngineBuilder = Callable[[EngineConfig, Callable[[str], None], Callable[[], None
 
 
 def engine_process(conn: Connection, config: EngineConfig, builder: EngineBuilder | None = None) -> None:
-    """Entry point of the spawned process."""
-    # Ctrl-C reaches the whole process group; the front end decides when the engine ends.
-    with contextlib.suppress(ValueError):  # not the main thread: inline in a test
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        # A front end that is gone shows as the end of the pipe; SIGTERM aimed at the group is not ours to act on.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if builder is None:
-        from loraplex_server.engine.build import build_engine as builder
-    serve_engine(conn, config, builder)
+    """Entry point of the spawned process; does not return."""
+    # Ctrl-C reaches the whole process group, and a SIGTERM aimed at the group too; the front end decides when the
+    # engine ends, and a front end that is gone shows as the end of the pipe.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with contextlib.suppress(ImportError):
+        from tqdm import tqdm
+
+        tqdm.set_lock(threading.RLock())  # its own is a semaphore between processes, which would outlive this one
+    serve_engine(conn, config, builder or _default_builder())
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Everything is closed. Tearing down an interpreter full of native threads can hang for seconds, for nobody.
+    os._exit(0)
+
+
+def engine_thread(conn: Connection, config: EngineConfig, builder: EngineBuilder | None = None) -> None:
+    """The same in a thread of the front end's process, for tests."""
+    serve_engine(conn, config, builder or _default_builder())
+
+
+def _default_builder() -> EngineBuilder:
+    from loraplex_server.engine.build import build_engine  # late: tests bring their own, without a model
+
+    return build_engine
 
 
 def serve_engine(conn: Connection, config: EngineConfig, builder: EngineBuilder) -> None:
