@@ -1,0 +1,112 @@
+"""How big the world is and what each adapter is made of: all numbers of the training script, in one place.
+
+Owns no behaviour. The adapters differ on purpose in rank, target modules, scaling and stored dtype, as the adapters
+of real users do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from .records import KINDS
+
+ScaleName = Literal["full", "small"]
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class AdapterRecipe:
+    """One PEFT LoRA adapter, named after the format that it pins."""
+
+    name: str
+    rank: int
+    alpha: int
+    target_modules: tuple[str, ...]
+    dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    use_rslora: bool = False
+    rank_pattern: Mapping[str, int] = field(default_factory=dict[str, int])
+    alpha_pattern: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    @property
+    def summary(self) -> str:
+        """For the demo's table."""
+        parts = [f"rank {self.rank}", *(f"{key} {rank}" for key, rank in self.rank_pattern.items())]
+        wide = set(self.target_modules) == {*ATTENTION, *MLP}
+        targets = "all linears" if wide else ", ".join(name.removesuffix("_proj") for name in self.target_modules)
+        return f"{', '.join(parts)}{', rslora' if self.use_rslora else ''}; {targets}"
+
+
+ADAPTERS = (
+    AdapterRecipe("json", 8, 16, ATTENTION, dtype="bfloat16"),
+    AdapterRecipe("yaml", 4, 8, ("q_proj", "v_proj")),
+    AdapterRecipe("sql", 16, 32, (*ATTENTION, *MLP), dtype="bfloat16"),
+    AdapterRecipe("xml", 8, 8, ATTENTION, use_rslora=True),
+    AdapterRecipe(
+        "csv",
+        4,
+        8,
+        (*ATTENTION, "down_proj"),
+        dtype="float16",
+        rank_pattern={"down_proj": 8},
+        alpha_pattern={"down_proj": 16},
+    ),
+    AdapterRecipe("toml", 8, 16, MLP, dtype="bfloat16"),
+    AdapterRecipe("markdown", 16, 16, ATTENTION, dtype="float16"),
+    AdapterRecipe("ini", 4, 8, (*ATTENTION, *MLP)),
+)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The sizes of one world."""
+
+    name: str
+    kinds: tuple[str, ...]
+    adapters: tuple[AdapterRecipe, ...]
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_recall_steps: int
+    num_base_steps: int
+    num_adapter_steps: int
+    num_eval_records: int
+    num_rows: int = 32
+    head_dim: int = 32
+    num_kv_heads: int = 2
+    base_lr: float = 7e-3
+    adapter_lr: float = 3e-3
+
+
+SCALES: dict[ScaleName, Scale] = {
+    "full": Scale(
+        name="full",
+        kinds=KINDS,
+        adapters=ADAPTERS,
+        vocab_size=1024,
+        hidden_size=192,
+        intermediate_size=512,
+        num_layers=4,
+        num_recall_steps=400,
+        num_base_steps=1100,
+        num_adapter_steps=80,
+        num_eval_records=128,
+    ),
+    "small": Scale(
+        name="small",
+        kinds=("person", "book"),
+        adapters=tuple(recipe for recipe in ADAPTERS if recipe.name in ("json", "sql")),
+        vocab_size=768,
+        hidden_size=128,
+        intermediate_size=256,
+        num_layers=3,
+        num_recall_steps=350,
+        num_base_steps=350,
+        num_adapter_steps=40,
+        num_eval_records=64,
+    ),
+}
