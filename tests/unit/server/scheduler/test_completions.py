@@ -116,6 +116,29 @@ def test_a_prompt_that_fills_the_cache_is_computed_for_each(prefix_caching: bool
     harness.check_outputs()
 
 
+def test_a_prompt_given_up_for_its_blocks_is_computed_once_more_not_by_each() -> None:
+    harness = Harness(max_running=1, prefix_caching=False)
+    harness.add(make_request("r", PROMPT, n=4, max_tokens=3))
+    harness.turn()
+    roster = harness.scheduler._roster  # pyright: ignore[reportPrivateUsage]
+    assert roster.drop_hold()
+    assert not roster.drop_hold()
+    harness.run()
+    harness.check_outputs()
+    assert num_prompt_tokens_run(harness) == 2 * len(PROMPT) + 2
+
+
+def test_the_prompt_is_kept_no_longer_than_siblings_wait_for_it() -> None:
+    harness = Harness(prefix_caching=False, num_blocks=33)
+    harness.add(make_request("r", PROMPT, n=2, max_tokens=30))
+    harness.turn()
+    harness.turn()
+    assert harness.scheduler.load().num_free_blocks == 32 - 4  # two shared, one of each one's own
+    harness.take(harness.scheduler.stop_completion("r", 0, harness.now))
+    assert harness.scheduler.load().num_free_blocks == 32 - 3
+    harness.run()
+
+
 def test_siblings_wait_behind_their_prompt_without_holding_others_up() -> None:
     harness = Harness(max_step_tokens=4, max_running=4)
     harness.add(make_request("r", PROMPT, n=3, max_tokens=4))

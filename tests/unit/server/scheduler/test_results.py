@@ -236,6 +236,23 @@ def test_prompt_logprobs_come_once_and_before_the_tokens() -> None:
     harness.check_outputs()
 
 
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_prompt_logprobs_survive_a_preemption_in_the_middle_of_the_prompt(prefix_caching: bool) -> None:
+    """Some positions are computed twice, and each is reported once."""
+    harness = Harness(max_step_tokens=8, prefix_caching=prefix_caching)
+    harness.add(make_request("other", (1, 2), max_tokens=20))
+    harness.turn()
+    harness.add(make_request("r", range(1, 21), prompt_logprobs=True))
+    harness.turn()
+    roster = harness.scheduler._roster  # pyright: ignore[reportPrivateUsage]
+    roster.preempt(roster.running.last())
+    harness.turn()
+    start = min(s.start for s in harness.plans[-1].spans if s.sequence_id.startswith("r#"))
+    assert start == (4 if prefix_caching else 0), "seven tokens are known, one block of them is full"
+    harness.run()
+    harness.check_outputs()
+
+
 def test_prompt_logprobs_of_one_token_are_none() -> None:
     harness = Harness()
     log = harness.add(make_request("r", (5,), prompt_logprobs=True))
