@@ -22,11 +22,11 @@ from grpc_reflection.v1alpha import reflection
 
 from loraplex_proto.auth import ServerInterceptor, load_credentials
 from loraplex_proto.errors import FailedPrecondition, InvalidArgument
+from loraplex_proto.health import Health
 from loraplex_proto.telemetry import MetricsEndpoint, new_registry
 from loraplex_router.adapters import AdapterFanOut
 from loraplex_router.calls import Calls
 from loraplex_router.config import RouterConfig, ServerOptions
-from loraplex_router.health import Health
 from loraplex_router.metrics import RouterMetrics, WorkersCollector
 from loraplex_router.proxy import Proxy
 from loraplex_router.replicas import Replicas

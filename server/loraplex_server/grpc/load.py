@@ -38,6 +38,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         last, num_silent = None, 0
         while not self._engine.lost.is_set():
             load = self._load()
+            if load.draining and not load.running_requests and not load.queued_requests:
+                yield worker_pb2.WatchLoadResponse(load=load)
+                return  # an open watch would hold the server for its whole grace period
             num_silent += 1
             if load != last or num_silent >= HEARTBEAT_INTERVALS:
                 yield worker_pb2.WatchLoadResponse(load=load)

@@ -10,14 +10,15 @@ import contextlib
 import logging
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from loraplex_proto import auth, telemetry
 from loraplex_proto.errors import InvalidArgument
+from loraplex_proto.health import Health
 from loraplex_proto.v1 import (
     adapter_pb2,
     adapter_pb2_grpc,
@@ -68,14 +69,15 @@ class Worker:
     info: ModelInfo
     address: str
     server: grpc.aio.Server
-    health_service: health.aio.HealthServicer
-    edge: Edge = field(default_factory=Edge)
+    health: Health
+    edge: Edge
     metrics: telemetry.MetricsEndpoint | None = None
 
     async def drain(self, drain_s: float) -> None:
         """Takes no new requests, lets the running ones end for up to `drain_s`, then stops."""
         self.edge.is_draining = True
-        await self.health_service.enter_graceful_shutdown()
+        self.health.begin_drain()
+        self.health.end_watches()
         await self.server.stop(grace=drain_s)
         if self.metrics is not None:
             await self.metrics.stop()
@@ -105,23 +107,24 @@ async def start_worker(
 async def _listen(config: WorkerConfig, engine: EngineClient, info: ModelInfo, tokenizer: TextTokenizer) -> Worker:
     interceptors = [auth.ServerInterceptor(auth.load_credentials(config.auth_file))]
     server = grpc.aio.server(interceptors=interceptors, options=server_options(config.max_message_bytes))
-    edge = Edge()
-    inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(engine, info, tokenizer, edge), server)
-    adapter_pb2_grpc.add_AdapterServiceServicer_to_server(AdapterServicer(engine, edge), server)
-    worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(engine, edge), server)
-    health_service = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
-    reflection.enable_server_reflection((*SERVICES, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name), server)
-    port = _bind(server, config)
-    await server.start()
-    for service in ("", *SERVICES):
-        await health_service.set(service, health_pb2.HealthCheckResponse.SERVING)
-    metrics = None
+    registry = None
     if config.metrics_port is not None:
         registry = telemetry.new_registry()
         telemetry.WorkerCollector(registry, lambda: snapshot(engine.state))
-        metrics = await telemetry.MetricsEndpoint.start(config.host, config.metrics_port, registry)
-    return Worker(engine, info, f"{config.host}:{port}", server, health_service, edge, metrics)
+    edge = Edge(telemetry.RequestMetrics(registry, "worker"))
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(engine, info, tokenizer, edge), server)
+    adapter_pb2_grpc.add_AdapterServiceServicer_to_server(AdapterServicer(engine, edge), server)
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(engine, edge), server)
+    health = Health(SERVICES)
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    reflection.enable_server_reflection((*SERVICES, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name), server)
+    port = _bind(server, config)
+    await server.start()
+    health.set_ready(True)
+    endpoint = None
+    if registry is not None and config.metrics_port is not None:
+        endpoint = await telemetry.MetricsEndpoint.start(config.host, config.metrics_port, registry)
+    return Worker(engine, info, f"{config.host}:{port}", server, health, edge, endpoint)
 
 
 def _bind(server: grpc.aio.Server, config: WorkerConfig) -> int:

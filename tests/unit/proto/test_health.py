@@ -7,7 +7,7 @@ from typing import Any
 
 from grpc_health.v1 import health_pb2
 
-from loraplex_router.health import NOT_SERVING, SERVICE_UNKNOWN, SERVING, Health
+from loraplex_proto.health import NOT_SERVING, SERVICE_UNKNOWN, SERVING, Health
 
 NAME = "loraplex.v1.InferenceService"
 

@@ -1,4 +1,4 @@
-"""grpc.health.v1 as the router answers it: "" says that the process lives, a service's name that it can be used.
+"""grpc.health.v1 as router and worker answer it: "" says that the process lives, a service's name that it can be used.
 
 The library's servicer would do but for its watches, which hold a server open for its whole grace period; these end with
 the server. Changes are plain assignments on the event loop. Knows nothing of workers.
