@@ -30,7 +30,7 @@ COMMAND_EXCEPTIONS = {
     ("client/loraplex/cli/adapters.py", "loraplex_adapters"),
     ("client/loraplex/cli/adapters.py", "loraplex_server"),
     ("server/loraplex_server/cli/serve.py", "loraplex_router"),
-    ("server/loraplex_server/cli/demo.py", "loraplex_router"),
+    ("server/loraplex_server/cli/serving.py", "loraplex_router"),
     ("server/loraplex_server/cli/demo.py", "loraplex"),
 }
 TORCH_FREE = ("loraplex_proto", "loraplex", "loraplex_router")

@@ -11,6 +11,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,14 +19,11 @@ from typing import Annotated, Any
 import typer
 
 from loraplex_proto.errors import InvalidArgument, LoraplexError
-from loraplex_server.cli.children import Children, ChildSpec
 from loraplex_server.cli.options import command
 from loraplex_server.cli.report import Report
+from loraplex_server.cli.serving import Serving, child_spec, serving
 from loraplex_server.cli.worker import FLAGS, JSON, MODEL, worker_config
 from loraplex_server.config import WorkerConfig
-
-# The router listens, authenticates and terminates TLS; the workers behind it take the rest of the flags.
-ROUTER_ONLY = {"host", "port", "metrics_port", "auth_file", "tls_cert", "tls_key"}
 
 WORKERS = inspect.Parameter(
     "workers",
@@ -35,71 +33,20 @@ WORKERS = inspect.Parameter(
 )
 
 
-def worker_arguments(model: str, given: dict[str, Any]) -> list[str]:
-    """The command line of a child: the flags as given, without those that are the router's."""
-    arguments = [model, "--json", "--host", "127.0.0.1"]
-    for flag in FLAGS:
-        value = given[flag.parameter]
-        if flag.parameter in ROUTER_ONLY or value is None:
-            continue
-        if isinstance(value, bool):
-            arguments.append(flag.flag if value else f"--no-{flag.flag[2:]}")
-        else:
-            arguments += [flag.flag, str(value.absolute() if isinstance(value, Path) else value)]
-    return arguments
-
-
 async def run_serve(
-    config: WorkerConfig,
-    spec: ChildSpec,
-    num_workers: int,
-    token_file: Path | None,
-    on_progress: Callable[[str], None],
-    on_ready: Callable[[str], None],
-    stop: asyncio.Event | None = None,
+    start: Callable[[asyncio.Event], AbstractAsyncContextManager[Serving | None]], on_ready: Callable[[str], None]
 ) -> int:
-    """Serves until SIGTERM, SIGINT or `stop`. Children that die are started again.
-
-    Raises what the first start of a worker raised, and what the router raises when it cannot listen.
-    """
-    from loraplex_router.server import start_router  # late: prints of help need no gRPC
-
-    stop = stop or asyncio.Event()
+    """Serves until SIGTERM or SIGINT. Returns the exit status."""
+    stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    children = Children(spec, num_workers, on_progress)
-    try:
-        addresses = await children.start(stop)
-        if addresses is None:
+    async with start(stop) as served:
+        if served is None:
             return 130
-        router = await start_router(_router_config(config, addresses, token_file))
-        try:
-            on_ready(router.address)
-            watching = asyncio.ensure_future(children.watch())
-            await stop.wait()
-            watching.cancel()
-        finally:
-            await router.drain(config.drain_s)
-    finally:
-        await children.stop(config.drain_s)
+        on_ready(served.address)
+        await stop.wait()
     return 0
-
-
-def _router_config(config: WorkerConfig, addresses: list[str], token_file: Path | None) -> Any:
-    from loraplex_router.config import RouterConfig
-
-    return RouterConfig(
-        workers=tuple(addresses),
-        worker_token_file=token_file,
-        host=config.host,
-        port=config.port,
-        metrics_port=config.metrics_port,
-        auth_file=config.auth_file,
-        tls_cert=config.tls_cert,
-        tls_key=config.tls_key,
-        drain_s=config.drain_s,
-    )
 
 
 def _serve(*, model: str, json: bool, workers: int, **given: Any) -> None:
@@ -107,19 +54,19 @@ def _serve(*, model: str, json: bool, workers: int, **given: Any) -> None:
     code = 1
     try:
         config = worker_config(model, given)
-        if Path(config.engine.model.model).suffix in {".gguf", ".bin", ".pt"}:
-            raise InvalidArgument("MODEL is the directory of a Hugging Face checkpoint or a Hub id, not a file")
+        if workers > 1 and config.engine.adapters.store_dir is not None:
+            raise InvalidArgument("--adapter-store belongs to one worker; leave it out with --workers above 1")
+        from loraplex_router.config import quieten_grpc
+
+        quieten_grpc()  # before gRPC is imported
         from loraplex_proto.telemetry import setup_logging
 
         setup_logging(config.engine.log_level)
-        if workers > 1 and config.engine.adapters.store_dir is not None:
-            raise InvalidArgument("--adapter-store belongs to one worker; leave it out with --workers above 1")
         with tempfile.TemporaryDirectory(prefix="loraplex-") as folder, report:
             token_file, extra = _shared_credential(config, Path(folder))
-            arguments = [*worker_arguments(model, given), *extra]
-            spec = ChildSpec((sys.executable, "-m", "loraplex", "worker", *arguments))
-            ready = partial(report.ready, model_id=model)
-            code = asyncio.run(run_serve(config, spec, workers, token_file, report.progress, ready))
+            spec = child_spec(model, given, extra)
+            start = partial(serving, config, spec, workers, token_file, report.progress)
+            code = asyncio.run(run_serve(start, partial(report.ready, model_id=model)))
     except LoraplexError as error:
         report.failed(error)
     sys.exit(code)

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from loraplex_proto.errors import InvalidArgument
 from loraplex_server.cli.options import command, configure, flags_of
-from loraplex_server.cli.serve import ROUTER_ONLY, worker_arguments
+from loraplex_server.cli.serving import ROUTER_ONLY, worker_arguments
 from loraplex_server.cli.worker import FLAGS, MODEL
 from loraplex_server.config import EngineConfig, ModelConfig, WorkerConfig, parse_bytes
 

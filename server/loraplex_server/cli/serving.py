@@ -1,0 +1,93 @@
+"""A router in this process with its workers as children, as one context: what `serve` and `demo` both stand on."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from loraplex_server.cli.children import Children, ChildSpec
+from loraplex_server.cli.worker import FLAGS
+from loraplex_server.config import WorkerConfig
+
+# The router listens, authenticates and terminates TLS; the workers behind it take the rest of the flags.
+ROUTER_ONLY = {"host", "port", "metrics_port", "auth_file", "tls_cert", "tls_key"}
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """What runs: the router's address."""
+
+    address: str
+
+
+@asynccontextmanager
+async def serving(
+    config: WorkerConfig,
+    spec: ChildSpec,
+    num_workers: int,
+    token_file: Path | None,
+    on_progress: Callable[[str], None],
+    stop: asyncio.Event | None = None,
+) -> AsyncGenerator[Serving | None]:
+    """Starts workers, then the router; drains both at the end. Children that die meanwhile are started again.
+
+    None when `stop` was set before everything ran. Raises what the first start of a worker raised, and what the router
+    raises when it cannot listen.
+    """
+    from loraplex_router.server import start_router  # late: printing help needs no gRPC
+
+    children = Children(spec, num_workers, on_progress)
+    try:
+        addresses = await children.start(stop or asyncio.Event())
+        if addresses is None:
+            yield None
+            return
+        router = await start_router(_router_config(config, addresses, token_file))
+        watching = asyncio.ensure_future(children.watch())
+        try:
+            yield Serving(router.address)
+        finally:
+            watching.cancel()
+            await router.drain(config.drain_s)
+    finally:
+        await children.stop(config.drain_s)
+
+
+def child_spec(model: str, given: Mapping[str, Any], extra: Sequence[str] = ()) -> ChildSpec:
+    """How a worker for `model` is started with the flags as they were given."""
+    return ChildSpec((sys.executable, "-m", "loraplex", "worker", *worker_arguments(model, given), *extra))
+
+
+def worker_arguments(model: str, given: Mapping[str, Any]) -> list[str]:
+    """The command line of a child: the flags as given, without those that are the router's."""
+    arguments = [model, "--json", "--host", "127.0.0.1"]
+    for flag in FLAGS:
+        value = given[flag.parameter]
+        if flag.parameter in ROUTER_ONLY or value is None:
+            continue
+        if isinstance(value, bool):
+            arguments.append(flag.flag if value else f"--no-{flag.flag[2:]}")
+        else:
+            arguments += [flag.flag, str(value.absolute() if isinstance(value, Path) else value)]
+    return arguments
+
+
+def _router_config(config: WorkerConfig, addresses: list[str], token_file: Path | None) -> Any:
+    from loraplex_router.config import RouterConfig
+
+    return RouterConfig(
+        workers=tuple(addresses),
+        worker_token_file=token_file,
+        host=config.host,
+        port=config.port,
+        metrics_port=config.metrics_port,
+        auth_file=config.auth_file,
+        tls_cert=config.tls_cert,
+        tls_key=config.tls_key,
+        drain_s=config.drain_s,
+    )
