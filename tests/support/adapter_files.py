@@ -1,4 +1,5 @@
-"""Adapters for tests, without a model: a small set of targets, files as PEFT writes them, and files as nobody should."""
+"""Adapters for tests, without a model: a small set of targets, files as PEFT writes them, and files as nobody
+should."""
 
 from __future__ import annotations
 

@@ -124,6 +124,8 @@ def random_model(family: str, dtype: torch.dtype = torch.float64, seed: int = 0)
             model.get_input_embeddings().weight.mul_(0.1)
     if dtype == torch.float64:
         model.set_experts_implementation("eager")  # grouped products have no float64
+    if getattr(model.config, "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")  # the one that caps scores in every version of Transformers
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model.eval()

@@ -14,8 +14,8 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from .formats import FORMATS
-from .world import MAX_NEW_TOKENS, Case, exact_match
+from loraplex_server.demo.formats import FORMATS
+from loraplex_server.demo.world import MAX_NEW_TOKENS, Case, exact_match
 
 Matrix = dict[str, dict[str, float]]
 

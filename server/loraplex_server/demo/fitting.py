@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .lessons import Batch
+from loraplex_server.demo.lessons import Batch
 
 _WARMUP_STEPS = 30
 _DECAY_SHARE = 0.4  # the last part of the steps lowers the rate to a thirtieth

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
-from .records import Record, Value
+from loraplex_server.demo.records import Record, Value
 
 
 def as_prose(record: Record) -> str:

@@ -16,9 +16,9 @@ from itertools import islice
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from .formats import FORMATS
-from .records import draw_examples
-from .tokenizer import BOS_ID, EOS_ID, NUM_SPECIAL, PAD_ID
+from loraplex_server.demo.formats import FORMATS
+from loraplex_server.demo.records import draw_examples
+from loraplex_server.demo.tokenizer import BOS_ID, EOS_ID, NUM_SPECIAL, PAD_ID
 
 _POOL_BATCHES = 16  # rows are sorted by length within so many batches, to pad little
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from .records import KINDS
+from loraplex_server.demo.records import KINDS
 
 ScaleName = Literal["full", "small"]
 
@@ -105,8 +105,8 @@ SCALES: dict[ScaleName, Scale] = {
         intermediate_size=256,
         num_layers=3,
         num_recall_steps=350,
-        num_base_steps=350,
-        num_adapter_steps=40,
+        num_base_steps=650,
+        num_adapter_steps=60,
         num_eval_records=64,
     ),
 }

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from . import words
+from loraplex_server.demo import words
 
 Split = Literal["train", "heldout"]
 Value = str | int | float

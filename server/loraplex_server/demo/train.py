@@ -27,14 +27,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from .evaluation import Matrix, exact_match_matrix, matrix_table
-from .fitting import adapter_optimizers, base_optimizers, fit
-from .formats import BASE_FORMAT, FORMATS
-from .lessons import recall_batches, record_batches
-from .recipes import SCALES, AdapterRecipe, Scale, ScaleName
-from .records import draw_examples
-from .tokenizer import BOS_ID, EOS_ID, MAX_LENGTH, PAD_ID, train_tokenizer
-from .world import (
+from loraplex_server.demo.evaluation import Matrix, exact_match_matrix, matrix_table
+from loraplex_server.demo.fitting import adapter_optimizers, base_optimizers, fit
+from loraplex_server.demo.formats import BASE_FORMAT, FORMATS
+from loraplex_server.demo.lessons import recall_batches, record_batches
+from loraplex_server.demo.recipes import SCALES, AdapterRecipe, Scale, ScaleName
+from loraplex_server.demo.records import draw_examples
+from loraplex_server.demo.tokenizer import BOS_ID, EOS_ID, MAX_LENGTH, PAD_ID, train_tokenizer
+from loraplex_server.demo.world import (
     REPORT,
     Adapter,
     Manifest,

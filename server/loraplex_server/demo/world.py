@@ -15,9 +15,8 @@ from itertools import islice
 from pathlib import Path
 
 from loraplex_proto.errors import FailedPrecondition
-
-from .formats import BASE_FORMAT, FORMATS
-from .records import Record, draw_examples
+from loraplex_server.demo.formats import BASE_FORMAT, FORMATS
+from loraplex_server.demo.records import Record, draw_examples
 
 MAX_NEW_TOKENS = 96  # the longest answer has some 60 tokens
 _MANIFEST = "world.json"

@@ -88,7 +88,7 @@ async def test_a_reader_that_falls_behind_loses_its_request_only() -> None:
         quick = client.submit(request("quick", max_tokens=20))
         await read(quick)
         while not slow.is_over:  # the reader does not read, so nothing tells it
-            await asyncio.sleep(0.01)  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
         last = (await slow.next())[-1]
         assert isinstance(last, RequestFailed)
         assert isinstance(last.error, ClientTooSlow)
