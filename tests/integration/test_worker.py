@@ -1,0 +1,289 @@
+"""A worker over gRPC: what clients are promised, and what hostile or mistaken requests get."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from safetensors.torch import load_file, save_file
+from support.inline_worker import inline_worker
+from support.world import TinyWorld
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from loraplex import (
+    AdapterInvalid,
+    AdapterNotFound,
+    Client,
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    InvalidArgument,
+    LoraplexError,
+    NoChatTemplate,
+    Unimplemented,
+)
+from loraplex_proto.status import from_rpc_error
+from loraplex_proto.v1 import inference_pb2, inference_pb2_grpc
+from loraplex_server.config import AdaptersConfig, BatchConfig, EngineConfig, KvConfig, ModelConfig, WorkerConfig
+from loraplex_server.grpc.server import Worker
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def adapters_root(tiny_world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A few adapters that tests may change."""
+    root = tmp_path_factory.mktemp("adapters")
+    for name in tiny_world.names[:6]:
+        shutil.copytree(tiny_world.adapters / name, root / name)
+    return root
+
+
+@pytest.fixture(scope="module")
+def worker(tiny_world: TinyWorld, adapters_root: Path) -> Iterator[Worker]:
+    engine = EngineConfig(
+        ModelConfig(str(tiny_world.model), dtype="float64", max_context_tokens=128),
+        KvConfig(memory_bytes=4 << 20),
+        BatchConfig(max_running=8, max_step_tokens=32, max_queued=16),
+        AdaptersConfig(root=adapters_root, num_device_slots=3),
+    )
+    with inline_worker(WorkerConfig(engine, port=0)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(worker: Worker) -> Iterator[Client]:
+    with Client(worker.address) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def stub(worker: Worker) -> Iterator[Any]:
+    with grpc.insecure_channel(worker.address) as channel:
+        yield inference_pb2_grpc.InferenceServiceStub(channel)
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_world: TinyWorld) -> Any:
+    return AutoModelForCausalLM.from_pretrained(tiny_world.model, dtype=torch.float64).eval()
+
+
+def greedy(reference: Any, prompt: list[int], num_new: int) -> list[int]:
+    out = reference.generate(
+        torch.tensor([prompt]), do_sample=False, max_new_tokens=num_new, min_new_tokens=num_new, pad_token_id=0
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+def error_of(call: Any) -> LoraplexError:
+    with pytest.raises(grpc.RpcError) as caught:
+        call()
+    return from_rpc_error(caught.value)
+
+
+# --- what is promised -----------------------------------------------------------------------------------------------
+
+
+def test_greedy_text_is_that_of_generate(client: Client, reference: Any, tiny_world: TinyWorld) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_world.model)
+    prompt = tokenizer("the quick brown fox").input_ids
+    made = client.generate("the quick brown fox", max_tokens=20, ignore_eos=True)
+    (completion,) = made.completions
+    assert list(completion.token_ids) == greedy(reference, prompt, 20)
+    assert made.usage.prompt_tokens == len(prompt)
+    assert made.usage.completion_tokens == 20
+    assert made.adapter_digest == ""
+
+
+def test_stream_and_unary_agree_and_a_seed_repeats(client: Client, tiny_world: TinyWorld) -> None:
+    options: dict[str, Any] = {
+        "adapter_id": tiny_world.names[0], "max_tokens": 24, "temperature": 0.9, "top_p": 0.95, "seed": 7,
+        "ignore_eos": True,
+    }  # fmt: skip
+    unary = client.generate("hello", **options)
+    chunks = list(client.stream("hello", **options))
+    assert "".join(chunk.text for chunk in chunks) == unary.text
+    assert unary.adapter_digest
+    assert chunks[0].adapter_digest == unary.adapter_digest
+    assert [chunk.finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert chunks[-1].finish_reason is not None
+    assert client.generate("hello", **{**options, "seed": 8}).text != unary.text
+
+
+def test_n_completions(client: Client) -> None:
+    options: dict[str, Any] = {"max_tokens": 12, "temperature": 1.0, "seed": 3, "ignore_eos": True}
+    several = client.generate("hello there, you", n=3, **options)
+    assert [completion.index for completion in several.completions] == [0, 1, 2]
+    assert several.completions[0].text == client.generate("hello there, you", **options).text
+    assert len({completion.text for completion in several.completions}) == 3
+    assert several.usage.completion_tokens == 36
+    assert several.usage.prompt_tokens == several.completions[0].usage.prompt_tokens
+
+
+def test_logprobs_are_the_models(client: Client, reference: Any) -> None:
+    prompt = list(b"some prompt")
+    made = client.generate(
+        token_ids=prompt, max_tokens=5, ignore_eos=True, logprobs=True, top_logprobs=3, prompt_logprobs=True
+    )
+    (completion,) = made.completions
+    ids = prompt + list(completion.token_ids)
+    with torch.no_grad():
+        expected = reference(torch.tensor([ids])).logits[0].log_softmax(-1)
+    for i, row in enumerate(completion.logprobs):
+        at = len(prompt) + i - 1
+        assert row.token_id == ids[at + 1]
+        assert row.logprob == pytest.approx(float(expected[at, row.token_id]), abs=1e-6)
+        assert [t.token_id for t in row.top] == expected[at].topk(3).indices.tolist()
+    assert [row.token_id for row in made.prompt_logprobs] == prompt[1:]
+    for i, row in enumerate(made.prompt_logprobs):
+        assert row.logprob == pytest.approx(float(expected[i, row.token_id]), abs=1e-6)
+
+
+def test_a_stop_string_ends_the_text_before_it(client: Client) -> None:
+    whole = client.generate("hello", max_tokens=40, temperature=1.0, seed=5, ignore_eos=True)
+    text = whole.text
+    stop = text[12:14]
+    cut = client.generate("hello", max_tokens=40, temperature=1.0, seed=5, ignore_eos=True, stop=[stop])
+    assert cut.text == text[: text.index(stop)]
+    assert cut.completions[0].finish_reason == "stop"
+    assert cut.completions[0].stop_string == stop
+    assert cut.usage.completion_tokens < 40
+
+
+def test_echo_and_tokenize(client: Client) -> None:
+    assert client.generate("hello", max_tokens=3, ignore_eos=True, echo=True).text.startswith("hello")
+    tokens = client.tokenize("hello")
+    assert len(tokens.token_ids) == 5
+
+
+def test_info_health_and_reflection(client: Client, worker: Worker) -> None:
+    info = client.info()
+    assert (info.role, info.max_context_tokens, info.dtype) == ("worker", 128, "float64")
+    with grpc.insecure_channel(worker.address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        for service in ("", "loraplex.v1.InferenceService"):
+            request = health_pb2.HealthCheckRequest(service=service)
+            assert health.Check(request).status == health_pb2.HealthCheckResponse.SERVING
+        ask = reflection_pb2.ServerReflectionRequest(list_services="")
+        (answer,) = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([ask]))
+        names = {service.name for service in answer.list_services_response.service}
+    assert {"loraplex.v1.InferenceService", "loraplex.v1.AdapterService", "grpc.health.v1.Health"} <= names
+
+
+def test_more_adapters_than_slots_simply_work(client: Client, tiny_world: TinyWorld) -> None:
+    first = [client.generate("hello", adapter_id=name, max_tokens=6).text for name in tiny_world.names[:6]]
+    again = [client.generate("hello", adapter_id=name, max_tokens=6).text for name in tiny_world.names[:6]]
+    assert first == again
+    rows = client.adapters.list()
+    assert sum(row.state == "on_device" for row in rows) <= 3
+
+
+def test_new_content_under_the_same_name(client: Client, tiny_world: TinyWorld, adapters_root: Path) -> None:
+    name = "changing"
+    shutil.copytree(tiny_world.adapters / tiny_world.names[0], adapters_root / name)
+    before = client.generate("hello", adapter_id=name, max_tokens=8)
+    shutil.rmtree(adapters_root / name)
+    shutil.copytree(tiny_world.adapters / tiny_world.names[1], adapters_root / name)
+    bound = client.generate("hello", adapter_id=name, max_tokens=8)
+    assert bound.adapter_digest == before.adapter_digest, "files are not looked at on a request's path"
+    client.adapters.load(name)
+    after = client.generate("hello", adapter_id=name, max_tokens=8)
+    assert after.adapter_digest != before.adapter_digest
+    assert after.text == client.generate("hello", adapter_id=tiny_world.names[1], max_tokens=8).text
+    client.adapters.unload(name)
+    shutil.rmtree(adapters_root / name)
+    with pytest.raises(AdapterNotFound):
+        client.generate("hello", adapter_id=name, max_tokens=8)
+
+
+# --- what mistakes get ----------------------------------------------------------------------------------------------
+
+
+def test_unknown_adapter(client: Client) -> None:
+    with pytest.raises(AdapterNotFound) as caught:
+        client.generate("hello", adapter_id="nobody")
+    assert caught.value.resource == "nobody"
+
+
+@pytest.mark.parametrize("adapter_id", ["../a000", "/etc/passwd", "a\0b", "http://host/x", "a" * 200, "аdapter"])
+def test_ids_are_never_paths(client: Client, adapter_id: str) -> None:
+    with pytest.raises(InvalidArgument):
+        client.generate("hello", adapter_id=adapter_id)
+
+
+def test_a_broken_adapter_fails_alone(client: Client, tiny_world: TinyWorld, adapters_root: Path) -> None:
+    expected = client.generate("hello", adapter_id=tiny_world.names[0], max_tokens=8).text
+    source = adapters_root / tiny_world.names[0]
+    nan = adapters_root / "nan"
+    shutil.copytree(source, nan)
+    tensors = load_file(nan / "adapter_model.safetensors")
+    first = next(iter(tensors))
+    tensors[first] = torch.full_like(tensors[first], math.nan)
+    save_file(tensors, nan / "adapter_model.safetensors")
+    cut = adapters_root / "cut"
+    shutil.copytree(source, cut)
+    data = (cut / "adapter_model.safetensors").read_bytes()
+    (cut / "adapter_model.safetensors").write_bytes(data[: len(data) // 2])
+    reasons = {}
+    for name in ("nan", "cut"):
+        with pytest.raises(AdapterInvalid) as caught:
+            client.generate("hello", adapter_id=name)
+        reasons[name] = caught.value.reason
+    assert reasons == {"nan": "NON_FINITE", "cut": "ADAPTER_INVALID"}
+    assert client.generate("hello", adapter_id=tiny_world.names[0], max_tokens=8).text == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"n": 1000}, "n"),
+        ({"temperature": -1.0}, "sampling.temperature"),
+        ({"temperature": math.nan}, "sampling.temperature"),
+        ({"top_p": 1.5}, "sampling.top_p"),
+        ({"max_tokens": 10**6}, "stopping.max_tokens"),
+        ({"stop": ["x" * 10_000]}, "stopping.stop"),
+        ({"top_logprobs": 1000}, "output.top_logprobs"),
+        ({"logit_bias": {10**6: 1.0}}, "sampling.logit_bias"),
+    ],
+)
+def test_bad_values_name_their_field(client: Client, options: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        client.generate("hello", **options)
+    assert caught.value.field is not None
+    assert caught.value.field.startswith(field)
+
+
+def test_a_prompt_beyond_the_context(client: Client) -> None:
+    with pytest.raises(ContextLengthExceeded):
+        client.generate("x" * 500)
+    with pytest.raises(InvalidArgument):
+        client.generate(token_ids=[10**6])
+
+
+def test_no_chat_template(client: Client) -> None:
+    with pytest.raises(NoChatTemplate):
+        client.generate(messages=[{"role": "user", "content": "hello"}])
+
+
+def test_what_is_not_built_is_refused_by_name(stub: Any) -> None:
+    request = inference_pb2.GenerateRequest(text="hello")
+    request.speculation.prompt_lookup.max_ngram = 3
+    error = error_of(lambda: stub.Generate(request))
+    assert isinstance(error, Unimplemented)
+    assert "speculation.prompt_lookup" in error.message
+    mixture = inference_pb2.GenerateRequest(text="hello")
+    mixture.adapters.add(id="a000", weight=1.0)
+    assert isinstance(error_of(lambda: stub.Generate(mixture)), Unimplemented)
+
+
+def test_a_deadline_in_mid_stream(client: Client, worker: Worker) -> None:
+    with pytest.raises(DeadlineExceeded):
+        client.generate("hello", max_tokens=100, ignore_eos=True, timeout_s=0.05)
+    assert client.generate("hello", max_tokens=3).text is not None

@@ -1,0 +1,33 @@
+"""A whole worker (gRPC server, front end, engine) in threads of the test's process: quick to start, real on the wire."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Iterator
+
+from loraplex_server.config import WorkerConfig
+from loraplex_server.grpc.server import Worker, start_worker
+
+
+@contextlib.contextmanager
+def inline_worker(config: WorkerConfig) -> Iterator[Worker]:
+    """Runs until the block ends; then drains and requires that nothing is unaccounted for."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="worker-loop", daemon=True)
+    thread.start()
+
+    def call(coroutine: object, timeout_s: float = 120) -> object:
+        return asyncio.run_coroutine_threadsafe(coroutine, loop).result(timeout_s)  # type: ignore[arg-type]
+
+    worker = call(start_worker(config, inline=True))
+    assert isinstance(worker, Worker)
+    try:
+        yield worker
+    finally:
+        call(worker.drain(1.0))
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
+        loop.close()
+    assert worker.engine.integrity == ""
