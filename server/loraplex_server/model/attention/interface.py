@@ -35,7 +35,7 @@ def attend(
     return handle(query, key, value, attention_mask, options), None
 
 
-def probing_mask(*_: Any, mask_function: Any = None, q_length: int = 1, kv_length: int = 1, **__: Any) -> Tensor:
+def probing_mask(*_: Any, mask_function: Any = None, **__: Any) -> Tensor:
     """A mask as small as it can be that carries what kind of mask it is: the truth about a layer's sliding window."""
     mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)
     setattr(mask, WINDOW, describe_mask(mask_function) if mask_function is not None else "a mask without a function")

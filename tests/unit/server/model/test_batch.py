@@ -1,0 +1,132 @@
+"""The batch's mirror: what a plan's spans become, and that staging leaves no trace before it is committed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from loraplex_adapters.ops.base import Segment
+from loraplex_server.model.batch import BatchMirror
+from loraplex_server.request import OutputParams, SamplingParams
+from loraplex_server.scheduler.plan import AdapterUse, NewSequence, Span
+
+BLOCK = 4
+
+
+def mirror(max_rows: int = 8, max_len: int = 32) -> BatchMirror:
+    return BatchMirror(max_rows, max_len, BLOCK, torch.device("cpu"))
+
+
+def sequence(name: str, row: int, num_tokens: int, *uses: AdapterUse, num_prompt: int | None = None) -> NewSequence:
+    """Tokens 100 * row, 100 * row + 1, ..."""
+    tokens = tuple(range(100 * row, 100 * row + num_tokens))
+    return NewSequence(
+        name, row, tokens, num_tokens if num_prompt is None else num_prompt, SamplingParams(), OutputParams(), uses
+    )
+
+
+def span(name: str, row: int, start: int, num: int, samples: int, *blocks: int, **fields: Any) -> Span:
+    return Span(name, row, start, num, samples, tuple(blocks), **fields)
+
+
+def test_one_row_of_tokens_positions_and_slots() -> None:
+    batch = mirror()
+    batch.enter(sequence("a", 3, 6))
+    batch.enter(sequence("b", 1, 2))
+    staged = batch.stage([span("a", 3, 0, 6, 1, 9, 4), span("b", 1, 0, 2, 0, 7)])
+    # Shorter spans come first.
+    assert [s.sequence_id for s in staged.spans] == ["b", "a"]
+    assert staged.input_ids.tolist() == [[100, 101, 300, 301, 302, 303, 304, 305]]
+    assert staged.position_ids.tolist() == [[0, 1, 0, 1, 2, 3, 4, 5]]
+    assert staged.attention.slots.tolist() == [28, 29, 36, 37, 38, 39, 16, 17]
+    assert staged.attention.query_lens.tolist() == [2, 6]
+    assert staged.attention.context_lens.tolist() == [2, 6]
+    assert staged.head_rows.tolist() == [7]
+    assert staged.fresh_blocks == (7, 9, 4)
+
+
+def test_a_chunk_continues_where_the_last_one_ended() -> None:
+    batch = mirror()
+    batch.enter(sequence("a", 0, 9))
+    first = batch.stage([span("a", 0, 0, 5, 0, 1, 2, 3)])
+    batch.commit(first.spans, [[]])
+    second = batch.stage([span("a", 0, 5, 4, 1)])
+    assert second.position_ids.tolist() == [[5, 6, 7, 8]]
+    assert second.attention.slots.tolist() == [9, 10, 11, 12]
+    assert second.fresh_blocks == ()
+    batch.commit(second.spans, [[77]])
+    third = batch.stage([span("a", 0, 9, 1, 1)])
+    assert third.input_ids.tolist() == [[77]]
+
+
+def test_staging_again_gives_the_same() -> None:
+    batch = mirror()
+    batch.enter(sequence("a", 0, 3))
+    spans = [span("a", 0, 0, 5, 3, 1, 2, draft=(8, 9))]
+    one, other = batch.stage(spans), batch.stage(spans)
+    assert one.input_ids.tolist() == other.input_ids.tolist() == [[0, 1, 2, 8, 9]]
+    assert one.attention.slots.tolist() == other.attention.slots.tolist() == [4, 5, 6, 7, 8]
+    assert batch.block_ids(0) == []
+    batch.commit(one.spans, [[8, 30]])  # the first draft token was right
+    assert batch.block_ids(0) == [1, 2]
+    after = batch.stage([span("a", 0, 4, 1, 1)])
+    assert after.input_ids.tolist() == [[30]]
+    with pytest.raises(ValueError, match="known"):
+        batch.check(span("a", 0, 5, 1, 1))
+
+
+def test_samples_and_prompt_logprobs_share_the_heads_rows() -> None:
+    batch = mirror()
+    batch.enter(sequence("a", 0, 5))
+    batch.enter(sequence("b", 1, 3))
+    staged = batch.stage([span("a", 0, 2, 3, 1, 1, 2, prompt_logprobs=True), span("b", 1, 0, 5, 3, 3, 4, draft=(6, 7))])
+    # a: tokens 2, 3, 4 of the prompt, the first two with a next one; b: the last three of five.
+    assert staged.head_rows.tolist() == [0, 1, 2, 5, 6, 7]
+    assert staged.head_starts == (0, 3)
+    assert staged.num_prompt_rows == (2, 0)
+
+
+def test_prompt_logprobs_end_with_the_prompt() -> None:
+    """A sequence that comes back after a preemption has output behind its prompt."""
+    batch = mirror()
+    batch.enter(sequence("a", 0, 8, num_prompt=4))
+    staged = batch.stage([span("a", 0, 0, 8, 1, 1, 2, prompt_logprobs=True)])
+    assert staged.head_rows.tolist() == [0, 1, 2, 7]
+
+
+def test_neighbours_with_one_adapter_are_one_segment() -> None:
+    batch = mirror()
+    one, two = AdapterUse(5), AdapterUse(2)
+    batch.enter(sequence("a", 0, 2, one))
+    batch.enter(sequence("b", 1, 2))
+    batch.enter(sequence("c", 2, 2, one))
+    batch.enter(sequence("d", 3, 2, two))
+    batch.enter(sequence("e", 4, 2, AdapterUse(5, 0.5)))
+    batch.enter(sequence("f", 5, 2, AdapterUse(1, 0.5), AdapterUse(2, 2.0)))
+    spans = [span(name, row, 0, 2, row % 2, row + 1) for row, name in enumerate("abcdef")]
+    staged = batch.stage(spans)
+    assert [s.sequence_id for s in staged.spans] == ["b", "f", "d", "e", "a", "c"]
+    assert staged.token_segments == (
+        Segment(2, 4, 1, 0.5),
+        Segment(2, 4, 2, 2.0),
+        Segment(4, 6, 2),
+        Segment(6, 8, 5, 0.5),
+        Segment(8, 12, 5),
+    )
+    # b, d and f are sampled: only their rows reach the head.
+    assert staged.head_rows.tolist() == [1, 3, 5]
+    assert staged.head_segments == (Segment(1, 2, 1, 0.5), Segment(1, 2, 2, 2.0), Segment(2, 3, 2))
+
+
+def test_a_row_belongs_to_who_entered_last() -> None:
+    batch = mirror()
+    batch.enter(sequence("a", 0, 2))
+    batch.enter(sequence("b", 0, 2))
+    with pytest.raises(ValueError, match="does not hold"):
+        batch.check(span("a", 0, 0, 2, 1, 1))
+    batch.release(0)
+    batch.release(0)
+    with pytest.raises(ValueError, match="does not hold"):
+        batch.check(span("b", 0, 0, 2, 1, 1))
