@@ -1,76 +1,191 @@
 #!/usr/bin/env bash
-# Builds the three images with buildah (no Docker engine needed) and smoke-tests them: who runs, what is in them, whether they
-# answer and stop. As root on a Debian machine with buildah and debootstrap:
+# Builds the three images with buildah (no Docker engine needed) and tests what a user relies on: they do not run as root, have
+# a health check and an entry point, hold what they should, answer, serve, and end when told to. As root on Debian or Ubuntu with
+# buildah, debootstrap and pip:
 #
 #   docker/smoke.sh [WORK_DIR]
 #
-# Base images are stood in for by a debootstrapped tree, torch by its CPU build (TORCH), so nothing is pulled. pip's settings
-# in the environment (PIP_*) and the local folders that they name are carried into the build.
+# Nothing is pulled. A debootstrapped tree (WORK_DIR/tree, made if it is missing) stands in for both base images; SUITE names
+# another than bookworm. torch is what constraints.txt names unless TORCH says otherwise: see to it that pip finds a CPU build.
+# pip's settings on this machine hold inside too, with the local folders and the certificates that they name. With WORK_DIR the
+# images stay in WORK_DIR/storage, and the next run builds only what changed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-work=${1:-$(mktemp -d)}
-torch=${TORCH:-$(grep '^torch==' constraints.txt)}
-export BUILDAH_ISOLATION=chroot STORAGE_DRIVER=vfs
-slim=docker.io/library/debian:bookworm-slim
-cuda=docker.io/library/cuda-stand-in:latest
-mkdir -p "$work"
+repository=$PWD
+work=$(realpath "${1:-$(mktemp -d)}")
+base=localhost/base-stand-in
+export BUILDAH_ISOLATION=chroot
+mkdir -p "$work/pip"
 
-carried=()
-while IFS='=' read -r name value; do
-  carried+=(--env "$name=$value")
-  if [ -e "$value" ]; then carried+=(--volume "$value:$value:ro"); fi
-done < <(env | grep '^PIP_' || true)
-[ ! -e /etc/pip.conf ] || carried+=(--volume /etc/pip.conf:/etc/pip.conf:ro)
-for folder in $(grep -hos 'file://[^ ]*' /etc/pip.conf | sed 's,file://,,' || true); do
-  [ ! -d "$folder" ] || carried+=(--volume "$folder:$folder:ro")
-done
+# The storage is the work directory's own: images of the same name on this machine are neither used nor replaced.
+b() { nice buildah --storage-driver vfs --root "$work/storage" --runroot "$work/run" "$@"; }
 
-if ! buildah images "$slim" >/dev/null 2>&1; then
-  echo "== base tree"
-  [ -d "$work/tree/usr" ] || debootstrap --variant=minbase \
-    --include=ca-certificates,gcc,libc6-dev,python3,python3-dev,python3-venv bookworm "$work/tree" >"$work/debootstrap.log"
-  for name in "$slim" "$cuda"; do
-    c=$(buildah from scratch)
-    buildah add -q "$c" "$work/tree" /
-    buildah commit -q "$c" "$name"
-    buildah rm "$c" >/dev/null
-  done
+clean_up() {
+  b rm --all >/dev/null 2>&1 || true
+  [ "$keep" = yes ] || rm -rf "$work"
+}
+keep=$([ $# -ge 1 ] && echo yes || echo no)
+trap clean_up EXIT
+
+# Writes pip.conf into the folder $1 and prints the local folders that it names, one per line.
+gather_pip_settings() {
+  python3 -m pip config list | python3 -c '
+import ast, os, pathlib, shutil, sys
+
+folder = pathlib.Path(sys.argv[1])
+settings, folders = {"global": {}}, set()
+for line in sorted(sys.stdin, key=lambda line: line.startswith(":env:")):  # the environment outranks files
+    key, _, value = line.strip().partition("=")
+    section, _, name = key.rpartition(".")
+    settings.setdefault("global" if section == ":env:" else section, {})[name] = ast.literal_eval(value)
+bundles = [os.environ.get(name) for name in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE")]
+bundle = settings["global"].get("cert") or next(filter(None, bundles), None)
+if bundle:
+    shutil.copy(bundle, folder / "ca.pem")
+    settings["global"]["cert"] = "/etc/xdg/pip/ca.pem"
+for section in settings.values():
+    for name in ("find-links", "index-url", "extra-index-url"):
+        for place in section.get(name, "").split():
+            path = pathlib.Path(place.removeprefix("file://"))
+            if path.is_absolute() and path.is_dir():
+                # The pages of a local index point to files beside the folder of pages.
+                folders.add(path.parent if path.name == "simple" else path)
+with open(folder / "pip.conf", "w") as file:
+    for section, values in settings.items():
+        file.write(f"[{section}]\n")
+        file.writelines("{} = {}\n".format(name, value.replace("\n", "\n  ")) for name, value in values.items())
+print(*sorted(folders), sep="\n")
+' "$1"
+}
+
+mounts=(--volume "$work/pip:/etc/xdg/pip:ro")
+while read -r folder; do
+  [ -z "$folder" ] || mounts+=(--volume "$folder:$folder:ro")
+done < <(gather_pip_settings "$work/pip")
+
+if ! b inspect --type image "$base" >/dev/null 2>&1; then
+  echo "== base"
+  if [ ! -d "$work/tree/usr" ]; then
+    nice debootstrap --variant=minbase --include=ca-certificates,gcc,libc6-dev,python3,python3-dev,python3-venv,tini \
+      "${SUITE:-bookworm}" "$work/tree" >"$work/debootstrap.log"
+    rm -rf "$work"/tree/var/cache/apt/archives/*.deb "$work"/tree/var/lib/apt/lists/*
+  fi
+  container=$(b from scratch)
+  b add -q "$container" "$work/tree" /
+  b commit -q --rm "$container" "$base" >/dev/null
 fi
 
 for target in router worker all; do
   echo "== build $target"
-  buildah bud --layers --pull-never --target "$target" --build-arg "SLIM_BASE=$slim" --build-arg "CUDA_BASE=$cuda" \
-    --build-arg "TORCH=$torch" "${carried[@]}" -t "loraplex-$target" -f docker/Dockerfile . >"$work/build-$target.log" 2>&1 ||
-    { tail -40 "$work/build-$target.log" >&2; exit 1; }
+  # Health checks are no part of the OCI format, which buildah writes unless told otherwise.
+  b build --format docker --layers --pull-never --target "$target" --tag "localhost/loraplex-$target" \
+    --build-arg "SLIM_BASE=$base" --build-arg "CUDA_BASE=$base" --build-arg "TORCH=${TORCH-}" "${mounts[@]}" \
+    -f docker/Dockerfile . >"$work/build-$target.log" 2>&1 || {
+    tail -40 "$work/build-$target.log" >&2
+    exit 1
+  }
 done
 
-# `in_image IMAGE COMMAND...` runs as the image's own user and prints what the command prints.
-in_image() {
-  local c status=0
-  c=$(buildah from --pull-never "localhost/loraplex-$1")
-  buildah run "$c" -- "${@:2}" || status=$?
-  buildah rm "$c" >/dev/null
-  return $status
+expect() { # expect WHAT COMMAND...
+  if "${@:2}" >"$work/out" 2>&1; then
+    echo "ok   $1"
+  else
+    echo "FAIL $1"
+    tail -20 "$work/out"
+    exit 1
+  fi
 }
 
-expect() { # expect WHAT COMMAND...
-  if "${@:2}" >"$work/out" 2>&1; then echo "ok   $1"; else echo "FAIL $1"; tail -20 "$work/out"; exit 1; fi
+# In the image's container, as the image's user. The network is this machine's, so servers are told to stay on loopback.
+run() { b run --volume "$repository/tests/support/world.py:/smoke/world.py:ro" "$container" -- "$@"; }
+
+# `inside NAME ARGUMENTS...` runs a function of this script in there.
+inside() { run bash -euc "$(declare -f start "$1"); \"\$@\"" bash "$@"; }
+
+# Starts the server `$@` as the image does, on a free port; leaves $pid and $port.
+start() {
+  port=$(python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
+  tini -- loraplex-entrypoint "$@" --host 127.0.0.1 --port "$port" &
+  pid=$!
+  trap 'kill -KILL $pid 2>/dev/null || true' EXIT
+}
+
+is_not_root() {
+  [ "$(id -u):$(id -g)" = 10001:10001 ]
+  touch "$HOME/written"
+  if touch /opt/loraplex/written; then return 1; fi
+}
+
+has_no_torch() { python -c 'import importlib.util as u; assert u.find_spec("torch") is None and u.find_spec("grpc")'; }
+
+follows_constraints() {
+  python - "$@" <<'PYTHON'
+import importlib.metadata, re, sys
+pins = dict(line.split("==") for line in sys.argv[1].split())
+pins = {re.sub("[-_.]+", "-", name).lower(): version for name, version in pins.items()}
+installed = {re.sub("[-_.]+", "-", d.name).lower(): d.version for d in importlib.metadata.distributions()}
+wrong = {name: version for name, version in installed.items() if pins.get(name, version) != version.partition("+")[0]}
+loose = installed.keys() - pins.keys() - {"loraplex", "pip", "setuptools", "torch", "triton"}
+assert not wrong, f"other versions than constraints.txt: {wrong}"
+assert not loose, f"not in constraints.txt: {sorted(loose)}"
+PYTHON
+}
+
+refuses_a_missing_model() {
+  status=0
+  loraplex-entrypoint worker /nowhere 2>err || status=$?
+  cat err
+  [ $status = 1 ] && grep -q '^error .*/nowhere' err && ! grep -q Traceback err
+}
+
+routes_nothing_and_stops() {
+  start router --worker 127.0.0.1:1 --announce 0 --drain 5
+  for _ in $(seq 60); do
+    if python -m loraplex.cli.healthcheck "127.0.0.1:$port" ""; then break; fi
+    sleep 0.5
+  done
+  python -m loraplex.cli.healthcheck "127.0.0.1:$port" ""                             # alive
+  if python -m loraplex.cli.healthcheck "127.0.0.1:$port"; then return 1; fi # not ready: it has no worker
+  kill -TERM $pid
+  wait $pid
+}
+
+serves_and_stops() {
+  cd /tmp
+  PYTHONPATH=/smoke python -c 'import pathlib, world; world.make_world(pathlib.Path("world"))'
+  start serve world/model --adapters world/adapters --threads 1 --drain 5
+  for _ in $(seq 240); do
+    if python -m loraplex.cli.healthcheck "127.0.0.1:$port"; then break; fi
+    kill -0 $pid
+    sleep 0.5
+  done
+  loraplex generate --server "127.0.0.1:$port" --max-tokens 8 --ignore-eos --json hello >base.json
+  loraplex generate --server "127.0.0.1:$port" --max-tokens 8 --ignore-eos --json --adapter a000 hello >adapter.json
+  if cmp base.json adapter.json; then return 1; fi
+  loraplex adapters list --server "127.0.0.1:$port" | tee list
+  grep -q a000 list
+  kill -TERM $pid
+  wait $pid
 }
 
 echo "== test"
 for target in router worker all; do
-  expect "$target: not root" in_image "$target" python -c 'import os; assert os.getuid() == 10001, os.getuid()'
-  expect "$target: the command answers" in_image "$target" loraplex --help
-  config=$(buildah inspect --type image "localhost/loraplex-$target")
-  expect "$target: has a health check" grep -q healthcheck <<<"$config"
-  expect "$target: entry point" grep -q '"loraplex"' <<<"$config"
+  container=$(b from --pull-never "localhost/loraplex-$target")
+  config=$(b inspect --type image --format '{{.Docker.Config}}' "localhost/loraplex-$target")
+  expect "$target: health check and entry point in the image" \
+    grep -q 'loraplex.cli.healthcheck.*loraplex-entrypoint\|loraplex-entrypoint.*loraplex.cli.healthcheck' <<<"$config"
+  expect "$target: not root, and cannot change the program" inside is_not_root
+  expect "$target: the command answers" run tini -- loraplex-entrypoint --help
+  expect "$target: versions of constraints.txt" inside follows_constraints "$(grep '==' constraints.txt)"
+  case $target in
+  router)
+    expect "router: no torch in the image" inside has_no_torch
+    expect "router: alive without a worker, not ready, ends on SIGTERM" inside routes_nothing_and_stops
+    ;;
+  worker) expect "worker: a missing model is one sentence" inside refuses_a_missing_model ;;
+  all) expect "all: serves a model with adapters, ends on SIGTERM" inside serves_and_stops ;;
+  esac
+  b rm "$container" >/dev/null
 done
-expect "router: no torch in the image" in_image router python -c 'import importlib.util as u; assert u.find_spec("torch") is None'
-expect "worker: a missing model is one sentence" in_image worker sh -c \
-  'loraplex worker /nowhere 2>err; s=$?; cat err; test $s = 1 && ! grep -q Traceback err'
-expect "all: serves the demo and ends on SIGTERM" in_image all sh -c '
-  world=$(python -c "from loraplex_server.demo.world import World; print(World.committed().path)")
-  loraplex serve "$world/base" --adapters "$world/adapters" --port 50951 --drain 1 & pid=$!
-  for i in $(seq 120); do python -m loraplex.cli.healthcheck 127.0.0.1:50951 && break; sleep 1; done
-  loraplex adapters list --server 127.0.0.1:50951 && kill -TERM $pid && wait $pid'
+b images --format '{{.Name}} {{.Size}}'
 echo "all images built and tested"

