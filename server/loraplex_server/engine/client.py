@@ -76,6 +76,11 @@ class RequestStream:
         self._events.append(event)
         self._ready.set()
 
+    @property
+    def is_read(self) -> bool:
+        """Over, and nothing is left to read. Being over alone says nothing of that: the end may have come meanwhile."""
+        return self.is_over and not self._events
+
     async def next(self) -> list[Event]:
         """Waits for news and returns all there is: what piled up while the reader was busy comes together."""
         await self._ready.wait()

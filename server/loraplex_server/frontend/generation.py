@@ -51,7 +51,7 @@ async def generate(
             # What arrived before a failure is delivered before it.
             if isinstance(events[-1], RequestFailed):
                 raise events[-1].error
-            if stream.is_over:
+            if stream.is_read:
                 return
     finally:
         if not stream.is_over:

@@ -25,10 +25,8 @@ def request(request_id: str = "r", max_tokens: int = 4, adapter_id: str = "") ->
 
 async def read(stream: RequestStream) -> list[Event]:
     events: list[Event] = []
-    while not stream.is_over or not events:
+    while not stream.is_read:
         events += await stream.next()
-        if stream.is_over:
-            break
     return events
 
 

@@ -139,6 +139,27 @@ def test_refuses_damaged_weights() -> None:
         adopt_model(model)
 
 
+def test_refuses_what_the_probe_does_not_look_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An attention option that nobody here knows: the comparison with Transformers' own attention notices."""
+    from transformers.models.llama import modeling_llama
+
+    own = modeling_llama.eager_attention_forward
+
+    def eager(module: nn.Module, query: Tensor, *args: Any, **options: Any) -> Any:
+        return own(module, query * 1.5, *args, **options)
+
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", eager)
+    with pytest.raises(UnsupportedModel, match="off by"):
+        adopt_model(random_model("llama"))
+    adopt_model(random_model("llama"), verify=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral", "gpt2"])
+def test_every_dtype_passes_its_own_check(family: str, dtype: torch.dtype) -> None:
+    assert adopt_model(random_model(family, dtype)).dtype is dtype
+
+
 def test_a_missing_directory_says_so(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="cannot be loaded"):
         load_model(str(tmp_path / "nowhere"), device="cpu")

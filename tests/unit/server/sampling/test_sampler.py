@@ -171,6 +171,10 @@ def test_bad_logits_hurt_their_own_row_only(bad: float, dtype: torch.dtype) -> N
         sick[row, slice(None) if bad == -math.inf else row * 7] = bad
     found = batch.sample(batch.sampler(), logits=sick)
     assert [row for row in range(num_rows) if found.is_bad[row]] == broken
+    positions = [len(history) for history in batch.histories]
+    on_device = batch.sampler().sample(sick, range(num_rows), positions, batch.tokens)
+    assert on_device.bad_rows.nonzero().squeeze(1).tolist() == broken
+    assert set(on_device.token_ids[broken].tolist()) == {0}, "what the next step would look up"
     healthy = [row for row in range(num_rows) if row not in broken]
     assert [found.token_ids[row] for row in healthy] == [expected.token_ids[row] for row in healthy]
 

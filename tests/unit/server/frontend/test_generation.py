@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+from support.engine_fakes import build_fake, build_slow
+
+from loraplex_proto.errors import AdapterNotFound
+from loraplex_server.config import EngineConfig, ModelConfig
+from loraplex_server.engine.client import EngineClient
+from loraplex_server.events import CompletionEnd, FinishReason, Tokens
+from loraplex_server.frontend.completion import CompletionAssembler, Delta
+from loraplex_server.frontend.generation import Progress, generate
+from loraplex_server.request import Request, StoppingParams
+from loraplex_server.scheduler.plan import TokenLogprobs
+from loraplex_server.text.stops import StopMatcher
+
+
+class Letters:
+    """A detokenizer: token 10 is 'a', 11 is 'b', ...; it holds the last letter back."""
+
+    def __init__(self) -> None:
+        self._held = ""
+
+    def push(self, token_ids: tuple[int, ...]) -> str:
+        text = self._held + "".join(chr(ord("a") + (i - 10) % 26) for i in token_ids)
+        self._held = text[-1:]
+        return text[:-1]
+
+    def finish(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+
+def assembler(request: Request, index: int) -> CompletionAssembler:
+    stops = StopMatcher(request.stopping.stop) if request.stopping.stop else None
+    return CompletionAssembler(index, request.stopping, Letters(), stops, str)
+
+
+def tokens(*ids: int, drafted: int = 0, accepted: int = 0) -> Tokens:
+    logprobs = tuple(TokenLogprobs(i, -0.5, ((i, -0.5),)) for i in ids)
+    return Tokens("r", 0, ids, logprobs, drafted, accepted)
+
+
+END = CompletionEnd("r", 0, FinishReason.LENGTH, None, 3, 2)
+
+
+def made(stop: tuple[str, ...] = ()) -> CompletionAssembler:
+    return assembler(Request("r", (1,), StoppingParams(max_tokens=9, stop=stop)), 0)
+
+
+def test_what_is_held_back_comes_at_the_end() -> None:
+    one = made()
+    assert one.push(tokens(10, 11)).text == "a"
+    last = one.end(END)
+    assert last.text == "b"
+    assert last.end is not None
+    assert (last.end.num_completion_tokens, last.end.num_prompt_tokens, last.end.num_cached_tokens) == (2, 3, 2)
+    assert last.end.reason is FinishReason.LENGTH
+
+
+def test_tokens_behind_a_stop_string_are_dropped() -> None:
+    one = made(stop=("bc",))
+    delta = one.push(tokens(10, 11, 12, 13, 14, 15, drafted=5, accepted=5))
+    assert one.is_stopped
+    assert delta.text == "a"
+    assert len(delta.token_ids) == len(delta.logprobs) == 4  # the letter held back came with the fourth
+    assert one.push(tokens(16)) == Delta(0)
+    end = one.end(END).end
+    assert end is not None
+    assert (end.reason, end.stop_string, end.num_completion_tokens) == (FinishReason.STOP, "bc", 4)
+
+
+def test_a_stop_string_completed_by_what_was_held_back() -> None:
+    one = made(stop=("b",))
+    assert one.push(tokens(10, 11)).text == "a"
+    assert not one.is_stopped
+    end = one.end(END).end
+    assert end is not None
+    assert (end.reason, end.stop_string) == (FinishReason.STOP, "b")
+
+
+async def test_a_slow_reader_still_gets_the_last_word() -> None:
+    """The end may arrive while the reader is busy with what came before it."""
+    client = EngineClient(EngineConfig(ModelConfig("fake")))
+    await client.start(inline=True, builder=build_slow)
+    try:
+        request = Request("r", (20, 21, 22), StoppingParams(max_tokens=12), n=2)
+        deltas: list[Delta] = []
+        async with aclosing(generate(client, request, assembler, Progress())) as batches:
+            async for batch in batches:
+                deltas += batch
+                await asyncio.sleep(0.05)  # several steps pass
+        for index in (0, 1):
+            mine = [delta for delta in deltas if delta.index == index]
+            assert sum(len(delta.token_ids) for delta in mine) == 12
+            assert mine[-1].end is not None
+    finally:
+        await client.stop()
+
+
+async def test_leaving_early_cancels_and_failures_raise() -> None:
+    client = EngineClient(EngineConfig(ModelConfig("fake")))
+    await client.start(inline=True, builder=build_fake)
+    try:
+        request = Request("r", (20, 21, 22), StoppingParams(max_tokens=200))
+        async with aclosing(generate(client, request, assembler, Progress())) as batches:
+            await anext(batches)
+        bad = Request("s", (20,), StoppingParams(max_tokens=4), adapter_id="zzz")
+        with pytest.raises(AdapterNotFound):
+            async for _ in generate(client, bad, assembler, Progress()):
+                pass
+    finally:
+        await client.stop()
+    assert client.integrity == ""
