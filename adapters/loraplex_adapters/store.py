@@ -55,14 +55,20 @@ class StoredAdapter:
 
 
 class AdapterStore:
-    """`is_in_use` says which keys may not be evicted; it is called from any thread."""
+    """`is_in_use` says which keys may not be evicted; it is called from any thread. A store that is not `durable` goes
+    with the process, so nothing waits for the disk."""
 
     def __init__(
-        self, root: Path, budget_bytes: int, is_in_use: Callable[[AdapterKey], bool] = lambda key: False
+        self,
+        root: Path,
+        budget_bytes: int,
+        is_in_use: Callable[[AdapterKey], bool] = lambda key: False,
+        durable: bool = True,
     ) -> None:
         self._root = root
         self._budget_bytes = budget_bytes
         self._is_in_use = is_in_use
+        self._durable = durable
         self._lock = threading.Lock()
         self._entries: OrderedDict[AdapterKey, _Entry] = OrderedDict()  # least recently used first
         self._num_bytes = 0  # of the entries, and what is being written
@@ -114,7 +120,8 @@ class AdapterStore:
             sink = _Sink(fd, digest.update)
             fill(sink)
             assert sink.num_bytes == payload_bytes, "a payload is as large as its layout says"
-            os.fsync(fd)
+            if self._durable:
+                os.fsync(fd)
             key = AdapterKey(kind, digest.hexdigest())
             self._adopt(path, key, file_bytes)
             return key
@@ -216,8 +223,9 @@ class AdapterStore:
                 self._num_bytes -= self._entries[key].file_bytes
             self._entries[key] = _Entry(file_bytes, is_verified=True)
             self._entries.move_to_end(key)
-            with contextlib.suppress(OSError):  # without it, a power cut may lose the file, and a fetch brings it back
-                _sync_folder(self._root)
+            if self._durable:
+                with contextlib.suppress(OSError):  # at worst a power cut loses the file, and a fetch brings it back
+                    _sync_folder(self._root)
 
     def _evict_one_locked(self) -> bool:
         victim = next((key for key in self._entries if not self._is_in_use(key)), None)

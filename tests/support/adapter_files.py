@@ -5,15 +5,21 @@ from __future__ import annotations
 
 import json
 import struct
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from loraplex_adapters.cache.api import AdapterInfo
+from loraplex_adapters.cache.config import AdapterCacheConfig
+from loraplex_adapters.cache.manager import AdapterManager, everybody
+from loraplex_adapters.key import AdapterKey
 from loraplex_adapters.lora.weights import LoraWeights
+from loraplex_adapters.sources.base import AdapterSource
 from loraplex_adapters.targets import BaseTargets, TargetModule
 
 HIDDEN = 16
@@ -21,6 +27,8 @@ VOCAB = 24
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 DOWN_PROJ = "model.layers.1.mlp.down_proj"
 PREFIX = "base_model.model."
+
+T = TypeVar("T")
 
 
 def base_targets(dtype: str = "float32", max_rank: int = 16, weight_sha256: str = "") -> BaseTargets:
@@ -84,12 +92,14 @@ def safetensors_bytes(header: Mapping[str, Any] | bytes, data: bytes, header_byt
 
 
 class Slots:
-    """Stands in for the model's adapter slots: remembers what is installed where."""
+    """Stands in for the model's adapter slots: remembers what is installed where, and by which thread."""
 
     def __init__(self) -> None:
         self.installed: dict[int, LoraWeights] = {}
+        self.threads: set[int] = set()
 
     def install(self, slot: int, weights: LoraWeights | None) -> None:
+        self.threads.add(threading.get_ident())
         if weights is None:
             del self.installed[slot]
         else:
@@ -97,4 +107,62 @@ class Slots:
             self.installed[slot] = weights
 
 
-Until = Callable[[], Any]
+class Engine:
+    """Stands in for the engine's loop around a cache: it sleeps until it is notified, then turns once."""
+
+    def __init__(self, source: AdapterSource, targets: BaseTargets | None = None, **options: Any) -> None:
+        settings: dict[str, Any] = {
+            "host_bytes": 1 << 20,
+            "device_bytes": 1 << 20,
+            "num_device_slots": 3,
+            "disk_bytes": 1 << 24,
+        }
+        access = options.pop("access", everybody)
+        self.slots = Slots()
+        self.now = 100.0
+        self._woken = threading.Event()
+        self.cache = AdapterManager(
+            AdapterCacheConfig(**(settings | options)),
+            source,
+            targets or base_targets(),
+            "cpu",
+            self.slots.install,
+            self._woken.set,
+            access,
+        )
+
+    def turn(self, timeout_s: float = 5.0) -> bool:
+        """Waits for a notification, as an idle engine does, and polls. False when none came."""
+        is_woken = self._woken.wait(timeout_s)
+        self._woken.clear()
+        self.now += 0.001
+        self.cache.poll(self.now)
+        return is_woken
+
+    def until(self, ask: Callable[[], T | None]) -> T:
+        """Turns until `ask` has an answer. Fails when the cache forgets to wake the engine."""
+        for _ in range(1000):
+            answer = ask()
+            if answer is not None:
+                return answer
+            assert self.turn(), "nobody woke the engine"
+        raise AssertionError("no answer")
+
+    def resolve(self, adapter_id: str, tenant: str = "default") -> AdapterKey:
+        return self.until(lambda: self.cache.resolve(adapter_id, tenant, self.now))
+
+    def acquire(self, key: AdapterKey) -> int:
+        return self.until(lambda: self.cache.acquire(key))
+
+    def load(self, adapter_id: str, pin: bool = False) -> AdapterInfo:
+        return self.until(lambda: self.cache.load(adapter_id, pin, self.now))
+
+    def settle(self) -> None:
+        """Turns until nobody wakes the engine any more."""
+        while self.turn(0.02):
+            pass
+
+    def close(self) -> None:
+        self.settle()
+        self.cache.check_integrity()
+        self.cache.close()

@@ -21,7 +21,10 @@ def check_residency(table: ResidencyTable) -> None:
         "a reference to weights that are not there"
     )
     assert all(r.names or r.is_in_use for r in records), "a record that nobody needs"
-    assert all(table.records[key].state not in _SERVED for key in table.wanted()), "a want that is served already"
+    wanted = [table.records[key] for key in table.wanted()]
+    assert all(r.state not in _SERVED for r in wanted), "a want that is served already"
+    assert all(r.num_pins or r.num_refs or r.pinned_names for r in wanted), "a want of nobody's"
+    assert table.pinned_bytes == sum(r.num_bytes for r in records if r.pinned_names) <= table.device_budget, "pinned"
 
 
 def check_names(table: AdapterTable) -> None:

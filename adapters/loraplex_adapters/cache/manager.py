@@ -68,7 +68,12 @@ class AdapterManager:
         self._access = access
         self._table = AdapterTable(config)
         self._temporary = None if config.store_dir else Path(tempfile.mkdtemp(prefix="loraplex-store-"))
-        self._store = AdapterStore(config.store_dir or self._temporary or Path(), config.disk_bytes, self._is_in_use)
+        self._store = AdapterStore(
+            self._temporary or config.store_dir or Path(),
+            config.disk_bytes,
+            self._is_in_use,
+            durable=self._temporary is None,
+        )
         self._tiers = Tiers(self._store, torch.device(device))
         self._host: dict[AdapterKey, HostCopy] = {}
         self._device: dict[AdapterKey, LoraWeights] = {}

@@ -46,6 +46,7 @@ class ResidencyTable:
         self.num_slots = num_slots
         self.host_used = 0
         self.device_used = 0
+        self.pinned_bytes = 0  # by the operator, on the device or on the way there
         self.hits = 0
         self.misses = 0
         self.host_evictions = 0
@@ -63,7 +64,6 @@ class ResidencyTable:
         self._prefetches: OrderedDict[AdapterKey, None] = OrderedDict()
         self._failed: set[AdapterKey] = set()
         self._pinned: set[AdapterKey] = set()
-        self._pinned_bytes = 0
 
     @property
     def num_slots_used(self) -> int:
@@ -96,7 +96,7 @@ class ResidencyTable:
         """Whether all pinned weights, these included, fit the device at the same time."""
         if key in self._pinned:
             return True
-        return self._pinned_bytes + num_bytes <= self.device_budget and len(self._pinned) < self.num_slots
+        return self.pinned_bytes + num_bytes <= self.device_budget and len(self._pinned) < self.num_slots
 
     def set_pinned(self, key: AdapterKey, name: str, is_pinned: bool) -> None:
         """The operator's pin: brought to the device and kept there."""
@@ -109,11 +109,11 @@ class ResidencyTable:
             return
         if record.pinned_names:
             self._pinned.add(key)
-            self._pinned_bytes += record.num_bytes
+            self.pinned_bytes += record.num_bytes
             self._want(record)
         else:
             self._pinned.discard(key)
-            self._pinned_bytes -= record.num_bytes
+            self.pinned_bytes -= record.num_bytes
             self._withdraw_if_unneeded(record)
 
     def pin(self, key: AdapterKey) -> None:
@@ -173,6 +173,7 @@ class ResidencyTable:
         record = self._get(key)
         record.step(KeyEvent.PROMOTED)
         self._device_lru[key] = record
+        self._prefetches.pop(key, None)
         if key in self._wants:
             del self._wants[key]
             record.num_offers = OFFER_ROUNDS if record.num_pins > 0 else 0

@@ -109,7 +109,8 @@ def parse_peft_config(data: bytes) -> PeftLoraConfig:
         use_rslora=_flag(fields, "use_rslora"),
         rank_pattern=tuple((pattern, _rank(value, "rank_pattern")) for pattern, value in rank_pattern),
         alpha_pattern=tuple((pattern, _alpha(value, "alpha_pattern")) for pattern, value in alpha_pattern),
-        target_modules=_targets(fields.get("target_modules")),
+        # With tied weights PEFT saves factors for modules that it has taken off the list.
+        target_modules=None if fields.get("ensure_weight_tying") else _targets(fields.get("target_modules")),
         base_model=base_model[:256] if isinstance(base_model, str) else "",
     )
 

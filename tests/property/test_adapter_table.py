@@ -1,0 +1,349 @@
+"""The adapter cache's table under any order of events: nothing leaks or overflows, everybody is served in the end."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loraplex_adapters.cache.config import AdapterCacheConfig
+from loraplex_adapters.cache.integrity import check_idle, check_names, check_residency
+from loraplex_adapters.cache.residency import OFFER_ROUNDS
+from loraplex_adapters.cache.states import (
+    IN_TRANSIT,
+    KEY_TRANSITIONS,
+    NAME_TRANSITIONS,
+    DropDevice,
+    DropHost,
+    Fetch,
+    FetchName,
+    IllegalTransition,
+    KeyEvent,
+    KeyRecord,
+    KeyState,
+    NameEvent,
+    NameRecord,
+    NameState,
+    Promote,
+    Refetch,
+    Stage,
+)
+from loraplex_adapters.cache.table import AdapterTable
+from loraplex_adapters.key import AdapterKey
+from loraplex_proto.errors import AdapterInvalid, AdapterLoadsBusy, AdapterNotFound, LoraplexError, SourceUnavailable
+
+NAMES = [f"n{i}" for i in range(5)]
+NUM_CONTENTS = 6
+TTL_S = 10.0
+
+
+def key_of(content: int) -> AdapterKey:
+    return AdapterKey("lora", f"{content:064x}")
+
+
+def bytes_of(key: AdapterKey) -> int:
+    """Contents 0 to 4 fit the device, some of them barely; content 5 never does."""
+    return [64, 128, 192, 320, 384, 4096][int(key.digest, 16)]
+
+
+@dataclass
+class Request:
+    """One request as the engine sees it: a name, then a pinned key, then a reference."""
+
+    name: str
+    key: AdapterKey | None = None
+    has_ref: bool = False
+
+
+class World:
+    """Plays engine, loader, mover and source against the table, and keeps a model of the tiers beside it."""
+
+    def __init__(self) -> None:
+        config = AdapterCacheConfig(
+            host_bytes=640, device_bytes=384, num_device_slots=3, disk_bytes=1, max_pending_loads=4, failure_ttl_s=TTL_S
+        )
+        self.table = AdapterTable(config)
+        self.now = 0.0
+        self.files = {name: idx % NUM_CONTENTS for idx, name in enumerate(NAMES)}
+        self.requests: list[Request] = []
+        self.fetches: list[Fetch] = []
+        self.moves: list[Stage | Promote] = []
+        self.on_host: set[AdapterKey] = set()
+        self.on_device: dict[int, AdapterKey] = {}
+
+    # --- what can happen (each takes two numbers that choose the details) ---
+
+    def submit(self, a: int, b: int) -> None:
+        if len(self.requests) < 12:
+            self.requests.append(Request(NAMES[a % len(NAMES)]))
+
+    def turn_engine(self, a: int, b: int) -> None:
+        """Every request takes its next step, as in the engine's turn."""
+        self.now += 0.1
+        self.poll()
+        for request in list(self.requests):
+            self._step(request)
+
+    def _step(self, request: Request) -> None:
+        residency = self.table.residency
+        if request.key is None:
+            try:
+                request.key = self.table.resolve(request.name, self.now)
+            except LoraplexError:
+                self.requests.remove(request)
+        elif not request.has_ref:
+            if residency.failure(request.key) is not None:
+                self.end(request)
+                return
+            slot = residency.acquire(request.key)
+            if slot is not None:
+                assert self.on_device[slot] == request.key
+                request.has_ref = True
+        self.collect()
+
+    def preempt(self, a: int, b: int) -> None:
+        running = [r for r in self.requests if r.has_ref]
+        if running:
+            request = running[a % len(running)]
+            request.has_ref = False
+            assert request.key is not None
+            self.table.residency.release(request.key)
+
+    def finish(self, a: int, b: int) -> None:
+        if self.requests:
+            self.end(self.requests[a % len(self.requests)])
+
+    def end(self, request: Request) -> None:
+        self.requests.remove(request)
+        if request.key is not None:
+            if request.has_ref:
+                self.table.residency.release(request.key)
+            self.table.residency.unpin(request.key)
+
+    def load(self, a: int, b: int) -> None:
+        name = NAMES[a % len(NAMES)]
+        try:
+            key = self.table.load(name, b % 2 == 0, self.now)
+        except LoraplexError:
+            key = None
+        if key is not None:
+            assert self.table.names[name].key == key
+        self.collect()
+
+    def unload(self, a: int, b: int) -> None:
+        name = NAMES[a % len(NAMES)]
+        record = self.table.names.get(name)
+        if record is None or record.key is None:
+            with pytest.raises(AdapterNotFound):
+                self.table.unload(name)
+        else:
+            self.table.unload(name)
+            assert name not in self.table.names
+
+    def replace_files(self, a: int, b: int) -> None:
+        self.files[NAMES[a % len(NAMES)]] = b % NUM_CONTENTS
+
+    def wait(self, a: int, b: int) -> None:
+        self.now += TTL_S + 1
+        self.poll()
+
+    def end_fetch(self, a: int, b: int) -> None:
+        if self.fetches:
+            self.take_fetch(self.fetches.pop(a % len(self.fetches)), fails=b % 5 == 0)
+
+    def end_move(self, a: int, b: int) -> None:
+        if self.moves:
+            self.take_move(["lost", "failed", "done", "done", "done"][b % 5])
+
+    # --- the engine's poll, and the outcomes ---
+
+    def poll(self) -> None:
+        self.table.advance(self.now)
+        self.collect()
+        for move in self.table.take_moves():
+            match move:
+                case DropHost(key):
+                    self.on_host.discard(key)
+                case DropDevice(key, slot):
+                    assert not any(r.has_ref and r.key == key for r in self.requests), "referenced weights were dropped"
+                    assert self.on_device.pop(slot) == key
+                case Promote(_, slot):
+                    assert slot not in self.on_device, "a slot was given away twice"
+                    self.moves.append(move)
+                case Stage():
+                    self.moves.append(move)
+
+    def collect(self) -> None:
+        self.fetches += self.table.take_fetches()
+
+    def take_fetch(self, fetch: Fetch, fails: bool) -> None:
+        found = key_of(self.files[fetch.name])
+        residency = self.table.residency
+        if isinstance(fetch, Refetch) and fails:
+            residency.failed(fetch.key, SourceUnavailable("gone"), self.now)
+        elif isinstance(fetch, Refetch):
+            residency.refetched(fetch.key, found, self.now)
+        elif fails:
+            self.table.name_failed(fetch.name, fetch.ticket, AdapterInvalid("bad"), self.now)
+        else:
+            self.table.name_fetched(fetch.name, fetch.ticket, found, bytes_of(found), 4, self.now)
+        self.collect()
+
+    def take_move(self, result: str) -> None:
+        move = self.moves.pop(0)  # the mover works in order
+        residency, key = self.table.residency, move.key
+        if result == "lost" and key not in self.on_host:
+            residency.lost(key, self.now)
+        elif result == "failed":
+            residency.failed(key, SourceUnavailable("broken"), self.now)
+        else:
+            self.on_host.add(key)
+            if isinstance(move, Promote):
+                self.on_device[move.slot] = key
+                residency.promoted(key)
+            else:
+                residency.staged(key)
+        self.collect()
+
+    # --- what must hold ---
+
+    def check(self) -> None:
+        residency = self.table.residency
+        check_residency(residency)
+        check_names(self.table)
+        pins = Counter(r.key for r in self.requests if r.key is not None)
+        refs = Counter(r.key for r in self.requests if r.key is not None and r.has_ref)
+        assert pins == Counter({r.key: r.num_pins for r in residency.records.values() if r.num_pins})
+        assert refs == Counter({r.key: r.num_refs for r in residency.records.values() if r.num_refs})
+        assert self.table.num_fetching == sum(isinstance(fetch, FetchName) for fetch in self.fetches)
+        # What the table has decided to drop is there until the next poll; the budgets hold without it.
+        dropping = {m.key for m in residency.moves if isinstance(m, DropDevice)}
+        assert sum(bytes_of(key) for key in self.on_device.values() if key not in dropping) <= 384
+        dropping = {m.key for m in residency.moves if isinstance(m, DropHost)}
+        assert sum(bytes_of(key) for key in self.on_host - dropping) <= 640
+
+    def drain(self) -> None:
+        """Whatever happened: every request that is left is served or told why not, and in the end nothing is left."""
+        for request in [r for r in self.requests if r.has_ref]:
+            self.end(request)
+        for _ in range(8 * OFFER_ROUNDS * (len(self.requests) + 1)):
+            self.turn_engine(0, 0)
+            self._work()
+            # A served request runs for a turn and ends; the others go on waiting.
+            for request in [r for r in self.requests if r.has_ref]:
+                self.end(request)
+            if not self.requests and not self.fetches and not self.moves:
+                break
+        assert not self.requests, "requests that were never served"
+        check_idle(self.table)
+        for name, record in list(self.table.names.items()):
+            if record.key is not None:
+                self.table.unload(name)
+        for _ in range(50):
+            self.now += 1.0
+            self.poll()
+            self._work()
+        residency = self.table.residency
+        assert not residency.records
+        assert not self.table.names
+        assert residency.host_used == residency.device_used == residency.num_slots_used == 0
+        assert not residency.is_due
+        assert not self.on_device
+        assert not self.on_host
+
+    def _work(self) -> None:
+        if self.moves:
+            self.take_move("done")
+        if self.fetches:
+            self.take_fetch(self.fetches.pop(0), fails=False)
+
+
+ACTIONS = (
+    *[World.turn_engine] * 6, *[World.submit] * 4, *[World.end_move] * 5, *[World.end_fetch] * 4, *[World.finish] * 2,
+    World.preempt, World.load, World.unload, World.replace_files, World.wait,
+)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 11), st.integers(0, 11)), min_size=60, max_size=200))
+def test_nothing_leaks_and_everybody_is_served(steps: list[tuple[Callable[[World, int, int], None], int, int]]) -> None:
+    world = World()
+    for action, a, b in steps:
+        action(world, a, b)
+        world.check()
+    world.drain()
+
+
+@pytest.mark.parametrize("state", KeyState)
+@pytest.mark.parametrize("event", KeyEvent)
+def test_what_the_table_does_not_list_raises_and_changes_nothing(state: KeyState, event: KeyEvent) -> None:
+    record = KeyRecord(key_of(0), 64, 4, state=state)
+    following = KEY_TRANSITIONS.get((state, event))
+    if following is None:
+        with pytest.raises(IllegalTransition):
+            record.step(event)
+        assert record.state is state
+    else:
+        record.step(event)
+        assert record.state is following
+
+
+@pytest.mark.parametrize("state", NameState)
+@pytest.mark.parametrize("event", NameEvent)
+def test_names_follow_their_table(state: NameState, event: NameEvent) -> None:
+    record = NameRecord("n0", state, ticket=1)
+    following = NAME_TRANSITIONS.get((state, event))
+    if following is None:
+        with pytest.raises(IllegalTransition):
+            record.step(event)
+        assert record.state is state
+    else:
+        record.step(event)
+        assert record.state is following
+
+
+def test_every_state_can_be_reached_and_left() -> None:
+    reached = {KeyState.KNOWN} | {target for (source, _), target in KEY_TRANSITIONS.items() if source is not target}
+    assert reached == set(KeyState)
+    assert {source for source, _ in KEY_TRANSITIONS} == set(KeyState)
+    # Whoever is in transit hears of it, well or badly.
+    for state in IN_TRANSIT:
+        assert (state, KeyEvent.FAIL) in KEY_TRANSITIONS
+
+
+def test_illegal_calls_change_nothing() -> None:
+    table = AdapterTable(AdapterCacheConfig(640, 384, 3, 1, max_pending_loads=1))
+    assert table.resolve("n0", 0.0) is None
+    with pytest.raises(AdapterLoadsBusy):
+        table.resolve("n1", 0.0)
+    (fetch,) = table.take_fetches()
+    assert isinstance(fetch, FetchName)
+    key = key_of(0)
+    residency = table.residency
+    for illegal in (
+        lambda: residency.unpin(key),
+        lambda: residency.release(key),
+        lambda: residency.acquire(key),
+        lambda: residency.promoted(key),
+    ):
+        with pytest.raises(IllegalTransition):
+            illegal()
+    table.name_fetched("n0", fetch.ticket, key, 64, 4, 0.0)
+    assert table.resolve("n0", 0.0) == key
+    before = (residency.records[key].num_pins, residency.records[key].state, residency.device_used)
+    for illegal in (
+        lambda: residency.release(key),
+        lambda: residency.staged(key),
+        lambda: residency.promoted(key),
+        lambda: residency.lost(key, 0.0),
+        lambda: residency.failed(key, ValueError(), 0.0),
+        lambda: residency.refetched(key, key_of(1), 0.0),
+    ):
+        with pytest.raises(IllegalTransition):
+            illegal()
+    assert (residency.records[key].num_pins, residency.records[key].state, residency.device_used) == before
+    check_residency(residency)

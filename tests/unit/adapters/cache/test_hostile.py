@@ -1,0 +1,278 @@
+"""Hostile and broken adapters: each gets its typed error, and nothing of it stays behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from support.adapter_files import (
+    DOWN_PROJ,
+    HIDDEN,
+    PREFIX,
+    Q_PROJ,
+    Engine,
+    base_targets,
+    lora_config,
+    lora_tensors,
+    safetensors_bytes,
+    write_adapter,
+)
+from torch import Tensor
+
+from loraplex_adapters.sources.directory import DirectorySource
+from loraplex_proto.errors import (
+    AdapterInvalid,
+    AdapterMemoryFull,
+    AdapterNotFound,
+    AdapterUnsupported,
+    BaseMismatch,
+    Code,
+    DiskFull,
+    LoraplexError,
+    NonFinite,
+    RankLimit,
+    ShapeMismatch,
+    UnsafeFormat,
+    by_reason,
+)
+
+Q_A = f"{PREFIX}{Q_PROJ}.lora_A.weight"
+
+
+class Trap:
+    """Leaves a trace when it is unpickled."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (Path.touch, (self.trace,))
+
+
+def with_value(value: float, name: str = Q_A, where: tuple[int, int] = (0, 0)) -> dict[str, Tensor]:
+    tensors = lora_tensors()
+    tensors[name][where] = value
+    return tensors
+
+
+def weights(folder: Path, change: Callable[[bytes], bytes]) -> None:
+    write_adapter(folder)
+    path = folder / "adapter_model.safetensors"
+    path.write_bytes(change(path.read_bytes()))
+
+
+def config(folder: Path, text: bytes) -> None:
+    write_adapter(folder)
+    (folder / "adapter_config.json").write_bytes(text)
+
+
+def pickled(folder: Path, name: str) -> None:
+    write_adapter(folder)
+    (folder / "adapter_model.safetensors").unlink()
+    (folder / name).write_bytes(pickle.dumps(Trap(folder / "was-run")))
+
+
+def only(folder: Path, *names: str) -> None:
+    write_adapter(folder)
+    for path in folder.iterdir():
+        if path.name not in names:
+            path.unlink()
+
+
+def linked(folder: Path, name: str) -> None:
+    write_adapter(folder)
+    outside = folder.parent.parent / "outside"
+    outside.mkdir(exist_ok=True)
+    (folder / name).replace(outside / name)
+    (folder / name).symlink_to(outside / name)
+
+
+def linked_folder(folder: Path) -> None:
+    write_adapter(folder.parent.parent / "outside" / "secret")
+    folder.symlink_to(folder.parent.parent / "outside" / "secret")
+
+
+OVERLAP = safetensors_bytes(
+    {
+        Q_A: {"dtype": "F32", "shape": [4, HIDDEN], "data_offsets": [0, 256]},
+        Q_A.replace("_A", "_B"): {"dtype": "F32", "shape": [HIDDEN, 4], "data_offsets": [128, 384]},
+    },
+    bytes(384),
+)
+# A header that claims a huge tensor: refused from the header, long before anybody allocates it.
+HUGE_RANK = safetensors_bytes(
+    {
+        Q_A: {"dtype": "F32", "shape": [1 << 30, HIDDEN], "data_offsets": [0, (1 << 34) * 4]},
+    },
+    b"",
+)
+
+Spoil = Callable[[Path], object]
+CASES: dict[str, tuple[Spoil, type[LoraplexError]]] = {
+    "nothing there": (lambda f: None, AdapterNotFound),
+    "no weights": (lambda f: only(f, "adapter_config.json"), AdapterInvalid),
+    "no configuration": (lambda f: only(f, "adapter_model.safetensors"), AdapterInvalid),
+    "an empty folder": (lambda f: f.mkdir(), AdapterInvalid),
+    "a file in the folder's place": (lambda f: f.write_text("x"), AdapterNotFound),
+    "a link out of the root": (linked_folder, AdapterNotFound),
+    "weights linked out of the root": (lambda f: linked(f, "adapter_model.safetensors"), AdapterNotFound),
+    "configuration linked out of the root": (lambda f: linked(f, "adapter_config.json"), AdapterNotFound),
+    "pickle .bin": (lambda f: pickled(f, "adapter_model.bin"), UnsafeFormat),
+    "pickle .pt": (lambda f: pickled(f, "adapter_model.pt"), UnsafeFormat),
+    "Medusa heads": (
+        lambda f: (f.mkdir(), (f / "medusa_lm_head.safetensors").write_bytes(b"x")),
+        AdapterUnsupported,
+    ),
+    "a pickle named safetensors": (lambda f: weights(f, lambda d: pickle.dumps(Trap(f / "was-run"))), AdapterInvalid),
+    "empty weights": (lambda f: weights(f, lambda d: b""), AdapterInvalid),
+    "weights cut in the header": (lambda f: weights(f, lambda d: d[:50]), AdapterInvalid),
+    "weights cut in the data": (lambda f: weights(f, lambda d: d[:-1]), AdapterInvalid),
+    "bytes behind the data": (lambda f: weights(f, lambda d: d + b"\0"), AdapterInvalid),
+    "overlapping tensors": (lambda f: weights(f, lambda d: OVERLAP), AdapterInvalid),
+    "a header of 2^60 bytes": (lambda f: weights(f, lambda d: (1 << 60).to_bytes(8, "little") + d), AdapterInvalid),
+    "a tensor larger than the file": (lambda f: weights(f, lambda d: HUGE_RANK), AdapterInvalid),
+    "Git LFS pointer": (
+        lambda f: weights(f, lambda d: b"version https://git-lfs.github.com/spec/v1\n"),
+        AdapterInvalid,
+    ),
+    "configuration is no JSON": (lambda f: config(f, b"{"), AdapterInvalid),
+    "configuration is a list": (lambda f: config(f, b"[]"), AdapterInvalid),
+    "configuration nested deeply": (lambda f: config(f, b'{"a":' * 50_000), AdapterInvalid),
+    "configuration of 2 MB": (lambda f: config(f, b" " * (2 << 20)), AdapterInvalid),
+    "alpha is NaN": (
+        lambda f: config(f, json.dumps(lora_config(lora_alpha=float("nan"))).encode()),
+        AdapterInvalid,
+    ),
+    "alpha is infinite": (lambda f: config(f, json.dumps(lora_config(lora_alpha=1e400)).encode()), AdapterInvalid),
+    "alpha is absurd": (lambda f: write_adapter(f, lora_alpha=1e30), AdapterInvalid),
+    "alpha is 0": (lambda f: write_adapter(f, lora_alpha=0), AdapterInvalid),
+    "r is 0": (lambda f: write_adapter(f, r=0), AdapterInvalid),
+    "r is negative": (lambda f: write_adapter(f, r=-4), AdapterInvalid),
+    "rank over the limit": (lambda f: write_adapter(f, rank=17), RankLimit),
+    "rank by pattern over the limit": (lambda f: write_adapter(f, rank_pattern={"q_proj": 4096}), RankLimit),
+    "rank other than the tensors'": (lambda f: write_adapter(f, r=8), ShapeMismatch),
+    "wrong shape": (
+        lambda f: write_adapter(f, tensors=lora_tensors() | {Q_A: torch.zeros(4, HIDDEN + 1)}),
+        ShapeMismatch,
+    ),
+    "wrong dtype": (
+        lambda f: write_adapter(f, tensors=lora_tensors() | {Q_A: torch.zeros(4, HIDDEN, dtype=torch.int32)}),
+        AdapterUnsupported,
+    ),
+    "another base": (
+        lambda f: write_adapter(f, tensors={n.replace("model.layers", "h"): t for n, t in lora_tensors().items()}),
+        BaseMismatch,
+    ),
+    "a tensor that has no place": (
+        lambda f: write_adapter(f, tensors=lora_tensors() | {"extra": torch.zeros(1)}),
+        AdapterUnsupported,
+    ),
+    "half a pair": (
+        lambda f: write_adapter(f, tensors={n: t for n, t in lora_tensors().items() if n != Q_A}),
+        AdapterInvalid,
+    ),
+    "NaN in the first": (lambda f: write_adapter(f, tensors=with_value(float("nan"))), NonFinite),
+    "Inf in the last": (
+        lambda f: write_adapter(
+            f, tensors=with_value(float("-inf"), f"{PREFIX}{DOWN_PROJ}.lora_B.weight", (HIDDEN - 1, 3))
+        ),
+        NonFinite,
+    ),
+    "DoRA": (lambda f: write_adapter(f, use_dora=True), AdapterUnsupported),
+    "modules_to_save": (lambda f: write_adapter(f, modules_to_save=["lm_head"]), AdapterUnsupported),
+    "a hostile pattern": (lambda f: write_adapter(f, rank_pattern={"(((a{99}){99}){99}){99}": 4}), AdapterUnsupported),
+    "an endless pattern": (lambda f: write_adapter(f, rank_pattern={"a" * 10_000: 4}), AdapterUnsupported),
+}
+
+
+@pytest.mark.parametrize(("spoil", "expected"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize("verb", ["resolve", "load"])
+def test_typed_error_and_nothing_left(spoil: Spoil, expected: type[LoraplexError], verb: str, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    write_adapter(root / "good", seed=5)
+    spoil(root / "bad")
+    engine = Engine(DirectorySource(root), store_dir=tmp_path / "store")
+    good = engine.resolve("good")
+    slot = engine.acquire(good)
+    before = engine.slots.installed[slot].storage.clone()
+    engine.settle()
+    files, usage, fds = set(os.listdir(tmp_path / "store")), engine.cache.usage(), len(os.listdir("/proc/self/fd"))
+    with pytest.raises(LoraplexError) as raised:
+        _ = engine.resolve("bad") if verb == "resolve" else engine.load("bad")
+    error = raised.value
+    assert type(error) is expected
+    assert error.code is (Code.NOT_FOUND if expected is AdapterNotFound else Code.FAILED_PRECONDITION)
+    assert by_reason()[error.reason] is expected
+    assert str(tmp_path) not in error.message  # no path of the server's
+    assert error.message.isascii()
+    assert "'bad'" in error.message
+    assert len(error.message) < 800
+    # Nothing of it stays: no file, no byte, no descriptor, and after a while not even its name.
+    assert set(os.listdir(tmp_path / "store")) == files
+    assert engine.cache.usage() == usage
+    assert len(os.listdir("/proc/self/fd")) == fds
+    engine.now += 31
+    engine.cache.poll(engine.now)
+    engine.cache.poll(engine.now)
+    assert [row.adapter_id for row in engine.cache.list(include_unloaded=False)] == ["good"]
+    assert not (root / "bad" / "was-run").exists()
+    # The neighbour is untouched.
+    assert torch.equal(engine.slots.installed[slot].storage, before)
+    engine.cache.release(good)
+    engine.cache.unpin(good)
+    engine.close()
+
+
+def test_values_beyond_the_served_dtype_are_not_finite(tmp_path: Path) -> None:
+    write_adapter(tmp_path / "big", tensors=with_value(1e6))
+    engine = Engine(DirectorySource(tmp_path), base_targets("float16"))
+    with pytest.raises(NonFinite, match="float16"):
+        engine.resolve("big")
+    engine.close()
+    engine = Engine(DirectorySource(tmp_path), base_targets("bfloat16"))
+    assert engine.resolve("big")
+    engine.cache.close()
+
+
+def test_an_adapter_that_no_tier_could_hold(tmp_path: Path) -> None:
+    write_adapter(tmp_path / "x", rank=16)
+    engine = Engine(DirectorySource(tmp_path), device_bytes=1024)
+    with pytest.raises(AdapterMemoryFull):
+        engine.load("x")
+    engine.close()
+    engine = Engine(DirectorySource(tmp_path), disk_bytes=1024)
+    with pytest.raises(DiskFull):
+        engine.resolve("x")
+    engine.close()
+
+
+def test_after_a_bad_file_is_mended_load_takes_it_at_once(tmp_path: Path) -> None:
+    write_adapter(tmp_path / "x", tensors=with_value(float("nan")))
+    engine = Engine(DirectorySource(tmp_path))
+    with pytest.raises(NonFinite):
+        engine.resolve("x")
+    write_adapter(tmp_path / "x")
+    with pytest.raises(NonFinite):  # remembered
+        engine.resolve("x")
+    assert engine.load("x").state == "on_device"
+    engine.close()
+
+
+def test_a_bad_reload_keeps_the_good_adapter(tmp_path: Path) -> None:
+    write_adapter(tmp_path / "x")
+    engine = Engine(DirectorySource(tmp_path))
+    key = engine.resolve("x")
+    write_adapter(tmp_path / "x", tensors=with_value(float("nan")))
+    with pytest.raises(NonFinite):
+        engine.load("x")
+    assert engine.resolve("x") == key
+    assert engine.acquire(key) is not None
+    for _ in range(2):
+        engine.cache.unpin(key)
+    engine.cache.release(key)
+    engine.close()

@@ -1,0 +1,484 @@
+"""The cache with its threads, store and files."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.adapter_files import DOWN_PROJ, PREFIX, Q_PROJ, Engine, lora_tensors, write_adapter
+
+from loraplex_adapters.cache import manager as manager_module
+from loraplex_adapters.cache.tiers import Tiers
+from loraplex_adapters.key import AdapterKey
+from loraplex_adapters.lora.weights import LoraWeights
+from loraplex_adapters.sources.base import AdapterFiles
+from loraplex_adapters.sources.directory import DirectorySource
+from loraplex_proto.errors import (
+    AdapterInvalid,
+    AdapterLoadsBusy,
+    AdapterMemoryFull,
+    AdapterNotFound,
+    DiskFull,
+    FailedPrecondition,
+    Internal,
+    InvalidAdapterId,
+    SourceUnavailable,
+)
+
+RANK_4_BYTES = 1280  # q_proj and down_proj of rank 4 in float32
+
+
+class CountingSource(DirectorySource):
+    """Counts, and can be held up or made to fail."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.opened: list[str] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.error: Exception | None = None
+
+    def open(self, adapter_id: str) -> AdapterFiles:  # type: ignore[override]
+        self.opened.append(adapter_id)
+        self.gate.wait(10)
+        if self.error is not None:
+            raise self.error
+        return super().open(adapter_id)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    folder = tmp_path / "root"
+    for idx in range(8):
+        write_adapter(folder / f"a{idx}", rank=(2, 4, 8)[idx % 3], seed=idx)
+    return folder
+
+
+@pytest.fixture
+def source(root: Path) -> CountingSource:
+    return CountingSource(root)
+
+
+@pytest.fixture
+def make_engine(source: CountingSource) -> Iterator[Callable[..., Engine]]:
+    engines: list[Engine] = []
+
+    def make(**options: object) -> Engine:
+        engines.append(Engine(source, **options))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        source.gate.set()
+        engine.cache.close()
+
+
+def assert_installed(engine: Engine, slot: int, folder: Path) -> None:
+    """The slot holds exactly what the file says."""
+    weights = engine.slots.installed[slot]
+    file = load_file(folder / "adapter_model.safetensors")
+    for path in (Q_PROJ, DOWN_PROJ):
+        assert torch.equal(weights.factors[path].a, file[f"{PREFIX}{path}.lora_A.weight"])
+        assert torch.equal(weights.factors[path].b, file[f"{PREFIX}{path}.lora_B.weight"])
+        assert weights.factors[path].scale == 2.0
+        assert weights.factors[path].a.data_ptr() % 64 == 0
+
+
+def use(engine: Engine, adapter_id: str) -> AdapterKey:
+    """One request from beginning to end."""
+    key = engine.resolve(adapter_id)
+    engine.acquire(key)
+    engine.cache.release(key)
+    engine.cache.unpin(key)
+    return key
+
+
+def test_many_more_adapters_than_fit(make_engine: Callable[..., Engine], root: Path) -> None:
+    engine = make_engine(num_device_slots=2, device_bytes=4096, host_bytes=6000)
+    for _ in range(2):
+        for idx in range(8):
+            key = engine.resolve(f"a{idx}")
+            slot = engine.acquire(key)
+            assert_installed(engine, slot, root / f"a{idx}")
+            engine.cache.release(key)
+            engine.cache.unpin(key)
+    usage = engine.cache.usage()
+    assert usage.device_evictions >= 8
+    assert usage.host_evictions >= 4
+    assert usage.device_bytes <= 4096
+    assert usage.host_bytes <= 6000
+    assert engine.slots.threads == {threading.get_ident()}
+    engine.close()
+
+
+def test_one_fetch_for_many_requests(make_engine: Callable[..., Engine], source: CountingSource) -> None:
+    engine = make_engine()
+    source.gate.clear()
+    assert [engine.cache.resolve("a0", "t", engine.now) for _ in range(20)] == [None] * 20
+    source.gate.set()
+    keys = {engine.resolve("a0") for _ in range(20)}
+    assert len(keys) == 1
+    assert source.opened == ["a0"]
+
+
+def test_two_names_with_the_same_bytes_share_one_key(make_engine: Callable[..., Engine], root: Path) -> None:
+    write_adapter(root / "twin", rank=2, seed=0)
+    write_adapter(root / "half", rank=2, seed=0, lora_alpha=2)  # the same tensors, another scale
+    engine = make_engine()
+    first, twin, half = (engine.resolve(name) for name in ("a0", "twin", "half"))
+    assert first == twin
+    assert half != first
+    engine.acquire(first)
+    engine.settle()
+    assert engine.cache.usage().num_device_slots_used == 2
+
+
+def test_content_decides_and_running_requests_keep_what_they_have(
+    make_engine: Callable[..., Engine], root: Path
+) -> None:
+    engine = make_engine()
+    old = engine.resolve("a0")
+    slot = engine.acquire(old)
+    before = engine.slots.installed[slot].storage.clone()
+    write_adapter(root / "a0", rank=4, seed=99)
+    assert engine.resolve("a0") == old  # bound: files are not looked at on a request's path
+    info = engine.load("a0")
+    assert info.digest != old.digest
+    new = engine.resolve("a0")
+    assert new.digest == info.digest
+    new_slot = engine.acquire(new)
+    assert new_slot != slot
+    assert torch.equal(engine.slots.installed[slot].storage, before)
+    states = {row.digest: row.state for row in engine.cache.list(include_unloaded=False)}
+    assert states == {old.digest: "draining", new.digest: "on_device"}
+    for key in (old, old):
+        engine.cache.unpin(key)
+    engine.cache.release(old)
+    engine.settle()
+    assert list(engine.slots.installed) == [new_slot]
+
+
+def test_files_cut_or_replaced_while_in_use_do_no_harm(make_engine: Callable[..., Engine], root: Path) -> None:
+    engine = make_engine(num_device_slots=1)
+    key = engine.resolve("a0")
+    slot = engine.acquire(key)
+    before = engine.slots.installed[slot].storage.clone()
+    os.truncate(root / "a0" / "adapter_model.safetensors", 10)
+    (root / "a0" / "adapter_config.json").unlink()
+    assert torch.equal(engine.slots.installed[slot].storage, before)
+    # Nor once it has been off the device: the store has the bytes.
+    engine.cache.release(key)
+    other = engine.resolve("a1")
+    engine.acquire(other)
+    engine.cache.release(other)
+    assert torch.equal(engine.slots.installed[engine.acquire(key)].storage, before)
+
+
+def test_unload_frees(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine()
+    key = engine.resolve("a0")
+    slot = engine.acquire(key)
+    gone = weakref.ref(engine.slots.installed[slot].storage)
+    assert engine.cache.unload("a0").state == "draining"
+    with pytest.raises(AdapterNotFound):
+        engine.cache.unload("a0")
+    engine.settle()
+    assert gone() is not None  # a request still runs with it
+    engine.cache.release(key)
+    engine.cache.unpin(key)
+    engine.settle()
+    assert engine.slots.installed == {}
+    usage = engine.cache.usage()
+    assert (usage.device_bytes, usage.host_bytes, usage.num_device_slots_used) == (0, 0, 0)
+    engine.close()
+    gc.collect()
+    assert gone() is None
+
+
+def test_unload_of_an_idle_adapter_needs_no_further_request(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine()
+    assert engine.load("a0").state == "on_device"
+    info = engine.cache.unload("a0")
+    assert (info.adapter_id, info.state, info.tier) == ("a0", "known", "disk")
+    assert engine.turn()  # it woke the engine by itself
+    assert engine.slots.installed == {}
+
+
+def test_a_bad_adapter_is_read_once_in_a_while(
+    make_engine: Callable[..., Engine], source: CountingSource, root: Path
+) -> None:
+    (root / "a0" / "adapter_model.safetensors").write_bytes(b"junk")
+    engine = make_engine(failure_ttl_s=30.0)
+    for _ in range(50):
+        with pytest.raises(AdapterInvalid, match="adapter 'a0'"):
+            engine.resolve("a0")
+    assert source.opened == ["a0"]
+    write_adapter(root / "a0")
+    engine.now += 31
+    assert engine.resolve("a0")
+    assert source.opened == ["a0", "a0"]
+
+
+def test_load_storm(make_engine: Callable[..., Engine], source: CountingSource) -> None:
+    engine = make_engine(max_pending_loads=4)
+    resident = engine.resolve("a0")
+    engine.acquire(resident)
+    source.gate.clear()
+    for idx in range(4):
+        assert engine.cache.resolve(f"x{idx}", "t", engine.now) is None
+    for idx in range(4, 50):
+        with pytest.raises(AdapterLoadsBusy) as raised:
+            engine.cache.resolve(f"x{idx}", "t", engine.now)
+        assert raised.value.retry_after_s
+    assert engine.cache.acquire(resident) is not None
+
+
+def test_a_source_that_hangs_does_not_keep_resident_adapters_from_moving(
+    make_engine: Callable[..., Engine], source: CountingSource
+) -> None:
+    engine = make_engine(num_device_slots=1)
+    first, second = engine.resolve("a0"), engine.resolve("a1")
+    source.gate.clear()
+    assert engine.cache.resolve("a2", "t", engine.now) is None
+    for _ in range(3):
+        for key in (first, second):
+            engine.acquire(key)
+            engine.cache.release(key)
+    assert engine.cache.resolve("a2", "t", engine.now) is None
+
+
+def test_another_tenants_adapter_is_answered_like_an_unknown_one(
+    make_engine: Callable[..., Engine], source: CountingSource
+) -> None:
+    def access(adapter_id: str, tenant: str) -> bool:
+        return tenant == "owner" or adapter_id == "unknown"
+
+    engine = make_engine(access=access)
+    assert engine.resolve("a0", "owner")
+    opened = len(source.opened)
+    with pytest.raises(AdapterNotFound) as refused:
+        engine.cache.resolve("a0", "stranger", engine.now)
+    with pytest.raises(AdapterNotFound) as refused_unloaded:
+        engine.cache.resolve("a1", "stranger", engine.now)
+    assert len(source.opened) == opened
+    with pytest.raises(AdapterNotFound) as unknown:
+        engine.resolve("unknown", "stranger")
+    for error, name in ((refused.value, "a0"), (refused_unloaded.value, "a1")):
+        assert error.message.replace(name, "unknown") == unknown.value.message
+        assert (error.field, error.resource) == (unknown.value.field, name)
+        assert error.metadata == unknown.value.metadata
+
+
+def test_ids_are_checked_first(make_engine: Callable[..., Engine], source: CountingSource) -> None:
+    engine = make_engine()
+    for call in (
+        lambda: engine.cache.resolve("../a0", "t", 0.0),
+        lambda: engine.cache.load("a0\x00", False, 0.0),
+        lambda: engine.cache.unload("/a0"),
+        lambda: engine.cache.get("https://x/y"),
+    ):
+        with pytest.raises(InvalidAdapterId):
+            call()
+    assert source.opened == []
+
+
+def test_what_the_disk_has_dropped_comes_back_from_the_source(
+    make_engine: Callable[..., Engine], root: Path, source: CountingSource
+) -> None:
+    engine = make_engine(disk_bytes=3 * 8192, host_bytes=3000, num_device_slots=1)
+    first = use(engine, "a0")
+    for idx in range(1, 6):
+        use(engine, f"a{idx}")
+    assert len(os.listdir(engine.cache._store._root)) - 1 < 6
+    again = engine.resolve("a0")
+    assert again == first
+    slot = engine.acquire(again)
+    assert_installed(engine, slot, root / "a0")
+    assert source.opened.count("a0") == 2
+
+
+def test_changed_files_never_take_the_place_of_a_bound_content(make_engine: Callable[..., Engine], root: Path) -> None:
+    engine = make_engine(disk_bytes=3 * 8192, host_bytes=3000, num_device_slots=1)
+    use(engine, "a0")
+    for idx in range(1, 6):
+        use(engine, f"a{idx}")
+    write_adapter(root / "a0", seed=77)
+    key = engine.resolve("a0")
+    assert engine.cache.acquire(key) is None
+    error = engine.until(lambda: engine.cache.failure(key))
+    assert isinstance(error, FailedPrecondition)
+    assert "LoadAdapter" in str(error)
+    assert engine.load("a0").digest != key.digest
+    assert engine.acquire(engine.resolve("a0")) is not None
+
+
+def test_larger_than_the_device(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine(device_bytes=RANK_4_BYTES)
+    small, large = engine.resolve("a1"), engine.resolve("a2")
+    assert isinstance(engine.cache.failure(large), AdapterMemoryFull)
+    assert engine.cache.acquire(large) is None
+    assert engine.cache.failure(small) is None
+    assert engine.acquire(small) is not None
+    with pytest.raises(AdapterMemoryFull):
+        engine.load("a5")
+    assert "a5" not in {row.adapter_id for row in engine.cache.list(False) if row.state != "failed"}
+
+
+def test_a_full_store_is_an_error_and_resident_adapters_go_on(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine(disk_bytes=8192)
+    resident = engine.resolve("a0")
+    engine.acquire(resident)
+    with pytest.raises(DiskFull) as raised:
+        engine.resolve("a1")
+    assert raised.value.retry_after_s
+    assert engine.cache.acquire(resident) is not None
+
+
+def test_a_source_that_is_down(make_engine: Callable[..., Engine], source: CountingSource) -> None:
+    engine = make_engine()
+    resident = engine.resolve("a0")
+    source.error = SourceUnavailable("the source is down; try again later", retry_after_s=5.0)
+    with pytest.raises(SourceUnavailable):
+        engine.resolve("a1")
+    assert engine.acquire(resident) is not None
+
+
+def test_a_bug_is_opaque(
+    make_engine: Callable[..., Engine], source: CountingSource, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_engine()
+    source.error = ZeroDivisionError("/secret/path")
+    with caplog.at_level(logging.ERROR), pytest.raises(Internal) as raised:
+        engine.resolve("a0")
+    assert "/secret/path" not in str(raised.value)
+    error_id = str(raised.value).split("id ")[1].split(")")[0]
+    assert error_id in caplog.text
+    source.error = None
+    assert engine.resolve("a1")  # the thread lives
+
+
+def test_a_copy_that_fails_is_that_adapters_failure(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+
+    def no_memory(*args: object) -> LoraWeights:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Tiers, "promote", no_memory)
+        key = engine.resolve("a0")
+        assert engine.cache.acquire(key) is None
+        assert isinstance(engine.until(lambda: engine.cache.failure(key)), AdapterMemoryFull)
+    assert engine.cache.usage().device_bytes == 0
+    engine.now += 31
+    engine.cache.poll(engine.now)
+    assert engine.acquire(key) is not None
+
+
+def test_pinned_adapters_stay(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine(num_device_slots=2)
+    assert engine.load("a0", pin=True).pinned
+    for idx in range(1, 6):
+        use(engine, f"a{idx}")
+    row = engine.cache.get("a0")
+    assert (row.state, row.pinned) == ("on_device", True)
+    engine.close()
+
+
+def test_listing(make_engine: Callable[..., Engine], root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manager_module, "RELIST_S", 0.0)
+    engine = make_engine()
+    assert [(r.adapter_id, r.state, r.tier) for r in engine.cache.list(True)] == [
+        (f"a{idx}", "known", "source") for idx in range(8)
+    ]
+    assert engine.cache.list(False) == []
+    engine.settle()
+    key = engine.resolve("a1")
+    engine.acquire(key)
+    (root / "a3" / "adapter_model.safetensors").write_bytes(b"junk")
+    with pytest.raises(AdapterInvalid):
+        engine.resolve("a3")
+    loaded = {row.adapter_id: row for row in engine.cache.list(False)}
+    assert set(loaded) == {"a1", "a3"}
+    assert loaded["a1"].num_running == 1
+    assert loaded["a1"].rank == 4
+    assert loaded["a1"].num_bytes == RANK_4_BYTES
+    assert loaded["a1"].digest == key.digest
+    assert (loaded["a3"].state, loaded["a3"].error_reason) == ("failed", "ADAPTER_INVALID")
+    assert engine.cache.get("a3").error
+    assert engine.cache.get("a5").state == "known"
+    with pytest.raises(AdapterNotFound):
+        engine.cache.get("nothing")
+    write_adapter(root / "new")
+    engine.cache.list(True)
+    engine.until(lambda: True if "new" in {r.adapter_id for r in engine.cache.list(True)} else None)
+
+
+def test_integrity_notices_what_was_not_given_back(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine()
+    key = engine.resolve("a0")
+    engine.acquire(key)
+    with pytest.raises(AssertionError, match="pinned"):
+        engine.cache.check_integrity()
+    engine.cache.unpin(key)
+    with pytest.raises(AssertionError, match="references"):
+        engine.cache.check_integrity()
+    engine.cache.release(key)
+    engine.cache.check_integrity()
+
+
+def test_the_temporary_store_goes_with_the_cache(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine()
+    engine.resolve("a0")
+    folder = engine.cache._store._root
+    assert list(folder.glob("*.adapter"))
+    engine.cache.close()
+    assert not folder.exists()
+
+
+def test_a_store_of_the_operators_survives(make_engine: Callable[..., Engine], tmp_path: Path) -> None:
+    first = make_engine(store_dir=tmp_path / "store")
+    key = first.resolve("a0")
+    first.cache.close()
+    second = make_engine(store_dir=tmp_path / "store")
+    assert second.resolve("a0") == key
+    assert second.acquire(key) is not None
+    assert len(list((tmp_path / "store").glob("*.adapter"))) == 1
+
+
+def test_templates_beside_an_adapter_are_reported_and_not_touched(
+    make_engine: Callable[..., Engine], root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (root / "a0" / "chat_template.jinja").write_text("{{ 1 / 0 }}")
+    engine = make_engine()
+    with caplog.at_level(logging.WARNING):
+        engine.resolve("a0")
+    assert "chat_template.jinja" in caplog.text
+
+
+def test_counters(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine()
+    key: AdapterKey = engine.resolve("a0")
+    engine.acquire(key)
+    engine.cache.acquire(key)
+    usage = engine.cache.usage()
+    assert usage.hits == 2
+    assert usage.loads_total == 1
+    assert usage.load_seconds_total > 0
+    assert usage.num_device_slots == 3
+
+
+def test_adapters_of_one_module_leave_the_others_alone(make_engine: Callable[..., Engine], root: Path) -> None:
+    write_adapter(root / "one", tensors=lora_tensors(4, paths=[Q_PROJ]))
+    engine = make_engine()
+    slot = engine.acquire(engine.resolve("one"))
+    assert set(engine.slots.installed[slot].factors) == {Q_PROJ}

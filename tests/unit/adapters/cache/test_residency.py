@@ -1,0 +1,318 @@
+"""The residency table, case by case (tests/property/test_adapter_table.py has the general laws)."""
+
+from __future__ import annotations
+
+import pytest
+
+from loraplex_adapters.cache.integrity import check_residency
+from loraplex_adapters.cache.residency import OFFER_ROUNDS, ResidencyTable
+from loraplex_adapters.cache.states import DropDevice, DropHost, KeyState, Promote, Refetch, Stage
+from loraplex_adapters.key import AdapterKey
+from loraplex_proto.errors import AdapterMemoryFull, FailedPrecondition, SourceUnavailable
+
+
+def key_of(content: int) -> AdapterKey:
+    return AdapterKey("lora", f"{content:064x}")
+
+
+A, B, C = key_of(1), key_of(2), key_of(3)
+
+
+def make_table(host: int = 1000, device: int = 1000, num_slots: int = 2) -> ResidencyTable:
+    return ResidencyTable(host, device, num_slots, failure_ttl_s=10.0)
+
+
+def pinned(table: ResidencyTable, key: AdapterKey, num_bytes: int = 100) -> AdapterKey:
+    """Bound to a name and held by one request."""
+    table.bind(key, f"name-{key.digest[-1]}", num_bytes, rank=4)
+    table.pin(key)
+    return key
+
+
+def run(table: ResidencyTable, now: float = 0.0) -> list[object]:
+    """One round, its moves carried out at once."""
+    table.advance(now)
+    moves = list(table.moves)
+    table.moves.clear()
+    for move in moves:
+        if isinstance(move, Promote):
+            table.promoted(move.key)
+        elif isinstance(move, Stage):
+            table.staged(move.key)
+    check_residency(table)
+    return moves
+
+
+def bring_up(table: ResidencyTable, key: AdapterKey) -> int:
+    assert table.acquire(key) is None
+    run(table)
+    slot = table.acquire(key)
+    assert slot is not None
+    return slot
+
+
+def test_a_want_is_promoted_and_then_hit() -> None:
+    table = make_table()
+    pinned(table, A)
+    assert table.acquire(A) is None
+    assert table.is_due
+    table.advance(0.0)
+    assert table.moves == [Promote(A, 0)]
+    assert table.acquire(A) is None  # still on its way; not wanted twice
+    table.moves.clear()
+    table.promoted(A)
+    assert table.acquire(A) == 0
+    assert (table.hits, table.misses) == (1, 1)
+    assert (table.host_used, table.device_used, table.num_slots_used) == (100, 100, 1)
+
+
+def test_the_least_recently_used_goes_and_its_host_copy_stays() -> None:
+    table = make_table()
+    for key in (A, B):
+        pinned(table, key)
+        bring_up(table, key)
+        table.release(key)
+    bring_slot = table.acquire(A)  # A is used again: B is older now
+    assert bring_slot is not None
+    table.release(A)
+    pinned(table, C)
+    assert table.acquire(C) is None
+    moves = run(table)
+    assert [type(move) for move in moves] == [DropDevice, Promote]
+    assert moves[0] == DropDevice(B, 1)
+    assert table.records[B].state is KeyState.ON_HOST
+    assert table.device_evictions == 1
+    # Coming back needs no disk.
+    table.unpin(C)
+    assert table.acquire(B) is None
+    assert [type(move) for move in run(table)] == [DropDevice, Promote]
+    assert table.acquire(B) is not None
+
+
+def test_referenced_weights_stay_and_wants_keep_their_order() -> None:
+    table = make_table(num_slots=1)
+    pinned(table, A)
+    bring_up(table, A)
+    pinned(table, B)
+    pinned(table, C)
+    assert table.acquire(B) is None
+    assert table.acquire(C) is None
+    for _ in range(5):
+        moves = run(table)
+        assert not any(isinstance(move, Promote | DropDevice) for move in moves)
+    assert list(table.wanted()) == [B, C]
+    table.release(A)
+    assert table.is_due  # an idle engine must look again
+    assert run(table)[:2] == [DropDevice(A, 0), Promote(B, 0)]
+    assert table.acquire(C) is None
+    assert table.acquire(B) == 0
+
+
+def test_a_want_that_waits_is_staged_meanwhile() -> None:
+    table = make_table(num_slots=1)
+    pinned(table, A)
+    bring_up(table, A)
+    pinned(table, B)
+    assert table.acquire(B) is None
+    assert run(table) == [Stage(B)]
+    assert table.records[B].state is KeyState.ON_HOST
+
+
+def test_nobody_overtakes_a_large_want() -> None:
+    table = make_table(device=300, num_slots=3)
+    pinned(table, A, 200)
+    bring_up(table, A)
+    pinned(table, B, 250)
+    pinned(table, C, 50)
+    assert table.acquire(B) is None
+    assert table.acquire(C) is None  # would fit beside A, but came later
+    assert not any(isinstance(move, Promote) for move in run(table))
+    table.release(A)
+    assert [m for m in run(table) if isinstance(m, Promote)] == [Promote(B, 0), Promote(C, 1)]
+
+
+def test_a_withdrawn_want_frees_the_queue() -> None:
+    table = make_table(device=300, num_slots=3)
+    pinned(table, A, 200)
+    bring_up(table, A)
+    pinned(table, B, 250)
+    pinned(table, C, 50)
+    assert table.acquire(B) is None
+    assert table.acquire(C) is None
+    table.unpin(B)
+    assert [m for m in run(table) if isinstance(m, Promote)] == [Promote(C, 1)]
+
+
+def test_two_wants_for_one_slot_do_not_push_each_other_out() -> None:
+    table = make_table(num_slots=1)
+    pinned(table, A)
+    pinned(table, B)
+    assert table.acquire(A) is None
+    assert table.acquire(B) is None
+    run(table)
+    for _ in range(3):
+        run(table)
+        assert table.records[A].state is KeyState.ON_DEVICE
+    assert table.is_due  # the engine keeps turning while an offer runs
+    assert table.acquire(A) == 0
+
+
+def test_an_offer_that_nobody_takes_ends() -> None:
+    table = make_table(num_slots=1)
+    pinned(table, A)
+    pinned(table, B)
+    assert table.acquire(A) is None
+    assert table.acquire(B) is None
+    for _ in range(OFFER_ROUNDS + 2):
+        run(table)
+    assert table.records[B].state is KeyState.ON_DEVICE
+    assert table.records[A].state is KeyState.ON_HOST
+
+
+def test_what_later_wants_staged_does_not_block_the_first() -> None:
+    table = make_table(host=100, num_slots=1)
+    pinned(table, A)
+    assert table.acquire(A) is None
+    table.advance(0.0)
+    table.moves.clear()
+    table.lost(A, 0.0)  # the disk had dropped it
+    assert table.refetches == [Refetch(A, "name-1")]
+    pinned(table, C)
+    bring_up(table, C)
+    pinned(table, B)
+    assert table.acquire(B) is None
+    assert Stage(B) in run(table)  # waits for the slot; its copy fills the host
+    table.refetched(A, A, 0.0)
+    table.release(C)
+    assert Promote(A, 0) in run(table)
+
+
+def test_larger_than_the_device_is_a_failure_and_never_a_want() -> None:
+    table = make_table(device=300)
+    pinned(table, A, 301)
+    assert isinstance(table.failure(A), AdapterMemoryFull)
+    assert table.acquire(A) is None
+    assert run(table) == []
+    pinned(table, B, 300)
+    assert table.failure(B) is None
+
+
+def test_larger_than_the_host_is_a_failure_too() -> None:
+    table = make_table(host=100, device=300)
+    pinned(table, A, 101)
+    assert isinstance(table.failure(A), AdapterMemoryFull)
+
+
+def test_pinned_adapters_stay_and_their_room_is_gone_for_others() -> None:
+    table = make_table(device=300, num_slots=2)
+    table.bind(A, "a", 200, 4)
+    table.set_pinned(A, "a", True)
+    assert run(table) == [Promote(A, 0)]
+    assert not table.can_pin(B, 101)
+    assert table.can_pin(B, 100)
+    pinned(table, B, 101)
+    assert isinstance(table.failure(B), AdapterMemoryFull)
+    pinned(table, C, 100)
+    assert table.failure(C) is None
+    bring_up(table, C)
+    assert table.records[A].state is KeyState.ON_DEVICE
+    table.set_pinned(A, "a", False)
+    assert table.failure(B) is None
+
+
+def test_unloading_frees_at_once_when_nobody_holds_it() -> None:
+    table = make_table()
+    table.bind(A, "a", 100, 4)
+    table.prefetch(A)
+    run(table)
+    table.unbind(A, "a")
+    assert table.moves == [DropDevice(A, 0), DropHost(A)]
+    assert A not in table.records
+    assert (table.host_used, table.device_used, table.num_slots_used) == (0, 0, 0)
+
+
+def test_unloading_while_in_use_drains() -> None:
+    table = make_table()
+    pinned(table, A)
+    bring_up(table, A)
+    table.unbind(A, "name-1")
+    assert table.records[A].state is KeyState.ON_DEVICE
+    table.release(A)
+    assert A in table.records  # the request still holds its pin
+    table.unpin(A)
+    assert A not in table.records
+    assert table.device_used == 0
+
+
+def test_a_prefetch_pushes_nobody_out() -> None:
+    table = make_table(num_slots=1)
+    pinned(table, A)
+    bring_up(table, A)
+    table.release(A)
+    table.bind(B, "b", 100, 4)
+    table.prefetch(B)
+    assert run(table) == [Stage(B)]
+    assert table.is_settled(B)
+    assert table.records[A].state is KeyState.ON_DEVICE
+
+
+def test_a_failed_move_gives_everything_back_and_is_forgotten_in_time() -> None:
+    table = make_table()
+    pinned(table, A)
+    assert table.acquire(A) is None
+    table.advance(0.0)
+    table.moves.clear()
+    error = SourceUnavailable("no")
+    table.failed(A, error, now=5.0)
+    check_residency(table)
+    assert table.failure(A) is error
+    assert (table.host_used, table.device_used, table.num_slots_used) == (0, 0, 0)
+    assert table.moves == [DropHost(A)]
+    assert table.acquire(A) is None
+    assert not list(table.wanted())
+    run(table, now=14.9)
+    assert table.failure(A) is error
+    run(table, now=15.0)
+    assert table.failure(A) is None
+    bring_up(table, A)
+
+
+def test_lost_bytes_come_back_from_the_source_only_if_they_are_the_same() -> None:
+    table = make_table()
+    pinned(table, A)
+    assert table.acquire(A) is None
+    table.advance(0.0)
+    table.lost(A, 0.0)
+    table.refetched(A, B, 0.0)
+    error = table.failure(A)
+    assert isinstance(error, FailedPrecondition)
+    assert "LoadAdapter" in str(error)
+
+
+def test_lost_bytes_of_an_unloaded_adapter_are_a_failure() -> None:
+    table = make_table()
+    pinned(table, A)
+    table.unbind(A, "name-1")
+    assert table.acquire(A) is None
+    table.advance(0.0)
+    table.lost(A, 0.0)
+    assert isinstance(table.failure(A), SourceUnavailable)
+    table.unpin(A)
+    assert not table.records
+
+
+@pytest.mark.parametrize("num_adapters", [50])
+def test_many_more_than_fit(num_adapters: int) -> None:
+    table = make_table(host=1000, device=300, num_slots=3)
+    keys = [pinned(table, key_of(10 + i)) for i in range(num_adapters)]
+    for _ in range(3):
+        for key in keys:
+            for _ in range(4):
+                if table.acquire(key) is not None:
+                    table.release(key)
+                    break
+                run(table)
+            else:
+                raise AssertionError(f"{key} was not served")
+    assert table.device_evictions > num_adapters
+    assert table.host_evictions > num_adapters

@@ -1,0 +1,324 @@
+"""Names, fetches, remembered failures and LoadAdapter, case by case."""
+
+from __future__ import annotations
+
+import pytest
+
+from loraplex_adapters.cache.config import AdapterCacheConfig
+from loraplex_adapters.cache.integrity import check_names, check_residency
+from loraplex_adapters.cache.states import FetchName, Promote, Stage
+from loraplex_adapters.cache.table import ABANDONED_S, MAX_REMEMBERED_FAILURES, AdapterTable
+from loraplex_adapters.key import AdapterKey
+from loraplex_proto.errors import (
+    AdapterInvalid,
+    AdapterLoadsBusy,
+    AdapterMemoryFull,
+    AdapterNotFound,
+    InvalidArgument,
+    LoraplexError,
+)
+
+TTL_S = 30.0
+
+
+def key_of(content: int) -> AdapterKey:
+    return AdapterKey("lora", f"{content:064x}")
+
+
+OLD, NEW = key_of(1), key_of(2)
+
+
+def make_table(num_slots: int = 2, max_pending: int = 8) -> AdapterTable:
+    return AdapterTable(
+        AdapterCacheConfig(1000, 1000, num_slots, 1, max_pending_loads=max_pending, failure_ttl_s=TTL_S)
+    )
+
+
+def fetch_of(table: AdapterTable) -> FetchName:
+    (fetch,) = table.take_fetches()
+    assert isinstance(fetch, FetchName)
+    return fetch
+
+
+def end_fetch(table: AdapterTable, key: AdapterKey, num_bytes: int = 100, now: float = 0.0) -> None:
+    fetch = fetch_of(table)
+    table.name_fetched(fetch.name, fetch.ticket, key, num_bytes, 4, now)
+
+
+def fail_fetch(table: AdapterTable, error: Exception, now: float = 0.0) -> None:
+    fetch = fetch_of(table)
+    table.name_failed(fetch.name, fetch.ticket, error, now)
+
+
+def turn(table: AdapterTable, now: float = 0.0) -> None:
+    table.advance(now)
+    for move in table.take_moves():
+        if isinstance(move, Promote):
+            table.residency.promoted(move.key)
+        elif isinstance(move, Stage):
+            table.residency.staged(move.key)
+    check_residency(table.residency)
+    check_names(table)
+
+
+def bound(table: AdapterTable, name: str, key: AdapterKey) -> None:
+    assert table.resolve(name, 0.0) is None
+    end_fetch(table, key)
+    turn(table)
+
+
+def test_a_name_is_fetched_once_and_bound_for_good() -> None:
+    table = make_table()
+    assert table.resolve("x", 0.0) is None
+    assert table.resolve("x", 0.0) is None  # single flight
+    end_fetch(table, OLD)
+    assert table.resolve("x", 0.0) == OLD
+    assert table.resolve("x", 1e9) == OLD
+    assert not table.take_fetches()
+    assert table.residency.records[OLD].num_pins == 2
+
+
+def test_two_names_of_one_content_share_it() -> None:
+    table = make_table()
+    bound(table, "x", OLD)
+    bound(table, "y", OLD)
+    assert len(table.residency.records) == 1
+    assert table.residency.device_used == 100
+    table.unload("x")
+    assert table.resolve("y", 0.0) == OLD
+
+
+def test_a_failure_is_answered_from_memory_until_it_expires() -> None:
+    table = make_table()
+    assert table.resolve("x", 0.0) is None
+    fail_fetch(table, AdapterInvalid("broken"), now=1.0)
+    raised: list[LoraplexError] = []
+    for now in (1.0, 2.0, 1.0 + TTL_S - 0.01):
+        with pytest.raises(AdapterInvalid, match="broken") as caught:
+            table.resolve("x", now)
+        raised.append(caught.value)
+    assert len(set(map(id, raised))) == 3  # each its own traceback
+    assert not table.take_fetches()
+    assert table.resolve("x", 1.0 + TTL_S) is None
+    end_fetch(table, OLD)
+    assert table.resolve("x", 1.0 + TTL_S) == OLD
+
+
+def test_expired_failures_leave_nothing() -> None:
+    table = make_table()
+    assert table.resolve("x", 0.0) is None
+    fail_fetch(table, AdapterInvalid("broken"))
+    turn(table, now=TTL_S + 1)
+    assert not table.names
+
+
+def test_remembered_failures_are_bounded() -> None:
+    table = make_table()
+    for idx in range(MAX_REMEMBERED_FAILURES + 50):
+        assert table.resolve(f"x{idx}", 0.0) is None
+        fail_fetch(table, AdapterNotFound("no"))
+    assert len(table.names) == MAX_REMEMBERED_FAILURES
+
+
+def test_too_many_fetches_are_refused_with_a_hint() -> None:
+    table = make_table(max_pending=2)
+    assert table.resolve("a", 0.0) is None
+    assert table.resolve("b", 0.0) is None
+    with pytest.raises(AdapterLoadsBusy) as raised:
+        table.resolve("c", 0.0)
+    assert raised.value.retry_after_s
+    with pytest.raises(AdapterLoadsBusy):
+        table.load("d", False, 0.0)
+    assert set(table.names) == {"a", "b"}
+    assert table.resolve("a", 0.0) is None  # joining is free
+
+
+def test_load_binds_anew_and_running_requests_keep_the_old() -> None:
+    table = make_table()
+    bound(table, "x", OLD)
+    assert table.resolve("x", 0.0) == OLD
+    assert table.residency.acquire(OLD) is not None
+    assert table.load("x", False, 0.0) is None
+    assert table.resolve("x", 0.0) == OLD  # until the load is done
+    end_fetch(table, NEW)
+    turn(table)
+    assert table.load("x", False, 0.0) == NEW
+    assert table.resolve("x", 0.0) == NEW
+    assert table.residency.records[OLD].num_refs == 1
+    table.residency.release(OLD)
+    table.residency.unpin(OLD)
+    table.residency.unpin(OLD)
+    assert OLD not in table.residency.records
+    turn(table)
+
+
+def test_a_failed_load_keeps_the_old_binding() -> None:
+    table = make_table()
+    bound(table, "x", OLD)
+    assert table.load("x", False, 0.0) is None
+    fail_fetch(table, AdapterInvalid("broken"))
+    turn(table)
+    with pytest.raises(AdapterInvalid, match="broken"):
+        table.load("x", False, 0.0)
+    assert table.resolve("x", 0.0) == OLD
+
+
+def test_load_reads_anew_even_when_an_older_fetch_is_under_way() -> None:
+    table = make_table()
+    assert table.resolve("x", 0.0) is None
+    first = fetch_of(table)
+    assert table.load("x", False, 0.0) is None
+    assert not table.take_fetches()
+    table.name_fetched("x", first.ticket, OLD, 100, 4, 0.0)
+    turn(table)
+    assert table.load("x", False, 0.0) is None  # what the older fetch found is not the answer
+    assert table.resolve("x", 0.0) == OLD
+    end_fetch(table, NEW)
+    turn(table)
+    assert table.load("x", False, 0.0) == NEW
+
+
+def test_load_reads_anew_after_an_older_fetch_failed() -> None:
+    table = make_table()
+    assert table.resolve("x", 0.0) is None
+    first = fetch_of(table)
+    assert table.load("x", False, 0.0) is None
+    table.name_failed("x", first.ticket, AdapterInvalid("old"), 0.0)
+    end_fetch(table, NEW)
+    turn(table)
+    assert table.load("x", False, 0.0) == NEW
+
+
+def test_load_ignores_a_remembered_failure() -> None:
+    table = make_table()
+    assert table.resolve("x", 0.0) is None
+    fail_fetch(table, AdapterInvalid("broken"))
+    assert table.load("x", False, 0.1) is None
+    end_fetch(table, OLD)
+    turn(table)
+    assert table.load("x", False, 0.1) == OLD
+
+
+def test_load_ends_when_there_is_no_room() -> None:
+    table = make_table(num_slots=1)
+    bound(table, "x", OLD)
+    assert table.resolve("x", 0.0) == OLD
+    assert table.residency.acquire(OLD) is not None
+    # Somebody waits for the slot, so the load of a third cannot get anywhere, and says so rather than wait.
+    bound(table, "y", NEW)
+    assert table.resolve("y", 0.0) == NEW
+    assert table.residency.acquire(NEW) is None
+    assert table.load("z", False, 0.0) is None
+    end_fetch(table, key_of(3))
+    turn(table)
+    turn(table)
+    assert table.load("z", False, 0.0) == key_of(3)
+
+
+def test_a_pinned_load_stays_wanted_while_there_is_no_room() -> None:
+    table = make_table(num_slots=1)
+    bound(table, "x", OLD)
+    assert table.resolve("x", 0.0) == OLD
+    assert table.residency.acquire(OLD) is not None
+    assert table.load("y", True, 0.0) is None
+    end_fetch(table, NEW)
+    turn(table)
+    turn(table)
+    assert table.load("y", True, 0.0) == NEW
+    assert list(table.residency.wanted()) == [NEW]
+    table.residency.release(OLD)
+    turn(table)
+    assert table.residency.records[NEW].slot == 0
+
+
+def test_a_load_that_can_never_fit_leaves_nothing_behind() -> None:
+    table = make_table()
+    assert table.load("x", False, 0.0) is None
+    end_fetch(table, OLD, num_bytes=1001)
+    turn(table)
+    with pytest.raises(AdapterMemoryFull):
+        table.load("x", False, 0.0)
+    assert not table.residency.records
+    turn(table, now=TTL_S + 1)
+    assert not table.names
+
+
+def test_a_pin_that_can_never_be_kept_is_refused() -> None:
+    table = make_table()
+    assert table.load("x", True, 0.0) is None
+    end_fetch(table, OLD, num_bytes=600)
+    turn(table)
+    assert table.load("x", True, 0.0) == OLD
+    assert table.load("y", True, 0.0) is None
+    end_fetch(table, NEW, num_bytes=500)
+    turn(table)
+    with pytest.raises(AdapterMemoryFull, match="pin"):
+        table.load("y", True, 0.0)
+    assert NEW not in table.residency.records
+
+
+def test_loading_again_without_a_pin_takes_the_pin_off() -> None:
+    table = make_table()
+    for pin in (True, False):
+        assert table.load("x", pin, 0.0) is None
+        end_fetch(table, OLD)
+        turn(table)
+        assert table.load("x", pin, 0.0) == OLD
+        assert (table.residency.records[OLD].pinned_names == {"x"}) is pin
+
+
+def test_an_abandoned_load_does_not_answer_a_later_one() -> None:
+    table = make_table()
+    assert table.load("x", False, 0.0) is None
+    end_fetch(table, OLD)
+    turn(table, now=1.0)
+    turn(table, now=1.0)
+    later = 1.0 + ABANDONED_S + 1
+    assert table.load("x", False, later) is None
+    end_fetch(table, NEW, now=later)
+    turn(table, now=later)
+    assert table.load("x", False, later) == NEW
+
+
+def test_unload_needs_a_bound_name() -> None:
+    table = make_table()
+    with pytest.raises(AdapterNotFound):
+        table.unload("x")
+    assert table.resolve("x", 0.0) is None
+    with pytest.raises(AdapterNotFound):
+        table.unload("x")
+    end_fetch(table, OLD)
+    assert table.unload("x") == OLD
+    assert not table.residency.records
+    assert table.resolve("x", 0.0) is None  # forgotten: bound again on the next use
+
+
+def test_a_fetch_that_outlived_its_name_binds_nothing() -> None:
+    table = make_table()
+    bound(table, "x", OLD)
+    assert table.load("x", False, 0.0) is None
+    stale = fetch_of(table)
+    table.unload("x")
+    assert table.resolve("x", 0.0) is None
+    fresh = fetch_of(table)
+    table.name_fetched("x", stale.ticket, OLD, 100, 4, 0.0)
+    assert table.names["x"].key is None
+    table.name_fetched("x", fresh.ticket, NEW, 100, 4, 0.0)
+    assert table.resolve("x", 0.0) == NEW
+    assert table.num_fetching == 0
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"host_bytes": 0},
+        {"device_bytes": -1},
+        {"num_device_slots": 0},
+        {"max_pending_loads": 0},
+        {"failure_ttl_s": 0.0},
+    ],
+)
+def test_budgets_are_checked(fields: dict[str, float]) -> None:
+    good: dict[str, float] = {"host_bytes": 1, "device_bytes": 1, "num_device_slots": 1, "disk_bytes": 1}
+    with pytest.raises(InvalidArgument):
+        AdapterCacheConfig(**(good | fields))  # type: ignore[arg-type]

@@ -1,0 +1,167 @@
+"""adapter_config.json: what is carried out, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+from peft import LoraConfig
+from peft.tuners.lora.config import BdLoraConfig, KasaConfig, MontecloraConfig, VeloraConfig
+from support.adapter_files import lora_config
+
+from loraplex_adapters.formats.patterns import MatchWork
+from loraplex_adapters.formats.peft_config import MAX_CONFIG_BYTES, PeftLoraConfig, parse_peft_config
+from loraplex_proto.errors import AdapterInvalid, AdapterUnsupported
+
+PATH = "model.layers.3.self_attn.q_proj"
+
+
+def parse(**fields: Any) -> PeftLoraConfig:
+    return parse_peft_config(json.dumps(lora_config(**fields)).encode())
+
+
+def test_plain() -> None:
+    config = parse(r=8, lora_alpha=12)
+    assert config.rank_and_scale(PATH, MatchWork()) == (8, 1.5)
+
+
+def test_rslora() -> None:
+    rank, scale = parse(r=8, lora_alpha=12, use_rslora=True).rank_and_scale(PATH, MatchWork())
+    assert (rank, scale) == (8, 12 / math.sqrt(8))
+
+
+def test_the_first_pattern_that_matches_wins_and_the_scale_is_the_modules_own() -> None:
+    config = parse(
+        r=8,
+        lora_alpha=16,
+        rank_pattern={"layers.3.self_attn.q_proj": 4, "q_proj": 2},
+        alpha_pattern={"nothing": 1, r".*self_attn\..*": 6},
+    )
+    assert config.rank_and_scale(PATH, MatchWork()) == (4, 1.5)
+    assert config.rank_and_scale("model.layers.4.self_attn.q_proj", MatchWork()) == (2, 3.0)
+    assert config.rank_and_scale("model.layers.4.mlp.down_proj", MatchWork()) == (8, 2.0)
+
+
+def test_a_fresh_peft_configuration_is_accepted() -> None:
+    fields = LoraConfig(target_modules=["q_proj"], r=4, lora_alpha=8).to_dict() | {"target_modules": ["q_proj"]}
+    config = parse_peft_config(json.dumps(fields, default=str).encode())
+    assert config.r == 4
+
+
+def test_every_field_of_the_installed_peft_is_known() -> None:
+    """Whatever PEFT's class has, with its default, is accepted; with a value, nothing passes as unknown."""
+    import dataclasses
+
+    from loraplex_adapters.formats import peft_config
+
+    names = {f.name for f in dataclasses.fields(LoraConfig)}
+    known = {*peft_config._REFUSED, *peft_config._WITHOUT_EFFECT, *peft_config._USED}
+    assert names <= known, names - known
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("use_dora", True),
+        ("alora_invocation_tokens", [1, 2]),
+        ("lora_bias", True),
+        ("modules_to_save", ["lm_head"]),
+        ("layer_replication", [[0, 2], [1, 3]]),
+        ("target_parameters", ["mlp.experts.gate_up_proj"]),
+        ("trainable_token_indices", [5]),
+        ("use_qalora", True),
+        ("use_bdlora", vars(BdLoraConfig(nblocks=2))),
+        ("kasa_config", vars(KasaConfig())),
+        ("monteclora_config", vars(MontecloraConfig())),
+        ("velora_config", vars(VeloraConfig())),
+        ("arrow_config", {"top_k": 3}),
+        ("megatron_config", {"x": 1}),
+        ("init_lora_weights", "pissa"),
+        ("init_lora_weights", "pissa_niter_16"),
+        ("init_lora_weights", "olora"),
+        ("init_lora_weights", "corda"),
+        ("init_lora_weights", "loftq"),
+        ("init_lora_weights", "lora_ga"),
+        ("init_lora_weights", "something new"),
+        ("init_lora_weights", ["pissa"]),
+        ("peft_type", "ADALORA"),
+        ("peft_type", "LOHA"),
+        ("peft_type", ["LORA"]),
+        ("a_field_of_tomorrow", 1),
+        ("rank_pattern", {"(?=q)q_proj": 4}),
+    ],
+)
+def test_what_changes_the_mathematics_is_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(AdapterUnsupported, match=field):
+        parse(**{field: value})
+
+
+@pytest.mark.parametrize("init", [True, False, None, "gaussian", "eva", "orthogonal", "mica"])
+def test_initialisations_that_left_the_base_alone_are_accepted(init: Any) -> None:
+    assert parse(init_lora_weights=init).r == 4
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("r", 0),
+        ("r", -1),
+        ("r", None),
+        ("r", 1.5),
+        ("r", True),
+        ("r", "8"),
+        ("r", 1 << 40),
+        ("lora_alpha", 0),
+        ("lora_alpha", None),
+        ("lora_alpha", "16"),
+        ("lora_alpha", True),
+        ("lora_alpha", 1e9),
+        ("lora_alpha", 10**400),
+        ("use_rslora", "yes"),
+        ("rank_pattern", {"q_proj": 0}),
+        ("rank_pattern", {"q_proj": 2.5}),
+        ("rank_pattern", ["q_proj"]),
+        ("alpha_pattern", {"q_proj": None}),
+        ("alpha_pattern", {"q_proj": 1e300}),
+        ("target_modules", 7),
+        ("target_modules", [1]),
+        ("peft_type", None),
+    ],
+)
+def test_unusable_values_are_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(AdapterInvalid, match=field):
+        parse(**{field: value})
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"[]",
+        b"{",
+        b"\xff",
+        b'{"peft_type": "LORA", "peft_type": "LORA"}',
+        b'{"peft_type": "LORA", "r": 4, "lora_alpha": NaN}',
+        b'{"peft_type": "LORA", "r": 4, "lora_alpha": Infinity}',
+        b'{"peft_type": "LORA", "r": 4, "lora_alpha": 1e999}',
+        b'{"a":' * 100_000,
+        b'{"x": "' + b"a" * MAX_CONFIG_BYTES + b'"}',
+    ],
+    ids=["empty", "list", "cut", "not utf-8", "twice", "nan", "inf", "overflow", "deep", "huge"],
+)
+def test_malformed_files_are_refused(data: bytes) -> None:
+    with pytest.raises(AdapterInvalid, match="adapter_config"):
+        parse_peft_config(data)
+
+
+def test_targets() -> None:
+    listed = parse(target_modules=["q_proj", "mlp.down_proj"])
+    assert listed.names_target("model.layers.0.self_attn.q_proj")
+    assert listed.names_target("model.layers.0.mlp.down_proj")
+    assert not listed.names_target("model.layers.0.self_attn.k_proj")
+    assert not listed.names_target("model.layers.0.self_attn.xq_proj")
+    # A pattern or a shorthand is not run at all: the tensors say which modules there are.
+    for text in ("all-linear", ".*_proj", "(a+)+$", None):
+        assert parse(target_modules=text).names_target("anything")

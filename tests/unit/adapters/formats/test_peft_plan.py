@@ -1,0 +1,252 @@
+"""Tensors held against the base model: every one is used, or the load fails with its name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save
+from support.adapter_files import DOWN_PROJ, HIDDEN, PREFIX, Q_PROJ, VOCAB, base_targets, lora_config, lora_tensors
+from torch import Tensor
+
+from loraplex_adapters.formats.peft import LoraPlan, plan_lora
+from loraplex_adapters.formats.peft_config import parse_peft_config
+from loraplex_adapters.formats.safetensors_header import read_header
+from loraplex_adapters.targets import BaseTargets
+from loraplex_proto.errors import (
+    AdapterInvalid,
+    AdapterUnsupported,
+    BaseMismatch,
+    LoraplexError,
+    RankLimit,
+    ShapeMismatch,
+)
+
+
+def plan(tensors: dict[str, Tensor], targets: BaseTargets | None = None, rank: int = 4, **fields: Any) -> LoraPlan:
+    data = save(tensors)
+    header = read_header(lambda offset, n: data[offset : offset + n], len(data), "adapter_model.safetensors")
+    config = parse_peft_config(json.dumps(lora_config(rank, **fields)).encode())
+    return plan_lora(config, header, targets or base_targets())
+
+
+def renamed(tensors: dict[str, Tensor], old: str, new: str) -> dict[str, Tensor]:
+    return {name.replace(old, new): tensor for name, tensor in tensors.items()}
+
+
+def test_every_tensor_has_its_place() -> None:
+    found = plan(lora_tensors(paths=[Q_PROJ, DOWN_PROJ, "model.embed_tokens", "lm_head"]))
+    shapes = {m.shape.path: (m.shape.rank, m.shape.in_features, m.shape.out_features) for m in found.modules}
+    assert shapes == {
+        Q_PROJ: (4, HIDDEN, HIDDEN),
+        DOWN_PROJ: (4, 2 * HIDDEN, HIDDEN),
+        "model.embed_tokens": (4, VOCAB, HIDDEN),
+        "lm_head": (4, HIDDEN, VOCAB),
+    }
+    assert all(m.shape.scale == 2.0 for m in found.modules)
+    offsets = [o for p in found.layout.placed for o in (p.a_offset, p.b_offset)]
+    assert offsets == sorted(offsets)
+    assert all(offset % 64 == 0 for offset in offsets)
+    assert not found.warnings
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (PREFIX, ""),
+        (".lora_A.", ".lora_A.default."),
+        (".weight", ".sql.weight"),
+    ],
+)
+def test_keys_with_and_without_prefix_and_adapter_name(old: str, new: str) -> None:
+    tensors = renamed(lora_tensors(), old, new)
+    if new == ".lora_A.default.":
+        tensors = renamed(tensors, ".lora_B.", ".lora_B.default.")
+    assert {m.shape.path for m in plan(tensors).modules} == {Q_PROJ, DOWN_PROJ}
+
+
+def test_embedding_keys_with_an_adapter_name() -> None:
+    tensors = {f"{name}.default": t for name, t in lora_tensors(paths=["model.embed_tokens"]).items()}
+    assert [m.shape.path for m in plan(tensors).modules] == ["model.embed_tokens"]
+
+
+def test_modules_have_ranks_and_scales_of_their_own() -> None:
+    """Never the padded rank, never the rank of the module before."""
+    tensors = lora_tensors(8, paths=[Q_PROJ]) | lora_tensors(2, paths=[DOWN_PROJ])
+    found = plan(tensors, rank=8, lora_alpha=8, rank_pattern={"down_proj": 2}, alpha_pattern={"q_proj": 4})
+    assert {m.shape.path: (m.shape.rank, m.shape.scale) for m in found.modules} == {
+        Q_PROJ: (8, 0.5),
+        DOWN_PROJ: (2, 4.0),
+    }
+
+
+def test_a_module_that_one_layer_lacks_drops_no_other() -> None:
+    paths = ["model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj", "model.layers.0.mlp.down_proj"]
+    assert {m.shape.path for m in plan(lora_tensors(paths=paths)).modules} == set(paths)
+
+
+BAD_TENSORS: dict[str, tuple[dict[str, Tensor], type[LoraplexError], str]] = {
+    "no such module": (
+        renamed(lora_tensors(), "q_proj", "query_key_value"),
+        BaseMismatch,
+        "query_key_value",
+    ),
+    "no such layer": (renamed(lora_tensors(), "layers.0", "layers.7"), BaseMismatch, "layers.7"),
+    "experts": (renamed(lora_tensors(), "self_attn.q_proj", "mlp.experts.3.up_proj"), AdapterUnsupported, "experts"),
+    "fused experts": (
+        renamed(lora_tensors(), "self_attn.q_proj", "mlp.experts.base_layer"),
+        AdapterUnsupported,
+        "experts",
+    ),
+    "A without B": (
+        {n: t for n, t in lora_tensors().items() if "q_proj.lora_B" not in n},
+        AdapterInvalid,
+        "q_proj.lora_A",
+    ),
+    "B without A": (
+        {n: t for n, t in lora_tensors().items() if "q_proj.lora_A" not in n},
+        AdapterInvalid,
+        "q_proj.lora_B",
+    ),
+    "wrong in": (
+        lora_tensors() | {f"{PREFIX}{Q_PROJ}.lora_A.weight": torch.zeros(4, HIDDEN + 1)},
+        ShapeMismatch,
+        "q_proj.lora_A",
+    ),
+    "wrong out": (
+        lora_tensors() | {f"{PREFIX}{Q_PROJ}.lora_B.weight": torch.zeros(HIDDEN - 1, 4)},
+        ShapeMismatch,
+        "q_proj.lora_B",
+    ),
+    "transposed": (
+        lora_tensors() | {f"{PREFIX}{Q_PROJ}.lora_A.weight": torch.zeros(HIDDEN, 4)},
+        ShapeMismatch,
+        "q_proj.lora_A",
+    ),
+    "rank other than the configuration's": (lora_tensors(3), ShapeMismatch, "lora_A"),
+    "four dimensions": (
+        lora_tensors() | {f"{PREFIX}{Q_PROJ}.lora_A.weight": torch.zeros(4, HIDDEN, 1, 1)},
+        ShapeMismatch,
+        "q_proj.lora_A",
+    ),
+    "no dimension": (
+        lora_tensors() | {f"{PREFIX}{Q_PROJ}.lora_A.weight": torch.tensor(1.0)},
+        ShapeMismatch,
+        "q_proj.lora_A",
+    ),
+    "linear factors on an embedding": (
+        {
+            f"{PREFIX}model.embed_tokens.lora_A.weight": torch.zeros(4, VOCAB),
+            f"{PREFIX}model.embed_tokens.lora_B.weight": torch.zeros(HIDDEN, 4),
+        },
+        ShapeMismatch,
+        "embed_tokens",
+    ),
+    "embedding factors on a linear": (
+        {
+            f"{PREFIX}{Q_PROJ}.lora_embedding_A": torch.zeros(4, HIDDEN),
+            f"{PREFIX}{Q_PROJ}.lora_embedding_B": torch.zeros(HIDDEN, 4),
+        },
+        ShapeMismatch,
+        "q_proj",
+    ),
+    "integers": (
+        lora_tensors() | {f"{PREFIX}{Q_PROJ}.lora_A.weight": torch.zeros(4, HIDDEN, dtype=torch.int8)},
+        AdapterUnsupported,
+        "I8",
+    ),
+    "float8": (
+        lora_tensors() | {f"{PREFIX}{Q_PROJ}.lora_A.weight": torch.zeros(4, HIDDEN, dtype=torch.float8_e4m3fn)},
+        AdapterUnsupported,
+        "F8_E4M3",
+    ),
+    "two adapters in one file": (
+        renamed(renamed(lora_tensors(), "lora_A.", "lora_A.x."), "lora_B.", "lora_B.x.") | lora_tensors(),
+        AdapterInvalid,
+        "second",
+    ),
+    "magnitude of DoRA": (
+        lora_tensors() | {f"{PREFIX}{Q_PROJ}.lora_magnitude_vector": torch.zeros(HIDDEN)},
+        AdapterUnsupported,
+        "lora_magnitude_vector",
+    ),
+    "bias on lora_B": (
+        lora_tensors() | {f"{PREFIX}{Q_PROJ}.lora_B.bias": torch.zeros(HIDDEN)},
+        AdapterUnsupported,
+        "lora_B.bias",
+    ),
+    "bias of the base": (
+        lora_tensors() | {f"{PREFIX}{Q_PROJ}.bias": torch.zeros(HIDDEN)},
+        AdapterUnsupported,
+        "q_proj.bias",
+    ),
+    "token rows": (
+        lora_tensors() | {f"{PREFIX}model.embed_tokens.token_adapter.trainable_tokens_delta": torch.zeros(2, HIDDEN)},
+        AdapterUnsupported,
+        "token_adapter",
+    ),
+    "a whole module": (
+        lora_tensors() | {f"{PREFIX}lm_head.weight": torch.zeros(VOCAB, HIDDEN)},
+        AdapterUnsupported,
+        "lm_head.weight",
+    ),
+    "AdaLoRA": (
+        lora_tensors() | {f"{PREFIX}{Q_PROJ}.lora_E": torch.zeros(4, 1)},
+        AdapterUnsupported,
+        "lora_E",
+    ),
+    "a tensor of nothing known": (
+        lora_tensors() | {"something.else": torch.zeros(1)},
+        AdapterUnsupported,
+        "something.else",
+    ),
+    "a strange suffix": (
+        lora_tensors() | {f"{PREFIX}{Q_PROJ}.lora_A.x.y": torch.zeros(4, HIDDEN)},
+        AdapterInvalid,
+        "lora_A.x.y",
+    ),
+    "nothing": ({}, AdapterInvalid, "no LoRA"),
+}
+
+
+@pytest.mark.parametrize(("tensors", "error", "named"), BAD_TENSORS.values(), ids=BAD_TENSORS)
+def test_what_does_not_fit_is_refused_by_name(
+    tensors: dict[str, Tensor], error: type[LoraplexError], named: str
+) -> None:
+    with pytest.raises(error, match=named) as raised:
+        plan(tensors)
+    assert type(raised.value) is error
+
+
+def test_rank_limit() -> None:
+    assert plan(lora_tensors(16), rank=16)
+    with pytest.raises(RankLimit, match="17"):
+        plan(lora_tensors(17), rank=17)
+    with pytest.raises(RankLimit):  # the tensors have it, whatever the configuration says
+        plan(lora_tensors(64), rank=4)
+    with pytest.raises(RankLimit):
+        plan(lora_tensors(4), rank=4, rank_pattern={"q_proj": 4096})
+
+
+def test_tensors_that_the_configuration_does_not_name_are_refused() -> None:
+    with pytest.raises(AdapterInvalid, match="target_modules"):
+        plan(lora_tensors(), target_modules=["q_proj"])
+
+
+def test_what_is_merely_odd_is_a_warning() -> None:
+    found = plan(lora_tensors(), base_model_name_or_path="another/base", target_modules=["q_proj", "down_proj", "x"])
+    assert "another/base" in found.warnings[0]
+    assert "'x'" in found.warnings[1]
+
+
+def test_a_copy_of_the_base_weight_is_planned_for_a_comparison() -> None:
+    targets = base_targets(weight_sha256="0" * 64)
+    head = {f"{PREFIX}lm_head.base_layer.weight": torch.zeros(VOCAB, HIDDEN)}
+    embedding = {f"{PREFIX}model.embed_tokens.weight": torch.zeros(VOCAB, HIDDEN)}
+    found = plan(lora_tensors() | head | embedding, targets)
+    assert sorted(module.path for _, module in found.base_copies) == ["lm_head", "model.embed_tokens"]
+    resized = {f"{PREFIX}lm_head.base_layer.weight": torch.zeros(VOCAB + 8, HIDDEN)}
+    with pytest.raises(ShapeMismatch):
+        plan(lora_tensors() | resized, targets)

@@ -1,0 +1,224 @@
+"""The disk store: whole files or none, found again after a restart, bounded, and checked before use."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from loraplex_adapters.key import AdapterKey
+from loraplex_adapters.store import AdapterStore, WriteFn
+from loraplex_proto.errors import DiskFull, FailedPrecondition, NonFinite
+
+LAYOUT = {"dtype": "float32", "factors": []}
+FILE_BYTES = 4096 + 256
+
+
+def filler(value: int, num_bytes: int = 256):
+    def fill(write: WriteFn) -> None:
+        write(memoryview(bytes([value]) * (num_bytes // 2)))
+        write(memoryview(bytes([value]) * (num_bytes - num_bytes // 2)))
+
+    return fill
+
+
+def put(store: AdapterStore, value: int) -> AdapterKey:
+    return store.put("lora", LAYOUT, 256, filler(value))
+
+
+def files(root: Path) -> list[str]:
+    return sorted(p.name for p in root.iterdir() if p.name != "lock")
+
+
+def test_put_and_open(tmp_path: Path) -> None:
+    store = AdapterStore(tmp_path, 1 << 20)
+    key = put(store, 7)
+    assert key in store
+    found = store.open(key)
+    assert found is not None
+    assert bytes(found.payload) == bytes([7]) * 256
+    assert found.layout == LAYOUT
+    assert found.payload.readonly
+    assert files(tmp_path) == [f"lora-{key.digest}.adapter"]
+    assert store.num_bytes == FILE_BYTES == (tmp_path / files(tmp_path)[0]).stat().st_size
+
+
+def test_identity_is_content(tmp_path: Path) -> None:
+    store = AdapterStore(tmp_path, 1 << 20)
+    assert put(store, 7) == put(store, 7)
+    assert store.num_bytes == FILE_BYTES
+    assert len({put(store, 7), put(store, 8), store.put("lora", LAYOUT | {"dtype": "float64"}, 256, filler(7))}) == 3
+
+
+def test_a_restart_finds_the_files(tmp_path: Path) -> None:
+    first = AdapterStore(tmp_path, 1 << 20)
+    keys = [put(first, value) for value in range(3)]
+    assert first.open(keys[0]) is not None  # most recently used
+    first.close()
+    (tmp_path / ".incoming-9").write_bytes(b"half a file")
+    (tmp_path / f"lora-{'0' * 64}.adapter").write_bytes(b"no file of ours")
+    (tmp_path / f"lora-{'1' * 64}.adapter").write_bytes(b"")
+    (tmp_path / "notes.txt").write_text("somebody's")
+    again = AdapterStore(tmp_path, 1 << 20)
+    assert sorted(again.keys()) == sorted(keys)
+    assert again.keys()[-1] == keys[0]
+    assert again.num_bytes == 3 * FILE_BYTES
+    assert files(tmp_path) == sorted(["notes.txt", *(f"lora-{key.digest}.adapter" for key in keys)])
+    for value, key in enumerate(keys):
+        found = again.open(key)
+        assert found is not None
+        assert found.payload[0] == value
+
+
+@pytest.mark.parametrize("damage", ["payload", "header", "cut", "longer"])
+def test_a_damaged_file_is_dropped_not_used(tmp_path: Path, damage: str) -> None:
+    first = AdapterStore(tmp_path, 1 << 20)
+    key = put(first, 7)
+    first.close()
+    path = tmp_path / f"lora-{key.digest}.adapter"
+    data = bytearray(path.read_bytes())
+    if damage == "payload":
+        data[-1] ^= 1
+    elif damage == "header":
+        data[data.index(b"float32")] ^= 1
+    elif damage == "cut":
+        del data[-1]
+    else:
+        data += b"x"
+    path.write_bytes(data)
+    again = AdapterStore(tmp_path, 1 << 20)
+    assert again.open(key) is None
+    assert key not in again
+    assert files(tmp_path) == []
+    assert again.num_bytes == 0
+    assert put(again, 7) == key
+
+
+def test_a_file_that_vanished_is_just_not_there(tmp_path: Path) -> None:
+    store = AdapterStore(tmp_path, 1 << 20)
+    key = put(store, 7)
+    (tmp_path / f"lora-{key.digest}.adapter").unlink()
+    assert store.open(key) is None
+    assert store.num_bytes == 0
+
+
+def test_the_least_recently_used_goes(tmp_path: Path) -> None:
+    store = AdapterStore(tmp_path, 3 * FILE_BYTES)
+    keys = [put(store, value) for value in range(3)]
+    mapped = store.open(keys[0])
+    fourth = put(store, 3)
+    assert store.keys() == [keys[2], keys[0], fourth]
+    put(store, 4)
+    put(store, 5)
+    assert keys[0] not in store
+    assert mapped is not None
+    assert bytes(mapped.payload) == bytes(256)  # a mapping outlives its file
+    assert store.num_bytes == 3 * FILE_BYTES
+    assert len(files(tmp_path)) == 3
+
+
+def test_what_is_in_use_stays_and_then_the_disk_is_full(tmp_path: Path) -> None:
+    in_use: set[AdapterKey] = set()
+    store = AdapterStore(tmp_path, 2 * FILE_BYTES, in_use.__contains__)
+    keys = [put(store, value) for value in range(2)]
+    in_use.add(keys[0])
+    third = put(store, 2)
+    assert set(store.keys()) == {keys[0], third}
+    in_use.add(third)
+    with pytest.raises(DiskFull) as raised:
+        put(store, 3)
+    assert raised.value.retry_after_s
+    assert set(store.keys()) == {keys[0], third}
+    assert store.num_bytes == 2 * FILE_BYTES
+    assert len(files(tmp_path)) == 2
+
+
+def test_larger_than_the_budget(tmp_path: Path) -> None:
+    store = AdapterStore(tmp_path, FILE_BYTES)
+    first = put(store, 1)
+    with pytest.raises(DiskFull):
+        store.put("lora", LAYOUT, 257, filler(1, 257))
+    assert store.keys() == [first]  # nobody was pushed out in vain
+
+
+@pytest.mark.parametrize("where", ["fallocate", "write", "fsync"])
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = AdapterStore(tmp_path, 1 << 20, lambda key: True)
+    put(store, 1)
+
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if where == "write":
+        real = os.write
+        count = iter(range(100))
+        monkeypatch.setattr(os, "write", lambda fd, data: real(fd, data) if next(count) < 2 else full())
+    else:
+        monkeypatch.setattr(os, "posix_fallocate" if where == "fallocate" else "fsync", full)
+    with pytest.raises(DiskFull):
+        put(store, 2)
+    monkeypatch.undo()
+    assert len(files(tmp_path)) == 1
+    assert store.num_bytes == FILE_BYTES
+    put(store, 2)
+
+
+def test_a_disk_smaller_than_the_budget_makes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = AdapterStore(tmp_path, 1 << 20)
+    keys = [put(store, value) for value in range(3)]
+    real = os.posix_fallocate
+    failures = iter([True, True])
+
+    def fallocate(fd: int, offset: int, length: int) -> None:
+        if next(failures, False):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(fd, offset, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", fallocate)
+    new = put(store, 9)
+    assert store.keys() == [keys[2], new]
+
+
+def test_a_file_system_without_fallocate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(*args: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(os, "posix_fallocate", unsupported)
+    store = AdapterStore(tmp_path, 1 << 20)
+    found = store.open(put(store, 3))
+    assert found is not None
+    assert bytes(found.payload) == bytes([3]) * 256
+
+
+def test_a_fill_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+    store = AdapterStore(tmp_path, 1 << 20)
+
+    def fill(write: WriteFn) -> None:
+        write(memoryview(bytes(100)))
+        raise NonFinite("NaN")
+
+    with pytest.raises(NonFinite):
+        store.put("lora", LAYOUT, 256, fill)
+    with pytest.raises(AssertionError):
+        store.put("lora", LAYOUT, 256, filler(1, 200))
+    assert files(tmp_path) == []
+    assert store.num_bytes == 0
+
+
+def test_one_process_at_a_time(tmp_path: Path) -> None:
+    store = AdapterStore(tmp_path, 1 << 20)
+    with pytest.raises(FailedPrecondition, match="another process"):
+        AdapterStore(tmp_path, 1 << 20)
+    store.close()
+    AdapterStore(tmp_path, 1 << 20).close()
+
+
+def test_a_smaller_budget_after_a_restart(tmp_path: Path) -> None:
+    first = AdapterStore(tmp_path, 1 << 20)
+    keys = [put(first, value) for value in range(3)]
+    first.close()
+    again = AdapterStore(tmp_path, 2 * FILE_BYTES)
+    assert again.keys() == keys[1:]
+    assert len(files(tmp_path)) == 2
