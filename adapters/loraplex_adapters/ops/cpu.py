@@ -1,13 +1,13 @@
 """Segmented LoRA on a CPU, in torch alone: as few calls as a step allows, because calls are what a small step costs.
 
-Owns the packed copies of small factors (bounded, see `pack_bytes`) and what it derives from a step and a table.
+Owns the packed copies of small factors (they live as long as the step's adapters stay the same) and what else it
+derives from a step and a table.
 Deliberately does not choose: `cpu_layout.py` says which segments share a product.
 """
 
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -64,7 +64,7 @@ class _UpcastProduct:
         y.add_(torch.mm(torch.mm(x.float(), self.a.float().t()), self.b.float().t()), alpha=self.alpha)
 
 
-@dataclass(frozen=True, slots=True, weakref_slot=True)
+@dataclass(frozen=True, slots=True)
 class _PackedFactors:
     """Several slots' factors side by side: a copy, or one slot's own tensors."""
 
@@ -96,7 +96,9 @@ class _SharedProduct:
         piece, a_t, b_t = self.piece, self.packed.a_t, self.packed.b_t
         if piece.upcast:
             x, a_t = x.float(), a_t.float()
-        inner = torch.mm(x, a_t).masked_fill_(piece.blank, 0.0)  # [rows, sum of ranks]
+        inner = torch.mm(x, a_t)  # [rows, sum of ranks]
+        # Bits, because a neighbour's infinity times 0 is not 0, and `masked_fill_` takes six times as long.
+        inner.view(piece.keep.dtype).bitwise_and_(piece.keep)
         if piece.factors is not None:
             inner.mul_(piece.factors)
         if piece.upcast:
@@ -122,20 +124,14 @@ class _Bound:
     """One module's products for one plan; lives in the table until it changes or another plan comes."""
 
     plan: _Plan
-    dtype: torch.dtype
     products: tuple[_Product, ...]
     packs: Mapping[tuple[int, ...], _PackedFactors]
 
 
 class CpuOps:
-    """SegmentedLora for CPU tensors.
+    """SegmentedLora for CPU tensors."""
 
-    `pack_bytes` bounds the copies of factors that packed products read, all modules together; what does not fit is
-    multiplied from its own tensors.
-    """
-
-    def __init__(self, pack_bytes: int = 256 * 2**20) -> None:
-        self._pack_bytes_left = pack_bytes
+    def __init__(self) -> None:
         self._fast_half = {dtype: has_fast_half(dtype) for dtype in (torch.bfloat16, torch.float16)}
         self._last: PreparedSegments | None = None
 
@@ -156,9 +152,8 @@ class CpuOps:
 
     def apply(self, y: Tensor, x: Tensor, table: FactorTable, prepared: PreparedSegments) -> None:
         bound = table.derived
-        if not isinstance(bound, _Bound) or bound.plan is not prepared.data or bound.dtype is not x.dtype:
-            bound = None  # or it would hold packs that make room for the new ones
-            bound = self._bind(table, prepared.data, x.dtype)
+        if not isinstance(bound, _Bound) or bound.plan is not prepared.data:
+            bound = table.derived = self._bind(table, prepared.data, x.dtype)
         for product in bound.products:
             product.add(y, x)
 
@@ -175,47 +170,36 @@ class CpuOps:
         layout = plan.layouts.get(profile)
         if layout is None:
             layout = plan.layouts[profile] = lay_out(plan.segments, plan.slots, profile)
-        needed = {piece.slots for piece in layout if isinstance(piece, Packed)}
+        old = table.derived.packs if isinstance(table.derived, _Bound) else {}
         packs: dict[tuple[int, ...], _PackedFactors] = {}
-        if isinstance(table.derived, _Bound) and table.derived.dtype is dtype:
-            packs = {slots: pack for slots, pack in table.derived.packs.items() if slots in needed}
-        table.derived = None  # frees the packs that the new plan does not take over
-        present = {slot: f for slot, f in factors.items() if f is not None}
         products: list[_Product] = []
         for piece in layout:
-            products += self._products_of(piece, present, packs)
-        bound = _Bound(plan, dtype, tuple(products), packs)
-        table.derived = bound
-        return bound
+            if isinstance(piece, Alone):
+                products.append(_own_product(piece, _present(factors[piece.slot])))
+                continue
+            pack = old.get(piece.slots) or _pack([_present(factors[slot]) for slot in piece.slots])
+            if pack is None:
+                products += [_own_product(part, _present(factors[part.slot])) for part in piece.apart]
+            else:
+                packs[piece.slots] = pack
+                products.append(_SharedProduct(piece, pack))
+        return _Bound(plan, tuple(products), packs)
 
-    def _products_of(
-        self, piece: Piece, factors: Mapping[int, LoraFactors], packs: dict[tuple[int, ...], _PackedFactors]
-    ) -> list[_Product]:
-        if isinstance(piece, Alone):
-            return [_own_product(piece, factors[piece.slot])]
-        pack = packs.get(piece.slots) or self._pack([factors[slot] for slot in piece.slots])
-        if pack is None:
-            return [_own_product(part, factors[part.slot]) for part in piece.apart]
-        packs[piece.slots] = pack
-        return [_SharedProduct(piece, pack)]
 
-    def _pack(self, factors: Sequence[LoraFactors]) -> _PackedFactors | None:
-        if len(factors) == 1:
-            return _PackedFactors(factors[0].a.t(), factors[0].b.t())
-        num_bytes = sum(f.a.nbytes + f.b.nbytes for f in factors)
-        if num_bytes > self._pack_bytes_left:
-            return None
-        b = torch.cat([f.b for f in factors], dim=1)
-        # A row's blanked columns meet the neighbours' B as zeros: with an infinity there they would not stay zero.
-        if not math.isfinite(b.sum().item()):
-            return None
-        pack = _PackedFactors(torch.cat([f.a for f in factors]).t(), b.t())
-        self._pack_bytes_left -= num_bytes
-        weakref.finalize(pack, self._release, num_bytes).atexit = False
-        return pack
+def _present(factors: LoraFactors | None) -> LoraFactors:
+    assert factors is not None, "a layout names only slots with factors"
+    return factors
 
-    def _release(self, num_bytes: int) -> None:
-        self._pack_bytes_left += num_bytes
+
+def _pack(factors: Sequence[LoraFactors]) -> _PackedFactors | None:
+    """The factors side by side; None where one's infinity would reach its neighbours' rows."""
+    if len(factors) == 1:
+        return _PackedFactors(factors[0].a.t(), factors[0].b.t())
+    b = torch.cat([f.b for f in factors], dim=1)
+    # A row's zeroed columns meet the neighbours' B as zeros: with an infinity there they would not stay zero.
+    if not math.isfinite(b.sum().item()):
+        return None
+    return _PackedFactors(torch.cat([f.a for f in factors]).t(), b.t())
 
 
 def _own_product(piece: Alone, factors: LoraFactors) -> _OwnProduct | _UpcastProduct:

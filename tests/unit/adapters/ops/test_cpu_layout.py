@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from loraplex_adapters.ops.base import Segment
-from loraplex_adapters.ops.cpu_layout import MAX_PACKED_ROWS, Alone, Packed, Profile, lay_out
+from loraplex_adapters.ops.cpu_layout import Alone, Packed, Profile, lay_out
 
 
 def profile(dtype: torch.dtype, width: int, ranks: list[int], *, fast_half: bool = True) -> Profile:
@@ -29,9 +29,32 @@ def test_many_small_half_precision_segments_share_one_product() -> None:
     (piece,) = pieces
     assert isinstance(piece, Packed)
     assert piece.rows == (0, 32)
-    assert piece.blank.shape == (32, 512)
-    assert (~piece.blank).sum() == 512
+    assert piece.keep.shape == (32, 512)
+    assert piece.keep.sum() == -512
     assert piece.factors is None
+
+
+def test_packs_stay_small() -> None:
+    pieces = lay_out(one_row_each(65), range(65), profile(torch.bfloat16, 512, [16] * 65))
+    assert [len(p.slots) for p in pieces if isinstance(p, Packed)] == [21, 22, 22]
+
+
+def test_the_copies_of_a_module_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = profile(torch.bfloat16, 512, [16] * 64)
+    one_pack = 32 * 16 * 1024 * 2  # adapters, rank, features, bytes
+    for max_bytes, num_packs in ((2 * one_pack, 2), (2 * one_pack - 1, 1), (one_pack - 1, 0)):
+        monkeypatch.setattr("loraplex_adapters.ops.cpu_layout.MAX_PACKED_BYTES", max_bytes)
+        pieces = lay_out(one_row_each(64), range(64), shape)
+        assert sum(isinstance(p, Packed) for p in pieces) == num_packs
+
+
+def test_scattered_rows_of_one_adapter_share_a_product_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loraplex_adapters.ops.cpu_layout.MAX_PACKED_BYTES", 0)
+    segments = [Segment(2 * i, 2 * i + 1, 0) for i in range(8)]
+    (piece,) = lay_out(segments, [0], profile(torch.bfloat16, 1024, [16]))
+    assert isinstance(piece, Packed)
+    assert isinstance(piece.rows, torch.Tensor)
+    assert piece.rows.tolist() == list(range(0, 16, 2))
 
 
 def test_large_float32_segments_stay_alone() -> None:
@@ -42,7 +65,7 @@ def test_large_float32_segments_stay_alone() -> None:
 
 def test_half_precision_is_upcast_where_starting_onednn_costs_more_and_where_it_is_missing() -> None:
     small = [Segment(0, 1, 0)]
-    long = [Segment(0, MAX_PACKED_ROWS + 1, 0)]
+    long = [Segment(0, 65, 0)]
     assert lay_out(small, [0], profile(torch.bfloat16, 1024, [16])) == (Alone(0, 1, 0, 1.0, True),)
     assert lay_out(small, [0], profile(torch.bfloat16, 64, [16])) == (Alone(0, 1, 0, 1.0, False),)
     assert lay_out(long, [0], profile(torch.bfloat16, 1024, [64])) == (Alone(0, 65, 0, 1.0, False),)
@@ -74,8 +97,8 @@ def test_every_term_exactly_once(dtype: torch.dtype, seed: int) -> None:
             found[piece.start : piece.end, piece.slot] += piece.alpha
             continue
         rows = piece.rows if isinstance(piece.rows, torch.Tensor) else torch.arange(*piece.rows)
-        factors = piece.factors if piece.factors is not None else piece.alpha * (~piece.blank).float()
-        assert torch.equal(piece.blank, factors == 0)
+        factors = piece.factors if piece.factors is not None else piece.alpha * piece.keep.ne(0).float()
+        assert torch.equal(piece.keep == -1, factors != 0)
         for slot, first in zip(piece.slots, first_columns(piece, ranks), strict=True):
             columns = factors[:, first : first + ranks[slot]]
             assert (columns == columns[:, :1]).all()
