@@ -63,6 +63,10 @@ def test_min_tokens() -> None:
     across = StopMatcher(["ab"], min_tokens=2)
     assert feed(across, ["x", "a", "b"]) == ["x", "", ""]
     assert across.matched == "ab"
+    # One that came too early may be the beginning of the next.
+    again = StopMatcher(["aa"], min_tokens=1)
+    assert feed(again, ["aa", "a"]) == ["a", ""]
+    assert again.matched == "aa"
     # Text that came late, with a token behind min_tokens, counts for that token.
     late = StopMatcher(["ab"], min_tokens=2)
     assert feed(late, ["", "", "ab"]) == ["", "", ""]
