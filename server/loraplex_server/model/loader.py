@@ -7,26 +7,23 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from loraplex_adapters.lora.convert import weight_sha256
-from loraplex_adapters.ops.base import SegmentedLora
-from loraplex_adapters.targets import BaseTargets
 from loraplex_proto.errors import InvalidArgument, Unimplemented, UnsupportedModel
-from loraplex_server.model.adapt import AdaptedModule, AdapterSlots, adapt_modules, target_modules
+from loraplex_server.model.adapt import adapt_modules
 from loraplex_server.model.attention import interface
-from loraplex_server.model.attention.base import AttentionLayer, PagedAttention
+from loraplex_server.model.attention.base import AttentionLayer
 from loraplex_server.model.context import StepContext
-from loraplex_server.model.kv import KvCache
-from loraplex_server.model.linear import AdaptedHead, BaseLinearFactory, PlainLinear
+from loraplex_server.model.linear import BaseLinearFactory, PlainLinear
+from loraplex_server.model.loaded import LoadedModel
 from loraplex_server.model.probe import probe_model
 from loraplex_server.model.refuse import refuse_class, refuse_config
 from loraplex_server.model.spec import ModelSpec, ShardSpec
+from loraplex_server.model.verify import reference_logits, verify_loaded
 
 DTYPES: Mapping[str, torch.dtype] = {
     "float64": torch.float64,
@@ -35,52 +32,6 @@ DTYPES: Mapping[str, torch.dtype] = {
     "float16": torch.float16,
 }
 FALLBACK_CONTEXT_TOKENS = 4096  # of a model whose configuration names no limit
-
-
-@dataclass
-class LoadedModel:
-    """A model that is ready for steps, once KV cache and adapter slots are bound to it."""
-
-    model: PreTrainedModel
-    model_id: str
-    spec: ModelSpec
-    dtype: torch.dtype
-    device: torch.device
-    context: StepContext
-    attention: tuple[AttentionLayer, ...]
-    targets: dict[str, AdaptedModule]
-    embedding_path: str
-    shard: ShardSpec
-
-    @property
-    def model_type(self) -> str:
-        return self.model.config.model_type
-
-    @property
-    def dtype_name(self) -> str:
-        return str(self.dtype).removeprefix("torch.")
-
-    def base_targets(self, max_rank: int) -> BaseTargets:
-        """What adapter formats check against. Digests of the two weights that PEFT saves copies of take a moment."""
-        modules = target_modules(self.targets)
-        digests: dict[int, str] = {}  # tied weights are read once
-        for path, target in modules.items():
-            module = self.targets[path]
-            if isinstance(module, AdaptedHead) or path == self.embedding_path:
-                weight = cast(Tensor, module.weight)
-                digest = digests.get(weight.data_ptr()) or weight_sha256(weight)
-                modules[path] = replace(target, weight_sha256=digest)
-                digests[weight.data_ptr()] = digest
-        return BaseTargets(modules, self.model_id, self.dtype_name, max_rank)
-
-    def bind_kv(self, cache: KvCache, backend: PagedAttention) -> None:
-        """Connects the attention layers to their pages."""
-        for layer, kv in zip(self.attention, cache.layers, strict=True):
-            layer.bind(backend, kv)
-
-    def adapter_slots(self, ops: SegmentedLora, num_slots: int) -> AdapterSlots:
-        """Makes the modules' factor tables; once per model."""
-        return AdapterSlots(self.targets, ops, num_slots, self.device)
 
 
 def load_model(
@@ -92,6 +43,7 @@ def load_model(
     max_context_tokens: int | None = None,
     make_base: BaseLinearFactory = PlainLinear,
     shard: ShardSpec | None = None,
+    verify: bool = True,
 ) -> LoadedModel:
     """Loads a directory or a Hub id. Raises UnsupportedModel with the reason, InvalidArgument on a bad option."""
     if shard is not None and shard.count != 1:
@@ -114,7 +66,9 @@ def load_model(
     except (OSError, ValueError, KeyError) as error:
         raise UnsupportedModel(f"{model_id} cannot be loaded: {_first_line(error)}") from error
     nn.Module.to(model, target)  # in place; Transformers' own `to` is typed for something else
-    return adopt_model(model, model_id=model_id, max_context_tokens=max_context_tokens, make_base=make_base)
+    return adopt_model(
+        model, model_id=model_id, max_context_tokens=max_context_tokens, make_base=make_base, verify=verify
+    )
 
 
 def adopt_model(
@@ -123,8 +77,12 @@ def adopt_model(
     model_id: str = "",
     max_context_tokens: int | None = None,
     make_base: BaseLinearFactory = PlainLinear,
+    verify: bool = True,
 ) -> LoadedModel:
-    """Prepares a model that is in memory already. It is changed in place and belongs to the result from here on."""
+    """Prepares a model that is in memory already. It is changed in place and belongs to the result from here on.
+
+    `verify` compares a few tokens with Transformers' own attention.
+    """
     model_id = model_id or model.config.name_or_path or model.config.model_type
     refuse_config(model.config, model_id)
     interface.register()
@@ -137,6 +95,7 @@ def adopt_model(
         model.set_experts_implementation("eager")  # grouped products have no float64
     context_tokens = _context_tokens(model.config, max_context_tokens)
     probe = probe_model(model, model_id, context_tokens)
+    reference = reference_logits(model) if verify else None
     dtype, device = embedding.dtype, embedding.device
     context = StepContext()
     embedding_path = next(path for path, module in model.named_modules() if module is model.get_input_embeddings())
@@ -155,9 +114,12 @@ def adopt_model(
         max_context_tokens=context_tokens,
         eos_token_ids=_eos_token_ids(model),
     )
-    return LoadedModel(
+    loaded = LoadedModel(
         model, model_id, spec, dtype, device, context, tuple(layers), targets, embedding_path, ShardSpec()
     )
+    if reference is not None:
+        verify_loaded(loaded, reference)
+    return loaded
 
 
 def resolve_device(name: str) -> torch.device:

@@ -21,7 +21,7 @@ from loraplex_server.model.adapt import AdapterSlots
 from loraplex_server.model.attention.base import PagedAttention
 from loraplex_server.model.batch import BatchMirror, StagedStep
 from loraplex_server.model.kv import KvCache
-from loraplex_server.model.loader import LoadedModel
+from loraplex_server.model.loaded import LoadedModel
 from loraplex_server.sampling.logprobs import Logprobs, prompt_logprobs
 from loraplex_server.sampling.sampler import HostSampled, Sampler
 from loraplex_server.sampling.verify import verify_chain

@@ -79,6 +79,10 @@ class AttentionLayer:
         self.backend = backend
         self.kv = kv
 
+    def unbind(self) -> None:
+        self.backend = None
+        self.kv = None
+
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, options: dict[str, Any]
     ) -> Tensor:

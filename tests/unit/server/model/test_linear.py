@@ -110,7 +110,7 @@ def test_another_base_product_can_take_the_place() -> None:
     def make_base(weight: Tensor, bias: Tensor | None) -> BaseLinear:
         return Twice(weight, bias)
 
-    loaded = adopt_model(random_model("gpt2", torch.float32), make_base=make_base)
+    loaded = adopt_model(random_model("gpt2", torch.float32), make_base=make_base, verify=False)
     assert (96, 32) in seen  # [out, in], of a Conv1D too
     module = loaded.targets["transformer.h.0.attn.c_attn"]
     x = torch.randn(1, 3, 32)
