@@ -54,6 +54,7 @@ def test_any_chunking_gives_the_text_that_decoding_everything_adds(kind: str, da
     assert "".join(pieces) == whole[common:]
 
 
+@settings(deadline=None)
 @given(st.lists(st.binary(min_size=1, max_size=3), max_size=12))
 def test_byte_level_spelling(parts: list[bytes]) -> None:
     """Bytes to the vocabulary's spelling, as the library has it, and back."""
@@ -69,7 +70,7 @@ TEXT = st.text(alphabet="abAB\n", max_size=30)
 STOPS = st.lists(st.text(alphabet="abAB\n", min_size=1, max_size=5), max_size=4)
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(data=st.data(), text=TEXT, stops=STOPS, include_stop=st.booleans())
 def test_stop_strings_are_found_as_in_the_whole_text(
     data: st.DataObject, text: str, stops: list[str], include_stop: bool
@@ -92,7 +93,7 @@ def test_stop_strings_are_found_as_in_the_whole_text(
         assert shown == text
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(
     chunks=st.lists(st.text(alphabet="ab", max_size=4), max_size=10),
     stops=st.lists(st.text(alphabet="ab", min_size=1, max_size=4), max_size=3),

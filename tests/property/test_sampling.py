@@ -76,6 +76,7 @@ def test_every_row_of_every_batch(
         assert (found.logprobs[sample] is not None) == asked
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.lists(st.integers(0, 2), max_size=6), min_size=1, max_size=8),
     st.lists(st.lists(st.integers(0, 2), min_size=7, max_size=7), min_size=8, max_size=8),

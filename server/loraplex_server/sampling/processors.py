@@ -51,7 +51,7 @@ def add_bias(scores: Tensor, row_idx: Tensor, token_ids: Tensor, values: Tensor)
 
 def ban(scores: Tensor, row_idx: Tensor, token_ids: Tensor) -> None:
     """No token `token_ids[i]` in row `row_idx[i]`."""
-    scores.index_put_((row_idx, token_ids), scores.new_tensor(-torch.inf))
+    scores.index_put_((row_idx, token_ids), scores.new_full((), -torch.inf))
 
 
 def penalize_repetition(scores: Tensor, row_idx: Tensor, history: History, penalty: Tensor) -> None:

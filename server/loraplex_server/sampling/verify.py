@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 
@@ -37,6 +38,6 @@ def count_accepted(drafts: Tensor, draft_lens: Tensor, sampled: Tensor) -> Tenso
     max_draft + 1]`. What comes out of chain i is `sampled[i, : accepted[i] + 1]`.
     """
     max_draft = drafts.shape[1]
-    is_drafted = draft_lens.new_tensor(range(max_draft)) < draft_lens.unsqueeze(1)
+    is_drafted = torch.arange(max_draft, device=drafts.device) < draft_lens.unsqueeze(1)
     agrees = (drafts == sampled[:, :max_draft]) & is_drafted
     return agrees.cumprod(dim=1).sum(dim=1)

@@ -1,0 +1,73 @@
+"""Sampling on a CUDA device: the same noise and, from float64 logits, the same tokens as on the CPU; and no waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from support.sampling_oracle import noise_field, sequence
+
+from loraplex_server.request import OutputParams, SamplingParams
+from loraplex_server.sampling.noise import NoiseField, row_keys
+from loraplex_server.sampling.sampler import Sampler
+from loraplex_server.sampling.verify import count_accepted
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+VOCAB = 5000
+PARAMS = [
+    SamplingParams(),
+    SamplingParams(temperature=0.8),
+    SamplingParams(temperature=1.0, top_k=50),
+    SamplingParams(temperature=1.0, top_p=0.9),
+    SamplingParams(temperature=1.3, min_p=0.05),
+    SamplingParams(temperature=1.1, top_k=40, top_p=0.95, min_p=0.01, repetition_penalty=1.2, frequency_penalty=0.4),
+    SamplingParams(repetition_penalty=1.5, presence_penalty=1.0, logit_bias=((3, 5.0), (4, -100.0))),
+] * 4
+
+
+@pytest.fixture
+def no_waiting() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def test_noise_is_bit_identical() -> None:
+    keys = row_keys(torch.arange(64), torch.arange(64) * 5)
+    on_device = NoiseField(VOCAB, "cuda").dense(keys.cuda())
+    assert torch.equal(on_device.cpu(), noise_field(VOCAB).dense(keys))
+    assert torch.equal(row_keys(torch.arange(64, device="cuda"), torch.arange(64, device="cuda") * 5).cpu(), keys)
+
+
+def test_tokens_equal_those_of_the_cpu() -> None:
+    logits = torch.randn(len(PARAMS), VOCAB, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 3
+    tokens = torch.randint(0, VOCAB, (len(PARAMS), 64), generator=torch.Generator().manual_seed(1))
+    rows, positions = list(range(len(PARAMS))), [20 + row for row in range(len(PARAMS))]
+    found = []
+    for device in ("cpu", "cuda"):
+        sampler = Sampler(len(PARAMS), VOCAB, device)
+        for row, params in enumerate(PARAMS):
+            new = sequence([1] * 10, replace(params, seed=row), row=row, output=OutputParams(True, row % 3))
+            sampler.set_row(row, replace(new, min_tokens=30, banned_until_min=frozenset({2})))
+        found.append(sampler.sample(logits.to(device), rows, positions, tokens.to(device)).to_host())
+    assert found[0].token_ids == found[1].token_ids
+    for one, other in zip(found[0].logprobs, found[1].logprobs, strict=True):
+        assert one is not None
+        assert other is not None
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-9)
+        assert [token_id for token_id, _ in one.top] == [token_id for token_id, _ in other.top]
+
+
+def test_a_step_does_not_wait(no_waiting: None) -> None:
+    logits = torch.randn(len(PARAMS), VOCAB, device="cuda", dtype=torch.bfloat16)
+    tokens = torch.zeros(len(PARAMS), 64, dtype=torch.int64, device="cuda")
+    sampler = Sampler(len(PARAMS), VOCAB, "cuda")
+    for row, params in enumerate(PARAMS):
+        new = sequence([1] * 10, params, row=row, output=OutputParams(True, 2), min_tokens=30, banned=frozenset({2}))
+        sampler.set_row(row, new)
+    sampled = sampler.sample(logits, range(len(PARAMS)), [20] * len(PARAMS), tokens)
+    drafts = torch.zeros(4, 3, dtype=torch.int64, device="cuda")
+    count_accepted(drafts, drafts[:, 0], sampled.token_ids[:16].view(4, 4))
