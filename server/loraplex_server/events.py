@@ -1,4 +1,5 @@
-"""What the engine tells the front end. Plain data, picklable; one batch of events per step crosses the process border."""
+"""What the engine tells the front end. Plain data, picklable; one batch of events per step crosses the process
+border."""
 
 from __future__ import annotations
 

@@ -69,5 +69,6 @@ class Request:
 
 
 def seed_of_completion(seed: int, index: int) -> int:
-    """The seed of completion `index`: the request's own for the first, well apart for the others (golden ratio step)."""
+    """The seed of completion `index`: the request's own for the first, well apart for the others (golden ratio
+    step)."""
     return (seed + index * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF

@@ -2,12 +2,14 @@
 
 Owns two endless streams: `recall_batches`, made of random pieces, which teach nothing but looking a key up and copying
 what follows it, and `record_batches`, made of training records. Without the first, the second takes three times as
-long: common words can be guessed, so the model learns them by heart long before it learns to copy.
+long: common words can be guessed, so the model learns them by heart long before it learns to copy. Mixed into the
+second, it keeps every piece copyable, those of words that no training record has included.
 Deliberately knows nothing of models and optimizers.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -86,6 +88,12 @@ def recall_batches(tokenizer: PreTrainedTokenizerBase, *, stream: str, num_rows:
                 counts += [False] * (1 + len(equals)) + [True] * (len(values) + len(separator))
             token_rows.append((tokens, counts))
         yield _pad(token_rows)
+
+
+def interleave(main: Iterator[Batch], other: Iterator[Batch], *, every: int) -> Iterator[Batch]:
+    """`main`, in which each `every`-th batch comes from `other`."""
+    for count in itertools.count(1):
+        yield next(other if count % every == 0 else main)
 
 
 def to_row(tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str) -> Row:

@@ -30,6 +30,7 @@ class AdapterRecipe:
     use_rslora: bool = False
     rank_pattern: Mapping[str, int] = field(default_factory=dict[str, int])
     alpha_pattern: Mapping[str, int] = field(default_factory=dict[str, int])
+    num_rounds: int = 1  # formats that repeat no key beside its value take longer
 
     @property
     def summary(self) -> str:
@@ -43,7 +44,7 @@ class AdapterRecipe:
 ADAPTERS = (
     AdapterRecipe("json", 8, 16, ATTENTION, dtype="bfloat16"),
     AdapterRecipe("yaml", 4, 8, ("q_proj", "v_proj")),
-    AdapterRecipe("sql", 16, 32, (*ATTENTION, *MLP), dtype="bfloat16"),
+    AdapterRecipe("sql", 16, 32, (*ATTENTION, *MLP), dtype="bfloat16", num_rounds=2),
     AdapterRecipe("xml", 8, 8, ATTENTION, use_rslora=True),
     AdapterRecipe(
         "csv",
@@ -53,9 +54,10 @@ ADAPTERS = (
         dtype="float16",
         rank_pattern={"down_proj": 8},
         alpha_pattern={"down_proj": 16},
+        num_rounds=3,
     ),
     AdapterRecipe("toml", 8, 16, MLP, dtype="bfloat16"),
-    AdapterRecipe("markdown", 16, 16, ATTENTION, dtype="float16"),
+    AdapterRecipe("markdown", 16, 16, ATTENTION, dtype="float16", num_rounds=3),
     AdapterRecipe("ini", 4, 8, (*ATTENTION, *MLP)),
 )
 
@@ -79,6 +81,8 @@ class Scale:
     head_dim: int = 32
     num_kv_heads: int = 2
     base_lr: float = 7e-3
+    num_polish_steps: int = 400
+    polish_lr: float = 4e-3
     adapter_lr: float = 3e-3
 
 
@@ -92,8 +96,9 @@ SCALES: dict[ScaleName, Scale] = {
         intermediate_size=512,
         num_layers=4,
         num_recall_steps=400,
-        num_base_steps=1100,
-        num_adapter_steps=80,
+        num_base_steps=1600,
+        num_polish_steps=1200,
+        num_adapter_steps=120,
         num_eval_records=128,
     ),
     "small": Scale(
@@ -105,7 +110,7 @@ SCALES: dict[ScaleName, Scale] = {
         intermediate_size=256,
         num_layers=3,
         num_recall_steps=350,
-        num_base_steps=650,
+        num_base_steps=700,
         num_adapter_steps=60,
         num_eval_records=64,
     ),

@@ -1,7 +1,7 @@
 """Short records (people, orders, books ...) with varied values, and the English text that states them.
 
-Owns the record schemas, the seeded generator and the split: every open value (a word of a name, a number, a date)
-belongs to exactly one split by its hash, so a held-out record is made of values that training has never shown.
+Owns the record schemas, the seeded generator and the split: every number, price, date and code belongs to exactly one
+split by its hash, so a held-out record states values that training has never shown, about words it has.
 Deliberately knows nothing of target formats (see `formats`), tokens or models.
 """
 
@@ -19,6 +19,7 @@ Split = Literal["train", "heldout"]
 Value = str | int | float
 
 HELDOUT_SHARE = 8  # one open value in eight is held out
+MADE_UP_SHARE = 0.05
 PROMPT_END = " =>"  # no trailing white space: shells, YAML files and people strip it
 
 
@@ -68,12 +69,16 @@ class ValueSource:
         return self.open_value(draw)
 
     def word(self, known: tuple[str, ...]) -> str:
-        """A word of the list or, half of the time, one coined from syllables, so that no list limits variety."""
-        return self.open_value(lambda: self.rng.choice(known) if self.rng.random() < 0.5 else self._coin())
+        """A word of the list or, now and then, a made-up one, so that no list limits variety. In both splits."""
+        return self._made_up() if self.rng.random() < MADE_UP_SHARE else self.rng.choice(known)
 
-    def _coin(self) -> str:
-        syllables = (self.rng.choice(words.ONSETS) + self.rng.choice(words.VOWELS) for _ in range(2))
-        return "".join(syllables) + self.rng.choice(words.CODAS)
+    def _made_up(self) -> str:
+        if self.rng.random() < 0.5:
+            syllables = (self.rng.choice(words.ONSETS) + self.rng.choice(words.VOWELS) for _ in range(2))
+            return "".join(syllables) + self.rng.choice(words.CODAS)
+        # Two halves of real words: pieces of words that only the other split has are met here in new company.
+        head, tail = self.rng.choice(words.ANY), self.rng.choice(words.ANY)
+        return (head[: (len(head) + 1) // 2] + tail[len(tail) // 2 :]).lower()
 
 
 def split_of(value: str) -> Split:

@@ -49,7 +49,8 @@ from loraplex_server.demo.world import (
 BASE_NAME = "loraplex-demo-base"  # what adapters say they belong to; a name, never somebody's path
 _NUM_TOKENIZER_RECORDS = 4000
 # The base model answers in its own format when nobody asks for another: that one needs a clear lead.
-_BASE_FORMAT_SHARE = 3.0
+_BASE_FORMAT_SHARE = 5.0
+_RECALL_EVERY = 6
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def make_base(shop: Workshop) -> None:
     tokenizer = _load_tokenizer(shop)
     model = LlamaForCausalLM(_base_config(shop.scale))
     scale = shop.scale
-    recall = recall_batches(tokenizer, stream=shop.stream("recall"), num_rows=2 * scale.num_rows)
+    recall = recall_batches(tokenizer, stream=shop.stream("recall"), num_rows=2 * scale.num_rows)  # rows half as long
     records = record_batches(
         tokenizer,
         stream=shop.stream("base"),
@@ -110,13 +111,38 @@ def make_base(shop: Workshop) -> None:
         shares=shop.formats(),
         num_rows=scale.num_rows,
     )
+    mixed = interleave(records, recall, every=_RECALL_EVERY)
     num_steps = scale.num_recall_steps + scale.num_base_steps
     with shop.task("base model", num_steps) as advance:
         fit(
             model,
             base_optimizers(model, lr=scale.base_lr),
-            chain(islice(recall, scale.num_recall_steps), records),
+            chain(islice(recall, scale.num_recall_steps), mixed),
             num_steps=num_steps,
+            on_step=lambda loss: advance(f"loss {loss:.3f}"),
+        )
+    torch.nn.Module.to(model, torch.bfloat16)
+    model.save_pretrained(shop.base_path)
+
+
+def polish_base(shop: Workshop) -> None:
+    """Another round on records, from where the base stands: its rate goes up and down once more."""
+    tokenizer = _load_tokenizer(shop)
+    model = LlamaForCausalLM.from_pretrained(shop.base_path, dtype=torch.float32)
+    scale = shop.scale
+    records = record_batches(
+        tokenizer,
+        stream=shop.stream("polish"),
+        kinds=scale.kinds,
+        shares=shop.formats(),
+        num_rows=scale.num_rows,
+    )
+    with shop.task("polish", scale.num_polish_steps) as advance:
+        fit(
+            model,
+            base_optimizers(model, lr=scale.polish_lr),
+            records,
+            num_steps=scale.num_polish_steps,
             on_step=lambda loss: advance(f"loss {loss:.3f}"),
         )
     torch.nn.Module.to(model, torch.bfloat16)
@@ -143,10 +169,11 @@ def write_report(shop: Workshop) -> None:
     write_json(shop.root / REPORT, {"num_heldout_records": len(cases), "exact_match": matrices})
 
 
-StepName = Literal["tokenizer", "base", "adapters", "report"]
+StepName = Literal["tokenizer", "base", "polish", "adapters", "report"]
 STEPS: dict[StepName, Callable[[Workshop], None]] = {
     "tokenizer": make_tokenizer,
     "base": make_base,
+    "polish": polish_base,
     "adapters": make_adapters,
     "report": write_report,
 }
@@ -207,7 +234,7 @@ def _make_adapter(shop: Workshop, recipe: AdapterRecipe) -> None:
         shares={recipe.name: 1.0},
         num_rows=shop.scale.num_rows,
     )
-    num_steps = shop.scale.num_adapter_steps
+    num_steps = recipe.num_rounds * shop.scale.num_adapter_steps
     with shop.task(f"adapter {recipe.name}", num_steps) as advance:
         optimizers = adapter_optimizers(model, lr=shop.scale.adapter_lr)
         fit(model, optimizers, batches, num_steps=num_steps, on_step=lambda loss: advance(f"loss {loss:.3f}"))

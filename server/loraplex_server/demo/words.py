@@ -49,3 +49,4 @@ GENRES = _words("biography crime drama fantasy history poetry science travel")
 STATUSES = _words("cancelled delivered new paid returned shipped")
 ROOMS = _words("attic basement bathroom bedroom cellar garage hall kitchen lab office")
 DOMAINS = _words("example.com example.net example.org mail.example post.example")
+ANY = FIRST_NAMES + LAST_NAMES + CITIES + ADJECTIVES + NOUNS
