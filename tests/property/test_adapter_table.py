@@ -74,6 +74,7 @@ class World:
         self.moves: list[Stage | Promote] = []
         self.on_host: set[AdapterKey] = set()
         self.on_device: dict[int, AdapterKey] = {}
+        self.has_outcome = False
 
     # --- what can happen (each takes two numbers that choose the details) ---
 
@@ -162,9 +163,15 @@ class World:
     # --- the engine's poll, and the outcomes ---
 
     def poll(self) -> None:
+        residency = self.table.residency
+        is_awake = self.table.is_due or self.has_outcome
+        is_awake |= any(r.state is KeyState.FAILED and r.failed_until_s <= self.now for r in residency.records.values())
+        self.has_outcome = False
         self.table.advance(self.now)
         self.collect()
-        for move in self.table.take_moves():
+        moves = self.table.take_moves()
+        assert is_awake or not moves, "there was something to do, and an idle engine would not have known"
+        for move in moves:
             match move:
                 case DropHost(key):
                     self.on_host.discard(key)
@@ -181,6 +188,7 @@ class World:
         self.fetches += self.table.take_fetches()
 
     def take_fetch(self, fetch: Fetch, fails: bool) -> None:
+        self.has_outcome = True
         found = key_of(self.files[fetch.name])
         residency = self.table.residency
         if isinstance(fetch, Refetch) and fails:
@@ -194,6 +202,7 @@ class World:
         self.collect()
 
     def take_move(self, result: str) -> None:
+        self.has_outcome = True
         move = self.moves.pop(0)  # the mover works in order
         residency, key = self.table.residency, move.key
         if result == "lost" and key not in self.on_host:

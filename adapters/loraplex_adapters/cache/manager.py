@@ -204,6 +204,8 @@ class AdapterManager:
 
     def _finish(self, outcome: Outcome) -> None:
         """Called by the background threads."""
+        if self._is_closed:
+            return  # a source that hung has answered after all
         self._outcomes.put(outcome)
         self._notify()
 

@@ -50,12 +50,14 @@ class HubFiles:
 
 
 class HubSource:
-    """Adapters on the Hub. `repo_info` and `download` are the Hub client's functions; tests give others."""
+    """Adapters on the Hub. Downloads lie in `temporary` (default: the system's place) until they are in the store.
+    `repo_info` and `download` are the Hub client's functions; tests give others."""
 
     def __init__(
         self,
         token: str | None = None,
         max_bytes: int = 8 << 30,
+        temporary: Path | None = None,
         repo_info: Callable[..., Any] | None = None,
         download: Callable[..., Any] | None = None,
     ) -> None:
@@ -63,6 +65,7 @@ class HubSource:
 
         self._token = token
         self._max_bytes = max_bytes
+        self._temporary = temporary
         self._repo_info: Callable[..., Any] = repo_info or huggingface_hub.HfApi().repo_info
         self._download: Callable[..., Any] = download or huggingface_hub.snapshot_download
 
@@ -70,7 +73,7 @@ class HubSource:
         check_adapter_id(adapter_id)
         if "/" not in adapter_id:
             raise not_found(adapter_id)
-        folder = Path(tempfile.mkdtemp(prefix="loraplex-hub-"))
+        folder = Path(tempfile.mkdtemp(prefix="loraplex-hub-", dir=self._temporary))
         try:
             self._fetch(adapter_id, folder)
             return HubFiles(folder, adapter_id)

@@ -1,0 +1,95 @@
+"""The copies between the tiers."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from support.adapter_files import DOWN_PROJ, PREFIX, Q_PROJ, base_targets, lora_tensors, write_adapter
+
+from loraplex_adapters.cache.loader import import_adapter
+from loraplex_adapters.cache.tiers import Tiers
+from loraplex_adapters.key import AdapterKey
+from loraplex_adapters.lora.layout import FactorShape, LoraLayout, place
+from loraplex_adapters.pace import GentlePace, no_pace
+from loraplex_adapters.sources.directory import DirectorySource
+from loraplex_adapters.store import AdapterStore
+
+
+def stored(folder: Path, dtype: str) -> tuple[AdapterStore, AdapterKey]:
+    write_adapter(folder / "x", seed=3)
+    store = AdapterStore(folder / "store", 1 << 20)
+    return store, import_adapter("x", DirectorySource(folder), base_targets(dtype), store, no_pace).key
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_from_store_to_device(tmp_path: Path, dtype: str, device: str) -> None:
+    store, key = stored(tmp_path, dtype)
+    tiers = Tiers(store, torch.device(device))
+    host = tiers.stage(key)
+    assert host is not None
+    weights = tiers.promote(host, no_pace)
+    tiers.hand_over(weights)
+    assert weights.storage.device.type == device
+    assert weights.storage.dtype == torch.uint8
+    assert weights.num_bytes == host.layout.num_bytes
+    expected = lora_tensors(seed=3)
+    for path in (Q_PROJ, DOWN_PROJ):
+        factors = weights.factors[path]
+        assert torch.equal(factors.a.cpu(), expected[f"{PREFIX}{path}.lora_A.weight"].to(getattr(torch, dtype)))
+        assert torch.equal(factors.b.cpu(), expected[f"{PREFIX}{path}.lora_B.weight"].to(getattr(torch, dtype)))
+        assert factors.a.data_ptr() % 64 == 0
+        assert factors.b.data_ptr() % 64 == 0
+    # A copy, not the mapping: the store may drop the file and the host its mapping.
+    store.remove(key)
+    del host
+    assert weights.factors[Q_PROJ].a.abs().sum() > 0
+
+
+def test_what_the_store_has_not(tmp_path: Path) -> None:
+    store, key = stored(tmp_path, "float32")
+    store.remove(key)
+    assert Tiers(store, torch.device("cpu")).stage(key) is None
+
+
+def test_a_layout_survives_its_json() -> None:
+    layout = place(
+        "bfloat16",
+        [FactorShape("b", 3, 5, 7, 1 / 3), FactorShape("a", 1, 2, 3, 2.0), FactorShape("c", 8, 64, 64, 1e-9)],
+    )
+    assert LoraLayout.from_json(layout.to_json()) == layout
+    assert [p.shape.path for p in layout.placed] == ["a", "b", "c"]
+    ends = [(p.a_offset, p.b_offset, p.b_offset + 2 * p.shape.rank * p.shape.out_features) for p in layout.placed]
+    assert all(a < b < end <= layout.num_bytes for a, b, end in ends)
+    assert all(end <= following[0] for (_, _, end), following in itertools.pairwise(ends))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {},
+        {"dtype": "int8", "factors": []},
+        {"dtype": "float32", "factors": [["a", 0, 1, 1, "0x1p0"]]},
+        {"dtype": "float32", "factors": [["a", 1, 1, 1, "nan"]]},
+        {"dtype": "float32", "factors": [["a", 1, 1, 1]]},
+        {"dtype": "float32", "factors": [[1, 1, 1, 1, "0x1p0"]]},
+    ],
+)
+def test_a_layout_from_anywhere_else_is_refused(value: dict[str, object]) -> None:
+    with pytest.raises(ValueError):
+        LoraLayout.from_json(value)
+
+
+def test_pace_pauses_only_after_some_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("time.sleep", pauses.append)
+    pace = GentlePace()
+    for _ in range(10):
+        now[0] += 0.0001
+        pace()
+    assert 1 <= len(pauses) <= 4
