@@ -41,7 +41,7 @@ class Answer:
 
 
 def demo(
-    records: Annotated[int, typer.Option(min=1, max=500, help="Held-out records; each goes to every adapter.")] = 4,
+    records: Annotated[int, typer.Option(min=1, max=32, help="Held-out records; each goes to every adapter.")] = 4,
     retrain: Annotated[
         Path | None, typer.Option(help="Train the world again into this folder first (several minutes).")
     ] = None,
@@ -105,7 +105,7 @@ async def _ask(address: str, world: World, num_records: int) -> tuple[list[Answe
             )
 
         # One request per adapter first: the adapters load, and what is measured afterwards is serving.
-        cases = world.cases(num_records)
+        cases = world.showcase(num_records)
         await asyncio.gather(*(one(adapter, cases[0]) for adapter in adapters))
         start = time.perf_counter()
         answers = await asyncio.gather(*(one(adapter, case) for case in cases for adapter in adapters))

@@ -6,7 +6,7 @@ the files, whoever serves them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,25 @@ def exact_match_matrix(
         on_adapter()
         matrix[name] = {format_name: _share(answers, cases, format_name) for format_name in FORMATS}
     return matrix
+
+
+def answered_by_all(
+    base: Path, adapters: Mapping[str, Path], base_format: str, cases: Sequence[Case], dtype: torch.dtype
+) -> list[int]:
+    """Indices of the cases that the base model and every adapter answer rightly; `adapters` by format."""
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    right = set(range(len(cases)))
+    for format_name, path in {base_format: None, **adapters}.items():
+        model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=dtype).eval()
+        if path is not None:
+            model = PeftModel.from_pretrained(model, str(path)).eval()
+        answers = greedy_answers(model, tokenizer, [case.prompt for case in cases])
+        right &= {
+            idx
+            for idx, (answer, case) in enumerate(zip(answers, cases, strict=True))
+            if exact_match(answer, case.expected(format_name))
+        }
+    return sorted(right)
 
 
 @torch.inference_mode()

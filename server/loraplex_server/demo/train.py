@@ -27,15 +27,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from loraplex_server.demo.evaluation import Matrix, exact_match_matrix, matrix_table
+from loraplex_server.demo.evaluation import Matrix, answered_by_all, exact_match_matrix, matrix_table
 from loraplex_server.demo.fitting import adapter_optimizers, base_optimizers, fit
 from loraplex_server.demo.formats import BASE_FORMAT, FORMATS
-from loraplex_server.demo.lessons import recall_batches, record_batches
+from loraplex_server.demo.lessons import interleave, recall_batches, record_batches
 from loraplex_server.demo.recipes import SCALES, AdapterRecipe, Scale, ScaleName
 from loraplex_server.demo.records import draw_examples
 from loraplex_server.demo.tokenizer import BOS_ID, EOS_ID, MAX_LENGTH, PAD_ID, train_tokenizer
 from loraplex_server.demo.world import (
     REPORT,
+    SHOWCASE,
     Adapter,
     Manifest,
     World,
@@ -48,6 +49,8 @@ from loraplex_server.demo.world import (
 
 BASE_NAME = "loraplex-demo-base"  # what adapters say they belong to; a name, never somebody's path
 _NUM_TOKENIZER_RECORDS = 4000
+_SHOWCASE_STREAM = "demo"
+_NUM_SHOWCASE_DRAWN = 64
 # The base model answers in its own format when nobody asks for another: that one needs a clear lead.
 _BASE_FORMAT_SHARE = 5.0
 _RECALL_EVERY = 6
@@ -169,13 +172,27 @@ def write_report(shop: Workshop) -> None:
     write_json(shop.root / REPORT, {"num_heldout_records": len(cases), "exact_match": matrices})
 
 
-StepName = Literal["tokenizer", "base", "polish", "adapters", "report"]
+def choose_showcase(shop: Workshop) -> None:
+    """The held-out cases that the demo shows: those that are right with every adapter, in both dtypes."""
+    cases = heldout_cases(_NUM_SHOWCASE_DRAWN, shop.scale.kinds, _SHOWCASE_STREAM)
+    paths = {recipe.name: shop.adapters_root / recipe.name for recipe in shop.scale.adapters}
+    chosen = set(range(len(cases)))
+    with shop.task("showcase", 2) as advance:
+        for dtype in (torch.float32, torch.bfloat16):
+            chosen &= set(answered_by_all(shop.base_path, paths, BASE_FORMAT, cases, dtype))
+            advance(f"{len(chosen)} of {len(cases)}")
+    listed = {"stream": _SHOWCASE_STREAM, "num_drawn": len(cases), "cases": sorted(chosen)}
+    write_json(shop.root / SHOWCASE, listed)
+
+
+StepName = Literal["tokenizer", "base", "polish", "adapters", "report", "showcase"]
 STEPS: dict[StepName, Callable[[Workshop], None]] = {
     "tokenizer": make_tokenizer,
     "base": make_base,
     "polish": polish_base,
     "adapters": make_adapters,
     "report": write_report,
+    "showcase": choose_showcase,
 }
 
 

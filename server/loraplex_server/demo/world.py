@@ -21,6 +21,7 @@ from loraplex_server.demo.records import Record, draw_examples
 MAX_NEW_TOKENS = 96  # the longest answer has some 60 tokens
 _MANIFEST = "world.json"
 REPORT = "report.json"
+SHOWCASE = "showcase.json"
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,16 @@ class World:
     def cases(self, num_cases: int, stream: str = "demo") -> list[Case]:
         """Held-out cases; another stream name gives others."""
         return heldout_cases(num_cases, self.manifest.kinds, stream)
+
+    def showcase(self, num_cases: int) -> list[Case]:
+        """Held-out cases that every adapter answered rightly when the world was made (how often they do is in the
+        report): whoever serves the world must get each of these right. Raises FailedPrecondition."""
+        listed = json.loads((self.root / SHOWCASE).read_text(encoding="utf-8"))
+        indices: list[int] = listed["cases"][:num_cases]
+        if len(indices) < num_cases:
+            raise FailedPrecondition(f"this world has {len(indices)} cases to show; ask for no more than that")
+        cases = self.cases(listed["num_drawn"], listed["stream"])
+        return [cases[idx] for idx in indices]
 
     def is_right(self, text: str, case: Case, adapter_name: str | None) -> bool:
         return exact_match(text, case.expected(self.format_of(adapter_name)))

@@ -140,11 +140,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         return await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens=special)
 
     def _new_assembler(self, request: Request, index: int) -> CompletionAssembler:
-        tokenizer = self._tokenizer
+        tokenizer, stopping = self._tokenizer, request.stopping
+        # What ends a completion is no part of its text, special token or not.
+        ending = stopping.stop_token_ids | (frozenset() if stopping.ignore_eos else frozenset(self._info.eos_token_ids))
         return CompletionAssembler(
             index,
             request.stopping,
-            tokenizer.new_detokenizer(request.prompt_token_ids),
+            tokenizer.new_detokenizer(request.prompt_token_ids, frozenset() if stopping.include_stop else ending),
             tokenizer.new_stop_matcher(request.stopping),
             tokenizer.token_text,
         )
