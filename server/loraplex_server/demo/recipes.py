@@ -47,17 +47,14 @@ ADAPTERS = (
     AdapterRecipe("sql", 16, 32, (*ATTENTION, *MLP), dtype="bfloat16", num_rounds=2),
     AdapterRecipe("xml", 8, 8, ATTENTION, use_rslora=True),
     AdapterRecipe(
-        "csv",
-        4,
+        "toml",
         8,
-        (*ATTENTION, "down_proj"),
+        16,
+        MLP,
         dtype="float16",
-        rank_pattern={"down_proj": 8},
-        alpha_pattern={"down_proj": 16},
-        num_rounds=3,
+        rank_pattern={"down_proj": 16},
+        alpha_pattern={"down_proj": 32},
     ),
-    AdapterRecipe("toml", 8, 16, MLP, dtype="bfloat16"),
-    AdapterRecipe("markdown", 16, 16, ATTENTION, dtype="float16", num_rounds=3),
     AdapterRecipe("ini", 4, 8, (*ATTENTION, *MLP)),
 )
 
