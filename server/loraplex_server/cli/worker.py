@@ -65,7 +65,8 @@ def _worker(*, model: str, json: bool, supervised: bool, **given: Any) -> None:
 
 def _end_with_parent() -> None:
     """A supervisor that dies closes the pipe; a worker that outlived it would hold port and memory for nobody."""
-    sys.stdin.buffer.read()
+    while os.read(0, 4096):  # not sys.stdin: its lock would be held while the interpreter ends
+        pass
     os.kill(os.getpid(), signal.SIGTERM)
 
 

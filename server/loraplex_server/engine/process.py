@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable
 
 from loraplex_proto.errors import Internal, LoraplexError
+from loraplex_proto.telemetry import setup_logging
 from loraplex_server.config import EngineConfig
 from loraplex_server.engine.core import Engine
 from loraplex_server.engine.messages import (
@@ -42,6 +43,7 @@ def engine_process(conn: Connection, config: EngineConfig, builder: EngineBuilde
     # engine ends, and a front end that is gone shows as the end of the pipe.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    setup_logging(config.log_level)
     with contextlib.suppress(ImportError):
         from tqdm import tqdm
 
