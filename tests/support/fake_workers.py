@@ -256,7 +256,7 @@ async def router_for(addresses: list[str], **settings: Any) -> AsyncIterator[tup
 async def until(is_so: Callable[[], bool], timeout_s: float = 10.0) -> None:
     """Waits for what other tasks bring about."""
     async with asyncio.timeout(timeout_s):
-        while not is_so():  # noqa: ASYNC110  # there is no event for what gRPC does inside
+        while not is_so():  # there is no event for what gRPC does inside
             await asyncio.sleep(0.002)
 
 

@@ -1,4 +1,4 @@
-"""A whole worker (gRPC server, front end, engine) in threads of the test's process: quick to start, real on the wire."""
+"""A whole worker (gRPC server, front end, engine) in threads of the test process: quick to start, real on the wire."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ Deliberately does not choose: `cpu_layout.py` says which segments share a produc
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,9 @@ from torch import Tensor
 from loraplex_adapters.ops.base import FactorTable, LoraFactors, PreparedSegments, Segment
 from loraplex_adapters.ops.cpu_layout import Alone, Packed, Piece, Profile, lay_out
 from loraplex_adapters.ops.segments import check_segments, join_neighbours
+
+# Decoding repeats itself, step after step: the same rows for the same adapters, over all rows and over those of the head.
+RECENT_STEPS = 4
 
 
 def has_fast_half(dtype: torch.dtype) -> bool:
@@ -133,7 +137,7 @@ class CpuOps:
 
     def __init__(self) -> None:
         self._fast_half = {dtype: has_fast_half(dtype) for dtype in (torch.bfloat16, torch.float16)}
-        self._last: PreparedSegments | None = None
+        self._recent: deque[PreparedSegments] = deque(maxlen=RECENT_STEPS)
 
     @property
     def name(self) -> str:
@@ -143,12 +147,13 @@ class CpuOps:
         self, segments: Sequence[Segment], num_rows: int, num_slots: int, device: torch.device
     ) -> PreparedSegments:
         check_segments(segments, num_rows, num_slots)
-        # Decoding repeats itself: the same rows for the same adapters, step after step.
-        last = self._last
-        if last is not None and last.num_rows == num_rows and last.segments == tuple(segments):
-            return last
-        self._last = PreparedSegments(tuple(segments), num_rows, _Plan(segments))
-        return self._last
+        wanted = tuple(segments)
+        for recent in self._recent:
+            if recent.num_rows == num_rows and recent.segments == wanted:
+                return recent
+        prepared = PreparedSegments(wanted, num_rows, _Plan(wanted))
+        self._recent.appendleft(prepared)
+        return prepared
 
     def apply(self, y: Tensor, x: Tensor, table: FactorTable, prepared: PreparedSegments) -> None:
         bound = table.derived

@@ -102,6 +102,8 @@ def test_an_equal_step_is_prepared_once() -> None:
     problem.segments[1] = Segment(1, 2, 1, 0.5)
     assert problem.prepared(ops) is not first
     again = problem.prepared(ops)
+    problem.segments[1] = Segment(1, 2, 1)
+    assert problem.prepared(ops) is first
     assert ops.prepare(problem.segments, 9, 4, torch.device("cpu")).num_rows == 9 != again.num_rows
 
 
