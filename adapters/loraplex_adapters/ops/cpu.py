@@ -19,7 +19,7 @@ from loraplex_adapters.ops.base import FactorTable, LoraFactors, PreparedSegment
 from loraplex_adapters.ops.cpu_layout import Alone, Packed, Piece, Profile, lay_out
 from loraplex_adapters.ops.segments import check_segments, join_neighbours
 
-# Decoding repeats itself, step after step: the same rows for the same adapters, over all rows and over those of the head.
+# Decoding repeats itself, step after step: the same adapters for the same rows, for all rows and for those of the head.
 RECENT_STEPS = 4
 
 
