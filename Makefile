@@ -25,7 +25,7 @@ serve: $(STAMP)  ## serve a model: make serve MODEL=path-or-hub-id
 	$(BIN)/loraplex serve $(MODEL)
 
 test: $(STAMP)  ## the ordinary suite (under ten minutes on two cores)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-slow: $(STAMP)  ## the long suite
 	$(BIN)/python -m pytest -m 'slow and not gpu and not network' --timeout 1200

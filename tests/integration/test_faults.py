@@ -18,7 +18,7 @@ from loraplex import AsyncClient, DeadlineExceeded, Unavailable, WorkerLost
 from loraplex_proto.v1 import worker_pb2, worker_pb2_grpc
 
 pytestmark = pytest.mark.timeout(240)
-LONG = {"max_tokens": 400, "ignore_eos": True}
+LONG = {"max_tokens": 450, "ignore_eos": True, "n": 8}  # seconds, even on a fast machine
 
 
 def worker_command(world: TinyWorld) -> tuple[str, ...]:
@@ -57,7 +57,9 @@ def is_idle(worker: Running) -> bool:
 
 
 def busy_one(workers: list[Running]) -> Running:
-    return next(worker for worker in alive(workers) if not is_idle(worker))
+    busy = [worker for worker in alive(workers) if not is_idle(worker)]
+    assert len(busy) == 1, "one stream is under way"
+    return busy[0]
 
 
 async def test_a_killed_client_frees_what_it_held(
@@ -65,7 +67,7 @@ async def test_a_killed_client_frees_what_it_held(
 ) -> None:
     code = (
         "import sys; from loraplex import Client\n"
-        "for chunk in Client(sys.argv[1]).stream('hello', adapter_id=sys.argv[2], max_tokens=450, ignore_eos=True):\n"
+        "for _ in Client(sys.argv[1]).stream('hello', adapter_id=sys.argv[2], max_tokens=450, ignore_eos=True, n=8):\n"
         "    print('token', flush=True)"
     )
     child = subprocess.Popen(

@@ -76,7 +76,7 @@ def _world(retrain: Path | None) -> World:
 
 async def _run(world: World, num_records: int, report: Report) -> tuple[list[Answer], float]:
     given = {flag.parameter: flag.default for flag in flags_of(WorkerConfig)}
-    given |= {"adapters": world.adapters_root, "port": 0, "drain": 2.0, "log_level": "warning"}
+    given |= {"adapters": world.adapters_root, "port": 0, "drain": 2.0, "log_level": "error"}
     config = worker_config(str(world.base_path), given)
     with tempfile.TemporaryDirectory(prefix="loraplex-demo-") as folder:
         spec = child_spec(config.engine.model.model, {**given, "adapter_store": Path(folder)})

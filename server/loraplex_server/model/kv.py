@@ -32,8 +32,8 @@ class KvCache:
     """Pages of all layers, in the model's dtype.
 
     Layers of one shape share an allocation, so that copying or clearing a block is a few operations, not a few per
-    layer. Pages start as zeros (which costs nothing until they are touched) and are cleared when a sequence takes them:
-    attention may multiply a masked position by zero, and what another sequence left there need not be finite.
+    layer. Memory is taken from the system as blocks are first used. A block is cleared when a sequence takes it:
+    attention may multiply a masked position by zero, and what was left there need not be finite.
     """
 
     def __init__(
@@ -49,8 +49,8 @@ class KvCache:
         for shape in dict.fromkeys(shapes):
             members = [idx for idx, other in enumerate(shapes) if other == shape]
             heads, k_dim, v_dim = shape
-            k = torch.zeros(len(members), num_blocks, block_size, heads, k_dim, dtype=dtype, device=device)
-            v = torch.zeros(len(members), num_blocks, block_size, heads, v_dim, dtype=dtype, device=device)
+            k = torch.empty(len(members), num_blocks, block_size, heads, k_dim, dtype=dtype, device=device)
+            v = torch.empty(len(members), num_blocks, block_size, heads, v_dim, dtype=dtype, device=device)
             self._pages += [k, v]
             for place, layer_idx in enumerate(members):
                 layers[layer_idx] = LayerKv(k[place], v[place])

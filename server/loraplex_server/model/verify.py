@@ -78,6 +78,7 @@ def relative_error(loaded: LoadedModel, reference: Tensor) -> float:
     got = torch.empty_like(reference)
     for spans in (first, second):
         staged = mirror.stage(spans)
+        cache.clear_blocks(staged.fresh_blocks)
         context.attention = backend.plan(staged.attention, dtype, device)
         try:
             with torch.inference_mode():

@@ -24,13 +24,14 @@ from loraplex_server.demo.world import World
 TINY = replace(
     SCALES["small"],
     name="tiny",
-    adapters=tuple(recipe for recipe in ADAPTERS if recipe.name in ("xml", "csv")),
+    adapters=tuple(recipe for recipe in ADAPTERS if recipe.name in ("xml", "toml")),
     vocab_size=300,
     hidden_size=64,
     intermediate_size=64,
     num_layers=1,
     num_recall_steps=2,
     num_base_steps=2,
+    num_polish_steps=2,
     num_adapter_steps=2,
     num_eval_records=2,
     num_rows=4,
@@ -105,18 +106,18 @@ def test_a_world_is_an_ordinary_checkpoint_with_ordinary_adapters(world: World) 
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in world.base_path.iterdir()}
     config = json.loads((world.base_path / "config.json").read_text())
     assert (config["model_type"], config["dtype"]) == ("llama", "bfloat16")
-    assert sorted(path.name for path in world.adapters_root.iterdir()) == ["csv", "xml"]
+    assert sorted(path.name for path in world.adapters_root.iterdir()) == ["toml", "xml"]
     for adapter in world.adapters:
         path = world.adapter_path(adapter.name)
         assert sorted(each.name for each in path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
         fields = json.loads((path / "adapter_config.json").read_text())
         assert fields["base_model_name_or_path"] == BASE_NAME
         assert fields["r"] == adapter.rank
-    csv = world.adapter_path("csv")
+    csv = world.adapter_path("toml")
     with safe_open(csv / "adapter_model.safetensors", "pt") as weights:
         tensors = {name: weights.get_tensor(name) for name in weights.keys()}  # noqa: SIM118
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float16}
-    assert {tensor.shape[0] for name, tensor in tensors.items() if "lora_A" in name and "down_proj" in name} == {8}
+    assert {tensor.shape[0] for name, tensor in tensors.items() if "lora_A" in name and "down_proj" in name} == {16}
     assert {tensor.shape[0] for name, tensor in tensors.items() if "lora_A" in name and "q_proj" in name} == {4}
 
 
@@ -125,7 +126,7 @@ def test_the_report_covers_every_pair_and_dtype(world: World) -> None:
     assert report["num_heldout_records"] == 2
     assert set(report["exact_match"]) == {"float32", "bfloat16"}
     for matrix in report["exact_match"].values():
-        assert set(matrix) == {"", "csv", "xml"}
+        assert set(matrix) == {"", "toml", "xml"}
 
 
 def test_one_step_is_repeated_alone_and_shown(world: World) -> None:
@@ -137,7 +138,7 @@ def test_one_step_is_repeated_alone_and_shown(world: World) -> None:
     assert (again.adapter_path("xml") / "adapter_model.safetensors").read_bytes() == before
     assert [(task.description, task.finished) for task in progress.tasks] == [
         ("adapter xml", True),
-        ("adapter csv", True),
+        ("adapter toml", True),
     ]
 
 

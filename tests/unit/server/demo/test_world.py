@@ -101,7 +101,24 @@ def test_answers_are_compared_to_the_byte(world: World) -> None:
 def test_another_stream_gives_other_cases(world: World) -> None:
     assert world.cases(5) == world.cases(5)
     assert world.cases(5) != world.cases(5, stream="other")
-    assert set(FORMATS) == {world.manifest.base_format, *(adapter.format for adapter in world.adapters)}
+    assert {world.manifest.base_format, *(adapter.format for adapter in world.adapters)} <= set(FORMATS)
+
+
+def test_the_showcase_is_held_out_and_bounded(world: World) -> None:
+    shown = world.showcase(6)
+    assert all(case in world.cases(64) for case in shown)
+    with pytest.raises(FailedPrecondition, match="cases to show"):
+        world.showcase(10_000)
+
+
+def test_every_adapter_is_good_and_alone_in_its_format(world: World) -> None:
+    report = json.loads(world.report_path.read_text())
+    assert len(world.adapters) >= 6
+    for matrix in report["exact_match"].values():
+        for adapter in world.adapters:
+            shares = matrix[adapter.name]
+            assert shares[adapter.format] >= 0.95
+            assert all(share < 0.05 for name, share in shares.items() if name != adapter.format)
 
 
 def test_no_world_is_said_so(tmp_path: Path) -> None:

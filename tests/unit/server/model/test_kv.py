@@ -13,7 +13,9 @@ CPU = torch.device("cpu")
 
 
 def cache(num_blocks: int = 6) -> KvCache:
-    return KvCache(SPEC, num_blocks, 4, torch.float32, CPU)
+    pages = KvCache(SPEC, num_blocks, 4, torch.float32, CPU)
+    pages.clear_blocks(range(num_blocks))
+    return pages
 
 
 def test_layers_have_pages_of_their_own_shape() -> None:
