@@ -50,7 +50,7 @@ def import_adapter(
         config_file, weights_file = files.open(CONFIG_NAME), files.open(WEIGHTS_NAME)
         plan = _plan(files, config_file, weights_file, targets, pace)
         for warning in _warnings(plan, files):
-            log.info("adapter %s %s", ascii(adapter_id), warning)
+            log.warning("adapter %s %s", ascii(adapter_id), warning)
 
         def fill(write: WriteFn) -> None:
             check_base_copies(plan, weights_file)

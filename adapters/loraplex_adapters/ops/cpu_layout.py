@@ -63,7 +63,7 @@ GATHER_US = 12.0
 SLICE_US = 2.0
 COPY_US, COPY_US_PER_BYTE = 25.0, 25e-5
 # What the reference takes for a segment beyond our own product of it. A pack that only lasts a step may cost that much.
-REFERENCE_US = 6.0
+REFERENCE_US = 8.0
 
 
 @dataclass(frozen=True, slots=True)

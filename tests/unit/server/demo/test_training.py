@@ -113,12 +113,12 @@ def test_a_world_is_an_ordinary_checkpoint_with_ordinary_adapters(world: World) 
         fields = json.loads((path / "adapter_config.json").read_text())
         assert fields["base_model_name_or_path"] == BASE_NAME
         assert fields["r"] == adapter.rank
-    csv = world.adapter_path("toml")
-    with safe_open(csv / "adapter_model.safetensors", "pt") as weights:
+    toml = world.adapter_path("toml")
+    with safe_open(toml / "adapter_model.safetensors", "pt") as weights:
         tensors = {name: weights.get_tensor(name) for name in weights.keys()}  # noqa: SIM118
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float16}
     assert {tensor.shape[0] for name, tensor in tensors.items() if "lora_A" in name and "down_proj" in name} == {16}
-    assert {tensor.shape[0] for name, tensor in tensors.items() if "lora_A" in name and "q_proj" in name} == {4}
+    assert {tensor.shape[0] for name, tensor in tensors.items() if "lora_A" in name and "gate_proj" in name} == {8}
 
 
 def test_the_report_covers_every_pair_and_dtype(world: World) -> None:
