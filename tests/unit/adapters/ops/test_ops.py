@@ -2,7 +2,7 @@
 
 Here it runs over those that need no accelerator. The Triton kernels run in Triton's interpreter, which has to be chosen
 before triton is imported: `test_triton_interpreter.py` runs this file once more, in a process of its own. By hand:
-`TRITON_INTERPRET=1 pytest tests/unit/adapters/ops/test_ops.py`.
+`OMP_NUM_THREADS=1 TRITON_INTERPRET=1 pytest tests/unit/adapters/ops/test_ops.py`.
 """
 
 from __future__ import annotations
