@@ -17,8 +17,19 @@ base=localhost/base-stand-in
 export BUILDAH_ISOLATION=chroot
 mkdir -p "$work/pip"
 
+# Overlays where the kernel lets us mount them; else whole copies of the tree at every step, which is slow.
+mkdir -p "$work"/probe/{lower,upper,work,merged}
+options="lowerdir=$work/probe/lower,upperdir=$work/probe/upper,workdir=$work/probe/work"
+if mount -t overlay overlay -o "$options" "$work/probe/merged" 2>/dev/null; then
+  umount "$work/probe/merged"
+  driver=overlay
+else
+  driver=vfs
+fi
+rm -rf "$work/probe"
+
 # The storage is the work directory's own: images of the same name on this machine are neither used nor replaced.
-b() { nice buildah --storage-driver vfs --root "$work/storage" --runroot "$work/run" "$@"; }
+b() { buildah --storage-driver "$driver" --root "$work/storage" --runroot "$work/run" "$@"; }
 
 clean_up() {
   b rm --all >/dev/null 2>&1 || true
@@ -66,7 +77,7 @@ done < <(gather_pip_settings "$work/pip")
 if ! b inspect --type image "$base" >/dev/null 2>&1; then
   echo "== base"
   if [ ! -d "$work/tree/usr" ]; then
-    nice debootstrap --variant=minbase --include=ca-certificates,gcc,libc6-dev,python3,python3-dev,python3-venv,tini \
+    debootstrap --variant=minbase --include=ca-certificates,gcc,libc6-dev,python3,python3-dev,python3-venv,tini \
       "${SUITE:-bookworm}" "$work/tree" >"$work/debootstrap.log"
     rm -rf "$work"/tree/var/cache/apt/archives/*.deb "$work"/tree/var/lib/apt/lists/*
   fi
