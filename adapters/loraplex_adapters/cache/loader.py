@@ -29,7 +29,7 @@ from loraplex_proto.errors import AdapterMemoryFull, DiskFull, Internal, Loraple
 
 log = logging.getLogger(__name__)
 
-# Of two busy cores, a quarter of one: a cold load takes some tenths of a second longer, a step hardly any.
+# Beside a busy thread on the same core it gets about a quarter of it: steps come first, and a load still ends soon.
 BACKGROUND_NICENESS = 5
 
 
