@@ -81,6 +81,35 @@ class AdaptersConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculationConfig:
+    """What is there to draft with, and how requests speculate that do not say."""
+
+    num_tokens: int = option(
+        0,
+        "Draft up to this many tokens per step for every request that does not say otherwise. With 0, only those "
+        "speculate that ask for it or whose adapter brings Medusa heads.",
+        "--speculate",
+    )
+    max_num_tokens: int = option(16, "Draft tokens per step that a request may ask for at most.", "--max-draft-tokens")
+    adaptive: bool = option(True, "Fit the length of drafts to what is accepted and to the load.", "--adaptive-drafts")
+    default_medusa: str = option(
+        "", "Medusa heads, by adapter id, of requests whose adapter brings none.", "--default-medusa"
+    )
+    draft_models: tuple[str, ...] = option(
+        (), "NAME=PATH of a smaller model to draft with; may be given several times.", "--draft-model"
+    )
+    draft_tokenizers: tuple[str, ...] = option(
+        (), "NAME=PATH of the tokenizer of draft model NAME, where it is not in its directory.", "--draft-tokenizer"
+    )
+    draft_adapters: tuple[str, ...] = option(
+        (), "NAME=PATH of a PEFT LoRA that draft model NAME carries.", "--draft-adapter"
+    )
+    draft_kv_bytes: int = option(
+        256 << 20, "Memory of each draft model's KV cache.", "--draft-kv-memory", is_bytes=True
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Everything that the engine's process needs."""
 
@@ -88,6 +117,7 @@ class EngineConfig:
     kv: KvConfig = field(default_factory=KvConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     adapters: AdaptersConfig = field(default_factory=AdaptersConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     num_threads: int | None = option(None, "CPU threads of the engine. Default: all cores.", "--threads")
     log_level: str = option("info", "debug, info, warning or error.", "--log-level")
 

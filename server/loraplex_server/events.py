@@ -35,6 +35,7 @@ class Tokens:
     logprobs: tuple[TokenLogprobs, ...] = ()
     num_drafted: int = 0
     num_accepted: int = 0
+    proposer: str = ""  # of the drafted ones
 
 
 @dataclass(frozen=True, slots=True)

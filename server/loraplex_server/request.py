@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
+
+SpeculationKind = Literal["off", "auto", "medusa", "prompt_lookup", "draft_model"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,20 @@ class OutputParams:
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculationParams:
+    """How a request speculates. Whatever is said here, the text is the same; only the speed differs."""
+
+    # None: with the heads that its adapter brings, if any, else as the server was told (--speculate).
+    kind: SpeculationKind | None = None
+    medusa_id: str = ""  # heads by adapter id; empty: those of adapter_id, else the server's default heads
+    min_ngram: int = 0  # 0: the server's choice, here and below
+    max_ngram: int = 0
+    draft_name: str = ""  # one of --draft-model; empty: the only one
+    max_draft_tokens: int = 0  # per step
+    fixed_length: bool = False  # always draft max_draft_tokens
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One accepted request of `n` completions. Times are seconds of `time.monotonic()`, which processes share."""
 
@@ -59,6 +76,7 @@ class Request:
     stopping: StoppingParams
     sampling: SamplingParams = field(default_factory=SamplingParams)
     output: OutputParams = field(default_factory=OutputParams)
+    speculation: SpeculationParams = field(default_factory=SpeculationParams)
     adapter_id: str = ""
     tenant: str = "default"
     cache_salt: str = ""

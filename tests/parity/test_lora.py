@@ -16,10 +16,10 @@ from support.zoo import VOCAB_SIZE, random_model
 from torch import nn
 from transformers import PreTrainedModel
 
-from loraplex_adapters.lora.weights import LoraWeights
 from loraplex_adapters.ops.base import SegmentedLora
 from loraplex_adapters.ops.cpu import CpuOps
 from loraplex_adapters.ops.reference import ReferenceOps
+from loraplex_adapters.weights import AdapterWeights
 from loraplex_server.model.linear import AdaptedLinear
 from loraplex_server.model.loader import adopt_model
 from loraplex_server.scheduler.plan import AdapterUse
@@ -35,7 +35,7 @@ class World:
 
     base: PreTrainedModel
     peft: list[PeftModel]
-    weights: list[LoraWeights]
+    weights: list[AdapterWeights]
     rig: Rig
 
     def reference(self, adapter_idx: int | None) -> nn.Module:

@@ -18,9 +18,9 @@ from loraplex_adapters.cache.api import AdapterInfo
 from loraplex_adapters.cache.config import AdapterCacheConfig
 from loraplex_adapters.cache.manager import AdapterManager, everybody
 from loraplex_adapters.key import AdapterKey
-from loraplex_adapters.lora.weights import LoraWeights
 from loraplex_adapters.sources.base import AdapterSource
 from loraplex_adapters.targets import BaseTargets, TargetModule
+from loraplex_adapters.weights import AdapterWeights
 
 HIDDEN = 16
 VOCAB = 24
@@ -95,10 +95,10 @@ class Slots:
     """Stands in for the model's adapter slots: remembers what is installed where, and by which thread."""
 
     def __init__(self) -> None:
-        self.installed: dict[int, LoraWeights] = {}
+        self.installed: dict[int, AdapterWeights] = {}
         self.threads: set[int] = set()
 
-    def install(self, slot: int, weights: LoraWeights | None) -> None:
+    def install(self, slot: int, weights: AdapterWeights | None) -> None:
         self.threads.add(threading.get_ident())
         if weights is None:
             del self.installed[slot]

@@ -18,10 +18,10 @@ from loraplex_adapters.cache.loader import check_adapter
 from loraplex_adapters.key import AdapterKey
 from loraplex_adapters.lora.convert import write_payload
 from loraplex_adapters.lora.layout import weights_at
-from loraplex_adapters.lora.weights import LoraWeights
 from loraplex_adapters.pace import no_pace
 from loraplex_adapters.sources.directory import DirectorySource
 from loraplex_adapters.targets import BaseTargets
+from loraplex_adapters.weights import AdapterWeights
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def save_adapter(model: PreTrainedModel, spec: LoraSpec, folder: Path, seed: int
     return peft.eval()
 
 
-def load_lora(root: Path, name: str, targets: BaseTargets) -> LoraWeights:
+def load_lora(root: Path, name: str, targets: BaseTargets) -> AdapterWeights:
     """The server's own reading of an adapter directory, without cache or store."""
     source = DirectorySource(root)
     plan = check_adapter(name, source, targets, no_pace)

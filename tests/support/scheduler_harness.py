@@ -12,7 +12,7 @@ from loraplex_server.events import Admitted, CompletionEnd, Event, PromptLogprob
 from loraplex_server.kv.blocks import BlockPool
 from loraplex_server.request import OutputParams, Request, SamplingParams, StoppingParams
 from loraplex_server.scheduler.config import SchedulerConfig
-from loraplex_server.scheduler.plan import StepPlan, TokenLogprobs
+from loraplex_server.scheduler.plan import Draft, StepPlan, TokenLogprobs
 from loraplex_server.scheduler.scheduler import Scheduler
 from support.scheduler_fakes import EOS, Drafts, Expected, FakeResidency, FakeRunner, expect
 
@@ -142,7 +142,8 @@ class Harness:
         """One turn of the loop; returns the plan that it made."""
         self.now += seconds
         self.residency.poll()
-        drafts = self._proposer(self) if self._proposer is not None else {}
+        proposed = self._proposer(self) if self._proposer is not None else {}
+        drafts = {sequence_id: Draft(tokens, "test") for sequence_id, tokens in proposed.items()}
         plan = self.scheduler.schedule(self.now, drafts)
         if plan is not None:
             self.plans.append(plan)

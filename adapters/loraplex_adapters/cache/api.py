@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from loraplex_adapters.key import AdapterKey
-from loraplex_adapters.lora.weights import LoraWeights
+from loraplex_adapters.weights import AdapterWeights
 
 AdapterStateName = Literal["known", "fetching", "on_host", "on_device", "draining", "failed"]
 TierName = Literal["source", "disk", "host", "device"]
 
 # Puts weights into a device slot of every module (None: clears it). Called between steps only.
-InstallFn = Callable[[int, LoraWeights | None], None]
+InstallFn = Callable[[int, AdapterWeights | None], None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,11 +27,11 @@ from loraplex_adapters.cache.states import DropDevice, DropHost, Fetch, FetchNam
 from loraplex_adapters.cache.table import AdapterTable, fresh
 from loraplex_adapters.cache.tiers import HostCopy, Tiers
 from loraplex_adapters.key import AdapterKey, check_adapter_id
-from loraplex_adapters.lora.weights import LoraWeights
 from loraplex_adapters.pace import Pace
 from loraplex_adapters.sources.base import AdapterSource, not_found
 from loraplex_adapters.store import AdapterStore
 from loraplex_adapters.targets import BaseTargets
+from loraplex_adapters.weights import AdapterWeights
 from loraplex_proto.errors import LoraplexError
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class AdapterManager:
         )
         self._tiers = Tiers(self._store, torch.device(device))
         self._host: dict[AdapterKey, HostCopy] = {}
-        self._device: dict[AdapterKey, LoraWeights] = {}
+        self._device: dict[AdapterKey, AdapterWeights] = {}
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._load_seconds = 0.0
         self._num_loads = 0
@@ -253,7 +253,7 @@ class AdapterManager:
                 host = self._host.get(key)
                 self._mover.submit(lambda pace: self._move(move, host, pace))
 
-    def _discard(self, memory: HostCopy | LoraWeights | None) -> None:
+    def _discard(self, memory: HostCopy | AdapterWeights | None) -> None:
         """Frees large memory on the mover's thread, before the moves that come after."""
         if memory is not None:
             box = [memory]
@@ -275,7 +275,9 @@ class AdapterManager:
         copy = host
         self._finish(lambda now: self._take_moved(move, copy, weights, started_s))
 
-    def _take_moved(self, move: Stage | Promote, host: HostCopy, weights: LoraWeights | None, started_s: float) -> None:
+    def _take_moved(
+        self, move: Stage | Promote, host: HostCopy, weights: AdapterWeights | None, started_s: float
+    ) -> None:
         self._count(started_s, 1 if weights is not None else 0)
         self._host[move.key] = host
         if isinstance(move, Promote) and weights is not None:

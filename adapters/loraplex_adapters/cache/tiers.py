@@ -16,9 +16,9 @@ from torch import Tensor
 
 from loraplex_adapters.key import AdapterKey
 from loraplex_adapters.lora.layout import LoraLayout, weights_at
-from loraplex_adapters.lora.weights import LoraWeights
 from loraplex_adapters.pace import Pace
 from loraplex_adapters.store import AdapterStore
+from loraplex_adapters.weights import AdapterWeights
 
 COPY_PIECE_BYTES = 4 << 20
 
@@ -55,7 +55,7 @@ class Tiers:
         _copy(pinned.numpy(), mapped)
         return HostCopy(key, layout, pinned.numpy(), pinned)
 
-    def promote(self, host: HostCopy, pace: Pace) -> LoraWeights:
+    def promote(self, host: HostCopy, pace: Pace) -> AdapterWeights:
         """A copy on the device, complete."""
         num_bytes = host.layout.num_bytes
         if self._device.type != "cuda":
@@ -73,7 +73,7 @@ class Tiers:
         done.synchronize()
         return weights_at(host.key, host.layout, storage, pace)
 
-    def hand_over(self, weights: LoraWeights) -> None:
+    def hand_over(self, weights: AdapterWeights) -> None:
         """Called where the steps run: tells the allocator that their stream uses the memory from now on, so that
         freeing it later waits for the steps that still read it."""
         if self._device.type == "cuda":

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from loraplex_adapters.key import AdapterKey
-from loraplex_adapters.lora.weights import LoraWeights
 from loraplex_adapters.ops.base import LoraFactors
 from loraplex_adapters.pace import Pace, no_pace
+from loraplex_adapters.weights import AdapterWeights
 
 ALIGN_BYTES = 64
 DTYPES: Mapping[str, torch.dtype] = {
@@ -98,7 +98,7 @@ def place(dtype: str, shapes: Iterable[FactorShape]) -> LoraLayout:
     return LoraLayout(dtype, tuple(placed), position)
 
 
-def weights_at(key: AdapterKey, layout: LoraLayout, storage: Tensor, pace: Pace = no_pace) -> LoraWeights:
+def weights_at(key: AdapterKey, layout: LoraLayout, storage: Tensor, pace: Pace = no_pace) -> AdapterWeights:
     """The adapter whose bytes are in `storage` (uint8 [num_bytes], contiguous, aligned). Copies nothing."""
     assert storage.numel() == layout.num_bytes, "an adapter's storage is exactly as large as its layout"
     dtype = DTYPES[layout.dtype]
@@ -112,7 +112,7 @@ def weights_at(key: AdapterKey, layout: LoraLayout, storage: Tensor, pace: Pace 
         a = flat.as_strided((rank, in_features), (in_features, 1), placed.a_offset // itemsize)  # [rank, in]
         b = flat.as_strided((shape.out_features, rank), (rank, 1), placed.b_offset // itemsize)  # [out, rank]
         factors[shape.path] = LoraFactors(a, b, shape.scale)
-    return LoraWeights(key, storage, factors)
+    return AdapterWeights(key, storage, factors)
 
 
 def _aligned(num_bytes: int) -> int:

@@ -70,6 +70,8 @@ def configure(cls: type, flags: list[Flag], given: Mapping[str, Any], fixed: Map
     values: dict[tuple[str, ...], Any] = dict(fixed)
     for flag in flags:
         value = given[flag.parameter]
+        if isinstance(value, list):
+            value = tuple(typing.cast(list[str], value))
         values[flag.path] = parse_bytes(value) if flag.is_bytes and isinstance(value, str) else value
     return _build(cls, values, ())
 
@@ -94,6 +96,8 @@ def _names(flag: Flag) -> list[str]:
 
 
 def _command_line_type(flag: Flag) -> Any:
+    if typing.get_origin(flag.type) is tuple:
+        return list[str]  # may be given several times
     if not flag.is_bytes:
         return flag.type
     return str | None if isinstance(flag.type, types.UnionType) else str
@@ -101,6 +105,8 @@ def _command_line_type(flag: Flag) -> Any:
 
 def _shown(flag: Flag) -> Any:
     """The default as the help shows it."""
+    if flag.default == ():
+        return None
     if not flag.is_bytes or flag.default is None:
         return flag.default
     size, units = flag.default, ["", "KiB", "MiB", "GiB", "TiB"]

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from loraplex_adapters.lora.weights import LoraWeights
 from loraplex_adapters.ops.base import FactorTable, LoraFactors, SegmentedLora
 from loraplex_adapters.targets import TargetModule
+from loraplex_adapters.weights import AdapterWeights
 from loraplex_server.model.context import StepContext
 from loraplex_server.model.linear import (
     AdaptedEmbedding,
@@ -95,7 +95,7 @@ class AdapterSlots:
         self.ops = ops
         self.num_slots = num_slots
         self._targets = targets
-        self._installed: list[LoraWeights | None] = [None] * num_slots  # keeps the tensors alive
+        self._installed: list[AdapterWeights | None] = [None] * num_slots  # keeps the tensors alive
         shape = (len(targets), num_slots)
         self._a_ptrs = torch.zeros(shape, dtype=torch.int64, device=device)
         self._b_ptrs = torch.zeros(shape, dtype=torch.int64, device=device)
@@ -110,7 +110,7 @@ class AdapterSlots:
             if isinstance(module, AdaptedLinear):
                 module.ops = ops
 
-    def install(self, slot: int, weights: LoraWeights | None) -> None:
+    def install(self, slot: int, weights: AdapterWeights | None) -> None:
         """Puts an adapter into `slot` of all modules, or clears it. Between steps only. Implements InstallFn."""
         if weights is not None:
             strangers = [path for path in weights.factors if path not in self._targets]

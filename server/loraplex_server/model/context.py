@@ -33,4 +33,5 @@ class StepContext:
         self.token_segments = None
         self.head_segments = None
         self.attention = None
+        self.capture_head_input = False
         self.head_input = None

@@ -63,6 +63,8 @@ class ModelRunner:
         self._sampler = sampler
         self._device = loaded.device
         self._mirror = BatchMirror(max_rows, max_len or loaded.spec.max_context_tokens, cache.block_size, loaded.device)
+        # The post-norm hidden state that each row's latest token was sampled from; see `last_hidden`.
+        self._hidden = torch.zeros(max_rows, loaded.spec.hidden_size, dtype=loaded.dtype, device=loaded.device)
         # Sequences that could not enter; their spans answer with this.
         self._refused: dict[int, LoraplexError] = {}
         loaded.bind_kv(cache, attention)
@@ -70,6 +72,10 @@ class ModelRunner:
     @property
     def mirror(self) -> BatchMirror:
         return self._mirror
+
+    def last_hidden(self, rows: Sequence[int]) -> Tensor:
+        """[len(rows), hidden]: what the head made each row's latest token of. Of sequences that keep it only."""
+        return self._hidden.index_select(0, torch.tensor(rows, dtype=torch.int64).to(self._device))
 
     def execute(self, plan: StepPlan) -> FinishedStep:
         """Runs a step. May raise; nothing of the step is committed then. See engine.isolation.Execute."""
@@ -129,15 +135,32 @@ class ModelRunner:
     def _run(self, spans: Sequence[Span]) -> dict[str, SpanResult]:
         staged = self._mirror.stage(spans)
         self._cache.clear_blocks(staged.fresh_blocks)
-        logits = self._forward(staged)  # [num_head_rows, num_logits]
+        keepers = [i for i, span in enumerate(staged.spans) if span.num_samples and self._keeps_hidden(span)]
+        logits, hidden = self._forward(staged, capture=bool(keepers))
         sampled = self._sample(staged, logits)
         results, new_tokens = self._results(staged, sampled)
         self._mirror.commit(staged.spans, new_tokens)
+        if hidden is not None:
+            self._keep_hidden(staged, keepers, new_tokens, hidden)
         return results
 
-    def _forward(self, staged: StagedStep) -> Tensor:
+    def _keeps_hidden(self, span: Span) -> bool:
+        return self._mirror.row(span).sequence.keeps_hidden
+
+    def _keep_hidden(
+        self, staged: StagedStep, keepers: Sequence[int], new_tokens: Sequence[Sequence[int]], hidden: Tensor
+    ) -> None:
+        """Of each keeper the state behind its last token that counts: rejected drafts come after it."""
+        rows = [staged.spans[i].row for i in keepers]
+        found = [staged.head_starts[i] + staged.num_prompt_rows[i] + max(0, len(new_tokens[i]) - 1) for i in keepers]
+        packed = torch.tensor([rows, found], dtype=torch.int64).to(self._device)
+        self._hidden.index_copy_(0, packed[0], hidden.index_select(0, packed[1]))
+
+    def _forward(self, staged: StagedStep, capture: bool) -> tuple[Tensor, Tensor | None]:
+        """Logits [num_head_rows, num_logits] and, where asked for, what they were made of [num_head_rows, hidden]."""
         context = self._context
         try:
+            context.capture_head_input = capture
             context.token_segments = self._prepare(staged.token_segments, staged.input_ids.shape[1])
             context.head_segments = self._prepare(staged.head_segments, staged.head_rows.shape[0])
             context.attention = self._attention.plan(staged.attention, self._cache.dtype, self._device)
@@ -147,7 +170,7 @@ class ModelRunner:
                 use_cache=False,
                 logits_to_keep=staged.head_rows,
             )
-            return out.logits[0]
+            return out.logits[0], context.head_input
         finally:
             context.clear()
 

@@ -101,7 +101,7 @@ class Admission:
 
     def _take_slot(self, seq: SequenceState, scan: _Scan, now: float) -> bool:
         """Sees to the slot of the sequence's adapter. False: not now, and others may pass."""
-        request, key = seq.request, seq.request.key
+        request, key = seq.request, seq.request.slot_key
         if key is None or seq.slot is not None:
             return True
         if key in scan.missing or (scan.starving and key not in scan.open_keys):
@@ -139,9 +139,9 @@ class Admission:
         if scan.by_tokens_left is None:
             tokens_left: dict[AdapterKey, int] = {}
             for seq in self._roster.running:
-                if seq.request.key is not None and seq.slot is not None:
+                if seq.request.slot_key is not None and seq.slot is not None:
                     num_left = seq.max_total_tokens - seq.num_computed
-                    tokens_left[seq.request.key] = max(num_left, tokens_left.get(seq.request.key, 0))
+                    tokens_left[seq.request.slot_key] = max(num_left, tokens_left.get(seq.request.slot_key, 0))
             scan.by_tokens_left = sorted(tokens_left, key=lambda key: (tokens_left[key], key))
             scan.open_keys = set(scan.by_tokens_left)
         if scan.open_keys:

@@ -128,6 +128,7 @@ class Committer:
                 out.logprobs[: len(kept)],
                 num_drafted=len(span.draft),
                 num_accepted=min(num_accepted, len(kept)),
+                proposer=span.proposer,
             )
         )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from loraplex_server.scheduler.plan import Draft
 from loraplex_server.scheduler.roster import Arrivals, Roster
 from loraplex_server.scheduler.state import SequenceState, SequenceStatus
 
@@ -19,18 +20,18 @@ class PlanBuilder:
     """A plan in the making: who runs how many tokens. Nothing of a sequence's own state has moved yet."""
 
     num_left: int  # of the step's token budget
-    spans: list[tuple[SequenceState, int, tuple[int, ...]]] = field(
-        default_factory=list[tuple[SequenceState, int, tuple[int, ...]]]
+    spans: list[tuple[SequenceState, int, Draft | None]] = field(
+        default_factory=list[tuple[SequenceState, int, Draft | None]]
     )
     arrivals: Arrivals = field(default_factory=Arrivals)
     num_preempted: int = 0
 
-    def add(self, seq: SequenceState, num_tokens: int, draft: tuple[int, ...] = ()) -> None:
-        self.num_left -= num_tokens + len(draft)
-        self.spans.append((seq, num_tokens, draft))
+    def add(self, seq: SequenceState, num_tokens: int) -> None:
+        self.num_left -= num_tokens
+        self.spans.append((seq, num_tokens, None))
 
 
-def plan_running(roster: Roster, step: PlanBuilder, drafts: Mapping[str, tuple[int, ...]]) -> None:
+def plan_running(roster: Roster, step: PlanBuilder, drafts: Mapping[str, Draft]) -> None:
     """Puts every running sequence that can go on into `step`, as far as budget and blocks reach."""
     decodes: list[SequenceState] = []
     prefills: list[SequenceState] = []
@@ -48,7 +49,7 @@ def plan_running(roster: Roster, step: PlanBuilder, drafts: Mapping[str, tuple[i
     step.num_left -= len(going)
     chosen = _choose_drafts(roster, step, going, drafts, has_more_work=bool(prefills) or len(roster.waiting) > 0)
     for seq in going:
-        step.spans.append((seq, 1, chosen.get(seq.sequence_id, ())))
+        step.spans.append((seq, 1, chosen.get(seq.sequence_id)))
     for seq in prefills:
         if seq.status is SequenceStatus.RUNNING and step.num_left > 0:
             step.add(seq, min(step.num_left, seq.num_tokens - seq.num_computed))
@@ -77,27 +78,27 @@ def _choose_drafts(
     roster: Roster,
     step: PlanBuilder,
     going: Iterable[SequenceState],
-    drafts: Mapping[str, tuple[int, ...]],
+    drafts: Mapping[str, Draft],
     *,
     has_more_work: bool,
-) -> dict[str, tuple[int, ...]]:
+) -> dict[str, Draft]:
     """As much of each draft as may run: within the budget, the completion's end, and blocks that are free anyway."""
-    chosen: dict[str, tuple[int, ...]] = {}
+    chosen: dict[str, Draft] = {}
     if not drafts:
         return chosen
     budget = step.num_left // 2 if has_more_work else step.num_left  # drafts are a bet, prompts are not
     blocks = roster.blocks
     for seq in going:
-        draft = drafts.get(seq.sequence_id, ())
-        if not draft:
+        draft = drafts.get(seq.sequence_id)
+        if draft is None or not draft.token_ids:
             continue
-        num_drafted = min(len(draft), budget, seq.max_total_tokens - len(seq.token_ids) - 1)
+        num_drafted = min(len(draft.token_ids), budget, seq.max_total_tokens - len(seq.token_ids) - 1)
         num_missing = blocks.num_blocks_for(seq.num_computed + 1 + num_drafted) - len(seq.block_ids)
         if num_missing > 0:
             seq.block_ids += blocks.allocate(min(num_missing, blocks.num_free))
             num_drafted = min(num_drafted, len(seq.block_ids) * blocks.block_size - seq.num_computed - 1)
         if num_drafted > 0:
-            chosen[seq.sequence_id] = draft[:num_drafted]
+            chosen[seq.sequence_id] = Draft(draft.token_ids[:num_drafted], draft.proposer)
             budget -= num_drafted
             step.num_left -= num_drafted
     return chosen

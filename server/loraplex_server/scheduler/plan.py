@@ -8,11 +8,11 @@ made before the tokens that the last step sampled are known on the host.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from loraplex_proto.errors import LoraplexError
-from loraplex_server.request import OutputParams, SamplingParams
+from loraplex_server.request import OutputParams, Request, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,31 @@ class AdapterUse:
 
     slot: int
     weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A running sequence that decodes in the next step: what whoever drafts for it may know."""
+
+    sequence_id: str
+    row: int
+    token_ids: Sequence[int]  # all known ones, prompt first. The scheduler's own list: to be read at once, not kept
+    num_prompt_tokens: int
+    num_room: int  # draft tokens that can still be of use, 0 at the completion's last token
+    request: Request
+    sampling: SamplingParams  # the completion's own, seed included
+    slot: int | None  # of its LoRA
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Tokens that somebody proposes to follow a sequence's known ones: a chain. `proposer` is who, for the counters.
+
+    A tree would name each token's parent beside it; nobody makes one yet.
+    """
+
+    token_ids: tuple[int, ...]
+    proposer: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +62,8 @@ class NewSequence:
     # No end-of-sequence or stop token may be sampled before this many output tokens.
     min_tokens: int = 0
     banned_until_min: frozenset[int] = frozenset()
+    # Its last hidden state is kept after every step, for heads that draft from it.
+    keeps_hidden: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +90,7 @@ class Span:
     # Appended to the row's block table before the step.
     new_block_ids: tuple[int, ...] = ()
     draft: tuple[int, ...] = ()
+    proposer: str = ""  # of the draft
     # Positions whose prompt logprobs are wanted are all of the span's that have a next prompt token.
     prompt_logprobs: bool = False
 

@@ -154,6 +154,7 @@ class Roster:
                 adapters=() if slot is None else (AdapterUse(slot),),
                 min_tokens=min_tokens,
                 banned_until_min=seq.request.stop_ids if min_tokens else frozenset(),
+                keeps_hidden=seq.request.keeps_hidden,
             )
         )
 
@@ -257,7 +258,7 @@ class Roster:
 
     def give_back_slot(self, seq: SequenceState) -> None:
         """Gives the sequence's reference back: now, or when the last plan that uses the slot has run."""
-        key = seq.request.key
+        key = seq.request.slot_key
         assert key is not None
         seq.slot = None
         if seq.last_plan is not None:
@@ -296,8 +297,8 @@ class Roster:
         kept: Counter[AdapterKey] = Counter()
         for request in self.requests.values():
             for seq in request.sequences:
-                if seq.slot is not None and request.key is not None:
-                    kept[request.key] += 1
+                if seq.slot is not None and request.slot_key is not None:
+                    kept[request.slot_key] += 1
         assert +self._adapter_refs == kept, f"adapter references leaked: {self._adapter_refs} for {kept}"
 
 

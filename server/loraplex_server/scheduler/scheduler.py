@@ -33,7 +33,7 @@ from loraplex_server.scheduler.admission import Admission
 from loraplex_server.scheduler.commit import Committer
 from loraplex_server.scheduler.config import SchedulerConfig
 from loraplex_server.scheduler.growth import PlanBuilder, plan_running
-from loraplex_server.scheduler.plan import Span, StepPlan, StepResult
+from loraplex_server.scheduler.plan import Candidate, Draft, Span, StepPlan, StepResult
 from loraplex_server.scheduler.roster import Roster
 from loraplex_server.scheduler.state import InFlight, RequestPhase, RequestState, SequenceState, SequenceStatus
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:  # see roster
     from loraplex_adapters.cache.api import Residency
 
 MAX_PLANS_IN_FLIGHT = 2
-_NO_DRAFTS: Mapping[str, tuple[int, ...]] = {}
+_NO_DRAFTS: Mapping[str, Draft] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +78,16 @@ class Scheduler:
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def add(self, request: Request, key: AdapterKey | None, now: float) -> None:
+    def add(self, request: Request, key: AdapterKey | None, now: float, *, keeps_hidden: bool = False) -> None:
         """Accepts a request: from here on it gets exactly one terminal event. `key` is what its adapter_id means.
+        `keeps_hidden` goes to the runner with each of its sequences.
 
         Raises InvalidArgument, ContextLengthExceeded, DeadlineExceeded or QueueFull, and has not accepted it then.
         """
         self._check(request, now)
         self._num_added += 1
         state = self._new_state(request, key)
+        state.keeps_hidden = keeps_hidden
         self._roster.add(state)
         if request.deadline_s is not None:
             # Most requests end long before their deadline and must not stay in memory until then.
@@ -112,7 +114,7 @@ class Scheduler:
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
-    def schedule(self, now: float, drafts: Mapping[str, tuple[int, ...]] = _NO_DRAFTS) -> StepPlan | None:
+    def schedule(self, now: float, drafts: Mapping[str, Draft] = _NO_DRAFTS) -> StepPlan | None:
         """Plans the next step; None when nothing can run. Events (Admitted, deadlines): `take_events`, or with `apply`.
 
         `drafts`: proposed tokens by sequence id. They are cut to what budget, blocks and the completion's end allow,
@@ -130,6 +132,23 @@ class Scheduler:
         for state, error in failed.items():
             self._fail(state, error)
         return plan
+
+    def candidates(self) -> list[Candidate]:
+        """Running sequences that decode in the next step, the most entitled first: those that a draft is of use to."""
+        return [
+            Candidate(
+                sequence_id=seq.sequence_id,
+                row=seq.row,
+                token_ids=seq.token_ids,
+                num_prompt_tokens=seq.num_prompt_tokens,
+                num_room=seq.max_total_tokens - len(seq.token_ids) - 1,
+                request=seq.request.request,
+                sampling=seq.sampling,
+                slot=seq.slot,
+            )
+            for seq in self._roster.running
+            if not seq.num_coming and not seq.is_draft_coming and len(seq.token_ids) - seq.num_computed == 1
+        ]
 
     def apply(self, plan: StepPlan, result: StepResult, now: float) -> list[Event]:
         """Takes in the result of the oldest plan under way; returns all events since the last time."""
@@ -249,11 +268,10 @@ class Scheduler:
             num_prompt_tokens=num_prompt_tokens,
             stop_ids=stopping.stop_token_ids | (frozenset() if stopping.ignore_eos else self._eos_token_ids),
         )
-        # Medusa heads read the last hidden state and change neither K nor V.
-        changes_kv = key is not None and key.kind != "medusa"
+        # Medusa heads alone read the last hidden state and change neither K nor V.
         namespace = Namespace(
             model_digest=self._config.model_digest,
-            adapters=((key, 1.0),) if key is not None and changes_kv else (),
+            adapters=((state.slot_key, 1.0),) if state.slot_key is not None else (),
             tenant=request.tenant,
             cache_salt=request.cache_salt,
         ).digest()
@@ -304,7 +322,8 @@ class Scheduler:
         return plan
 
 
-def _span(seq: SequenceState, num_tokens: int, draft: tuple[int, ...]) -> Span:
+def _span(seq: SequenceState, num_tokens: int, chosen: Draft | None) -> Span:
+    draft, proposer = (chosen.token_ids, chosen.proposer) if chosen is not None else ((), "")
     start = seq.num_computed
     is_last_piece = start + num_tokens == seq.num_tokens
     wants_prompt_logprobs = start < seq.num_prompt_tokens - 1 and seq.request.wants_prompt_logprobs
@@ -316,5 +335,6 @@ def _span(seq: SequenceState, num_tokens: int, draft: tuple[int, ...]) -> Span:
         num_samples=1 + len(draft) if is_last_piece else 0,
         new_block_ids=tuple(seq.block_ids[seq.num_sent_blocks :]) if len(seq.block_ids) > seq.num_sent_blocks else (),
         draft=draft,
+        proposer=proposer,
         prompt_logprobs=wants_prompt_logprobs,
     )

@@ -82,6 +82,7 @@ class RequestState:
     num_prompt_tokens: int
     # Not to be sampled while below min_tokens; ends a completion from then on.
     stop_ids: frozenset[int]
+    keeps_hidden: bool = False
     phase: RequestPhase = RequestPhase.QUEUED
     sequences: list[SequenceState] = field(default_factory=list["SequenceState"])
     num_open: int = 0  # sequences that have not finished
@@ -101,6 +102,11 @@ class RequestState:
         if to not in REQUEST_TRANSITIONS[self.phase]:
             raise IllegalTransition(f"request {self.request.request_id}: {self.phase.value} -> {to.value}")
         self.phase = to
+
+    @property
+    def slot_key(self) -> AdapterKey | None:
+        """The adapter whose slot its sequences need to run. Heads alone are none: they only draft, when they can."""
+        return None if self.key is None or self.key.kind == "medusa" else self.key
 
     @property
     def wants_prompt_logprobs(self) -> bool:

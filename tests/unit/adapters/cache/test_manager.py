@@ -18,9 +18,9 @@ from support.adapter_files import DOWN_PROJ, PREFIX, Q_PROJ, Engine, lora_tensor
 from loraplex_adapters.cache import manager as manager_module
 from loraplex_adapters.cache.tiers import Tiers
 from loraplex_adapters.key import AdapterKey
-from loraplex_adapters.lora.weights import LoraWeights
 from loraplex_adapters.sources.base import AdapterFiles
 from loraplex_adapters.sources.directory import DirectorySource
+from loraplex_adapters.weights import AdapterWeights
 from loraplex_proto.errors import (
     AdapterInvalid,
     AdapterLoadsBusy,
@@ -370,7 +370,7 @@ def test_a_copy_that_fails_is_that_adapters_failure(
 ) -> None:
     engine = make_engine()
 
-    def no_memory(*args: object) -> LoraWeights:
+    def no_memory(*args: object) -> AdapterWeights:
         raise MemoryError
 
     with monkeypatch.context() as patched:

@@ -16,11 +16,11 @@ from transformers.pytorch_utils import Conv1D
 from loraplex_adapters.cache.loader import import_adapter
 from loraplex_adapters.cache.tiers import Tiers
 from loraplex_adapters.lora.convert import weight_sha256
-from loraplex_adapters.lora.weights import LoraWeights
 from loraplex_adapters.pace import no_pace
 from loraplex_adapters.sources.directory import DirectorySource
 from loraplex_adapters.store import AdapterStore
 from loraplex_adapters.targets import BaseTargets, TargetModule
+from loraplex_adapters.weights import AdapterWeights
 from loraplex_proto.errors import AdapterUnsupported
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT's own, about saving embeddings and tied weights
@@ -67,7 +67,7 @@ def save(model: PreTrainedModel, folder: Path, **fields: Any) -> PeftModel:
     return peft
 
 
-def load(folder: Path, targets: BaseTargets) -> LoraWeights:
+def load(folder: Path, targets: BaseTargets) -> AdapterWeights:
     store = AdapterStore(folder / "store", 1 << 30)
     tiers = Tiers(store, torch.device("cpu"))
     imported = import_adapter("sql", DirectorySource(folder), targets, store, no_pace)
@@ -80,7 +80,7 @@ def load(folder: Path, targets: BaseTargets) -> LoraWeights:
     return weights
 
 
-def assert_equals_peft(weights: LoraWeights, peft: PeftModel) -> None:
+def assert_equals_peft(weights: AdapterWeights, peft: PeftModel) -> None:
     layers = {
         name.removeprefix("base_model.model."): module
         for name, module in peft.named_modules()

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from loraplex_adapters.key import AdapterKey
-from loraplex_adapters.lora.weights import LoraWeights
 from loraplex_adapters.ops.base import FactorTable, LoraFactors, Segment
 from loraplex_adapters.ops.reference import ReferenceOps
+from loraplex_adapters.weights import AdapterWeights
 from loraplex_server.model.context import StepContext
 from loraplex_server.model.linear import AdaptedEmbedding, AdaptedHead, AdaptedLinear, BaseLinear
 from loraplex_server.model.loader import adopt_model
@@ -126,7 +126,7 @@ def test_slots_show_kernels_what_is_installed() -> None:
     table = loaded.targets[path].table
     assert table is not None
     table.derived = object()
-    slots.install(2, LoraWeights(AdapterKey("lora", "0" * 64), torch.zeros(0, dtype=torch.uint8), {path: lora}))
+    slots.install(2, AdapterWeights(AdapterKey("lora", "0" * 64), torch.zeros(0, dtype=torch.uint8), {path: lora}))
     assert table.derived is None
     assert table.factors == [None, None, lora]
     assert table.ranks.tolist() == [0, 0, 5]
@@ -145,7 +145,7 @@ def test_slots_show_kernels_what_is_installed() -> None:
 def test_slots_refuse_what_the_model_lacks() -> None:
     loaded = adopt_model(random_model("llama", torch.float32))
     slots = loaded.adapter_slots(OPS, 2)
-    weights = LoraWeights(AdapterKey("lora", "0" * 64), torch.zeros(0, dtype=torch.uint8), {"x.y": factors(4, 4)})
+    weights = AdapterWeights(AdapterKey("lora", "0" * 64), torch.zeros(0, dtype=torch.uint8), {"x.y": factors(4, 4)})
     with pytest.raises(ValueError, match=r"x\.y"):
         slots.install(0, weights)
     assert not any(module.num_installed for module in loaded.targets.values())

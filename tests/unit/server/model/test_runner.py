@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from loraplex_adapters.key import AdapterKey
-from loraplex_adapters.lora.weights import LoraWeights
 from loraplex_adapters.ops.base import LoraFactors
+from loraplex_adapters.weights import AdapterWeights
 from loraplex_proto.errors import Internal, NonFinite, OutOfMemory
 from loraplex_server.engine.isolation import execute_isolated
 from loraplex_server.model.loader import adopt_model
@@ -37,12 +37,12 @@ def rig(model: PreTrainedModel) -> Rig:
     return make_rig(adopt_model(copy.deepcopy(model)))
 
 
-def lora(a: float, b: float, path: str = Q_PROJ, out_features: int = 32) -> LoraWeights:
+def lora(a: float, b: float, path: str = Q_PROJ, out_features: int = 32) -> AdapterWeights:
     """A constant adapter of rank 1."""
     factors = LoraFactors(
         torch.full((1, 32), a, dtype=torch.float64), torch.full((out_features, 1), b, dtype=torch.float64), 1.0
     )
-    return LoraWeights(AdapterKey("lora", "0" * 64), torch.zeros(0, dtype=torch.uint8), {path: factors})
+    return AdapterWeights(AdapterKey("lora", "0" * 64), torch.zeros(0, dtype=torch.uint8), {path: factors})
 
 
 def enter(name: str, row: int, tokens: Sequence[int], **fields: Any) -> NewSequence:

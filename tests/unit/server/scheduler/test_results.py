@@ -11,7 +11,7 @@ from loraplex_server.events import CompletionEnd, Event, FinishReason, RequestFa
 from loraplex_server.kv.blocks import BlockPool
 from loraplex_server.request import Request, StoppingParams
 from loraplex_server.scheduler.config import SchedulerConfig
-from loraplex_server.scheduler.plan import SpanResult, StepPlan, StepResult, TokenLogprobs
+from loraplex_server.scheduler.plan import Draft, SpanResult, StepPlan, StepResult, TokenLogprobs
 from loraplex_server.scheduler.scheduler import Scheduler
 
 EOS, STOP, PLAIN = 0, 9, 1
@@ -28,7 +28,7 @@ def make_scheduler(pool: BlockPool | None = None) -> Scheduler:
 
 def step(scheduler: Scheduler, *tokens: int, draft: tuple[int, ...] = ()) -> tuple[StepPlan, list[Event]]:
     """One step in which the only sequence gets `tokens`."""
-    plan = scheduler.schedule(0.0, {FIRST: draft} if draft else {})
+    plan = scheduler.schedule(0.0, {FIRST: Draft(draft, "test")} if draft else {})
     assert plan is not None
     assert plan.spans[0].sequence_id == FIRST
     logprobs = tuple(TokenLogprobs(token_id, -0.5) for token_id in tokens)
@@ -160,12 +160,12 @@ def test_a_draft_is_cut_to_the_end_of_the_completion_the_budget_and_free_blocks(
     second = make_request("second", range(1, 15), max_tokens=9)
     scheduler.apply(plan, StepResult(plan.step, results), 0.0)
     scheduler.add(second, None, 0.0)
-    plan = scheduler.schedule(0.0, {mine.sequence_id: (5,) * 3})
+    plan = scheduler.schedule(0.0, {mine.sequence_id: Draft((5,) * 3, "test")})
     assert plan is not None
     assert [len(span.draft) for span in plan.spans] == [3, 0]
     results = {span.sequence_id: SpanResult((PLAIN,)) for span in plan.spans}
     scheduler.apply(plan, StepResult(plan.step, results), 0.0)
-    plan = scheduler.schedule(0.0, {mine.sequence_id: (5,) * 50})
+    plan = scheduler.schedule(0.0, {mine.sequence_id: Draft((5,) * 50, "test")})
     assert plan is not None
     assert scheduler.load().num_free_blocks == 0
     assert scheduler.load().num_preemptions == 0
@@ -177,7 +177,7 @@ def test_half_of_the_budget_is_kept_for_prompts() -> None:
     scheduler.add(request_with(StoppingParams(60)), None, 0.0)
     step(scheduler, PLAIN)
     scheduler.add(make_request("s", range(1, 41)), None, 0.0)
-    plan = scheduler.schedule(0.0, {FIRST: (5,) * 50})
+    plan = scheduler.schedule(0.0, {FIRST: Draft((5,) * 50, "test")})
     assert plan is not None
     assert [(s.num_tokens, len(s.draft)) for s in plan.spans] == [(16, 15), (16, 0)]
 

@@ -1,0 +1,54 @@
+"""The contract of proposers: whoever guesses the tokens that follow, for any number of sequences at once.
+
+A draft is a bet and nothing else: the target model samples every position itself and keeps what agrees (see
+sampling/verify.py), so a proposer may be wrong, slow to start or silent, but never changes a text. A proposer is called
+from the engine's loop, between two steps, and must not wait for anything that is not its own work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from loraplex_adapters.key import AdapterKey
+from loraplex_server.request import SpeculationParams
+from loraplex_server.scheduler.plan import Candidate
+
+MEDUSA = "medusa"
+PROMPT_LOOKUP = "prompt_lookup"
+DRAFT_MODEL = "draft_model"
+UNIVERSAL = "universal"
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A draft of at most `num_tokens` tokens, 1 or more, is wanted for `candidate`."""
+
+    candidate: Candidate
+    num_tokens: int
+    params: SpeculationParams  # the request's, with the server's defaults filled in
+    heads: AdapterKey | None = None  # its Medusa heads
+
+
+class Proposer(Protocol):
+    """One kind of drafting. Owns what it remembers of sequences; state is by sequence_id, made on the first ask."""
+
+    @property
+    def name(self) -> str:
+        """What counters and answers call it: one of the names above."""
+        ...
+
+    def propose(self, asks: Sequence[Ask]) -> Sequence[tuple[int, ...]]:
+        """A draft for each ask, in order: up to `num_tokens` ids of the target's vocabulary, empty for none.
+
+        A sequence's tokens may have grown by any number since its last ask, and it may come for the first time at any
+        length. An error that concerns one sequence gives that one an empty draft.
+        """
+        ...
+
+    def forget(self, sequence_id: str) -> None:
+        """The sequence has ended, or will not be asked for again for a while. Harmless for one that is not known."""
+        ...
+
+    def close(self) -> None: ...
