@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -295,15 +296,22 @@ def test_a_step_without_samples_gives_nothing(model: PreTrainedModel, rig: Rig) 
     assert second.spans["a"].token_ids == tuple(greedy(model, prompt, 1))
 
 
-def test_the_heads_input_can_be_captured(model: PreTrainedModel, rig: Rig) -> None:
-    """Post-norm hidden states of the sampled rows: what a Medusa head reads."""
-    seen: list[Tensor] = []
-    context = rig.loaded.context
-    context.capture_head_input = True
-    head = rig.loaded.model.lm_head
-    head.register_forward_hook(lambda *_: seen.append(context.head_input))  # type: ignore[arg-type]
+def test_the_state_behind_the_last_token_that_counts_is_kept(model: PreTrainedModel, rig: Rig) -> None:
+    """Post-norm hidden states, what a Medusa head reads: not that of a rejected draft, nor a neighbour's."""
     prompt = [3, 4, 5, 6]
-    rig.runner.execute(StepPlan(0, (prefill("a", 0, 4, [5]),), (enter("a", 0, prompt),)))
+    keeper = replace(enter("a", 2, prompt), keeps_hidden=True)
+    other = enter("b", 1, [9, 8, 7])
+    rig.runner.execute(StepPlan(0, (prefill("a", 2, 4, [5, 6]), prefill("b", 1, 3, [7])), (other, keeper)))
+    torch.testing.assert_close(rig.runner.last_hidden([2])[0], hidden(model, prompt), rtol=1e-9, atol=1e-9)
+    first, second, third = greedy(model, prompt, 3)
+    wrong = (third + 1) % 90
+    plan = StepPlan(1, (Span("a", 2, 4, 3, 3, draft=(second, wrong)),))
+    assert rig.runner.execute(plan).result().spans["a"].token_ids == (second, third)
+    want = hidden(model, [*prompt, first, second])
+    torch.testing.assert_close(rig.runner.last_hidden([2])[0], want, rtol=1e-9, atol=1e-9)
+
+
+def hidden(model: PreTrainedModel, token_ids: list[int]) -> Tensor:
+    """What the head makes the next token of [hidden]."""
     with torch.inference_mode():
-        want = model.model(input_ids=torch.tensor([prompt]), use_cache=False).last_hidden_state[0, -1:]
-    torch.testing.assert_close(seen[0], want, rtol=1e-9, atol=1e-9)
+        return model.model(input_ids=torch.tensor([token_ids]), use_cache=False).last_hidden_state[0, -1]
