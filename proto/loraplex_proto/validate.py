@@ -42,6 +42,8 @@ MAX_STOP_TOKEN_IDS: Final = 128
 MAX_LOGIT_BIASES: Final = 1024
 MAX_CHAT_MESSAGES: Final = 4096
 MAX_WATCH_INTERVAL_S: Final = 60.0
+MAX_DRAFT_TOKENS: Final = 64  # per step
+MAX_NGRAM: Final = 64
 
 AdapterRequest = adapter_pb2.LoadAdapterRequest | adapter_pb2.UnloadAdapterRequest | adapter_pb2.GetAdapterRequest
 
@@ -83,6 +85,13 @@ HANDLED: Final[dict[str, frozenset[str]]] = {
             "stopping.ignore_eos",
             "stopping.include_stop",
             "speculation.off",
+            "speculation.auto",
+            "speculation.medusa.adapter_id",
+            "speculation.prompt_lookup.min_ngram",
+            "speculation.prompt_lookup.max_ngram",
+            "speculation.draft_model.name",
+            "speculation.max_draft_tokens",
+            "speculation.fixed_length",
             "output.logprobs",
             "output.top_logprobs",
             "output.prompt_logprobs",
@@ -110,18 +119,10 @@ HANDLED: Final[dict[str, frozenset[str]]] = {
     "WatchLoadRequest": frozenset({"min_interval_s"}),
 }
 
-_NO_SPECULATION_YET: Final = "leave `speculation` out, or set `speculation.off`"
-
 # What the wire has and this version refuses, with what to do instead. A path stands for everything below it.
 NOT_BUILT: Final[dict[str, dict[str, str]]] = {
     "GenerateRequest": {
         "adapters": "mixtures of adapters are not served; name one adapter in `adapter_id`",
-        "speculation.auto": _NO_SPECULATION_YET,
-        "speculation.medusa": _NO_SPECULATION_YET,
-        "speculation.prompt_lookup": _NO_SPECULATION_YET,
-        "speculation.draft_model": _NO_SPECULATION_YET,
-        "speculation.max_draft_tokens": _NO_SPECULATION_YET,
-        "speculation.fixed_length": _NO_SPECULATION_YET,
     },
 }
 
@@ -180,6 +181,12 @@ _RULES: Final = (
     _Rule("sampling", "presence_penalty", lambda v: -2 <= v <= 2, "must be from -2 to 2"),
     _Rule("stopping", "max_tokens", lambda v: 1 <= v <= MAX_NEW_TOKENS, f"must be from 1 to {MAX_NEW_TOKENS}"),
     _Rule("stopping", "min_tokens", lambda v: v <= MAX_NEW_TOKENS, f"must be at most {MAX_NEW_TOKENS}"),
+    _Rule(
+        "speculation",
+        "max_draft_tokens",
+        lambda v: v <= MAX_DRAFT_TOKENS,
+        f"must be at most {MAX_DRAFT_TOKENS}; 0 leaves it to the server",
+    ),
     _Rule("output", "top_logprobs", lambda v: v <= MAX_TOP_LOGPROBS, f"must be at most {MAX_TOP_LOGPROBS}"),
 )
 
@@ -206,8 +213,7 @@ def check_generate(request: inference_pb2.GenerateRequest) -> None:
         _check_rule(request, rule)
     _check_stopping(request.stopping)
     _check_logit_bias(request.sampling)
-    if request.speculation.HasField("off") and not request.speculation.off:
-        raise InvalidArgument("`speculation.off` is true or left out, never false", field="speculation.off")
+    _check_speculation(request.speculation)
 
 
 def _check_rule(request: inference_pb2.GenerateRequest, rule: _Rule) -> None:
@@ -267,6 +273,45 @@ def _check_logit_bias(sampling: inference_pb2.Sampling) -> None:
             )
 
 
+def _check_speculation(speculation: inference_pb2.Speculation) -> None:
+    """What no server could do. Whether this one has the heads or the draft model is the engine's to say."""
+    match speculation.WhichOneof("kind"):
+        case "off" | "auto" as kind:
+            if not getattr(speculation, kind):
+                raise InvalidArgument(
+                    f"`speculation.{kind}` is true or left out, never false", field=f"speculation.{kind}"
+                )
+            if kind == "off" and speculation.fixed_length:
+                raise InvalidArgument(
+                    "`speculation.off` drafts nothing and `speculation.fixed_length` always: leave one of them out",
+                    field="speculation.fixed_length",
+                )
+        case "medusa" if speculation.medusa.adapter_id:
+            check_adapter_id(speculation.medusa.adapter_id, field="speculation.medusa.adapter_id")
+        case "prompt_lookup":
+            _check_ngram(speculation.prompt_lookup)
+        case "draft_model" if speculation.draft_model.name:
+            check_id(speculation.draft_model.name, field="speculation.draft_model.name")
+        case _:
+            pass
+
+
+def _check_ngram(lookup: inference_pb2.PromptLookupSpeculation) -> None:
+    path = "speculation.prompt_lookup"
+    for name in ("min_ngram", "max_ngram"):
+        value: int = getattr(lookup, name)
+        if value > MAX_NGRAM:
+            raise InvalidArgument(
+                f"`{path}.{name}` must be at most {MAX_NGRAM}; it is {value}; 0 leaves it to the server",
+                field=f"{path}.{name}",
+            )
+    if lookup.max_ngram and lookup.min_ngram > lookup.max_ngram:
+        raise InvalidArgument(
+            f"`{path}.min_ngram` is {lookup.min_ngram} and above `{path}.max_ngram`, {lookup.max_ngram}",
+            field=f"{path}.min_ngram",
+        )
+
+
 def check_tokenize(request: inference_pb2.TokenizeRequest) -> None:
     """Raises InvalidArgument or Unimplemented with the field's path."""
     _refuse_what_is_not_acted_on(request)
@@ -275,6 +320,12 @@ def check_tokenize(request: inference_pb2.TokenizeRequest) -> None:
         raise InvalidArgument("the request has nothing to tokenize: set `text` or `chat`", field="input")
     if kind == "chat":
         _check_chat(request.chat)
+        if request.omit_special_tokens:
+            raise InvalidArgument(
+                "`omit_special_tokens` goes with `text`: a chat's special tokens are its template's, which writes them "
+                "all; leave it out with `chat`",
+                field="omit_special_tokens",
+            )
 
 
 def check_adapter_request(request: AdapterRequest | adapter_pb2.ListAdaptersRequest) -> None:

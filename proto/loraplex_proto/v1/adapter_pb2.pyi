@@ -89,7 +89,7 @@ class Adapter(google.protobuf.message.Message):
     WORKER_FIELD_NUMBER: builtins.int
     adapter_id: builtins.str
     kind: builtins.str
-    """"lora", later "medusa" and "combined"."""
+    """"lora", "medusa" (heads to speculate with) or "combined" (both)."""
     digest: builtins.str
     state: Global___AdapterState.ValueType
     tier: Global___AdapterTier.ValueType

@@ -320,7 +320,9 @@ Global___Stopping: typing_extensions.TypeAlias = Stopping
 
 @typing.final
 class Speculation(google.protobuf.message.Message):
-    """How to speculate. Nothing set: as the server and the adapter have it."""
+    """How to speculate: the text is the same in any case, only the speed differs. Nothing set: with the Medusa heads that
+    the adapter brings, if any, else as the server was told (--speculate).
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -334,11 +336,11 @@ class Speculation(google.protobuf.message.Message):
     off: builtins.bool
     """true: no speculation for this request. false is refused: leave the field out instead."""
     auto: builtins.bool
-    """true: the engine picks by what is loaded and what has been accepted."""
+    """true: the engine picks by what is loaded and what has been accepted. false is refused as well."""
     max_draft_tokens: builtins.int
-    """Draft tokens per step at most. 0: the server's choice."""
+    """Draft tokens per step at most, 64 at most; the server may have a lower limit (--max-draft-tokens). 0: its choice."""
     fixed_length: builtins.bool
-    """Always draft max_draft_tokens instead of adapting the length."""
+    """Always draft as much as that, instead of fitting the length to what is accepted and to the load. Not with off."""
     @property
     def medusa(self) -> Global___MedusaSpeculation: ...
     @property
@@ -385,7 +387,7 @@ class PromptLookupSpeculation(google.protobuf.message.Message):
     MIN_NGRAM_FIELD_NUMBER: builtins.int
     MAX_NGRAM_FIELD_NUMBER: builtins.int
     min_ngram: builtins.int
-    """Bounds of the n-gram that must match. 0: the server's choice."""
+    """Bounds of the n-gram that must match, 64 at most. 0: the server's choice."""
     max_ngram: builtins.int
     def __init__(
         self,
@@ -403,7 +405,9 @@ class DraftModelSpeculation(google.protobuf.message.Message):
 
     NAME_FIELD_NUMBER: builtins.int
     name: builtins.str
-    """One of the server's --draft-model names. Empty: the only one."""
+    """One of the server's draft models (GetInfoResponse.draft_models). Empty: the only one.
+    [A-Za-z0-9._:-], 128 at most.
+    """
     def __init__(
         self,
         *,
@@ -502,6 +506,8 @@ class Usage(google.protobuf.message.Message):
     CACHED_TOKENS_FIELD_NUMBER: builtins.int
     DRAFTED_TOKENS_FIELD_NUMBER: builtins.int
     ACCEPTED_TOKENS_FIELD_NUMBER: builtins.int
+    PROPOSERS_FIELD_NUMBER: builtins.int
+    STEPS_FIELD_NUMBER: builtins.int
     prompt_tokens: builtins.int
     completion_tokens: builtins.int
     cached_tokens: builtins.int
@@ -509,6 +515,14 @@ class Usage(google.protobuf.message.Message):
     drafted_tokens: builtins.int
     """Speculation: tokens proposed and tokens of those that the target accepted."""
     accepted_tokens: builtins.int
+    steps: builtins.int
+    """Steps of the target model that gave the completion's tokens: completion_tokens / steps is what speculation is
+    worth, and 1 without it.
+    """
+    @property
+    def proposers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ProposerUsage]:
+        """The same by who proposed them, in the order of the names; empty where nothing was drafted."""
+
     def __init__(
         self,
         *,
@@ -517,10 +531,34 @@ class Usage(google.protobuf.message.Message):
         cached_tokens: builtins.int = ...,
         drafted_tokens: builtins.int = ...,
         accepted_tokens: builtins.int = ...,
+        proposers: collections.abc.Iterable[Global___ProposerUsage] | None = ...,
+        steps: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accepted_tokens", b"accepted_tokens", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "drafted_tokens", b"drafted_tokens", "prompt_tokens", b"prompt_tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted_tokens", b"accepted_tokens", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "drafted_tokens", b"drafted_tokens", "prompt_tokens", b"prompt_tokens", "proposers", b"proposers", "steps", b"steps"]) -> None: ...
 
 Global___Usage: typing_extensions.TypeAlias = Usage
+
+@typing.final
+class ProposerUsage(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    DRAFTED_TOKENS_FIELD_NUMBER: builtins.int
+    ACCEPTED_TOKENS_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """"medusa", "prompt_lookup", "draft_model" (the target's tokenizer) or "universal" (a tokenizer of its own)."""
+    drafted_tokens: builtins.int
+    accepted_tokens: builtins.int
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        drafted_tokens: builtins.int = ...,
+        accepted_tokens: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted_tokens", b"accepted_tokens", "drafted_tokens", b"drafted_tokens", "name", b"name"]) -> None: ...
+
+Global___ProposerUsage: typing_extensions.TypeAlias = ProposerUsage
 
 @typing.final
 class Timings(google.protobuf.message.Message):
@@ -641,6 +679,7 @@ class GenerateStreamResponse(google.protobuf.message.Message):
     LOGPROBS_FIELD_NUMBER: builtins.int
     DRAFTED_TOKENS_FIELD_NUMBER: builtins.int
     ACCEPTED_TOKENS_FIELD_NUMBER: builtins.int
+    PROPOSER_FIELD_NUMBER: builtins.int
     FINISH_REASON_FIELD_NUMBER: builtins.int
     STOP_STRING_FIELD_NUMBER: builtins.int
     STOP_TOKEN_ID_FIELD_NUMBER: builtins.int
@@ -652,8 +691,9 @@ class GenerateStreamResponse(google.protobuf.message.Message):
     index: builtins.int
     text_delta: builtins.str
     drafted_tokens: builtins.int
-    """Speculation since the last chunk."""
+    """Speculation since the last chunk, by one proposer: named as in ProposerUsage, empty where nothing was drafted."""
     accepted_tokens: builtins.int
+    proposer: builtins.str
     finish_reason: Global___FinishReason.ValueType
     """On the last chunk of the completion only."""
     stop_string: builtins.str
@@ -680,6 +720,7 @@ class GenerateStreamResponse(google.protobuf.message.Message):
         logprobs: collections.abc.Iterable[Global___TokenLogprob] | None = ...,
         drafted_tokens: builtins.int = ...,
         accepted_tokens: builtins.int = ...,
+        proposer: builtins.str = ...,
         finish_reason: Global___FinishReason.ValueType = ...,
         stop_string: builtins.str | None = ...,
         stop_token_id: builtins.int | None = ...,
@@ -687,7 +728,7 @@ class GenerateStreamResponse(google.protobuf.message.Message):
         timings: Global___Timings | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "timings", b"timings", "usage", b"usage"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "accepted_tokens", b"accepted_tokens", "adapter_digest", b"adapter_digest", "drafted_tokens", b"drafted_tokens", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "text_delta", b"text_delta", "timings", b"timings", "token_ids", b"token_ids", "usage", b"usage"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "accepted_tokens", b"accepted_tokens", "adapter_digest", b"adapter_digest", "drafted_tokens", b"drafted_tokens", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "proposer", b"proposer", "request_id", b"request_id", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "text_delta", b"text_delta", "timings", b"timings", "token_ids", b"token_ids", "usage", b"usage"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_stop_string", b"_stop_string"]) -> typing.Literal["stop_string"] | None: ...
     @typing.overload
@@ -704,6 +745,7 @@ class TokenizeRequest(google.protobuf.message.Message):
     OMIT_SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
     text: builtins.str
     omit_special_tokens: builtins.bool
+    """Of the tokenizer, such as a beginning-of-sequence token. With text only: a chat's are written by its template."""
     @property
     def chat(self) -> Global___Chat: ...
     def __init__(
@@ -765,6 +807,7 @@ class GetInfoResponse(google.protobuf.message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: builtins.int
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: builtins.int
     SPECULATION_FIELD_NUMBER: builtins.int
+    DRAFT_MODELS_FIELD_NUMBER: builtins.int
     model_id: builtins.str
     model_type: builtins.str
     version: builtins.str
@@ -780,7 +823,13 @@ class GetInfoResponse(google.protobuf.message.Message):
     def eos_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
     def speculation(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Kinds of speculation that this server can do now."""
+        """What a request's `speculation` may ask for now: "off", "auto", "prompt_lookup", "medusa", and "draft_model:NAME"
+        for each draft model.
+        """
+
+    @property
+    def draft_models(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """The names among them, as DraftModelSpeculation.name takes them."""
 
     def __init__(
         self,
@@ -797,7 +846,8 @@ class GetInfoResponse(google.protobuf.message.Message):
         eos_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         has_chat_template: builtins.bool = ...,
         speculation: collections.abc.Iterable[builtins.str] | None = ...,
+        draft_models: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "has_chat_template", b"has_chat_template", "max_context_tokens", b"max_context_tokens", "max_lora_rank", b"max_lora_rank", "model_id", b"model_id", "model_type", b"model_type", "role", b"role", "speculation", b"speculation", "version", b"version", "vocab_size", b"vocab_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["device", b"device", "draft_models", b"draft_models", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "has_chat_template", b"has_chat_template", "max_context_tokens", b"max_context_tokens", "max_lora_rank", b"max_lora_rank", "model_id", b"model_id", "model_type", b"model_type", "role", b"role", "speculation", b"speculation", "version", b"version", "vocab_size", b"vocab_size"]) -> None: ...
 
 Global___GetInfoResponse: typing_extensions.TypeAlias = GetInfoResponse

@@ -119,7 +119,8 @@ def test_what_is_not_built_says_so(name: str, path: str) -> None:
     assert path in caught.value.message
 
 
-def test_an_empty_message_counts_as_set() -> None:
+def test_an_empty_message_counts_as_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(NOT_BUILT, "GenerateRequest", {"speculation.prompt_lookup": "leave it out"})
     request = GenerateRequest(text="a")
     request.speculation.prompt_lookup.SetInParent()
     with pytest.raises(Unimplemented, match="prompt_lookup"):
@@ -180,6 +181,16 @@ GOOD = {
     ),
     "zero is greedy": GenerateRequest(text="a", sampling=Sampling(temperature=0, top_k=0)),
     "off but nothing else": GenerateRequest(text="a", speculation=Speculation()),
+    "off and a bound": GenerateRequest(text="a", speculation=Speculation(off=True, max_draft_tokens=64)),
+    "auto": GenerateRequest(text="a", speculation=Speculation(auto=True, max_draft_tokens=8, fixed_length=True)),
+    "fixed, of whatever kind": GenerateRequest(text="a", speculation=Speculation(fixed_length=True)),
+    "own heads": GenerateRequest(text="a", speculation={"medusa": {}}),
+    "heads by name": GenerateRequest(text="a", speculation={"medusa": {"adapter_id": "org/heads-v1"}}),
+    "lookup": GenerateRequest(text="a", speculation={"prompt_lookup": {}}),
+    "lookup with bounds": GenerateRequest(text="a", speculation={"prompt_lookup": {"min_ngram": 64, "max_ngram": 64}}),
+    "lookup with the lower bound": GenerateRequest(text="a", speculation={"prompt_lookup": {"min_ngram": 5}}),
+    "the only draft model": GenerateRequest(text="a", speculation={"draft_model": {}}),
+    "a draft model by name": GenerateRequest(text="a", speculation={"draft_model": {"name": "tiny-v1.0"}}),
 }
 
 
@@ -200,6 +211,14 @@ def sampling(**values: Any) -> GenerateRequest:
 
 def stopping(**values: Any) -> GenerateRequest:
     return GenerateRequest(text="a", stopping=Stopping(**values))
+
+
+def speculation(**values: Any) -> GenerateRequest:
+    return GenerateRequest(text="a", speculation=Speculation(**values))
+
+
+def ngram(**values: int) -> GenerateRequest:
+    return speculation(prompt_lookup=inference_pb2.PromptLookupSpeculation(**values))
 
 
 BAD: list[tuple[str, GenerateRequest]] = [
@@ -245,7 +264,17 @@ BAD: list[tuple[str, GenerateRequest]] = [
     ("stopping.stop", stopping(stop=["é" * 129])),
     ("stopping.stop_token_ids", stopping(stop_token_ids=[1] * 129)),
     ("output.top_logprobs", GenerateRequest(text="a", output=Output(top_logprobs=21))),
-    ("speculation.off", GenerateRequest(text="a", speculation=Speculation(off=False))),
+    ("speculation.off", speculation(off=False)),
+    ("speculation.auto", speculation(auto=False)),
+    ("speculation.fixed_length", speculation(off=True, fixed_length=True)),
+    ("speculation.max_draft_tokens", speculation(max_draft_tokens=65)),
+    ("speculation.max_draft_tokens", speculation(auto=True, max_draft_tokens=2**32 - 1)),
+    ("speculation.prompt_lookup.min_ngram", ngram(min_ngram=65)),
+    ("speculation.prompt_lookup.max_ngram", ngram(max_ngram=2**32 - 1)),
+    ("speculation.prompt_lookup.min_ngram", ngram(min_ngram=4, max_ngram=3)),
+    ("speculation.draft_model.name", speculation(draft_model={"name": "../tiny"})),
+    ("speculation.draft_model.name", speculation(draft_model={"name": "a\n"})),
+    ("speculation.draft_model.name", speculation(draft_model={"name": "a" * 129})),
     (
         "adapters",
         GenerateRequest(text="a", adapter_id="x", adapters=[inference_pb2.AdapterWeight(id="y", weight=1)]),
@@ -285,6 +314,13 @@ def test_adapter_ids_are_never_paths(adapter_id: str) -> None:
         assert len(caught.value.message) < 400
 
 
+@pytest.mark.parametrize("adapter_id", BAD_IDS, ids=ascii)
+def test_the_heads_of_a_request_are_no_path_either(adapter_id: str) -> None:
+    with pytest.raises(InvalidAdapterId) as caught:
+        validate.check_generate(speculation(medusa={"adapter_id": adapter_id}))
+    assert caught.value.field == "speculation.medusa.adapter_id"
+
+
 @pytest.mark.parametrize("adapter_id", ["a", "A-1_b.c", "org/name", "x" * 128, "0/0", "a_", "a-"])
 def test_ordinary_adapter_ids_pass(adapter_id: str) -> None:
     assert validate.check_adapter_id(adapter_id) == adapter_id
@@ -306,6 +342,15 @@ def test_tokenize() -> None:
     assert caught.value.field == "input"
     with pytest.raises(InvalidArgument, match="chat"):
         validate.check_tokenize(TokenizeRequest(chat=Chat()))
+
+
+def test_special_tokens_of_a_chat_are_not_left_out() -> None:
+    """The template writes them, so the field would do nothing."""
+    chat = Chat(messages=[ChatMessage(role="user", content="hi")])
+    with pytest.raises(InvalidArgument) as caught:
+        validate.check_tokenize(TokenizeRequest(chat=chat, omit_special_tokens=True))
+    assert caught.value.field == "omit_special_tokens"
+    assert "`text`" in caught.value.message
 
 
 @pytest.mark.parametrize("interval_s", [math.nan, -1.0, math.inf, 1e9])
@@ -398,4 +443,7 @@ def test_a_request_passes_or_gets_a_typed_error_with_a_field(request: GenerateRe
         numbers = [request.sampling.temperature, request.sampling.top_p, *request.sampling.logit_bias.values()]
         assert all(math.isfinite(number) for number in numbers)
         assert (request.n or 1) <= 64
+        assert request.speculation.max_draft_tokens <= 64
+        lookup = request.speculation.prompt_lookup
+        assert lookup.min_ngram <= (lookup.max_ngram or 64) <= 64
         assert all(token < LIMITS.vocab_size for token in request.token_ids.ids)

@@ -71,3 +71,18 @@ def test_an_adapter_of_somebody_else_is_not_there() -> None:
     assert admit_generate(Generate(text="x").SerializeToString(), acme, 9).adapter_ids == ()
     with pytest.raises(AdapterNotFound):
         admit_generate(Generate(text="x", adapter_id="other/a").SerializeToString(), acme, 9)
+
+
+def test_heads_to_speculate_with_are_an_adapter_too() -> None:
+    """Routing looks for a worker that has them, and somebody else's are not there."""
+    request = Generate(text="x", adapter_id="acme/a", speculation={"medusa": {"adapter_id": "acme/heads"}})
+    raw = request.SerializeToString()
+    assert admit_generate(raw, EVERYBODY, 9).adapter_ids == ("acme/a", "acme/heads")
+    with pytest.raises(AdapterNotFound, match="acme/heads"):
+        admit_generate(raw, Identity("acme", adapters=("acme/a",)), 9)
+
+
+def test_speculation_is_checked_before_a_worker_is_asked() -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        admit_generate(Generate(text="x", speculation={"max_draft_tokens": 65}).SerializeToString(), EVERYBODY, 9)
+    assert caught.value.field == "speculation.max_draft_tokens"
