@@ -7,9 +7,13 @@ wire). Imports nothing beyond the standard library, because the engine runs with
 
 from __future__ import annotations
 
+import logging
+import uuid
 from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any, ClassVar
+
+log = logging.getLogger(__name__)
 
 
 class Code(IntEnum):
@@ -297,6 +301,14 @@ class Internal(LoraplexError):
 
     code = Code.INTERNAL
     reason = "INTERNAL"
+
+
+def unexpected(error: BaseException, doing: str) -> Internal:
+    """What an exception that is not of this tree becomes, wherever one is met: it is logged under an opaque id, and the
+    Internal that is returned says that id and nothing else."""
+    error_id = uuid.uuid4().hex[:12]
+    log.error("internal error %s while %s", error_id, doing, exc_info=error)
+    return Internal(f"internal error {error_id}; the server's log says more", metadata={"error_id": error_id})
 
 
 def _leaves(cls: type[LoraplexError]) -> list[type[LoraplexError]]:

@@ -7,8 +7,6 @@ exception that is not one of ours. Knows nothing of the calls that fail.
 from __future__ import annotations
 
 import asyncio
-import logging
-import uuid
 from collections.abc import Iterable
 from typing import Any, Final, NoReturn, cast
 
@@ -28,8 +26,6 @@ DETAILS_KEY: Final = "grpc-status-details-bin"
 # A status travels in HTTP/2 trailers, which gRPC bounds at 8 KiB by default; a longer error would arrive as another.
 MAX_MESSAGE_BYTES: Final = 1024
 MAX_METADATA_BYTES: Final = 1024
-
-log = logging.getLogger(__name__)
 
 # For statuses that carry no reason of ours: a proxy's, the transport's own, another server's.
 _BY_CODE: Final[dict[Code, type[LoraplexError]]] = {
@@ -52,13 +48,8 @@ _BY_CODE: Final[dict[Code, type[LoraplexError]]] = {
 
 
 def as_typed(error: BaseException) -> LoraplexError:
-    """`error` itself where it is one of ours. Anything else is a bug: it is logged under an opaque id, and the Internal
-    that is returned says that id and nothing else."""
-    if isinstance(error, LoraplexError):
-        return error
-    error_id = uuid.uuid4().hex[:12]
-    log.error("internal error %s", error_id, exc_info=error)
-    return errors.Internal(f"internal error {error_id}; the server's log says more", metadata={"error_id": error_id})
+    """`error` itself where it is one of ours. Anything else is a bug, and Internal with an opaque id."""
+    return error if isinstance(error, LoraplexError) else errors.unexpected(error, "answering a call")
 
 
 def to_status(error: BaseException) -> status_pb2.Status:

@@ -167,7 +167,8 @@ class Resident:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSnapshot:
-    """A worker at the moment of a scrape. Counters are since the start; mappings are by tier."""
+    """A worker at the moment of a scrape. Counters are since the start; mappings are by tier where nothing else is
+    said."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -184,6 +185,9 @@ class WorkerSnapshot:
     evictions: Mapping[str, int] = field(default_factory=dict[str, int])
     num_loads: int = 0
     load_seconds: float = 0.0
+    # By proposer.
+    drafted_tokens: Mapping[str, int] = field(default_factory=dict[str, int])
+    accepted_tokens: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
 class WorkerCollector:
@@ -206,10 +210,12 @@ class WorkerCollector:
         yield gauge("kv_cache_usage", "Share of the KV blocks that are taken, 0 to 1.", now.kv_cache_usage)
         yield self._lora_requests_info(now)
         yield _residency(now.residents)
-        yield _counter("adapter_cache_hits", "Requests that found their adapter in the tier.", now.hits)
-        yield _counter("adapter_cache_misses", "Requests that did not.", now.misses)
-        yield _counter("adapter_cache_evictions", "Adapters that had to leave the tier.", now.evictions)
+        yield _counter("adapter_cache_hits", "Requests that found their adapter in the tier.", "tier", now.hits)
+        yield _counter("adapter_cache_misses", "Requests that did not.", "tier", now.misses)
+        yield _counter("adapter_cache_evictions", "Adapters that had to leave the tier.", "tier", now.evictions)
         yield _summary("adapter_load_seconds", "Time to load an adapter.", now.num_loads, now.load_seconds)
+        yield _counter("draft_tokens", "Tokens that speculation has proposed.", "proposer", now.drafted_tokens)
+        yield _counter("accepted_tokens", "Those that the model agreed with.", "proposer", now.accepted_tokens)
 
     def _lora_requests_info(self, now: WorkerSnapshot) -> Metric:
         """As the Gateway API Inference Extension reads it: label names and meaning are that protocol's."""
@@ -255,12 +261,12 @@ def _flag(value: bool) -> str:
     return "true" if value else "false"
 
 
-def _counter(name: str, text: str, values: Mapping[str, int]) -> Metric:
+def _counter(name: str, text: str, label: str, values: Mapping[str, int]) -> Metric:
     from prometheus_client.core import CounterMetricFamily
 
-    family = CounterMetricFamily(PREFIX + name, text, labels=["tier"])
-    for tier, value in values.items():
-        family.add_metric([tier], value)
+    family = CounterMetricFamily(PREFIX + name, text, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], value)
     return family
 
 

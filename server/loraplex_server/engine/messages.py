@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -79,6 +80,8 @@ class ModelInfo:
     max_context_tokens: int
     max_lora_rank: int
     eos_token_ids: tuple[int, ...]
+    # What requests may draft with: "prompt_lookup", "medusa", "draft_model:NAME", ...
+    speculation: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +120,9 @@ class LoadNumbers:
     max_running: int = 0
     num_steps: int = 0
     num_preemptions: int = 0
+    # Draft tokens since the start, by proposer, and how many of them the target accepted.
+    drafted: Mapping[str, int] = field(default_factory=dict[str, int])
+    accepted: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
 @dataclass(frozen=True, slots=True)

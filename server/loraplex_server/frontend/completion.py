@@ -32,6 +32,15 @@ class TextLogprob:
 
 
 @dataclass(frozen=True, slots=True)
+class Drafts:
+    """What one proposer drafted, and what of it the target accepted."""
+
+    proposer: str
+    num_drafted: int
+    num_accepted: int
+
+
+@dataclass(frozen=True, slots=True)
 class CompletionSummary:
     """How a completion ended. `num_completion_tokens` counts up to the token that ended it."""
 
@@ -42,13 +51,13 @@ class CompletionSummary:
     num_prompt_tokens: int
     num_cached_tokens: int
     num_completion_tokens: int
-    num_drafted: int
-    num_accepted: int
+    num_steps: int  # that gave those tokens
+    drafts: tuple[Drafts, ...]  # by proposer, in the order of their names
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """One completion's news. `end` is on its last delta only."""
+    """One completion's news. `end` is on its last delta only. Drafts are those of `proposer`, empty for none."""
 
     index: int
     text: str = ""
@@ -56,6 +65,7 @@ class Delta:
     logprobs: tuple[TextLogprob, ...] = ()
     num_drafted: int = 0
     num_accepted: int = 0
+    proposer: str = ""
     end: CompletionSummary | None = None
 
 
@@ -90,25 +100,31 @@ class CompletionAssembler:
         self._stops = stops
         self._token_text = token_text
         self._num_tokens = 0
-        self._num_drafted = 0
-        self._num_accepted = 0
+        self._num_steps = 0
+        self._drafts: dict[str, Drafts] = {}
         self.is_stopped = False  # a stop string was met; only the end is still to come
 
     def push(self, event: Tokens) -> Delta:
         """New tokens. When they complete a stop string, the tokens after it are dropped and `is_stopped` is set."""
         if self.is_stopped:
             return Delta(self._index)
-        self._num_drafted += event.num_drafted
-        self._num_accepted += event.num_accepted
         text, num_kept = self._text_of(event.token_ids)
         self._num_tokens += num_kept
+        self._num_steps += 1
+        num_accepted = min(event.num_accepted, num_kept)  # what is dropped was of no use
+        if event.num_drafted:
+            before = self._drafts.get(event.proposer, Drafts(event.proposer, 0, 0))
+            self._drafts[event.proposer] = Drafts(
+                event.proposer, before.num_drafted + event.num_drafted, before.num_accepted + num_accepted
+            )
         return Delta(
             self._index,
             text=text,
             token_ids=event.token_ids[:num_kept],
             logprobs=tuple(self.with_text(one) for one in event.logprobs[:num_kept]),
             num_drafted=event.num_drafted,
-            num_accepted=event.num_accepted,
+            num_accepted=num_accepted,
+            proposer=event.proposer if event.num_drafted else "",
         )
 
     def end(self, event: CompletionEnd) -> Delta:
@@ -128,8 +144,8 @@ class CompletionAssembler:
             num_prompt_tokens=event.num_prompt_tokens,
             num_cached_tokens=event.num_cached_tokens,
             num_completion_tokens=self._num_tokens,
-            num_drafted=self._num_drafted,
-            num_accepted=self._num_accepted,
+            num_steps=self._num_steps,
+            drafts=tuple(self._drafts[name] for name in sorted(self._drafts)),
         )
         return Delta(self._index, text=text, end=summary)
 

@@ -89,12 +89,16 @@ def _take(
 
 
 def _coalesce(deltas: list[Delta]) -> list[Delta]:
-    """One delta per completion: cost on the wire is per message, not per byte. Empty ones are dropped."""
+    """One delta per completion and proposer: cost on the wire is per message, not per byte. Empty ones are dropped."""
+    done: list[Delta] = []
     merged: dict[int, Delta] = {}
     for delta in deltas:
         before = merged.get(delta.index)
+        if before is not None and before.proposer and delta.proposer and before.proposer != delta.proposer:
+            done.append(before)  # a delta counts the drafts of one proposer
+            before = None
         merged[delta.index] = delta if before is None else _join(before, delta)
-    return [d for d in merged.values() if d.text or d.token_ids or d.end is not None]
+    return [d for d in (*done, *merged.values()) if d.text or d.token_ids or d.end is not None]
 
 
 def _join(first: Delta, second: Delta) -> Delta:
@@ -105,5 +109,6 @@ def _join(first: Delta, second: Delta) -> Delta:
         first.logprobs + second.logprobs,
         first.num_drafted + second.num_drafted,
         first.num_accepted + second.num_accepted,
+        first.proposer or second.proposer,
         second.end,
     )

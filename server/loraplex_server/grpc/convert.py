@@ -4,15 +4,23 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from loraplex_adapters.cache.api import AdapterInfo, CacheUsage
 from loraplex_proto.v1 import adapter_pb2, inference_pb2, worker_pb2
 from loraplex_server.engine.messages import LoadNumbers
-from loraplex_server.frontend.completion import CompletionSummary, Delta, TextLogprob
-from loraplex_server.request import OutputParams, Request, SamplingParams, StoppingParams
+from loraplex_server.frontend.completion import CompletionSummary, Delta, Drafts, TextLogprob
+from loraplex_server.request import (
+    OutputParams,
+    Request,
+    SamplingParams,
+    SpeculationKind,
+    SpeculationParams,
+    StoppingParams,
+)
 
 MAX_LISTED_ADAPTERS = 1024
+DRAFT_MODEL_PREFIX = "draft_model:"  # of a name, among what an engine says that it can do
 
 _STATES = {
     "known": adapter_pb2.ADAPTER_STATE_KNOWN,
@@ -77,6 +85,19 @@ def output_params(message: inference_pb2.Output) -> OutputParams:
     )
 
 
+def speculation_params(message: inference_pb2.Speculation) -> SpeculationParams:
+    kind: SpeculationKind | None = message.WhichOneof("kind")
+    return SpeculationParams(
+        kind=kind,
+        medusa_id=message.medusa.adapter_id,
+        min_ngram=message.prompt_lookup.min_ngram,
+        max_ngram=message.prompt_lookup.max_ngram,
+        draft_name=message.draft_model.name,
+        max_draft_tokens=message.max_draft_tokens,
+        fixed_length=message.fixed_length,
+    )
+
+
 def to_request(
     message: inference_pb2.GenerateRequest,
     prompt_token_ids: tuple[int, ...],
@@ -94,6 +115,7 @@ def to_request(
         stopping=stopping_params(message.stopping, room),
         sampling=sampling_params(message.sampling),
         output=output_params(message.output),
+        speculation=speculation_params(message.speculation),
         adapter_id=message.adapter_id,
         tenant=tenant,
         cache_salt=message.cache_salt,
@@ -117,16 +139,17 @@ def logprobs_to_pb(logprobs: Iterable[TextLogprob]) -> list[inference_pb2.TokenL
 
 
 def usage_to_pb(summary: CompletionSummary) -> inference_pb2.Usage:
-    return inference_pb2.Usage(
+    usage = inference_pb2.Usage(
         prompt_tokens=summary.num_prompt_tokens,
         completion_tokens=summary.num_completion_tokens,
         cached_tokens=summary.num_cached_tokens,
-        drafted_tokens=summary.num_drafted,
-        accepted_tokens=summary.num_accepted,
+        steps=summary.num_steps,
     )
+    _fill_drafts(usage, summary.drafts)
+    return usage
 
 
-def total_usage(summaries: Iterable[CompletionSummary]) -> inference_pb2.Usage:
+def total_usage(summaries: Sequence[CompletionSummary]) -> inference_pb2.Usage:
     """Of a whole request: the prompt counts once, what was made counts for every completion."""
     total = inference_pb2.Usage()
     for summary in summaries:
@@ -134,9 +157,21 @@ def total_usage(summaries: Iterable[CompletionSummary]) -> inference_pb2.Usage:
             total.prompt_tokens = summary.num_prompt_tokens
             total.cached_tokens = summary.num_cached_tokens
         total.completion_tokens += summary.num_completion_tokens
-        total.drafted_tokens += summary.num_drafted
-        total.accepted_tokens += summary.num_accepted
+        total.steps += summary.num_steps
+    _fill_drafts(total, (one for summary in summaries for one in summary.drafts))
     return total
+
+
+def _fill_drafts(usage: inference_pb2.Usage, drafts: Iterable[Drafts]) -> None:
+    """Several of one proposer count together."""
+    rows: dict[str, inference_pb2.ProposerUsage] = {}
+    for one in drafts:
+        row = rows.setdefault(one.proposer, inference_pb2.ProposerUsage(name=one.proposer))
+        row.drafted_tokens += one.num_drafted
+        row.accepted_tokens += one.num_accepted
+        usage.drafted_tokens += one.num_drafted
+        usage.accepted_tokens += one.num_accepted
+    usage.proposers.extend(rows[name] for name in sorted(rows))
 
 
 def timings_to_pb(queue_s: float, first_token_s: float, total_s: float) -> inference_pb2.Timings:
@@ -151,6 +186,7 @@ def delta_to_pb(delta: Delta, *, with_token_ids: bool) -> inference_pb2.Generate
         logprobs=logprobs_to_pb(delta.logprobs),
         drafted_tokens=delta.num_drafted,
         accepted_tokens=delta.num_accepted,
+        proposer=delta.proposer,
     )
     if delta.end is not None:
         fill_end(message, delta.end)
@@ -182,6 +218,16 @@ def completion_to_pb(
     )
     fill_end(message, summary)
     return message
+
+
+def speculation_kinds(available: Iterable[str]) -> list[str]:
+    """What a request may ask for: not to speculate always, to have the engine pick where there is something to pick."""
+    proposers = list(available)
+    return ["off", *(["auto"] if proposers else []), *proposers]
+
+
+def draft_model_names(available: Iterable[str]) -> list[str]:
+    return [one.removeprefix(DRAFT_MODEL_PREFIX) for one in available if one.startswith(DRAFT_MODEL_PREFIX)]
 
 
 def adapter_to_pb(info: AdapterInfo) -> adapter_pb2.Adapter:

@@ -99,7 +99,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             max_lora_rank=info.max_lora_rank,
             eos_token_ids=info.eos_token_ids,
             has_chat_template=self._tokenizer.has_chat_template,
-            speculation=["off"],
+            speculation=convert.speculation_kinds(info.speculation),
+            draft_models=convert.draft_model_names(info.speculation),
         )
 
     async def _accept(self, message: inference_pb2.GenerateRequest, context: Context) -> Request:

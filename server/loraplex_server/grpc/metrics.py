@@ -23,4 +23,6 @@ def snapshot(state: EngineState) -> WorkerSnapshot:
         evictions={"device": usage.device_evictions, "host": usage.host_evictions} if usage is not None else {},
         num_loads=usage.loads_total if usage is not None else 0,
         load_seconds=usage.load_seconds_total if usage is not None else 0.0,
+        drafted_tokens=load.drafted,
+        accepted_tokens=load.accepted,
     )

@@ -73,7 +73,7 @@ async def test_long_and_odd_messages_arrive(call: Call) -> None:
 
 
 async def test_a_bug_shows_an_id_and_nothing_else(call: Call, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.ERROR, logger="loraplex_proto.status"):
+    with caplog.at_level(logging.ERROR, logger="loraplex_proto.errors"):
         got = from_rpc_error(await call(KeyError("/secret/path")))
     assert type(got) is errors.Internal
     error_id = got.metadata["error_id"]

@@ -123,6 +123,8 @@ def test_a_worker_is_shown_as_it_is_at_the_scrape() -> None:
         evictions={"device": 4},
         num_loads=2,
         load_seconds=0.5,
+        drafted_tokens={"medusa": 8, "prompt_lookup": 3},
+        accepted_tokens={"medusa": 5, "prompt_lookup": 0},
     )
     WorkerCollector(registry, lambda: now, clock=lambda: 1234.5)
     assert value(registry, "loraplex:num_requests_running") == 3
@@ -136,6 +138,9 @@ def test_a_worker_is_shown_as_it_is_at_the_scrape() -> None:
     assert value(registry, "loraplex:adapter_cache_evictions_total", tier="device") == 4
     assert value(registry, "loraplex:adapter_load_seconds_count") == 2
     assert value(registry, "loraplex:adapter_load_seconds_sum") == 0.5
+    assert value(registry, "loraplex:draft_tokens_total", proposer="medusa") == 8
+    assert value(registry, "loraplex:accepted_tokens_total", proposer="medusa") == 5
+    assert value(registry, "loraplex:accepted_tokens_total", proposer="prompt_lookup") == 0
     now = WorkerSnapshot(max_lora=8, running_adapters=("xml",))
     # The label set of a moment ago is gone.
     assert list(samples(registry, "loraplex:lora_requests_info")) == [

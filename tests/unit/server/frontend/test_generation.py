@@ -10,8 +10,8 @@ from loraplex_proto.errors import AdapterNotFound
 from loraplex_server.config import EngineConfig, ModelConfig
 from loraplex_server.engine.client import EngineClient
 from loraplex_server.events import CompletionEnd, FinishReason, Tokens
-from loraplex_server.frontend.completion import CompletionAssembler, Delta
-from loraplex_server.frontend.generation import Progress, generate
+from loraplex_server.frontend.completion import CompletionAssembler, Delta, Drafts
+from loraplex_server.frontend.generation import Progress, _coalesce, generate
 from loraplex_server.request import Request, StoppingParams
 from loraplex_server.scheduler.plan import TokenLogprobs
 from loraplex_server.text.stops import StopMatcher
@@ -38,9 +38,9 @@ def assembler(request: Request, index: int) -> CompletionAssembler:
     return CompletionAssembler(index, request.stopping, Letters(), stops, str)
 
 
-def tokens(*ids: int, drafted: int = 0, accepted: int = 0) -> Tokens:
+def tokens(*ids: int, drafted: int = 0, accepted: int = 0, proposer: str = "medusa") -> Tokens:
     logprobs = tuple(TokenLogprobs(i, -0.5, ((i, -0.5),)) for i in ids)
-    return Tokens("r", 0, ids, logprobs, drafted, accepted)
+    return Tokens("r", 0, ids, logprobs, drafted, accepted, proposer)
 
 
 END = CompletionEnd("r", 0, FinishReason.LENGTH, None, 3, 2)
@@ -70,6 +70,8 @@ def test_tokens_behind_a_stop_string_are_dropped() -> None:
     end = one.end(END).end
     assert end is not None
     assert (end.reason, end.stop_string, end.num_completion_tokens) == (FinishReason.STOP, "bc", 4)
+    assert end.drafts == (Drafts("medusa", 5, 4),), "what is dropped does not count as accepted"
+    assert end.num_steps == 1
 
 
 def test_a_stop_string_completed_by_what_was_held_back() -> None:
@@ -79,6 +81,60 @@ def test_a_stop_string_completed_by_what_was_held_back() -> None:
     end = one.end(END).end
     assert end is not None
     assert (end.reason, end.stop_string) == (FinishReason.STOP, "b")
+
+
+def test_drafts_are_counted_by_proposer() -> None:
+    one = made()
+    deltas = [
+        one.push(tokens(10)),
+        one.push(tokens(11, 12, drafted=3, accepted=1, proposer="prompt_lookup")),
+        one.push(tokens(13, drafted=2, accepted=0)),
+        one.push(tokens(14, 15, 16, drafted=2, accepted=2)),
+    ]
+    assert [(d.proposer, d.num_drafted, d.num_accepted) for d in deltas] == [
+        ("", 0, 0),
+        ("prompt_lookup", 3, 1),
+        ("medusa", 2, 0),
+        ("medusa", 2, 2),
+    ]
+    end = one.end(END).end
+    assert end is not None
+    assert end.drafts == (Drafts("medusa", 4, 2), Drafts("prompt_lookup", 3, 1))
+    assert (end.num_completion_tokens, end.num_steps) == (7, 4)
+
+
+def test_without_drafts_there_are_no_proposers() -> None:
+    one = made()
+    one.push(tokens(10))
+    end = one.end(END).end
+    assert end is not None
+    assert (end.drafts, end.num_steps) == ((), 1)
+
+
+def test_what_piled_up_is_one_delta_per_proposer() -> None:
+    def delta(index: int, token: int, proposer: str = "") -> Delta:
+        num = 2 if proposer else 0
+        return Delta(index, str(token), (token,), num_drafted=num, num_accepted=num // 2, proposer=proposer)
+
+    merged = _coalesce(
+        [
+            delta(0, 1),
+            delta(1, 2, "medusa"),
+            delta(0, 3, "medusa"),
+            delta(0, 4, "medusa"),
+            delta(0, 5),
+            delta(0, 6, "prompt_lookup"),
+            delta(0, 7),
+            delta(1, 8, "medusa"),
+        ]
+    )
+    rows = {
+        i: [(d.token_ids, d.proposer, d.num_drafted, d.num_accepted) for d in merged if d.index == i] for i in (0, 1)
+    }
+    assert rows == {
+        0: [((1, 3, 4, 5), "medusa", 4, 2), ((6, 7), "prompt_lookup", 2, 1)],
+        1: [((2, 8), "medusa", 4, 2)],
+    }
 
 
 async def test_a_slow_reader_still_gets_the_last_word() -> None:
