@@ -9,6 +9,8 @@ import torch
 
 from loraplex_adapters.ops.base import SegmentedLora
 from loraplex_adapters.ops.cpu import CpuOps
+from loraplex_adapters.ops.dense import ReferenceDense, SegmentedDense
+from loraplex_adapters.ops.dense_cpu import CpuDense
 from loraplex_adapters.ops.reference import ReferenceOps
 
 
@@ -39,6 +41,11 @@ def choose_ops(device: torch.device | str) -> SegmentedLora:
 
         return TritonOps()
     return ReferenceOps()
+
+
+def choose_dense(device: torch.device | str) -> SegmentedDense:
+    """The same for dense products."""
+    return CpuDense() if torch.device(device).type == "cpu" else ReferenceDense()
 
 
 def _triton_problem() -> str:
