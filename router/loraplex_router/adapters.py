@@ -1,7 +1,7 @@
 """AdapterService of the router: every call becomes one at each worker concerned, the answers become rows.
 
-A load goes to the adapter's home workers, an unload to all, a listing shows a row per worker. Owns nothing: workers
-own the adapters' life.
+A load goes to the adapter's home workers and to whoever has the name already, an unload to all, a listing shows a row
+per worker. Owns nothing: workers own the adapters' life.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from loraplex_proto.auth import current_identity
-from loraplex_proto.errors import AdapterNotFound
+from loraplex_proto.errors import AdapterNotFound, Draining
 from loraplex_proto.v1 import adapter_pb2
 from loraplex_proto.validate import check_adapter_request
 from loraplex_router.admit import parse
@@ -55,8 +55,15 @@ class AdapterFanOut:
     async def load(self, raw: bytes, context: Any) -> bytes:
         async def body(call: Call) -> bytes:
             request = self._checked(adapter_pb2.LoadAdapterRequest, raw)
+            holders = await self._holders(call, request.adapter_id)
             answers = await self._load_at_homes(call, request.adapter_id, raw)
             answers.raise_unless_answered()
+            asked = {row.worker for row in answers.rows} | {failure.worker_id for failure in answers.failures}
+            await self._ask(call, "LoadAdapter", raw, [one for one in holders if one not in asked], answers)
+            for failure in answers.failures:
+                # Its name would stay bound to what the files were before, and requests do reach it.
+                if failure.worker_id in holders and not isinstance(failure.typed, Draining):
+                    raise failure
             return adapter_pb2.LoadAdapterResponse(adapters=answers.rows).SerializeToString()
 
         return await self._calls.run("LoadAdapter", context, body)
@@ -108,6 +115,21 @@ class AdapterFanOut:
             raise no_worker(self._replicas)
         return workers
 
+    async def _holders(self, call: Call, adapter_id: str) -> list[str]:
+        """The workers that have bound the name, homes or not: requests spill over when an adapter is in demand.
+
+        They are asked, because reports come late and list the most recently used adapters only; a report counts where
+        the worker does not answer. Raises what a worker said that can tell us nothing of the name."""
+        views = {view.worker_id: view for view in self._replicas.views()}
+        question = adapter_pb2.GetAdapterRequest(adapter_id=adapter_id).SerializeToString()
+        answers = await self._ask(call, "GetAdapter", question, list(views))
+        for failure in answers.failures:
+            if failure.kind is FailureKind.ANSWERED and not isinstance(failure.typed, AdapterNotFound):
+                raise failure
+        found = {row.worker for row in answers.rows if _is_bound(row)}
+        gone = {failure.worker_id for failure in answers.failures if failure.may_retry}
+        return [one for one, view in views.items() if one in found or (one in gone and adapter_id in view.tiers)]
+
     async def _load_at_homes(self, call: Call, adapter_id: str, raw: bytes) -> Answers:
         """As many workers as an adapter has homes; whoever is next takes the place of one that is not there."""
         order = rendezvous_order(routing_key([adapter_id]), [view.worker_id for view in self._replicas.views()])
@@ -151,3 +173,8 @@ class AdapterFanOut:
                     row.worker = worker_id
                 answers.rows.extend(rows)
         return answers
+
+
+def _is_bound(row: adapter_pb2.Adapter) -> bool:
+    """Whether the worker has the name for something, be it a failure; not only files of that name in its source."""
+    return row.state != adapter_pb2.ADAPTER_STATE_KNOWN or row.tier != adapter_pb2.ADAPTER_TIER_SOURCE

@@ -15,8 +15,10 @@ from support.fake_workers import Cluster, FakeWorker, Generate, cluster, router_
 from loraplex_proto.auth import new_router_credential, token_digest
 from loraplex_proto.errors import (
     AdapterInvalid,
+    AdapterMemoryFull,
     AdapterNotFound,
     Draining,
+    EngineLost,
     InvalidAdapterId,
     LoraplexError,
     NoWorker,
@@ -63,10 +65,45 @@ async def test_whoever_is_next_takes_the_place_of_a_home_that_is_going() -> None
         assert [row.worker for row in rows] == [worker.address for worker in homes(c, "sql")[1:3]]
 
 
+async def test_a_load_binds_the_name_anew_wherever_it_is_bound() -> None:
+    async with cluster(5) as c:
+        *_, spilled, listed, other = homes(c, "sql")
+        spilled.adapters["sql"] = adapter_pb2.Adapter(adapter_id="sql", digest="v1")
+        # Files of that name, which it will read as they are when they are needed.
+        listed.adapters["sql"] = adapter_pb2.Adapter(
+            adapter_id="sql", state=adapter_pb2.ADAPTER_STATE_KNOWN, tier=adapter_pb2.ADAPTER_TIER_SOURCE
+        )
+        rows = (await stub(c.channel).LoadAdapter(Load(adapter_id="sql"))).adapters
+        assert [row.worker for row in rows] == [w.address for w in [*homes(c, "sql")[:2], spilled]]
+        assert not spilled.adapters["sql"].digest
+        assert [worker.calls.count("LoadAdapter") for worker in (spilled, listed, other)] == [1, 0, 0]
+
+
+@pytest.mark.parametrize("place", [1, 2])
+async def test_a_load_that_leaves_the_old_content_somewhere_is_no_success(place: int) -> None:
+    async with cluster(3) as c:
+        worker = homes(c, "sql")[place]
+        worker.adapters["sql"] = adapter_pb2.Adapter(adapter_id="sql", digest="v1")
+        worker.load_error = AdapterMemoryFull("full")
+        assert isinstance(await error_of(stub(c.channel).LoadAdapter(Load(adapter_id="sql"))), AdapterMemoryFull)
+        # One that is going takes no more requests.
+        worker.load_error = Draining("going")
+        assert len((await stub(c.channel).LoadAdapter(Load(adapter_id="sql"))).adapters) == 2
+
+
+async def test_a_worker_that_had_it_and_is_lost_did_not_load_it() -> None:
+    async with cluster(3) as c:
+        worker = homes(c, "sql")[2]
+        worker.report(tiers={"sql": 4})
+        await until(lambda: "sql" in c.router.replicas[worker.address].tiers)
+        worker.adapter_error = EngineLost("gone")
+        assert isinstance(await error_of(stub(c.channel).LoadAdapter(Load(adapter_id="sql"))), EngineLost)
+
+
 async def test_what_is_wrong_with_an_adapter_is_not_asked_for_twice() -> None:
     async with cluster(4) as c:
         for worker in c.workers:
-            worker.adapter_error = AdapterInvalid("rank 0", resource="sql")
+            worker.load_error = AdapterInvalid("rank 0", resource="sql")
         error = await error_of(stub(c.channel).LoadAdapter(Load(adapter_id="sql")))
         assert isinstance(error, AdapterInvalid)
         assert error.resource == "sql"

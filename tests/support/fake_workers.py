@@ -75,7 +75,8 @@ class FakeWorker:
         self.unary: Unary = default_unary
         self.load = worker_pb2.Load()
         self.adapters: dict[str, adapter_pb2.Adapter] = {}
-        self.adapter_error: LoraplexError | None = None
+        self.adapter_error: LoraplexError | None = None  # of every call
+        self.load_error: LoraplexError | None = None  # of LoadAdapter alone
         self.raw_requests: list[bytes] = []
         self.metadata: list[dict[str, str | bytes]] = []
         self.remaining_s: list[float | None] = []
@@ -194,8 +195,9 @@ class FakeWorker:
     def _adapters(self, method: str) -> Callable[[bytes, Any], Awaitable[bytes]]:
         async def handle(raw: bytes, context: Any) -> bytes:
             self.calls.append(method)
-            if self.adapter_error is not None:
-                await abort(context, self.adapter_error)
+            error = self.adapter_error or (self.load_error if method == "LoadAdapter" else None)
+            if error is not None:
+                await abort(context, error)
             rows = list(self.adapters.values())
             if method != "ListAdapters":
                 adapter_id = adapter_pb2.GetAdapterRequest.FromString(raw).adapter_id
