@@ -9,10 +9,18 @@ STAMP := $(VENV)/.installed
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
-# torch goes first and alone: only its pinned version is the CPU build, and every later install then finds it there.
+# torch goes first and alone, so that every later install finds it there. Which build the pinned version is, is the package
+# index's to say: PyPI's for Linux is the one for CUDA (gigabytes; it runs on a CPU as well). For the CPU build:
+#   make install PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu TORCH=torch==2.13.0+cpu
+# A build for CUDA brings the Triton that it goes with; elsewhere its kernels' tests take this one, or skip without.
+TORCH ?= $(shell grep '^torch==' constraints.txt)
+TRITON := triton==3.6.0
+
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q $$(grep '^torch==' constraints.txt)
+	$(BIN)/python -m pip install -q '$(TORCH)'
+	@$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/python -m pip install -q '$(TRITON)' \
+		|| echo 'Triton cannot be had here; the tests of its kernels are skipped'
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
 	@touch $@
 
