@@ -22,6 +22,7 @@ from loraplex_server.kv.blocks import BlockPool
 from loraplex_server.model.attention.registry import make_attention
 from loraplex_server.model.kv import KvCache, free_memory_bytes, num_blocks_for
 from loraplex_server.model.loader import LoadedModel, load_model
+from loraplex_server.model.packed import packed_linear
 from loraplex_server.model.runner import ModelRunner
 from loraplex_server.sampling.sampler import Sampler
 from loraplex_server.scheduler.config import SchedulerConfig
@@ -47,6 +48,7 @@ def build_engine(config: EngineConfig, progress: Callable[[str], None], notify: 
         device=config.model.device,
         revision=config.model.revision,
         max_context_tokens=config.model.max_context_tokens,
+        make_base=packed_linear,
     )
     return assemble(loaded, config, progress, notify)
 

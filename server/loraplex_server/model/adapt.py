@@ -8,6 +8,7 @@ kind, but is no target.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from typing import cast
 
@@ -42,6 +43,7 @@ def adapt_modules(
 ) -> dict[str, AdaptedModule]:
     """Replaces every linear, and the embeddings that may carry an adapter. Returns the possible targets by path."""
     head = model.get_output_embeddings()
+    uses = Counter(id(parameter) for _name, parameter in model.named_parameters(remove_duplicate=False))
     targets: dict[str, AdaptedModule] = {}
     for path, module in list(model.named_modules()):
         adapted: AdaptedModule
@@ -53,6 +55,10 @@ def adapt_modules(
             adapted = kind(
                 cast(nn.Parameter, module.weight), module.bias, context, is_conv1d=is_conv1d, make_base=make_base
             )
+            if (
+                module is not head and uses[id(module.weight)] == 1
+            ):  # of the head, adapters' copies are compared with it
+                adapted.drop_weight()
         elif isinstance(module, nn.Embedding) and (
             type(module) is nn.Embedding or module is model.get_input_embeddings()
         ):

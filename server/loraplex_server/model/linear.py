@@ -19,6 +19,11 @@ from loraplex_server.model.context import StepContext
 class BaseLinear(Protocol):
     """The product with the base weight."""
 
+    @property
+    def is_copy(self) -> bool:
+        """Whether it has the weight in a form of its own, so that the module's is not needed any more."""
+        ...
+
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., in] -> x @ W.T + bias [..., out], which the caller may write to; last dimension contiguous."""
         ...
@@ -28,6 +33,7 @@ class PlainLinear:
     """`F.linear` on the module's own weight."""
 
     __slots__ = ("bias", "weight")
+    is_copy = False
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight = weight  # [out, in]
@@ -68,6 +74,11 @@ class AdaptedLinear(nn.Module):
         self.table: FactorTable | None = None
         self.ops: SegmentedLora | None = None
         self.num_installed = 0
+
+    def drop_weight(self) -> None:
+        """Frees the plain weight where the base product has a copy; its shape and dtype stay for whoever asks."""
+        if self.base.is_copy:
+            self.weight = nn.Parameter(self.weight.to("meta"), requires_grad=False)
 
     def segments(self) -> PreparedSegments | None:
         """The step's segments over the rows that this module is given."""
