@@ -70,8 +70,8 @@ def configure(cls: type, flags: list[Flag], given: Mapping[str, Any], fixed: Map
     values: dict[tuple[str, ...], Any] = dict(fixed)
     for flag in flags:
         value = given[flag.parameter]
-        if isinstance(value, list):
-            value = tuple(typing.cast(list[str], value))
+        if _is_repeated(flag):
+            value = tuple(typing.cast(list[str], value or ()))
         values[flag.path] = parse_bytes(value) if flag.is_bytes and isinstance(value, str) else value
     return _build(cls, values, ())
 
@@ -96,11 +96,16 @@ def _names(flag: Flag) -> list[str]:
 
 
 def _command_line_type(flag: Flag) -> Any:
-    if typing.get_origin(flag.type) is tuple:
-        return list[str]  # may be given several times
+    if _is_repeated(flag):
+        return list[str]
     if not flag.is_bytes:
         return flag.type
     return str | None if isinstance(flag.type, types.UnionType) else str
+
+
+def _is_repeated(flag: Flag) -> bool:
+    """Whether the flag may be given several times."""
+    return typing.get_origin(flag.type) is tuple
 
 
 def _shown(flag: Flag) -> Any:

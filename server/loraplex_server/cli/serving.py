@@ -53,6 +53,7 @@ async def serving(
             yield Serving(router.address)
         finally:
             watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
             await router.drain(config.drain_s)
     finally:
         await children.stop(config.drain_s)
@@ -72,8 +73,9 @@ def worker_arguments(model: str, given: Mapping[str, Any]) -> list[str]:
             continue
         if isinstance(value, bool):
             arguments.append(flag.flag if value else f"--no-{flag.flag[2:]}")
-        else:
-            arguments += [flag.flag, str(value.absolute() if isinstance(value, Path) else value)]
+            continue
+        for one in value if isinstance(value, (list, tuple)) else [value]:
+            arguments += [flag.flag, str(one.absolute() if isinstance(one, Path) else one)]
     return arguments
 
 

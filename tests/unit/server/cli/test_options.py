@@ -72,6 +72,8 @@ def test_serve_passes_everything_on_but_what_is_the_routers(tmp_path: Path) -> N
     arguments = worker_arguments("m", given)
     assert configured(*(a for a in arguments[1:] if a != "--json")).engine.adapters.root == tmp_path
     assert "--no-prefix-caching" in arguments
+    several = worker_arguments("m", given | {"draft_model": ["a=/x", "b=/y"]})
+    assert configured(*(a for a in several[1:] if a != "--json")).engine.speculation.draft_models == ("a=/x", "b=/y")
     assert not {f"--{name.replace('_', '-')}" for name in ROUTER_ONLY - {"host"}} & set(arguments)
 
 
