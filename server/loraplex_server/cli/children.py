@@ -8,14 +8,17 @@ import contextlib
 import json
 import logging
 import signal
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
+from typing import Any, Final
 
 from loraplex_proto.errors import FailedPrecondition, LoraplexError, by_reason
 
 log = logging.getLogger(__name__)
 
-RESTART_DELAYS_S = (1.0, 2.0, 5.0, 10.0, 30.0)
+RESTART_DELAYS_S: Final = (1.0, 2.0, 5.0, 10.0, 30.0)
+# What a line of a child may be long; the rest of it is dropped.
+MAX_LINE_BYTES: Final = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +57,15 @@ class Children:
         for number in range(self._num_workers):
             starting = asyncio.ensure_future(self._start_one(number, port=0))
             stopping = asyncio.ensure_future(stop.wait())
-            await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            stopping.cancel()
-            if not starting.done():
+            try:
+                await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+                if not starting.done():
+                    return None
+                self._children.append(starting.result())
+            finally:  # also when this task is cancelled: nobody else would ask the two how they ended
                 starting.cancel()
-                with contextlib.suppress(asyncio.CancelledError, LoraplexError):
-                    await starting
-                return None
-            self._children.append(starting.result())
+                stopping.cancel()
+                await asyncio.gather(starting, stopping, return_exceptions=True)
         return [child.address for child in self._children]
 
     async def watch(self) -> None:
@@ -98,6 +102,9 @@ class Children:
             except LoraplexError as error:
                 num_failures += 1
                 log.error("worker %d does not start: %s", index, error.message)
+            except Exception:  # whatever it is (no memory for a process, a bug), the next try may go well
+                num_failures += 1
+                log.exception("worker %d does not start", index)
 
     async def _start_one(self, number: int, port: int) -> _Child:
         process = await asyncio.create_subprocess_exec(
@@ -112,18 +119,22 @@ class Children:
         )
         self._starting.append(process)
         prefix = f"worker {number}: " if self._num_workers > 1 else ""
-        address = await self._until_ready(process, prefix)
-        self._starting.remove(process)
-        return _Child(number, process, address, asyncio.ensure_future(_drain_lines(process)))
-
-    async def _until_ready(self, process: asyncio.subprocess.Process, prefix: str) -> str:
         assert process.stdout is not None
-        async for line in process.stdout:
-            try:
-                message: dict[str, str] = json.loads(line)
-            except ValueError:
-                log.info("%s%s", prefix, line.decode(errors="replace").rstrip())
-                continue
+        lines = _lines(process.stdout)
+        try:
+            address = await self._until_ready(process, lines, prefix)
+        except Exception:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+            self._starting.remove(process)
+            raise
+        self._starting.remove(process)
+        return _Child(number, process, address, asyncio.ensure_future(_drain(lines)))
+
+    async def _until_ready(self, process: asyncio.subprocess.Process, lines: AsyncGenerator[bytes], prefix: str) -> str:
+        async for line in lines:
+            message = _message(line)
             match message.get("event"):
                 case "progress":
                     self._on_progress(prefix + message["text"])
@@ -133,12 +144,32 @@ class Children:
                     kind = by_reason().get(message["reason"], FailedPrecondition)
                     raise kind(message["message"])
                 case _:
-                    pass
+                    log.info("%s%s", prefix, line.decode(errors="replace"))
         raise FailedPrecondition(f"the worker ended with status {await process.wait()} before it was ready")
 
 
-async def _drain_lines(process: asyncio.subprocess.Process) -> None:
+async def _lines(stream: asyncio.StreamReader) -> AsyncGenerator[bytes]:
+    """Lines of any length, to the end. StreamReader's own raise for long ones."""
+    rest = b""
+    while chunk := await stream.read(MAX_LINE_BYTES):
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            yield line[:MAX_LINE_BYTES]
+        rest = rest[:MAX_LINE_BYTES]
+    if rest:
+        yield rest
+
+
+def _message(line: bytes) -> dict[str, Any]:
+    """What a worker reports; empty for anything else that it prints."""
+    try:
+        message: Any = json.loads(line)
+    except ValueError:
+        return {}
+    return message if isinstance(message, dict) else {}
+
+
+async def _drain(lines: AsyncGenerator[bytes]) -> None:
     """Keeps the pipe empty; what a worker says later is for its log."""
-    assert process.stdout is not None
-    async for line in process.stdout:
-        log.debug("%s", line.decode(errors="replace").rstrip())
+    async for line in lines:
+        log.debug("%s", line.decode(errors="replace"))
