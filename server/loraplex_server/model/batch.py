@@ -228,6 +228,23 @@ class BatchMirror:
                 row.num_known = position + len(kept)
         self._put(places, values)
 
+    def rewrite(self, changes: Sequence[tuple[int, int, Sequence[int]]]) -> None:
+        """Other tokens from a position on, and nothing behind them: (row, start, token ids) each. Between steps.
+
+        For whoever runs a sequence's guesses and learns later what really came. K/V before `start` stays of use.
+        """
+        places: list[int] = []
+        values: list[int] = []
+        for row_idx, start, token_ids in changes:
+            row = self._rows[row_idx]
+            end = start + len(token_ids)
+            if row is None or start > row.num_known or end > self.max_len:
+                raise ValueError(f"row {row_idx} cannot be rewritten from {start} to {end}")
+            places += range(row_idx * self.max_len + start, row_idx * self.max_len + end)
+            values += token_ids
+            row.num_known = end
+        self._put(places, values)
+
     def _put(self, places: Sequence[int], values: Sequence[int]) -> None:
         if places:
             packed = torch.tensor([places, values], dtype=torch.int64).to(self.device)

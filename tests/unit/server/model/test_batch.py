@@ -130,3 +130,30 @@ def test_a_row_belongs_to_who_entered_last() -> None:
     batch.release(0)
     with pytest.raises(ValueError, match="does not hold"):
         batch.check(span("b", 0, 0, 2, 1, 1))
+
+
+def test_rewriting_what_was_guessed() -> None:
+    batch = mirror()
+    batch.enter(sequence("a", 0, 5))
+    batch.enter(sequence("b", 2, 3))
+    batch.commit(batch.stage([span("a", 0, 0, 5, 1, 1, 2), span("b", 2, 0, 3, 1, 3)]).spans, [[77], [78]])
+    batch.rewrite([(0, 4, [50, 51, 52]), (2, 3, [])])
+    assert batch.tokens[0, :7].tolist() == [0, 1, 2, 3, 50, 51, 52]
+    batch.check(span("a", 0, 4, 3, 1))
+    for late in (span("a", 0, 4, 4, 1), span("b", 2, 3, 1, 1)):
+        with pytest.raises(ValueError):
+            batch.check(late)
+    staged = batch.stage([span("a", 0, 4, 3, 1)])
+    assert staged.input_ids.tolist() == [[50, 51, 52]]
+    assert staged.attention.slots.tolist() == [8, 9, 10]
+    assert staged.fresh_blocks == ()
+
+
+@pytest.mark.parametrize("change", [(1, 0, [5]), (0, 6, [5]), (0, 5, [5] * 28)])
+def test_rewriting_what_is_not_there(change: tuple[int, int, list[int]]) -> None:
+    """Nobody's row, a gap before the tokens, more than the row holds."""
+    batch = mirror()
+    batch.enter(sequence("a", 0, 5))
+    with pytest.raises(ValueError, match="rewritten"):
+        batch.rewrite([change])
+    assert batch.tokens[0, :6].tolist() == [0, 1, 2, 3, 4, 0]

@@ -1,0 +1,304 @@
+"""Which sequences a draft model keeps, in which rows, and where their K/V is.
+
+Owns the draft model's rows, its block pool with its own prefix cache, and every reference that is held there. What a
+row holds is a guess behind what is known: on each ask it is compared with what really came, and from the first
+difference on it is rewritten. Blocks that others may find are never rewritten: a sequence that would have to leaves,
+and enters anew.
+
+Nobody here has a claim: who was asked for the longest ago leaves when room is short. Knows neither tensors nor
+proposers.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from loraplex_server.kv.blocks import BlockPool
+from loraplex_server.kv.keys import KeyChain, Namespace
+from loraplex_server.request import OutputParams, SamplingParams
+from loraplex_server.scheduler.plan import NewSequence
+
+GREEDY = SamplingParams()
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a proposer wants of a draft model for one sequence, all in the draft model's own tokens."""
+
+    sequence_id: str
+    token_ids: Sequence[int]  # all known ones; read at once, not kept
+    num_tokens: int  # to draft at most
+    num_prompt_tokens: int = 0
+    # Of the known tokens those that are certainly the same as on the last ask. None: all that were known then.
+    num_same: int | None = None
+    # Known tokens that no later ask will change: full blocks of them enter the prefix cache. None: all.
+    num_settled: int | None = None
+    sampling: SamplingParams = GREEDY
+    min_tokens: int = 0
+    banned_until_min: frozenset[int] = frozenset()
+    stop_ids: frozenset[int] = frozenset()  # nothing is drafted behind one of these
+    tenant: str = ""
+    cache_salt: str = ""
+
+
+@dataclass(slots=True)
+class DraftedSequence:
+    """One sequence that the draft model keeps."""
+
+    sequence_id: str
+    row: int
+    tokens: list[int]  # that its row holds: the known ones, then guesses
+    num_known: int  # of them were known on the last ask
+    num_computed: int  # of them have K/V
+    chain: KeyChain
+    block_ids: list[int]
+    num_published: int  # blocks at its beginning that others may hold too
+    last_asked: int
+    num_sent_blocks: int = 0
+    has_entered: bool = False  # the runner knows it
+    entry: NewSequence | None = field(default=None, repr=False)  # how it enters, but for its tokens
+
+    @property
+    def num_missing(self) -> int:
+        return len(self.tokens) - self.num_computed
+
+
+class DraftRows:
+    """See the module. Every method leaves rows and references consistent."""
+
+    def __init__(self, pool: BlockPool, max_rows: int, max_len: int, vocab_size: int, model_digest: str) -> None:
+        self.pool = pool
+        self.max_len = max_len
+        self._vocab_size = vocab_size
+        self._model_digest = model_digest
+        self._free_rows = list(range(max_rows))  # a heap
+        # By when they were last asked for, the longest ago first.
+        self._sequences: dict[str, DraftedSequence] = {}
+        self._refused: set[str] = set()  # sequences that get no draft as long as they live
+        self._released: list[int] = []
+        self._rewrites: list[tuple[int, int, Sequence[int]]] = []
+        self._round = 0
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self._sequences)
+
+    def get(self, sequence_id: str) -> DraftedSequence | None:
+        return self._sequences.get(sequence_id)
+
+    # --- one ask ------------------------------------------------------------------------------------------------------
+
+    def begin(self, sequence_ids: Iterable[str]) -> None:
+        """A new round of asks. These are asked for in it, and do not make room for each other."""
+        self._round += 1
+        for sequence_id in sequence_ids:
+            seq = self._sequences.pop(sequence_id, None)
+            if seq is not None:
+                seq.last_asked = self._round
+                self._sequences[sequence_id] = seq
+
+    def seat(self, want: Wanted) -> DraftedSequence | None:
+        """The sequence with the known tokens in its row and blocks for these at least; None when it cannot be."""
+        if want.sequence_id in self._refused:
+            return None
+        num_known = len(want.token_ids)
+        seq = self._sequences.get(want.sequence_id)
+        start = _first_difference(seq, want) if seq is not None else 0
+        if not self._can_run(want.token_ids, start):
+            self.refuse(want.sequence_id)
+            return None
+        if seq is not None and start < seq.num_published * self.pool.block_size:
+            self.leave(want.sequence_id)
+            seq = None
+        if seq is None:
+            return self._enter(want)
+        missing = self._missing_blocks(want, len(seq.block_ids))
+        if missing is None:
+            self.leave(want.sequence_id)
+            return None
+        seq.block_ids += self.pool.allocate(missing)
+        if start < len(seq.tokens) or start < num_known:
+            fresh = want.token_ids[start:]
+            del seq.chain.keys[start // self.pool.block_size :]
+            seq.tokens[start:] = fresh
+            if seq.has_entered:
+                self._rewrites.append((seq.row, start, fresh))
+        seq.num_known = num_known
+        # The last token always runs, because its logits are wanted.
+        seq.num_computed = min(seq.num_computed, start, num_known - 1)
+        return seq
+
+    def leave(self, sequence_id: str) -> None:
+        """Harmless for one that is not here."""
+        seq = self._sequences.pop(sequence_id, None)
+        if seq is None:
+            return
+        heapq.heappush(self._free_rows, seq.row)
+        if seq.has_entered:
+            self._released.append(seq.row)
+        self._rewrites = [change for change in self._rewrites if change[0] != seq.row]
+        self.pool.release(seq.block_ids)
+
+    def refuse(self, sequence_id: str) -> None:
+        """The sequence leaves, and gets no draft until it is forgotten."""
+        self.leave(sequence_id)
+        self._refused.add(sequence_id)
+
+    def forget(self, sequence_id: str) -> None:
+        self.leave(sequence_id)
+        self._refused.discard(sequence_id)
+
+    def clear(self) -> None:
+        """Everybody leaves."""
+        for sequence_id in list(self._sequences):
+            self.leave(sequence_id)
+
+    # --- for the runner -----------------------------------------------------------------------------------------------
+
+    def take_rewrites(self) -> list[tuple[int, int, Sequence[int]]]:
+        """Rows whose tokens have changed, for BatchMirror.rewrite."""
+        found, self._rewrites = self._rewrites, []
+        return found
+
+    def take_released(self) -> tuple[int, ...]:
+        found, self._released = tuple(self._released), []
+        return found
+
+    def take_entry(self, seq: DraftedSequence) -> NewSequence | None:
+        """How the sequence enters the runner's batch; None when it has."""
+        if seq.has_entered:
+            return None
+        seq.has_entered = True
+        entry = seq.entry
+        assert entry is not None
+        seq.entry = None
+        return NewSequence(
+            sequence_id=seq.sequence_id,
+            row=seq.row,
+            token_ids=tuple(seq.tokens),
+            num_prompt_tokens=entry.num_prompt_tokens,
+            sampling=entry.sampling,
+            output=entry.output,
+            min_tokens=entry.min_tokens,
+            banned_until_min=entry.banned_until_min,
+        )
+
+    def take_blocks(self, seq: DraftedSequence) -> tuple[int, ...]:
+        """Blocks that the runner does not know of."""
+        fresh = tuple(seq.block_ids[seq.num_sent_blocks :])
+        seq.num_sent_blocks = len(seq.block_ids)
+        return fresh
+
+    def publish(self, seq: DraftedSequence, num_settled: int | None) -> None:
+        """Lets full blocks of known tokens be found, those up to `num_settled` (None: all). Guesses never."""
+        num_certain = min(seq.num_computed, seq.num_known)
+        if num_settled is not None:
+            num_certain = min(num_certain, num_settled)
+        num_full = num_certain // self.pool.block_size
+        for idx in range(seq.num_published, num_full):
+            self.pool.publish(seq.block_ids[idx], seq.chain.key(idx, seq.tokens))
+        seq.num_published = max(seq.num_published, num_full)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when a row or a block is unaccounted for."""
+        held: dict[int, int] = {}
+        for seq in self._sequences.values():
+            for block_id in seq.block_ids:
+                held[block_id] = held.get(block_id, 0) + 1
+        self.pool.check_integrity(held)
+        rows = sorted([seq.row for seq in self._sequences.values()] + self._free_rows)
+        assert rows == list(range(len(rows))), f"rows leaked: {rows}"
+
+    # --- entering -----------------------------------------------------------------------------------------------------
+
+    def _can_run(self, token_ids: Sequence[int], start: int) -> bool:
+        """Whether the model has a place for so many tokens, and an embedding for each of those from `start` on."""
+        if not 0 < len(token_ids) <= self.max_len:
+            return False
+        fresh = token_ids[start:]
+        return not fresh or (min(fresh) >= 0 and max(fresh) < self._vocab_size)
+
+    def _enter(self, want: Wanted) -> DraftedSequence | None:
+        """A sequence enters with what the prefix cache has of it."""
+        size = self.pool.block_size
+        if not self._free_rows and not self._evict_one():
+            return None
+        namespace = Namespace(self._model_digest, tenant=want.tenant, cache_salt=want.cache_salt)
+        chain = KeyChain(namespace.digest(), size)
+        found: list[int] = []
+        for idx in range((len(want.token_ids) - 1) // size if self.pool.prefix_caching else 0):
+            block_id = self.pool.find(chain.key(idx, want.token_ids))
+            if block_id is None:
+                break
+            found.append(block_id)
+        self.pool.share(found)
+        missing = self._missing_blocks(want, len(found), is_new=True)
+        if missing is None:
+            self.pool.release(found)
+            return None
+        tokens = list(want.token_ids)
+        seq = DraftedSequence(
+            sequence_id=want.sequence_id,
+            row=heapq.heappop(self._free_rows),
+            tokens=tokens,
+            num_known=len(tokens),
+            num_computed=len(found) * size,
+            chain=chain,
+            block_ids=found + self.pool.allocate(missing),
+            num_published=len(found),
+            last_asked=self._round,
+            entry=NewSequence(
+                sequence_id=want.sequence_id,
+                row=-1,
+                token_ids=(),
+                num_prompt_tokens=want.num_prompt_tokens,
+                sampling=want.sampling,
+                output=OutputParams(),
+                min_tokens=want.min_tokens,
+                banned_until_min=want.banned_until_min if want.min_tokens else frozenset(),
+            ),
+        )
+        self._sequences[want.sequence_id] = seq
+        return seq
+
+    def _missing_blocks(self, want: Wanted, num_held: int, *, is_new: bool = False) -> int | None:
+        """How many blocks to take, for the whole draft or else for the known tokens; None when these do not fit."""
+        # The last token of a draft is not run.
+        whole = min(len(want.token_ids) + max(0, want.num_tokens - 1), self.max_len)
+        for num_positions in dict.fromkeys((whole, len(want.token_ids))):
+            missing = max(0, self.pool.num_blocks_for(num_positions) - num_held)
+            if self._make_room(missing, is_new=is_new):
+                return missing
+        return None
+
+    def _make_room(self, num_blocks: int, *, is_new: bool) -> bool:
+        """Sees to free blocks at the price of those that were not asked for in this round."""
+        idle = [seq for seq in self._sequences.values() if seq.last_asked < self._round]
+        # Whoever is new leaves the others a block each to grow into, lest they take turns in pushing each other out.
+        num_wanted = num_blocks + (len(self._sequences) - len(idle) if is_new else 0)
+        if self.pool.num_free + sum(len(seq.block_ids) for seq in idle) < num_wanted:
+            return False
+        while self.pool.num_free < num_wanted:
+            if not self._evict_one():
+                return False
+        return True
+
+    def _evict_one(self) -> bool:
+        oldest = next(iter(self._sequences.values()), None)
+        if oldest is None or oldest.last_asked >= self._round:
+            return False
+        self.leave(oldest.sequence_id)
+        return True
+
+
+def _first_difference(seq: DraftedSequence, want: Wanted) -> int:
+    """How many of the tokens in the sequence's row are what is known now."""
+    known, held = want.token_ids, seq.tokens
+    num_same = seq.num_known if want.num_same is None else want.num_same
+    end = min(len(known), len(held))
+    start = min(num_same, seq.num_known, end)
+    while start < end and known[start] == held[start]:
+        start += 1
+    return start

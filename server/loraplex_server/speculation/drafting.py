@@ -1,0 +1,193 @@
+"""Runs a draft model: all sequences of an ask together, one token more with each of its steps.
+
+The first step of an ask brings every sequence up to date (tokens that came since, or a piece of a prompt that is new)
+and draws its first token; the others draw one more for whoever still wants one. Owns the draft model's runner, KV cache
+and rows. Knows neither the target model nor where the tokens come from: proposers say what is known and what they want.
+
+Whatever goes wrong in here costs drafts and nothing else: no exception leaves `draft`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from loraplex_adapters.ops.reference import ReferenceOps
+from loraplex_proto.errors import OutOfMemory
+from loraplex_server.engine.isolation import execute_isolated
+from loraplex_server.kv.blocks import BlockPool
+from loraplex_server.model.attention.registry import make_attention
+from loraplex_server.model.kv import KvCache, num_blocks_for
+from loraplex_server.model.loaded import LoadedModel
+from loraplex_server.model.runner import ModelRunner
+from loraplex_server.sampling.sampler import Sampler
+from loraplex_server.scheduler.plan import Span, SpanResult, StepPlan
+from loraplex_server.speculation.draft_rows import DraftedSequence, DraftRows, Wanted
+
+log = logging.getLogger(__name__)
+
+# Missing so few tokens a sequence is brought up to date whatever else is to be done; more is a prompt.
+_CATCH_UP_TOKENS = 32
+_MAX_FAILURES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class DraftMemory:
+    """How much a draft model may keep."""
+
+    max_rows: int
+    kv_bytes: int
+    block_size: int = 16
+    prefix_caching: bool = True
+    max_prompt_tokens: int = 512  # of prompts that are new, in one ask
+    max_len: int | None = None  # tokens of one sequence; None: the model's own limit
+
+
+@dataclass(slots=True)
+class _Run:
+    """One sequence's part in one ask."""
+
+    seq: DraftedSequence
+    want: Wanted
+    max_tokens: int  # that can be drafted
+    drafted: list[int] = field(default_factory=list[int])
+    is_over: bool = False
+
+    @property
+    def goes_on(self) -> bool:
+        """Its row is up to date, and another token is of use."""
+        return not self.is_over and 0 < len(self.drafted) < self.max_tokens
+
+
+class Drafter:
+    """One draft model with all that it needs to run."""
+
+    def __init__(self, loaded: LoadedModel, memory: DraftMemory, *, model_digest: str = "") -> None:
+        """Raises OutOfMemory when the KV cache would hold next to nothing. `model_digest`: what it is, adapter
+        included."""
+        spec = loaded.spec
+        max_len = min(memory.max_len or spec.max_context_tokens, spec.max_context_tokens)
+        num_blocks = min(
+            num_blocks_for(spec, memory.block_size, loaded.dtype, memory.kv_bytes),
+            memory.max_rows * -(-max_len // memory.block_size) + 2,
+        )
+        if num_blocks < 3:
+            raise OutOfMemory(
+                f"{memory.kv_bytes / 2**20:.0f} MiB of KV cache for {loaded.model_id} hold less than three blocks; "
+                "give more with --draft-kv-memory"
+            )
+        cache = KvCache(spec, num_blocks, memory.block_size, loaded.dtype, loaded.device)
+        self.loaded = loaded
+        self.runner = ModelRunner(
+            loaded,
+            cache,
+            make_attention("auto", loaded.device),
+            loaded.adapter_slots(ReferenceOps(), 1),  # nothing is ever put into it
+            Sampler(memory.max_rows, spec.num_logits, loaded.device),
+            max_rows=memory.max_rows,
+            max_len=max_len,
+        )
+        pool = BlockPool(num_blocks, memory.block_size, prefix_caching=memory.prefix_caching)
+        self.rows = DraftRows(pool, memory.max_rows, max_len, spec.vocab_size, f"draft {model_digest}")
+        self._max_len = max_len
+        self._max_prompt_tokens = memory.max_prompt_tokens
+        self._num_steps = 0
+        self._num_failures = 0  # in a row
+
+    def draft(self, wants: Sequence[Wanted]) -> list[list[int]]:
+        """Tokens for each, in order; none where the sequence does not fit or is not through with its prompt."""
+        if self._num_failures >= _MAX_FAILURES:
+            return [[] for _ in wants]
+        try:
+            found = self._draft(wants)
+        except Exception:
+            self._num_failures += 1
+            ending = ", for the last time" if self._num_failures == _MAX_FAILURES else ""
+            log.exception("the draft model %s failed%s", self.loaded.model_id, ending)
+            self.rows.clear()
+            return [[] for _ in wants]
+        self._num_failures = 0
+        return found
+
+    def forget(self, sequence_id: str) -> None:
+        self.rows.forget(sequence_id)
+
+    def close(self) -> None:
+        self.rows.clear()
+        self.runner.close()
+
+    # --- one ask ------------------------------------------------------------------------------------------------------
+
+    def _draft(self, wants: Sequence[Wanted]) -> list[list[int]]:
+        runs = self._seat(wants)
+        self.runner.mirror.rewrite(self.rows.take_rewrites())
+        self._step(self._catch_up(list(runs.values())))
+        while going := [run for run in runs.values() if run.goes_on]:
+            self._step([(run, 1) for run in going])
+        return [runs[want.sequence_id].drafted if want.sequence_id in runs else [] for want in wants]
+
+    def _seat(self, wants: Sequence[Wanted]) -> dict[str, _Run]:
+        self.rows.begin(want.sequence_id for want in wants)
+        runs: dict[str, _Run] = {}
+        for want in wants:
+            seq = self.rows.seat(want) if want.num_tokens > 0 else None
+            if seq is not None:
+                # What is drawn last is not run, and needs neither a block nor a place in the context.
+                num_positions = min(self._max_len, len(seq.block_ids) * self.rows.pool.block_size)
+                max_tokens = min(want.num_tokens, num_positions - len(want.token_ids) + 1)
+                runs[want.sequence_id] = _Run(seq, want, max_tokens)
+        return runs
+
+    def _catch_up(self, runs: Sequence[_Run]) -> list[tuple[_Run, int]]:
+        """How many of its known tokens each sequence runs now: all, or, of new prompts, what the budget has left."""
+        num_left = self._max_prompt_tokens
+        pieces: list[tuple[_Run, int]] = []
+        for run in runs:
+            num_tokens = run.seq.num_missing
+            if num_tokens > _CATCH_UP_TOKENS:
+                num_tokens = min(num_tokens, num_left)
+                num_left -= num_tokens
+            if num_tokens:
+                pieces.append((run, num_tokens))
+        return pieces
+
+    def _step(self, pieces: Sequence[tuple[_Run, int]]) -> None:
+        """Runs so many tokens of each sequence. Those that come to their end draw a token."""
+        if not pieces:
+            return
+        rows = self.rows
+        entered = [entry for run, _ in pieces if (entry := rows.take_entry(run.seq)) is not None]
+        spans = tuple(self._span(run.seq, num_tokens) for run, num_tokens in pieces)
+        plan = StepPlan(self._num_steps, spans, tuple(entered), rows.take_released())
+        self._num_steps += 1
+        results = execute_isolated(self.runner.execute, plan).spans
+        for run, num_tokens in pieces:
+            self._take(run, num_tokens, results[run.seq.sequence_id])
+
+    def _span(self, seq: DraftedSequence, num_tokens: int) -> Span:
+        end = seq.num_computed + num_tokens
+        return Span(
+            sequence_id=seq.sequence_id,
+            row=seq.row,
+            start=seq.num_computed,
+            num_tokens=num_tokens,
+            num_samples=1 if end == len(seq.tokens) else 0,
+            new_block_ids=self.rows.take_blocks(seq),
+        )
+
+    def _take(self, run: _Run, num_tokens: int, result: SpanResult) -> None:
+        seq = run.seq
+        if result.error is not None:
+            log.warning("no more drafts for %s: %s", seq.sequence_id, result.error)
+            run.is_over = True
+            self.rows.refuse(seq.sequence_id)
+            return
+        seq.num_computed += num_tokens
+        if not run.drafted:
+            self.rows.publish(seq, run.want.num_settled)
+        if result.token_ids:
+            token_id = result.token_ids[0]
+            seq.tokens.append(token_id)
+            run.drafted.append(token_id)
+            run.is_over = token_id in run.want.stop_ids

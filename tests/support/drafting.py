@@ -1,0 +1,47 @@
+"""Candidates and asks made by hand, and jobs of the runner's driver that a proposer drafts for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from support.driver import Job
+
+from loraplex_server.request import Request, SamplingParams, SpeculationParams, StoppingParams
+from loraplex_server.scheduler.plan import Candidate
+from loraplex_server.speculation.base import Ask, Proposer
+
+
+def ask(
+    name: str,
+    tokens: Sequence[int],
+    num_tokens: int = 4,
+    *,
+    num_prompt: int | None = None,
+    num_room: int = 1000,
+    sampling: SamplingParams | None = None,
+    **request: Any,
+) -> Ask:
+    """`request`: fields of the Request."""
+    num_prompt = len(tokens) if num_prompt is None else num_prompt
+    made = Request(name, tuple(tokens[:num_prompt]), request.pop("stopping", StoppingParams(1000)), **request)
+    candidate = Candidate(name, 0, tokens, num_prompt, num_room, made, sampling or SamplingParams(), None)
+    return Ask(candidate, num_tokens, SpeculationParams("draft_model", max_draft_tokens=num_tokens))
+
+
+def speculate(job: Job, proposer: Proposer, num_tokens: int = 4) -> Job:
+    """Lets `proposer` draft for the job, alone."""
+
+    def propose(tokens: list[int]) -> list[int]:
+        wanted = ask(
+            job.sequence_id,
+            tokens,
+            num_tokens,
+            num_prompt=len(job.prompt),
+            num_room=job.num_tokens - len(job.tokens) - 1,
+            sampling=job.sampling,
+        )
+        return list(proposer.propose([wanted])[0]) if wanted.candidate.num_room else []
+
+    job.propose = propose
+    return job
