@@ -13,6 +13,7 @@ from loraplex.types import (
     Completion,
     FinishReason,
     Generation,
+    ProposerUsage,
     ServerInfo,
     Timings,
     Tokenization,
@@ -76,6 +77,7 @@ class ChunkReader:
             prompt_logprobs=_logprobs(message.prompt_logprobs),
             drafted_tokens=message.drafted_tokens,
             accepted_tokens=message.accepted_tokens,
+            proposer=message.proposer,
             finish_reason=_FINISH_REASONS.get(message.finish_reason),
             stop_string=message.stop_string if message.HasField("stop_string") else None,
             stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
@@ -104,6 +106,7 @@ def server_info(raw: bytes) -> ServerInfo:
         eos_token_ids=tuple(message.eos_token_ids),
         has_chat_template=message.has_chat_template,
         speculation=tuple(message.speculation),
+        draft_models=tuple(message.draft_models),
     )
 
 
@@ -163,6 +166,8 @@ def _usage(message: inference_pb2.Usage) -> Usage:
         cached_tokens=message.cached_tokens,
         drafted_tokens=message.drafted_tokens,
         accepted_tokens=message.accepted_tokens,
+        proposers=tuple(ProposerUsage(one.name, one.drafted_tokens, one.accepted_tokens) for one in message.proposers),
+        steps=message.steps,
     )
 
 

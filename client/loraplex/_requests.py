@@ -6,7 +6,16 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from loraplex.types import CallOptions, DraftModel, GenerateOptions, Medusa, Message, PromptLookup, Speculation
+from loraplex.types import (
+    AnySpeculation,
+    CallOptions,
+    DraftModel,
+    GenerateOptions,
+    Medusa,
+    Message,
+    PromptLookup,
+    Speculation,
+)
 from loraplex_proto.errors import InvalidArgument
 from loraplex_proto.ids import check_adapter_id
 from loraplex_proto.v1 import adapter_pb2, inference_pb2
@@ -47,7 +56,7 @@ _OTHER_OPTIONS: Final = frozenset({"messages", "omit_generation_prompt", "adapte
 
 def generate_request(prompt: str | None, options: GenerateOptions) -> inference_pb2.GenerateRequest:
     """Raises InvalidArgument for a value that the wire cannot carry, TypeError for an option that there is not."""
-    given = _given(options, _OTHER_OPTIONS | _FIELDS.keys())
+    given = _with_speculation(_given(options, _OTHER_OPTIONS | _FIELDS.keys()))
     request = inference_pb2.GenerateRequest()
     inputs = [name for name in ("token_ids", "messages") if name in given]
     if prompt is not None:
@@ -128,23 +137,45 @@ def _put_messages(chat: inference_pb2.Chat, messages: Sequence[Message], omit_ge
         chat.omit_generation_prompt = True
 
 
-def _put_speculation(message: inference_pb2.Speculation, wanted: Speculation) -> None:
+def _with_speculation(given: dict[str, Any]) -> dict[str, Any]:
+    """What a `Speculation` says, as the options that it stands for."""
+    whole = given.get("speculation")
+    if not isinstance(whole, Speculation):
+        return given
+    said = {
+        "speculation": whole.kind,
+        "max_draft_tokens": whole.max_draft_tokens,
+        "fixed_draft_length": whole.fixed_length,
+    }
+    rest = {name: value for name, value in given.items() if name != "speculation"}
+    for name, value in said.items():
+        if value is None:
+            continue
+        if name in rest:
+            raise InvalidArgument(f"{name} is given twice, as an option and in speculation", field=_FIELDS[name])
+        rest[name] = value
+    return rest
+
+
+def _put_speculation(message: inference_pb2.Speculation, wanted: AnySpeculation) -> None:
     match wanted:
         case "off":
             message.off = True
         case "auto":
             message.auto = True
         case "medusa" | Medusa():
-            message.medusa.adapter_id = wanted.adapter_id if isinstance(wanted, Medusa) else ""
             message.medusa.SetInParent()
+            if isinstance(wanted, Medusa):
+                _assign(message, "medusa.adapter_id", wanted.adapter_id, shown_as="speculation.medusa.adapter_id")
         case "prompt_lookup" | PromptLookup():
             message.prompt_lookup.SetInParent()
             if isinstance(wanted, PromptLookup):
-                _assign(message, "prompt_lookup.min_ngram", wanted.min_ngram)
-                _assign(message, "prompt_lookup.max_ngram", wanted.max_ngram)
+                for name, value in (("min_ngram", wanted.min_ngram), ("max_ngram", wanted.max_ngram)):
+                    _assign(message.prompt_lookup, name, value, shown_as=f"speculation.prompt_lookup.{name}")
         case "draft_model" | DraftModel():
-            message.draft_model.name = wanted.name if isinstance(wanted, DraftModel) else ""
             message.draft_model.SetInParent()
+            if isinstance(wanted, DraftModel):
+                _assign(message, "draft_model.name", wanted.name, shown_as="speculation.draft_model.name")
         case _:  # pyright: ignore[reportUnnecessaryComparison] (a caller without a type checker)
             raise InvalidArgument(
                 f"speculation cannot be {_shown(wanted)}: use 'off', 'auto', 'medusa', 'prompt_lookup', 'draft_model' "

@@ -40,7 +40,7 @@ class Medusa:
 class PromptLookup:
     """Speculate by copying from the text so far."""
 
-    min_ngram: int = 0  # 0: the server's choice
+    min_ngram: int = 0  # bounds of what must match; 0: the server's choice
     max_ngram: int = 0
 
 
@@ -48,10 +48,27 @@ class PromptLookup:
 class DraftModel:
     """Speculate with a smaller model."""
 
-    name: str = ""  # empty: the only one that the server has
+    name: str = ""  # one of ServerInfo.draft_models; empty: the only one
 
 
-Speculation = Literal["off", "auto", "medusa", "prompt_lookup", "draft_model"] | Medusa | PromptLookup | DraftModel
+SpeculationKind = Literal["off", "auto", "medusa", "prompt_lookup", "draft_model"]
+"""What the kinds are called. "auto" leaves it to the server, and so do the others what they do not say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """All about speculation in one value, for callers that keep it or hand it on.
+
+    The text is the same whatever it says; only the speed differs.
+    """
+
+    kind: SpeculationKind | Medusa | PromptLookup | DraftModel | None = None  # None: as server and adapter have it
+    max_draft_tokens: int | None = None  # as the options of these names
+    fixed_length: bool | None = None
+
+
+AnySpeculation = SpeculationKind | Medusa | PromptLookup | DraftModel | Speculation
+"""What the option `speculation` takes."""
 
 
 class CallOptions(TypedDict, total=False):
@@ -111,10 +128,12 @@ class GenerateOptions(CallOptions, total=False):
     """Put the prompt in front of the text."""
     omit_token_ids: bool | None
 
-    speculation: Speculation | None
-    """How to speculate. Default: as the server and the adapter have it."""
+    speculation: AnySpeculation | None
+    """How to speculate: the same text, sooner. Default: as the server and the adapter have it."""
     max_draft_tokens: int | None
+    """Draft tokens per step at most. Default: the server's choice."""
     fixed_draft_length: bool | None
+    """Always draft as many, whatever is accepted."""
 
     priority: int | None
     """Higher is served first, -100 to 100."""
@@ -128,6 +147,20 @@ class GenerateOptions(CallOptions, total=False):
 
 
 @dataclass(frozen=True, slots=True)
+class ProposerUsage:
+    """What one way of speculation did."""
+
+    name: str  # "medusa", "prompt_lookup", "draft_model" or, with a tokenizer of its own, "universal"
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+
+    @property
+    def acceptance(self) -> float | None:
+        """The accepted share of the drafted tokens, 0 to 1; None where nothing was drafted."""
+        return _share(self.accepted_tokens, self.drafted_tokens)
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
     """How many tokens, and how they came to be."""
 
@@ -136,6 +169,22 @@ class Usage:
     cached_tokens: int = 0  # of the prompt, out of the prefix cache
     drafted_tokens: int = 0  # by speculation
     accepted_tokens: int = 0  # of those
+    proposers: tuple[ProposerUsage, ...] = ()  # the same by who proposed them
+    steps: int = 0  # of the model, that gave the completions' tokens; 0 where the server does not say
+
+    @property
+    def acceptance(self) -> float | None:
+        """The accepted share of the drafted tokens, 0 to 1; None where nothing was drafted."""
+        return _share(self.accepted_tokens, self.drafted_tokens)
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """1 without speculation, more the better it works; None where it is not known."""
+        return _share(self.completion_tokens, self.steps)
+
+
+def _share(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +264,7 @@ class Chunk:
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # on the first chunk
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    proposer: str = ""  # of the drafted tokens
     finish_reason: FinishReason | None = None
     stop_string: str | None = None
     stop_token_id: int | None = None
@@ -239,7 +289,7 @@ class Adapter:
     """An adapter as one worker has it."""
 
     adapter_id: str
-    kind: str  # "lora"
+    kind: str  # "lora", "medusa" or "combined"
     digest: str
     state: AdapterState
     tier: AdapterTier
@@ -267,4 +317,5 @@ class ServerInfo:
     max_lora_rank: int
     eos_token_ids: tuple[int, ...]
     has_chat_template: bool
-    speculation: tuple[str, ...]  # the kinds that it can do now
+    speculation: tuple[str, ...]  # the kinds that it can do now; a draft model as "draft_model:NAME"
+    draft_models: tuple[str, ...] = ()  # their names

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict
-from enum import StrEnum
 from typing import Annotated
 
 import typer
 
-from loraplex import Chunk, Client, GenerateOptions, Generation, InvalidArgument, Timings, Usage
+from loraplex import (
+    AnySpeculation,
+    Chunk,
+    Client,
+    DraftModel,
+    GenerateOptions,
+    Generation,
+    InvalidArgument,
+    Medusa,
+    Timings,
+    Usage,
+)
 from loraplex.cli import terminal
 from loraplex.cli.connection import (
     DEFAULT_SERVER,
@@ -23,18 +33,8 @@ from loraplex.cli.connection import (
     connect,
 )
 
-
-class SpeculationKind(StrEnum):
-    """The kinds that need no further settings."""
-
-    OFF = "off"
-    AUTO = "auto"
-    MEDUSA = "medusa"
-    PROMPT_LOOKUP = "prompt_lookup"
-    DRAFT_MODEL = "draft_model"
-
-
 _SAMPLING = "Sampling"
+_SPECULATION = "Speculation: the same text, sooner"
 
 
 def generate(
@@ -68,8 +68,26 @@ def generate(
         int | None, typer.Option(help="The same seed gives the same text again.", rich_help_panel=_SAMPLING)
     ] = None,
     speculation: Annotated[
-        SpeculationKind | None, typer.Option(help="How to speed up. Default: as the server has it.")
+        str | None,
+        typer.Option(
+            metavar="KIND[:NAME]",
+            help="Who guesses the tokens that the model then checks: prompt_lookup (copies from the text so far), "
+            "medusa (extra heads; with medusa:ADAPTER those of that adapter), draft_model (a smaller model; with "
+            "draft_model:NAME one of several), auto or off. Default: as the server and the adapter have it.",
+            rich_help_panel=_SPECULATION,
+        ),
     ] = None,
+    max_draft_tokens: Annotated[
+        int | None, typer.Option(help="Guess this many tokens at a time at most.", rich_help_panel=_SPECULATION)
+    ] = None,
+    fixed_length: Annotated[
+        bool,
+        typer.Option(
+            "--fixed-length",
+            help="Always guess as many, instead of fewer where guesses miss.",
+            rich_help_panel=_SPECULATION,
+        ),
+    ] = False,
     token: TokenOption = None,
     timeout_s: TimeoutOption = DEFAULT_TIMEOUT_S,
     tls: TlsOption = False,
@@ -91,7 +109,9 @@ def generate(
         "top_p": top_p,
         "top_k": top_k,
         "seed": seed,
-        "speculation": None if speculation is None else speculation.value,
+        "speculation": None if speculation is None else _speculation(speculation),
+        "max_draft_tokens": max_draft_tokens,
+        "fixed_draft_length": fixed_length or None,
     }
     if chat or system is not None:
         options["messages"] = [{"role": "user", "content": text}]
@@ -107,6 +127,24 @@ def generate(
             _stream(client, prompt_text, options, as_json=as_json)
         else:
             _whole(client.generate(prompt_text, **options), as_json=as_json)
+
+
+def _speculation(text: str) -> AnySpeculation:
+    """KIND or KIND:NAME."""
+    kind, has_name, name = text.partition(":")
+    match kind, bool(has_name):
+        case ("off" | "auto" | "prompt_lookup" | "medusa" | "draft_model") as known, False:
+            return known
+        case "medusa", True if name:
+            return Medusa(name)
+        case "draft_model", True if name:
+            return DraftModel(name)
+        case _:
+            raise InvalidArgument(
+                f"--speculation takes off, auto, prompt_lookup, medusa, medusa:ADAPTER, draft_model or "
+                f"draft_model:NAME, not {text!a}",
+                field="--speculation",
+            )
 
 
 def _read(prompt: str) -> str:
@@ -134,9 +172,7 @@ def _stream(client: Client, prompt: str | None, options: GenerateOptions, *, as_
             terminal.write("\n")  # whatever follows, an error included, begins a line
     if as_json or last is None:
         return
-    terminal.remark(
-        _summary(last.usage or Usage(), last.timings or Timings(), last.finish_reason or "", last.request_id)
-    )
+    _remark(last.usage or Usage(), last.timings or Timings(), last.finish_reason or "", last.request_id)
 
 
 def _whole(answer: Generation, *, as_json: bool) -> None:
@@ -147,12 +183,25 @@ def _whole(answer: Generation, *, as_json: bool) -> None:
         if len(answer.completions) > 1:
             terminal.remark(f"--- {completion.index + 1} of {len(answer.completions)}")
         terminal.write(completion.text + "\n")
-    terminal.remark(_summary(answer.usage, answer.timings, answer.finish_reason or "", answer.request_id))
+    _remark(answer.usage, answer.timings, answer.finish_reason or "", answer.request_id)
 
 
-def _summary(usage: Usage, timings: Timings, finish_reason: str, request_id: str) -> str:
+def _remark(usage: Usage, timings: Timings, finish_reason: str, request_id: str) -> None:
     speed = usage.completion_tokens / timings.total_s if timings.total_s > 0 else 0.0
-    return (
+    terminal.remark(
         f"{usage.completion_tokens} tokens in {timings.total_s:.2f} s ({speed:.0f}/s), first after "
         f"{timings.time_to_first_token_s:.2f} s, ended by {finish_reason}, request {request_id}"
     )
+    if usage.drafted_tokens:
+        terminal.remark(_drafts(usage))
+
+
+def _drafts(usage: Usage) -> str:
+    """How speculation went."""
+    text = f"{usage.accepted_tokens} of {usage.drafted_tokens} drafted tokens accepted"
+    if usage.proposers:
+        shares = [f"{one.name} {one.accepted_tokens}/{one.drafted_tokens}" for one in usage.proposers]
+        text += f" ({', '.join(shares)})"
+    if usage.tokens_per_step is not None:
+        text += f", {usage.tokens_per_step:.1f} tokens per step"
+    return text

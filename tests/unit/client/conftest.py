@@ -107,7 +107,7 @@ class Fake(inference_pb2_grpc.InferenceServiceServicer, adapter_pb2_grpc.Adapter
         return inference_pb2.GetInfoResponse(
             model_id="m", model_type="llama", version="0", role="worker", max_context_tokens=64, vocab_size=100,
             dtype="float32", device="cpu", max_lora_rank=8, eos_token_ids=[2], has_chat_template=True,
-            speculation=["off"],
+            speculation=["off", "auto", "draft_model:tiny"], draft_models=["tiny"],
         )  # fmt: skip
 
     async def LoadAdapter(self, request: Any, context: Context) -> adapter_pb2.LoadAdapterResponse:

@@ -119,7 +119,14 @@ def test_every_field_of_an_answer_is_read(connect: Connect, fake: Any) -> None:
                 finish_reason=inference_pb2.FINISH_REASON_STOP,
                 stop_string="\n",
                 stop_token_id=0,
-                usage=inference_pb2.Usage(cached_tokens=1, drafted_tokens=2, accepted_tokens=3),
+                usage=inference_pb2.Usage(
+                    completion_tokens=9,
+                    cached_tokens=1,
+                    drafted_tokens=4,
+                    accepted_tokens=3,
+                    steps=6,
+                    proposers=[inference_pb2.ProposerUsage(name="medusa", drafted_tokens=4, accepted_tokens=3)],
+                ),
             )
         ],
         prompt_logprobs=logprobs,
@@ -131,12 +138,18 @@ def test_every_field_of_an_answer_is_read(connect: Connect, fake: Any) -> None:
     assert completion.logprobs == answer.prompt_logprobs == expected
     assert (completion.stop_string, completion.stop_token_id) == ("\n", 0), "token 0 is a token"
     assert completion.finish_reason is FinishReason.STOP
-    assert completion.usage == loraplex.Usage(0, 0, 1, 2, 3)
+    medusa = loraplex.ProposerUsage("medusa", 4, 3)
+    assert completion.usage == loraplex.Usage(0, 9, 1, 4, 3, (medusa,), 6)
+    assert completion.usage.acceptance == medusa.acceptance == 0.75
+    assert completion.usage.tokens_per_step == 1.5
+    assert answer.usage.acceptance is answer.usage.tokens_per_step is None, "not known is not 0"
 
 
 def test_stream(connect: Connect, fake: Any) -> None:
     fake.chunks = [
-        GenerateStreamResponse(adapter_digest="d1", text_delta="ab", token_ids=[1, 2], drafted_tokens=3),
+        GenerateStreamResponse(
+            adapter_digest="d1", text_delta="ab", token_ids=[1, 2], drafted_tokens=3, proposer="medusa"
+        ),
         GenerateStreamResponse(index=1, text_delta="x"),
         GenerateStreamResponse(
             text_delta="c",
@@ -150,7 +163,7 @@ def test_stream(connect: Connect, fake: Any) -> None:
         chunks = list(client.stream("hello", adapter_id="sql", request_id="r-2"))
     assert [(c.index, c.text) for c in chunks] == [(0, "ab"), (1, "x"), (0, "c"), (1, "")]
     assert chunks[0].token_ids == (1, 2)
-    assert chunks[0].drafted_tokens == 3
+    assert (chunks[0].drafted_tokens, chunks[0].proposer, chunks[1].proposer) == (3, "medusa", "")
     assert {(c.request_id, c.adapter_digest) for c in chunks} == {("r-2", "d1")}, "on every chunk, not on the first"
     assert [c.finish_reason for c in chunks] == [None, None, FinishReason.LENGTH, FinishReason.EOS]
     assert chunks[2].usage == loraplex.Usage(completion_tokens=3)
@@ -164,7 +177,8 @@ def test_tokenize_and_info(connect: Connect, fake: Any) -> None:
         client.tokenize(messages=[{"role": "user", "content": "hi"}])
         info = client.info()
     assert (info.model_id, info.role, info.max_context_tokens, info.eos_token_ids) == ("m", "worker", 64, (2,))
-    assert info.speculation == ("off",)
+    assert info.speculation == ("off", "auto", "draft_model:tiny")
+    assert info.draft_models == ("tiny",)
     assert fake.seen[0].request.omit_special_tokens
     assert fake.seen[1].request.chat.messages[0].content == "hi"
 

@@ -219,6 +219,85 @@ def test_on_a_terminal_it_streams_and_escapes_control_characters(fake: Any) -> N
     assert "2 tokens in 0.50 s (4/s), first after 0.10 s, ended by eos" in shown
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("auto", {"auto": True}),
+        ("prompt_lookup", {"prompt_lookup": {}}),
+        ("medusa", {"medusa": {}}),
+        ("medusa:org/heads", {"medusa": {"adapter_id": "org/heads"}}),
+        ("draft_model", {"draft_model": {}}),
+        ("draft_model:tiny:v2", {"draft_model": {"name": "tiny:v2"}}),
+    ],
+)
+def test_speculation_reaches_the_request(fake: Any, given: str, expected: dict[str, Any]) -> None:
+    assert main(["generate", "x", "-s", fake.address, "--speculation", given]) == 0
+    assert fake.seen[0].request.speculation == inference_pb2.Speculation(**expected)
+
+
+def test_the_length_of_drafts(fake: Any) -> None:
+    assert main(["generate", "x", "-s", fake.address, "--max-draft-tokens", "5", "--fixed-length"]) == 0
+    assert fake.seen[0].request.speculation == inference_pb2.Speculation(max_draft_tokens=5, fixed_length=True)
+
+
+@pytest.mark.parametrize("given", ["fast", "", "off:x", "auto:", "prompt_lookup:3", "Medusa", ":tiny", "medusa:"])
+def test_speculation_that_there_is_not(fake: Any, capsys: Capture, given: str) -> None:
+    assert main(["generate", "x", "-s", fake.address, "--speculation", given]) == 1
+    err = capsys.readouterr().err
+    assert "--speculation takes off, auto" in err
+    assert repr(given) in err
+    assert fake.seen == []
+
+
+def speculated() -> inference_pb2.Usage:
+    return inference_pb2.Usage(
+        completion_tokens=12,
+        drafted_tokens=10,
+        accepted_tokens=7,
+        steps=5,
+        proposers=[
+            inference_pb2.ProposerUsage(name="medusa", drafted_tokens=6, accepted_tokens=5),
+            inference_pb2.ProposerUsage(name="prompt_lookup", drafted_tokens=4, accepted_tokens=2),
+        ],
+    )
+
+
+def test_json_shows_what_was_drafted(fake: Any, capsys: Capture) -> None:
+    fake.generate_response = lambda request: inference_pb2.GenerateResponse(
+        completions=[inference_pb2.Completion(text="x", usage=speculated())], usage=speculated()
+    )
+    assert main(["generate", "x", "-s", fake.address, "--json"]) == 0
+    usage = json.loads(capsys.readouterr().out)["usage"]
+    assert (usage["drafted_tokens"], usage["accepted_tokens"], usage["steps"]) == (10, 7, 5)
+    assert usage["proposers"] == [
+        {"name": "medusa", "drafted_tokens": 6, "accepted_tokens": 5},
+        {"name": "prompt_lookup", "drafted_tokens": 4, "accepted_tokens": 2},
+    ]
+
+
+def test_on_a_terminal_the_summary_says_how_speculation_went(
+    fake: Any, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(terminal, "remark", said.append)
+    usage = speculated()
+    fake.generate_response = lambda request: inference_pb2.GenerateResponse(
+        completions=[inference_pb2.Completion(text="x")], usage=usage
+    )
+    assert main(["generate", "x", "-s", fake.address]) == 0
+    assert said[1:] == ["7 of 10 drafted tokens accepted (medusa 5/6, prompt_lookup 2/4), 2.4 tokens per step"]
+    usage.ClearField("steps")  # a server that does not count them
+    fake.chunks = chunks()
+    fake.chunks[1].usage.CopyFrom(usage)
+    assert main(["generate", "x", "-s", fake.address, "--stream"]) == 0
+    assert said[-1] == "7 of 10 drafted tokens accepted (medusa 5/6, prompt_lookup 2/4)"
+    said.clear()
+    usage.Clear()
+    assert main(["generate", "x", "-s", fake.address]) == 0
+    assert len(said) == 1, "nothing drafted, nothing said"
+    capsys.readouterr()
+
+
 # --- adapters -------------------------------------------------------------------------------------------------------
 
 

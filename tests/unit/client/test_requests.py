@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 import pytest
 
 from loraplex import _requests
-from loraplex.types import DraftModel, GenerateOptions, Medusa, PromptLookup
+from loraplex.types import DraftModel, GenerateOptions, Medusa, PromptLookup, Speculation
 from loraplex_proto.errors import InvalidAdapterId, InvalidArgument
 from loraplex_proto.validate import check_generate
 
@@ -133,6 +133,41 @@ def test_speculation(speculation: Any, kind: str) -> None:
     assert message.prompt_lookup.max_ngram == getattr(speculation, "max_ngram", 0)
 
 
+@pytest.mark.parametrize(
+    ("whole", "options"),
+    [
+        (Speculation(), {}),
+        (Speculation("off"), {"speculation": "off"}),
+        (Speculation("auto", max_draft_tokens=3), {"speculation": "auto", "max_draft_tokens": 3}),
+        (
+            Speculation(PromptLookup(2, 5), max_draft_tokens=6, fixed_length=True),
+            {"speculation": PromptLookup(2, 5), "max_draft_tokens": 6, "fixed_draft_length": True},
+        ),
+        (Speculation(max_draft_tokens=2), {"max_draft_tokens": 2}),
+    ],
+)
+def test_all_about_speculation_in_one_value(whole: Speculation, options: GenerateOptions) -> None:
+    one = _requests.generate_request("a", {"speculation": whole}).speculation
+    other = _requests.generate_request("a", options).speculation
+    assert one == other
+    mixed = _requests.generate_request("a", {"speculation": Speculation("medusa"), "max_draft_tokens": 4})
+    assert (mixed.speculation.WhichOneof("kind"), mixed.speculation.max_draft_tokens) == ("medusa", 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"max_draft_tokens": 3}, "speculation.max_draft_tokens"),
+        ({"fixed_draft_length": False}, "speculation.fixed_length"),
+    ],
+)
+def test_nothing_about_speculation_is_said_twice(options: dict[str, Any], field: str) -> None:
+    whole = Speculation("auto", max_draft_tokens=3, fixed_length=True)
+    with pytest.raises(InvalidArgument, match="twice") as caught:
+        _requests.generate_request("a", {"speculation": whole, **options})  # type: ignore[typeddict-item]
+    assert caught.value.field == field
+
+
 def test_mixtures() -> None:
     request = _requests.generate_request("a", {"adapters": {"x": 0.25, "y": -1}})
     assert [(a.id, a.weight) for a in request.adapters] == [("x", 0.25), ("y", -1.0)]
@@ -161,6 +196,12 @@ def test_mixtures() -> None:
         ("adapters", {"a": "b"}, "adapters.weight"),
         ("adapters", {1: 1.0}, "adapters.id"),
         ("speculation", "fast", "speculation"),
+        ("speculation", True, "speculation"),
+        ("speculation", Medusa(5), "speculation.medusa.adapter_id"),  # type: ignore[arg-type]
+        ("speculation", PromptLookup(-1), "speculation.prompt_lookup.min_ngram"),
+        ("speculation", DraftModel("\ud800"), "speculation.draft_model.name"),
+        ("speculation", Speculation("fast"), "speculation"),  # type: ignore[arg-type]
+        ("speculation", Speculation(max_draft_tokens=-1), "speculation.max_draft_tokens"),
         ("omit_generation_prompt", True, "chat.omit_generation_prompt"),
     ],
 )
