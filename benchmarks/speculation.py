@@ -1,0 +1,256 @@
+"""What speculation brings and costs: output tokens per second with each proposer, against the same requests without.
+
+    python benchmarks/speculation.py synthetic IN_DIR [--accept 1 0.6 0] [--proposers lookup medusa draft] [--batch 1 8 32]
+                                               [--draft-tokens 4] [--adaptive] [--output 128] [--repeat 3]
+    python benchmarks/speculation.py demo [--batch 1 8] [--repeat 3]
+
+`synthetic`: on the model of IN_DIR (as in workloads.py; its weights may be random). Every proposer does its own work, on
+random heads and a random small draft model made for the purpose, but whether a draft token counts as accepted is rolled:
+always, with probability 0.6, never. Nothing else of a step is changed, so the price is real and the acceptance given.
+
+`demo`: the demo's own world on held-out records, with its own heads and draft models; acceptance is what it is, texts are
+checked against those without speculation, and tokens per target step are printed.
+
+Runs with and without speculation take turns in one process; each line is the ratio of medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+from workloads import read_workload
+
+from loraplex_server.config import (
+    AdaptersConfig,
+    BatchConfig,
+    EngineConfig,
+    KvConfig,
+    ModelConfig,
+    SpeculationConfig,
+)
+from loraplex_server.engine.build import build_engine
+from loraplex_server.engine.core import Engine
+from loraplex_server.engine.messages import Submit
+from loraplex_server.events import CompletionEnd, RequestFailed, Tokens
+from loraplex_server.model import runner as runner_module
+from loraplex_server.request import Request, SpeculationParams, StoppingParams
+
+Verify = Callable[[Sequence[int], Sequence[int]], tuple[int, ...]]
+OFF = SpeculationParams(kind="off")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One request, whatever drafts for it."""
+
+    token_ids: tuple[int, ...]
+    adapter_id: str = ""
+    max_tokens: int = 128
+    ignore_eos: bool = True
+
+
+@dataclass
+class Outcome:
+    """One run of a batch."""
+
+    seconds: float
+    texts: list[tuple[int, ...]]
+    num_steps: int
+    num_drafted: int = 0
+    num_accepted: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(text) for text in self.texts)
+
+
+def run_once(engine: Engine, prompts: Sequence[Prompt], speculation: SpeculationParams, tag: str) -> Outcome:
+    """All at once, greedy, from the first submission to the last token."""
+    texts: dict[str, list[int]] = {}
+    outcome = Outcome(0.0, [], 0)
+    start = time.perf_counter()
+    for number, prompt in enumerate(prompts):
+        request_id = f"{tag}-{number}"
+        texts[request_id] = []
+        stopping = StoppingParams(max_tokens=prompt.max_tokens, ignore_eos=prompt.ignore_eos)
+        engine.handle(
+            Submit(
+                Request(request_id, prompt.token_ids, stopping, adapter_id=prompt.adapter_id, speculation=speculation)
+            )
+        )
+    num_open = len(prompts)
+    while num_open:
+        batch = engine.turn()
+        outcome.num_steps += 1
+        for event in batch.events if batch is not None else ():
+            if isinstance(event, RequestFailed):
+                raise SystemExit(f"{event.request_id}: {event.error}")
+            if isinstance(event, Tokens):
+                texts[event.request_id] += event.token_ids
+                outcome.num_drafted += event.num_drafted
+                outcome.num_accepted += event.num_accepted
+            num_open -= isinstance(event, CompletionEnd)
+    outcome.seconds = time.perf_counter() - start
+    outcome.texts = [tuple(text) for text in texts.values()]
+    return outcome
+
+
+@contextmanager
+def rolled_acceptance(share: float) -> Iterator[None]:
+    """Whether a drafted token counts is rolled, whatever the target drew."""
+    dice = random.Random(0)
+
+    def verify(draft: Sequence[int], sampled: Sequence[int]) -> tuple[int, ...]:
+        num_accepted = 0
+        while num_accepted < len(draft) and dice.random() < share:
+            num_accepted += 1
+        return (*draft[:num_accepted], sampled[num_accepted])
+
+    original: Verify = runner_module.verify_chain
+    runner_module.verify_chain = verify
+    try:
+        yield
+    finally:
+        runner_module.verify_chain = original
+
+
+def compare(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    speculation: SpeculationParams,
+    *,
+    share: float | None,
+    repeat: int,
+    name: str,
+) -> dict[str, object]:
+    """One line: without and with, taking turns. `share` None: acceptance is real, and texts must be equal."""
+    plain: list[Outcome] = []
+    spec: list[Outcome] = []
+    for round_idx in range(repeat + 1):  # the first one warms up
+        plain.append(run_once(engine, prompts, OFF, f"{name}-off-{round_idx}"))
+        if share is None:
+            spec.append(run_once(engine, prompts, speculation, f"{name}-on-{round_idx}"))
+        else:
+            with rolled_acceptance(share):
+                spec.append(run_once(engine, prompts, speculation, f"{name}-on-{round_idx}"))
+    if share is None and any(one.texts != plain[0].texts for one in spec):
+        print(json.dumps({"case": name, "note": "texts differ from those without speculation"}), flush=True)
+    base = statistics.median(one.seconds / one.num_tokens for one in plain[1:])
+    fast = statistics.median(one.seconds / one.num_tokens for one in spec[1:])
+    last = spec[-1]
+    return {
+        "case": name,
+        "batch": len(prompts),
+        "accept": "real" if share is None else share,
+        "plain_tokens_per_s": round(1 / base, 1),
+        "tokens_per_s": round(1 / fast, 1),
+        "ratio": round(base / fast, 3),
+        "tokens_per_step": round(last.num_tokens / len(prompts) / last.num_steps, 2),
+        "acceptance": round(last.num_accepted / last.num_drafted, 3) if last.num_drafted else None,
+    }
+
+
+# --- synthetic --------------------------------------------------------------------------------------------------------
+
+
+def make_heads(root: Path, model: Path, num_heads: int = 4) -> str:
+    """Random heads that share the base model's head (a random draft costs what a good one costs). Returns the id."""
+    config = AutoConfig.from_pretrained(model)
+    path = root / "random-heads"
+    path.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(0)
+    size = config.hidden_size
+    tensors: dict[str, torch.Tensor] = {}
+    for head in range(num_heads):
+        weight = torch.randn(size, size, generator=generator) * size**-0.5
+        tensors[f"{head}.0.linear.weight"] = weight.to(torch.bfloat16)
+        tensors[f"{head}.0.linear.bias"] = torch.zeros(size, dtype=torch.bfloat16)
+    save_file(tensors, path / "medusa_lm_head.safetensors")
+    (path / "config.json").write_text(
+        json.dumps({"medusa_num_heads": num_heads, "medusa_num_layers": 1, "version": "2"})
+    )
+    return path.name
+
+
+def make_draft(path: Path, model: Path) -> None:
+    """A random model of the same vocabulary and about a fiftieth of the size."""
+    config = AutoConfig.from_pretrained(model)
+    torch.manual_seed(0)
+    draft = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=config.max_position_embeddings,
+            tie_word_embeddings=True,
+        )
+    )
+    torch.nn.Module.to(draft, torch.bfloat16)
+    draft.save_pretrained(path)
+
+
+def synthetic(args: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        work = Path(directory)
+        heads = make_heads(work / "adapters", args.inputs / "model")
+        make_draft(work / "draft", args.inputs / "model")
+        config = EngineConfig(
+            model=ModelConfig(str(args.inputs / "model"), device="cpu"),
+            kv=KvConfig(prefix_caching=False, memory_bytes=2 << 30),
+            batch=BatchConfig(max_running=32, max_step_tokens=2048),
+            adapters=AdaptersConfig(root=work / "adapters", store_dir=work / "store"),
+            speculation=SpeculationConfig(
+                default_medusa=heads, draft_models=(f"small={work / 'draft'}",), adaptive=args.adaptive
+            ),
+        )
+        engine = build_engine(config, lambda text: None, lambda: None)
+        kinds = {
+            "lookup": SpeculationParams(kind="prompt_lookup", min_ngram=1),
+            "medusa": SpeculationParams(kind="medusa"),
+            "draft": SpeculationParams(kind="draft_model"),
+        }
+        items = read_workload(args.inputs, "base-32")
+        for num_prompts in args.batch:
+            prompts = [Prompt(item.prompt_ids, max_tokens=args.output) for item in items[:num_prompts]]
+            for kind in args.proposers:
+                for share in args.accept:
+                    params = replace(kinds[kind], max_draft_tokens=args.draft_tokens, fixed_length=not args.adaptive)
+                    row = compare(engine, prompts, params, share=share, repeat=args.repeat, name=kind)
+                    print(json.dumps(row), flush=True)
+        engine.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    made = commands.add_parser("synthetic")
+    made.set_defaults(run=synthetic)
+    made.add_argument("inputs", type=Path)
+    made.add_argument("--accept", type=float, nargs="+", default=[1.0, 0.6, 0.0])
+    made.add_argument("--proposers", nargs="+", default=["lookup", "medusa", "draft"])
+    made.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
+    made.add_argument("--draft-tokens", type=int, default=4)
+    made.add_argument("--adaptive", action="store_true")
+    made.add_argument("--output", type=int, default=128)
+    made.add_argument("--repeat", type=int, default=3)
+    args = parser.parse_args()
+    args.run(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""What a request may draft with: from what it says, what its adapter brings and what the server has. Pure.
+
+Decided once, when the request is accepted; which of its proposers drafts in a step, and how much, is decided then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from loraplex_adapters.key import AdapterKey
+from loraplex_proto.errors import FailedPrecondition, InvalidArgument
+from loraplex_server.config import SpeculationConfig
+from loraplex_server.request import Request, SpeculationParams
+from loraplex_server.speculation.base import DRAFT_MODEL, MEDUSA, PROMPT_LOOKUP
+
+DEFAULT_NUM_TOKENS = 8  # per step at most, where neither request nor server say
+MAX_NGRAM = 4
+MIN_NGRAM = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A request's proposers by the speculator's name for them, none where it does not speculate."""
+
+    proposers: tuple[str, ...] = ()
+    params: SpeculationParams = SpeculationParams(kind="off")  # defaults filled in
+    heads: AdapterKey | None = None
+
+    @property
+    def uses_heads(self) -> bool:
+        return MEDUSA in self.proposers
+
+
+def heads_id(request: Request, key: AdapterKey | None, config: SpeculationConfig) -> str:
+    """The adapter id whose heads the request drafts with, beyond those of its own adapter; empty for none.
+
+    `key` is what its `adapter_id` means.
+    """
+    params = request.speculation
+    if params.kind == "medusa" and params.medusa_id:
+        return params.medusa_id
+    wants_heads = params.kind in ("medusa", "auto") or (params.kind is None and config.num_tokens > 0)
+    return config.default_medusa if wants_heads and not brings_heads(key) else ""
+
+
+def brings_heads(key: AdapterKey | None) -> bool:
+    return key is not None and key.kind != "lora"
+
+
+def choose(
+    request: Request, heads: AdapterKey | None, config: SpeculationConfig, draft_names: Collection[str]
+) -> Choice:
+    """`heads`: the heads that it may use, its own adapter's included. Raises FailedPrecondition or InvalidArgument for
+    what this server does not have."""
+    params = request.speculation
+    kind = params.kind
+    if kind is None:
+        kind = "auto" if heads is not None or config.num_tokens > 0 else "off"
+    if kind == "off":
+        return Choice()
+    draft = _draft_name(params, draft_names) if kind in ("draft_model", "auto") else ""
+    match kind:
+        case "medusa":
+            if heads is None:
+                raise FailedPrecondition(
+                    "there are no Medusa heads for this request: its adapter brings none and the server has no "
+                    "--default-medusa; name some in `speculation.medusa.adapter_id`",
+                    resource="speculation.medusa",
+                )
+            proposers = (MEDUSA,)
+        case "prompt_lookup":
+            proposers = (PROMPT_LOOKUP,)
+        case "draft_model":
+            proposers = (draft_key(draft),)
+        case _:
+            proposers = (
+                *((MEDUSA,) if heads is not None else ()),
+                PROMPT_LOOKUP,
+                *((draft_key(draft),) if draft else ()),
+            )
+    return Choice(proposers, _filled(params, config), heads if MEDUSA in proposers else None)
+
+
+def draft_key(name: str) -> str:
+    """How the speculator names one of several draft models."""
+    return f"{DRAFT_MODEL}:{name}"
+
+
+def _draft_name(params: SpeculationParams, names: Collection[str]) -> str:
+    if params.kind != "draft_model":
+        return next(iter(names)) if len(names) == 1 else ""
+    if not names:
+        raise FailedPrecondition(
+            "this server has no draft model (--draft-model); leave `speculation.draft_model` out",
+            resource="speculation.draft_model",
+        )
+    if not params.draft_name and len(names) == 1:
+        return next(iter(names))
+    if params.draft_name not in names:
+        raise InvalidArgument(
+            f"`speculation.draft_model.name` must be one of {', '.join(sorted(names))}; it is {params.draft_name!a}",
+            field="speculation.draft_model.name",
+        )
+    return params.draft_name
+
+
+def _filled(params: SpeculationParams, config: SpeculationConfig) -> SpeculationParams:
+    wanted = params.max_draft_tokens or config.num_tokens or DEFAULT_NUM_TOKENS
+    max_ngram = params.max_ngram or max(MAX_NGRAM, params.min_ngram)
+    return SpeculationParams(
+        kind=params.kind,
+        medusa_id=params.medusa_id,
+        min_ngram=params.min_ngram or min(MIN_NGRAM, max_ngram),
+        max_ngram=max_ngram,
+        draft_name=params.draft_name,
+        max_draft_tokens=min(wanted, config.max_num_tokens),
+        fixed_length=params.fixed_length or not config.adaptive,
+    )

@@ -1,0 +1,48 @@
+"""Times steps of a runner that nobody uses yet, for the table that draft lengths are chosen by.
+
+A row of such a step is a token that is run and sampled, as a drafted token is. Writes to KV blocks that nobody has.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from loraplex_server.model.runner import ModelRunner
+from loraplex_server.request import OutputParams, SamplingParams
+from loraplex_server.scheduler.plan import NewSequence, Span, StepPlan
+from loraplex_server.speculation.costs import DEFAULT_SIZES, StepCosts, measure_step_costs
+
+LIMIT_S = 1.0
+NUM_REPEATS = 3
+
+
+def measure_runner(runner: ModelRunner, *, max_rows: int, num_blocks: int, block_size: int) -> StepCosts:
+    """Takes about LIMIT_S, or two steps where they are longer. Before the first request only."""
+    num_sequences = min(max_rows, num_blocks)
+    sizes = [size for size in DEFAULT_SIZES if size <= num_sequences * block_size]
+    run = _timer(runner, num_sequences, block_size)
+    costs = measure_step_costs(run, sizes=sizes, num_repeats=NUM_REPEATS, limit_s=LIMIT_S)
+    runner.execute(StepPlan(0, (), released=tuple(range(num_sequences))))
+    return costs
+
+
+def _timer(runner: ModelRunner, num_sequences: int, block_size: int) -> Callable[[int], float]:
+    """Runs a step of so many rows, on as many sequences as there may be, each in a block of its own."""
+
+    def run(num_rows: int) -> float:
+        num_entered = min(num_rows, num_sequences)
+        spans: list[Span] = []
+        entered: list[NewSequence] = []
+        for row in range(num_entered):
+            num_tokens = min(block_size, num_rows // num_entered + (row < num_rows % num_entered))
+            draft = (0,) * (num_tokens - 1)
+            name = f"timing-{row}"
+            entered.append(NewSequence(name, row, (0,), 1, SamplingParams(), OutputParams()))
+            spans.append(Span(name, row, 0, num_tokens, num_tokens, (row,), draft))
+        plan = StepPlan(0, tuple(spans), tuple(entered))
+        start_s = time.perf_counter()
+        runner.execute(plan).result()
+        return time.perf_counter() - start_s
+
+    return run
