@@ -1,0 +1,80 @@
+"""Drafting with Medusa heads: what the heads of each sequence's adapter make of its last hidden state.
+
+Owns nothing. Heads are adapters: the cache has them in device slots, and one is borrowed for the time of a `propose`,
+between two steps, when nothing moves. A sequence whose heads are not there yet gets no draft and runs on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from loraplex_adapters.key import AdapterKey
+from loraplex_server.model.heads import HeadAsk, HeadSlots
+from loraplex_server.speculation.base import MEDUSA, Ask
+
+log = logging.getLogger(__name__)
+
+
+class HiddenStates(Protocol):
+    """What is read of the runner."""
+
+    def last_hidden(self, rows: Sequence[int]) -> Tensor:
+        """[len(rows), hidden]: post-norm, what the head made each row's latest token of."""
+        ...
+
+
+class Lender(Protocol):
+    """What is asked of the adapter cache."""
+
+    def borrow(self, key: AdapterKey) -> int | None:
+        """The device slot, valid until the cache is called next; None when it is not on the device, where it is wanted
+        from here on."""
+        ...
+
+
+class MedusaProposer:
+    """Implements Proposer, without any state of sequences: a hidden state is all that heads read."""
+
+    def __init__(self, runner: HiddenStates, cache: Lender, head_slots: HeadSlots) -> None:
+        self._runner = runner
+        self._cache = cache
+        self._heads = head_slots
+
+    @property
+    def name(self) -> str:
+        return MEDUSA
+
+    def propose(self, asks: Sequence[Ask]) -> Sequence[tuple[int, ...]]:
+        slots = {key: self._borrow(key) for key in dict.fromkeys(ask.heads for ask in asks) if key is not None}
+        wanted: list[int] = []  # positions in `asks`
+        rows: list[int] = []
+        head_asks: list[HeadAsk] = []
+        for idx, ask in enumerate(asks):
+            slot = slots[ask.heads] if ask.heads is not None else None
+            if slot is not None and self._heads.heads(slot):
+                wanted.append(idx)
+                rows.append(ask.candidate.row)
+                head_asks.append(HeadAsk(slot, ask.num_tokens, ask.candidate.slot))
+        drafts: list[tuple[int, ...]] = [()] * len(asks)
+        if wanted:
+            guesses = self._heads.guess(self._runner.last_hidden(rows), head_asks)
+            for idx, guess in zip(wanted, guesses, strict=True):
+                drafts[idx] = guess
+        return drafts
+
+    def forget(self, sequence_id: str) -> None:
+        """Nothing is kept."""
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    def _borrow(self, key: AdapterKey) -> int | None:
+        try:
+            return self._cache.borrow(key)
+        except Exception:
+            log.exception("the heads %s cannot be used", key)
+            return None
