@@ -11,7 +11,6 @@ import logging
 import os
 import queue
 import threading
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,7 +24,7 @@ from loraplex_adapters.pace import GentlePace, Pace
 from loraplex_adapters.sources.base import AdapterFiles, AdapterSource, SourceFile, read_all
 from loraplex_adapters.store import AdapterStore
 from loraplex_adapters.targets import BaseTargets
-from loraplex_proto.errors import AdapterMemoryFull, DiskFull, Internal, LoraplexError, SourceUnavailable
+from loraplex_proto.errors import AdapterMemoryFull, DiskFull, LoraplexError, SourceUnavailable, unexpected
 
 log = logging.getLogger(__name__)
 
@@ -103,9 +102,7 @@ def typed(error: BaseException, what: str) -> LoraplexError:
         return SourceUnavailable(f"{what} failed ({error.strerror or 'input or output'}); try again later")
     if type(error).__name__ == "OutOfMemoryError":  # torch's, on the device
         return AdapterMemoryFull(f"no device memory for {what}; try again later", retry_after_s=5.0)
-    error_id = uuid.uuid4().hex
-    log.error("error %s: %s", error_id, what, exc_info=error)
-    return Internal(f"an internal error (id {error_id}) during {what}; the server's log explains it")
+    return unexpected(error, what)
 
 
 class BackgroundThread:

@@ -14,12 +14,8 @@ from typing import Protocol
 
 from loraplex_adapters.cache.api import AdapterCache, AdapterInfo
 from loraplex_adapters.key import AdapterKey
-from loraplex_proto.errors import (
-    DeadlineExceeded,
-    Draining,
-    LoraplexError,
-)
-from loraplex_server.engine.isolation import Execute, execute_isolated, opaque
+from loraplex_proto.errors import DeadlineExceeded, Draining, LoraplexError, unexpected
+from loraplex_server.engine.isolation import Execute, execute_isolated
 from loraplex_server.engine.messages import (
     Abandon,
     AdapterCommand,
@@ -175,7 +171,7 @@ class Engine:
                 self._end(request_id, error)
                 continue
             except Exception as error:
-                self._end(request_id, opaque(error, "resolving an adapter"))
+                self._end(request_id, unexpected(error, "resolving an adapter"))
                 continue
             if accepted.key is not None:
                 del self._unresolved[request_id]
@@ -225,7 +221,7 @@ class Engine:
             except LoraplexError as error:
                 reply = Reply(operation_id, error=error)
             except Exception as error:
-                reply = Reply(operation_id, error=opaque(error, f"adapter operation {command.verb}"))
+                reply = Reply(operation_id, error=unexpected(error, f"running the adapter operation {command.verb}"))
             else:
                 if infos is None:
                     continue  # under way; looked at again after the next poll

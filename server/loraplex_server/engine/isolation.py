@@ -4,10 +4,9 @@ is the one that fails."""
 from __future__ import annotations
 
 import logging
-import uuid
 from typing import Protocol
 
-from loraplex_proto.errors import Internal, LoraplexError, OutOfMemory
+from loraplex_proto.errors import LoraplexError, OutOfMemory, unexpected
 from loraplex_server.scheduler.plan import SpanResult, StepPlan, StepResult
 
 log = logging.getLogger(__name__)
@@ -58,11 +57,4 @@ def typed(error: Exception) -> LoraplexError:
         return error
     if isinstance(error, MemoryError) or type(error).__name__ in {"OutOfMemoryError", "AcceleratorError"}:
         return OutOfMemory("this request's step did not fit the memory; try a shorter prompt", retry_after_s=1.0)
-    return opaque(error, "running a step")
-
-
-def opaque(error: Exception, doing: str) -> Internal:
-    """An INTERNAL error whose id the log explains."""
-    error_id = uuid.uuid4().hex[:12]
-    log.error("internal error %s while %s", error_id, doing, exc_info=error)
-    return Internal(f"internal error {error_id}; the server's log says more", metadata={"error_id": error_id})
+    return unexpected(error, "running a step")

@@ -359,7 +359,8 @@ def test_a_bug_is_opaque(
     with caplog.at_level(logging.ERROR), pytest.raises(Internal) as raised:
         engine.resolve("a0")
     assert "/secret/path" not in str(raised.value)
-    error_id = str(raised.value).split("id ")[1].split(")")[0]
+    error_id = raised.value.metadata["error_id"]
+    assert error_id in str(raised.value)
     assert error_id in caplog.text
     source.error = None
     assert engine.resolve("a1")  # the thread lives
