@@ -1,15 +1,16 @@
 """What speculation brings and costs: output tokens per second with each proposer, against the same requests without.
 
-    python benchmarks/speculation.py synthetic IN_DIR [--accept 1 0.6 0] [--proposers lookup medusa draft] [--batch 1 8 32]
-                                               [--draft-tokens 4] [--adaptive] [--output 128] [--repeat 3]
+    python benchmarks/speculation.py synthetic IN_DIR [--accept 1 0.6 0] [--proposers lookup medusa draft]
+        [--batch 1 8 32] [--draft-tokens 4] [--adaptive] [--output 128] [--repeat 3]
     python benchmarks/speculation.py demo [--batch 1 8] [--repeat 3]
 
-`synthetic`: on the model of IN_DIR (as in workloads.py; its weights may be random). Every proposer does its own work, on
-random heads and a random small draft model made for the purpose, but whether a draft token counts as accepted is rolled:
-always, with probability 0.6, never. Nothing else of a step is changed, so the price is real and the acceptance given.
+`synthetic`: on the model of IN_DIR (as in workloads.py; its weights may be random). Every proposer does its own work,
+on random heads and a random small draft model made for the purpose, but whether a draft token counts as accepted is
+rolled: always, with probability 0.6, never. Nothing else of a step is changed, so the price is real and the acceptance
+given.
 
-`demo`: the demo's own world on held-out records, with its own heads and draft models; acceptance is what it is, texts are
-checked against those without speculation, and tokens per target step are printed.
+`demo`: the demo's own world on held-out records, with its own heads and draft models; acceptance is what it is, texts
+are checked against those without speculation, and tokens per target step are printed.
 
 Runs with and without speculation take turns in one process; each line is the ratio of medians.
 """
