@@ -16,7 +16,7 @@ from loraplex_proto.auth import current_identity
 from loraplex_proto.errors import AdapterNotFound, Draining
 from loraplex_proto.v1 import adapter_pb2
 from loraplex_proto.validate import check_adapter_request
-from loraplex_router.admit import parse
+from loraplex_proto.wire import parse
 from loraplex_router.calls import Call, Calls
 from loraplex_router.config import PolicyConfig
 from loraplex_router.policy import rendezvous_order, routing_key

@@ -7,19 +7,15 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import dataclass
-from typing import Final, TypeVar
-
-from google.protobuf.message import DecodeError, Message
+from typing import Final
 
 from loraplex_proto.auth import Identity, adapters_in
-from loraplex_proto.errors import InvalidArgument
 from loraplex_proto.v1 import inference_pb2
 from loraplex_proto.validate import check_generate
+from loraplex_proto.wire import parse
 
 # Text is not tokenized here; most tokenizers make about one token of four bytes.
 BYTES_PER_TOKEN: Final = 4
-
-M = TypeVar("M", bound=Message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +33,6 @@ class Admitted:
     def work_tokens(self) -> int:
         """In the unit that workers report: tokens to compute and tokens that may still be made."""
         return self.num_prompt_tokens + self.num_output_tokens
-
-
-def parse(cls: type[M], raw: bytes) -> M:
-    """Raises InvalidArgument for bytes that are no such message."""
-    try:
-        return cls.FromString(raw)
-    except DecodeError as error:
-        name = cls.DESCRIPTOR.full_name
-        raise InvalidArgument(f"the request's bytes are no {name}; use the published .proto files") from error
 
 
 def admit_generate(raw: bytes, identity: Identity, max_context_tokens: int) -> Admitted:

@@ -16,7 +16,8 @@ from loraplex_proto.auth import current_identity
 from loraplex_proto.errors import LoraplexError, NoWorker
 from loraplex_proto.v1 import inference_pb2
 from loraplex_proto.validate import check_tokenize
-from loraplex_router.admit import Admitted, admit_generate, parse
+from loraplex_proto.wire import parse
+from loraplex_router.admit import Admitted, admit_generate
 from loraplex_router.calls import Call, Calls
 from loraplex_router.config import RouterConfig
 from loraplex_router.metrics import RouterMetrics

@@ -280,6 +280,19 @@ def test_what_is_not_built_is_refused_by_name(stub: Any) -> None:
     assert "`adapters`" in error.message
 
 
+@pytest.mark.parametrize(
+    "method", ["InferenceService/Generate", "InferenceService/GenerateStream", "AdapterService/LoadAdapter"]
+)
+def test_bytes_that_are_no_message(worker: Worker, method: str) -> None:
+    with grpc.insecure_channel(worker.address) as channel:
+        kind = channel.unary_stream if method.endswith("Stream") else channel.unary_unary
+        call = kind(f"/loraplex.v1.{method}")
+        error = error_of(lambda: list(call(b"\xff\xff")))
+    assert type(error) is InvalidArgument
+    assert "no loraplex.v1." in error.message
+    assert "DecodeError" not in error.message
+
+
 def test_a_deadline_in_mid_stream(client: Client, worker: Worker) -> None:
     with pytest.raises(DeadlineExceeded):
         client.generate("hello", max_tokens=100, ignore_eos=True, timeout_s=0.05)

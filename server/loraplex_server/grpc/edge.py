@@ -1,4 +1,4 @@
-"""What every handler of the worker does first and last: who calls, are we draining, which error leaves.
+"""What every handler of the worker does first and last: is it a message, who calls, do we drain, which error leaves.
 
 Owns the draining flag and the counts of calls.
 """
@@ -7,13 +7,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Generator
 from typing import Any, TypeVar, cast
 
+import grpc
+import grpc.aio
+from google.protobuf.descriptor import ServiceDescriptor
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+
 from loraplex_proto import auth, status, telemetry
-from loraplex_proto.errors import Draining, LoraplexError
+from loraplex_proto.errors import Draining, InvalidArgument, LoraplexError
+from loraplex_proto.wire import parse
 
 Context = Any
 _Handler = TypeVar("_Handler", bound=Callable[..., Any])
@@ -40,6 +48,30 @@ def new_request_id(given: str) -> str:
     return given or uuid.uuid4().hex
 
 
+def add_service(server: grpc.aio.Server, service: ServiceDescriptor, servicer: object) -> None:
+    """Serves `service` by the methods of `servicer`, each decorated with `handles_errors` or `handles_stream_errors`.
+
+    In place of the generated function, whose handlers gRPC ends itself, in its own words, when a request is no message.
+    """
+    handlers: dict[str, Any] = {}
+    for method in service.methods:
+        make = grpc.unary_stream_rpc_method_handler if method.server_streaming else grpc.unary_unary_rpc_method_handler
+        handlers[method.name] = make(
+            getattr(servicer, method.name),
+            request_deserializer=functools.partial(_parsed_or_error, GetMessageClass(method.input_type)),
+            response_serializer=operator.methodcaller("SerializeToString"),
+        )
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
+
+
+def _parsed_or_error(cls: type[Message], raw: bytes) -> Message | InvalidArgument:
+    """What is wrong with a request is for its handler to say."""
+    try:
+        return parse(cls, raw)
+    except InvalidArgument as error:
+        return error
+
+
 def handles_errors(handler: _Handler) -> _Handler:
     """Errors of a unary handler leave as typed status, unknown ones as INTERNAL with an opaque id; calls are counted.
 
@@ -49,7 +81,7 @@ def handles_errors(handler: _Handler) -> _Handler:
     async def wrapped(self: Any, request: Any, context: Context) -> Any:
         with _counted(self._edge.metrics, handler.__name__) as call:
             try:
-                return await handler(self, request, context)
+                return await handler(self, _checked(request), context)
             except Exception as error:
                 await status.abort(context, call.failed(error))
 
@@ -63,13 +95,19 @@ def handles_stream_errors(handler: _Handler) -> _Handler:
     async def wrapped(self: Any, request: Any, context: Context) -> AsyncIterator[Any]:
         with _counted(self._edge.metrics, handler.__name__) as call:
             try:
-                async for message in handler(self, request, context):
+                async for message in handler(self, _checked(request), context):
                     call.has_message()
                     yield message
             except Exception as error:
                 await status.abort(context, call.failed(error))
 
     return cast(_Handler, wrapped)
+
+
+def _checked(request: Any) -> Any:
+    if isinstance(request, InvalidArgument):
+        raise request
+    return request
 
 
 class _Call:

@@ -19,20 +19,13 @@ from grpc_reflection.v1alpha import reflection
 from loraplex_proto import auth, telemetry
 from loraplex_proto.errors import InvalidArgument
 from loraplex_proto.health import Health
-from loraplex_proto.v1 import (
-    adapter_pb2,
-    adapter_pb2_grpc,
-    inference_pb2,
-    inference_pb2_grpc,
-    worker_pb2,
-    worker_pb2_grpc,
-)
+from loraplex_proto.v1 import adapter_pb2, inference_pb2, worker_pb2
 from loraplex_server.config import WorkerConfig
 from loraplex_server.engine.client import EngineClient
 from loraplex_server.engine.messages import ModelInfo
 from loraplex_server.engine.process import EngineBuilder
 from loraplex_server.grpc.adapters import AdapterServicer
-from loraplex_server.grpc.edge import Edge
+from loraplex_server.grpc.edge import Edge, add_service
 from loraplex_server.grpc.inference import InferenceServicer
 from loraplex_server.grpc.load import WorkerServicer
 from loraplex_server.grpc.metrics import snapshot
@@ -41,9 +34,9 @@ from loraplex_server.text.tokenizer import TextTokenizer
 log = logging.getLogger(__name__)
 
 SERVICES = (
-    inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
-    adapter_pb2.DESCRIPTOR.services_by_name["AdapterService"].full_name,
-    worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name,
+    inference_pb2.DESCRIPTOR.services_by_name["InferenceService"],
+    adapter_pb2.DESCRIPTOR.services_by_name["AdapterService"],
+    worker_pb2.DESCRIPTOR.services_by_name["WorkerService"],
 )
 
 
@@ -112,12 +105,17 @@ async def _listen(config: WorkerConfig, engine: EngineClient, info: ModelInfo, t
         registry = telemetry.new_registry()
         telemetry.WorkerCollector(registry, lambda: snapshot(engine.state))
     edge = Edge(telemetry.RequestMetrics(registry, "worker"))
-    inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(engine, info, tokenizer, edge), server)
-    adapter_pb2_grpc.add_AdapterServiceServicer_to_server(AdapterServicer(engine, edge), server)
-    worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(engine, edge), server)
-    health = Health(SERVICES)
+    servicers = (
+        InferenceServicer(engine, info, tokenizer, edge),
+        AdapterServicer(engine, edge),
+        WorkerServicer(engine, edge),
+    )
+    for service, servicer in zip(SERVICES, servicers, strict=True):
+        add_service(server, service, servicer)
+    names = tuple(service.full_name for service in SERVICES)
+    health = Health(names)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
-    reflection.enable_server_reflection((*SERVICES, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name), server)
+    reflection.enable_server_reflection((*names, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name), server)
     port = _bind(server, config)
     await server.start()
     health.set_ready(True)

@@ -7,7 +7,8 @@ import pytest
 from loraplex_proto.auth import EVERYBODY, Identity
 from loraplex_proto.errors import AdapterNotFound, InvalidAdapterId, InvalidArgument
 from loraplex_proto.v1 import inference_pb2
-from loraplex_router.admit import admit_generate, parse
+from loraplex_proto.wire import parse
+from loraplex_router.admit import admit_generate
 
 Generate = inference_pb2.GenerateRequest
 
