@@ -9,10 +9,12 @@ import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from loraplex_proto.errors import InvalidArgument
+from loraplex_proto.ids import check_adapter_id, check_id
 
+MAX_DRAFT_TOKENS: Final = 64  # per step; requests cannot ask for more either
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
@@ -24,9 +26,9 @@ def parse_bytes(text: str) -> int:
     return int(float(found[1]) * _UNITS[found[2]])
 
 
-def option(default: Any, text: str, flag: str, *, is_bytes: bool = False) -> Any:
+def option(default: Any, text: str, flag: str, *aliases: str, is_bytes: bool = False) -> Any:
     """A field that is a command line flag too. Sizes are ints here and '512MiB' on the command line."""
-    return field(default=default, metadata={"help": text, "flag": flag, "is_bytes": is_bytes})
+    return field(default=default, metadata={"help": text, "flag": flag, "aliases": aliases, "is_bytes": is_bytes})
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,32 +83,82 @@ class AdaptersConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftModelConfig:
+    """One draft model, put together from the flags that name it."""
+
+    name: str
+    model: str  # directory or Hub id
+    tokenizer: str | None = None  # where it is not in the model's directory
+    adapter: str | None = None  # a PEFT LoRA that it carries
+
+
+@dataclass(frozen=True, slots=True)
 class SpeculationConfig:
     """What is there to draft with, and how requests speculate that do not say."""
 
     num_tokens: int = option(
         0,
-        "Draft up to this many tokens per step for every request that does not say otherwise. With 0, only those "
-        "speculate that ask for it or whose adapter brings Medusa heads.",
+        "Guess up to this many tokens ahead per step for every request that does not say how to speculate: the same "
+        "text, sooner. With 0, only for requests that ask for it or whose adapter brings Medusa heads.",
         "--speculate",
+        "--speculative-tokens",
     )
-    max_num_tokens: int = option(16, "Draft tokens per step that a request may ask for at most.", "--max-draft-tokens")
-    adaptive: bool = option(True, "Fit the length of drafts to what is accepted and to the load.", "--adaptive-drafts")
+    max_num_tokens: int = option(
+        16, "Guess at most this many tokens per step, whatever a request asks for.", "--max-draft-tokens"
+    )
+    adaptive: bool = option(
+        True,
+        "Guess fewer tokens where guesses miss or many requests run, instead of always the same number.",
+        "--adaptive-drafts",
+    )
     default_medusa: str = option(
-        "", "Medusa heads, by adapter id, of requests whose adapter brings none.", "--default-medusa"
+        "", "Adapter id of the Medusa heads that guess for requests whose adapter brings none.", "--default-medusa"
     )
     draft_models: tuple[str, ...] = option(
-        (), "NAME=PATH of a smaller model to draft with; may be given several times.", "--draft-model"
+        (),
+        "NAME=MODEL: a smaller model (directory or Hub id) that requests may have guess for them, by this name. Its "
+        "tokenizer may be another than the base model's. May be given several times.",
+        "--draft-model",
     )
     draft_tokenizers: tuple[str, ...] = option(
-        (), "NAME=PATH of the tokenizer of draft model NAME, where it is not in its directory.", "--draft-tokenizer"
+        (),
+        "NAME=PATH: the tokenizer of draft model NAME, where it is not in the model's directory. May be given several "
+        "times.",
+        "--draft-tokenizer",
     )
     draft_adapters: tuple[str, ...] = option(
-        (), "NAME=PATH of a PEFT LoRA that draft model NAME carries.", "--draft-adapter"
+        (), "NAME=PATH: a PEFT LoRA that draft model NAME carries. May be given several times.", "--draft-adapter"
     )
     draft_kv_bytes: int = option(
         256 << 20, "Memory of each draft model's KV cache.", "--draft-kv-memory", is_bytes=True
     )
+
+    @property
+    def drafts(self) -> tuple[DraftModelConfig, ...]:
+        """The draft models, in the order in which they were given. Raises InvalidArgument that names the flag."""
+        models = _by_name(self.draft_models, "--draft-model", "MODEL")
+        tokenizers = _by_name(self.draft_tokenizers, "--draft-tokenizer", "PATH", models)
+        adapters = _by_name(self.draft_adapters, "--draft-adapter", "PATH", models)
+        return tuple(
+            DraftModelConfig(name, model, tokenizers.get(name), adapters.get(name)) for name, model in models.items()
+        )
+
+
+def _by_name(given: tuple[str, ...], flag: str, what: str, known: dict[str, str] | None = None) -> dict[str, str]:
+    """NAME=WHAT, each name once and, where some are `known`, one of those."""
+    values: dict[str, str] = {}
+    for text in given:
+        name, _, value = text.partition("=")
+        if not (name and value):
+            raise InvalidArgument(f"{flag} takes NAME={what}, not {text!a}", field=flag)
+        check_id(name, field=flag)
+        if name in values:
+            raise InvalidArgument(f"{flag} names {name} twice; each name stands for one", field=flag)
+        if known is not None and name not in known:
+            there_is = f"there is {', '.join(known)}" if known else "there is none"
+            raise InvalidArgument(f"{flag} names {name}, which no --draft-model declares; {there_is}", field=flag)
+        values[name] = os.path.expanduser(value)  # a shell leaves the ~ behind NAME= alone
+    return values
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +197,29 @@ class EngineConfig:
                 f"names {self.adapters.root}, which is not a directory",
             ),
         )
-        for is_ok, flag, rule in checks:
+        for is_ok, flag, rule in (*checks, *self._speculation_checks()):
             if not is_ok:
                 raise InvalidArgument(f"{flag} {rule}", field=flag)
+        if self.speculation.default_medusa:
+            check_adapter_id(self.speculation.default_medusa, field="--default-medusa")
+        _ = self.speculation.drafts  # raises for flags that do not fit together
+
+    def _speculation_checks(self) -> tuple[tuple[bool, str, str], ...]:
+        speculation = self.speculation
+        return (
+            (
+                1 <= speculation.max_num_tokens <= MAX_DRAFT_TOKENS,
+                "--max-draft-tokens",
+                f"must be 1 to {MAX_DRAFT_TOKENS}",
+            ),
+            (speculation.num_tokens >= 0, "--speculate", "must be at least 0"),
+            (
+                speculation.num_tokens <= speculation.max_num_tokens,
+                "--speculate",
+                f"must be at most --max-draft-tokens, {speculation.max_num_tokens}",
+            ),
+            (speculation.draft_kv_bytes >= 1, "--draft-kv-memory", "must be at least 1 byte"),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ class Flag:
     type: Any
     default: Any
     is_bytes: bool
+    aliases: tuple[str, ...] = ()  # other names of the flag
 
     @property
     def parameter(self) -> str:
@@ -49,6 +50,7 @@ def flags_of(cls: type, prefix: tuple[str, ...] = ()) -> Iterator[Flag]:
                 type=kind,
                 default=one.default,
                 is_bytes=one.metadata["is_bytes"],
+                aliases=one.metadata["aliases"],
             )
 
 
@@ -92,7 +94,8 @@ def command(
 
 
 def _names(flag: Flag) -> list[str]:
-    return [f"{flag.flag}/--no-{flag.flag[2:]}"] if flag.type is bool else [flag.flag]
+    names = [flag.flag, *flag.aliases]
+    return [f"{name}/--no-{name[2:]}" for name in names] if flag.type is bool else names
 
 
 def _command_line_type(flag: Flag) -> Any:

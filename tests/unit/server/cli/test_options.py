@@ -1,16 +1,19 @@
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
+from loraplex_proto import validate
 from loraplex_proto.errors import InvalidArgument
+from loraplex_server import config as config_module
 from loraplex_server.cli.options import command, configure, flags_of
 from loraplex_server.cli.serving import ROUTER_ONLY, worker_arguments
 from loraplex_server.cli.worker import FLAGS, MODEL
-from loraplex_server.config import EngineConfig, ModelConfig, WorkerConfig, parse_bytes
+from loraplex_server.config import DraftModelConfig, EngineConfig, ModelConfig, WorkerConfig, option, parse_bytes
 
 
 def configured(*arguments: str) -> WorkerConfig:
@@ -53,6 +56,26 @@ def test_every_kind_of_flag(tmp_path: Path) -> None:
         (("--max-running", "100", "--max-step-tokens", "50"), "--max-step-tokens"),
         (("--dtype", "int3"), "--dtype"),
         (("--kv-block-size", "100000"), "--kv-block-size"),
+        (("--speculate", "-1"), "--speculate must be at least 0"),
+        (("--speculative-tokens", "17"), "--speculate must be at most --max-draft-tokens, 16"),
+        (("--max-draft-tokens", "0"), "--max-draft-tokens must be 1 to 64"),
+        (("--max-draft-tokens", "65"), "--max-draft-tokens must be 1 to 64"),
+        (("--draft-kv-memory", "0"), "--draft-kv-memory"),
+        (("--default-medusa", "../heads"), "--default-medusa '../heads' is not a valid name"),
+        (("--draft-model", "/models/tiny"), "--draft-model takes NAME=MODEL, not '/models/tiny'"),
+        (("--draft-model", "tiny="), "--draft-model takes NAME=MODEL"),
+        (("--draft-model", "=/models/tiny"), "--draft-model takes NAME=MODEL"),
+        (("--draft-model", "a b=/models/tiny"), "--draft-model 'a b' is not valid"),
+        (("--draft-model", "t=/a", "--draft-model", "t=/b"), "--draft-model names t twice"),
+        (("--draft-tokenizer", "t=/a"), "--draft-tokenizer names t, which no --draft-model declares; there is none"),
+        (
+            ("--draft-model", "t=/a", "--draft-model", "u=/b", "--draft-adapter", "x=/c"),
+            "--draft-adapter names x, which no --draft-model declares; there is t, u",
+        ),
+        (
+            ("--draft-model", "t=/a", "--draft-tokenizer", "t=/b", "--draft-tokenizer", "t=/c"),
+            "--draft-tokenizer names t twice",
+        ),
     ],
 )
 def test_bad_values_name_their_flag(arguments: tuple[str, ...], said: str) -> None:
@@ -60,8 +83,47 @@ def test_bad_values_name_their_flag(arguments: tuple[str, ...], said: str) -> No
         configured(*arguments)
 
 
+def test_draft_models_with_what_belongs_to_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = configured(
+        "--draft-model", "tiny=~/tiny", "--draft-model", "small=org/small", "--draft-model", "odd=/a=b",
+        "--draft-tokenizer", "small=/tokenizer", "--draft-adapter", "small=~/lora",
+    )  # fmt: skip
+    assert config.engine.speculation.drafts == (
+        DraftModelConfig("tiny", f"{tmp_path}/tiny"),
+        DraftModelConfig("small", "org/small", "/tokenizer", f"{tmp_path}/lora"),
+        DraftModelConfig("odd", "/a=b"),
+    )
+    assert configured().engine.speculation.drafts == ()
+
+
+def test_an_alias_is_the_flag_itself() -> None:
+    for flag in ("--speculate", "--speculative-tokens"):
+        assert configured(flag, "5").engine.speculation.num_tokens == 5
+    (speculate,) = [flag for flag in FLAGS if flag.flag == "--speculate"]
+    assert speculate.aliases == ("--speculative-tokens",)
+
+
+def test_an_alias_of_a_switch_has_its_opposite_too() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Switches:
+        lamp: bool = option(True, "A lamp.", "--lamp", "--light")
+
+    seen: list[object] = []
+    flags = list(flags_of(Switches))
+    app = typer.Typer()
+    app.command()(command(flags, [], lambda **given: seen.append(configure(Switches, flags, given, {})), "For a test."))
+    for argument in ("--no-light", "--light", "--no-lamp"):
+        assert CliRunner().invoke(app, [argument]).exit_code == 0
+    assert seen == [Switches(False), Switches(True), Switches(False)]
+
+
+def test_requests_cannot_ask_for_more_than_the_flag_can_allow() -> None:
+    assert config_module.MAX_DRAFT_TOKENS == validate.MAX_DRAFT_TOKENS
+
+
 def test_flags_are_unique_and_explained() -> None:
-    names = [flag.flag for flag in flags_of(WorkerConfig)]
+    names = [name for flag in flags_of(WorkerConfig) for name in (flag.flag, *flag.aliases)]
     assert len(names) == len(set(names))
     assert all(flag.help.endswith(".") for flag in FLAGS)
 
@@ -72,8 +134,12 @@ def test_serve_passes_everything_on_but_what_is_the_routers(tmp_path: Path) -> N
     arguments = worker_arguments("m", given)
     assert configured(*(a for a in arguments[1:] if a != "--json")).engine.adapters.root == tmp_path
     assert "--no-prefix-caching" in arguments
-    several = worker_arguments("m", given | {"draft_model": ["a=/x", "b=/y"]})
-    assert configured(*(a for a in several[1:] if a != "--json")).engine.speculation.draft_models == ("a=/x", "b=/y")
+    several = worker_arguments(
+        "m", given | {"draft_model": ["a=/x", "b=/y"], "speculate": 3, "adaptive_drafts": False, "default_medusa": "h"}
+    )
+    speculation = configured(*(a for a in several[1:] if a != "--json")).engine.speculation
+    assert speculation.draft_models == ("a=/x", "b=/y")
+    assert (speculation.num_tokens, speculation.adaptive, speculation.default_medusa) == (3, False, "h")
     assert not {f"--{name.replace('_', '-')}" for name in ROUTER_ONLY - {"host"}} & set(arguments)
 
 
