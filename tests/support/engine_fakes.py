@@ -29,11 +29,16 @@ class Done:
         return self.step
 
 
+class AcceleratorError(RuntimeError):
+    """Named as torch names what a device raises."""
+
+
 @dataclass
 class FakeRunner:
-    """Samples `10 + position % 80`; `fail` may raise for a plan."""
+    """Samples `10 + position % 80`; `fail` may raise for a plan, `on_close` at the end."""
 
     fail: Callable[[StepPlan], None] = lambda plan: None
+    on_close: Callable[[], None] = lambda: None
     plans: list[StepPlan] = field(default_factory=list)
 
     def execute(self, plan: StepPlan) -> Done:
@@ -48,7 +53,7 @@ class FakeRunner:
         return Done(StepResult(plan.step, results))
 
     def close(self) -> None:
-        pass
+        self.on_close()
 
 
 @dataclass
@@ -106,7 +111,7 @@ class FakeCache:
 
     def poll(self, now: float) -> bool:
         self.num_polls += 1
-        return self.num_polls <= self.delay
+        return self.num_polls == self.delay
 
     def check_integrity(self) -> None:
         assert not any(self.pins.values()), self.pins
@@ -117,10 +122,13 @@ class FakeCache:
 
 
 def make_engine(
-    runner: FakeRunner | None = None, cache: FakeCache | None = None, clock: Callable[[], float] = lambda: 0.0
+    runner: FakeRunner | None = None,
+    cache: FakeCache | None = None,
+    clock: Callable[[], float] = lambda: 0.0,
+    max_queued: int = 4096,
 ) -> Engine:
     cache = cache or FakeCache()
-    config = SchedulerConfig(max_running=8, max_step_tokens=64, max_context_tokens=256)
+    config = SchedulerConfig(max_running=8, max_step_tokens=64, max_context_tokens=256, max_queued=max_queued)
     scheduler = Scheduler(config, BlockPool(64, 4), cache, frozenset({EOS}))
     return Engine(INFO, scheduler, cache, runner or FakeRunner(), clock)
 
@@ -136,3 +144,16 @@ def build_fake(config: EngineConfig, progress: Callable[[str], None], notify: Ca
 def build_slow(config: EngineConfig, progress: Callable[[str], None], notify: Callable[[], None]) -> Engine:
     """Steps take long enough that a test can act in the middle."""
     return make_engine(FakeRunner(lambda plan: time.sleep(0.005)), clock=time.monotonic)
+
+
+def build_losing(config: EngineConfig, progress: Callable[[str], None], notify: Callable[[], None]) -> Engine:
+    """Its device is lost in the third step, and for good."""
+
+    def fail(plan: StepPlan) -> None:
+        if plan.step >= 3:
+            lost()
+
+    def lost() -> None:
+        raise AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    return make_engine(FakeRunner(fail, lost), clock=time.monotonic)

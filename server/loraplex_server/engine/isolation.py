@@ -1,5 +1,8 @@
 """One request's failure never fails the batch: a step that raised is run again span by span, and whoever raises alone
-is the one that fails."""
+is the one that fails.
+
+A device that is lost is nobody's failure: that leaves `execute_isolated`, and the engine ends.
+"""
 
 from __future__ import annotations
 
@@ -25,28 +28,30 @@ class Execute(Protocol):
 
 
 def execute_isolated(execute: Execute, plan: StepPlan) -> StepResult:
-    """Runs `plan`; never raises. A failing sequence gets `SpanResult.error`, its neighbours their tokens."""
+    """Runs `plan`. A failing sequence gets `SpanResult.error`, its neighbours their tokens.
+
+    Raises only what says that the device is lost, to every step from here on.
+    """
     try:
         return execute(plan).result()
     except Exception as error:
+        _raise_if_lost(error)
         if len(plan.spans) == 1:
-            span = plan.spans[0]
-            return StepResult(plan.step, {span.sequence_id: SpanResult(error=typed(error))})
+            return _all_failed(plan, error)
         log.warning("step %d raised %s; running its %d spans apart", plan.step, type(error).__name__, len(plan.spans))
+    # Rows enter and leave, and blocks are copied, before any span: one that ran without its copy would read, and
+    # publish to the prefix cache, what another sequence left in the block.
+    try:
+        execute(StepPlan(plan.step, (), plan.entered, plan.released, plan.copies)).result()
+    except Exception as error:
+        _raise_if_lost(error)
+        return _all_failed(plan, error)
     results: dict[str, SpanResult] = {}
-    for num_done, span in enumerate(plan.spans):
-        # Rows enter and leave once, blocks are copied once: with the first of them.
-        is_first = num_done == 0
-        alone = StepPlan(
-            step=plan.step,
-            spans=(span,),
-            entered=plan.entered if is_first else (),
-            released=plan.released if is_first else (),
-            copies=plan.copies if is_first else (),
-        )
+    for span in plan.spans:
         try:
-            results[span.sequence_id] = execute(alone).result().spans[span.sequence_id]
+            results[span.sequence_id] = execute(StepPlan(plan.step, (span,))).result().spans[span.sequence_id]
         except Exception as error:
+            _raise_if_lost(error)
             results[span.sequence_id] = SpanResult(error=typed(error))
     return StepResult(plan.step, results)
 
@@ -55,6 +60,32 @@ def typed(error: Exception) -> LoraplexError:
     """The typed error for what a step raised."""
     if isinstance(error, LoraplexError):
         return error
-    if isinstance(error, MemoryError) or type(error).__name__ in {"OutOfMemoryError", "AcceleratorError"}:
+    if _is_out_of_memory(error):
         return OutOfMemory("this request's step did not fit the memory; try a shorter prompt", retry_after_s=1.0)
     return unexpected(error, "running a step")
+
+
+def _all_failed(plan: StepPlan, error: Exception) -> StepResult:
+    failed = SpanResult(error=typed(error))
+    return StepResult(plan.step, {span.sequence_id: failed for span in plan.spans})
+
+
+def _raise_if_lost(error: Exception) -> None:
+    """An illegal access or a failed assertion on the device stays: whatever is run after it raises the same."""
+    if _is_of_the_device(error) and not _is_out_of_memory(error):
+        raise error
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    text = str(error)
+    # Libraries cannot make their handles then.
+    return _is_of_the_device(error) and ("out of memory" in text or "ALLOC_FAILED" in text)
+
+
+def _is_of_the_device(error: Exception) -> bool:
+    """By name and text: torch is not imported here, and older versions of it raise a plain RuntimeError."""
+    if type(error).__name__ == "AcceleratorError":
+        return True
+    return isinstance(error, RuntimeError) and str(error).startswith("CUDA error")

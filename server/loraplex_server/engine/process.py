@@ -74,11 +74,13 @@ def serve_engine(conn: Connection, config: EngineConfig, builder: EngineBuilder)
     writer = threading.Thread(target=_write, args=(conn, outbox), name="engine-writer", daemon=True)
     writer.start()
     engine: Engine | None = None
+    integrity = ""  # of an engine that broke off nothing can be said
     try:
         engine = builder(config, lambda text: outbox.put(Starting(text)), lambda: inbox.put(Wake()))
         outbox.put(Ready(engine.info))
         threading.Thread(target=_read, args=(conn, inbox), name="engine-reader", daemon=True).start()
         _loop(engine, inbox, outbox)
+        integrity = engine.integrity_report()
     except LoraplexError as error:
         outbox.put(StartFailed(error))
     except Exception:
@@ -86,13 +88,19 @@ def serve_engine(conn: Connection, config: EngineConfig, builder: EngineBuilder)
         outbox.put(StartFailed(Internal("the engine could not go on; its log says why")))
     finally:
         if engine is not None:
-            report = engine.integrity_report()
-            engine.close()
-            outbox.put(Stopped(report))
+            _close(engine)
+            outbox.put(Stopped(integrity))
         outbox.put(None)
         writer.join(timeout=10)
         with contextlib.suppress(OSError):
             conn.close()
+
+
+def _close(engine: Engine) -> None:
+    try:
+        engine.close()
+    except Exception:  # on a device that is lost nothing can be freed; the end is to be heard of all the same
+        log.exception("the engine could not be closed")
 
 
 def _loop(engine: Engine, inbox: queue.SimpleQueue[Command], outbox: queue.SimpleQueue[FromEngine | None]) -> None:

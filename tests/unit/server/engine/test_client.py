@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from support.engine_fakes import build_fake, build_slow
+from support.engine_fakes import build_fake, build_losing, build_slow
 
 from loraplex_proto.errors import AdapterNotFound, Cancelled, ClientTooSlow, EngineLost, UnsupportedModel
 from loraplex_server.config import EngineConfig, ModelConfig
@@ -100,6 +100,20 @@ async def test_adapter_operations() -> None:
         with pytest.raises(AdapterNotFound):
             await client.adapters("get", "zzz")
         assert len(client.state.resident) == 2
+
+
+async def test_an_engine_that_loses_its_device_ends() -> None:
+    """Its requests may be tried elsewhere; whoever watches `lost` ends the worker."""
+    client = EngineClient(CONFIG)
+    await client.start(inline=True, builder=build_losing)
+    streams = [client.submit(request(name, max_tokens=100)) for name in "ab"]
+    for stream in streams:
+        last = (await asyncio.wait_for(read(stream), 20))[-1]
+        assert isinstance(last, RequestFailed)
+        assert isinstance(last.error, EngineLost)
+    assert client.lost.is_set()
+    assert client.integrity == ""
+    await client.stop()
 
 
 async def test_an_engine_that_is_killed_fails_its_requests() -> None:
