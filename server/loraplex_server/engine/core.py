@@ -34,6 +34,8 @@ from loraplex_server.scheduler.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
+MAX_IDLE_S = 3600.0  # a lock cannot be waited for until any deadline that a client may name
+
 
 class Runner(Protocol):
     """The only place with tensors (model/runner.py; a fake in tests)."""
@@ -91,7 +93,7 @@ class Engine:
         deadlines = [a.request.deadline_s for a in self._accepted.values() if a.request.deadline_s is not None]
         if not deadlines:
             return None
-        return max(0.0, min(deadlines) - self._clock()) + 0.001
+        return min(max(0.0, min(deadlines) - self._clock()) + 0.001, MAX_IDLE_S)
 
     def handle(self, command: Command) -> None:
         """Takes in one command. What a request did wrong comes out as its own failure."""

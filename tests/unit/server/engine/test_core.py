@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import threading
+
 import pytest
 from support.engine_fakes import FakeCache, FakeRunner, make_engine
 
@@ -104,6 +106,15 @@ def test_a_deadline_ends_a_request_that_waits_for_its_adapter() -> None:
     now[0] = 5.1
     events, _ = run(engine, 1)
     assert isinstance(failure(events, "r"), DeadlineExceeded)
+
+
+def test_a_deadline_in_the_far_future_can_be_waited_for() -> None:
+    engine = make_engine(cache=FakeCache(delay=1000))
+    engine.handle(Submit(request(adapter_id="a", deadline_s=1e12)))
+    run(engine, 2)
+    timeout_s = engine.idle_timeout_s()
+    assert timeout_s is not None
+    assert 0 < timeout_s <= threading.TIMEOUT_MAX
 
 
 def test_a_step_that_raises_fails_the_one_at_fault() -> None:
