@@ -1,7 +1,7 @@
 """The body of the engine's loop: schedule, execute, apply, and what surrounds them.
 
-Owns the requests whose adapter is still being fetched, the adapter operations that wait for a load, and the pin that
-every accepted request holds on its adapter's key. Owns neither threads nor pipes: `process` turns it, tests may too.
+Owns every accepted request with the pin that it holds on its adapter's key, and the adapter operations that wait for a
+load. Owns neither threads nor pipes: `process` turns it, tests may too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Protocol
 
 from loraplex_adapters.cache.api import AdapterCache, AdapterInfo
 from loraplex_adapters.key import AdapterKey
-from loraplex_proto.errors import DeadlineExceeded, Draining, LoraplexError, unexpected
+from loraplex_proto.errors import DeadlineExceeded, Draining, LoraplexError, QueueFull, unexpected
 from loraplex_server.engine.isolation import Execute, execute_isolated
 from loraplex_server.engine.messages import (
     Abandon,
@@ -28,6 +28,7 @@ from loraplex_server.engine.messages import (
     StopCompletion,
     Submit,
 )
+from loraplex_server.engine.unresolved import Unresolved
 from loraplex_server.events import CompletionEnd, Event, RequestFailed
 from loraplex_server.request import Request
 from loraplex_server.scheduler.scheduler import Scheduler
@@ -73,13 +74,14 @@ class Engine:
         self._runner = runner
         self._clock = clock
         self._accepted: dict[str, _Accepted] = {}
-        self._unresolved: dict[str, _Accepted] = {}
+        self._unresolved = Unresolved(cache.resolve)
         self._operations: dict[int, AdapterCommand] = {}
         self._events: list[Event] = []
         self._replies: list[Reply] = []
         self._num_steps = 0
         self._can_step = False
         self._residency_changed = True
+        self._num_queued_reported = 0
 
     @property
     def can_step(self) -> bool:
@@ -115,9 +117,9 @@ class Engine:
     def turn(self) -> Batch | None:
         """One turn of the loop. None when there is nothing to report."""
         now = self._clock()
-        if self._cache.poll(now):
-            self._residency_changed = True
-        self._admit_resolved(now)
+        has_news = self._cache.poll(now)
+        self._residency_changed |= has_news
+        self._admit_resolved(has_news, now)
         self._run_operations(now)
         plan = self._scheduler.schedule(now)
         self._take(self._scheduler.take_events())
@@ -156,27 +158,27 @@ class Engine:
     def _submit(self, request: Request) -> None:
         accepted = _Accepted(request, num_open=request.n)
         self._accepted[request.request_id] = accepted
+        try:
+            # Those whose adapter is being fetched will stand in the scheduler's queue, so they count as if they did.
+            self._scheduler.check_room(self._unresolved.num_requests)
+        except QueueFull as error:
+            self._end(request.request_id, error)
+            return
         if request.adapter_id:
-            self._unresolved[request.request_id] = accepted
+            self._unresolved.add(request)
         else:
             self._schedule(accepted)
 
-    def _admit_resolved(self, now: float) -> None:
-        for request_id, accepted in list(self._unresolved.items()):
-            request = accepted.request
-            if request.deadline_s is not None and request.deadline_s <= now:
-                self._end(request_id, DeadlineExceeded("the deadline passed while the adapter was being fetched"))
-                continue
-            try:
-                accepted.key = self._cache.resolve(request.adapter_id, request.tenant, now)
-            except LoraplexError as error:
-                self._end(request_id, error)
-                continue
-            except Exception as error:
-                self._end(request_id, unexpected(error, "resolving an adapter"))
-                continue
-            if accepted.key is not None:
-                del self._unresolved[request_id]
+    def _admit_resolved(self, has_news: bool, now: float) -> None:
+        for request in self._unresolved.take_expired(now):
+            error = DeadlineExceeded("the deadline passed while the adapter was being fetched; allow more time")
+            self._end(request.request_id, error)
+        for request, outcome in self._unresolved.take_resolved(has_news, now):
+            if isinstance(outcome, LoraplexError):
+                self._end(request.request_id, outcome)
+            else:
+                accepted = self._accepted[request.request_id]
+                accepted.key = outcome
                 self._schedule(accepted)
 
     def _schedule(self, accepted: _Accepted) -> None:
@@ -210,7 +212,7 @@ class Engine:
                 accepted.num_open = 0
             if accepted.num_open == 0:
                 del self._accepted[event.request_id]
-                self._unresolved.pop(event.request_id, None)
+                self._unresolved.discard(accepted.request)
                 if accepted.key is not None:
                     self._cache.unpin(accepted.key)
 
@@ -247,14 +249,18 @@ class Engine:
     # --- reporting ----------------------------------------------------------------------------------------------------
 
     def _report(self) -> Batch | None:
-        if not self._events and not self._replies and not self._residency_changed:
+        load = self._load()
+        # Routers spread by the queue, and while all wait for a fetch there is nothing else to say.
+        has_news = self._residency_changed or load.num_queued != self._num_queued_reported
+        if not self._events and not self._replies and not has_news:
             return None
         resident = usage = None
         if self._residency_changed:
             resident = tuple(self._cache.list(include_unloaded=False))
             usage = self._cache.usage()
             self._residency_changed = False
-        batch = Batch(tuple(self._events), tuple(self._replies), self._load(), resident, usage)
+        batch = Batch(tuple(self._events), tuple(self._replies), load, resident, usage)
+        self._num_queued_reported = load.num_queued
         self._events, self._replies = [], []
         return batch
 
@@ -262,7 +268,7 @@ class Engine:
         load = self._scheduler.load()
         return LoadNumbers(
             num_running=load.num_running,
-            num_queued=load.num_queued + len(self._unresolved),
+            num_queued=load.num_queued + self._unresolved.num_completions,
             pending_tokens=load.pending_tokens,
             num_blocks=load.num_blocks,
             num_free_blocks=load.num_free_blocks,

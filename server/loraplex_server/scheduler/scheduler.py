@@ -96,6 +96,18 @@ class Scheduler:
                 heapq.heapify(self._deadlines)
             heapq.heappush(self._deadlines, (request.deadline_s, self._num_added, state))
 
+    def check_room(self, num_elsewhere: int = 0) -> None:
+        """Raises QueueFull when no more requests may wait. `num_elsewhere`: of those that are still to be added."""
+        num_queued = self._roster.num_queued_requests + num_elsewhere
+        if num_queued >= self._config.max_queued:
+            retry_after_s = self._admission.retry_after_s(num_queued)
+            raise QueueFull(
+                f"{num_queued} requests are waiting, which is all this server takes; try again in {retry_after_s:.1f} "
+                "s or on another worker",
+                resource="queue",
+                retry_after_s=retry_after_s,
+            )
+
     def cancel(self, request_id: str, error: LoraplexError, now: float) -> list[Event]:
         """Ends the request with `error` and frees what it has. One that has ended already is left alone."""
         state = self._roster.requests.get(request_id)
@@ -244,14 +256,7 @@ class Scheduler:
             )
         if request.deadline_s is not None and request.deadline_s <= now:
             raise DeadlineExceeded("the deadline had passed before the request could be queued; allow more time")
-        if self._roster.num_queued_requests >= self._config.max_queued:
-            retry_after_s = self._admission.retry_after_s(self._roster.num_queued_requests)
-            raise QueueFull(
-                f"{self._roster.num_queued_requests} requests are waiting, which is all this server takes; try again "
-                f"in {retry_after_s:.1f} s or on another worker",
-                resource="queue",
-                retry_after_s=retry_after_s,
-            )
+        self.check_room()
 
     def _new_state(self, request: Request, key: AdapterKey | None) -> RequestState:
         stopping, num_prompt_tokens = request.stopping, len(request.prompt_token_ids)

@@ -13,6 +13,7 @@ from loraplex_proto.errors import (
     Internal,
     LoraplexError,
     OutOfMemory,
+    QueueFull,
 )
 from loraplex_server.engine.core import Engine
 from loraplex_server.engine.messages import Abandon, AdapterCommand, Cancel, Reply, StopCompletion, Submit
@@ -106,6 +107,47 @@ def test_a_deadline_ends_a_request_that_waits_for_its_adapter() -> None:
     now[0] = 5.1
     events, _ = run(engine, 1)
     assert isinstance(failure(events, "r"), DeadlineExceeded)
+
+
+def test_requests_that_wait_for_an_adapter_count_as_queued() -> None:
+    cache = FakeCache(delay=1000)
+    engine = make_engine(cache=cache, max_queued=3)
+    for number in range(4):
+        engine.handle(Submit(request(f"r{number}", adapter_id="ab"[number % 2])))
+    engine.handle(Submit(request("base")))
+    events, _ = run(engine, 3)
+    for name in ("r3", "base"):
+        error = failure(events, name)
+        assert isinstance(error, QueueFull)
+        assert error.retry_after_s
+    assert not terminal(events, "r2")
+    engine.handle(Cancel("r0", Cancelled("gone")))
+    engine.handle(Submit(request("base")))  # there is room again
+    events, _ = run(engine, 10)
+    assert isinstance(terminal(events, "base")[0], CompletionEnd)
+
+
+def test_who_was_let_in_is_not_refused_once_its_adapter_is_there() -> None:
+    engine = make_engine(cache=FakeCache(delay=5), max_queued=3)
+    for number in range(3):
+        engine.handle(Submit(request(f"r{number}", adapter_id="a")))
+    events, _ = run(engine)
+    assert all(isinstance(terminal(events, f"r{number}")[0], CompletionEnd) for number in range(3))
+    assert engine.integrity_report() == ""
+
+
+def test_a_grown_queue_is_news() -> None:
+    """While the only requests wait for a long fetch, routers and metrics still see them."""
+    engine = make_engine(cache=FakeCache(delay=1000))
+    engine.turn()
+    engine.handle(Submit(request("one", adapter_id="a")))
+    batch = engine.turn()
+    assert batch is not None
+    assert batch.load.num_queued == 1
+    engine.handle(Submit(request("two", adapter_id="a", n=2)))
+    batch = engine.turn()
+    assert batch is not None
+    assert batch.load.num_queued == 3
 
 
 def test_a_deadline_in_the_far_future_can_be_waited_for() -> None:
