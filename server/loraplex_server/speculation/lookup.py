@@ -1,0 +1,184 @@
+"""Prompt lookup: the text has been here before, so what followed then is the guess for what follows now.
+
+Owns one index per sequence: where each short run of its tokens stood last. Appending a token costs a few dictionary
+operations, nothing is rebuilt, and the tokens themselves stay with the scheduler. Knows neither the model nor whether
+its drafts were right; how much a match is worth is for `lengths` to learn, from how long the match is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from loraplex_server.request import SpeculationParams
+from loraplex_server.scheduler.plan import Candidate
+from loraplex_server.speculation.base import PROMPT_LOOKUP, Ask
+
+# Measured on records whose answers copy names and numbers out of the prompt: nothing above 4 changes a draft, and a
+# floor of 2 misses the first token of most copies. Single tokens pay because of the rule in `Match`.
+DEFAULT_MIN_NGRAM = 1
+DEFAULT_MAX_NGRAM = 4
+# Longer bounds are met by looking at the tokens before the match: an index of every length up to 64 would cost more
+# than it tells.
+MAX_INDEXED_NGRAM = 8
+MAX_MATCH = 64
+# Runs that end in the last this many tokens can be found, and up to twice as many: some 400 bytes each.
+WINDOW = 16_384
+
+_TOKEN_BITS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Where the sequence's last tokens stood before: the longest run of them, and of its places the latest.
+
+    A single token is a match only where it stands once in the prompt: names and numbers do, and are copied; of words
+    that stand everywhere, or that the completion itself has repeated, one alone says nothing.
+    """
+
+    position: int  # of the token that followed
+    num_tokens: int  # how many tokens before agree, MAX_MATCH at most: the more, the likelier is what followed
+
+
+class PromptLookupProposer:
+    """Drafts by copying. Owns an index per sequence that it has been asked for."""
+
+    def __init__(self, window: int = WINDOW) -> None:
+        self._window = window
+        self._indexes: dict[str, _Index] = {}
+
+    @property
+    def name(self) -> str:
+        return PROMPT_LOOKUP
+
+    def match(self, candidate: Candidate, params: SpeculationParams) -> Match | None:
+        """What a draft would continue, None where there would be no draft. Costs what `propose` costs."""
+        bounds = _bounds(params)
+        index = self._indexes.get(candidate.sequence_id)
+        if index is None or index.bounds != bounds or index.num_indexed > len(candidate.token_ids):
+            index = _Index(bounds, candidate.num_prompt_tokens, self._window)
+            self._indexes[candidate.sequence_id] = index
+        index.extend(candidate.token_ids)
+        return index.find(candidate.token_ids)
+
+    def match_len(self, candidate: Candidate, params: SpeculationParams) -> int:
+        """How many tokens the match is long, 0 for none: the evidence that `lengths` asks for."""
+        match = self.match(candidate, params)
+        return match.num_tokens if match is not None else 0
+
+    def propose(self, asks: Sequence[Ask]) -> Sequence[tuple[int, ...]]:
+        return [self._draft(ask) for ask in asks]
+
+    def forget(self, sequence_id: str) -> None:
+        self._indexes.pop(sequence_id, None)
+
+    def close(self) -> None:
+        self._indexes.clear()
+
+    def _draft(self, ask: Ask) -> tuple[int, ...]:
+        match = self.match(ask.candidate, ask.params)
+        if match is None:
+            return ()
+        return continuation(ask.candidate.token_ids, match.position, ask.num_tokens)
+
+
+def continuation(token_ids: Sequence[int], position: int, num_tokens: int) -> tuple[int, ...]:
+    """What follows if the text repeats itself from `position` on; past its end, what it has just repeated, again."""
+    copied = tuple(token_ids[position : position + num_tokens])
+    period = len(token_ids) - position
+    if num_tokens <= period:
+        return copied
+    return (copied * (num_tokens // period + 1))[:num_tokens]
+
+
+def _bounds(params: SpeculationParams) -> tuple[int, int]:
+    """Of the match, shortest and longest; 0 leaves one to the default, which gives way to the other."""
+    longest = params.max_ngram or max(DEFAULT_MAX_NGRAM, params.min_ngram)
+    shortest = params.min_ngram or min(DEFAULT_MIN_NGRAM, longest)
+    return shortest, longest
+
+
+class _Index:
+    """Where each run of 1 to `MAX_INDEXED_NGRAM` tokens of one sequence ended last, as far as something followed it.
+
+    Keys are the tokens of a run packed into one integer: exact, and unlike tuples of no interest to the collector.
+    Two generations: when the young one has a window's worth of tokens, it becomes the old one, and the old one goes.
+    """
+
+    def __init__(self, bounds: tuple[int, int], num_prompt_tokens: int, window: int) -> None:
+        self.bounds = bounds
+        self.num_indexed = 0  # runs that end before this position, and the token there, are in
+        self._shortest = min(bounds[0], MAX_INDEXED_NGRAM)
+        self._longest = min(bounds[1], MAX_INDEXED_NGRAM)
+        self._num_prompt_tokens = num_prompt_tokens
+        self._window = window
+        self._names: dict[int, int] | None = None  # tokens that stand once in the prompt, and the position behind them
+        self._young = self._new_generation()
+        self._old = self._new_generation()
+        self._num_young = 0
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Takes in what has been appended since. A run is in once it is known what followed."""
+        if self._names is None:
+            self._names = self._find_names(token_ids)
+        end = len(token_ids)
+        begin = max(self.num_indexed, 1, end - 2 * self._window)
+        while begin < end:
+            upto = min(end, begin + self._window - self._num_young)
+            self._add(token_ids, begin, upto)
+            self._num_young += upto - begin
+            if self._num_young == self._window:
+                self._old, self._young = self._young, self._new_generation()
+                self._num_young = 0
+            begin = upto
+        self.num_indexed = end
+
+    def find(self, token_ids: Sequence[int]) -> Match | None:
+        """The longest run that ends the sequence and stood in it before."""
+        end = len(token_ids)
+        num_tokens, position, key = 0, 0, 0
+        for length in range(1, min(self._longest, end - 1) + 1):
+            key |= token_ids[end - length] << (_TOKEN_BITS * (length - 1))
+            if length < self._shortest:
+                continue
+            if length == 1:
+                found = self._names.get(key) if self._names else None
+                if found == end:  # nothing has followed it yet
+                    found = None
+            else:
+                found = self._young[length].get(key) or self._old[length].get(key)
+            if found is not None:
+                num_tokens, position = length, found
+            elif length > 1:
+                break  # what has not stood here has not stood here with one token more
+        if not num_tokens:
+            return None
+        most = min(MAX_MATCH, position)
+        while num_tokens < most and token_ids[position - 1 - num_tokens] == token_ids[end - 1 - num_tokens]:
+            num_tokens += 1
+        return Match(position, num_tokens) if num_tokens >= self.bounds[0] else None
+
+    def _add(self, token_ids: Sequence[int], begin: int, end: int) -> None:
+        """The runs that end before positions `begin` to `end`, of every length: later ones replace earlier ones."""
+        keys = list(token_ids[begin - 1 : end - 1])
+        positions = list(range(begin, end))  # one integer for all lengths
+        for length in range(2, min(self._longest, end - 1) + 1):
+            # The sequence's first positions have no run of that length before them.
+            first = max(begin, length)
+            added = token_ids[first - length : end - length]
+            shift = _TOKEN_BITS * (length - 1)
+            keys = [key | token_id << shift for key, token_id in zip(keys[-len(added) :], added, strict=True)]
+            if length >= self._shortest:
+                self._young[length].update(zip(keys, islice(positions, first - begin, None), strict=True))
+
+    def _find_names(self, token_ids: Sequence[int]) -> dict[int, int]:
+        if self._shortest > 1:
+            return {}
+        prompt = token_ids[: self._num_prompt_tokens]
+        counts = Counter(prompt)
+        return {token_id: idx + 1 for idx, token_id in enumerate(prompt) if counts[token_id] == 1}
+
+    def _new_generation(self) -> list[dict[int, int]]:
+        return [{} for _ in range(self._longest + 1)]
