@@ -33,3 +33,5 @@ class BaseTargets:
     model_id: str
     dtype: str  # of the kernel-ready weights: "float64", "float32", "bfloat16", "float16"
     max_rank: int
+    hidden_size: int  # at the language modelling head's input, where Medusa heads read
+    vocab_size: int  # the head's rows: token ids that may come out

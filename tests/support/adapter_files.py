@@ -39,7 +39,7 @@ def base_targets(dtype: str = "float32", max_rank: int = 16, weight_sha256: str 
         modules.append(TargetModule(f"model.layers.{layer}.mlp.down_proj", "linear", 2 * HIDDEN, HIDDEN))
     modules.append(TargetModule("model.embed_tokens", "embedding", VOCAB, HIDDEN, weight_sha256=weight_sha256))
     modules.append(TargetModule("lm_head", "linear", HIDDEN, VOCAB, weight_sha256=weight_sha256))
-    return BaseTargets({m.path: m for m in modules}, "tiny-base", dtype, max_rank)
+    return BaseTargets({m.path: m for m in modules}, "tiny-base", dtype, max_rank, HIDDEN, VOCAB)
 
 
 def lora_tensors(

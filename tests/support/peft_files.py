@@ -16,8 +16,8 @@ from transformers.pytorch_utils import Conv1D
 
 from loraplex_adapters.cache.loader import check_adapter
 from loraplex_adapters.key import AdapterKey
+from loraplex_adapters.layout import weights_at
 from loraplex_adapters.lora.convert import write_payload
-from loraplex_adapters.lora.layout import weights_at
 from loraplex_adapters.pace import no_pace
 from loraplex_adapters.sources.directory import DirectorySource
 from loraplex_adapters.targets import BaseTargets
@@ -107,6 +107,7 @@ def load_lora(root: Path, name: str, targets: BaseTargets) -> AdapterWeights:
     plan = check_adapter(name, source, targets, no_pace)
     data = bytearray()
     with source.open(name) as files:
-        write_payload(plan, files.open("adapter_model.safetensors"), lambda piece: data.extend(piece))
+        assert plan.lora is not None
+        write_payload(plan.lora, files.open(plan.lora.file), lambda piece: data.extend(piece))
     storage: Tensor = torch.frombuffer(data, dtype=torch.uint8)
     return weights_at(AdapterKey("lora", f"{abs(hash(name)):064x}"[-64:]), plan.layout, storage)

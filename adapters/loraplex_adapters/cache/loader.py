@@ -14,14 +14,14 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from loraplex_adapters.formats.detect import WEIGHTS_NAME, detect_kind, ignored_template
-from loraplex_adapters.formats.peft import LoraPlan, plan_lora
-from loraplex_adapters.formats.peft_config import CONFIG_NAME, MAX_CONFIG_BYTES, parse_peft_config
-from loraplex_adapters.formats.safetensors_header import read_header
+from loraplex_adapters.formats.adapter import AdapterPlan, plan_adapter
+from loraplex_adapters.formats.model_files import OpenedFiles
 from loraplex_adapters.key import AdapterKey
-from loraplex_adapters.lora.convert import WriteFn, check_base_copies, write_payload
+from loraplex_adapters.lora.convert import check_base_copies, write_payload
+from loraplex_adapters.medusa.convert import without_base_head, write_heads
 from loraplex_adapters.pace import GentlePace, Pace
-from loraplex_adapters.sources.base import AdapterFiles, AdapterSource, SourceFile, read_all
+from loraplex_adapters.pieces import WriteFn
+from loraplex_adapters.sources.base import AdapterSource
 from loraplex_adapters.store import AdapterStore
 from loraplex_adapters.targets import BaseTargets
 from loraplex_proto.errors import AdapterMemoryFull, DiskFull, LoraplexError, SourceUnavailable, unexpected
@@ -39,54 +39,39 @@ class Imported:
     key: AdapterKey
     num_bytes: int
     rank: int
+    num_heads: int = 0
 
 
 def import_adapter(
     adapter_id: str, source: AdapterSource, targets: BaseTargets, store: AdapterStore, pace: Pace
 ) -> Imported:
     """Reads the source, checks everything, stores. Raises a typed error, and then nothing is left behind."""
-    with source.open(adapter_id) as files:
-        detect_kind(files.names)
-        config_file, weights_file = files.open(CONFIG_NAME), files.open(WEIGHTS_NAME)
-        plan = _plan(files, config_file, weights_file, targets, pace)
-        for warning in _warnings(plan, files):
+    with source.open(adapter_id) as found:
+        files = OpenedFiles(found)
+        plan = plan_adapter(files, targets, pace)
+        for warning in plan.warnings:
             log.warning("adapter %s %s", ascii(adapter_id), warning)
+        if plan.heads is not None:
+            plan = plan.with_heads(without_base_head(plan.heads, files.opened, targets))
+        layout = plan.layout
 
         def fill(write: WriteFn) -> None:
-            check_base_copies(plan, weights_file)
-            write_payload(plan, weights_file, write)
-            config_file.check_unchanged()
-            weights_file.check_unchanged()
+            if plan.lora is not None:
+                file = files.opened[plan.lora.file]
+                check_base_copies(plan.lora, file)
+                write_payload(plan.lora, file, write)
+            if plan.heads is not None and layout.heads is not None:
+                write_heads(plan.heads, layout.heads, files.opened, targets.vocab_size, write)
+            files.check_unchanged()
 
-        key = store.put("lora", plan.layout.to_json(), plan.layout.num_bytes, fill)
-    return Imported(key, plan.layout.num_bytes, plan.layout.max_rank)
+        key = store.put(layout.kind, layout.to_json(), layout.num_bytes, fill)
+    return Imported(key, layout.num_bytes, layout.max_rank, layout.num_heads)
 
 
-def check_adapter(adapter_id: str, source: AdapterSource, targets: BaseTargets, pace: Pace) -> LoraPlan:
-    """All checks that need only the header, for whoever wants to know without loading."""
+def check_adapter(adapter_id: str, source: AdapterSource, targets: BaseTargets, pace: Pace) -> AdapterPlan:
+    """All checks that need only the headers, for whoever wants to know without loading."""
     with source.open(adapter_id) as files:
-        detect_kind(files.names)
-        return _plan(files, files.open(CONFIG_NAME), files.open(WEIGHTS_NAME), targets, pace)
-
-
-def _plan(
-    files: AdapterFiles, config_file: SourceFile, weights_file: SourceFile, targets: BaseTargets, pace: Pace
-) -> LoraPlan:
-    config = parse_peft_config(read_all(config_file, MAX_CONFIG_BYTES, CONFIG_NAME))
-
-    def read_at(offset: int, num_bytes: int) -> bytes:
-        data = bytearray(num_bytes)
-        weights_file.read_into(memoryview(data), offset)
-        return bytes(data)
-
-    tensors = read_header(read_at, weights_file.num_bytes, WEIGHTS_NAME, pace)
-    return plan_lora(config, tensors, targets, pace)
-
-
-def _warnings(plan: LoraPlan, files: AdapterFiles) -> list[str]:
-    template = ignored_template(files.names)
-    unused = [f"comes with {template}, which is not used: the base model's chat template is"] if template else []
-    return [*plan.warnings, *unused]
+        return plan_adapter(OpenedFiles(files), targets, pace)
 
 
 def typed(error: BaseException, what: str) -> LoraplexError:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loraplex_adapters.key import AdapterKey
-from loraplex_adapters.lora.layout import LoraLayout, weights_at
+from loraplex_adapters.layout import AdapterLayout, weights_at
 from loraplex_adapters.pace import Pace
 from loraplex_adapters.store import AdapterStore
 from loraplex_adapters.weights import AdapterWeights
@@ -28,7 +28,7 @@ class HostCopy:
     """One adapter on the host. `payload` is mapped, or the view of a pinned tensor."""
 
     key: AdapterKey
-    layout: LoraLayout
+    layout: AdapterLayout
     payload: NDArray[np.uint8]
     pinned: Tensor | None = None
 
@@ -46,7 +46,7 @@ class Tiers:
         stored = self._store.open(key)
         if stored is None:
             return None
-        layout = LoraLayout.from_json(stored.layout)
+        layout = AdapterLayout.from_json(stored.layout)
         mapped = np.frombuffer(stored.payload, dtype=np.uint8)
         assert mapped.size == layout.num_bytes, "a stored payload is as large as its layout"
         if self._device.type != "cuda":

@@ -1,41 +1,59 @@
-"""Which kind of adapter a set of files is. The files decide; names and requests do not.
+"""Which files of a directory an adapter is read from. The files decide; names and requests do not.
 
-Looks at names only. Templates and tokenizers beside an adapter are never read, let alone executed.
+Looks at names only. What kind of adapter it is in the end, its tensors say (formats/adapter.py). Templates and
+tokenizers beside an adapter are never read, let alone executed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
+from loraplex_adapters.formats.medusa_config import MODEL_CONFIG_NAME
 from loraplex_adapters.formats.peft_config import CONFIG_NAME
-from loraplex_proto.errors import AdapterInvalid, AdapterUnsupported, UnsafeFormat
+from loraplex_proto.errors import AdapterInvalid, UnsafeFormat
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 MEDUSA_WEIGHTS_NAME = "medusa_lm_head.safetensors"
-PICKLE_NAMES = (
+MODEL_WEIGHTS_NAME = "model.safetensors"
+MODEL_INDEX_NAME = "model.safetensors.index.json"
+LORA_PICKLE_NAMES = (
     "adapter_model.bin", "adapter_model.pt", "adapter_model.pth", "adapter_model.pkl", "pytorch_model.bin",
-    "medusa_lm_head.pt", "medusa_lm_head.bin",
 )  # fmt: skip
-# Every file that serving may want. A source need not fetch anything else.
-WANTED_NAMES = (CONFIG_NAME, WEIGHTS_NAME)
+MEDUSA_PICKLE_NAMES = ("medusa_lm_head.pt", "medusa_lm_head.bin", "medusa_lm_head.pth")
+PICKLE_NAMES = (*LORA_PICKLE_NAMES, *MEDUSA_PICKLE_NAMES)
+# What an adapter is known by.
+ADAPTER_NAMES = (CONFIG_NAME, WEIGHTS_NAME, MEDUSA_WEIGHTS_NAME)
+# Every file that serving may want, a whole model's apart. A source need not fetch anything else.
+WANTED_NAMES = (*ADAPTER_NAMES, MODEL_CONFIG_NAME)
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
 
 
 def detect_kind(names: Collection[str]) -> str:
-    """'lora', the one kind that is served so far. Raises UnsafeFormat, AdapterUnsupported or AdapterInvalid."""
-    if MEDUSA_WEIGHTS_NAME in names:
-        raise AdapterUnsupported(f"{MEDUSA_WEIGHTS_NAME}: Medusa heads are not served yet")
-    if WEIGHTS_NAME not in names:
-        for name in PICKLE_NAMES:
-            if name in names:
-                raise UnsafeFormat(
-                    f"{name} is a pickle, which can run code when it is read; save the weights as {WEIGHTS_NAME} "
-                    "(PEFT: save_pretrained(..., safe_serialization=True))"
-                )
-        raise AdapterInvalid(f"there is no {WEIGHTS_NAME}; save the adapter with PEFT's save_pretrained")
-    if CONFIG_NAME not in names:
+    """'lora', 'medusa' or 'combined', or 'model' for the layout of a whole model, which vLLM's heads have too. Raises
+    UnsafeFormat or AdapterInvalid."""
+    has_lora, has_heads = WEIGHTS_NAME in names, MEDUSA_WEIGHTS_NAME in names
+    if has_lora and CONFIG_NAME not in names:
         raise AdapterInvalid(f"there is no {CONFIG_NAME} beside {WEIGHTS_NAME}")
-    return "lora"
+    if has_lora or has_heads:
+        return "combined" if has_lora and has_heads else "lora" if has_lora else "medusa"
+    if MODEL_CONFIG_NAME in names and (MODEL_WEIGHTS_NAME in names or MODEL_INDEX_NAME in names):
+        return "model"
+    for name in LORA_PICKLE_NAMES:
+        if name in names:
+            raise UnsafeFormat(
+                f"{name} is a pickle, which can run code when it is read; save the weights as {WEIGHTS_NAME} "
+                "(PEFT: save_pretrained(..., safe_serialization=True))"
+            )
+    for name in MEDUSA_PICKLE_NAMES:
+        if name in names:
+            raise UnsafeFormat(
+                f"{name} is a pickle, which can run code when it is read; where you trust it, read it with "
+                f"torch.load(..., weights_only=True) and save clones of its tensors as {MEDUSA_WEIGHTS_NAME} with "
+                "safetensors.torch.save_file"
+            )
+    raise AdapterInvalid(
+        f"there is no {WEIGHTS_NAME} and no {MEDUSA_WEIGHTS_NAME}; save a LoRA with PEFT's save_pretrained"
+    )
 
 
 def ignored_template(names: Collection[str]) -> str | None:

@@ -16,10 +16,9 @@ from loraplex_adapters.formats.peft_config import CONFIG_NAME, PeftLoraConfig, p
 from loraplex_adapters.formats.safetensors_header import TensorInfo
 from loraplex_adapters.lora.layout import FactorShape, LoraLayout, place
 from loraplex_adapters.pace import Pace, no_pace
+from loraplex_adapters.pieces import check_float
 from loraplex_adapters.targets import BaseTargets, TargetModule
 from loraplex_proto.errors import AdapterInvalid, AdapterUnsupported, BaseMismatch, RankLimit, ShapeMismatch
-
-FLOAT_DTYPES: Mapping[str, str] = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 _PREFIX = "base_model.model."
 _FACTORS: Mapping[str, tuple[str, bool]] = {  # what the key says -> (which factor, of an embedding)
@@ -55,6 +54,11 @@ class LoraPlan:
     modules: tuple[PlannedModule, ...]
     base_copies: tuple[tuple[TensorInfo, TargetModule], ...]  # must equal the base model's own weight
     warnings: tuple[str, ...]
+
+    @property
+    def file(self) -> str:
+        """The one that has all the tensors."""
+        return self.modules[0].a.file
 
 
 @dataclass(slots=True)
@@ -105,9 +109,9 @@ def _rest(tensor: TensorInfo, part: str, words: list[str]) -> str:
     kind = words.pop() if words and words[-1] in ("weight", "bias") else ""
     is_embedding = _FACTORS[part][1]
     if len(words) > 1 or (kind == "") is not is_embedding:
-        raise AdapterInvalid(f"{WEIGHTS_NAME}: tensor {tensor.shown} is not named as PEFT names its tensors")
+        raise AdapterInvalid(f"{tensor.where} is not named as PEFT names its tensors")
     if kind == "bias":
-        raise AdapterUnsupported(f"{WEIGHTS_NAME}: {tensor.shown} is a bias on {part} (lora_bias), which is not served")
+        raise AdapterUnsupported(f"{tensor.where} is a bias on {part} (lora_bias), which is not served")
     return kind
 
 
@@ -115,7 +119,7 @@ def _take(found: dict[str, _Found], path: str, part: str, tensor: TensorInfo) ->
     which, is_embedding = _FACTORS[part]
     entry = found.setdefault(path, _Found(is_embedding))
     if entry.is_embedding is not is_embedding or (entry.a if which == "a" else entry.b) is not None:
-        raise AdapterInvalid(f"{WEIGHTS_NAME}: {tensor.shown} is a second {part} for the same module")
+        raise AdapterInvalid(f"{tensor.where} is a second {part} for the same module")
     if which == "a":
         entry.a = tensor
     else:
@@ -128,27 +132,24 @@ def _base_copy(tensor: TensorInfo, targets: BaseTargets) -> TargetModule:
     name = tensor.name.removeprefix(_PREFIX)
     for word in name.split("."):
         if word in _REFUSED_PARTS:
-            raise AdapterUnsupported(f"{WEIGHTS_NAME}: {tensor.shown} is {_REFUSED_PARTS[word]}, which is not served")
+            raise AdapterUnsupported(f"{tensor.where} is {_REFUSED_PARTS[word]}, which is not served")
     if name.endswith(".bias"):
-        raise AdapterUnsupported(
-            f"{WEIGHTS_NAME}: {tensor.shown} is a bias saved with the adapter, which is not served"
-        )
+        raise AdapterUnsupported(f"{tensor.where} is a bias saved with the adapter, which is not served")
     path, _, last = name.rpartition(".")
     module = targets.modules.get(path.removesuffix(".base_layer"))
     if last != "weight" or module is None:
         raise AdapterUnsupported(
-            f"{WEIGHTS_NAME}: tensor {tensor.shown} is no part of a plain LoRA on {targets.model_id!a}, and no "
-            "tensor is left out silently"
+            f"{tensor.where} is no part of a plain LoRA on {targets.model_id!a}, and no tensor is left out silently"
         )
     if not module.weight_sha256:
         raise AdapterUnsupported(
-            f"{WEIGHTS_NAME}: {tensor.shown} replaces a weight of the base model, which is not served; if it is a mere "
+            f"{tensor.where} replaces a weight of the base model, which is not served; if it is a mere "
             "copy, save the adapter with save_embedding_layers=False"
         )
     is_transposed = module.kind == "embedding" or module.is_conv1d
     rows, columns = module.out_features, module.in_features
     _check_shape(tensor, (columns, rows) if is_transposed else (rows, columns))
-    _check_dtype(tensor)
+    check_float(tensor)
     return module
 
 
@@ -157,15 +158,15 @@ def _module(path: str, entry: _Found, config: PeftLoraConfig, targets: BaseTarge
     assert tensor is not None
     if entry.a is None or entry.b is None:
         other = "B" if entry.b is None else "A"
-        raise AdapterInvalid(f"{WEIGHTS_NAME}: {tensor.shown} has no lora_{other} beside it")
+        raise AdapterInvalid(f"{tensor.where} has no lora_{other} beside it")
     module = targets.modules.get(path)
     if module is None:
         raise _no_such_module(path, tensor, targets)
     if entry.is_embedding is not (module.kind == "embedding"):
-        raise ShapeMismatch(f"{WEIGHTS_NAME}: {tensor.shown} does not fit: {path!a} is of kind {module.kind}")
+        raise ShapeMismatch(f"{tensor.where} does not fit: {path!a} is of kind {module.kind}")
     if not config.names_target(path):
         raise AdapterInvalid(
-            f"{WEIGHTS_NAME} has {tensor.shown}, but target_modules in {CONFIG_NAME} does not name its module: the two "
+            f"{tensor.where} is there, but target_modules in {CONFIG_NAME} does not name its module: the two "
             "files do not belong together"
         )
     rank, scale = config.rank_and_scale(path, work)
@@ -174,19 +175,17 @@ def _module(path: str, entry: _Found, config: PeftLoraConfig, targets: BaseTarge
         raise RankLimit(f"{entry.a.shown} has rank {largest}; this server takes ranks up to {targets.max_rank}")
     _check_shape(entry.a, (rank, module.in_features))
     _check_shape(entry.b, (module.out_features, rank))
-    _check_dtype(entry.a)
-    _check_dtype(entry.b)
+    check_float(entry.a)
+    check_float(entry.b)
     shape = FactorShape(path, rank, module.in_features, module.out_features, scale)
     return PlannedModule(shape, entry.a, entry.b)
 
 
 def _no_such_module(path: str, tensor: TensorInfo, targets: BaseTargets) -> AdapterInvalid:
     if "experts" in path.split("."):
-        return AdapterUnsupported(
-            f"{WEIGHTS_NAME}: {tensor.shown} adapts the experts of a mixture, which is not served"
-        )
+        return AdapterUnsupported(f"{tensor.where} adapts the experts of a mixture, which is not served")
     return BaseMismatch(
-        f"{WEIGHTS_NAME}: {tensor.shown} adapts a module that {targets.model_id!a} does not have; the adapter was "
+        f"{tensor.where} adapts a module that {targets.model_id!a} does not have; the adapter was "
         "made for another base model"
     )
 
@@ -194,15 +193,7 @@ def _no_such_module(path: str, tensor: TensorInfo, targets: BaseTargets) -> Adap
 def _check_shape(tensor: TensorInfo, expected: tuple[int, int]) -> None:
     if tensor.shape != expected:
         raise ShapeMismatch(
-            f"{WEIGHTS_NAME}: {tensor.shown} has shape {list(tensor.shape)}; base model and {CONFIG_NAME} make it "
-            f"{list(expected)}"
-        )
-
-
-def _check_dtype(tensor: TensorInfo) -> None:
-    if tensor.dtype not in FLOAT_DTYPES:
-        raise AdapterUnsupported(
-            f"{WEIGHTS_NAME}: {tensor.shown} has dtype {tensor.dtype}; {', '.join(FLOAT_DTYPES)} are served"
+            f"{tensor.where} has shape {list(tensor.shape)}; base model and {CONFIG_NAME} make it {list(expected)}"
         )
 
 

@@ -42,6 +42,12 @@ class TensorInfo:
     shape: tuple[int, ...]
     offset: int
     num_bytes: int
+    file: str  # which file, as the reader of its header called it
+
+    @property
+    def where(self) -> str:
+        """File and name, for a message."""
+        return f"{self.file}: {self.shown}"
 
     @property
     def shown(self) -> str:
@@ -93,7 +99,7 @@ def _tensor(name: str, entry: Any, data_start: int, what: str) -> TensorInfo:
     num_bytes = offsets[1] - offsets[0]
     if math.prod(shape) * DTYPE_BYTES[dtype] != num_bytes:
         raise AdapterInvalid(f"{where} of shape {list(shape)} and {dtype} does not have {num_bytes} bytes")
-    return TensorInfo(name, dtype, shape, data_start + offsets[0], num_bytes)
+    return TensorInfo(name, dtype, shape, data_start + offsets[0], num_bytes, what)
 
 
 def _numbers(value: Any, maximum: int) -> tuple[int, ...] | None:

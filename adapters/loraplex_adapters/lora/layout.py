@@ -12,21 +12,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from loraplex_adapters.key import AdapterKey
 from loraplex_adapters.ops.base import LoraFactors
 from loraplex_adapters.pace import Pace, no_pace
-from loraplex_adapters.weights import AdapterWeights
+from loraplex_adapters.pieces import DTYPES
 
 ALIGN_BYTES = 64
-DTYPES: Mapping[str, torch.dtype] = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -92,15 +84,14 @@ def place(dtype: str, shapes: Iterable[FactorShape]) -> LoraLayout:
     position = 0
     for shape in sorted(shapes):
         a_offset = position
-        b_offset = _aligned(a_offset + shape.rank * shape.in_features * itemsize)
-        position = _aligned(b_offset + shape.rank * shape.out_features * itemsize)
+        b_offset = aligned(a_offset + shape.rank * shape.in_features * itemsize)
+        position = aligned(b_offset + shape.rank * shape.out_features * itemsize)
         placed.append(PlacedFactors(shape, a_offset, b_offset))
     return LoraLayout(dtype, tuple(placed), position)
 
 
-def weights_at(key: AdapterKey, layout: LoraLayout, storage: Tensor, pace: Pace = no_pace) -> AdapterWeights:
-    """The adapter whose bytes are in `storage` (uint8 [num_bytes], contiguous, aligned). Copies nothing."""
-    assert storage.numel() == layout.num_bytes, "an adapter's storage is exactly as large as its layout"
+def factors_at(layout: LoraLayout, storage: Tensor, pace: Pace = no_pace) -> dict[str, LoraFactors]:
+    """The factors whose bytes `storage` begins with (uint8, contiguous, aligned). Copies nothing."""
     dtype = DTYPES[layout.dtype]
     flat = storage.view(dtype)
     itemsize = dtype.itemsize
@@ -112,8 +103,8 @@ def weights_at(key: AdapterKey, layout: LoraLayout, storage: Tensor, pace: Pace 
         a = flat.as_strided((rank, in_features), (in_features, 1), placed.a_offset // itemsize)  # [rank, in]
         b = flat.as_strided((shape.out_features, rank), (rank, 1), placed.b_offset // itemsize)  # [out, rank]
         factors[shape.path] = LoraFactors(a, b, shape.scale)
-    return AdapterWeights(key, storage, factors)
+    return factors
 
 
-def _aligned(num_bytes: int) -> int:
+def aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES

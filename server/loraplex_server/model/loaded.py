@@ -54,7 +54,8 @@ class LoadedModel:
                 digest = digests.get(weight.data_ptr()) or weight_sha256(weight)
                 modules[path] = replace(target, weight_sha256=digest)
                 digests[weight.data_ptr()] = digest
-        return BaseTargets(modules, self.model_id, self.dtype_name, max_rank)
+        spec = self.spec
+        return BaseTargets(modules, self.model_id, self.dtype_name, max_rank, spec.hidden_size, spec.num_logits)
 
     def bind_kv(self, cache: KvCache, backend: PagedAttention) -> None:
         """Connects the attention layers to their pages."""

@@ -124,9 +124,9 @@ CASES: dict[str, tuple[Spoil, type[LoraplexError]]] = {
     "configuration linked out of the root": (lambda f: linked(f, "adapter_config.json"), AdapterNotFound),
     "pickle .bin": (lambda f: pickled(f, "adapter_model.bin"), UnsafeFormat),
     "pickle .pt": (lambda f: pickled(f, "adapter_model.pt"), UnsafeFormat),
-    "Medusa heads": (
+    "Medusa heads of one byte": (
         lambda f: (f.mkdir(), (f / "medusa_lm_head.safetensors").write_bytes(b"x")),
-        AdapterUnsupported,
+        AdapterInvalid,
     ),
     "a pickle named safetensors": (lambda f: weights(f, lambda d: pickle.dumps(Trap(f / "was-run"))), AdapterInvalid),
     "empty weights": (lambda f: weights(f, lambda d: b""), AdapterInvalid),

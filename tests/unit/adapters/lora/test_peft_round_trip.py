@@ -53,7 +53,8 @@ def targets_of(model: PreTrainedModel, dtype: str = "float64") -> BaseTargets:
             modules[path] = TargetModule(path, "linear", module.in_features, module.out_features, weight_sha256=digest)
         elif isinstance(module, Conv1D):
             modules[path] = TargetModule(path, "linear", module.nx, module.nf, is_conv1d=True)
-    return BaseTargets(modules, "tiny", dtype, max_rank=16)
+    head = modules["lm_head"]
+    return BaseTargets(modules, "tiny", dtype, 16, head.in_features, head.out_features)
 
 
 def save(model: PreTrainedModel, folder: Path, **fields: Any) -> PeftModel:

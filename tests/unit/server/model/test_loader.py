@@ -232,6 +232,7 @@ def test_targets_as_plain_data() -> None:
     assert (words.kind, words.in_features, words.out_features) == ("embedding", VOCAB_SIZE, 32)
     assert targets.modules["lm_head"].weight_sha256 == words.weight_sha256 != ""  # tied
     assert (targets.model_id, targets.dtype, targets.max_rank) == ("tiny", "float32", 16)
+    assert (targets.hidden_size, targets.vocab_size) == (32, VOCAB_SIZE)
 
 
 def test_experts_are_no_targets() -> None:

@@ -1,0 +1,79 @@
+"""A directory's files held against the base model, whatever kind of adapter they make: the plan of a load.
+
+Reads configurations and headers, never weights. Heads may lie in a file of their own, among a LoRA's tensors, or in a
+whole model; every tensor of an adapter's files has its place in the plan, or the load fails with its name. Of a whole
+model only what stands under `medusa_head` is the adapter's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from loraplex_adapters.formats.detect import MEDUSA_WEIGHTS_NAME, WEIGHTS_NAME, detect_kind, ignored_template
+from loraplex_adapters.formats.medusa import HeadsPlan, plan_heads
+from loraplex_adapters.formats.medusa_keys import split_heads
+from loraplex_adapters.formats.model_files import OpenedFiles, model_tensors
+from loraplex_adapters.formats.peft import LoraPlan, PlannedModule, plan_lora
+from loraplex_adapters.formats.peft_config import CONFIG_NAME, MAX_CONFIG_BYTES, parse_peft_config
+from loraplex_adapters.formats.safetensors_header import TensorInfo
+from loraplex_adapters.layout import AdapterLayout, adapter_layout
+from loraplex_adapters.lora.layout import place
+from loraplex_adapters.pace import Pace
+from loraplex_adapters.sources.base import read_all
+from loraplex_adapters.targets import BaseTargets
+from loraplex_proto.errors import AdapterInvalid, AdapterUnsupported
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterPlan:
+    """What to read and where it goes. One of the two is there at least."""
+
+    layout: AdapterLayout
+    lora: LoraPlan | None
+    heads: HeadsPlan | None
+    warnings: tuple[str, ...]
+
+    @property
+    def modules(self) -> tuple[PlannedModule, ...]:
+        return () if self.lora is None else self.lora.modules
+
+    def with_heads(self, heads: HeadsPlan) -> AdapterPlan:
+        """The same with other heads."""
+        return replace(self, heads=heads, layout=adapter_layout(self.layout.lora, heads.shape))
+
+
+def plan_adapter(files: OpenedFiles, targets: BaseTargets, pace: Pace) -> AdapterPlan:
+    """Raises AdapterInvalid or one of its kinds, or what the files raise."""
+    layout_of_files = detect_kind(files.names)
+    if layout_of_files == "model":
+        tensors = model_tensors(files, files.medusa_config(), pace)
+    else:
+        names = [name for name in (WEIGHTS_NAME, MEDUSA_WEIGHTS_NAME) if name in files.names]
+        tensors = [tensor for name in names for tensor in files.header(name, pace).values()]
+    found, others = split_heads(tensors)
+    lora = _plan_lora(files, others, targets, pace) if others or not found else None
+    # A LoRA alone often has its base model's config.json beside it: nothing to do with it.
+    heads = plan_heads(files.medusa_config(), found, targets) if found else None
+    if lora is None and CONFIG_NAME in files.names:
+        raise AdapterInvalid(f"there is an {CONFIG_NAME}, but no LoRA tensor in {', '.join(sorted(files.opened))}")
+    layout = adapter_layout(place(targets.dtype, ()) if lora is None else lora.layout, heads.shape if heads else None)
+    template = ignored_template(files.names) if layout_of_files != "model" else None
+    unused = (f"comes with {template}, which is not used: the base model's chat template is",) if template else ()
+    said = (*(lora.warnings if lora else ()), *(heads.warnings if heads else ()), *unused)
+    return AdapterPlan(layout, lora, heads, tuple(dict.fromkeys(said)))
+
+
+def _plan_lora(files: OpenedFiles, tensors: Sequence[TensorInfo], targets: BaseTargets, pace: Pace) -> LoraPlan:
+    if CONFIG_NAME not in files.names:
+        if not tensors:
+            raise AdapterInvalid(f"{', '.join(sorted(files.opened))} has no Medusa head")
+        raise AdapterUnsupported(
+            f"{tensors[0].where} is no tensor of a Medusa head, no {CONFIG_NAME} says that it is a LoRA's, and no "
+            "tensor is left out silently"
+        )
+    stranger = next((tensor for tensor in tensors if tensor.file != tensors[0].file), None)
+    if stranger is not None:
+        raise AdapterInvalid(f"{stranger.where} is no tensor of a Medusa head; a LoRA's tensors must lie in one file")
+    config = parse_peft_config(read_all(files.open(CONFIG_NAME), MAX_CONFIG_BYTES, CONFIG_NAME))
+    return plan_lora(config, {tensor.name: tensor for tensor in tensors}, targets, pace)
