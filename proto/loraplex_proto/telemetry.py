@@ -42,6 +42,11 @@ def bind_request_id(request_id: str) -> None:
     _request_id.set(request_id)
 
 
+def bound_request_id() -> str:
+    """What `bind_request_id` was last told in this task; empty before."""
+    return _request_id.get()
+
+
 def _request_id_of(record: logging.LogRecord) -> str:
     return getattr(record, "request_id", "") or _request_id.get()
 

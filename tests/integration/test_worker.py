@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import math
 import shutil
 from collections.abc import Iterator
@@ -30,6 +32,7 @@ from loraplex import (
     Unimplemented,
 )
 from loraplex_proto.status import from_rpc_error
+from loraplex_proto.telemetry import PlainFormatter
 from loraplex_proto.v1 import inference_pb2, inference_pb2_grpc
 from loraplex_server.config import AdaptersConfig, BatchConfig, EngineConfig, KvConfig, ModelConfig, WorkerConfig
 from loraplex_server.grpc.server import Worker
@@ -258,6 +261,28 @@ def test_bad_values_name_their_field(client: Client, options: dict[str, Any], fi
         client.generate("hello", **options)
     assert caught.value.field is not None
     assert caught.value.field.startswith(field)
+
+
+def test_errors_and_the_log_carry_the_request_id(stub: Any, caplog: pytest.LogCaptureFixture) -> None:
+    setup = logging.getLogger("loraplex_server")
+    lines = io.StringIO()
+    handler = logging.StreamHandler(lines)
+    handler.setFormatter(PlainFormatter())
+    setup.addHandler(handler)
+    request = inference_pb2.GenerateRequest(text="hello", adapter_id="nobody", request_id="mine")
+    try:
+        with caplog.at_level(logging.INFO, "loraplex_server"):
+            early = inference_pb2.GenerateRequest(request_id="early")  # no prompt
+            assert error_of(lambda: stub.Generate(early)).request_id == "early"
+            assert error_of(lambda: stub.Generate(request)).request_id == "mine"
+            assert error_of(lambda: list(stub.GenerateStream(request))).request_id == "mine"
+            request.request_id = ""
+            given = error_of(lambda: stub.Generate(request)).request_id
+    finally:
+        setup.removeHandler(handler)
+    assert given
+    ends = [line.rpartition(" ")[2] for line in lines.getvalue().splitlines()]
+    assert ends == [f"request_id={name}" for name in ("early", "mine", "mine", given)]
 
 
 def test_a_prompt_beyond_the_context(client: Client) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import operator
 import time
 import uuid
@@ -21,7 +22,10 @@ from google.protobuf.message_factory import GetMessageClass
 
 from loraplex_proto import auth, status, telemetry
 from loraplex_proto.errors import Draining, InvalidArgument, LoraplexError
+from loraplex_proto.ids import MAX_ID_CHARS
 from loraplex_proto.wire import parse
+
+log = logging.getLogger(__name__)
 
 Context = Any
 _Handler = TypeVar("_Handler", bound=Callable[..., Any])
@@ -43,9 +47,11 @@ class Edge:
         return identity
 
 
-def new_request_id(given: str) -> str:
-    """The client's request id, or one of ours."""
-    return given or uuid.uuid4().hex
+def begin_request(given: str) -> str:
+    """The client's request id, or one of ours. Log lines and the error of this call carry it from here on."""
+    request_id = given or uuid.uuid4().hex
+    telemetry.bind_request_id(request_id[:MAX_ID_CHARS])
+    return request_id
 
 
 def add_service(server: grpc.aio.Server, service: ServiceDescriptor, servicer: object) -> None:
@@ -128,6 +134,9 @@ class _Call:
     def failed(self, error: Exception) -> LoraplexError:
         typed = status.as_typed(error)
         self.code = typed.code.name
+        if request_id := telemetry.bound_request_id():
+            typed.metadata.setdefault("request_id", request_id)
+        log.info("%s failed: %s: %s", self._method, self.code, typed.message)
         return typed
 
     def ended(self) -> None:

@@ -18,7 +18,7 @@ from loraplex_server.engine.messages import ModelInfo
 from loraplex_server.frontend.completion import CompletionAssembler, CompletionSummary, Delta
 from loraplex_server.frontend.generation import Progress, generate
 from loraplex_server.grpc import convert
-from loraplex_server.grpc.edge import Edge, handles_errors, handles_stream_errors, new_request_id
+from loraplex_server.grpc.edge import Edge, begin_request, handles_errors, handles_stream_errors
 from loraplex_server.request import Request
 from loraplex_server.text.tokenizer import TextTokenizer
 
@@ -105,6 +105,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     async def _accept(self, message: inference_pb2.GenerateRequest, context: Context) -> Request:
         """From the wire to a request that the engine takes. Raises the typed error."""
+        request_id = begin_request(message.request_id)
         validate.check_generate(message)
         validate.check_for_model(message, self._limits)
         identity = self._edge.admit(*auth.adapters_in(message))
@@ -118,7 +119,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             message,
             prompt,
             # Clients choose ids as they like; in the engine they are unique.
-            request_id=f"{new_request_id(message.request_id)}/{next(self._counter)}",
+            request_id=f"{request_id}/{next(self._counter)}",
             tenant=identity.tenant,
             room=self._info.max_context_tokens - len(prompt),
             arrival_s=arrival_s,
