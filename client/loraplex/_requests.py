@@ -53,6 +53,8 @@ _FIELDS: Final[dict[str, str]] = {
 }
 _OTHER_OPTIONS: Final = frozenset({"messages", "omit_generation_prompt", "adapters", "speculation", "timeout_s"})
 
+_WITHOUT_MESSAGES: Final = "omit_generation_prompt goes with messages"
+
 
 def generate_request(prompt: str | None, options: GenerateOptions) -> inference_pb2.GenerateRequest:
     """Raises InvalidArgument for a value that the wire cannot carry, TypeError for an option that there is not."""
@@ -70,7 +72,7 @@ def generate_request(prompt: str | None, options: GenerateOptions) -> inference_
     if "messages" in given:
         _put_messages(request.chat, given["messages"], given.get("omit_generation_prompt"))
     elif given.get("omit_generation_prompt"):
-        raise InvalidArgument("omit_generation_prompt goes with messages", field="chat.omit_generation_prompt")
+        raise InvalidArgument(_WITHOUT_MESSAGES, field="chat.omit_generation_prompt")
     for name, path in _FIELDS.items():
         if name in given:
             value: Any = given[name]
@@ -95,6 +97,8 @@ def tokenize_request(
     request = inference_pb2.TokenizeRequest(omit_special_tokens=omit_special_tokens)
     if (text is None) == (messages is None):
         raise InvalidArgument("give one of text and messages", field="input")
+    if omit_generation_prompt and messages is None:
+        raise InvalidArgument(_WITHOUT_MESSAGES, field="chat.omit_generation_prompt")
     if text is not None:
         _assign(request, "text", text)
     if messages is not None:

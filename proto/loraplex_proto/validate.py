@@ -25,6 +25,7 @@ __all__ = [
     "ModelLimits",
     "check_adapter_id",
     "check_adapter_request",
+    "check_bare",
     "check_for_model",
     "check_generate",
     "check_prompt_length",
@@ -117,6 +118,8 @@ HANDLED: Final[dict[str, frozenset[str]]] = {
     "GetAdapterRequest": frozenset({"adapter_id"}),
     "ListAdaptersRequest": frozenset({"include_unloaded"}),
     "WatchLoadRequest": frozenset({"min_interval_s"}),
+    "GetInfoRequest": frozenset(),
+    "GetLoadRequest": frozenset(),
 }
 
 # What the wire has and this version refuses, with what to do instead. A path stands for everything below it.
@@ -336,6 +339,11 @@ def check_adapter_request(request: AdapterRequest | adapter_pb2.ListAdaptersRequ
     if not request.adapter_id:
         raise InvalidAdapterId("`adapter_id` is empty: name the adapter", field="adapter_id")
     check_adapter_id(request.adapter_id)
+
+
+def check_bare(request: inference_pb2.GetInfoRequest | worker_pb2.GetLoadRequest) -> None:
+    """A request that asks without saying anything. Raises Unimplemented where it does say something."""
+    _refuse_what_is_not_acted_on(request)
 
 
 def check_watch_load(request: worker_pb2.WatchLoadRequest) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 from loraplex_proto.auth import current_identity
 from loraplex_proto.errors import LoraplexError, NoWorker
 from loraplex_proto.v1 import inference_pb2
-from loraplex_proto.validate import check_tokenize
+from loraplex_proto.validate import check_bare, check_tokenize
 from loraplex_proto.wire import parse
 from loraplex_router.admit import Admitted, admit_generate
 from loraplex_router.calls import Call, Calls
@@ -96,6 +96,7 @@ class Proxy:
 
     async def get_info(self, raw: bytes, context: Any) -> bytes:
         async def body(call: Call) -> bytes:
+            check_bare(parse(inference_pb2.GetInfoRequest, raw))
             answer = inference_pb2.GetInfoResponse.FromString(await self._ask_any(call, "GetInfo", raw))
             answer.role = "router"
             return answer.SerializeToString()

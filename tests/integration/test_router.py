@@ -214,6 +214,9 @@ async def test_large_answers_pass() -> None:
 async def test_small_questions() -> None:
     async with cluster(2) as c:
         assert list((await stub(c.channel).Tokenize(inference_pb2.TokenizeRequest(text="ab"))).token_ids) == [97, 98]
+        newer = inference_pb2.GetInfoRequest.FromString(b"\xa2\x7d\x01x")  # field 2004, a string
+        with pytest.raises(grpc.aio.AioRpcError, match="UNIMPLEMENTED"):
+            await stub(c.channel).GetInfo(newer)
         info = await stub(c.channel).GetInfo(inference_pb2.GetInfoRequest())
         assert (info.role, info.model_id, info.max_context_tokens) == ("router", "tiny", 2048)
         assert isinstance(await error_of(stub(c.channel).Tokenize(inference_pb2.TokenizeRequest())), InvalidArgument)

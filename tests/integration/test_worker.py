@@ -33,7 +33,7 @@ from loraplex import (
 )
 from loraplex_proto.status import from_rpc_error
 from loraplex_proto.telemetry import PlainFormatter
-from loraplex_proto.v1 import inference_pb2, inference_pb2_grpc
+from loraplex_proto.v1 import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 from loraplex_server.config import AdaptersConfig, BatchConfig, EngineConfig, KvConfig, ModelConfig, WorkerConfig
 from loraplex_server.grpc.server import Worker
 
@@ -261,6 +261,14 @@ def test_bad_values_name_their_field(client: Client, options: dict[str, Any], fi
         client.generate("hello", **options)
     assert caught.value.field is not None
     assert caught.value.field.startswith(field)
+
+
+def test_nothing_in_a_request_without_fields_is_ignored(stub: Any, worker: Worker) -> None:
+    newer = b"\xa2\x7d\x01x"  # field 2004, a string
+    assert isinstance(error_of(lambda: stub.GetInfo(inference_pb2.GetInfoRequest.FromString(newer))), Unimplemented)
+    with grpc.insecure_channel(worker.address) as channel:
+        get_load = worker_pb2_grpc.WorkerServiceStub(channel).GetLoad
+        assert isinstance(error_of(lambda: get_load(worker_pb2.GetLoadRequest.FromString(newer))), Unimplemented)
 
 
 def test_errors_and_the_log_carry_the_request_id(stub: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -168,6 +168,14 @@ def test_nothing_about_speculation_is_said_twice(options: dict[str, Any], field:
     assert caught.value.field == field
 
 
+def test_omit_generation_prompt_is_for_messages() -> None:
+    with pytest.raises(InvalidArgument, match="goes with messages"):
+        _requests.generate_request("a", {"omit_generation_prompt": True})
+    with pytest.raises(InvalidArgument, match="goes with messages"):
+        _requests.tokenize_request("a", None, True, False)
+    assert _requests.tokenize_request(None, [{"role": "user", "content": "a"}], True, False).chat.omit_generation_prompt
+
+
 def test_mixtures() -> None:
     request = _requests.generate_request("a", {"adapters": {"x": 0.25, "y": -1}})
     assert [(a.id, a.weight) for a in request.adapters] == [("x", 0.25), ("y", -1.0)]
