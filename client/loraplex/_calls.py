@@ -15,7 +15,7 @@ from google.protobuf.message import Message as ProtobufMessage
 from loraplex import _answers, _requests
 from loraplex._settings import Settings, checked_timeout
 from loraplex.types import Adapter, CallOptions, Chunk, GenerateOptions, Generation, Message, ServerInfo, Tokenization
-from loraplex_proto.errors import DeadlineExceeded, LoraplexError, Unavailable
+from loraplex_proto.errors import Cancelled, DeadlineExceeded, LoraplexError, Unavailable
 from loraplex_proto.status import from_rpc_error
 from loraplex_proto.v1 import adapter_pb2, inference_pb2
 
@@ -50,6 +50,11 @@ class Call(Generic[_Answer]):
         if self.request_id is not None:
             typed.metadata.setdefault("request_id", self.request_id)
         return typed
+
+    def closed(self) -> Cancelled:
+        """What a call ends with whose client is closed meanwhile."""
+        metadata = {"request_id": self.request_id} if self.request_id is not None else {}
+        return Cancelled("the client was closed before the answer was complete", metadata=metadata)
 
 
 class Calls:

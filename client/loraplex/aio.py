@@ -104,6 +104,9 @@ class AsyncClient:
             )
         except grpc.RpcError as error:
             raise call.error(error) from error
+        except asyncio.CancelledError:
+            _raise_unless_of_this_task(call)
+            raise
         return call.read(raw)
 
 
@@ -154,10 +157,10 @@ class AsyncStream(AsyncIterator[Chunk]):
             self._is_closed = True
             raise self._call.error(error) from error
         except asyncio.CancelledError:
-            # grpc raises this for its own cancellation too: when another task has closed the stream.
-            task = asyncio.current_task()
-            if self._is_closed and task is not None and not task.cancelling():
+            was_closed, self._is_closed = self._is_closed, True
+            if was_closed and not _is_cancelled():  # by another task, while this one was waiting
                 raise StopAsyncIteration from None
+            _raise_unless_of_this_task(self._call)
             raise
         if not isinstance(raw, bytes):  # grpc.aio.EOF
             self._is_closed = True
@@ -176,3 +179,15 @@ class AsyncStream(AsyncIterator[Chunk]):
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.aclose()
+
+
+def _is_cancelled() -> bool:
+    """Whether somebody cancelled this task. grpc raises CancelledError for calls that it ended itself, too."""
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
+
+
+def _raise_unless_of_this_task(call: Call[Any]) -> None:
+    """Raises Cancelled where the call was cancelled and the task was not, which would take it for its own end."""
+    if not _is_cancelled():
+        raise call.closed() from None

@@ -345,3 +345,30 @@ def test_closing_the_client_ends_its_streams(connect: Connect, fake: Any) -> Non
     next(stream)
     client.close()
     assert fake.cancelled.wait(3)
+    with pytest.raises(loraplex.Cancelled) as caught:
+        for _ in stream:  # what had arrived may still be read
+            pass
+    assert caught.value.request_id == stream.request_id
+    assert list(stream) == []
+
+
+async def test_closing_the_client_is_no_cancellation_of_who_waits(fake: Any) -> None:
+    fake.delay_s = 30.0
+    client = AsyncClient(fake.address)
+    stream = client.stream("a", request_id="s")
+    waiting = [asyncio.ensure_future(one) for one in (client.generate("a", request_id="g"), anext(stream))]
+    await asyncio.to_thread(fake.arrived.wait, 5)
+    await asyncio.sleep(0.05)
+    await client.close()
+    ends = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [(type(end), end.request_id) for end in ends] == [(loraplex.Cancelled, "g"), (loraplex.Cancelled, "s")]
+
+
+async def test_who_is_cancelled_stays_so(fake: Any) -> None:
+    fake.delay_s = 30.0
+    async with AsyncClient(fake.address) as client:
+        stream = client.stream("a")
+        for call in (client.generate("a"), anext(stream)):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.1):
+                    await call
