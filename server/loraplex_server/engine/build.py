@@ -12,14 +12,16 @@ import torch
 
 from loraplex_adapters.cache.config import AdapterCacheConfig
 from loraplex_adapters.cache.manager import AdapterManager
-from loraplex_adapters.ops.registry import choose_ops
+from loraplex_adapters.ops.registry import choose_dense, choose_ops
 from loraplex_adapters.sources.chain import make_source
+from loraplex_adapters.weights import AdapterWeights
 from loraplex_proto.errors import OutOfMemory
 from loraplex_server.config import AdaptersConfig, EngineConfig, KvConfig, hub_token
 from loraplex_server.engine.core import Engine
 from loraplex_server.engine.messages import ModelInfo
 from loraplex_server.kv.blocks import BlockPool
 from loraplex_server.model.attention.registry import make_attention
+from loraplex_server.model.heads import HeadSlots
 from loraplex_server.model.kv import KvCache, free_memory_bytes, num_blocks_for
 from loraplex_server.model.loader import LoadedModel, load_model
 from loraplex_server.model.packed import packed_linear
@@ -27,6 +29,8 @@ from loraplex_server.model.runner import ModelRunner
 from loraplex_server.sampling.sampler import Sampler
 from loraplex_server.scheduler.config import SchedulerConfig
 from loraplex_server.scheduler.scheduler import Scheduler
+from loraplex_server.speculation.build import Target, build_speculator
+from loraplex_server.speculation.measure import measure_runner
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +65,12 @@ def assemble(
     slots = loaded.adapter_slots(choose_ops(loaded.device), adapters.num_device_slots)
     num_blocks = _num_blocks(config, loaded)
     progress(f"{num_blocks * config.kv.block_size:,} tokens of KV cache in {loaded.dtype_name} on {loaded.device}")
+    heads = HeadSlots(loaded, slots, choose_dense(loaded.device))
+
+    def install(slot: int, weights: AdapterWeights | None) -> None:
+        slots.install(slot, weights)
+        heads.install(slot, weights)
+
     cache = KvCache(spec, num_blocks, config.kv.block_size, loaded.dtype, loaded.device)
     runner = ModelRunner(
         loaded,
@@ -75,8 +85,20 @@ def assemble(
         make_source(adapters.root, adapters.hub, hub_token()),
         loaded.base_targets(adapters.max_rank),
         loaded.device,
-        slots.install,
+        install,
         notify,
+    )
+    batch = config.batch
+    step_costs = measure_runner(
+        runner, max_rows=batch.max_running, num_blocks=num_blocks, block_size=config.kv.block_size
+    )
+    speculator = build_speculator(
+        config.speculation,
+        Target(loaded, runner, manager, heads, batch.max_running, batch.max_step_tokens),
+        {},
+        step_costs,
+        progress,
+        config.speculation.default_medusa,
     )
     scheduler = Scheduler(
         SchedulerConfig(
@@ -99,8 +121,9 @@ def assemble(
         max_context_tokens=spec.max_context_tokens,
         max_lora_rank=adapters.max_rank,
         eos_token_ids=spec.eos_token_ids,
+        speculation=speculator.kinds,
     )
-    return Engine(info, scheduler, manager, runner)
+    return Engine(info, scheduler, manager, runner, speculator=speculator)
 
 
 def _cache_config(config: AdaptersConfig) -> AdapterCacheConfig:

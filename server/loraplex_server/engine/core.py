@@ -15,6 +15,7 @@ from typing import Protocol
 from loraplex_adapters.cache.api import AdapterCache, AdapterInfo
 from loraplex_adapters.key import AdapterKey
 from loraplex_proto.errors import DeadlineExceeded, Draining, LoraplexError, QueueFull, unexpected
+from loraplex_server.config import SpeculationConfig
 from loraplex_server.engine.isolation import Execute, execute_isolated
 from loraplex_server.engine.messages import (
     Abandon,
@@ -32,6 +33,8 @@ from loraplex_server.engine.unresolved import Unresolved
 from loraplex_server.events import CompletionEnd, Event, RequestFailed
 from loraplex_server.request import Request
 from loraplex_server.scheduler.scheduler import Scheduler
+from loraplex_server.speculation.costs import StepCosts
+from loraplex_server.speculation.speculator import Speculator
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +56,8 @@ class _Accepted:
 
     request: Request
     num_open: int
-    key: AdapterKey | None = None  # pinned for the request's life
+    key: AdapterKey | None = None  # pinned for the request's life, as are the heads
+    heads: AdapterKey | None = None  # that it names apart from its adapter
     is_scheduled: bool = False  # False: its adapter is not resolved yet
 
 
@@ -67,14 +71,17 @@ class Engine:
         cache: AdapterCache,
         runner: Runner,
         clock: Callable[[], float] = time.monotonic,
+        speculator: Speculator | None = None,
     ) -> None:
         self.info = info
         self._scheduler = scheduler
         self._cache = cache
         self._runner = runner
         self._clock = clock
+        self._speculator = speculator or Speculator(SpeculationConfig(), {}, StepCosts({1: 1.0}))
         self._accepted: dict[str, _Accepted] = {}
-        self._unresolved = Unresolved(cache.resolve)
+        self._unresolved = Unresolved(cache.resolve, lambda request: request.adapter_id)
+        self._without_heads = Unresolved(cache.resolve, lambda request: request.speculation.medusa_id)
         self._operations: dict[int, AdapterCommand] = {}
         self._events: list[Event] = []
         self._replies: list[Reply] = []
@@ -121,11 +128,15 @@ class Engine:
         self._residency_changed |= has_news
         self._admit_resolved(has_news, now)
         self._run_operations(now)
-        plan = self._scheduler.schedule(now)
+        speculates = self._speculator.is_wanted
+        drafts = self._speculator.propose(self._scheduler.candidates()) if speculates else {}
+        plan = self._scheduler.schedule(now, drafts)
         self._take(self._scheduler.take_events())
         if plan is not None:
             self._num_steps += 1
             result = execute_isolated(self._runner.execute, plan)
+            if drafts:
+                self._speculator.observe(plan, result)
             self._take(self._scheduler.apply(plan, result, self._clock()))
         self._can_step = plan is not None
         return self._report()
@@ -150,6 +161,7 @@ class Engine:
         return ""
 
     def close(self) -> None:
+        self._speculator.close()
         self._cache.close()
         self._runner.close()
 
@@ -160,31 +172,45 @@ class Engine:
         self._accepted[request.request_id] = accepted
         try:
             # Those whose adapter is being fetched will stand in the scheduler's queue, so they count as if they did.
-            self._scheduler.check_room(self._unresolved.num_requests)
+            self._scheduler.check_room(self._unresolved.num_requests + self._without_heads.num_requests)
         except QueueFull as error:
             self._end(request.request_id, error)
             return
         if request.adapter_id:
             self._unresolved.add(request)
         else:
-            self._schedule(accepted)
+            self._fetch_heads(accepted)
 
     def _admit_resolved(self, has_news: bool, now: float) -> None:
-        for request in self._unresolved.take_expired(now):
-            error = DeadlineExceeded("the deadline passed while the adapter was being fetched; allow more time")
-            self._end(request.request_id, error)
-        for request, outcome in self._unresolved.take_resolved(has_news, now):
-            if isinstance(outcome, LoraplexError):
-                self._end(request.request_id, outcome)
-            else:
+        for waiting in (self._unresolved, self._without_heads):
+            for request in waiting.take_expired(now):
+                error = DeadlineExceeded("the deadline passed while the adapter was being fetched; allow more time")
+                self._end(request.request_id, error)
+            for request, outcome in waiting.take_resolved(has_news, now):
                 accepted = self._accepted[request.request_id]
-                accepted.key = outcome
-                self._schedule(accepted)
+                if isinstance(outcome, LoraplexError):
+                    self._end(request.request_id, outcome)
+                elif waiting is self._unresolved:
+                    accepted.key = outcome
+                    self._fetch_heads(accepted)
+                else:
+                    accepted.heads = outcome
+                    self._schedule(accepted)
+
+    def _fetch_heads(self, accepted: _Accepted) -> None:
+        """Sees to heads that the request names apart from its adapter. That they exist is waited for, their coming to
+        the device is not."""
+        if accepted.request.speculation.medusa_id:
+            self._without_heads.add(accepted.request)
+        else:
+            self._schedule(accepted)
 
     def _schedule(self, accepted: _Accepted) -> None:
+        request, key = accepted.request, accepted.key
         accepted.is_scheduled = True
         try:
-            self._scheduler.add(accepted.request, accepted.key, self._clock())
+            keeps_hidden = self._speculator.begin(request, key, accepted.heads)
+            self._scheduler.add(request, key, self._clock(), keeps_hidden=keeps_hidden)
         except LoraplexError as error:
             accepted.is_scheduled = False
             self._end(accepted.request.request_id, error)
@@ -213,8 +239,11 @@ class Engine:
             if accepted.num_open == 0:
                 del self._accepted[event.request_id]
                 self._unresolved.discard(accepted.request)
-                if accepted.key is not None:
-                    self._cache.unpin(accepted.key)
+                self._without_heads.discard(accepted.request)
+                self._speculator.end(event.request_id)
+                for key in (accepted.key, accepted.heads):
+                    if key is not None:
+                        self._cache.unpin(key)
 
     # --- adapter operations -------------------------------------------------------------------------------------------
 
@@ -268,11 +297,13 @@ class Engine:
         load = self._scheduler.load()
         return LoadNumbers(
             num_running=load.num_running,
-            num_queued=load.num_queued + self._unresolved.num_completions,
+            num_queued=load.num_queued + self._unresolved.num_completions + self._without_heads.num_completions,
             pending_tokens=load.pending_tokens,
             num_blocks=load.num_blocks,
             num_free_blocks=load.num_free_blocks,
             max_running=load.max_running,
             num_steps=self._num_steps,
             num_preemptions=load.num_preemptions,
+            drafted=dict(self._speculator.drafted),
+            accepted=dict(self._speculator.accepted),
         )

@@ -19,10 +19,12 @@ _Group = tuple[str, str]  # adapter id and tenant
 
 
 class Unresolved:
-    """From the arrival of a request that names an adapter until its key, or why it has none, is known."""
+    """From when a request's adapter is asked for until its key, or why it has none, is known. `name_of`: which adapter
+    of the request's."""
 
-    def __init__(self, resolve: Resolve) -> None:
+    def __init__(self, resolve: Resolve, name_of: Callable[[Request], str]) -> None:
         self._resolve = resolve
+        self._name_of = name_of
         self._groups: dict[_Group, dict[str, Request]] = {}  # in the order of arrival, and so are their requests
         self._unasked: dict[_Group, None] = {}  # that the cache has not been asked for yet
         self._next_deadline_s = math.inf  # none is earlier
@@ -33,7 +35,7 @@ class Unresolved:
         return sum(request.n for group in self._groups.values() for request in group.values())
 
     def add(self, request: Request) -> None:
-        group = (request.adapter_id, request.tenant)
+        group = (self._name_of(request), request.tenant)
         if group not in self._groups:
             self._groups[group] = {}
             self._unasked[group] = None
@@ -44,7 +46,7 @@ class Unresolved:
 
     def discard(self, request: Request) -> None:
         """One that does not wait here is left alone."""
-        group = (request.adapter_id, request.tenant)
+        group = (self._name_of(request), request.tenant)
         waiting = self._groups.get(group, {})
         if waiting.pop(request.request_id, None) is not None:
             self.num_requests -= 1
@@ -81,7 +83,7 @@ class Unresolved:
         taken: list[tuple[Request, AdapterKey | LoraplexError]] = []
         for request in waiting.values():
             try:
-                key = self._resolve(request.adapter_id, request.tenant, now)
+                key = self._resolve(self._name_of(request), request.tenant, now)
             except Exception as error:
                 # It is the same for all of them, and asking again might start another try.
                 typed = error if isinstance(error, LoraplexError) else unexpected(error, "resolving an adapter")

@@ -6,7 +6,7 @@ Decided once, when the request is accepted; which of its proposers drafts in a s
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from loraplex_adapters.key import AdapterKey
 from loraplex_proto.errors import FailedPrecondition, InvalidArgument
@@ -15,8 +15,6 @@ from loraplex_server.request import Request, SpeculationParams
 from loraplex_server.speculation.base import DRAFT_MODEL, MEDUSA, PROMPT_LOOKUP
 
 DEFAULT_NUM_TOKENS = 8  # per step at most, where neither request nor server say
-MAX_NGRAM = 4
-MIN_NGRAM = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,18 +28,6 @@ class Choice:
     @property
     def uses_heads(self) -> bool:
         return MEDUSA in self.proposers
-
-
-def heads_id(request: Request, key: AdapterKey | None, config: SpeculationConfig) -> str:
-    """The adapter id whose heads the request drafts with, beyond those of its own adapter; empty for none.
-
-    `key` is what its `adapter_id` means.
-    """
-    params = request.speculation
-    if params.kind == "medusa" and params.medusa_id:
-        return params.medusa_id
-    wants_heads = params.kind in ("medusa", "auto") or (params.kind is None and config.num_tokens > 0)
-    return config.default_medusa if wants_heads and not brings_heads(key) else ""
 
 
 def brings_heads(key: AdapterKey | None) -> bool:
@@ -106,14 +92,10 @@ def _draft_name(params: SpeculationParams, names: Collection[str]) -> str:
 
 
 def _filled(params: SpeculationParams, config: SpeculationConfig) -> SpeculationParams:
+    """Bounds of n-grams stay as they are: what 0 means is prompt lookup's own matter."""
     wanted = params.max_draft_tokens or config.num_tokens or DEFAULT_NUM_TOKENS
-    max_ngram = params.max_ngram or max(MAX_NGRAM, params.min_ngram)
-    return SpeculationParams(
-        kind=params.kind,
-        medusa_id=params.medusa_id,
-        min_ngram=params.min_ngram or min(MIN_NGRAM, max_ngram),
-        max_ngram=max_ngram,
-        draft_name=params.draft_name,
+    return replace(
+        params,
         max_draft_tokens=min(wanted, config.max_num_tokens),
         fixed_length=params.fixed_length or not config.adaptive,
     )

@@ -37,7 +37,7 @@ def names(taken: list[tuple[Request, AdapterKey | LoraplexError]]) -> list[str]:
 
 def test_the_cache_is_asked_once_per_name_and_tenant_and_again_only_on_news() -> None:
     cache = Cache(a=None, b=None)
-    waiting = Unresolved(cache.resolve)
+    waiting = Unresolved(cache.resolve, lambda request: request.adapter_id)
     for number in range(100):
         waiting.add(request(f"r{number}", "ab"[number % 2], "tu"[number // 2 % 2]))
     assert waiting.take_resolved(False, 0.0) == []
@@ -53,7 +53,7 @@ def test_the_cache_is_asked_once_per_name_and_tenant_and_again_only_on_news() ->
 
 def test_each_has_a_pin_of_its_own() -> None:
     cache = Cache(a=None, b=None)
-    waiting = Unresolved(cache.resolve)
+    waiting = Unresolved(cache.resolve, lambda request: request.adapter_id)
     for name in ("r0", "r1", "r2"):
         waiting.add(request(name))
     waiting.add(request("other", "b"))
@@ -67,7 +67,7 @@ def test_each_has_a_pin_of_its_own() -> None:
 
 
 def test_a_name_that_is_known_is_there_at_once() -> None:
-    waiting = Unresolved(Cache(a=KEY).resolve)
+    waiting = Unresolved(Cache(a=KEY).resolve, lambda request: request.adapter_id)
     waiting.add(request("r"))
     assert waiting.take_resolved(False, 0.0) == [(request("r"), KEY)]
 
@@ -76,7 +76,7 @@ def test_a_name_that_is_known_is_there_at_once() -> None:
 def test_a_failure_is_that_of_all_who_wait_for_it(error: Exception) -> None:
     """Once it is known, asking for the next one might start the fetch again."""
     cache = Cache(a=error)
-    waiting = Unresolved(cache.resolve)
+    waiting = Unresolved(cache.resolve, lambda request: request.adapter_id)
     for name in ("r0", "r1", "r2"):
         waiting.add(request(name))
     taken = waiting.take_resolved(False, 0.0)
@@ -89,7 +89,7 @@ def test_a_failure_is_that_of_all_who_wait_for_it(error: Exception) -> None:
 
 def test_who_went_away_is_not_asked_for() -> None:
     cache = Cache(a=None)
-    waiting = Unresolved(cache.resolve)
+    waiting = Unresolved(cache.resolve, lambda request: request.adapter_id)
     waiting.add(request("r"))
     waiting.discard(request("r"))
     waiting.discard(request("r"))
@@ -102,7 +102,7 @@ def test_who_went_away_is_not_asked_for() -> None:
 
 
 def test_deadlines() -> None:
-    waiting = Unresolved(Cache(a=None).resolve)
+    waiting = Unresolved(Cache(a=None).resolve, lambda request: request.adapter_id)
     waiting.add(request("first", deadline_s=5.0))
     waiting.add(request("second", deadline_s=7.0))
     waiting.add(request("patient"))

@@ -1,0 +1,232 @@
+"""Drafts for a step: who drafts for which sequence, and how much. Counts what was drafted and what was accepted.
+
+Owns what each speculating request may use, what each sequence's drafts have come to so far, and the proposers. Decides
+with `choice` (once per request) and `lengths` (once per step); never touches a tensor. Called by the engine's loop.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from loraplex_adapters.key import AdapterKey
+from loraplex_server.config import SpeculationConfig
+from loraplex_server.request import Request
+from loraplex_server.scheduler.plan import Candidate, Draft, StepPlan, StepResult
+from loraplex_server.speculation.base import MEDUSA, PROMPT_LOOKUP, Ask, Proposer
+from loraplex_server.speculation.choice import Choice, brings_heads, choose
+from loraplex_server.speculation.costs import ProposerCosts, StepCosts
+from loraplex_server.speculation.lengths import AcceptancePool, Offer, TrackRecord, choose_lengths
+from loraplex_server.speculation.lookup import PromptLookupProposer
+
+log = logging.getLogger(__name__)
+
+# Sets of heads whose acceptance is remembered beyond their sequences.
+MAX_POOLS = 4096
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """What drafting for one sequence has come to."""
+
+    choice: Choice
+    records: dict[str, TrackRecord] = field(default_factory=dict[str, TrackRecord])
+    # Of the draft under way.
+    proposer: str = ""
+    evidence: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Option:
+    """The proposer that promises the most for one sequence in this step."""
+
+    candidate: Candidate
+    sequence: _Sequence
+    proposer: str
+    survival: tuple[float, ...]
+    evidence: int
+
+
+class Speculator:
+    """See the module. `proposers` by the names that Choice has for them; prompt lookup is its own."""
+
+    def __init__(
+        self,
+        config: SpeculationConfig,
+        proposers: Mapping[str, Proposer],
+        step_costs: StepCosts,
+        *,
+        draft_names: Sequence[str] = (),
+        default_heads: AdapterKey | None = None,
+        max_step_tokens: int = 1 << 30,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._lookup = PromptLookupProposer()
+        self._proposers: dict[str, Proposer] = {**proposers, PROMPT_LOOKUP: self._lookup}
+        self._step_costs = step_costs
+        self._proposer_costs = ProposerCosts()
+        self._draft_names = tuple(draft_names)
+        self._default_heads = default_heads
+        self._max_step_tokens = max_step_tokens
+        self._clock = clock
+        self._requests: dict[str, Choice] = {}  # those that speculate
+        self._sequences: dict[str, _Sequence] = {}
+        self._pools: dict[tuple[str, AdapterKey | None], AcceptancePool] = {}
+        self._num_heads: dict[AdapterKey, int] = {}  # where a draft was shorter than asked for
+        self._step = 0
+        self.drafted: Counter[str] = Counter()  # tokens by the proposer's own name, since the start
+        self.accepted: Counter[str] = Counter()
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What a request may ask for, for GetInfo."""
+        return (MEDUSA, PROMPT_LOOKUP, *(name for name in self._proposers if name not in (MEDUSA, PROMPT_LOOKUP)))
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def begin(self, request: Request, key: AdapterKey | None, heads: AdapterKey | None) -> bool:
+        """Takes in an accepted request; whether its sequences' hidden states have to be kept.
+
+        `key` is its adapter's, `heads` those that it names apart. Raises FailedPrecondition or InvalidArgument for what
+        this server does not have.
+        """
+        own = key if brings_heads(key) else None
+        wants_default = request.speculation.kind in ("medusa", "auto") or self._config.num_tokens > 0
+        found = heads or own or (self._default_heads if wants_default else None)
+        choice = choose(request, found, self._config, self._draft_names)
+        if choice.proposers:
+            self._requests[request.request_id] = choice
+        return choice.uses_heads
+
+    def end(self, request_id: str) -> None:
+        """The request is over. Harmless for one that did not speculate."""
+        self._requests.pop(request_id, None)
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether there is anything to do in a step."""
+        return bool(self._requests or self._sequences)
+
+    # --- a step -------------------------------------------------------------------------------------------------------
+
+    def propose(self, candidates: Sequence[Candidate]) -> dict[str, Draft]:
+        """Drafts by sequence id, for those of the candidates that a draft pays for."""
+        self._step += 1
+        self._forget_all_but({candidate.sequence_id for candidate in candidates})
+        options = [option for candidate in candidates if (option := self._best_option(candidate, len(candidates)))]
+        if not options:
+            return {}
+        now_s = self._clock()
+        names = {option.proposer for option in options}
+        lengths = choose_lengths(
+            [Offer(one.proposer, one.survival, one.sequence.choice.params.fixed_length) for one in options],
+            num_rows=len(candidates),
+            num_tokens=len(candidates),
+            budget=self._max_step_tokens - len(candidates),
+            step_costs=self._step_costs,
+            proposer_costs={name: self._proposer_costs.cost(name, now_s) for name in names},
+        )
+        drafts: dict[str, Draft] = {}
+        for name in names:
+            asked = [(one, n) for one, n in zip(options, lengths, strict=True) if one.proposer == name and n > 0]
+            if asked:
+                drafts |= self._ask(name, asked)
+        return drafts
+
+    def observe(self, plan: StepPlan, result: StepResult) -> None:
+        """Takes in what became of the drafts."""
+        for span in plan.spans:
+            sequence = self._sequences.get(span.sequence_id) if span.draft else None
+            out = result.spans.get(span.sequence_id)
+            if sequence is None or out is None or out.error is not None:
+                continue
+            num_drafted, num_accepted = len(span.draft), len(out.token_ids) - 1
+            self._record(sequence, sequence.proposer).observe(self._step, num_drafted, num_accepted, sequence.evidence)
+            self.drafted[span.proposer] += num_drafted
+            self.accepted[span.proposer] += num_accepted
+
+    def close(self) -> None:
+        for proposer in self._proposers.values():
+            proposer.close()
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _forget_all_but(self, sequence_ids: set[str]) -> None:
+        """One that ended, or waits again: nothing is lost that could not be made anew."""
+        for sequence_id in [known for known in self._sequences if known not in sequence_ids]:
+            sequence = self._sequences.pop(sequence_id)
+            for name in sequence.choice.proposers:
+                self._proposers[name].forget(sequence_id)
+
+    def _best_option(self, candidate: Candidate, num_rows: int) -> _Option | None:
+        choice = self._requests.get(candidate.request.request_id)
+        if choice is None or candidate.num_room < 1:
+            return None
+        sequence = self._sequences.get(candidate.sequence_id)
+        if sequence is None:
+            sequence = self._sequences[candidate.sequence_id] = _Sequence(choice)
+        options = [option for name in choice.proposers if (option := self._option(candidate, sequence, name))]
+        if len(options) < 2:
+            return options[0] if options else None
+        now_s, step_s = self._clock(), self._step_costs.seconds(num_rows)
+
+        def value(option: _Option) -> float:
+            """Tokens that it promises, less for the time that they take to draft."""
+            num_tokens = len(option.survival)
+            cost_s = self._proposer_costs.cost(option.proposer, now_s).seconds(num_tokens, num_tokens)
+            return sum(option.survival) / (1.0 + cost_s / step_s)
+
+        return max(options, key=value)
+
+    def _option(self, candidate: Candidate, sequence: _Sequence, name: str) -> _Option | None:
+        """None where it has nothing to offer in this step."""
+        params, heads = sequence.choice.params, sequence.choice.heads
+        num_tokens = min(params.max_draft_tokens, candidate.num_room)
+        evidence = 0
+        if name == PROMPT_LOOKUP:
+            evidence = self._lookup.match_len(candidate, params)
+            if evidence == 0:
+                return None
+        elif name == MEDUSA and heads is not None:
+            num_tokens = min(num_tokens, self._num_heads.get(heads, num_tokens))
+        record = self._record(sequence, name)
+        survival = record.survival(self._step, num_tokens, evidence, holds_back=not params.fixed_length)
+        return _Option(candidate, sequence, name, survival, evidence) if survival else None
+
+    def _record(self, sequence: _Sequence, name: str) -> TrackRecord:
+        record = sequence.records.get(name)
+        if record is None:
+            place = (name, sequence.choice.heads if name == MEDUSA else None)
+            pool = self._pools.get(place)
+            if pool is None:
+                if len(self._pools) >= MAX_POOLS:
+                    del self._pools[next(iter(self._pools))]
+                pool = self._pools[place] = AcceptancePool.of(self._proposers[name].name)
+            record = sequence.records[name] = TrackRecord.new(pool)
+        return record
+
+    def _ask(self, name: str, asked: Sequence[tuple[_Option, int]]) -> dict[str, Draft]:
+        proposer = self._proposers[name]
+        asks = [Ask(one.candidate, num, one.sequence.choice.params, one.sequence.choice.heads) for one, num in asked]
+        start_s = self._clock()
+        try:
+            proposed = proposer.propose(asks)
+        except Exception:
+            log.exception("%s cannot draft; the step goes on without", name)
+            return {}
+        end_s = self._clock()
+        lengths = [ask.num_tokens for ask in asks]
+        self._proposer_costs.observe(name, max(lengths), sum(lengths), end_s - start_s, end_s)
+        drafts: dict[str, Draft] = {}
+        for (option, num_tokens), token_ids in zip(asked, proposed, strict=True):
+            heads = option.sequence.choice.heads
+            if name == MEDUSA and heads is not None and 0 < len(token_ids) < num_tokens:
+                self._num_heads[heads] = len(token_ids)
+            if token_ids:
+                option.sequence.proposer, option.sequence.evidence = name, option.evidence
+                drafts[option.candidate.sequence_id] = Draft(tuple(token_ids), proposer.name)
+        return drafts
