@@ -146,6 +146,13 @@ def build_slow(config: EngineConfig, progress: Callable[[str], None], notify: Ca
     return make_engine(FakeRunner(lambda plan: time.sleep(0.005)), clock=time.monotonic)
 
 
+def build_for_ever(config: EngineConfig, progress: Callable[[str], None], notify: Callable[[], None]) -> Engine:
+    """A model that takes its time to load."""
+    progress("loading")
+    time.sleep(600)
+    return make_engine()
+
+
 def build_losing(config: EngineConfig, progress: Callable[[str], None], notify: Callable[[], None]) -> Engine:
     """Its device is lost in the third step, and for good."""
 

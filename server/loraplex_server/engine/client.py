@@ -118,7 +118,6 @@ class EngineClient:
         self._started: asyncio.Future[ModelInfo] | None = None
         self._on_progress: Callable[[str], None] = lambda text: None
         self.lost = asyncio.Event()
-        self.changed = asyncio.Event()  # set whenever `state` changes; whoever waits clears it
         self.state = EngineState(LoadNumbers())
         self.integrity = ""
 
@@ -131,7 +130,7 @@ class EngineClient:
     ) -> ModelInfo:
         """Starts the engine in a process of its own (`inline`: in a thread, for tests) and waits until it is ready.
 
-        Raises what the engine's start raised.
+        Raises what the engine's start raised. Whatever ends the wait, cancellation included, ends the process too.
         """
         self._on_progress = on_progress
         context = multiprocessing.get_context("spawn")
@@ -147,7 +146,11 @@ class EngineClient:
         loop = asyncio.get_running_loop()
         self._started = loop.create_future()
         loop.add_reader(self._conn.fileno(), self._on_readable)
-        return await self._started
+        try:
+            return await self._started
+        except BaseException:
+            await self._give_up()
+            raise
 
     @property
     def pid(self) -> int | None:
@@ -208,6 +211,17 @@ class EngineClient:
         await asyncio.to_thread(self._worker.join, timeout_s)
         self._worker = None
 
+    async def _give_up(self) -> None:
+        """Ends an engine that is not ready. It does not listen yet, and loading a model may take minutes."""
+        self._stopping = True
+        worker, self._worker = self._worker, None
+        is_process = hasattr(worker, "kill")
+        if is_process:
+            worker.kill()
+        self._on_lost()
+        if is_process:  # a thread ends once its engine is built, because nobody is at the other end
+            await asyncio.to_thread(worker.join, 10.0)
+
     def _check_alive(self) -> None:
         if self.lost.is_set():
             raise EngineLost("this worker's engine has ended; try another worker", retry_after_s=1.0)
@@ -261,7 +275,6 @@ class EngineClient:
             self.state.resident = batch.resident
         if batch.usage is not None:
             self.state.usage = batch.usage
-        self.changed.set()
 
     def _on_reply(self, reply: Reply) -> None:
         future = self._operations.get(reply.operation_id)

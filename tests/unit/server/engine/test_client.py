@@ -3,11 +3,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from support.engine_fakes import build_fake, build_losing, build_slow
+from support.engine_fakes import build_fake, build_for_ever, build_losing, build_slow
 
 from loraplex_proto.errors import AdapterNotFound, Cancelled, ClientTooSlow, EngineLost, UnsupportedModel
 from loraplex_server.config import EngineConfig, ModelConfig
@@ -55,6 +56,26 @@ async def test_a_start_that_fails_says_why() -> None:
     client = EngineClient(EngineConfig(ModelConfig("broken")))
     with pytest.raises(UnsupportedModel, match="this fake is broken"):
         await client.start(inline=True, builder=build_fake)
+    await client.stop()
+
+
+async def test_a_start_that_is_given_up_leaves_no_engine() -> None:
+    """Ctrl-C while a model loads neither waits for the load nor leaves it running."""
+    client = EngineClient(CONFIG)
+    is_loading = asyncio.Event()
+    starting = asyncio.ensure_future(client.start(lambda text: is_loading.set(), builder=build_for_ever))
+    await asyncio.wait_for(is_loading.wait(), 60)
+    pid = client.pid
+    assert pid is not None
+    started_s = time.monotonic()
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert time.monotonic() - started_s < 10
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    with pytest.raises(EngineLost):
+        client.submit(request())
     await client.stop()
 
 
