@@ -24,6 +24,7 @@ from loraplex_server.model.attention.registry import make_attention
 from loraplex_server.model.heads import HeadSlots
 from loraplex_server.model.kv import KvCache, free_memory_bytes, num_blocks_for
 from loraplex_server.model.loader import LoadedModel, load_model
+from loraplex_server.model.memory import step_bytes
 from loraplex_server.model.packed import packed_linear
 from loraplex_server.model.runner import ModelRunner
 from loraplex_server.sampling.sampler import Sampler
@@ -34,8 +35,9 @@ from loraplex_server.speculation.measure import measure_runner
 
 log = logging.getLogger(__name__)
 
-# Of the memory that is free after the weights and the adapters' budgets. On a CPU the rest of the machine needs its
-# share, and nobody gains from a cache larger than CPU_KV_BYTES.
+# Of the memory that is free after the weights, the adapters' budget and, on a GPU, the largest step. On a CPU the rest
+# of the machine needs its share, of which a step takes what it needs, and nobody gains from a cache larger than
+# CPU_KV_BYTES.
 KV_SHARE = {"cuda": 0.9, "cpu": 0.25}
 CPU_KV_BYTES = 4 << 30
 
@@ -142,6 +144,8 @@ def _num_blocks(config: EngineConfig, loaded: LoadedModel) -> int:
     budget = kv.memory_bytes
     if budget is None:
         free = free_memory_bytes(loaded.device) - config.adapters.device_bytes
+        if loaded.device.type != "cpu":
+            free -= step_bytes(loaded, config.batch.max_step_tokens, config.batch.max_running)
         budget = int(max(0, free) * KV_SHARE.get(loaded.device.type, 0.25))
         if loaded.device.type == "cpu":
             budget = min(budget, CPU_KV_BYTES)
