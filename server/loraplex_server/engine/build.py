@@ -67,6 +67,7 @@ def assemble(
     slots = loaded.adapter_slots(choose_ops(loaded.device), adapters.num_device_slots)
     num_blocks = _num_blocks(config, loaded)
     progress(f"{num_blocks * config.kv.block_size:,} tokens of KV cache in {loaded.dtype_name} on {loaded.device}")
+    max_context_tokens = _max_context_tokens(spec.max_context_tokens, num_blocks, config.kv.block_size, progress)
     heads = HeadSlots(loaded, slots, choose_dense(loaded.device))
 
     def install(slot: int, weights: AdapterWeights | None) -> None:
@@ -106,7 +107,7 @@ def assemble(
         SchedulerConfig(
             max_running=config.batch.max_running,
             max_step_tokens=config.batch.max_step_tokens,
-            max_context_tokens=spec.max_context_tokens,
+            max_context_tokens=max_context_tokens,
             max_queued=config.batch.max_queued,
             model_digest=loaded.model_id,
         ),
@@ -120,7 +121,7 @@ def assemble(
         dtype=loaded.dtype_name,
         device=str(loaded.device),
         vocab_size=spec.vocab_size,
-        max_context_tokens=spec.max_context_tokens,
+        max_context_tokens=max_context_tokens,
         max_lora_rank=adapters.max_rank,
         eos_token_ids=spec.eos_token_ids,
         speculation=speculator.kinds,
@@ -158,3 +159,14 @@ def _num_blocks(config: EngineConfig, loaded: LoadedModel) -> int:
             f"{budget / 2**20:.0f} MiB of KV cache hold less than three blocks; give more with --kv-memory"
         )
     return num_blocks
+
+
+def _max_context_tokens(of_model: int, num_blocks: int, block_size: int, progress: Callable[[str], None]) -> int:
+    """The model's context, or as much of it as the whole KV cache holds: what is promised is not cut short later."""
+    num_kv_tokens = (num_blocks - 1) * block_size  # block 0 is for padding
+    if num_kv_tokens < of_model:
+        progress(
+            f"a request may have {num_kv_tokens:,} tokens, all that the KV cache holds, and not the model's "
+            f"{of_model:,}; give more with --kv-memory"
+        )
+    return min(of_model, num_kv_tokens)

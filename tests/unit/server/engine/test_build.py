@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support.zoo import MAX_LEN, random_model
+
+from loraplex_proto.errors import OutOfMemory
+from loraplex_server.config import AdaptersConfig, BatchConfig, EngineConfig, KvConfig, ModelConfig
+from loraplex_server.engine import build
+from loraplex_server.engine.messages import Submit
+from loraplex_server.events import CompletionEnd, Tokens
+from loraplex_server.model.kv import num_blocks_for
+from loraplex_server.model.loaded import LoadedModel
+from loraplex_server.model.loader import adopt_model
+from loraplex_server.model.memory import step_bytes
+from loraplex_server.model.spec import kv_block_bytes
+from loraplex_server.request import Request, StoppingParams
+
+BLOCK_SIZE = 16
+ADAPTERS = AdaptersConfig(device_bytes=1 << 20, host_bytes=1 << 20, disk_bytes=1 << 20, num_device_slots=2)
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    torch.set_num_threads(1)
+    return adopt_model(random_model("llama"))
+
+
+@pytest.fixture(scope="module")
+def block_bytes(loaded: LoadedModel) -> int:
+    return kv_block_bytes(loaded.spec, BLOCK_SIZE, loaded.dtype.itemsize)
+
+
+def config_of(
+    memory_bytes: int | None, max_running: int = 4, max_step_tokens: int = 64, adapters: AdaptersConfig = ADAPTERS
+) -> EngineConfig:
+    kv = KvConfig(block_size=BLOCK_SIZE, memory_bytes=memory_bytes)
+    return EngineConfig(ModelConfig("m"), kv, BatchConfig(max_running, max_step_tokens), adapters)
+
+
+def on_cuda(loaded: LoadedModel) -> LoadedModel:
+    """For arithmetic only."""
+    return replace(loaded, device=torch.device("cuda"))
+
+
+def test_what_is_given_is_what_is_taken(loaded: LoadedModel, block_bytes: int) -> None:
+    config = config_of(7 * block_bytes + 1)
+    assert build._num_blocks(config, loaded) == build._num_blocks(config, on_cuda(loaded)) == 7
+
+
+def test_no_more_than_all_rows_could_fill(loaded: LoadedModel) -> None:
+    assert build._num_blocks(config_of(1 << 40), loaded) == 4 * MAX_LEN // BLOCK_SIZE + 2
+
+
+def test_two_blocks_are_too_few(loaded: LoadedModel, block_bytes: int) -> None:
+    assert build._num_blocks(config_of(3 * block_bytes), loaded) == 3
+    with pytest.raises(OutOfMemory, match="--kv-memory"):
+        build._num_blocks(config_of(3 * block_bytes - 1), loaded)
+
+
+def test_a_cpu_gives_a_quarter_of_what_is_free(
+    loaded: LoadedModel, block_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(None)
+    monkeypatch.setattr(build, "free_memory_bytes", lambda device: 4 * 9 * block_bytes + ADAPTERS.device_bytes)
+    assert build._num_blocks(config, loaded) == 9
+    monkeypatch.setattr(build, "free_memory_bytes", lambda device: ADAPTERS.device_bytes - 1)
+    with pytest.raises(OutOfMemory):
+        build._num_blocks(config, loaded)
+    monkeypatch.setattr(build, "free_memory_bytes", lambda device: 1 << 50)
+    many = config_of(None, max_running=1 << 20, max_step_tokens=1 << 20)
+    assert build._num_blocks(many, loaded) == num_blocks_for(loaded.spec, BLOCK_SIZE, loaded.dtype, build.CPU_KV_BYTES)
+
+
+@pytest.mark.parametrize("max_step_tokens", [64, 4096])
+def test_a_gpu_keeps_room_for_the_largest_step(
+    max_step_tokens: int, loaded: LoadedModel, block_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(None, max_running=64, max_step_tokens=max_step_tokens)
+    free = ADAPTERS.device_bytes + step_bytes(loaded, max_step_tokens, 64) + 100 * block_bytes
+    monkeypatch.setattr(build, "free_memory_bytes", lambda device: free)
+    assert build._num_blocks(config, on_cuda(loaded)) == 90
+
+
+def test_the_context_that_is_promised_fits_the_cache(loaded: LoadedModel, block_bytes: int) -> None:
+    """Longer prompts are refused at the door, and no answer ends before its max_tokens for want of blocks."""
+    said: list[str] = []
+    engine = build.assemble(loaded, config_of(5 * block_bytes, max_running=2), said.append, lambda: None)
+    try:
+        assert engine.info.max_context_tokens == 4 * BLOCK_SIZE < MAX_LEN
+        assert any("--kv-memory" in text and str(MAX_LEN) in text for text in said)
+        stopping = StoppingParams(4 * BLOCK_SIZE - 5, ignore_eos=True)
+        engine.handle(Submit(Request("r", (5, 6, 7, 8, 9), stopping)))
+        events = [event for _ in range(100) if (batch := engine.turn()) is not None for event in batch.events]
+        assert any(isinstance(event, CompletionEnd) for event in events)
+        num_tokens = sum(len(event.token_ids) for event in events if isinstance(event, Tokens))
+        assert num_tokens == 4 * BLOCK_SIZE - 5
+        assert engine.integrity_report() == ""
+    finally:
+        engine.close()
+
+
+def test_a_cache_that_is_large_enough_changes_nothing(loaded: LoadedModel) -> None:
+    said: list[str] = []
+    engine = build.assemble(loaded, config_of(1 << 20, max_running=2), said.append, lambda: None)
+    engine.close()
+    assert engine.info.max_context_tokens == MAX_LEN
+    assert not any("--kv-memory" in text for text in said)
