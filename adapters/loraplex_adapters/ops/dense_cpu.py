@@ -42,14 +42,16 @@ class CpuDense:
             dense = table.get(segment.slot)
             if dense is None:
                 continue
-            out = y[segment.start : segment.end]
-            if dense.num_outputs != y.shape[1]:
-                out = out[:, : dense.num_outputs]
-            rows = x[segment.start : segment.end]
-            if uses_vector and segment.end - segment.start == 1:
-                _vector_product(dense, rows[0], out[0])
+            start, end = segment.start, segment.end
+            if uses_vector and end - start == 1:
+                _vector_product(dense, x[start], _cut(y[start], dense))
             else:
-                _product(dense, rows, out)
+                _product(dense, x[start:end], _cut(y[start:end], dense))
+
+
+def _cut(y: Tensor, dense: DenseWeight) -> Tensor:
+    """The columns that are this weight's [..., out]."""
+    return y if y.shape[-1] == dense.num_outputs else y[..., : dense.num_outputs]
 
 
 def _vector_product(dense: DenseWeight, x: Tensor, out: Tensor) -> None:
