@@ -5,7 +5,6 @@ Knows nothing of the command line (cli.py makes these from flags). The only plac
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import re
 from dataclasses import dataclass, field
@@ -116,14 +115,6 @@ class RouterConfig:
             "--auth-file",
             "needs --worker-token-file: workers tell tenants apart only where the router shows its own credential",
         )
-
-    @property
-    def is_public(self) -> bool:
-        """Whether others than this machine can reach the port."""
-        try:
-            return not ipaddress.ip_address(self.host.strip("[]")).is_loopback
-        except ValueError:
-            return self.host != "localhost"
 
 
 def quieten_grpc() -> None:

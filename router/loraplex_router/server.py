@@ -12,7 +12,6 @@ import logging
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import grpc
@@ -21,8 +20,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from loraplex_proto.auth import ServerInterceptor, load_credentials
-from loraplex_proto.errors import FailedPrecondition, InvalidArgument
+from loraplex_proto.errors import InvalidArgument
 from loraplex_proto.health import Health
+from loraplex_proto.listen import bind, exposure_warnings, join_address, read_file
 from loraplex_proto.telemetry import MetricsEndpoint, new_registry
 from loraplex_router.adapters import AdapterFanOut
 from loraplex_router.calls import Calls
@@ -57,7 +57,7 @@ class Router:
 
     @property
     def address(self) -> str:
-        return _address(self.config.host, self.port)
+        return join_address(self.config.host, self.port)
 
     async def drain(self, drain_s: float | None = None, *, announce_s: float = 0.0) -> None:
         """Says NOT_SERVING for `announce_s`, then takes nothing new and gives what runs `drain_s` to end.
@@ -99,7 +99,7 @@ async def start_router(config: RouterConfig) -> Router:
     _add_services(server, proxy, fan_out, health)
     endpoint: MetricsEndpoint | None = None
     try:
-        port = _bind(server, config)
+        port = bind(server, config.host, config.port, config.tls_cert, config.tls_key)
         if registry is not None and config.metrics_port is not None:
             WorkersCollector(registry, replicas)
             endpoint = await MetricsEndpoint.start(config.host, config.metrics_port, registry)
@@ -110,7 +110,10 @@ async def start_router(config: RouterConfig) -> Router:
     await server.start()
     watcher = Watcher(replicas, upstreams, config.watch)
     watcher.start()
-    _warn(config)
+    for sentence in exposure_warnings(
+        config.host, asks_credentials=credentials is not None, has_tls=config.tls_cert is not None
+    ):
+        log.warning("%s", sentence)
     await watcher.settled(SETTLE_S)
     return Router(config, port, replicas, calls, health, endpoint, server, watcher, upstreams)
 
@@ -195,45 +198,9 @@ def _add_services(server: grpc.aio.Server, proxy: Proxy, fan_out: AdapterFanOut,
     reflection.enable_server_reflection([INFERENCE, ADAPTERS, health_name, reflection.SERVICE_NAME], server)
 
 
-def _bind(server: grpc.aio.Server, config: RouterConfig) -> int:
-    address = _address(config.host, config.port)
-    try:
-        if config.tls_cert is None or config.tls_key is None:
-            return server.add_insecure_port(address)
-        pair = (_read(config.tls_key, "--tls-key"), _read(config.tls_cert, "--tls-cert"))
-        return server.add_secure_port(address, grpc.ssl_server_credentials([pair]))
-    except RuntimeError as error:
-        raise FailedPrecondition(
-            f"cannot listen on {address}: the port is taken, the address is not this machine's, or the TLS files are "
-            "no PEM pair; see --host, --port and --tls-cert",
-            field="--port",
-        ) from error
-
-
 def _worker_credentials(config: RouterConfig) -> WorkerCredentials:
-    token = b"" if config.worker_token_file is None else _read(config.worker_token_file, "--worker-token-file")
+    token = b"" if config.worker_token_file is None else read_file(config.worker_token_file, "--worker-token-file")
     if config.worker_token_file is not None and not token.strip():
         raise InvalidArgument(f"--worker-token-file {config.worker_token_file} is empty", field="--worker-token-file")
-    ca = None if config.worker_ca is None else _read(config.worker_ca, "--worker-ca")
+    ca = None if config.worker_ca is None else read_file(config.worker_ca, "--worker-ca")
     return WorkerCredentials(token.decode("ascii", "replace").strip(), ca)
-
-
-def _read(path: Path, flag: str) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise InvalidArgument(f"{flag} {path} cannot be read: {error.strerror}", field=flag) from error
-
-
-def _address(host: str, port: int) -> str:
-    is_bare_ipv6 = ":" in host and not host.startswith("[")
-    return f"[{host}]:{port}" if is_bare_ipv6 else f"{host}:{port}"
-
-
-def _warn(config: RouterConfig) -> None:
-    if config.is_public and config.auth_file is None:
-        log.warning("%s can be reached from other machines and asks for no credential; see --auth-file", config.host)
-    if config.is_public and config.auth_file is not None and config.tls_cert is None:
-        log.warning(
-            "credentials travel in clear text: give --tls-cert and --tls-key, or end TLS in front of the router"
-        )

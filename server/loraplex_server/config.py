@@ -237,6 +237,17 @@ class WorkerConfig:
     max_unread_tokens: int = option(16384, "Tokens buffered for a slow reader before it is cut off.", "--max-unread")
     drain_s: float = option(30.0, "Seconds that running requests get to end on shutdown.", "--drain")
 
+    def __post_init__(self) -> None:
+        checks = (
+            (0 <= self.port <= 65535, "--port", "must be 0 (any free port) to 65535"),
+            (self.metrics_port is None or 0 <= self.metrics_port <= 65535, "--metrics-port", "must be 0 to 65535"),
+            ((self.tls_cert is None) == (self.tls_key is None), "--tls-cert", "and --tls-key come together"),
+            (self.drain_s >= 0, "--drain", "must not be negative"),
+        )
+        for is_ok, flag, rule in checks:
+            if not is_ok:
+                raise InvalidArgument(f"{flag} {rule}", field=flag)
+
 
 def hub_token() -> str | None:
     """The operator's Hub token."""

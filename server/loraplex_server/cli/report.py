@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.status import Status
 
-from loraplex_proto.errors import LoraplexError
+from loraplex_proto.errors import InvalidArgument, LoraplexError
 
 
 class Report:
@@ -49,12 +49,14 @@ class Report:
         else:
             self._console.print(f"{self._what} ready on {address}, serving {escape(model_id)} (Ctrl-C ends it)")
 
-    def failed(self, error: LoraplexError) -> None:
+    def failed(self, error: LoraplexError) -> int:
+        """Says why, and returns the exit status: 2 where the command line is wrong, 1 for anything else."""
         self._stop_spinner()
         if self._as_json:
             self._line(event="failed", reason=error.reason, message=error.message)
         else:
             self._console.print(f"[red]error[/red] {escape(error.message)}", soft_wrap=True)
+        return 2 if isinstance(error, InvalidArgument) else 1
 
     def _stop_spinner(self) -> None:
         if self._status is not None:

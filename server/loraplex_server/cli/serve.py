@@ -51,7 +51,6 @@ async def run_serve(
 
 def _serve(*, model: str, json: bool, workers: int, **given: Any) -> None:
     report = Report("server", as_json=json)
-    code = 1
     try:
         config = worker_config(model, given)
         if workers > 1 and config.engine.adapters.store_dir is not None:
@@ -68,7 +67,7 @@ def _serve(*, model: str, json: bool, workers: int, **given: Any) -> None:
             start = partial(serving, config, spec, workers, token_file, report.progress)
             code = asyncio.run(run_serve(start, partial(report.ready, model_id=model)))
     except LoraplexError as error:
-        report.failed(error)
+        code = report.failed(error)
     sys.exit(code)
 
 

@@ -39,8 +39,12 @@ async def serving(
     None when `stop` was set before everything ran. Raises what the first start of a worker raised, and what the router
     raises when it cannot listen.
     """
-    from loraplex_router.server import start_router  # late: printing help needs no gRPC
+    from loraplex_proto.listen import check_free  # late: printing help needs no gRPC
+    from loraplex_router.server import start_router
 
+    # Nobody wants to hear of it when the models are loaded.
+    check_free(config.host, config.port)
+    check_free(config.host, config.metrics_port or 0)
     children = Children(spec, num_workers, on_progress)
     try:
         addresses = await children.start(stop or asyncio.Event())

@@ -58,8 +58,7 @@ def _worker(*, model: str, json: bool, supervised: bool, **given: Any) -> None:
         with report:
             code = asyncio.run(run_worker(config, report.progress, lambda w: report.ready(w.address, w.info.model_id)))
     except LoraplexError as error:
-        report.failed(error)
-        code = 1
+        code = report.failed(error)
     sys.exit(code)
 
 

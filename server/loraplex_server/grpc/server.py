@@ -17,8 +17,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from loraplex_proto import auth, telemetry
-from loraplex_proto.errors import InvalidArgument
 from loraplex_proto.health import Health
+from loraplex_proto.listen import bind, check_free, exposure_warnings, join_address
 from loraplex_proto.v1 import adapter_pb2, inference_pb2, worker_pb2
 from loraplex_server.config import WorkerConfig
 from loraplex_server.engine.client import EngineClient
@@ -86,6 +86,9 @@ async def start_worker(
     tokenizer: TextTokenizer | None = None,
 ) -> Worker:
     """Starts the engine, then listens. Raises the typed error of whatever cannot be had (model, port, files)."""
+    # Nobody wants to hear of it when the model is loaded.
+    check_free(config.host, config.port)
+    check_free(config.host, config.metrics_port or 0)
     engine = EngineClient(config.engine, max_unread_tokens=config.max_unread_tokens)
     info = await engine.start(on_progress, inline=inline, builder=builder)
     try:
@@ -116,28 +119,17 @@ async def _listen(config: WorkerConfig, engine: EngineClient, info: ModelInfo, t
     health = Health(names)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     reflection.enable_server_reflection((*names, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name), server)
-    port = _bind(server, config)
+    port = bind(server, config.host, config.port, config.tls_cert, config.tls_key)
     await server.start()
     health.set_ready(True)
     endpoint = None
     if registry is not None and config.metrics_port is not None:
         endpoint = await telemetry.MetricsEndpoint.start(config.host, config.metrics_port, registry)
-    return Worker(engine, info, f"{config.host}:{port}", server, health, edge, endpoint)
-
-
-def _bind(server: grpc.aio.Server, config: WorkerConfig) -> int:
-    address = f"{config.host}:{config.port}"
-    try:
-        if config.tls_cert is None and config.tls_key is None:
-            return server.add_insecure_port(address)
-        if config.tls_cert is None or config.tls_key is None:
-            raise InvalidArgument("--tls-cert and --tls-key go together", field="--tls-cert")
-        pair = (config.tls_key.read_bytes(), config.tls_cert.read_bytes())
-        return server.add_secure_port(address, grpc.ssl_server_credentials([pair]))
-    except RuntimeError as error:
-        raise InvalidArgument(f"cannot listen on {address}; is the port taken?", field="--port") from error
-    except OSError as error:
-        raise InvalidArgument(f"cannot read the TLS files: {error}", field="--tls-cert") from error
+    for sentence in exposure_warnings(
+        config.host, asks_credentials=config.auth_file is not None, has_tls=config.tls_cert is not None
+    ):
+        log.warning("%s", sentence)
+    return Worker(engine, info, join_address(config.host, port), server, health, edge, endpoint)
 
 
 async def run_worker(

@@ -46,21 +46,6 @@ def test_addresses(address: str) -> None:
     assert RouterConfig(workers=(address,)).workers == (address,)
 
 
-@pytest.mark.parametrize(
-    ("host", "is_public"),
-    [
-        ("127.0.0.1", False),
-        ("::1", False),
-        ("[::1]", False),
-        ("localhost", False),
-        ("0.0.0.0", True),
-        ("10.1.1.1", True),
-    ],
-)
-def test_who_can_reach_the_port(host: str, is_public: bool) -> None:
-    assert RouterConfig(workers=ONE, host=host).is_public is is_public
-
-
 def test_nested_settings_are_checked_too() -> None:
     with pytest.raises(InvalidArgument, match="load_factor"):
         PolicyConfig(load_factor=0.9)

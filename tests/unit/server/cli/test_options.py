@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 from pathlib import Path
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
+from loraplex.cli.main import main
 from loraplex_proto import validate
 from loraplex_proto.errors import InvalidArgument
 from loraplex_server import config as config_module
@@ -148,3 +150,28 @@ def test_serve_passes_everything_on_but_what_is_the_routers(tmp_path: Path) -> N
 )
 def test_sizes(text: str, size: int) -> None:
     assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("command", ["worker", "serve"])
+@pytest.mark.parametrize(
+    ("flags", "says"), [(["--max-running", "0"], "--max-running"), (["--tls-cert", "x"], "--tls-key")]
+)
+def test_a_wrong_command_line_is_status_2(
+    command: str, flags: list[str], says: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, "some/model", *flags]) == 2
+    assert says in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("own_logging")
+@pytest.mark.parametrize("command", ["worker", "serve"])
+@pytest.mark.parametrize("flag", ["--port", "--metrics-port"])
+def test_a_taken_port_is_told_before_the_model_is_loaded(
+    command: str, flag: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main([command, "/no/such/model", "--port", "0", flag, str(port)]) == 1
+    said = capfd.readouterr().err
+    assert f"cannot listen on 127.0.0.1:{port}" in said
+    assert "/no/such/model" not in said
