@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -152,6 +154,17 @@ def test_sizes(text: str, size: int) -> None:
     assert parse_bytes(text) == size
 
 
+@pytest.fixture
+def own_logging() -> Iterator[None]:
+    """Commands set up the process's logging."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+@pytest.mark.usefixtures("own_logging")
 @pytest.mark.parametrize("command", ["worker", "serve"])
 @pytest.mark.parametrize(
     ("flags", "says"), [(["--max-running", "0"], "--max-running"), (["--tls-cert", "x"], "--tls-key")]
