@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import loraplex_proto
 from loraplex_proto import auth, validate
@@ -23,9 +24,12 @@ from loraplex_server.request import Request
 from loraplex_server.text.tokenizer import TextTokenizer
 
 Context = Any  # grpc.aio.ServicerContext, which is generic over messages in its stubs
+T = TypeVar("T")
 
-# Longer texts are tokenized off the event loop: at about 1 MB/s this is some 10 ms.
+# Longer texts are tokenized, and made from tokens, off the event loop: at about 1 MB/s this is some 10 ms.
 OFF_LOOP_CHARS = 10_000
+MESSAGE_CHARS = 32  # what a chat's template writes around a message, and its rendering
+TOKEN_CHARS = 4
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
@@ -45,20 +49,20 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.GenerateResponse:
         progress = Progress()
         deltas: dict[int, list[Delta]] = {}
-        accepted = await self._accept(request, context)
+        accepted, echo = await self._accept(request, context)
         async with aclosing(generate(self._engine, accepted, self._new_assembler, progress)) as batches:
             async for batch in batches:
                 for delta in batch:
                     deltas.setdefault(delta.index, []).append(delta)
-        return self._answer(request, accepted, deltas, progress)
+        return self._answer(request, accepted, echo, deltas, progress)
 
     @handles_stream_errors
     async def GenerateStream(
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateStreamResponse]:
         progress = Progress()
-        accepted = await self._accept(request, context)
-        is_first = True
+        accepted, echo = await self._accept(request, context)
+        is_first, echoed = True, set[int]()
         async with aclosing(generate(self._engine, accepted, self._new_assembler, progress)) as batches:
             async for batch in batches:
                 for delta in batch:
@@ -67,8 +71,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                         message.request_id = _public_id(accepted)
                         message.adapter_digest = progress.adapter_digest
                         message.prompt_logprobs.extend(convert.logprobs_to_pb(progress.prompt_logprobs))
-                        message.text_delta = self._echo(request, accepted) + message.text_delta
                         is_first = False
+                    if delta.index not in echoed:
+                        echoed.add(delta.index)
+                        message.text_delta = echo + message.text_delta
                     if delta.end is not None:
                         message.timings.CopyFrom(_timings(progress))
                     yield message
@@ -79,10 +85,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.TokenizeResponse:
         validate.check_tokenize(request)
         if request.WhichOneof("input") == "chat":
-            ids = self._tokenizer.encode_chat(_messages(request.chat), not request.chat.omit_generation_prompt)
+            ids = await self._encode_chat(request.chat)
         else:
             ids = await self._encode(request.text, special=not request.omit_special_tokens)
-        return inference_pb2.TokenizeResponse(token_ids=ids, tokens=[self._tokenizer.token_text(i) for i in ids])
+        texts = await _off_loop(len(ids) * TOKEN_CHARS, lambda: list(map(self._tokenizer.token_text, ids)))
+        return inference_pb2.TokenizeResponse(token_ids=ids, tokens=texts)
 
     @handles_errors
     async def GetInfo(self, request: inference_pb2.GetInfoRequest, context: Context) -> inference_pb2.GetInfoResponse:
@@ -104,8 +111,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             draft_models=convert.draft_model_names(info.speculation),
         )
 
-    async def _accept(self, message: inference_pb2.GenerateRequest, context: Context) -> Request:
-        """From the wire to a request that the engine takes. Raises the typed error."""
+    async def _accept(self, message: inference_pb2.GenerateRequest, context: Context) -> tuple[Request, str]:
+        """From the wire to a request that the engine takes, and the text to put before every completion. Raises the
+        typed error."""
         request_id = begin_request(message.request_id)
         validate.check_generate(message)
         validate.check_for_model(message, self._limits)
@@ -116,7 +124,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         arrival_s = time.monotonic()
         prompt = await self._prompt(message)
         validate.check_prompt_length(len(prompt), self._limits)
-        return convert.to_request(
+        echo = await self._decode(prompt) if message.output.echo else ""
+        request = convert.to_request(
             message,
             prompt,
             # Clients choose ids as they like; in the engine they are unique.
@@ -126,21 +135,27 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             arrival_s=arrival_s,
             deadline_s=None if remaining_s is None else arrival_s + remaining_s,
         )
+        return request, echo
 
     async def _prompt(self, message: inference_pb2.GenerateRequest) -> tuple[int, ...]:
         match message.WhichOneof("input"):
             case "token_ids":
                 return tuple(message.token_ids.ids)
             case "chat":
-                chat = message.chat
-                return tuple(self._tokenizer.encode_chat(_messages(chat), not chat.omit_generation_prompt))
+                return tuple(await self._encode_chat(message.chat))
             case _:
                 return tuple(await self._encode(message.text, special=True))
 
     async def _encode(self, text: str, *, special: bool) -> list[int]:
-        if len(text) < OFF_LOOP_CHARS:
-            return self._tokenizer.encode(text, add_special_tokens=special)
-        return await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens=special)
+        return await _off_loop(len(text), partial(self._tokenizer.encode, text, add_special_tokens=special))
+
+    async def _encode_chat(self, chat: inference_pb2.Chat) -> list[int]:
+        num_chars = sum(len(message.content) + MESSAGE_CHARS for message in chat.messages)
+        encode = partial(self._tokenizer.encode_chat, _messages(chat), not chat.omit_generation_prompt)
+        return await _off_loop(num_chars, encode)
+
+    async def _decode(self, token_ids: Sequence[int]) -> str:
+        return await _off_loop(len(token_ids) * TOKEN_CHARS, partial(self._tokenizer.decode, token_ids))
 
     def _new_assembler(self, request: Request, index: int) -> CompletionAssembler:
         tokenizer, stopping = self._tokenizer, request.stopping
@@ -154,23 +169,20 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             tokenizer.token_text,
         )
 
-    def _echo(self, message: inference_pb2.GenerateRequest, request: Request) -> str:
-        return self._tokenizer.decode(request.prompt_token_ids) if message.output.echo else ""
-
     def _answer(
         self,
         message: inference_pb2.GenerateRequest,
         request: Request,
+        echo: str,
         deltas: dict[int, list[Delta]],
         progress: Progress,
     ) -> inference_pb2.GenerateResponse:
-        prefix = self._echo(message, request)
         summaries = [_summary(deltas[index]) for index in range(request.n)]
         return inference_pb2.GenerateResponse(
             request_id=_public_id(request),
             completions=[
                 convert.completion_to_pb(
-                    summary, deltas[summary.index], prefix=prefix, with_token_ids=not message.output.omit_token_ids
+                    summary, deltas[summary.index], prefix=echo, with_token_ids=not message.output.omit_token_ids
                 )
                 for summary in summaries
             ],
@@ -179,6 +191,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             timings=_timings(progress),
             adapter_digest=progress.adapter_digest,
         )
+
+
+async def _off_loop(num_chars: int, work: Callable[[], T]) -> T:
+    """Does what takes about as long as tokenizing `num_chars` characters: in a thread, if that is long."""
+    return work() if num_chars < OFF_LOOP_CHARS else await asyncio.to_thread(work)
 
 
 def _public_id(request: Request) -> str:

@@ -1,15 +1,26 @@
-"""The inference service's answers that need no engine."""
+"""The inference service without a network: over no engine at all, or over one that computes nothing."""
 
 from __future__ import annotations
 
-from typing import Any, cast
+import threading
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, NoReturn, cast
 
 import pytest
+from google.rpc import status_pb2
+from support.engine_fakes import INFO, build_fake
+from support.tiny_tokenizers import tiny_tokenizer
 
+from loraplex_proto.errors import FailedPrecondition
+from loraplex_proto.status import DETAILS_KEY, from_status
 from loraplex_proto.v1 import inference_pb2
+from loraplex_server.config import EngineConfig, ModelConfig
+from loraplex_server.engine.client import EngineClient
 from loraplex_server.engine.messages import ModelInfo
 from loraplex_server.grpc.edge import Edge
-from loraplex_server.grpc.inference import InferenceServicer
+from loraplex_server.grpc.inference import OFF_LOOP_CHARS, InferenceServicer
+from loraplex_server.text.tokenizer import TextTokenizer
 
 
 class NoTokenizer:
@@ -40,3 +51,100 @@ async def test_info_says_how_requests_may_speculate(
     assert list(info.speculation) == kinds
     assert list(info.draft_models) == names
     assert (info.model_id, info.role) == ("m", "worker")
+
+
+# --- where text is made -----------------------------------------------------------------------------------------------
+
+
+class WatchedTokenizer:
+    """Says in which thread it was asked. A character is a token."""
+
+    has_chat_template = True
+
+    def __init__(self) -> None:
+        self.threads: set[int] = set()
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        self.threads.add(threading.get_ident())
+        return [5] * len(text)
+
+    def encode_chat(self, messages: Sequence[dict[str, str]], add_generation_prompt: bool = True) -> list[int]:
+        return self.encode("".join(f"<|user|>{message['content']}<|end|>" for message in messages))
+
+    def token_text(self, token_id: int) -> str:
+        self.threads.add(threading.get_ident())
+        return "x"
+
+
+def chat_of(*contents: str) -> inference_pb2.Chat:
+    return inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role="user", content=text) for text in contents])
+
+
+LONG = "x" * OFF_LOOP_CHARS
+LONG_INPUTS = [{"text": LONG}, {"chat": chat_of(LONG)}, {"chat": chat_of(*["x"] * 1000)}]
+SHORT_INPUTS = [{"text": "x"}, {"chat": chat_of("x", "x")}]
+
+
+@pytest.mark.parametrize(("given", "is_long"), [(given, given in LONG_INPUTS) for given in LONG_INPUTS + SHORT_INPUTS])
+async def test_long_texts_and_chats_leave_the_event_loop_alone(given: dict[str, Any], is_long: bool) -> None:
+    tokenizer = WatchedTokenizer()
+    one = InferenceServicer(cast(Any, None), INFO, cast(Any, tokenizer), Edge())
+    response = await one.Tokenize(inference_pb2.TokenizeRequest(**given), None)
+    assert len(response.tokens) == len(response.token_ids)
+    assert (threading.get_ident() not in tokenizer.threads) == is_long
+    tokenizer.threads.clear()
+    assert await one._prompt(inference_pb2.GenerateRequest(**given)) == tuple(response.token_ids)
+    assert (threading.get_ident() not in tokenizer.threads) == is_long
+
+
+# --- echo -------------------------------------------------------------------------------------------------------------
+
+
+class FakeContext:
+    """Of a call without a deadline. What it is aborted with is raised again."""
+
+    def time_remaining(self) -> float | None:
+        return None
+
+    async def abort(self, code: Any, details: str, trailing_metadata: Any) -> NoReturn:
+        raise from_status(status_pb2.Status.FromString(dict(trailing_metadata)[DETAILS_KEY]))
+
+
+async def test_every_streamed_completion_begins_with_the_prompt() -> None:
+    engine = EngineClient(EngineConfig(ModelConfig("fake")))
+    await engine.start(inline=True, builder=build_fake)
+    try:
+        one = InferenceServicer(engine, INFO, TextTokenizer(tiny_tokenizer("byte_level")), Edge())
+        request = inference_pb2.GenerateRequest(
+            token_ids=inference_pb2.TokenIds(ids=[70, 71, 72]),
+            n=3,
+            stopping=inference_pb2.Stopping(max_tokens=5),
+            output=inference_pb2.Output(echo=True),
+        )
+        texts: dict[int, str] = defaultdict(str)
+        async for message in one.GenerateStream(request, FakeContext()):
+            texts[message.index] += message.text_delta
+        whole = await one.Generate(request, FakeContext())
+    finally:
+        await engine.stop()
+    assert texts == {completion.index: completion.text for completion in whole.completions}
+    assert len(texts) == 3
+    assert len(set(texts.values())) == 1
+    prompt = one._tokenizer.decode([70, 71, 72])
+    assert texts[0].startswith(prompt)
+    assert len(texts[0]) > len(prompt)
+
+
+@pytest.mark.parametrize("method", ["Generate", "GenerateStream"])
+async def test_an_echo_that_cannot_be_is_refused_before_anything_runs(method: str) -> None:
+    one = InferenceServicer(cast(Any, "no engine"), INFO, TextTokenizer(None), Edge())
+    request = inference_pb2.GenerateRequest(
+        token_ids=inference_pb2.TokenIds(ids=[70]), output=inference_pb2.Output(echo=True)
+    )
+    with pytest.raises(FailedPrecondition) as caught:
+        if method == "Generate":
+            await one.Generate(request, FakeContext())
+        else:
+            async for _ in one.GenerateStream(request, FakeContext()):
+                pass
+    assert caught.value.field == "output.echo"
