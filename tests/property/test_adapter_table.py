@@ -52,9 +52,11 @@ def bytes_of(key: AdapterKey) -> int:
 
 @dataclass
 class Request:
-    """One request as the engine sees it: a name, then a pinned key, then a reference."""
+    """One request as the engine sees it: a name, then a pinned key, then a reference. One that `borrows` asks for the
+    slot in every turn instead, and can do without."""
 
     name: str
+    borrows: bool = False
     key: AdapterKey | None = None
     has_ref: bool = False
 
@@ -80,7 +82,7 @@ class World:
 
     def submit(self, a: int, b: int) -> None:
         if len(self.requests) < 12:
-            self.requests.append(Request(NAMES[a % len(NAMES)]))
+            self.requests.append(Request(NAMES[a % len(NAMES)], borrows=b % 4 == 0))
 
     def turn_engine(self, a: int, b: int) -> None:
         """Every request takes its next step, as in the engine's turn."""
@@ -96,6 +98,9 @@ class World:
                 request.key = self.table.resolve(request.name, self.now)
             except LoraplexError:
                 self.requests.remove(request)
+        elif request.borrows:
+            slot = residency.borrow(request.key)
+            assert slot is None or self.on_device[slot] == request.key
         elif not request.has_ref:
             if residency.failure(request.key) is not None:
                 self.end(request)
@@ -242,12 +247,14 @@ class World:
         for _ in range(8 * OFFER_ROUNDS * (len(self.requests) + 1)):
             self.turn_engine(0, 0)
             self._work()
-            # A served request runs for a turn and ends; the others go on waiting.
+            # A served request runs for a turn and ends; the others go on waiting, and borrowers go on borrowing.
             for request in [r for r in self.requests if r.has_ref]:
                 self.end(request)
-            if not self.requests and not self.fetches and not self.moves:
+            if all(r.borrows for r in self.requests) and not self.fetches and not self.moves:
                 break
-        assert not self.requests, "requests that were never served"
+        assert all(r.borrows for r in self.requests), "requests that were never served"
+        for request in list(self.requests):
+            self.end(request)
         check_idle(self.table)
         for name, record in list(self.table.names.items()):
             if record.key is not None:

@@ -35,6 +35,7 @@ class AdapterInfo:
     pinned: bool
     error: str = ""
     error_reason: str = ""
+    num_heads: int = 0  # Medusa heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,15 @@ class AdapterCache(Residency, Protocol):
 
     def poll(self, now: float) -> bool:
         """Takes in finished loads, installs them in slots, starts what is wanted next. True when anything changed."""
+        ...
+
+    def borrow(self, key: AdapterKey) -> int | None:
+        """The device slot, for this turn only: valid until the next `poll`, no reference is taken.
+
+        None when the weights are not on the device now. They are wanted then, until the next `poll` and by a request
+        that has the key pinned only: behind whatever `acquire` wants, and pushing out nothing that was used lately.
+        Who borrows must be able to do without.
+        """
         ...
 
     def check_integrity(self) -> None:

@@ -24,6 +24,8 @@ def check_residency(table: ResidencyTable) -> None:
     wanted = [table.records[key] for key in table.wanted()]
     assert all(r.state not in _SERVED for r in wanted), "a want that is served already"
     assert all(r.num_pins or r.num_refs or r.pinned_names for r in wanted), "a want of nobody's"
+    borrowed = [table.records[key] for key in table.borrows()]
+    assert all(r.num_pins or r.num_refs for r in borrowed), "a borrower that is gone"
     assert table.pinned_bytes == sum(r.num_bytes for r in records if r.pinned_names) <= table.device_budget, "pinned"
 
 

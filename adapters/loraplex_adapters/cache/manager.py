@@ -98,6 +98,11 @@ class AdapterManager:
         self._table.residency.release(key)
         self._look_again()
 
+    def borrow(self, key: AdapterKey) -> int | None:
+        slot = self._table.residency.borrow(key)
+        self._look_again()
+        return slot
+
     def failure(self, key: AdapterKey) -> Exception | None:
         error = self._table.residency.failure(key)
         return None if error is None else fresh(error)
@@ -129,7 +134,7 @@ class AdapterManager:
         self._look_again()
         record = self._table.residency.records.get(key)
         if record is None:
-            return rows.gone_row(key, adapter_id, before.num_bytes, before.rank)
+            return rows.gone_row(key, before)
         return rows.key_row(record, adapter_id)
 
     def get(self, adapter_id: str) -> AdapterInfo:
@@ -230,7 +235,9 @@ class AdapterManager:
     def _take_fetched(self, fetch: Fetch, found: Imported, started_s: float, now: float) -> None:
         self._count(started_s, 0)
         if isinstance(fetch, FetchName):
-            self._table.name_fetched(fetch.name, fetch.ticket, found.key, found.num_bytes, found.rank, now)
+            self._table.name_fetched(
+                fetch.name, fetch.ticket, found.key, found.num_bytes, found.rank, now, found.num_heads
+            )
         else:
             self._table.residency.refetched(fetch.key, found.key, now)
 

@@ -6,12 +6,16 @@ tensors, no threads, no clock: `now` is an argument.
 
 Wants are served strictly in the order in which they came: a want that cannot be served yet lets nobody past, so that no
 stream of small adapters starves a large one.
+
+What is only borrowed (Medusa heads: they make a request faster, which runs without them) comes after all wants and
+never keeps one waiting: it has no reference and no offer, so it may be pushed out at any time, and it pushes out only
+what nobody has used for a while. A want to borrow lasts one round; who still wants to, asks again in the next step.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 
 from loraplex_adapters.cache.states import (
     IN_TRANSIT,
@@ -26,6 +30,7 @@ from loraplex_adapters.cache.states import (
     Refetch,
     Stage,
 )
+from loraplex_adapters.cache.victims import Lru, choose_victims, may_leave_device
 from loraplex_adapters.key import AdapterKey
 from loraplex_proto.errors import AdapterMemoryFull, FailedPrecondition, SourceUnavailable
 
@@ -33,8 +38,9 @@ from loraplex_proto.errors import AdapterMemoryFull, FailedPrecondition, SourceU
 # slot would push each other out before either is used; without an end, a want that never comes back would keep it.
 OFFER_ROUNDS = 16
 RETRY_AFTER_S = 1.0
-
-_Lru = OrderedDict[AdapterKey, KeyRecord]  # least recently used first
+# What was used within so many rounds makes no way for what is only borrowed. Otherwise five sets of heads in four slots
+# would push each other out in every step, and an adapter would have to come back for its next request.
+LENDING_ROUNDS = 64
 
 
 class ResidencyTable:
@@ -58,9 +64,10 @@ class ResidencyTable:
         self.records: dict[AdapterKey, KeyRecord] = {}
         self._failure_ttl_s = failure_ttl_s
         self._free_slots = list(range(num_slots))
-        self._host_lru: _Lru = OrderedDict()
-        self._device_lru: _Lru = OrderedDict()
+        self._host_lru: Lru = OrderedDict()
+        self._device_lru: Lru = OrderedDict()
         self._wants: OrderedDict[AdapterKey, None] = OrderedDict()
+        self._borrows: OrderedDict[AdapterKey, None] = OrderedDict()  # since the last round
         self._prefetches: OrderedDict[AdapterKey, None] = OrderedDict()
         self._failed: set[AdapterKey] = set()
         self._pinned: set[AdapterKey] = set()
@@ -76,11 +83,15 @@ class ResidencyTable:
         """In the order in which they came."""
         return self._wants.keys()
 
+    def borrows(self) -> Collection[AdapterKey]:
+        """Wanted to be borrowed, in the order in which they came."""
+        return self._borrows.keys()
+
     # --- names and holders ----------------------------------------------------------------------------------------
 
-    def bind(self, key: AdapterKey, name: str, num_bytes: int, rank: int) -> None:
+    def bind(self, key: AdapterKey, name: str, num_bytes: int, rank: int, num_heads: int = 0) -> None:
         """Fresh bytes of `key` are in the store, under `name`."""
-        record = self.records.setdefault(key, KeyRecord(key, num_bytes, rank))
+        record = self.records.setdefault(key, KeyRecord(key, num_bytes, rank, num_heads))
         record.names.add(name)
         record.last_name = name
         if record.state is KeyState.FAILED:
@@ -151,6 +162,19 @@ class ResidencyTable:
         self._withdraw_if_unneeded(record)
         self._forget_if_idle(record)
 
+    def borrow(self, key: AdapterKey) -> int | None:
+        """The slot, without a reference: valid until the next round. None: wanted for one round."""
+        record = self._get(key)
+        self._touch(record)
+        if record.state is KeyState.ON_DEVICE:
+            return record.slot
+        # A request that holds the key comes back for it; of anybody else nothing is known.
+        is_held = record.num_pins > 0 or record.num_refs > 0
+        if is_held and key not in self._wants and record.state not in IN_TRANSIT and self.failure(key) is None:
+            self._borrows[key] = None
+            self.is_due = True
+        return None
+
     def prefetch(self, key: AdapterKey) -> None:
         """Bring it up as far as there is room, pushing nobody out."""
         self._prefetches[key] = None
@@ -172,6 +196,7 @@ class ResidencyTable:
     def promoted(self, key: AdapterKey) -> None:
         record = self._get(key)
         record.step(KeyEvent.PROMOTED)
+        record.used_round = self.round  # somebody is about to use it
         self._device_lru[key] = record
         self._prefetches.pop(key, None)
         if key in self._wants:
@@ -224,29 +249,45 @@ class ResidencyTable:
                 self._want(record)
         for record in self._device_lru.values():
             record.num_offers = max(0, record.num_offers - 1)
-        if self._serve_wants():
+        blocked = self._serve_wants()
+        if blocked is None:
+            self._serve_borrows()
             self._serve_prefetches()
         else:
-            # Blocked. Offers run out with the rounds; references are given back through `release`.
-            self._prefetches.clear()
+            # Offers run out with the rounds; references are given back through `release`.
+            if blocked.state is not KeyState.STAGING:
+                self._prefetches.clear()
             self.is_due = any(record.num_offers > 0 for record in self._device_lru.values())
+        self._borrows.clear()
 
     def is_settled(self, key: AdapterKey) -> bool:
         """Nothing moves for it, and nothing will until somebody else gives way."""
         return self._get(key).state not in IN_TRANSIT and key not in self._prefetches
 
-    def _serve_wants(self) -> bool:
-        """False when the first want that is not under way has to wait."""
+    def _serve_wants(self) -> KeyRecord | None:
+        """The first want that has to wait, for room or for its copy on the host; nobody gets past it. A source that is
+        asked again may take any time: it keeps nobody waiting."""
         for key in list(self._wants):
             record = self.records[key]
+            if record.state is KeyState.STAGING:
+                return record
             if record.state in IN_TRANSIT:
                 continue
             if self._never(record) is not None:
                 del self._wants[key]
             elif not self._promote(record):
                 self._stage(record)  # at least the disk need not be waited for later
-                return False
-        return True
+                return record
+        return None
+
+    def _serve_borrows(self) -> None:
+        """One that finds no room does not keep the others from theirs."""
+        for key in self._borrows:
+            record = self.records[key]
+            if record.state not in (KeyState.KNOWN, KeyState.ON_HOST) or self._never(record) is not None:
+                continue
+            if not self._promote(record, self._may_make_way):
+                self._stage(record, free_only=True)
 
     def _serve_prefetches(self) -> None:
         for key in list(self._prefetches):
@@ -257,10 +298,17 @@ class ResidencyTable:
             if record.state in (KeyState.KNOWN, KeyState.ON_HOST) and not self._promote(record, free_only=True):
                 self._stage(record, free_only=True)
 
-    def _promote(self, record: KeyRecord, free_only: bool = False) -> bool:
+    def _may_make_way(self, record: KeyRecord) -> bool:
+        """For what is only borrowed."""
+        return may_leave_device(record) and self.round - record.used_round >= LENDING_ROUNDS
+
+    def _promote(
+        self, record: KeyRecord, may_leave: Callable[[KeyRecord], bool] | None = None, free_only: bool = False
+    ) -> bool:
         """Makes room on the device, and on the host where the bytes pass through it; all or nothing."""
         excess_bytes = self.device_used + record.num_bytes - self.device_budget
-        victims = _choose(self._device_lru, excess_bytes, 0 if self._free_slots else 1, _may_leave_device)
+        may_leave = may_leave or may_leave_device
+        victims = choose_victims(self._device_lru, excess_bytes, 0 if self._free_slots else 1, may_leave)
         # What was staged for later wants may go again: it must not keep the first one waiting.
         host_victims = [] if record.has_host else self._host_victims(record, spared=())
         if victims is None or host_victims is None or (free_only and (victims or host_victims)):
@@ -292,7 +340,7 @@ class ResidencyTable:
     def _host_victims(self, record: KeyRecord, spared: Collection[AdapterKey]) -> list[KeyRecord] | None:
         excess_bytes = self.host_used + record.num_bytes - self.host_budget
         movable = (KeyState.ON_HOST, KeyState.ON_DEVICE)
-        return _choose(self._host_lru, excess_bytes, 0, lambda r: r.state in movable and r.key not in spared)
+        return choose_victims(self._host_lru, excess_bytes, 0, lambda r: r.state in movable and r.key not in spared)
 
     # --- changes ----------------------------------------------------------------------------------------------------
 
@@ -303,6 +351,7 @@ class ResidencyTable:
         return record
 
     def _touch(self, record: KeyRecord) -> None:
+        record.used_round = self.round
         for lru in (self._host_lru, self._device_lru):
             if record.key in lru:
                 lru.move_to_end(record.key)
@@ -316,6 +365,7 @@ class ResidencyTable:
         """Nobody waits for it any more: the queue moves on."""
         if record.num_pins == 0 and record.num_refs == 0:
             record.num_offers = 0
+            self._borrows.pop(record.key, None)
             if not record.pinned_names:
                 self._wants.pop(record.key, None)
         self.is_due = self.is_due or bool(self._wants)
@@ -349,8 +399,8 @@ class ResidencyTable:
         record.error = error
         record.failed_until_s = now + self._failure_ttl_s
         self._failed.add(record.key)
-        self._wants.pop(record.key, None)
-        self._prefetches.pop(record.key, None)
+        for queue in (self._wants, self._borrows, self._prefetches):
+            queue.pop(record.key, None)
         self._forget_if_idle(record)
 
     def _give_back(self, record: KeyRecord) -> None:
@@ -403,28 +453,8 @@ class ResidencyTable:
             self._drop_device(record)
         if record.has_host:
             self._drop_host(record)
-        for queue in (self._wants, self._prefetches):
+        for queue in (self._wants, self._borrows, self._prefetches):
             queue.pop(record.key, None)
         self._failed.discard(record.key)
         del self.records[record.key]
         self.is_due = True
-
-
-def _may_leave_device(record: KeyRecord) -> bool:
-    return record.num_refs == 0 and not record.pinned_names and record.num_offers == 0
-
-
-def _choose(
-    lru: _Lru, excess_bytes: int, excess_slots: int, may_go: Callable[[KeyRecord], bool]
-) -> list[KeyRecord] | None:
-    """The least recently used that make the room, or None when there are not enough of them."""
-    victims: list[KeyRecord] = []
-    candidates: Iterator[KeyRecord] = (record for record in lru.values() if may_go(record))
-    while excess_bytes > 0 or excess_slots > 0:
-        victim = next(candidates, None)
-        if victim is None:
-            return None
-        victims.append(victim)
-        excess_bytes -= victim.num_bytes
-        excess_slots -= 1
-    return victims

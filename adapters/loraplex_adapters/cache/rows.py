@@ -39,6 +39,7 @@ def key_row(record: KeyRecord, adapter_id: str) -> AdapterInfo:
         tier=tier,
         num_bytes=record.num_bytes,
         rank=record.rank,
+        num_heads=record.num_heads,
         num_running=record.num_refs,
         pinned=adapter_id in record.pinned_names,
         error=str(record.error or ""),
@@ -46,11 +47,11 @@ def key_row(record: KeyRecord, adapter_id: str) -> AdapterInfo:
     )
 
 
-def gone_row(key: AdapterKey, adapter_id: str, num_bytes: int, rank: int) -> AdapterInfo:
+def gone_row(key: AdapterKey, before: AdapterInfo) -> AdapterInfo:
     """An adapter that nobody held when it was unloaded."""
     return AdapterInfo(
-        adapter_id=adapter_id, kind=key.kind, digest=key.digest, state="known", tier="disk", num_bytes=num_bytes,
-        rank=rank, num_running=0, pinned=False,
+        adapter_id=before.adapter_id, kind=key.kind, digest=key.digest, state="known", tier="disk",
+        num_bytes=before.num_bytes, rank=before.rank, num_heads=before.num_heads, num_running=0, pinned=False,
     )  # fmt: skip
 
 

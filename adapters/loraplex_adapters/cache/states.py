@@ -131,6 +131,7 @@ class KeyRecord:
     key: AdapterKey
     num_bytes: int
     rank: int
+    num_heads: int = 0
     state: KeyState = KeyState.KNOWN
     slot: int = -1  # while PROMOTING and ON_DEVICE
     has_host: bool = False  # host bytes are counted: STAGING, ON_HOST, PROMOTING, and ON_DEVICE with a copy
@@ -142,6 +143,7 @@ class KeyRecord:
     error: Exception | None = None
     failed_until_s: float = 0.0
     num_offers: int = 0  # rounds for which a freshly promoted key waits for whoever wanted it
+    used_round: int = 0  # the table's round in which somebody last asked for it or gave it back
 
     @property
     def is_in_use(self) -> bool:

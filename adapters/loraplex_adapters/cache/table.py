@@ -94,7 +94,9 @@ class AdapterTable:
 
     # --- outcomes -------------------------------------------------------------------------------------------------
 
-    def name_fetched(self, name: str, ticket: int, key: AdapterKey, num_bytes: int, rank: int, now: float) -> None:
+    def name_fetched(
+        self, name: str, ticket: int, key: AdapterKey, num_bytes: int, rank: int, now: float, num_heads: int = 0
+    ) -> None:
         self.num_fetching -= 1
         record = self.names.get(name)
         if record is None or record.ticket != ticket:
@@ -106,7 +108,7 @@ class AdapterTable:
                 self._fail(record, refusal, now)
                 return
         record.step(NameEvent.FETCHED)
-        self._bind(record, key, num_bytes, rank)
+        self._bind(record, key, num_bytes, rank, num_heads)
         self.residency.prefetch(key)  # whoever asked for it is about to use it
         if operation is None or operation.ended_s is not None:
             return
@@ -228,10 +230,10 @@ class AdapterTable:
             )
         return None
 
-    def _bind(self, record: NameRecord, key: AdapterKey, num_bytes: int, rank: int) -> None:
+    def _bind(self, record: NameRecord, key: AdapterKey, num_bytes: int, rank: int, num_heads: int) -> None:
         previous = record.key
         record.key = key
-        self.residency.bind(key, record.name, num_bytes, rank)
+        self.residency.bind(key, record.name, num_bytes, rank, num_heads)
         if previous is not None and previous != key:
             self.residency.unbind(previous, record.name)
 

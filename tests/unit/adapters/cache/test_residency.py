@@ -131,6 +131,26 @@ def test_nobody_overtakes_a_large_want() -> None:
     assert [m for m in run(table) if isinstance(m, Promote)] == [Promote(B, 0), Promote(C, 1)]
 
 
+def test_nobody_overtakes_a_want_while_it_is_staged() -> None:
+    table = make_table(device=300, num_slots=3)
+    pinned(table, A, 200)
+    bring_up(table, A)
+    pinned(table, B, 250)
+    pinned(table, C, 50)
+    assert table.acquire(B) is None
+    table.advance(0.0)
+    assert table.moves == [Stage(B)]  # under way
+    table.moves.clear()
+    assert table.acquire(C) is None
+    table.advance(0.0)
+    assert table.moves == []
+    assert not table.is_due  # its end will wake the engine
+    table.release(A)
+    table.staged(B)
+    table.advance(0.0)
+    assert [m for m in table.moves if isinstance(m, Promote)] == [Promote(B, 0), Promote(C, 1)]
+
+
 def test_a_withdrawn_want_frees_the_queue() -> None:
     table = make_table(device=300, num_slots=3)
     pinned(table, A, 200)

@@ -1,0 +1,313 @@
+"""Slots that are only borrowed: Medusa heads in the residency table. They never keep anybody waiting."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.adapter_files import Engine, write_adapter
+from support.medusa_files import medusa_config, sequential_tensors, write_heads
+
+from loraplex_adapters.cache.integrity import check_residency
+from loraplex_adapters.cache.residency import LENDING_ROUNDS, ResidencyTable
+from loraplex_adapters.cache.states import DropDevice, DropHost, IllegalTransition, KeyState, Promote, Stage
+from loraplex_adapters.key import AdapterKey, AdapterKind
+from loraplex_adapters.sources.directory import DirectorySource
+from loraplex_proto.errors import SourceUnavailable
+
+
+def key_of(kind: AdapterKind, content: int) -> AdapterKey:
+    return AdapterKey(kind, f"{content:064x}")
+
+
+HEADS = [key_of("medusa", idx) for idx in range(1, 7)]
+LORA, OTHER = key_of("lora", 11), key_of("lora", 12)
+
+
+def make_table(host: int = 1000, device: int = 1000, num_slots: int = 2) -> ResidencyTable:
+    return ResidencyTable(host, device, num_slots, failure_ttl_s=10.0)
+
+
+def pinned(table: ResidencyTable, key: AdapterKey, num_bytes: int = 100) -> AdapterKey:
+    """Bound to a name and held by one request."""
+    table.bind(key, f"name-{key.kind}-{key.digest[-2:]}", num_bytes, rank=0, num_heads=3)
+    table.pin(key)
+    return key
+
+
+def run(table: ResidencyTable, now: float = 0.0) -> list[object]:
+    """One round, its moves carried out at once."""
+    table.advance(now)
+    moves = list(table.moves)
+    table.moves.clear()
+    for move in moves:
+        if isinstance(move, Promote):
+            table.promoted(move.key)
+        elif isinstance(move, Stage):
+            table.staged(move.key)
+    check_residency(table)
+    return moves
+
+
+def bring_up(table: ResidencyTable, key: AdapterKey) -> int:
+    assert table.acquire(key) is None
+    run(table)
+    slot = table.acquire(key)
+    assert slot is not None
+    return slot
+
+
+def test_wanted_for_a_round_and_then_lent_without_a_reference() -> None:
+    table = make_table()
+    key = pinned(table, HEADS[0])
+    assert table.borrow(key) is None
+    assert table.is_due  # an idle engine must come round
+    check_residency(table)
+    assert run(table) == [Promote(key, 0)]
+    assert table.borrow(key) == 0
+    record = table.records[key]
+    assert (record.num_refs, record.num_offers, record.num_heads) == (0, 0, 3)
+    assert (table.hits, table.misses) == (0, 0)  # those count what requests wait for
+    table.unpin(key)
+    assert table.records[key].num_pins == 0
+
+
+def test_on_its_way_it_is_not_wanted_again() -> None:
+    table = make_table()
+    key = pinned(table, HEADS[0])
+    assert table.borrow(key) is None
+    table.advance(0.0)
+    assert table.moves == [Promote(key, 0)]
+    assert table.borrow(key) is None
+    assert not list(table.borrows())
+    assert not table.is_due
+
+
+def test_unknown_keys_are_a_bug() -> None:
+    with pytest.raises(IllegalTransition):
+        make_table().borrow(HEADS[0])
+
+
+def test_lending_is_a_use() -> None:
+    table = make_table()
+    for key in HEADS[:2]:
+        pinned(table, key)
+        assert table.borrow(key) is None
+        run(table)
+    assert table.borrow(HEADS[0]) == 0  # now the other one is older
+    pinned(table, LORA)
+    assert table.acquire(LORA) is None
+    assert run(table) == [DropDevice(HEADS[1], 1), Promote(LORA, 1)]
+
+
+def test_a_want_that_is_not_repeated_ends_with_the_round() -> None:
+    table = make_table(num_slots=1)
+    pinned(table, LORA)
+    bring_up(table, LORA)
+    key = pinned(table, HEADS[0])
+    assert table.borrow(key) is None
+    assert run(table) == [Stage(key)]  # no slot, but the host has room
+    assert not table.is_due  # nobody turns an idle engine for it
+    table.release(LORA)
+    for _ in range(LENDING_ROUNDS + 1):
+        assert run(table) == []
+    assert table.borrow(key) is None
+    assert run(table) == [DropDevice(LORA, 0), Promote(key, 0)]
+
+
+def test_nobody_is_wanted_for_requests_that_are_gone() -> None:
+    table = make_table()
+    key = pinned(table, HEADS[0])
+    assert table.borrow(key) is None
+    table.unpin(key)
+    assert not list(table.borrows())
+    assert run(table) == []
+    assert table.borrow(key) is None  # the name is there, but nobody's request
+    assert run(table) == []
+    assert not table.is_due
+
+
+def test_wants_of_lora_come_first_and_take_the_slot_away() -> None:
+    table = make_table(num_slots=1)
+    key = pinned(table, HEADS[0])
+    assert table.borrow(key) is None
+    pinned(table, LORA)
+    assert table.acquire(LORA) is None  # after it, and yet before it
+    assert run(table) == [Promote(LORA, 0), Stage(key)]
+    assert table.acquire(LORA) == 0
+    table.release(LORA)
+    for _ in range(LENDING_ROUNDS):
+        run(table)
+    assert table.borrow(key) is None
+    run(table)
+    assert table.borrow(key) == 0
+    # Lent this very turn, and still no reason to wait.
+    pinned(table, OTHER)
+    assert table.acquire(OTHER) is None
+    assert run(table) == [DropDevice(key, 0), Promote(OTHER, 0)]
+
+
+def test_borrowed_in_every_step_it_starves_nobody() -> None:
+    """One slot; heads are asked for in every step, and adapters come one after the other."""
+    table = make_table(num_slots=1)
+    heads = pinned(table, HEADS[0])
+    for content in range(20, 40):
+        lora = pinned(table, key_of("lora", content))
+        for num_rounds in range(4):
+            table.borrow(heads)
+            slot = table.acquire(lora)
+            if slot is not None:
+                break
+            run(table)
+        else:
+            raise AssertionError(f"{lora} waited for heads")
+        assert num_rounds <= 2
+        run(table)
+        table.release(lora)
+        table.unpin(lora)
+
+
+def test_heads_in_use_do_not_push_each_other_out() -> None:
+    table = make_table(num_slots=2)
+    for key in HEADS[:4]:
+        pinned(table, key)
+    for _ in range(3 * LENDING_ROUNDS):
+        for key in HEADS[:4]:
+            table.borrow(key)
+        run(table)
+    assert [table.borrow(key) for key in HEADS[:4]] == [0, 1, None, None]
+    assert table.device_evictions == 0
+    # Two requests have ended, and their heads make way in time.
+    for key in HEADS[:2]:
+        table.unpin(key)
+    for _ in range(LENDING_ROUNDS + 2):
+        for key in HEADS[2:4]:
+            table.borrow(key)
+        run(table)
+    assert {table.borrow(key) for key in HEADS[2:4]} == {0, 1}
+
+
+def test_an_adapter_between_two_requests_stays() -> None:
+    table = make_table(num_slots=1)
+    pinned(table, LORA)
+    bring_up(table, LORA)
+    table.release(LORA)
+    heads = pinned(table, HEADS[0])
+    for _ in range(LENDING_ROUNDS - 1):
+        assert table.borrow(heads) is None
+        assert not any(isinstance(move, Promote) for move in run(table))
+    assert table.acquire(LORA) == 0
+
+
+def test_a_blocked_want_lets_no_borrower_past() -> None:
+    table = make_table(device=300, num_slots=3)
+    pinned(table, LORA, 200)
+    bring_up(table, LORA)
+    pinned(table, OTHER, 250)
+    heads = pinned(table, HEADS[0], 50)
+    assert table.acquire(OTHER) is None
+    assert table.borrow(heads) is None  # would fit beside LORA; OTHER would wait longer for it
+    assert not any(isinstance(move, Promote) for move in run(table))
+    table.release(LORA)
+    assert [m for m in run(table) if isinstance(m, Promote)] == [Promote(OTHER, 0)]
+
+
+def test_a_large_set_does_not_keep_a_small_one_waiting() -> None:
+    table = make_table(device=300, num_slots=3)
+    pinned(table, LORA, 200)
+    bring_up(table, LORA)
+    large, small = pinned(table, HEADS[0], 200), pinned(table, HEADS[1], 100)
+    assert table.borrow(large) is None
+    assert table.borrow(small) is None
+    assert [m for m in run(table) if isinstance(m, Promote)] == [Promote(small, 1)]
+
+
+def test_too_large_for_ever_is_not_wanted() -> None:
+    table = make_table(device=300)
+    key = pinned(table, HEADS[0], 301)
+    assert table.borrow(key) is None
+    assert not list(table.borrows())
+    assert run(table) == []
+    assert table.failure(key) is not None
+
+
+def test_acquired_while_only_borrowed_it_becomes_a_want() -> None:
+    """A combined adapter: its LoRA is waited for, its heads are borrowed."""
+    table = make_table(num_slots=1)
+    pinned(table, LORA)
+    bring_up(table, LORA)
+    key = pinned(table, key_of("combined", 21))
+    assert table.borrow(key) is None
+    assert table.acquire(key) is None
+    run(table)
+    assert list(table.wanted()) == [key]
+    assert table.borrow(key) is None
+    assert not list(table.borrows())
+    table.release(LORA)
+    run(table)
+    slot = table.acquire(key)
+    assert slot is not None
+    assert table.borrow(key) == slot
+    assert table.records[key].num_refs == 1
+
+
+def test_a_failed_move_is_remembered() -> None:
+    table = make_table()
+    key = pinned(table, HEADS[0])
+    assert table.borrow(key) is None
+    table.advance(0.0)
+    table.moves.clear()
+    table.failed(key, SourceUnavailable("no"), now=0.0)
+    check_residency(table)
+    assert table.borrow(key) is None
+    assert not list(table.borrows())
+    assert run(table, now=9.0) == [DropHost(key)]
+    assert run(table, now=10.0) == []
+    assert table.records[key].state is KeyState.KNOWN
+    assert table.borrow(key) is None
+    assert run(table, now=10.0) == [Promote(key, 0)]
+
+
+def test_through_the_manager_heads_come_up_for_whoever_borrows(tmp_path: Path) -> None:
+    """Names, tiers, slots and listings as for any adapter; an idle engine is woken for them."""
+    write_heads(tmp_path / "heads", sequential_tensors(4), medusa_config(4))
+    write_adapter(tmp_path / "sql")
+    engine = Engine(DirectorySource(tmp_path), num_device_slots=1)
+    sql = engine.resolve("sql")
+    lora_slot = engine.acquire(sql)
+    heads = engine.resolve("heads")
+    assert heads.kind == "medusa"
+    row = engine.cache.get("heads")
+    assert (row.kind, row.rank, row.num_heads, row.digest) == ("medusa", 0, 4, heads.digest)
+    assert engine.cache.get("sql").num_heads == 0
+    for _ in range(3):
+        assert engine.cache.borrow(heads) is None  # the slot is taken
+        engine.turn(0.02)
+    engine.cache.release(sql)
+    engine.cache.unpin(sql)
+    for _ in range(LENDING_ROUNDS):
+        engine.turn(0.0)
+    slot = engine.until(lambda: engine.cache.borrow(heads))
+    assert slot == lora_slot
+    installed = engine.slots.installed[slot]
+    assert installed.key == heads
+    assert len(installed.heads) == 4
+    assert not installed.factors
+    assert engine.cache.get("heads").tier == "device"
+    assert engine.cache.get("heads").num_running == 0
+    gone = engine.cache.unload("heads")
+    assert (gone.state, gone.num_heads) == ("draining", 4)
+    assert engine.cache.borrow(heads) == slot  # the request goes on
+    engine.cache.unpin(heads)
+    engine.settle()
+    assert not engine.slots.installed
+    engine.close()
+
+
+def test_unloading_idle_heads_says_what_they_were(tmp_path: Path) -> None:
+    write_heads(tmp_path / "heads", sequential_tensors(4), medusa_config(4))
+    engine = Engine(DirectorySource(tmp_path))
+    assert engine.load("heads", pin=True).num_heads == 4
+    gone = engine.cache.unload("heads")
+    assert (gone.state, gone.kind, gone.rank, gone.num_heads) == ("known", "medusa", 0, 4)
+    engine.close()
