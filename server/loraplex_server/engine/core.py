@@ -30,7 +30,7 @@ from loraplex_server.engine.messages import (
     Submit,
 )
 from loraplex_server.engine.unresolved import Unresolved
-from loraplex_server.events import CompletionEnd, Event, RequestFailed
+from loraplex_server.events import CompletionEnd, Event, RequestFailed, Tokens
 from loraplex_server.request import Request
 from loraplex_server.scheduler.scheduler import Scheduler
 from loraplex_server.speculation.costs import StepCosts
@@ -232,7 +232,9 @@ class Engine:
             accepted = self._accepted.get(event.request_id)
             if accepted is None:
                 continue
-            if isinstance(event, CompletionEnd):
+            if isinstance(event, Tokens):
+                self._speculator.count(event)
+            elif isinstance(event, CompletionEnd):
                 accepted.num_open -= 1
             elif isinstance(event, RequestFailed):
                 accepted.num_open = 0

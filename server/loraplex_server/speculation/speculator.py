@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from loraplex_adapters.key import AdapterKey
 from loraplex_server.config import SpeculationConfig
+from loraplex_server.events import Tokens
 from loraplex_server.request import Request
 from loraplex_server.scheduler.plan import Candidate, Draft, StepPlan, StepResult
 from loraplex_server.speculation.base import MEDUSA, PROMPT_LOOKUP, Ask, Proposer
@@ -61,9 +62,11 @@ class Speculator:
         *,
         draft_names: Sequence[str] = (),
         default_heads: AdapterKey | None = None,
+        num_token_ids: int = 1 << 31,
         max_step_tokens: int = 1 << 30,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`num_token_ids`: token ids below it can go into the target and come out of it."""
         self._config = config
         self._lookup = PromptLookupProposer()
         self._proposers: dict[str, Proposer] = {**proposers, PROMPT_LOOKUP: self._lookup}
@@ -71,12 +74,14 @@ class Speculator:
         self._proposer_costs = ProposerCosts()
         self._draft_names = tuple(draft_names)
         self._default_heads = default_heads
+        self._num_token_ids = num_token_ids
         self._max_step_tokens = max_step_tokens
         self._clock = clock
         self._requests: dict[str, Choice] = {}  # those that speculate
         self._sequences: dict[str, _Sequence] = {}
         self._pools: dict[tuple[str, AdapterKey | None], AcceptancePool] = {}
         self._num_heads: dict[AdapterKey, int] = {}  # where a draft was shorter than asked for
+        self._num_failures: Counter[str] = Counter()  # of each proposer's calls
         self._step = 0
         self.drafted: Counter[str] = Counter()  # tokens by the proposer's own name, since the start
         self.accepted: Counter[str] = Counter()
@@ -138,20 +143,28 @@ class Speculator:
         return drafts
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
-        """Takes in what became of the drafts."""
+        """Learns from what became of the drafts."""
         for span in plan.spans:
             sequence = self._sequences.get(span.sequence_id) if span.draft else None
             out = result.spans.get(span.sequence_id)
-            if sequence is None or out is None or out.error is not None:
+            if sequence is None or out is None or not out.token_ids:
                 continue
             num_drafted, num_accepted = len(span.draft), len(out.token_ids) - 1
             self._record(sequence, sequence.proposer).observe(self._step, num_drafted, num_accepted, sequence.evidence)
-            self.drafted[span.proposer] += num_drafted
-            self.accepted[span.proposer] += num_accepted
+
+    def count(self, tokens: Tokens) -> None:
+        """Takes in what the client is told, so that the sums are those of all answers: where a draft runs beyond the
+        end of a completion, what is behind it was accepted by nobody."""
+        if tokens.num_drafted:
+            self.drafted[tokens.proposer] += tokens.num_drafted
+            self.accepted[tokens.proposer] += tokens.num_accepted
 
     def close(self) -> None:
-        for proposer in self._proposers.values():
-            proposer.close()
+        for name, proposer in self._proposers.items():
+            try:
+                proposer.close()
+            except Exception:
+                log.exception("%s did not close well", name)
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -160,7 +173,10 @@ class Speculator:
         for sequence_id in [known for known in self._sequences if known not in sequence_ids]:
             sequence = self._sequences.pop(sequence_id)
             for name in sequence.choice.proposers:
-                self._proposers[name].forget(sequence_id)
+                try:
+                    self._proposers[name].forget(sequence_id)
+                except Exception:
+                    self._note_failure(name, "could not forget a sequence")
 
     def _best_option(self, candidate: Candidate, num_rows: int) -> _Option | None:
         choice = self._requests.get(candidate.request.request_id)
@@ -214,9 +230,10 @@ class Speculator:
         asks = [Ask(one.candidate, num, one.sequence.choice.params, one.sequence.choice.heads) for one, num in asked]
         start_s = self._clock()
         try:
-            proposed = proposer.propose(asks)
+            answers = zip(asks, proposer.propose(asks), strict=True)
+            proposed = [self._usable(token_ids, ask.num_tokens) for ask, token_ids in answers]
         except Exception:
-            log.exception("%s cannot draft; the step goes on without", name)
+            self._note_failure(name, "could not draft; the step goes on without")
             return {}
         end_s = self._clock()
         lengths = [ask.num_tokens for ask in asks]
@@ -228,5 +245,20 @@ class Speculator:
                 self._num_heads[heads] = len(token_ids)
             if token_ids:
                 option.sequence.proposer, option.sequence.evidence = name, option.evidence
-                drafts[option.candidate.sequence_id] = Draft(tuple(token_ids), proposer.name)
+                drafts[option.candidate.sequence_id] = Draft(token_ids, proposer.name)
         return drafts
+
+    def _usable(self, token_ids: Sequence[int], num_tokens: int) -> tuple[int, ...]:
+        """As much of a draft as was asked for, up to a token that the target does not have: it cannot even be run."""
+        draft = tuple(token_ids[:num_tokens])
+        for idx, token_id in enumerate(draft):
+            if not 0 <= token_id < self._num_token_ids:
+                return draft[:idx]
+        return draft
+
+    def _note_failure(self, name: str, what: str) -> None:
+        """Into the log, ever more rarely: a proposer may fail in every step."""
+        self._num_failures[name] += 1
+        num_failures = self._num_failures[name]
+        if num_failures & (num_failures - 1) == 0:
+            log.exception("%s %s (failure %d)", name, what, num_failures)
