@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -22,6 +23,8 @@ _MAX_SURPRISE = 3.0
 # What has not been seen for this long is believed to cost half. An estimate that keeps a proposer from being used
 # keeps itself from being corrected, so it must fade.
 _HALF_LIFE_S = 3.0
+# The first observations are believed in part: they tend to be the slow ones.
+_NUM_TO_TRUST = 4
 # Tokens beside rounds, in what a difference is put down to: drafting for more sequences at once is cheap.
 _TOKEN_SCALE = 1.0 / 16.0
 
@@ -118,6 +121,7 @@ class ProposerCosts:
     def __init__(self) -> None:
         self._costs: dict[str, ProposerCost] = {}
         self._seen_s: dict[str, float] = {}
+        self._num_seen: Counter[str] = Counter()
 
     def observe(self, proposer: str, num_rounds: int, num_tokens: int, seconds: float, now_s: float) -> None:
         """A call that was asked for `num_tokens` in all, `num_rounds` for the longest draft, took `seconds`.
@@ -134,6 +138,7 @@ class ProposerCosts:
         gain = 1.0 - (1.0 - _LEARNING_RATE) * self._trust(proposer, now_s)
         self._costs[proposer] = _corrected(known, num_rounds, num_tokens, gain * (seconds - expected))
         self._seen_s[proposer] = now_s
+        self._num_seen[proposer] += 1
 
     def cost(self, proposer: str, now_s: float) -> ProposerCost:
         known = self._costs.get(proposer, FREE)
@@ -141,10 +146,11 @@ class ProposerCosts:
         return ProposerCost(known.per_call_s * trust, known.per_round_s * trust, known.per_token_s * trust)
 
     def _trust(self, proposer: str, now_s: float) -> float:
-        """1 for what has just been observed, fading to 0."""
+        """1 for what has just been observed, not for the first time, fading to 0."""
         if proposer not in self._seen_s:
             return 0.0
-        return 0.5 ** (max(0.0, now_s - self._seen_s[proposer]) / _HALF_LIFE_S)
+        age_s = max(0.0, now_s - self._seen_s[proposer])
+        return min(1.0, self._num_seen[proposer] / _NUM_TO_TRUST) * 0.5 ** (age_s / _HALF_LIFE_S)
 
 
 def _corrected(cost: ProposerCost, num_rounds: int, num_tokens: int, difference_s: float) -> ProposerCost:

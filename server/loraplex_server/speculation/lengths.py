@@ -9,6 +9,7 @@ caller; nothing here knows tokens, requests or clocks.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -16,31 +17,36 @@ from loraplex_server.speculation.base import DRAFT_MODEL, MEDUSA, PROMPT_LOOKUP,
 from loraplex_server.speculation.costs import FREE, ProposerCost, StepCosts
 
 # What to expect before anything is known: the chance that a draft token is accepted when those before it were, by
-# level (see Acceptance); the last one holds for all levels beyond. A little hopeful: who is never tried is never known.
+# level (see AcceptancePool); the last one holds for all levels beyond. Hopeful, for who is never tried is never known.
 PRIORS: Mapping[str, tuple[float, ...]] = {
-    PROMPT_LOOKUP: (0.3, 0.35, 0.6, 0.7, 0.75, 0.8),
-    MEDUSA: (0.7, 0.65, 0.6, 0.55),
-    DRAFT_MODEL: (0.75,),
-    UNIVERSAL: (0.7,),
+    PROMPT_LOOKUP: (0.3, 0.4, 0.7, 0.8, 0.85),
+    MEDUSA: (0.9, 0.8, 0.7),
+    DRAFT_MODEL: (0.9,),
+    UNIVERSAL: (0.9,),
 }
-DEFAULT_PRIOR = (0.6,)
+DEFAULT_PRIOR = (0.9,)
 
 _NUM_LEVELS = 32
 _LEAST, _MOST = 0.01, 0.98  # of any rate: nothing is certain
 
-# A pool's prior is worth this many trials, and no more than this many are remembered.
-_POOL_PRIOR = 20.0
-_POOL_TRIALS = 400.0
-_POOL_HALF_LIFE = 1000  # steps
+# A pool's prior is worth this many trials, and no more than so many are remembered; half of them after so many steps.
+_PRIOR_TRIALS = 4.0
+_MOST_TRIALS = 400.0
+_HALF_LIFE = 500
 
-# A sequence's own luck: what counts of the past after another draft, and after a step without one. Luck that is not
-# tried is forgotten, or a draft that did not pay once would never be tried again.
-_DECAY = 0.88
-_IDLE_DECAY = 0.98
-_LUCK_PRIOR = 2.0
+_SKILL_STEP = 0.2
+_MOST_SKILL = 4.0
+_IDLE_DECAY = 0.97  # per step
 
-_MAX_PAUSE = 64  # steps
-_NUM_PROBED = 2  # draft tokens
+# Misses in a row mean that nothing is to be had when they are less likely than one in fifty to be chance: never two of
+# them, always ten.
+_NO_CHANCE = math.log(50.0)
+_LEAST_MISSES, _MOST_MISSES = 3, 10
+MAX_PAUSE = 128  # steps; a power of two, as all pauses
+_MIN_MAX_PAUSE = 8
+_NUM_DOUBLINGS = 4  # from the first pause to the longest
+_NUM_PROBED = 1  # draft tokens
+_PROBE_SHARE = 0.01  # of the time
 
 # Positions that are less likely than this to be accepted never pay for the work around them.
 _MIN_SURVIVAL = 0.02
@@ -56,11 +62,13 @@ class AcceptancePool:
     """
 
     def __init__(self, prior: Sequence[float]) -> None:
-        self._prior = [prior[min(level, len(prior) - 1)] for level in range(_NUM_LEVELS)]
-        self._hits = [0.0] * _NUM_LEVELS
-        self._trials = [0.0] * _NUM_LEVELS
-        self._step = 0
-        self._rates = list(self._prior)
+        self.prior = tuple(prior[min(level, len(prior) - 1)] for level in range(_NUM_LEVELS))
+        self._accepted = [0.0] * _NUM_LEVELS
+        self._tried = [0.0] * _NUM_LEVELS
+        self._forgot_step = 0
+        self._rates: Sequence[float] = self.prior
+        self._rates_step = -1
+        self._is_stale = False
 
     @classmethod
     def of(cls, proposer: str) -> AcceptancePool:
@@ -68,60 +76,73 @@ class AcceptancePool:
         return cls(PRIORS.get(proposer, DEFAULT_PRIOR))
 
     def rates(self, step: int) -> Sequence[float]:
-        """The chance by level that a draft token is accepted, given that those before it are."""
-        self._forget(step)
+        """By level, the chance that a draft token is accepted when those before it are. The same all through a step."""
+        if step != self._rates_step:
+            self._forget(step)
+            if self._is_stale:
+                self._rates = self._estimate()
+                self._is_stale = False
+            self._rates_step = step
         return self._rates
 
-    def observe(self, step: int, level: int, num_accepted: int, *, is_rejected: bool) -> None:
+    def observe(self, level: int, num_accepted: int, *, is_rejected: bool) -> None:
         """From `level` on that many tokens were accepted one after another, and the next one was rejected or not."""
-        self._forget(step)
         for idx in range(level, level + num_accepted + is_rejected):
             at = min(idx, _NUM_LEVELS - 1)
-            if self._trials[at] >= _POOL_TRIALS:
-                self._trials[at] *= 0.5
-                self._hits[at] *= 0.5
-            self._trials[at] += 1.0
-            self._hits[at] += idx < level + num_accepted
-            self._rates[at] = self._rate(at)
+            if self._tried[at] >= _MOST_TRIALS:
+                self._tried[at] *= 0.5
+                self._accepted[at] *= 0.5
+            self._tried[at] += 1.0
+            self._accepted[at] += idx < level + num_accepted
+        self._is_stale = True
 
     def _forget(self, step: int) -> None:
-        # Not at every step: the sum over all levels is not worth it.
-        num_steps = step - self._step
-        if num_steps * 16 < _POOL_HALF_LIFE:
-            return
-        kept = 0.5 ** (num_steps / _POOL_HALF_LIFE)
-        self._step = step
-        for level in range(_NUM_LEVELS):
-            self._trials[level] *= kept
-            self._hits[level] *= kept
-            self._rates[level] = self._rate(level)
+        num_steps = step - self._forgot_step
+        if num_steps * 16 < _HALF_LIFE:
+            return  # too little to be worth the sums
+        kept = 0.5 ** (num_steps / _HALF_LIFE)
+        self._tried = [count * kept for count in self._tried]
+        self._accepted = [count * kept for count in self._accepted]
+        self._forgot_step = step
+        self._is_stale = True
 
-    def _rate(self, level: int) -> float:
-        return (self._hits[level] + _POOL_PRIOR * self._prior[level]) / (self._trials[level] + _POOL_PRIOR)
+    def _estimate(self) -> Sequence[float]:
+        rates: list[float] = []
+        rate = 0.0
+        for prior, num_accepted, num_tried in zip(self.prior, self._accepted, self._tried, strict=True):
+            # Where the level before does better than expected, so may this one: nobody knows before it is tried.
+            rate = (num_accepted + _PRIOR_TRIALS * max(rate, prior)) / (num_tried + _PRIOR_TRIALS)
+            rates.append(min(max(rate, _LEAST), _MOST))
+        return rates
 
 
 class Acceptance:
-    """How likely drafts of one proposer are to be accepted in one sequence: the pool's rates times the sequence's luck.
+    """How likely drafts of one proposer are to be accepted in one sequence: the pool's rates, shifted by its skill.
 
-    Luck is accepted tokens over those that the pool let expect, both decayed: one number, so that a few drafts tell it,
-    and a miss where little was expected says little about where much is.
+    Skill is one number, added to the logarithm of the odds of every level, and moved by every token tried by as much as
+    the outcome surprised (as players are rated by Elo's method): a few drafts tell it, and a miss where little was
+    expected says little about where much is. It fades while nothing is tried, or what did not pay once never would.
     """
 
     def __init__(self, pool: AcceptancePool) -> None:
-        self._pool = pool
-        self._accepted = 0.0
-        self._expected = 0.0
-        self._step = 0
+        self.pool = pool
+        self._skill = 0.0
+        self._step = 0  # of the last draft
 
-    def survival(self, step: int, num_tokens: int, evidence: int = 0) -> tuple[float, ...]:
-        """The chance, for each of `num_tokens` draft tokens, that it and all before it are accepted."""
-        luck = self._luck(step)
-        rates = self._pool.rates(step)
+    def survival(self, step: int, num_tokens: int, evidence: int = 0, *, is_probe: bool = False) -> tuple[float, ...]:
+        """The chance, for each of `num_tokens` draft tokens, that it and all before it are accepted.
+
+        Of a probe: if the proposer is still as good as one hopes before knowing anything.
+        """
+        shift = math.exp(self._faded(step))
+        rates, prior = self.pool.rates(step), self.pool.prior
         curve: list[float] = []
         chance = 1.0
         for level in range(evidence, evidence + num_tokens):
-            rate = luck * rates[level if level < _NUM_LEVELS else -1]
-            chance *= _MOST if rate > _MOST else rate if rate > _LEAST else _LEAST
+            at = level if level < _NUM_LEVELS else _NUM_LEVELS - 1
+            odds = shift * rates[at]
+            rate = odds / (1.0 - rates[at] + odds)
+            chance *= max(rate, prior[at]) if is_probe else rate
             curve.append(chance)
         return tuple(curve)
 
@@ -129,57 +150,91 @@ class Acceptance:
         """`num_drafted` tokens were verified. Those behind the first that was rejected say nothing."""
         if num_drafted <= 0:
             return
-        num_tried = min(num_accepted + 1, num_drafted)
-        rates = self._pool.rates(step)
-        expected = sum(rates[min(level, _NUM_LEVELS - 1)] for level in range(evidence, evidence + num_tried))
-        kept = _DECAY * self._kept(step)
-        self._accepted = self._accepted * kept + num_accepted
-        self._expected = self._expected * kept + expected
+        rates = self.pool.rates(step)
+        skill = self._faded(step)
+        shift = math.exp(skill)
+        for idx in range(min(num_accepted + 1, num_drafted)):
+            rate = rates[min(evidence + idx, _NUM_LEVELS - 1)]
+            odds = shift * rate
+            skill += _SKILL_STEP * ((idx < num_accepted) - odds / (1.0 - rate + odds))
+        self._skill = min(max(skill, -_MOST_SKILL), _MOST_SKILL)
         self._step = step
-        self._pool.observe(step, evidence, num_accepted, is_rejected=num_accepted < num_drafted)
+        self.pool.observe(evidence, num_accepted, is_rejected=num_accepted < num_drafted)
 
-    def _luck(self, step: int) -> float:
-        kept = self._kept(step)
-        return (self._accepted * kept + _LUCK_PRIOR) / (self._expected * kept + _LUCK_PRIOR)
-
-    def _kept(self, step: int) -> float:
-        return _IDLE_DECAY ** max(0, step - self._step - 1)
+    def _faded(self, step: int) -> float:
+        return self._skill * _IDLE_DECAY ** max(0, step - self._step - 1)
 
 
 class Backoff:
-    """When nothing is accepted: no drafts for ever more steps, then a probe of few tokens.
+    """When nothing is accepted any more: no drafts for ever more steps, then a probe of few tokens.
 
-    Pauses end at steps that are multiples of their length: sequences that probe do so together, and share the call. A
-    pause gives way to a match twice as long as the ones that failed: that is news.
+    Begins when misses in a row are no chance: the likelier a proposer usually is to be right, the sooner. Pauses end at
+    steps that are multiples of their length: sequences that probe do so together, and share the call. A pause gives way
+    to a match twice as long as the ones that failed: that is news.
     """
 
     def __init__(self) -> None:
         self._num_misses = 0  # since something was accepted
-        self._resume_step = 0
+        self._doubt = 0.0  # how unlikely that was: minus the logarithm of the chance
+        self._num_pauses = 0  # each twice as long as the one before
+        self._last_step: int | None = None  # of the last draft; before it, the first one that could have had one
         self._failed_evidence = 0
 
-    def limit(self, step: int, num_tokens: int, evidence: int = 0) -> int:
+    def limit(self, step: int, num_tokens: int, evidence: int = 0, max_pause: int = MAX_PAUSE) -> int:
         """How many of `num_tokens` draft tokens may be tried."""
-        if step < self._resume_step:
-            return min(num_tokens, evidence) if evidence > 2 * self._failed_evidence else 0
-        return min(num_tokens, _NUM_PROBED) if self._num_misses >= 2 else num_tokens
+        if self._last_step is None:
+            self._last_step = step
+        if not self._is_dry:
+            return num_tokens
+        if self.is_probe(step, max_pause):
+            return min(num_tokens, _NUM_PROBED)
+        return min(num_tokens, evidence) if evidence > 2 * self._failed_evidence else 0
 
-    def observe(self, step: int, num_drafted: int, num_accepted: int, evidence: int = 0) -> None:
+    def is_probe(self, step: int, max_pause: int = MAX_PAUSE) -> bool:
+        """Whether a draft of this step would be there to see whether anything is accepted again.
+
+        Also after a long time without a draft, though nothing was missed: because others had no luck, say.
+        """
+        if self._last_step is None:
+            return False
+        pause = self._pause(max_pause) if self._is_dry else MAX_PAUSE
+        return step >= (self._last_step // pause + 1) * pause
+
+    def observe(self, step: int, num_drafted: int, num_accepted: int, evidence: int = 0, *, rate: float = 0.5) -> None:
+        """`rate`: how likely the first of the draft's tokens was to be accepted, so far as others know."""
         if num_drafted <= 0:
             return
+        self._last_step = step
         if num_accepted > 0:
             # One token may be chance.
             is_well = num_accepted > 1 or num_accepted == num_drafted
-            self._num_misses = 0 if is_well else self._num_misses // 2
+            self._num_misses, self._doubt = 0, 0.0
+            self._num_pauses = 0 if is_well else self._num_pauses // 2
             self._failed_evidence = 0
-            self._resume_step = step
             return
-        was_due = step >= self._resume_step
-        self._failed_evidence = max(evidence, self._failed_evidence // 2 if was_due else self._failed_evidence)
+        self._failed_evidence = max(evidence, self._failed_evidence // 2)
         self._num_misses += 1
-        if self._num_misses >= 2:
-            pause = min(_MAX_PAUSE, 1 << (self._num_misses - 1))
-            self._resume_step = (step // pause + 1) * pause
+        self._doubt += max(-math.log1p(-min(rate, _MOST)), _NO_CHANCE / _MOST_MISSES)
+        if self._is_dry:
+            self._num_pauses = min(self._num_pauses + 1, _NUM_DOUBLINGS + 1)
+
+    @property
+    def _is_dry(self) -> bool:
+        return self._num_misses >= _LEAST_MISSES and self._doubt > _NO_CHANCE * 0.999
+
+    def _pause(self, max_pause: int) -> int:
+        return max(1, max_pause >> max(0, _NUM_DOUBLINGS + 1 - self._num_pauses))
+
+
+def longest_pause(num_rows: int, num_sequences: int, step_costs: StepCosts, cost: ProposerCost) -> int:
+    """How long `Backoff` may pause for, so that probes take a small part of the time and text that changes is noticed.
+
+    Of `num_sequences` that probe together, in a step of `num_rows` rows without drafts.
+    """
+    step_s = step_costs.seconds(num_rows)
+    probe_s = step_costs.seconds(num_rows + num_sequences) - step_s + cost.seconds(1, num_sequences)
+    num_steps = math.ceil(probe_s / (_PROBE_SHARE * step_s))
+    return min(MAX_PAUSE, max(_MIN_MAX_PAUSE, 1 << (num_steps - 1).bit_length()))
 
 
 @dataclass(slots=True)
@@ -193,20 +248,30 @@ class TrackRecord:
     def new(cls, pool: AcceptancePool) -> TrackRecord:
         return cls(Acceptance(pool))
 
-    def survival(self, step: int, num_tokens: int, evidence: int = 0, *, holds_back: bool = True) -> tuple[float, ...]:
+    def survival(
+        self,
+        step: int,
+        num_tokens: int,
+        evidence: int = 0,
+        *,
+        max_pause: int = MAX_PAUSE,
+        holds_back: bool = True,
+    ) -> tuple[float, ...]:
         """The chances of the draft tokens that may be tried now, `num_tokens` at most, none during a pause.
 
-        `evidence`: how many tokens match, of a lookup; else 0. Without `holds_back` nothing is left out: for requests
-        of fixed length.
+        `evidence`: how many tokens match, of a lookup; else 0. `max_pause`: see `longest_pause`. Without `holds_back`
+        nothing is left out: for requests of fixed length.
         """
-        if holds_back:
-            num_tokens = self.backoff.limit(step, num_tokens, evidence)
-        return self.acceptance.survival(step, num_tokens, evidence)
+        if not holds_back:
+            return self.acceptance.survival(step, num_tokens, evidence)
+        num_tokens = self.backoff.limit(step, num_tokens, evidence, max_pause)
+        return self.acceptance.survival(step, num_tokens, evidence, is_probe=self.backoff.is_probe(step, max_pause))
 
     def observe(self, step: int, num_drafted: int, num_accepted: int, evidence: int = 0) -> None:
         """A draft was verified, of which `num_drafted` tokens had room; with none nothing is learned."""
+        rate = self.acceptance.pool.rates(step)[min(evidence, _NUM_LEVELS - 1)]
+        self.backoff.observe(step, num_drafted, num_accepted, evidence, rate=rate)
         self.acceptance.observe(step, num_drafted, num_accepted, evidence)
-        self.backoff.observe(step, num_drafted, num_accepted, evidence)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,340 @@
+"""Draft lengths follow what is accepted and what a step costs, and cost next to nothing where nothing is accepted.
+
+No test looks at a clock: time is what the cost table says it is.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from itertools import pairwise, product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loraplex_server.speculation.base import DRAFT_MODEL, MEDUSA, PROMPT_LOOKUP
+from loraplex_server.speculation.costs import FREE, ProposerCost, StepCosts
+from loraplex_server.speculation.lengths import (
+    MAX_PAUSE,
+    Acceptance,
+    AcceptancePool,
+    Backoff,
+    Offer,
+    TrackRecord,
+    choose_lengths,
+    longest_pause,
+)
+
+# A model of 245M parameters on two cores: eight rows cost little more than one.
+CPU = StepCosts({1: 0.0135, 2: 0.0142, 4: 0.0145, 8: 0.0159, 16: 0.0184, 32: 0.0279, 64: 0.0454})
+COSTS = {PROMPT_LOOKUP: FREE, MEDUSA: ProposerCost(0.0015), DRAFT_MODEL: ProposerCost(0.001, 0.003, 0.0001)}
+MAX_TOKENS = 8
+
+curves = st.lists(st.floats(0.0, 1.0), max_size=6).map(lambda chances: sorted(chances, reverse=True))
+proposers = st.sampled_from([PROMPT_LOOKUP, MEDUSA, DRAFT_MODEL])
+offer_lists = st.lists(st.builds(Offer, proposers, curves, st.booleans()), max_size=8)
+
+
+class Decoding:
+    """Sequences that decode together, drafted for by one proposer, on the clock of a cost table."""
+
+    def __init__(self, proposer: str, num_sequences: int, seed: int = 0) -> None:
+        pool = AcceptancePool.of(proposer)
+        self.records = [TrackRecord.new(pool) for _ in range(num_sequences)]
+        self.lengths: list[list[int]] = []
+        self.num_tokens = 0
+        self.time_s = 0.0
+        self._proposer = proposer
+        self._cost = COSTS[proposer]
+        self._rng = random.Random(seed)
+
+    def run(self, num_steps: int, chance: float, evidence: Callable[[int], int] = lambda step: 0) -> None:
+        """Every draft token is right by `chance`."""
+        num_sequences = len(self.records)
+        pause = longest_pause(num_sequences, num_sequences, CPU, self._cost)
+        for _ in range(num_steps):
+            step = 1000 + len(self.lengths)
+            level = evidence(step)
+            curves = [record.survival(step, MAX_TOKENS, level, max_pause=pause) for record in self.records]
+            lengths = choose(
+                [Offer(self._proposer, curve) for curve in curves], num_rows=num_sequences, num_tokens=num_sequences
+            )
+            self.time_s += CPU.seconds(num_sequences + sum(lengths)) + self._cost.seconds(max(lengths), sum(lengths))
+            for record, length in zip(self.records, lengths, strict=True):
+                num_accepted = 0
+                while num_accepted < length and self._rng.random() < chance:
+                    num_accepted += 1
+                record.observe(step, length, num_accepted, level)
+                self.num_tokens += num_accepted + 1
+            self.lengths.append(lengths)
+
+    @property
+    def num_drafted(self) -> int:
+        return sum(map(sum, self.lengths))
+
+
+def choose(offers: Sequence[Offer], num_rows: int, num_tokens: int, budget: int = 1000) -> list[int]:
+    return choose_lengths(
+        offers, num_rows=num_rows, num_tokens=num_tokens, budget=budget, step_costs=CPU, proposer_costs=COSTS
+    )
+
+
+def speed(offers: Sequence[Offer], lengths: Sequence[int], num_rows: int, num_tokens: int) -> float:
+    """Expected tokens per second, from first principles."""
+    expected = num_tokens + sum(sum(offer.survival[:n]) for offer, n in zip(offers, lengths, strict=True))
+    seconds = CPU.seconds(num_rows + sum(lengths))
+    for proposer, cost in COSTS.items():
+        own = [n for offer, n in zip(offers, lengths, strict=True) if offer.proposer == proposer]
+        seconds += cost.seconds(max(own, default=0), sum(own))
+    return expected / seconds
+
+
+# --- how likely ------------------------------------------------------------------------------------------------------
+
+
+def test_survival_falls_and_knows_the_prior() -> None:
+    curve = Acceptance(AcceptancePool((0.5, 0.8))).survival(0, 4)
+    assert curve == pytest.approx((0.5, 0.4, 0.32, 0.256))
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8), st.integers(0, 70), st.integers(0, 300)), max_size=40),
+    st.integers(0, 70),
+)
+def test_survival_is_a_chance_whatever_was_seen(seen: list[tuple[int, int, int, int]], evidence: int) -> None:
+    record = TrackRecord.new(AcceptancePool.of(PROMPT_LOOKUP))
+    step = 0
+    for num_drafted, num_accepted, level, num_steps in seen:
+        step += num_steps
+        record.observe(step, num_drafted, min(num_accepted, num_drafted), level)
+    curve = record.survival(step + 1, 8, evidence, holds_back=False)
+    assert len(curve) == 8
+    assert list(curve) == sorted(curve, reverse=True)
+    assert 0.0 < curve[-1] <= curve[0] < 1.0
+    assert len(record.survival(step + 1, 8, evidence)) <= 8
+
+
+@pytest.mark.parametrize("chance", [0.2, 0.6, 0.9])
+def test_estimates_come_near_the_truth(chance: float) -> None:
+    rng = random.Random(3)
+    acceptance = Acceptance(AcceptancePool.of(DRAFT_MODEL))
+    curves: list[tuple[float, ...]] = []
+    for step in range(400):
+        curves.append(acceptance.survival(step, 3))
+        num_accepted = 0
+        while num_accepted < 4 and rng.random() < chance:
+            num_accepted += 1
+        acceptance.observe(step, 4, num_accepted)
+    for idx in range(3):
+        mean = sum(curve[idx] for curve in curves[100:]) / 300
+        assert mean == pytest.approx(chance ** (idx + 1), abs=0.08)
+
+
+def test_what_is_behind_the_first_rejection_says_nothing() -> None:
+    long, short = (Acceptance(AcceptancePool.of(DRAFT_MODEL)) for _ in range(2))
+    for step in range(10):
+        long.observe(step, 8, 2)
+        short.observe(step, 3, 2)
+    assert long.survival(10, 8) == short.survival(10, 8)
+    short.observe(10, 0, 0)
+    assert long.survival(11, 8) == short.survival(11, 8)
+
+
+def test_longer_matches_are_judged_by_themselves() -> None:
+    acceptance = Acceptance(AcceptancePool.of(PROMPT_LOOKUP))
+    before = acceptance.survival(0, 1, 8)[0]
+    for step in range(10):
+        acceptance.observe(step, 4, 0, evidence=1)
+    assert acceptance.survival(10, 1, 1)[0] < 0.15
+    assert acceptance.survival(10, 1, 8)[0] > before - 0.15
+
+
+def test_what_one_sequence_learned_others_begin_with() -> None:
+    pool = AcceptancePool.of(MEDUSA)
+    teacher, pupil = Acceptance(pool), Acceptance(pool)
+    for step in range(50):
+        teacher.observe(step, 4, 0)
+    assert pupil.survival(50, 1)[0] < 0.2
+    assert pupil.survival(50 + 5000, 1)[0] > 0.8  # long ago
+
+
+def test_bad_luck_fades_while_nothing_is_tried() -> None:
+    pool = AcceptancePool((0.8,))
+    unlucky = Acceptance(pool)
+    for step in range(8):
+        unlucky.observe(step, 1, 0)
+    for other in range(200):
+        Acceptance(pool).observe(8, 5, 4 if other % 2 else 5)
+    others = Acceptance(pool)
+    assert unlucky.survival(9, 1)[0] < others.survival(9, 1)[0] - 0.03
+    assert unlucky.survival(200, 1)[0] == pytest.approx(others.survival(200, 1)[0], abs=0.001)
+
+
+# --- when to stop trying ---------------------------------------------------------------------------------------------
+
+
+def test_pauses_grow_and_probes_are_short() -> None:
+    backoff = Backoff()
+    drafted = [step for step in range(1024) if _misses(backoff, step)]
+    gaps = [after - before for before, after in pairwise(drafted)]
+    assert max(gaps) == gaps[-1] == MAX_PAUSE
+    assert drafted[-1] % MAX_PAUSE == 0  # with everybody else who probes
+    assert len(drafted) < 10 + 5 + 1024 / MAX_PAUSE
+
+
+def _misses(backoff: Backoff, step: int, evidence: int = 0, max_pause: int = MAX_PAUSE) -> int:
+    """A draft of as many tokens as may be, none of them right."""
+    limit = backoff.limit(step, 8, evidence, max_pause)
+    backoff.observe(step, limit, 0, evidence)
+    return limit
+
+
+def test_who_is_usually_right_is_doubted_sooner() -> None:
+    def num_before_pause(rate: float) -> int:
+        backoff = Backoff()
+        step = 0
+        while backoff.limit(step, 8) == 8:
+            backoff.observe(step, 8, 0, rate=rate)
+            step += 1
+        return step
+
+    assert [num_before_pause(rate) for rate in (0.95, 0.6, 0.01)] == [3, 5, 10]
+
+
+def test_success_ends_a_pause_at_once() -> None:
+    backoff = Backoff()
+    step = 0
+    while backoff.limit(step, 8) != 1:  # until the first probe
+        _misses(backoff, step)
+        step += 1
+    backoff.observe(step, 1, 1)
+    assert backoff.limit(step + 1, 8) == 8
+
+
+def test_a_long_match_gives_a_pause_an_end() -> None:
+    backoff = Backoff()
+    step = 0
+    while backoff.limit(step, 8, 2):
+        _misses(backoff, step, evidence=2)
+        step += 1
+    assert backoff.limit(step, 8, 4) == 0
+    assert backoff.limit(step, 8, 5) == 5
+    backoff.observe(step, 5, 0, evidence=5)
+    assert backoff.limit(step + 1, 8, 10) == 0  # that was no news
+
+
+def test_cheap_probes_may_come_more_often() -> None:
+    assert longest_pause(1, 1, CPU, FREE) <= 16
+    assert longest_pause(1, 1, CPU, ProposerCost(0.01)) >= 64
+    assert longest_pause(32, 32, CPU, FREE) >= 64
+    assert longest_pause(1, 1, CPU, ProposerCost(9.0)) == MAX_PAUSE
+
+
+# --- what pays -------------------------------------------------------------------------------------------------------
+
+
+@given(offer_lists, st.integers(0, 40), st.integers(0, 30))
+def test_lengths_keep_room_and_budget(offers: list[Offer], num_more: int, budget: int) -> None:
+    lengths = choose(offers, len(offers) + num_more, len(offers), budget)
+    assert len(lengths) == len(offers)
+    assert sum(lengths) <= budget
+    assert all(0 <= length <= len(offer.survival) for offer, length in zip(offers, lengths, strict=True))
+
+
+@given(offer_lists, st.integers(0, 40))
+def test_fixed_lengths_are_kept_and_the_others_do_no_harm(offers: list[Offer], num_more: int) -> None:
+    num_rows = max(1, len(offers)) + num_more
+    lengths = choose(offers, num_rows, max(1, len(offers)))
+    fixed_only = [len(offer.survival) if offer.is_fixed else 0 for offer in offers]
+    for offer, length in zip(offers, lengths, strict=True):
+        assert not offer.is_fixed or length == len(offer.survival)
+    chosen, without = (speed(offers, each, num_rows, max(1, len(offers))) for each in (lengths, fixed_only))
+    assert chosen >= without * (1 - 1e-9)
+
+
+@given(st.lists(st.floats(0.05, 0.99), min_size=1, max_size=3), st.sampled_from([PROMPT_LOOKUP, MEDUSA]))
+def test_one_proposer_gets_the_best_there_is(chances: list[float], proposer: str) -> None:
+    offers = [Offer(proposer, [chance**k for k in range(1, 5)]) for chance in chances]
+    num_rows = 4 * len(offers)  # others decode as well
+    lengths = choose(offers, num_rows, num_rows)
+    best = max(speed(offers, each, num_rows, num_rows) for each in product(range(5), repeat=len(offers)))
+    # Positions below 2 % are left out.
+    assert speed(offers, lengths, num_rows, num_rows) >= best * (1 - 1e-3)
+
+
+def test_a_proposer_that_does_not_pay_is_left_out_and_another_is_not() -> None:
+    offers = [Offer(DRAFT_MODEL, [0.5, 0.25]), Offer(PROMPT_LOOKUP, [0.9, 0.8, 0.7])]
+    assert choose(offers, 8, 8) == [0, 3]
+    assert choose(offers[:1] * 8, 8, 8) == [1] * 8  # shared by many it pays
+
+
+def test_cuts_begin_with_the_least_likely_and_end_with_fixed_lengths() -> None:
+    fixed = Offer(PROMPT_LOOKUP, [0.1, 0.05], is_fixed=True)
+    likely, doubtful = Offer(PROMPT_LOOKUP, [0.9, 0.8]), Offer(PROMPT_LOOKUP, [0.7, 0.5])
+    offers = [doubtful, fixed, likely]
+    assert choose(offers, 3, 3, budget=6) == [2, 2, 2]
+    assert choose(offers, 3, 3, budget=5) == [1, 2, 2]
+    assert choose(offers, 3, 3, budget=3) == [0, 2, 1]
+    assert choose(offers, 3, 3, budget=1) == [0, 1, 0]
+    assert choose(offers, 3, 3, budget=0) == [0, 0, 0]
+
+
+def test_the_fuller_the_batch_the_shorter_the_drafts() -> None:
+    def mean_length(num_sequences: int) -> float:
+        offers = [Offer(MEDUSA, [0.7**k for k in range(1, 9)])] * num_sequences
+        return sum(choose(offers, num_sequences, num_sequences)) / num_sequences
+
+    lengths = [mean_length(num_sequences) for num_sequences in (1, 8, 16, 64)]
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] > 4
+    assert lengths[-1] < 1
+
+
+def test_nothing_to_choose_from() -> None:
+    assert choose([], 1, 1) == []
+    assert choose([Offer(MEDUSA, [])], 1, 1) == [0]
+
+
+# --- all of it -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_sequences", [1, 8, 32])
+@pytest.mark.parametrize("proposer", [PROMPT_LOOKUP, MEDUSA, DRAFT_MODEL])
+def test_text_on_which_nothing_is_accepted_costs_little(proposer: str, num_sequences: int) -> None:
+    decoding = Decoding(proposer, num_sequences)
+    # Matches of all lengths come and go, and none is worth anything.
+    rng = random.Random(7)
+    decoding.run(512, 0.0, lambda _: rng.choice((1, 1, 2, 3, 5, 9, 20)) if proposer == PROMPT_LOOKUP else 0)
+    assert decoding.time_s <= 1.02 * 512 * CPU.seconds(num_sequences)
+    assert decoding.num_drafted <= (320 if proposer == PROMPT_LOOKUP else 96) * num_sequences
+
+
+@pytest.mark.parametrize("num_sequences", [1, 8])
+@pytest.mark.parametrize("chance", [0.3, 0.6, 0.8, 1.0])
+@pytest.mark.parametrize("proposer", [MEDUSA, DRAFT_MODEL])
+def test_speed_is_near_that_of_the_best_length(proposer: str, chance: float, num_sequences: int) -> None:
+    decoding = Decoding(proposer, num_sequences)
+    decoding.run(600, chance)
+
+    def speed_at(length: int) -> float:
+        offers = [Offer(proposer, [chance**k for k in range(1, length + 1)], is_fixed=True)] * num_sequences
+        return speed(offers, [length] * num_sequences, num_sequences, num_sequences)
+
+    best = max(range(MAX_TOKENS + 1), key=speed_at)
+    assert decoding.num_tokens / decoding.time_s >= 0.9 * speed_at(best)
+    if num_sequences == 1:
+        mean = sum(map(sum, decoding.lengths[100:])) / 500
+        assert abs(mean - best) <= 1.5
+
+
+@pytest.mark.parametrize("proposer", [PROMPT_LOOKUP, MEDUSA])
+def test_a_stretch_that_copies_is_noticed_after_a_dry_one(proposer: str) -> None:
+    decoding = Decoding(proposer, 1)
+    decoding.run(300, 0.0, lambda _: 1)
+    begin = 1000 + len(decoding.lengths)
+    num_before = decoding.num_tokens
+    decoding.run(40, 0.95, lambda step: 1 + step - begin)  # a match that grows by at least a token in each step
+    first = next(idx for idx, lengths in enumerate(decoding.lengths[300:]) if lengths[0] > 0)
+    assert first <= (3 if proposer == PROMPT_LOOKUP else longest_pause(1, 1, CPU, COSTS[proposer]))
+    assert decoding.num_tokens - num_before > 100
