@@ -1,4 +1,4 @@
-"""Which implementations of segmented LoRA this machine has, and which one a device gets."""
+"""Which implementations of segmented LoRA and of dense products this machine has, and which one a device gets."""
 
 from __future__ import annotations
 
@@ -45,7 +45,14 @@ def choose_ops(device: torch.device | str) -> SegmentedLora:
 
 def choose_dense(device: torch.device | str) -> SegmentedDense:
     """The same for dense products."""
-    return CpuDense() if torch.device(device).type == "cpu" else ReferenceDense()
+    kind = torch.device(device).type
+    if kind == "cpu":
+        return CpuDense()
+    if kind == "cuda" and not _triton_problem():
+        from loraplex_adapters.ops.triton.dense import TritonDense
+
+        return TritonDense()
+    return ReferenceDense()
 
 
 def _triton_problem() -> str:

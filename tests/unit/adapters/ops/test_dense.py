@@ -1,6 +1,6 @@
 """One suite for every implementation of segmented dense products.
 
-Like test_ops.py it is run over the Triton kernel by triton/test_interpreter.py, in a process of its own.
+Like test_ops.py it is run over the Triton kernel by triton/test_dense.py, in a process of its own.
 """
 
 from __future__ import annotations
@@ -117,6 +117,7 @@ def test_every_slot_has_its_own_size(ops: SegmentedDense, dtype: torch.dtype) ->
     check(ops, torch.randn(33, 48).to(dtype), table, segments, 80)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy's, in the interpreter
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_and_weights_of_others_do_no_harm(ops: SegmentedDense, dtype: torch.dtype) -> None:
     table = random_table([24, 24, 24], 32, dtype)
@@ -231,6 +232,11 @@ def test_a_table_refuses_another_width() -> None:
         DenseTable(32).set(0, random_weight(4, 33, torch.float32))
 
 
-def test_which_one_a_device_gets() -> None:
+def test_which_one_a_device_gets(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_dense("cpu").name == "cpu"
     assert choose_dense("meta").name == "reference"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_dense("cuda").name == "reference"
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert choose_dense("cuda:0").name == "triton"

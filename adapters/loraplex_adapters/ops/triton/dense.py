@@ -1,0 +1,93 @@
+"""Launches the dense product of one table. Needs triton; runs on CUDA, and on a CPU in Triton's interpreter for tests.
+
+Owns the launch parameters, and what the kernel reads of a table (in its `derived`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from loraplex_adapters.ops.base import PreparedSegments, Segment
+from loraplex_adapters.ops.dense import DenseTable, check_dense_segments
+from loraplex_adapters.ops.triton.lora import INTERPRETED, SUPPORTED
+from loraplex_adapters.ops.triton.plan import KernelPlan, build_plan
+from loraplex_adapters.ops.triton.product import product_kernel
+
+_product: Any = product_kernel
+
+BLOCK_OUT = 64
+BLOCK_IN = 128
+
+
+@dataclass(frozen=True, slots=True)
+class _Pointers:
+    """A table as the kernel reads it, by slot."""
+
+    num_slots: int
+    max_size: int
+    weights: Tensor  # int64
+    biases: Tensor  # int64
+    sizes: Tensor  # int32
+
+
+class TritonDense:
+    """SegmentedDense for CUDA in bfloat16, float16 and float32."""
+
+    @property
+    def name(self) -> str:
+        return "triton"
+
+    def prepare(
+        self, segments: Sequence[Segment], num_rows: int, num_slots: int, device: torch.device
+    ) -> PreparedSegments:
+        check_dense_segments(segments, num_rows, num_slots)
+        return PreparedSegments(tuple(segments), num_rows, build_plan(segments, device))
+
+    def apply(self, y: Tensor, x: Tensor, table: DenseTable, prepared: PreparedSegments) -> None:
+        if x.dtype not in SUPPORTED:
+            raise TypeError(f"The Triton kernels take bfloat16, float16 and float32, not {x.dtype}.")
+        plan: KernelPlan = prepared.data
+        if plan.num_blocks == 0:
+            return
+        pointers = table.derived
+        if not isinstance(pointers, _Pointers) or pointers.num_slots <= max(plan.slots):
+            pointers = table.derived = _pointers(table, max(plan.slots) + 1, x.device)
+        if pointers.max_size == 0:
+            return
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        _product[(plan.num_blocks, triton.cdiv(pointers.max_size, BLOCK_OUT))](
+            y,
+            x,
+            plan.rows,
+            plan.blocks,
+            pointers.weights,
+            pointers.biases,
+            pointers.sizes,
+            table.in_features,
+            x.stride(0),
+            y.stride(0),
+            NUM_STEPS=triton.cdiv(table.in_features, BLOCK_IN),
+            BLOCK_ROWS=plan.block_rows,
+            BLOCK_OUT=BLOCK_OUT,
+            BLOCK_IN=BLOCK_IN,
+            UPCAST=INTERPRETED,
+        )
+
+
+def _pointers(table: DenseTable, min_slots: int, device: torch.device) -> _Pointers:
+    weights = [*table.weights, *[None] * (min_slots - len(table.weights))]
+    sizes = [dense.num_outputs if dense is not None else 0 for dense in weights]
+    columns = (
+        [dense.weight.data_ptr() if dense is not None else 0 for dense in weights],
+        [dense.bias.data_ptr() if dense is not None and dense.bias is not None else 0 for dense in weights],
+        sizes,
+    )
+    packed = torch.tensor(columns, dtype=torch.int64).to(device)
+    return _Pointers(len(weights), max(sizes, default=0), packed[0], packed[1], packed[2].to(torch.int32))
