@@ -6,7 +6,7 @@ Owns nothing after loading; a LoadedModel belongs to whoever asked for it. Knows
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import cast
 
 import torch
@@ -44,8 +44,12 @@ def load_model(
     make_base: BaseLinearFactory = PlainLinear,
     shard: ShardSpec | None = None,
     verify: bool = True,
+    amend: Callable[[PreTrainedModel], PreTrainedModel] | None = None,
 ) -> LoadedModel:
-    """Loads a directory or a Hub id. Raises UnsupportedModel with the reason, InvalidArgument on a bad option."""
+    """Loads a directory or a Hub id. Raises UnsupportedModel with the reason, InvalidArgument on a bad option.
+
+    `amend` may change the weights before anything is made of them (merge an adapter, say).
+    """
     if shard is not None and shard.count != 1:
         raise Unimplemented("a model is served by one process; tensor parallelism is not there yet")
     target = resolve_device(device)
@@ -65,6 +69,8 @@ def load_model(
         )
     except (OSError, ValueError, KeyError) as error:
         raise UnsupportedModel(f"{model_id} cannot be loaded: {_first_line(error)}") from error
+    if amend is not None:
+        model = amend(model)
     nn.Module.to(model, target)  # in place; Transformers' own `to` is typed for something else
     return adopt_model(
         model, model_id=model_id, max_context_tokens=max_context_tokens, make_base=make_base, verify=verify

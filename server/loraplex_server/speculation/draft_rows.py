@@ -146,6 +146,9 @@ class DraftRows:
         self.leave(sequence_id)
         self._refused.add(sequence_id)
 
+    def has_refused(self, sequence_id: str) -> bool:
+        return sequence_id in self._refused
+
     def forget(self, sequence_id: str) -> None:
         self.leave(sequence_id)
         self._refused.discard(sequence_id)

@@ -67,16 +67,17 @@ class Drafter:
         """Raises OutOfMemory when the KV cache would hold next to nothing. `model_digest`: what it is, adapter
         included."""
         spec = loaded.spec
-        max_len = min(memory.max_len or spec.max_context_tokens, spec.max_context_tokens)
-        num_blocks = min(
-            num_blocks_for(spec, memory.block_size, loaded.dtype, memory.kv_bytes),
-            memory.max_rows * -(-max_len // memory.block_size) + 2,
-        )
+        num_blocks = num_blocks_for(spec, memory.block_size, loaded.dtype, memory.kv_bytes)
         if num_blocks < 3:
             raise OutOfMemory(
                 f"{memory.kv_bytes / 2**20:.0f} MiB of KV cache for {loaded.model_id} hold less than three blocks; "
                 "give more with --draft-kv-memory"
             )
+        # No longer than one sequence could ever be, no more than all rows could fill; block 0 is for padding.
+        max_len = min(
+            memory.max_len or spec.max_context_tokens, spec.max_context_tokens, (num_blocks - 1) * memory.block_size
+        )
+        num_blocks = min(num_blocks, memory.max_rows * -(-max_len // memory.block_size) + 1)
         cache = KvCache(spec, num_blocks, memory.block_size, loaded.dtype, loaded.device)
         self.loaded = loaded
         self.runner = ModelRunner(
@@ -109,6 +110,10 @@ class Drafter:
             return [[] for _ in wants]
         self._num_failures = 0
         return found
+
+    def has_refused(self, sequence_id: str) -> bool:
+        """No draft will come for it."""
+        return self.rows.has_refused(sequence_id)
 
     def forget(self, sequence_id: str) -> None:
         self.rows.forget(sequence_id)

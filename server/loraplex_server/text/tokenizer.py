@@ -80,6 +80,11 @@ class TextTokenizer:
         return self._tokenizer is not None
 
     @property
+    def vocabulary(self) -> Vocabulary | None:
+        """Its tokens one by one; None without a tokenizer."""
+        return self._vocabulary
+
+    @property
     def has_chat_template(self) -> bool:
         return self._tokenizer is not None and bool(self._tokenizer.chat_template)
 

@@ -31,6 +31,22 @@ class Vocabulary:
         self._has_byte_tokens = "ByteFallback" in steps
         self._bytes: dict[int, bytes] = {}  # filled as tokens come; bounded by the vocabulary
 
+    @property
+    def special_ids(self) -> Mapping[str, int]:
+        """Special tokens by content."""
+        found = {content: self._tokenizer.token_to_id(content) for content in sorted(self._specials)}
+        return {content: token_id for content, token_id in found.items() if token_id is not None}
+
+    @property
+    def pieces(self) -> Mapping[str, int]:
+        """All tokens, added ones included. Made anew on each use."""
+        return self._tokenizer.get_vocab(with_added_tokens=True)
+
+    def spans(self, text: str) -> list[tuple[int, int, int]]:
+        """The tokens of `text` without special ones in front or behind: (token id, start, end in the text) each."""
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        return [(token_id, *span) for token_id, span in zip(encoding.ids, encoding.offsets, strict=True)]
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """The library's text of these tokens by themselves, special tokens left out."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)

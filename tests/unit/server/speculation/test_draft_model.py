@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from support.dense import dense_logits, greedy, make_dense
-from support.driver import Job, make_rig, random_prompts
 from support.drafting import ask, speculate
+from support.driver import Job, make_rig, random_prompts
 from support.zoo import MAX_LEN, VOCAB_SIZE, random_model
 from torch import Tensor
 from transformers import PreTrainedModel

@@ -1,0 +1,225 @@
+"""A growing text in two vocabularies: the target's tokens as text, the text as a draft model's tokens, and a draft's
+text as the target's tokens again.
+
+Tokenisers do not commute with cutting a text, so every cut is made where both sides see a border, some way behind the
+beginning of what is encoded: prefixes that tokenizers add, and words that were cut, stay outside. Where none is found
+the tokens are put together anyhow: a draft that is worse costs acceptance, never a text.
+
+Special tokens have no text. Those that both vocabularies spell alike go over as what they are, others are left out.
+
+Pure: knows neither models nor requests.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from loraplex_server.text.vocabulary import Vocabulary
+
+# Characters at the end of the text that are encoded again as it grows, of which the first ones do not count.
+_WINDOW, _MARGIN = 96, 32
+# Characters, or tokens, in front of what is encoded or decoded, for its context.
+_CONTEXT = 48
+# Known tokens by which the place of a draft is recognised, and how far from where it should be.
+_MATCH = 3
+_MAX_HELD = 8  # tokens without text
+_REPLACEMENT = "\ufffd"
+_Spans = list[tuple[int, int, int]]
+
+
+class Recoder:
+    """Two vocabularies. Owns what is known of the pair, and nothing of any text."""
+
+    def __init__(self, target: Vocabulary, draft: Vocabulary, draft_prefix: Sequence[int]) -> None:
+        """`draft_prefix`: what the draft model's texts begin with, `<s>` as a rule."""
+        self.target = target
+        self.draft = draft
+        self.draft_prefix = tuple(draft_prefix)
+        self.draft_specials = frozenset(draft.special_ids.values())
+        specials = target.special_ids
+        # Special tokens of the target by id, with the text that stands for them.
+        self.text_of_special = {
+            token_id: content if content in draft.special_ids else "" for content, token_id in specials.items()
+        }
+
+    def new_text(self, token_ids: Sequence[int]) -> RecodedText:
+        """Of a text that begins with these tokens of the target's."""
+        return RecodedText(self, token_ids)
+
+    def draft_tokens(self, text: str) -> tuple[list[int], list[int]]:
+        """A whole text as the draft model's tokens, and where each starts."""
+        spans = self.draft.spans(text)
+        ids = [token_id for token_id, _, _ in spans]
+        starts = [start for _, start, _ in spans]
+        if ids[: len(self.draft_prefix)] != list(self.draft_prefix):
+            ids = [*self.draft_prefix, *ids]
+            starts = [*(-1 for _ in self.draft_prefix), *starts]
+        return ids, starts
+
+    def target_tokens(self, known: str, known_ids: Sequence[int], num_held: int, text: str) -> list[int]:
+        """`text` as the target's tokens where it follows the text `known`.
+
+        `known_ids` are the last ones that are known; `num_held` of them have no text in `known` yet, and come out of
+        `text` once more.
+        """
+        before = known[-_CONTEXT:]
+        spans = self.target.spans(before + text)
+        border, is_across = _border(spans, len(before))
+        place = _place_behind([token_id for token_id, _, _ in spans], known_ids, border + num_held)
+        if place is None and num_held:
+            return []
+        if place is None and is_across:
+            # A line's end joins with hardly anything.
+            spans = self.target.spans("\n" + text)
+            border, is_across = _border(spans, 1)
+            if is_across:
+                spans, border = self.target.spans(text), 0
+        return [token_id for token_id, _, _ in spans[border if place is None else place :]]
+
+
+class RecodedText:
+    """One sequence's text. `ids` are the draft model's tokens for all that is known."""
+
+    def __init__(self, recoder: Recoder, token_ids: Sequence[int]) -> None:
+        self._recoder = recoder
+        self._out: list[int] = []  # the last of the target's tokens whose text is out, and are not special
+        self._held: list[int] = []  # those behind them: a character is not finished
+        text = self._text_of(token_ids)
+        self.ids, self._starts = recoder.draft_tokens(text)  # one start per id, in characters
+        self._num_chars = len(text)
+        self._tail = text[-_WINDOW - _CONTEXT :]
+        self._num_seen = len(token_ids)
+        self._num_same = 0
+
+    @property
+    def num_settled(self) -> int:
+        """Of `ids`, those that stay whatever follows."""
+        return bisect_left(self._starts, self._num_chars - _WINDOW)
+
+    @property
+    def ratio(self) -> float:
+        """The draft model's tokens for one of the target's."""
+        return len(self.ids) / max(1, self._num_seen)
+
+    def take_num_same(self) -> int:
+        """Of `ids`, how many have not changed since the last time that this was asked."""
+        num_same, self._num_same = self._num_same, len(self.ids)
+        return num_same
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """The target's tokens are these now: those of the last time and any number behind them."""
+        text = self._text_of(token_ids[self._num_seen :])
+        self._num_seen = len(token_ids)
+        if text:
+            self._append(text)
+
+    def proposal(self, drafted: Sequence[int]) -> list[int]:
+        """What the target's tokens would be if the draft model's went on with `drafted`."""
+        before = self.ids[-_CONTEXT:]
+        text = added_text(self._recoder.draft, before, drafted)
+        if not text:
+            return []
+        return self._recoder.target_tokens(self._tail, self._out + self._held, len(self._held), text)
+
+    def _text_of(self, fresh: Sequence[int]) -> str:
+        """The text that the next tokens of the target's add."""
+        specials = self._recoder.text_of_special
+        parts: list[str] = []
+        start = 0
+        for idx, token_id in enumerate(fresh):
+            if token_id in specials:
+                parts += (self._text_of_run(fresh[start:idx]), specials[token_id])
+                start = idx + 1
+                self._out, self._held = [], []
+        parts.append(self._text_of_run(fresh[start:]))
+        return "".join(parts)
+
+    def _text_of_run(self, fresh: Sequence[int]) -> str:
+        """The same without special tokens among them."""
+        if not fresh:
+            return ""
+        vocabulary, out, held = self._recoder.target, self._out, [*self._held, *fresh]
+        num_out, text = len(held), added_text(vocabulary, out, held)
+        if vocabulary.decode([*out, *held]).endswith(_REPLACEMENT):
+            # Bytes of a character that is not finished. They may hide those in front of them, so the tokens before
+            # them are what has the most text.
+            shorter = range(len(held), max(0, len(held) - _MAX_HELD) - 1, -1)
+            texts = {end: added_text(vocabulary, out, held[:end]) for end in shorter}
+            num_out = max(texts, key=lambda end: (len(texts[end]), -end))
+            text = texts[num_out]
+            if len(held) - num_out >= _MAX_HELD:
+                num_out = len(held)  # no character has so many: this is something else
+        self._held = held[num_out:]
+        self._out = [*out, *held[:num_out]][-_CONTEXT:]
+        while self._out and (vocabulary.byte(self._out[0]) or 0) & 0xC0 == 0x80:
+            del self._out[0]  # the rest of a character would spoil all the bytes behind it
+        return text
+
+    def _append(self, text: str) -> None:
+        """More text: tokens near its old end may come out differently now."""
+        end = self._num_chars
+        self._num_chars += len(text)
+        tail = self._tail + text
+        self._tail = tail[-_WINDOW - _CONTEXT :]
+        if end <= _WINDOW:
+            self.ids, self._starts = self._recoder.draft_tokens(tail)
+            self._num_same = 0
+            return
+        window = min(end, _WINDOW)
+        start = end - window
+        spans = self._recoder.draft.spans(tail[len(tail) - len(text) - window :])
+        place, spans = self._splice(spans, start, end)
+        if place is None:
+            place, start, spans = len(self.ids), end, self._recoder.draft.spans(text)
+        self.ids[place:] = [token_id for token_id, _, _ in spans]
+        self._starts[place:] = [start + first for _, first, _ in spans]
+        self._num_same = min(self._num_same, place)
+
+    def _splice(self, spans: _Spans, start: int, end: int) -> tuple[int | None, _Spans]:
+        """Where the new tokens of the text from `start` on continue the old ones, which go up to `end`: an index into
+        the old ones, and those of the new ones that come behind it."""
+        for idx, (_, first, _) in enumerate(spans):
+            at = start + first
+            if first < _MARGIN:
+                continue
+            if at >= end:
+                return (len(self.ids), spans[idx:]) if at == end else (None, [])
+            place = bisect_left(self._starts, at)
+            if place < len(self._starts) and self._starts[place] == at:
+                return place, spans[idx:]
+        return None, []
+
+
+def added_text(vocabulary: Vocabulary, before: Sequence[int], token_ids: Sequence[int]) -> str:
+    """What tokens add to the text of those before them; of a character that is not finished, nothing."""
+    start = vocabulary.decode(before).rstrip(_REPLACEMENT)
+    text = vocabulary.decode([*before, *token_ids]).rstrip(_REPLACEMENT)
+    return text[len(start) :] if text.startswith(start) else ""
+
+
+def _border(spans: _Spans, border: int) -> tuple[int, bool]:
+    """How many tokens start before `border`, and whether one lies across it."""
+    idx = bisect_left(spans, border, key=lambda span: span[1])
+    return idx, idx > 0 and spans[idx - 1][2] > border
+
+
+def _place_behind(ids: Sequence[int], known_ids: Sequence[int], expected: int) -> int | None:
+    """Where `ids` go on behind the last of `known_ids`, near to `expected`; None when these do not come out."""
+    last = list(known_ids[-_MATCH:])
+    if not last:
+        return None
+    for distance in range(_MATCH):
+        for place in {expected + distance, expected - distance}:
+            if len(last) <= place <= len(ids) and list(ids[place - len(last) : place]) == last:
+                return place
+    return None
+
+
+def prefix_of(encoded: Sequence[int], plain: Sequence[int]) -> tuple[int, ...]:
+    """What a tokenizer puts in front of a text: `encoded` has it, and perhaps something behind the text; `plain` is the
+    same text without."""
+    for start in range(len(encoded) - len(plain) + 1):
+        if list(encoded[start : start + len(plain)]) == list(plain):
+            return tuple(encoded[:start])
+    return ()

@@ -1,0 +1,134 @@
+"""Drafts by a model with another tokenizer, by way of text.
+
+The draft model continues the text of what is known in its own tokens, greedily; what it says is then put into the
+target's. Where the two cut texts differently less is accepted; what is said stays the target's own. Owns the texts of
+sequences in the draft model's tokens; the drafting itself is the Drafter's, the two vocabularies are `recoding`'s.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Collection, Sequence
+
+from loraplex_server.scheduler.plan import Candidate
+from loraplex_server.speculation.base import UNIVERSAL, Ask
+from loraplex_server.speculation.draft_model import stop_ids_of
+from loraplex_server.speculation.draft_rows import Wanted
+from loraplex_server.speculation.drafting import Drafter
+from loraplex_server.speculation.recoding import RecodedText, Recoder, prefix_of
+from loraplex_server.text.tokenizer import TextTokenizer
+
+log = logging.getLogger(__name__)
+
+_MAX_RATIO = 4.0  # draft tokens for one of the target's
+
+
+class UniversalProposer:
+    """Implements speculation.base.Proposer. Owns the drafter."""
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        *,
+        target_tokenizer: TextTokenizer,
+        draft_tokenizer: TextTokenizer,
+        num_target_ids: int,
+        eos_token_ids: Collection[int],
+    ) -> None:
+        """Both tokenizers have text. `num_target_ids`: token ids below it are the target's. `eos_token_ids`: the
+        target's."""
+        target, draft = target_tokenizer.vocabulary, draft_tokenizer.vocabulary
+        assert target is not None, "drafting by way of text needs the target's tokenizer"
+        assert draft is not None, "drafting by way of text needs the draft model's tokenizer"
+        probe = "a"
+        plain = draft_tokenizer.encode(probe, add_special_tokens=False)
+        self._recoder = Recoder(target, draft, prefix_of(draft_tokenizer.encode(probe), plain))
+        self._drafter = drafter
+        self._num_target_ids = num_target_ids
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._draft_eos_ids = draft_tokenizer.eos_token_ids | frozenset(drafter.loaded.spec.eos_token_ids)
+        self._draft_stop_ids = self._recoder.draft_specials | self._draft_eos_ids
+        self._texts: dict[str, RecodedText | None] = {}  # None: it failed, and is left alone
+
+    @property
+    def name(self) -> str:
+        return UNIVERSAL
+
+    def propose(self, asks: Sequence[Ask]) -> Sequence[tuple[int, ...]]:
+        texts = [self._text(ask) for ask in asks]
+        wants = [self._want(ask, text) for ask, text in zip(asks, texts, strict=True) if text is not None]
+        found = iter(self._drafter.draft(wants))
+        return [
+            self._proposal(ask, text, next(found)) if text is not None else ()
+            for ask, text in zip(asks, texts, strict=True)
+        ]
+
+    def forget(self, sequence_id: str) -> None:
+        self._texts.pop(sequence_id, None)
+        self._drafter.forget(sequence_id)
+
+    def close(self) -> None:
+        self._texts.clear()
+        self._drafter.close()
+
+    def _text(self, ask: Ask) -> RecodedText | None:
+        """The sequence's text with all that is known; None when no draft can come."""
+        candidate = ask.candidate
+        sequence_id = candidate.sequence_id
+        if _num_tokens(ask) < 1 or self._drafter.has_refused(sequence_id):
+            return None
+        try:
+            if sequence_id not in self._texts:
+                self._texts[sequence_id] = self._recoder.new_text(candidate.token_ids)
+            text = self._texts[sequence_id]
+            if text is not None:
+                text.extend(candidate.token_ids)
+        except Exception as error:  # tokenizers are programs, and these texts nobody chose
+            self._give_up(sequence_id, error)
+            return None
+        # Of special tokens alone there may be nothing to go on from.
+        return text if text is not None and text.ids else None
+
+    def _want(self, ask: Ask, text: RecodedText) -> Wanted:
+        request = ask.candidate.request
+        return Wanted(
+            sequence_id=ask.candidate.sequence_id,
+            token_ids=text.ids,
+            num_tokens=math.ceil(_num_tokens(ask) * min(text.ratio, _MAX_RATIO)),
+            num_same=text.take_num_same(),
+            num_settled=text.num_settled,
+            stop_ids=self._draft_stop_ids,
+            tenant=request.tenant,
+            cache_salt=request.cache_salt,
+        )
+
+    def _proposal(self, ask: Ask, text: RecodedText, drafted: Sequence[int]) -> tuple[int, ...]:
+        if not drafted:
+            return ()
+        ends = drafted[-1] in self._draft_eos_ids
+        spoken = drafted[:-1] if drafted[-1] in self._draft_stop_ids else drafted
+        try:
+            found = text.proposal(spoken)
+        except Exception as error:
+            self._give_up(ask.candidate.sequence_id, error)
+            return ()
+        if ends and (found or not spoken):
+            found += self._end_of(ask.candidate)
+        for idx, token_id in enumerate(found):
+            if token_id >= self._num_target_ids:
+                found = found[:idx]
+                break
+        return tuple(found[: _num_tokens(ask)])
+
+    def _end_of(self, candidate: Candidate) -> list[int]:
+        """How the completion would end."""
+        return sorted(stop_ids_of(candidate, self._eos_token_ids) & self._eos_token_ids)[:1]
+
+    def _give_up(self, sequence_id: str, error: Exception) -> None:
+        log.warning("no drafts for %s: its text cannot be put into the other vocabulary: %s", sequence_id, error)
+        self._texts[sequence_id] = None
+
+
+def _num_tokens(ask: Ask) -> int:
+    return min(ask.num_tokens, ask.candidate.num_room)

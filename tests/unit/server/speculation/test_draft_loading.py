@@ -1,0 +1,211 @@
+"""Loading draft models: which proposer fits, adapters that are merged, and what is said when something is missing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from support.dense import greedy, make_dense
+from support.drafting import ask
+from support.tiny_tokenizers import tiny_tokenizer
+from support.world import TinyWorld, byte_tokenizer
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from loraplex_proto.errors import (
+    AdapterInvalid,
+    AdapterNotFound,
+    FailedPrecondition,
+    InvalidArgument,
+    LoraplexError,
+    UnsafeFormat,
+    UnsupportedModel,
+)
+from loraplex_server.model.spec import ModelSpec
+from loraplex_server.speculation.base import DRAFT_MODEL, UNIVERSAL
+from loraplex_server.speculation.draft_loading import (
+    DraftModel,
+    DraftSource,
+    DraftTarget,
+    have_same_ids,
+    load_draft,
+    make_proposer,
+)
+from loraplex_server.speculation.drafting import DraftMemory
+from loraplex_server.text.tokenizer import TextTokenizer
+
+MEMORY = DraftMemory(max_rows=4, kv_bytes=1 << 20)
+NUM_IDS = len(byte_tokenizer())
+
+
+def spec(vocab_size: int = NUM_IDS, max_context_tokens: int = 100) -> ModelSpec:
+    return ModelSpec((), vocab_size, vocab_size, 32, max_context_tokens, (257,))
+
+
+@pytest.fixture(scope="module")
+def target() -> DraftTarget:
+    return DraftTarget(spec(), TextTokenizer(byte_tokenizer()))
+
+
+@pytest.fixture(scope="module")
+def nameless() -> DraftTarget:
+    """Of a target without a tokenizer."""
+    return DraftTarget(spec(), TextTokenizer(None))
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with 450 tokens and no tokenizer."""
+    folder = tmp_path_factory.mktemp("other")
+    config = LlamaConfig(
+        vocab_size=450,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def load(source: DraftSource, target: DraftTarget, memory: DraftMemory = MEMORY) -> DraftModel:
+    return load_draft(replace(source, device="cpu"), target, memory)
+
+
+# --- which proposer fits ----------------------------------------------------------------------------------------------
+
+
+def test_the_same_tokenizer(tiny_world: TinyWorld, target: DraftTarget) -> None:
+    draft = load(DraftSource("small", str(tiny_world.model)), target)
+    proposer = make_proposer(draft, target)
+    assert proposer.name == DRAFT_MODEL
+    assert draft.drafter.rows.max_len == 100  # the target's context is the shorter one
+    model = AutoModelForCausalLM.from_pretrained(tiny_world.model)
+    prompt = [70, 71, 72, 73, 74]
+    assert proposer.propose([ask("a", prompt, 5)]) == [tuple(greedy(model, prompt, 5))]
+    proposer.close()
+
+
+def test_the_memory_may_set_a_shorter_limit(tiny_world: TinyWorld, target: DraftTarget) -> None:
+    draft = load(DraftSource("small", str(tiny_world.model)), target, replace(MEMORY, max_len=60))
+    assert draft.drafter.rows.max_len == 60
+
+
+def test_another_tokenizer_in_its_directory(other: Path, target: DraftTarget, tmp_path: Path) -> None:
+    folder = tmp_path / "with"
+    shutil.copytree(other, folder)
+    tiny_tokenizer("byte_level").save_pretrained(folder)
+    draft = load(DraftSource("o", str(folder)), target)
+    proposer = make_proposer(draft, target)
+    assert proposer.name == UNIVERSAL
+    assert len(proposer.propose([ask("a", target.tokenizer.encode("SELECT name"), 3)])) == 1
+    assert draft.drafter.rows.num_sequences == 1
+
+
+def test_another_tokenizer_from_elsewhere(other: Path, target: DraftTarget, tmp_path: Path) -> None:
+    tiny_tokenizer("byte_level").save_pretrained(tmp_path)
+    draft = load(DraftSource("o", str(other), tokenizer_path=str(tmp_path)), target)
+    assert make_proposer(draft, target).name == UNIVERSAL
+
+
+def test_without_tokenizers_the_size_decides(tiny_world: TinyWorld, other: Path, nameless: DraftTarget) -> None:
+    same = load(DraftSource("small", str(tiny_world.model)), nameless)
+    assert make_proposer(same, nameless).name == DRAFT_MODEL
+    bare = DraftTarget(spec(450), TextTokenizer(None))
+    assert make_proposer(load(DraftSource("o", str(other)), bare), bare).name == DRAFT_MODEL
+
+
+def test_the_same_but_for_a_few() -> None:
+    pieces = {f"piece{i}": i for i in range(1000)}
+    renamed = {f"other{i}" if i < 8 else f"piece{i}": i for i in range(1000)}
+    assert have_same_ids(pieces, pieces)
+    assert have_same_ids(pieces, renamed)
+    assert have_same_ids(pieces, pieces | {f"more{i}": 1000 + i for i in range(10)})
+    assert not have_same_ids(pieces, pieces | {f"more{i}": 1000 + i for i in range(100)})
+    assert not have_same_ids(pieces, {piece: i + 1 for piece, i in pieces.items()})
+
+
+# --- adapters ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_adapter_is_merged(tiny_world: TinyWorld, target: DraftTarget) -> None:
+    folder = tiny_world.adapters / tiny_world.names[1]
+    draft = load(DraftSource("small", str(tiny_world.model), str(folder), dtype="float64"), target)
+    model = AutoModelForCausalLM.from_pretrained(tiny_world.model, dtype=torch.float64)
+    peft = PeftModel.from_pretrained(make_dense(model), folder).double()
+    prompt = [70, 71, 72, 73, 74]
+    want = greedy(peft, prompt, 5)
+    plain = greedy(AutoModelForCausalLM.from_pretrained(tiny_world.model), prompt, 5)
+    assert want != plain
+    assert make_proposer(draft, target).propose([ask("a", prompt, 5)]) == [tuple(want)]
+
+
+def test_adapters_that_cannot_be_merged(tiny_world: TinyWorld, target: DraftTarget, tmp_path: Path) -> None:
+    good = tiny_world.adapters / tiny_world.names[0]
+
+    def error_with(folder: Path) -> LoraplexError:
+        with pytest.raises(LoraplexError, match=r"--draft-adapter|PEFT cannot merge") as caught:
+            load(DraftSource("small", str(tiny_world.model), str(folder)), target)
+        assert caught.value.field == "--draft-adapter"
+        return caught.value
+
+    assert isinstance(error_with(tmp_path / "missing"), AdapterNotFound)
+
+    pickled = tmp_path / "pickled"
+    pickled.mkdir()
+    shutil.copy(good / "adapter_config.json", pickled)
+    (pickled / "adapter_model.bin").write_bytes(b"")
+    assert isinstance(error_with(pickled), UnsafeFormat)
+
+    for name, change in {"rank": {"r": 5}, "kind": {"peft_type": "NEW"}, "targets": {"target_modules": ["w9"]}}.items():
+        folder = tmp_path / name
+        shutil.copytree(good, folder)
+        config = json.loads((folder / "adapter_config.json").read_text())
+        (folder / "adapter_config.json").write_text(json.dumps(config | change))
+        assert isinstance(error_with(folder), AdapterInvalid), name
+
+    stranger = tmp_path / "stranger"
+    shutil.copytree(good, stranger)
+    config = json.loads((stranger / "adapter_config.json").read_text())
+    (stranger / "adapter_config.json").write_text(json.dumps(config | {"target_modules": ["lm_head"]}))
+    assert isinstance(error_with(stranger), AdapterInvalid)
+
+
+# --- what is missing --------------------------------------------------------------------------------------------------
+
+
+def test_no_way_to_the_vocabulary(other: Path, target: DraftTarget, nameless: DraftTarget, tmp_path: Path) -> None:
+    with pytest.raises(FailedPrecondition, match="--draft-tokenizer o=PATH"):
+        load(DraftSource("o", str(other)), target)
+    tiny_tokenizer("byte_level").save_pretrained(tmp_path)
+    with pytest.raises(FailedPrecondition, match="base model has no tokenizer"):
+        load(DraftSource("o", str(other), tokenizer_path=str(tmp_path)), nameless)
+
+
+def test_a_tokenizer_that_is_not_there(other: Path, target: DraftTarget, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match="no tokenizer in") as caught:
+        load(DraftSource("o", str(other), tokenizer_path=str(tmp_path)), target)
+    assert caught.value.field == "--draft-tokenizer"
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(UnsupportedModel, match="draft model o: the tokenizer") as caught:
+        load(DraftSource("o", str(other), tokenizer_path=str(tmp_path)), target)
+    assert caught.value.field == "--draft-tokenizer"
+
+
+def test_a_model_that_is_not_there(target: DraftTarget, tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"")
+    for path in (tmp_path / "missing", tmp_path, file):
+        with pytest.raises(UnsupportedModel, match="draft model small: ") as caught:
+            load(DraftSource("small", str(path)), target)
+        assert caught.value.field == "--draft-model"
+
+
+def test_a_dtype_that_does_not_exist(tiny_world: TinyWorld, target: DraftTarget) -> None:
+    with pytest.raises(InvalidArgument, match="dtype"):
+        load(DraftSource("small", str(tiny_world.model), dtype="int4"), target)
