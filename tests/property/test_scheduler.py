@@ -196,6 +196,7 @@ class Life(RuleBasedStateMachine):
                 expected = self.harness.expected(request_id, index)
                 tokens = tuple(log.tokens[index])
                 assert expected.token_ids[: len(tokens)] == tokens, "a token that is not the request's own"
+                assert expected.logprobs[: len(tokens)] == tuple(log.logprobs[index])
                 if index in log.ends and log.ends[index].reason.value != "stop":
                     assert (log.ends[index].reason.value, tokens) == (expected.reason, expected.token_ids)
 

@@ -115,6 +115,7 @@ class Expected:
     """What one completion must come to, computed alone and without any cache."""
 
     token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
     reason: str
     prompt_logprobs: tuple[TokenLogprobs, ...]
 
@@ -126,23 +127,26 @@ def expect(request: Request, key: AdapterKey | None, index: int, max_total_token
         state = content(state, token_id, namespace)
         states.append(state)
     prompt = request.prompt_token_ids
-    logprobs = tuple(_prompt_logprob(states[at - 1], prompt[at]) for at in range(1, len(prompt)))
+    of_prompt = tuple(_logprob(states[at - 1], prompt[at]) for at in range(1, len(prompt)))
     stopping, seed = request.stopping, seed_of_completion(request.sampling.seed, index)
     stops = stopping.stop_token_ids | (frozenset[int]() if stopping.ignore_eos else EOS)
     tokens: list[int] = []
+    logprobs: list[TokenLogprobs] = []
     while True:
         position = len(prompt) + len(tokens) - 1
         token_id = draw(state, seed, position, stops if len(tokens) < stopping.min_tokens else frozenset())
         tokens.append(token_id)
+        logprobs.append(_logprob(state, token_id))
         state = content(state, token_id, namespace)
         if token_id in stops and len(tokens) > stopping.min_tokens:
             is_eos = token_id in EOS and not stopping.ignore_eos
-            return Expected(tuple(tokens), "eos" if is_eos else "stop", logprobs)
+            return Expected(tuple(tokens), tuple(logprobs), "eos" if is_eos else "stop", of_prompt)
         if len(tokens) == stopping.max_tokens or len(prompt) + len(tokens) == max_total_tokens:
-            return Expected(tuple(tokens), "length", logprobs)
+            return Expected(tuple(tokens), tuple(logprobs), "length", of_prompt)
 
 
-def _prompt_logprob(state_before: int, token_id: int) -> TokenLogprobs:
+def _logprob(state_before: int, token_id: int) -> TokenLogprobs:
+    """Of a position of a prompt or of what was drawn: one of its own."""
     return TokenLogprobs(token_id, -(state_before % 1000) / 100)
 
 
@@ -288,10 +292,10 @@ class FakeRunner:
         logprobs: tuple[TokenLogprobs, ...] = ()
         if span.prompt_logprobs:
             last = min(span.start + span.num_tokens, row.new.num_prompt_tokens - 1)
-            logprobs = tuple(_prompt_logprob(states[at - 1], tokens[at]) for at in range(span.start + 1, last + 1))
+            logprobs = tuple(_logprob(states[at - 1], tokens[at]) for at in range(span.start + 1, last + 1))
         return SpanResult(
             token_ids=tuple(sampled),
-            logprobs=tuple(TokenLogprobs(token_id, -1.0) for token_id in sampled),
+            logprobs=tuple(_logprob(states[first + nth], token_id) for nth, token_id in enumerate(sampled)),
             prompt_logprobs=logprobs,
             num_drafted=len(span.draft),
         )

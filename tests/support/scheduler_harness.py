@@ -46,6 +46,7 @@ class RequestLog:
         self.request = request
         self.admitted: Admitted | None = None
         self.tokens: dict[int, list[int]] = defaultdict(list)
+        self.logprobs: dict[int, list[TokenLogprobs]] = defaultdict(list)
         self.ends: dict[int, CompletionEnd] = {}
         self.error: LoraplexError | None = None
         self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
@@ -75,6 +76,7 @@ class RequestLog:
                 assert len(event.logprobs) == len(event.token_ids)
                 assert not self.request.output.prompt_logprobs or self.prompt_logprobs is not None
                 self.tokens[event.index] += event.token_ids
+                self.logprobs[event.index] += event.logprobs
                 self.num_drafted += event.num_drafted
                 self.num_accepted += event.num_accepted
             case CompletionEnd():
@@ -191,6 +193,7 @@ class Harness:
         for index in range(log.request.n):
             expected = self.expected(request_id, index)
             assert tuple(log.tokens[index]) == expected.token_ids
+            assert tuple(log.logprobs[index]) == expected.logprobs
             assert log.ends[index].reason.value == expected.reason
             if log.request.output.prompt_logprobs:
                 assert log.prompt_logprobs == expected.prompt_logprobs
