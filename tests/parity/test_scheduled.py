@@ -22,6 +22,7 @@ from loraplex_server.kv.blocks import BlockPool
 from loraplex_server.model.loader import adopt_model
 from loraplex_server.request import Request, StoppingParams
 from loraplex_server.scheduler.config import SchedulerConfig
+from loraplex_server.scheduler.plan import Draft
 from loraplex_server.scheduler.scheduler import Scheduler
 
 NUM_BLOCKS = 22  # of 4 tokens: not enough for all rows at once
@@ -67,7 +68,7 @@ def test_texts_survive_scheduling(family: str, tmp_path: Path) -> None:
     got: dict[tuple[str, int], list[int]] = defaultdict(list)
     ended: set[tuple[str, int]] = set()
     names: dict[tuple[str, int], str] = {}  # sequence ids
-    num_steps = num_accepted = 0
+    num_steps = num_accepted = num_copies = num_cached = 0
     to_add = list(enumerate(owners))
     num_expected = len(owners) + sum(i % 3 == 0 for i in range(len(owners)))
     while len(ended) < num_expected:
@@ -81,6 +82,7 @@ def test_texts_survive_scheduling(family: str, tmp_path: Path) -> None:
         events = scheduler.take_events()
         if plan is not None:
             num_steps += 1
+            num_copies += len(plan.copies)
             for sequence in plan.entered:
                 request_id, _, rest = sequence.sequence_id.partition("#")
                 names[request_id, int(rest.partition("@")[0])] = sequence.sequence_id
@@ -92,7 +94,11 @@ def test_texts_survive_scheduling(family: str, tmp_path: Path) -> None:
                 num_accepted += event.num_accepted
             elif isinstance(event, CompletionEnd):
                 ended.add((event.request_id, event.index))
+                num_cached += event.num_cached_tokens
+    # What this is about has happened.
     assert scheduler.load().num_preemptions > 0
+    assert num_copies > 0, "no completion forked off in the middle of a block"
+    assert num_cached > 0, "no prompt began with another's blocks"
     assert num_accepted > 10
     for (request_id, _), tokens in got.items():
         assert tokens == want[int(request_id[1:])], request_id
@@ -105,13 +111,12 @@ def _drafts(
     known: dict[str, list[int]],
     prompts: list[list[int]],
     dice: random.Random,
-) -> dict[str, tuple[int, ...]]:
+) -> dict[str, Draft]:
     """Sometimes the truth, sometimes not."""
-    drafts: dict[str, tuple[int, ...]] = {}
-    for (request_id, index), tokens in got.items():
-        place = len(prompts[int(request_id[1:])]) + len(tokens)
+    drafts: dict[str, Draft] = {}
+    for (request_id, index), known_tokens in got.items():
+        place = len(prompts[int(request_id[1:])]) + len(known_tokens)
         truth = known[request_id][place : place + dice.randint(0, 3)]
-        drafts[names[request_id, index]] = tuple(
-            token if dice.random() < 0.7 else (token + 1) % VOCAB_SIZE for token in truth
-        )
+        tokens = tuple(token if dice.random() < 0.7 else (token + 1) % VOCAB_SIZE for token in truth)
+        drafts[names[request_id, index]] = Draft(tokens, "test")
     return drafts
