@@ -12,6 +12,7 @@ from typing import Protocol
 from loraplex_server.events import CompletionEnd, FinishReason, Tokens
 from loraplex_server.request import StoppingParams
 from loraplex_server.scheduler.plan import TokenLogprobs
+from loraplex_server.text.detokenizer import Detokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +68,6 @@ class Delta:
     num_accepted: int = 0
     proposer: str = ""
     end: CompletionSummary | None = None
-
-
-class Detokenizer(Protocol):
-    def push(self, token_ids: tuple[int, ...]) -> str: ...
-    def finish(self) -> str: ...
 
 
 class StopMatcher(Protocol):

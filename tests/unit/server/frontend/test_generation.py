@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import aclosing
 
 import pytest
@@ -23,7 +24,7 @@ class Letters:
     def __init__(self) -> None:
         self._held = ""
 
-    def push(self, token_ids: tuple[int, ...]) -> str:
+    def push(self, token_ids: Sequence[int]) -> str:
         text = self._held + "".join(chr(ord("a") + (i - 10) % 26) for i in token_ids)
         self._held = text[-1:]
         return text[:-1]
