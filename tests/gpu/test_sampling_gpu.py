@@ -12,7 +12,6 @@ from support.sampling_oracle import noise_field, sequence
 from loraplex_server.request import OutputParams, SamplingParams
 from loraplex_server.sampling.noise import NoiseField, row_keys
 from loraplex_server.sampling.sampler import Sampler
-from loraplex_server.sampling.verify import count_accepted
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -68,6 +67,4 @@ def test_a_step_does_not_wait(no_waiting: None) -> None:
     for row, params in enumerate(PARAMS):
         new = sequence([1] * 10, params, row=row, output=OutputParams(True, 2), min_tokens=30, banned=frozenset({2}))
         sampler.set_row(row, new)
-    sampled = sampler.sample(logits, range(len(PARAMS)), [20] * len(PARAMS), tokens)
-    drafts = torch.zeros(4, 3, dtype=torch.int64, device="cuda")
-    count_accepted(drafts, drafts[:, 0], sampled.token_ids[:16].view(4, 4))
+    sampler.sample(logits, range(len(PARAMS)), [20] * len(PARAMS), tokens)

@@ -12,9 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
-
 
 def verify_chain(draft: Sequence[int], sampled: Sequence[int]) -> tuple[int, ...]:
     """The tokens that come out: the accepted ones, and the one drawn behind them. All but the last were drafted.
@@ -29,15 +26,3 @@ def verify_chain(draft: Sequence[int], sampled: Sequence[int]) -> tuple[int, ...
             break
         num_accepted += 1
     return tuple(sampled[: num_accepted + 1])
-
-
-def count_accepted(drafts: Tensor, draft_lens: Tensor, sampled: Tensor) -> Tensor:
-    """The same for many chains on the device: how many tokens of each draft are accepted, `[num_chains]` int64.
-
-    `drafts [num_chains, max_draft]`, of which the first `draft_lens [num_chains]` count; `sampled [num_chains,
-    max_draft + 1]`. What comes out of chain i is `sampled[i, : accepted[i] + 1]`.
-    """
-    max_draft = drafts.shape[1]
-    is_drafted = torch.arange(max_draft, device=drafts.device) < draft_lens.unsqueeze(1)
-    agrees = (drafts == sampled[:, :max_draft]) & is_drafted
-    return agrees.cumprod(dim=1).sum(dim=1)

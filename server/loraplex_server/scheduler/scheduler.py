@@ -182,13 +182,6 @@ class Scheduler:
         """Whether a request is not over, or a plan's result still to come."""
         return bool(self._roster.requests) or bool(self._in_flight)
 
-    @property
-    def next_deadline_s(self) -> float | None:
-        """When `schedule` has to be called at the latest, though nothing else happens."""
-        while self._deadlines and self._deadlines[0][2].phase is RequestPhase.ENDED:
-            heapq.heappop(self._deadlines)
-        return self._deadlines[0][0] if self._deadlines else None
-
     def load(self) -> SchedulerLoad:
         roster = self._roster
         num_sequences = sum(request.num_open for request in roster.requests.values())

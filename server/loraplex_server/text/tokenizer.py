@@ -89,11 +89,6 @@ class TextTokenizer:
         return self._tokenizer is not None and bool(self._tokenizer.chat_template)
 
     @property
-    def vocab_size(self) -> int:
-        """Token ids with a meaning, added ones included; the model's own vocabulary may be padded beyond."""
-        return 0 if self._tokenizer is None else len(self._tokenizer)
-
-    @property
     def eos_token_ids(self) -> frozenset[int]:
         """The tokenizer's end-of-sequence token. A model's generation config may name more."""
         eos = cast("int | None", None if self._tokenizer is None else self._tokenizer.eos_token_id)

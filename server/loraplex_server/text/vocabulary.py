@@ -51,10 +51,6 @@ class Vocabulary:
         """The library's text of these tokens by themselves, special tokens left out."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
-    def decode_all(self, token_ids: Sequence[int]) -> str:
-        """The same with special tokens."""
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
-
     def content(self, token_id: int) -> str | None:
         """The token as the vocabulary spells it; None beyond the vocabulary (models are often padded)."""
         return self._tokenizer.id_to_token(token_id)

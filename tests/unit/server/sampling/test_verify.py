@@ -16,7 +16,7 @@ from torch import Tensor
 from loraplex_server.request import SamplingParams
 from loraplex_server.sampling.noise import row_keys
 from loraplex_server.sampling.sampler import Sampler
-from loraplex_server.sampling.verify import count_accepted, verify_chain
+from loraplex_server.sampling.verify import verify_chain
 
 VOCAB = 32
 
@@ -28,18 +28,6 @@ def test_chain() -> None:
     assert verify_chain([1, 2, 3], [9, 2, 3, 4]) == (9,)
     with pytest.raises(ValueError, match="needs 3"):
         verify_chain([1, 2], [1, 2])
-
-
-def test_many_chains_at_once() -> None:
-    rng = random.Random(0)
-    lens = [rng.randint(0, 5) for _ in range(200)]
-    drafts = torch.tensor([[rng.randrange(2) for _ in range(5)] for _ in lens])
-    sampled = torch.tensor([[rng.randrange(2) for _ in range(6)] for _ in lens])
-    counts = count_accepted(drafts, torch.tensor(lens), sampled).tolist()
-    for i, num_draft in enumerate(lens):
-        out = verify_chain(drafts[i, :num_draft].tolist(), sampled[i, : num_draft + 1].tolist())
-        assert counts[i] == len(out) - 1
-    assert set(counts) >= {0, 1, 2, 3, 4}
 
 
 class Model:
