@@ -7,9 +7,7 @@ own.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -20,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from loraplex_proto.auth import ServerInterceptor, load_credentials
+from loraplex_proto.ending import HOW_TO_HURRY, Ending
 from loraplex_proto.errors import InvalidArgument
 from loraplex_proto.health import Health
 from loraplex_proto.listen import bind, exposure_warnings, join_address, read_file
@@ -121,40 +120,20 @@ async def start_router(config: RouterConfig) -> Router:
 async def run_router(
     config: RouterConfig,
     on_ready: Callable[[Router], None] = lambda router: None,
-    stop: asyncio.Event | None = None,
+    ending: Ending | None = None,
 ) -> None:
-    """Runs a router until SIGTERM, SIGINT or `stop`, then drains it. A second signal ends it at once.
+    """Runs a router until SIGTERM or SIGINT, then drains it. A second signal ends it at once.
 
-    With a `stop` of the caller's, signals are the caller's too."""
-    stopping = stop or asyncio.Event()
-    signals: list[signal.Signals] = []
-
-    def on_signal(number: signal.Signals) -> None:
-        signals.append(number)
-        stopping.set()
-        if len(signals) > 1:
-            router.calls.cut_off()
-            hurry.set()
-
+    With an `ending` of the caller's, signals are the caller's too."""
     router = await start_router(config)
-    hurry = asyncio.Event()
-    if stop is None:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
+    if ending is None:
+        ending = Ending()
+        ending.listen()
     on_ready(router)
-    await stopping.wait()
-    # A person who presses Ctrl-C has no balancer that must be told first.
-    announce_s = config.announce_s if signals[:1] == [signal.SIGTERM] else 0.0
-    log.info("draining: %d requests are under way", len(router.calls))
-    draining = asyncio.ensure_future(router.drain(announce_s=announce_s))
-    hurrying = asyncio.ensure_future(hurry.wait())
-    await asyncio.wait({draining, hurrying}, return_when=asyncio.FIRST_COMPLETED)
-    hurrying.cancel()
-    if not draining.done():
-        draining.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await draining
-        await router.drain(0.0)
+    await ending.asked.wait()
+    log.info("draining: %d requests are under way; %s", len(router.calls), HOW_TO_HURRY)
+    announce_s = ending.announce_s(config.announce_s)
+    await ending.drain(router.drain(announce_s=announce_s), lambda: router.drain(0.0))
 
 
 def server_options(options: ServerOptions) -> list[tuple[str, int]]:

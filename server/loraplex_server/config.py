@@ -236,6 +236,7 @@ class WorkerConfig:
     max_message_bytes: int = option(4 << 20, "Largest message that is accepted.", "--max-message", is_bytes=True)
     max_unread_tokens: int = option(16384, "Tokens buffered for a slow reader before it is cut off.", "--max-unread")
     drain_s: float = option(30.0, "Seconds that running requests get to end on shutdown.", "--drain")
+    announce_s: float = option(2.0, "On SIGTERM, seconds of NOT_SERVING before requests are refused.", "--announce")
 
     def __post_init__(self) -> None:
         checks = (
@@ -243,6 +244,7 @@ class WorkerConfig:
             (self.metrics_port is None or 0 <= self.metrics_port <= 65535, "--metrics-port", "must be 0 to 65535"),
             ((self.tls_cert is None) == (self.tls_key is None), "--tls-cert", "and --tls-key come together"),
             (self.drain_s >= 0, "--drain", "must not be negative"),
+            (self.announce_s >= 0, "--announce", "must not be negative"),
         )
         for is_ok, flag, rule in checks:
             if not is_ok:

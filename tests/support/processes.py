@@ -81,7 +81,7 @@ def loraplex(*arguments: str, wait_ready: bool = True, timeout_s: float = 90) ->
         yield running
     finally:
         if process.poll() is None:
-            process.terminate()
+            process.send_signal(signal.SIGINT)  # as SIGTERM, without the time to tell balancers
             try:
                 process.wait(20)
             except subprocess.TimeoutExpired:

@@ -23,9 +23,10 @@ MAX_LINE_BYTES: Final = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """How to start one worker; `--port N --supervised` is appended."""
+    """How to start one worker; `--port N --supervised` is appended, and `--metrics-port` where there is a first one."""
 
     command: tuple[str, ...]
+    metrics_port: int | None = None  # of the first worker; the others follow. 0: free ones
 
 
 @dataclass
@@ -33,6 +34,7 @@ class _Child:
     number: int
     process: asyncio.subprocess.Process
     address: str
+    metrics_ports: list[int]
     reader: asyncio.Task[None]
 
 
@@ -45,6 +47,10 @@ class Children:
         self._on_progress = on_progress
         self._children: list[_Child] = []
         self._starting: list[asyncio.subprocess.Process] = []
+
+    @property
+    def metrics_ports(self) -> list[int]:
+        return [port for child in self._children for port in child.metrics_ports]
 
     @property
     def pids(self) -> list[int]:
@@ -72,15 +78,17 @@ class Children:
         """Starts again what dies, with growing pauses. Runs until cancelled."""
         await asyncio.gather(*(self._watch_one(index) for index in range(len(self._children))))
 
-    async def stop(self, drain_s: float) -> None:
-        """SIGTERM to all, `drain_s` to end, then SIGKILL. Returns when every process is reaped."""
+    async def stop(self, drain_s: float, grace_s: float = 10.0) -> None:
+        """SIGTERM to all, `drain_s` and `grace_s` to end, then SIGKILL. Returns when every process is reaped.
+
+        Called again it tells them again, which has workers end at once."""
         processes = [child.process for child in self._children] + self._starting
         for process in processes:
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(signal.SIGTERM)
         for process in processes:
             try:
-                await asyncio.wait_for(process.wait(), drain_s + 10)
+                await asyncio.wait_for(process.wait(), drain_s + grace_s)
             except TimeoutError:
                 process.kill()
                 await process.wait()
@@ -107,8 +115,11 @@ class Children:
                 log.exception("worker %d does not start", index)
 
     async def _start_one(self, number: int, port: int) -> _Child:
+        first = self._spec.metrics_port
+        metrics = () if first is None else ("--metrics-port", str(first and first + number))
         process = await asyncio.create_subprocess_exec(
             *self._spec.command,
+            *metrics,
             "--port",
             str(port),
             "--supervised",
@@ -122,7 +133,7 @@ class Children:
         assert process.stdout is not None
         lines = _lines(process.stdout)
         try:
-            address = await self._until_ready(process, lines, prefix)
+            ready = await self._until_ready(process, lines, prefix)
         except Exception:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
@@ -130,16 +141,20 @@ class Children:
             self._starting.remove(process)
             raise
         self._starting.remove(process)
-        return _Child(number, process, address, asyncio.ensure_future(_drain(lines)))
+        reader = asyncio.ensure_future(_drain(lines))
+        return _Child(number, process, ready["address"], ready.get("metrics_ports", []), reader)
 
-    async def _until_ready(self, process: asyncio.subprocess.Process, lines: AsyncGenerator[bytes], prefix: str) -> str:
+    async def _until_ready(
+        self, process: asyncio.subprocess.Process, lines: AsyncGenerator[bytes], prefix: str
+    ) -> dict[str, Any]:
+        """What the worker says when it is ready."""
         async for line in lines:
             message = _message(line)
             match message.get("event"):
                 case "progress":
                     self._on_progress(prefix + message["text"])
                 case "ready":
-                    return message["address"]
+                    return message
                 case "failed":
                     kind = by_reason().get(message["reason"], FailedPrecondition)
                     raise kind(message["message"])

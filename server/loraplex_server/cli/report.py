@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from types import TracebackType
 
 from rich.console import Console
 from rich.markup import escape
 from rich.status import Status
 
+from loraplex_proto.ending import HOW_TO_HURRY
 from loraplex_proto.errors import InvalidArgument, LoraplexError
 
 
@@ -42,12 +44,22 @@ class Report:
         else:
             print(f"{self._what}: {text}", file=sys.stderr, flush=True)
 
-    def ready(self, address: str, model_id: str) -> None:
+    def ready(self, address: str, model_id: str, metrics_ports: Sequence[int] = ()) -> None:
         self._stop_spinner()
         if self._as_json:
-            self._line(event="ready", address=address, model=model_id)
+            self._line(event="ready", address=address, model=model_id, metrics_ports=list(metrics_ports))
         else:
-            self._console.print(f"{self._what} ready on {address}, serving {escape(model_id)} (Ctrl-C ends it)")
+            metrics = f", metrics on {', '.join(map(str, metrics_ports))}" if metrics_ports else ""
+            self._console.print(
+                f"{self._what} ready on {address}, serving {escape(model_id)}{metrics} (Ctrl-C ends it)", soft_wrap=True
+            )
+
+    def draining(self, num_requests: int) -> None:
+        if self._as_json:
+            self._line(event="draining")
+        else:
+            what = "1 request" if num_requests == 1 else f"{num_requests} requests"
+            self._console.print(f"{self._what} is draining: {what} under way ({HOW_TO_HURRY})")
 
     def failed(self, error: LoraplexError) -> int:
         """Says why, and returns the exit status: 2 where the command line is wrong, 1 for anything else."""
@@ -63,5 +75,5 @@ class Report:
             self._status.stop()
             self._status = None
 
-    def _line(self, **fields: str) -> None:
+    def _line(self, **fields: str | list[int]) -> None:
         print(json.dumps(fields), flush=True)

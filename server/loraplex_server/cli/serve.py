@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import signal
 import sys
 import tempfile
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
+from loraplex_proto.ending import Ending
 from loraplex_proto.errors import InvalidArgument, LoraplexError
 from loraplex_server.cli.options import command
 from loraplex_server.cli.report import Report
@@ -34,18 +34,19 @@ WORKERS = inspect.Parameter(
 
 
 async def run_serve(
-    start: Callable[[asyncio.Event], AbstractAsyncContextManager[Serving | None]], on_ready: Callable[[str], None]
+    start: Callable[[Ending], AbstractAsyncContextManager[Serving | None]],
+    on_ready: Callable[[Serving], None],
+    on_drain: Callable[[int], None],
 ) -> int:
-    """Serves until SIGTERM or SIGINT. Returns the exit status."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    async with start(stop) as served:
+    """Serves until SIGTERM or SIGINT; a second one ends it at once. Returns the exit status."""
+    ending = Ending()
+    ending.listen()
+    async with start(ending) as served:
         if served is None:
             return 130
-        on_ready(served.address)
-        await stop.wait()
+        on_ready(served)
+        await ending.asked.wait()
+        on_drain(served.num_requests())
     return 0
 
 
@@ -65,7 +66,11 @@ def _serve(*, model: str, json: bool, workers: int, **given: Any) -> None:
             token_file, extra = _shared_credential(config, Path(folder))
             spec = child_spec(model, given, extra)
             start = partial(serving, config, spec, workers, token_file, report.progress)
-            code = asyncio.run(run_serve(start, partial(report.ready, model_id=model)))
+
+            def on_ready(served: Serving) -> None:
+                report.ready(served.address, model, served.metrics_ports)
+
+            code = asyncio.run(run_serve(start, on_ready, report.draining))
     except LoraplexError as error:
         code = report.failed(error)
     sys.exit(code)

@@ -10,19 +10,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from loraplex_proto.ending import Ending
 from loraplex_server.cli.children import Children, ChildSpec
 from loraplex_server.cli.worker import FLAGS
 from loraplex_server.config import WorkerConfig
 
 # The router listens, authenticates and terminates TLS; the workers behind it take the rest of the flags.
-ROUTER_ONLY = {"host", "port", "metrics_port", "auth_file", "tls_cert", "tls_key"}
+ROUTER_ONLY = {"host", "port", "metrics_port", "auth_file", "tls_cert", "tls_key", "announce"}
 
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """What runs: the router's address."""
+    """What runs. The router's port for metrics comes first, then each worker's; none at all where they are off."""
 
     address: str
+    metrics_ports: list[int]
+    num_requests: Callable[[], int]
 
 
 @asynccontextmanager
@@ -32,12 +35,12 @@ async def serving(
     num_workers: int,
     token_file: Path | None,
     on_progress: Callable[[str], None],
-    stop: asyncio.Event | None = None,
+    ending: Ending | None = None,
 ) -> AsyncGenerator[Serving | None]:
     """Starts workers, then the router; drains both at the end. Children that die meanwhile are started again.
 
-    None when `stop` was set before everything ran. Raises what the first start of a worker raised, and what the router
-    raises when it cannot listen.
+    None when the end was asked for before everything ran. Raises what the first start of a worker raised, and what the
+    router raises when it cannot listen.
     """
     from loraplex_proto.listen import check_free  # late: printing help needs no gRPC
     from loraplex_router.server import start_router
@@ -45,32 +48,38 @@ async def serving(
     # Nobody wants to hear of it when the models are loaded.
     check_free(config.host, config.port)
     check_free(config.host, config.metrics_port or 0)
+    ending = ending or Ending()
     children = Children(spec, num_workers, on_progress)
     try:
-        addresses = await children.start(stop or asyncio.Event())
+        addresses = await children.start(ending.asked)
         if addresses is None:
             yield None
             return
         router = await start_router(_router_config(config, addresses, token_file))
         watching = asyncio.ensure_future(children.watch())
         try:
-            yield Serving(router.address)
+            endpoint = router.metrics_endpoint
+            ports = [] if endpoint is None else [endpoint.port, *children.metrics_ports]
+            yield Serving(router.address, ports, lambda: len(router.calls))
         finally:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
-            await router.drain(config.drain_s)
+            gently = router.drain(config.drain_s, announce_s=ending.announce_s(config.announce_s))
+            await ending.drain(gently, lambda: router.drain(0.0))
     finally:
-        await children.stop(config.drain_s)
+        await ending.drain(children.stop(config.drain_s), lambda: children.stop(0.0, grace_s=2.0))
 
 
 def child_spec(model: str, given: Mapping[str, Any], extra: Sequence[str] = ()) -> ChildSpec:
-    """How a worker for `model` is started with the flags as they were given."""
-    return ChildSpec((sys.executable, "-m", "loraplex", "worker", *worker_arguments(model, given), *extra))
+    """How a worker for `model` is started with the flags as they were given. Its metrics are behind the router's."""
+    command = (sys.executable, "-m", "loraplex", "worker", *worker_arguments(model, given), *extra)
+    router_port: int | None = given["metrics_port"]
+    return ChildSpec(command, router_port and router_port + 1)
 
 
 def worker_arguments(model: str, given: Mapping[str, Any]) -> list[str]:
     """The command line of a child: the flags as given, without those that are the router's."""
-    arguments = [model, "--json", "--host", "127.0.0.1"]
+    arguments = [model, "--json", "--host", "127.0.0.1", "--announce", "0"]
     for flag in FLAGS:
         value = given[flag.parameter]
         if flag.parameter in ROUTER_ONLY or value is None:

@@ -8,7 +8,8 @@ import os
 import signal
 import sys
 import threading
-from typing import Annotated, Any
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,6 +17,9 @@ from loraplex_proto.errors import LoraplexError
 from loraplex_server.cli.options import command, configure, flags_of
 from loraplex_server.cli.report import Report
 from loraplex_server.config import WorkerConfig
+
+if TYPE_CHECKING:
+    from loraplex_server.grpc.server import Worker
 
 FLAGS = list(flags_of(WorkerConfig))
 
@@ -56,10 +60,15 @@ def _worker(*, model: str, json: bool, supervised: bool, **given: Any) -> None:
 
         setup_logging(config.engine.log_level)
         with report:
-            code = asyncio.run(run_worker(config, report.progress, lambda w: report.ready(w.address, w.info.model_id)))
+            code = asyncio.run(run_worker(config, report.progress, partial(_ready, report), report.draining))
     except LoraplexError as error:
         code = report.failed(error)
     sys.exit(code)
+
+
+def _ready(report: Report, running: Worker) -> None:
+    ports = [] if running.metrics is None else [running.metrics.port]
+    report.ready(running.address, running.info.model_id, ports)
 
 
 def _end_with_parent() -> None:

@@ -1,6 +1,6 @@
 """What every handler of the worker does first and last: is it a message, who calls, do we drain, which error leaves.
 
-Owns the draining flag and the counts of calls.
+Owns the flags of draining and the counts of calls.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class Edge:
     """Shared by the services of one server."""
 
     def __init__(self, metrics: telemetry.RequestMetrics | None = None) -> None:
-        self.is_draining = False
+        self.is_leaving = False  # what routers are told, so that they send no more
+        self.is_draining = False  # whoever sends all the same is refused
         self.metrics = metrics or telemetry.RequestMetrics(None, "worker")
 
     def admit(self, *adapter_ids: str) -> auth.Identity:

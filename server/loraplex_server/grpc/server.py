@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from loraplex_proto import auth, telemetry
+from loraplex_proto.ending import Ending
 from loraplex_proto.health import Health
 from loraplex_proto.listen import bind, check_free, exposure_warnings, join_address
 from loraplex_proto.v1 import adapter_pb2, inference_pb2, worker_pb2
@@ -66,10 +66,19 @@ class Worker:
     edge: Edge
     metrics: telemetry.MetricsEndpoint | None = None
 
-    async def drain(self, drain_s: float) -> None:
-        """Takes no new requests, lets the running ones end for up to `drain_s`, then stops."""
-        self.edge.is_draining = True
+    @property
+    def num_requests(self) -> int:
+        """Under way, as the engine last said."""
+        load = self.engine.state.load
+        return load.num_running + load.num_queued
+
+    async def drain(self, drain_s: float, *, announce_s: float = 0.0) -> None:
+        """Says for `announce_s` that it is going, then takes no new requests, lets the running ones end for up to
+        `drain_s`, and stops. Called again, with less time, it hurries."""
+        self.edge.is_leaving = True
         self.health.begin_drain()
+        await asyncio.sleep(announce_s)
+        self.edge.is_draining = True
         self.health.end_watches()
         await self.server.stop(grace=drain_s)
         if self.metrics is not None:
@@ -136,14 +145,14 @@ async def run_worker(
     config: WorkerConfig,
     on_progress: Callable[[str], None] = lambda text: None,
     on_ready: Callable[[Worker], None] = lambda worker: None,
+    on_drain: Callable[[int], None] = lambda num_requests: None,
 ) -> int:
-    """Serves until SIGTERM or SIGINT, then drains. Returns the exit status: 1 when the engine ended by itself."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    """Serves until SIGTERM or SIGINT, then drains; a second signal ends it at once. `on_drain` gets the number of
+    requests that are under way. Returns the exit status: 1 when the engine ended by itself."""
+    ending = Ending()
+    ending.listen()
     starting = asyncio.ensure_future(start_worker(config, on_progress))
-    stopping = asyncio.ensure_future(stop.wait())
+    stopping = asyncio.ensure_future(ending.asked.wait())
     await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():
         starting.cancel()
@@ -155,8 +164,11 @@ async def run_worker(
     lost = asyncio.ensure_future(worker.engine.lost.wait())
     await asyncio.wait({stopping, lost}, return_when=asyncio.FIRST_COMPLETED)
     is_lost = worker.engine.lost.is_set()
-    log.info("draining")
-    await worker.drain(0.0 if is_lost else config.drain_s)
+    if not is_lost:
+        on_drain(worker.num_requests)
+    announce_s = ending.announce_s(config.announce_s)
+    gently = worker.drain(0.0) if is_lost else worker.drain(config.drain_s, announce_s=announce_s)
+    await ending.drain(gently, lambda: worker.drain(0.0))
     lost.cancel()
     stopping.cancel()
     return 1 if is_lost else 0

@@ -144,7 +144,7 @@ def test_serve_passes_everything_on_but_what_is_the_routers(tmp_path: Path) -> N
     speculation = configured(*(a for a in several[1:] if a != "--json")).engine.speculation
     assert speculation.draft_models == ("a=/x", "b=/y")
     assert (speculation.num_tokens, speculation.adaptive, speculation.default_medusa) == (3, False, "h")
-    assert not {f"--{name.replace('_', '-')}" for name in ROUTER_ONLY - {"host"}} & set(arguments)
+    assert not {f"--{name.replace('_', '-')}" for name in ROUTER_ONLY - {"host", "announce"}} & set(arguments)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,53 @@
+"""How a server's process is told to end: the first SIGTERM or SIGINT asks it to drain, the second to end at once.
+
+Knows nothing of what draining is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Coroutine
+from typing import Any, Final
+
+SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+HOW_TO_HURRY: Final = "Ctrl-C again ends it at once"
+
+
+class Ending:
+    """What has been asked for. From `listen` on it owns the process's handlers of the signals; without, somebody else
+    calls `ask`."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self._at_once = asyncio.Event()
+        self._first: signal.Signals | None = None
+
+    def listen(self) -> None:
+        for number in SIGNALS:
+            asyncio.get_running_loop().add_signal_handler(number, self.ask, number)
+
+    def ask(self, number: signal.Signals | None = None) -> None:
+        if self.asked.is_set():
+            self._at_once.set()
+        else:
+            self._first = number
+            self.asked.set()
+
+    def announce_s(self, configured_s: float) -> float:
+        """How long to say that the end is near. Who presses Ctrl-C has no balancer that must be told first."""
+        return configured_s if self._first is signal.SIGTERM else 0.0
+
+    async def drain(self, gently: Coroutine[Any, Any, None], at_once: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Runs `gently`; when asked a second time, before or meanwhile, `at_once` in its place."""
+        draining = asyncio.ensure_future(gently)
+        hurrying = asyncio.ensure_future(self._at_once.wait())
+        try:
+            await asyncio.wait({draining, hurrying}, return_when=asyncio.FIRST_COMPLETED)
+            if draining.done():
+                return draining.result()
+        finally:
+            hurrying.cancel()
+            draining.cancel()
+            await asyncio.gather(draining, hurrying, return_exceptions=True)
+        return await at_once()
