@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import logging
 import math
@@ -17,25 +18,28 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from safetensors.torch import load_file, save_file
 from support.inline_worker import inline_worker
+from support.processes import wait_until
 from support.world import TinyWorld
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from loraplex import (
     AdapterInvalid,
     AdapterNotFound,
+    AsyncClient,
     Client,
     ContextLengthExceeded,
     DeadlineExceeded,
     InvalidArgument,
     LoraplexError,
     NoChatTemplate,
+    Unavailable,
     Unimplemented,
 )
 from loraplex_proto.status import from_rpc_error
 from loraplex_proto.telemetry import PlainFormatter
 from loraplex_proto.v1 import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 from loraplex_server.config import AdaptersConfig, BatchConfig, EngineConfig, KvConfig, ModelConfig, WorkerConfig
-from loraplex_server.grpc.server import Worker
+from loraplex_server.grpc.server import Worker, start_worker
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -326,7 +330,37 @@ def test_bytes_that_are_no_message(worker: Worker, method: str) -> None:
     assert "DecodeError" not in error.message
 
 
-def test_a_deadline_in_mid_stream(client: Client, worker: Worker) -> None:
+@pytest.mark.parametrize("way", ["unary", "stream"])
+def test_a_deadline_frees_what_the_request_held(client: Client, worker: Worker, way: str) -> None:
+    options: dict[str, Any] = {"max_tokens": 120, "ignore_eos": True, "n": 8, "cache_salt": f"deadline-{way}"}
+    num_chunks = 0
     with pytest.raises(DeadlineExceeded):
-        client.generate("hello", max_tokens=100, ignore_eos=True, timeout_s=0.05)
-    assert client.generate("hello", max_tokens=3).text is not None
+        if way == "unary":
+            client.generate("hello", timeout_s=0.1, **options)
+        for _ in client.stream("hello", timeout_s=0.25, **options):
+            num_chunks += 1
+    assert num_chunks or way == "unary", "the deadline came in mid-stream"
+
+    def is_idle() -> bool:
+        load = worker.engine.state.load
+        # One block is never handed out; cached prefixes count as free.
+        return load.num_running == load.num_queued == 0 and load.num_free_blocks >= load.num_blocks - 1 > 0
+
+    wait_until(is_idle, 10, "the engine is idle and has its blocks back")
+
+
+async def test_going_is_announced_before_requests_are_refused(tiny_world: TinyWorld) -> None:
+    engine = EngineConfig(ModelConfig(str(tiny_world.model), max_context_tokens=64), KvConfig(memory_bytes=1 << 20))
+    worker = await start_worker(WorkerConfig(engine, port=0), inline=True)
+    async with AsyncClient(worker.address) as client, grpc.aio.insecure_channel(worker.address) as channel:
+        draining = asyncio.ensure_future(worker.drain(5.0, announce_s=1.0))
+        await asyncio.sleep(0)
+        request = health_pb2.HealthCheckRequest(service="loraplex.v1.InferenceService")
+        answer = await health_pb2_grpc.HealthStub(channel).Check(request)
+        assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
+        load = (await worker_pb2_grpc.WorkerServiceStub(channel).GetLoad(worker_pb2.GetLoadRequest())).load
+        assert load.draining, "routers send no more"
+        assert (await client.generate("hello", max_tokens=3)).text  # but somebody whom nobody told does
+        await draining
+        with pytest.raises(Unavailable):
+            await client.generate("hello", max_tokens=3)
