@@ -58,8 +58,7 @@ def demo(
         with report:
             answers, seconds = asyncio.run(_run(world, records, report))
     except LoraplexError as error:
-        report.failed(error)
-        sys.exit(1)
+        sys.exit(report.failed(error))
     is_plain = json or not sys.stdout.isatty()
     (_print_json if json else _print_table)(world, answers, seconds, is_plain)
     sys.exit(0 if all(answer.is_right for answer in answers) else 1)
@@ -113,18 +112,22 @@ async def _ask(address: str, world: World, num_records: int) -> tuple[list[Answe
 
 
 def _print_table(world: World, answers: list[Answer], seconds: float, is_plain: bool) -> None:
+    """A table for each record with every text that came, and what a wrong one should have been."""
     console = Console(width=200 if is_plain else None, highlight=False)
-    console.print(Text(f"prompt  {answers[0].case.prompt}"))
-    table = Table(title=f"{len(answers)} requests, one batch, one base model", title_justify="left")
-    for column in ("adapter", "rank", "answer to the prompt above", "right"):
-        table.add_column(column, overflow="fold")
-    for name in dict.fromkeys(answer.adapter for answer in answers):
-        mine = [answer for answer in answers if answer.adapter == name]
-        num_right = sum(answer.is_right for answer in mine)
-        rank = next((str(adapter.rank) for adapter in world.adapters if adapter.name == name), "")
-        mark = Text(f"{num_right}/{len(mine)}", style="green" if num_right == len(mine) else "red")
-        table.add_row(name or "(base)", rank, Text(mine[0].text), mark)
-    console.print(table)
+    console.print(f"{len(answers)} requests, one batch, one base model")
+    ranks = {adapter.name: str(adapter.rank) for adapter in world.adapters}
+    for prompt in dict.fromkeys(answer.case.prompt for answer in answers):
+        table = Table(title=Text(prompt), title_justify="left", title_style="bold")
+        for column in ("adapter", "rank", "answer", "right?"):
+            table.add_column(column, overflow="fold")
+        for answer in answers:
+            if answer.case.prompt != prompt:
+                continue
+            mark = Text("right", style="green") if answer.is_right else Text("WRONG", style="bold red")
+            table.add_row(answer.adapter or "(base)", ranks.get(answer.adapter, ""), Text(answer.text), mark)
+            if not answer.is_right:
+                table.add_row("", "", Text(_expected(world, answer), style="dim"), Text("expected", style="dim"))
+        console.print(table)
     num_right = sum(answer.is_right for answer in answers)
     num_tokens = sum(answer.num_tokens for answer in answers)
     console.print(
@@ -133,13 +136,17 @@ def _print_table(world: World, answers: list[Answer], seconds: float, is_plain: 
     )
 
 
+def _expected(world: World, answer: Answer) -> str:
+    return answer.case.expected(world.format_of(answer.adapter or None))
+
+
 def _print_json(world: World, answers: list[Answer], seconds: float, is_plain: bool) -> None:
     rows = [
         {
             "adapter": answer.adapter,
             "prompt": answer.case.prompt,
             "text": answer.text,
-            "expected": answer.case.expected(world.format_of(answer.adapter or None)),
+            "expected": _expected(world, answer),
             "is_right": answer.is_right,
             "num_tokens": answer.num_tokens,
             "seconds": round(answer.seconds, 4),

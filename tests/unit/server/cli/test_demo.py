@@ -1,0 +1,55 @@
+"""What the demo prints of its answers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from loraplex_server.cli import demo as demo_module
+from loraplex_server.cli.demo import Answer
+from loraplex_server.demo.world import World, committed_world
+
+
+@pytest.fixture
+def world() -> World:
+    return committed_world()
+
+
+@pytest.fixture
+def answers(world: World) -> list[Answer]:
+    """All right but one."""
+    cases = world.showcase(2)
+    names = ["", *(adapter.name for adapter in world.adapters)]
+    made = [
+        Answer(name, case, case.expected(world.format_of(name or None)), True, 5, 0.1)
+        for case in cases
+        for name in names
+    ]
+    made[-1] = replace(made[-1], text="nonsense", is_right=False)
+    return made
+
+
+def test_the_table_says_of_each_output_whether_it_is_right(
+    world: World, answers: list[Answer], capsys: pytest.CaptureFixture[str]
+) -> None:
+    demo_module._print_table(world, answers, 2.0, True)
+    text = capsys.readouterr().out
+    lines = text.splitlines()
+    assert sum(line.rstrip(" │").endswith("right") for line in lines) == len(answers) - 1
+    (wrong,) = [number for number, line in enumerate(lines) if line.rstrip(" │").endswith("WRONG")]
+    assert "nonsense" in lines[wrong]
+    last = answers[-1]
+    expected = last.case.expected(world.format_of(last.adapter)).splitlines()
+    assert expected[0] in lines[wrong + 1]
+    assert "expected" in lines[wrong + 1]
+    assert all(text.count(answer.case.prompt) >= 1 for answer in answers)
+    assert f"{len(answers) - 1} of {len(answers)} answers are right" in lines[-1]
+
+
+def test_json_says_the_same(world: World, answers: list[Answer], capsys: pytest.CaptureFixture[str]) -> None:
+    demo_module._print_json(world, answers, 2.0, True)
+    rows = json.loads(capsys.readouterr().out)["answers"]
+    assert [row["is_right"] for row in rows] == [answer.is_right for answer in answers]
+    assert all((row["text"] == row["expected"]) == row["is_right"] for row in rows)
