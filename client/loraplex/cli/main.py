@@ -42,6 +42,9 @@ KNOWN: Final[dict[str, Known]] = {
     "generate": Known("loraplex.cli.generate:generate", "Send a prompt to a server and print what it writes."),
     "adapters": Known("loraplex.cli.adapters:adapters", "List, load, unload and verify adapters."),
     "demo": Known("loraplex_server.cli.demo:demo", "See it work: a small model, its adapters, one mixed batch."),
+    "train-medusa": Known(
+        "loraplex_server.cli.train_medusa:train_medusa", "Train Medusa heads, which make a model or adapter faster."
+    ),
     "doctor": Known("loraplex.cli.doctor:doctor", "Show what is installed and what this machine can run."),
     "worker": Known("loraplex_server.cli.worker:worker", "Start one worker: the model behind gRPC, without a router."),
     "router": Known("loraplex_router.cli:router", "Start a router in front of workers that run already."),

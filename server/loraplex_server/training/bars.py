@@ -1,0 +1,67 @@
+"""How long work shows itself: progress bars on a terminal, one plain line per finished task elsewhere.
+
+Owns the look and nothing else; whoever counts steps calls what `task` yields.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Protocol
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from transformers.utils import logging as transformers_logging
+
+
+class Advance(Protocol):
+    """Called after each step, or after `steps` of them, with a short word on how it goes."""
+
+    def __call__(self, detail: str = "", steps: int = 1) -> None: ...
+
+
+def training_progress(console: Console | None = None) -> Progress:
+    """The bars of a training run; `detail` is a field of every task."""
+    console = console or Console()
+    return Progress(
+        TextColumn("{task.description:18}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[detail]}"),
+        console=console,
+        transient=not console.is_terminal,  # off a terminal the lines of `task` say it all
+    )
+
+
+@contextmanager
+def task(progress: Progress, description: str, total: int) -> Generator[Advance]:
+    """A bar, or a line at the end where there is no terminal."""
+    task_id = progress.add_task(description, total=total, detail="")
+
+    def advance(detail: str = "", steps: int = 1) -> None:
+        progress.update(task_id, advance=steps, detail=escape(detail))
+
+    yield advance
+    if not progress.console.is_terminal and not progress.disable:
+        done = next(each for each in progress.tasks if each.id == task_id)
+        line = f"{description}: {total} steps in {done.elapsed or 0:.0f} s, {done.fields['detail']}"
+        print(line, file=progress.console.file, flush=True)
+
+
+@contextmanager
+def quiet_transformers() -> Generator[None]:
+    """Transformers' own bars and remarks would tear ours apart, as would a warning that PEFT sets off in it."""
+    was_on, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=FutureWarning, message=".*is_gradient_checkpointing")
+            yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if was_on:
+            transformers_logging.enable_progress_bar()
