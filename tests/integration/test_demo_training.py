@@ -21,3 +21,8 @@ def test_a_small_world_reaches_the_bar(tmp_path: Path) -> None:
             own = world.format_of(name)
             assert shares[own] >= 0.8, (name, shares)
             assert all(share < 0.05 for format_name, share in shares.items() if format_name != own), (name, shares)
+    found = report["speculation"]["tokens_per_step"]
+    for heads in world.heads:
+        assert found[heads.name][heads.adapter] >= 1.5, (heads.name, found)
+    for draft in world.drafts:
+        assert min(found[draft.name].values()) > 1.1, (draft.name, found)

@@ -1,7 +1,7 @@
 """The training loop of the demo's models: batches in, gradients, a schedule, a loss to show.
 
 Owns the optimizers and the learning-rate schedule. Deliberately knows nothing of records, formats or files, so that
-whatever the world gets later (heads, drafts) is trained by the same loop.
+base, adapters and drafts are trained by the same loop. (Heads read hidden states, not tokens: see `training.fitting`.)
 """
 
 from __future__ import annotations

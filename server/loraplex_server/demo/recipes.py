@@ -41,6 +41,51 @@ class AdapterRecipe:
         return f"{', '.join(parts)}{', rslora' if self.use_rslora else ''}; {targets}"
 
 
+@dataclass(frozen=True)
+class HeadsRecipe:
+    """Medusa heads that draft for one adapter, or for the base model alone."""
+
+    name: str  # their adapter id
+    adapter: str  # "": the base model
+    is_combined: bool = False  # a copy of the LoRA lies beside the heads: one id brings both
+    num_heads: int = 4
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A Llama."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    head_dim: int
+    num_kv_heads: int
+
+
+@dataclass(frozen=True)
+class DraftRecipe:
+    """A smaller model that drafts for the base with any adapter: what it has to go on with shows it the format."""
+
+    name: str
+    vocab_size: int | None = None  # of a tokenizer of its own; None: the base model's
+    hidden_size: int = 96
+    intermediate_size: int = 256
+    num_layers: int = 2
+    head_dim: int = 32
+    num_kv_heads: int = 3
+
+    def shape(self, base_vocab_size: int) -> ModelShape:
+        return ModelShape(
+            self.vocab_size or base_vocab_size,
+            self.hidden_size,
+            self.intermediate_size,
+            self.num_layers,
+            self.head_dim,
+            self.num_kv_heads,
+        )
+
+
 ADAPTERS = (
     AdapterRecipe("json", 8, 16, ATTENTION, dtype="bfloat16"),
     AdapterRecipe("yaml", 4, 8, ("q_proj", "v_proj")),
@@ -57,6 +102,16 @@ ADAPTERS = (
     ),
     AdapterRecipe("ini", 4, 8, (*ATTENTION, *MLP)),
 )
+
+
+# Heads alone for the base and for one adapter, a combined directory for another: the two ways in which users have them.
+HEADS = (
+    HeadsRecipe("base-heads", ""),
+    HeadsRecipe("json-heads", "json"),
+    HeadsRecipe("sql-with-heads", "sql", is_combined=True),
+)
+
+DRAFTS = (DraftRecipe("draft"), DraftRecipe("draft-universal", vocab_size=512))
 
 
 @dataclass(frozen=True)
@@ -81,6 +136,28 @@ class Scale:
     num_polish_steps: int = 400
     polish_lr: float = 4e-3
     adapter_lr: float = 3e-3
+    heads: tuple[HeadsRecipe, ...] = HEADS
+    num_heads_prompts: int = 2400
+    heads_epochs: int = 6
+    heads_lr: float = 1e-2
+    heads_batch_rows: int = 512
+    drafts: tuple[DraftRecipe, ...] = DRAFTS
+    num_draft_recall_steps: int = 600
+    num_draft_steps: int = 2400
+    draft_lr: float = 7e-3
+    num_drafted: int = 4  # in the report; heads draft as many as there are
+    num_speculation_records: int = 64
+
+    @property
+    def base_shape(self) -> ModelShape:
+        return ModelShape(
+            self.vocab_size,
+            self.hidden_size,
+            self.intermediate_size,
+            self.num_layers,
+            self.head_dim,
+            self.num_kv_heads,
+        )
 
 
 SCALES: dict[ScaleName, Scale] = {
@@ -110,5 +187,9 @@ SCALES: dict[ScaleName, Scale] = {
         num_base_steps=700,
         num_adapter_steps=60,
         num_eval_records=64,
+        num_heads_prompts=400,
+        num_draft_recall_steps=200,
+        num_draft_steps=300,
+        num_speculation_records=32,
     ),
 }

@@ -1,110 +1,67 @@
-"""Makes the demo's world: tokenizer, base model, adapters, manifest and report, step by step.
+"""Makes the demo's world: tokenizer, base model, adapters, heads, drafts, manifest and report, step by step.
 
-    python -m loraplex_server.demo.train OUT --scale full|small [--only STEP]
+    python -m loraplex_server.demo.train OUT --scale full|small [--only STEP] [--start STEP]
 
-Owns the order of the steps and what each writes. A step reads what earlier ones wrote from the world's directory and
-from nowhere else, so one can be repeated alone and new kinds of weights join as further entries of `STEPS`.
-How weights are fitted is `fitting`'s, what they are shown is `lessons`', sizes are `recipes`'.
+Owns the order of the steps and what those of base and adapters write. A step reads what earlier ones wrote from the
+world's directory and from nowhere else, so one can be repeated alone and new kinds of weights join as further entries
+of `STEPS`. How weights are fitted is `fitting`'s, what they are shown is `lessons`', sizes are `recipes`'; what
+speculation needs is made by `speculation`.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
-import warnings
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from itertools import chain, islice
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import torch
 import typer
 from peft import LoraConfig, PeftModel, get_peft_model
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
-from transformers.utils import logging as transformers_logging
+from rich.progress import Progress
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from loraplex_server.demo.evaluation import Matrix, answered_by_all, exact_match_matrix, matrix_table
 from loraplex_server.demo.fitting import adapter_optimizers, base_optimizers, fit
-from loraplex_server.demo.formats import BASE_FORMAT, FORMATS
+from loraplex_server.demo.formats import BASE_FORMAT
 from loraplex_server.demo.lessons import interleave, recall_batches, record_batches
 from loraplex_server.demo.recipes import SCALES, AdapterRecipe, Scale, ScaleName
-from loraplex_server.demo.records import draw_examples
-from loraplex_server.demo.tokenizer import BOS_ID, EOS_ID, MAX_LENGTH, PAD_ID, train_tokenizer
+from loraplex_server.demo.speculation import make_drafts, make_heads, measure_speculation, speculation_table
+from loraplex_server.demo.workshop import BASE_NAME, Workshop, load_tokenizer, make_tokenizer_in, model_config
 from loraplex_server.demo.world import (
     REPORT,
     SHOWCASE,
     Adapter,
+    Draft,
+    Heads,
     Manifest,
     World,
     heldout_cases,
     open_world,
+    read_report,
     records_digest,
     write_json,
     write_manifest,
 )
+from loraplex_server.training.bars import quiet_transformers, training_progress
 
-BASE_NAME = "loraplex-demo-base"  # what adapters say they belong to; a name, never somebody's path
-_NUM_TOKENIZER_RECORDS = 4000
 _SHOWCASE_STREAM = "demo"
 _NUM_SHOWCASE_DRAWN = 64
-# The base model answers in its own format when nobody asks for another: that one needs a clear lead.
-_BASE_FORMAT_SHARE = 5.0
 _RECALL_EVERY = 6
 
 
-@dataclass(frozen=True)
-class Workshop:
-    """What every step gets: where the world grows, how big it becomes, and where to show how far it is."""
-
-    root: Path
-    scale: Scale
-    seed: int
-    progress: Progress
-
-    @property
-    def base_path(self) -> Path:
-        return self.root / "base"
-
-    @property
-    def adapters_root(self) -> Path:
-        return self.root / "adapters"
-
-    def stream(self, name: str) -> str:
-        """The name of a random stream of this world."""
-        return f"{name} {self.seed}"
-
-    def formats(self) -> dict[str, float]:
-        """Every format that the base model learns, with its share of the records."""
-        return {BASE_FORMAT: _BASE_FORMAT_SHARE, **{recipe.name: 1.0 for recipe in self.scale.adapters}}
-
-    @contextmanager
-    def task(self, description: str, total: int) -> Generator[Callable[[str], None]]:
-        """A progress bar, or a line where there is no terminal; call what it yields once per step with a short word."""
-        task_id = self.progress.add_task(description, total=total, detail="")
-        yield lambda detail: self.progress.update(task_id, advance=1, detail=detail)
-        if not self.progress.console.is_terminal and not self.progress.disable:
-            task = self.progress.tasks[-1]
-            print(f"{description}: {total} steps in {task.elapsed or 0:.0f} s, {task.fields['detail']}", flush=True)
-
-
 def make_tokenizer(shop: Workshop) -> None:
-    texts: list[str] = []
-    records = draw_examples(shop.stream("tokenizer"), "train", shop.scale.kinds)
     with shop.task("tokenizer", 1) as advance:
-        for record, prompt in islice(records, _NUM_TOKENIZER_RECORDS):
-            texts += [prompt, *(FORMATS[name](record) for name in shop.formats())]
-        train_tokenizer(texts, shop.scale.vocab_size).save_pretrained(shop.base_path)
-        advance(f"{len(texts)} texts")
+        tokenizer = make_tokenizer_in(shop, shop.base_path, shop.scale.vocab_size)
+        advance(f"{len(tokenizer)} pieces")
 
 
 def make_base(shop: Workshop) -> None:
     """Copying first, then records in all formats; stored in bfloat16, which is what the adapters are trained on."""
-    tokenizer = _load_tokenizer(shop)
-    model = LlamaForCausalLM(_base_config(shop.scale))
+    tokenizer = load_tokenizer(shop)
+    model = LlamaForCausalLM(model_config(shop.scale.base_shape))
     scale = shop.scale
     recall = recall_batches(tokenizer, stream=shop.stream("recall"), num_rows=2 * scale.num_rows)  # rows half as long
     records = record_batches(
@@ -130,7 +87,7 @@ def make_base(shop: Workshop) -> None:
 
 def polish_base(shop: Workshop) -> None:
     """Another round on records, from where the base stands: its rate goes up and down once more."""
-    tokenizer = _load_tokenizer(shop)
+    tokenizer = load_tokenizer(shop)
     model = LlamaForCausalLM.from_pretrained(shop.base_path, dtype=torch.float32)
     scale = shop.scale
     records = record_batches(
@@ -169,7 +126,8 @@ def write_report(shop: Workshop) -> None:
             matrices[dtype_name] = exact_match_matrix(
                 shop.base_path, paths, cases, dtype, lambda name=dtype_name: advance(name)
             )
-    write_json(shop.root / REPORT, {"num_heldout_records": len(cases), "exact_match": matrices})
+    found = {"num_heldout_records": len(cases), "exact_match": matrices}
+    write_json(shop.root / REPORT, read_report(shop.root) | found)
 
 
 def choose_showcase(shop: Workshop) -> None:
@@ -185,7 +143,7 @@ def choose_showcase(shop: Workshop) -> None:
     write_json(shop.root / SHOWCASE, listed)
 
 
-StepName = Literal["tokenizer", "base", "polish", "adapters", "report", "showcase"]
+StepName = Literal["tokenizer", "base", "polish", "adapters", "report", "showcase", "heads", "drafts", "speculation"]
 STEPS: dict[StepName, Callable[[Workshop], None]] = {
     "tokenizer": make_tokenizer,
     "base": make_base,
@@ -193,6 +151,9 @@ STEPS: dict[StepName, Callable[[Workshop], None]] = {
     "adapters": make_adapters,
     "report": write_report,
     "showcase": choose_showcase,
+    "heads": make_heads,
+    "drafts": make_drafts,
+    "speculation": measure_speculation,
 }
 
 
@@ -203,34 +164,39 @@ def make_world(
     seed: int = 0,
     progress: Progress | None = None,
     only: StepName | None = None,
+    start: StepName = "tokenizer",
 ) -> World:
-    """Trains a world into `out_dir`, or repeats one step of it, and opens it."""
+    """Trains a world into `out_dir`, or repeats one step of it, or all from `start` on, and opens it."""
     out_dir.mkdir(parents=True, exist_ok=True)
     shop = Workshop(
         out_dir, SCALES[scale] if isinstance(scale, str) else scale, seed, progress or Progress(disable=True)
     )
-    with torch.random.fork_rng(devices=[]), _quiet_transformers():
-        for name, step in STEPS.items():
-            if only in (None, name):
-                torch.manual_seed(seed)
-                step(shop)
+    with torch.random.fork_rng(devices=[]), quiet_transformers():
+        for name in (only,) if only else get_args(StepName)[get_args(StepName).index(start) :]:
+            torch.manual_seed(seed)
+            STEPS[name](shop)
     write_manifest(out_dir, _manifest(shop))
     return open_world(out_dir)
 
 
 def _manifest(shop: Workshop) -> Manifest:
+    """Heads and drafts are listed once they are there: a world is of use before it has them."""
+    heads = [each for each in shop.scale.heads if (shop.adapters_root / each.name).is_dir()]
+    drafts = [each for each in shop.scale.drafts if (shop.drafts_root / each.name).is_dir()]
     return Manifest(
         scale=shop.scale.name,
         seed=shop.seed,
         kinds=shop.scale.kinds,
         base_format=BASE_FORMAT,
         adapters=tuple(Adapter(each.name, each.name, each.rank, each.summary) for each in shop.scale.adapters),
+        heads=tuple(Heads(each.name, each.adapter, each.num_heads, each.is_combined) for each in heads),
+        drafts=tuple(Draft(each.name, each.vocab_size is not None) for each in drafts),
         digest=records_digest(shop.scale.kinds),
     )
 
 
 def _make_adapter(shop: Workshop, recipe: AdapterRecipe) -> None:
-    tokenizer = _load_tokenizer(shop)
+    tokenizer = load_tokenizer(shop)
     base = AutoModelForCausalLM.from_pretrained(shop.base_path, dtype=torch.float32)
     config = LoraConfig(
         task_type="CAUSAL_LM",
@@ -270,68 +236,25 @@ def _save_adapter(model: Any, path: Path, dtype: torch.dtype) -> None:
     (path / "README.md").unlink(missing_ok=True)
 
 
-def _base_config(scale: Scale) -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=scale.vocab_size,
-        hidden_size=scale.hidden_size,
-        intermediate_size=scale.intermediate_size,
-        num_hidden_layers=scale.num_layers,
-        num_attention_heads=scale.hidden_size // scale.head_dim,
-        num_key_value_heads=scale.num_kv_heads,
-        head_dim=scale.head_dim,
-        max_position_embeddings=MAX_LENGTH,
-        tie_word_embeddings=True,
-        bos_token_id=BOS_ID,
-        eos_token_id=EOS_ID,
-        pad_token_id=PAD_ID,
-    )
-
-
-def _load_tokenizer(shop: Workshop) -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(shop.base_path)
-
-
-@contextmanager
-def _quiet_transformers() -> Generator[None]:
-    """Transformers' own bars for a file of 3 MB would tear ours apart, as would a warning that PEFT sets off in it."""
-    was_on = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", category=FutureWarning, message=".*is_gradient_checkpointing")
-            yield
-    finally:
-        if was_on:
-            transformers_logging.enable_progress_bar()
-
-
-def training_progress() -> Progress:
-    """The bars of a training run; `detail` is a field of every task."""
-    return Progress(
-        TextColumn("{task.description:18}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[detail]}"),
-    )
-
-
 def main(
     out: Annotated[Path, typer.Argument(help="Directory to write the world to.")],
     scale: Annotated[ScaleName, typer.Option(help="small: minutes, for tests; full: what the package ships.")] = "full",
     seed: Annotated[int, typer.Option(help="Another seed gives another world of the same kind.")] = 0,
     only: Annotated[StepName | None, typer.Option(help="Repeat one step on what is already there.")] = None,
+    start: Annotated[StepName, typer.Option(help="Repeat this step and all after it.")] = "tokenizer",
     threads: Annotated[int, typer.Option(min=1, help="CPU threads; more than two gain little at this size.")] = 2,
 ) -> None:
     """Train the demo's world."""
     torch.set_num_threads(threads)
     started_s = time.monotonic()
     with training_progress() as progress:
-        world = make_world(out, scale=scale, seed=seed, progress=progress, only=only)
+        world = make_world(out, scale=scale, seed=seed, progress=progress, only=only, start=start)
     print(f"{world.root} is ready after {time.monotonic() - started_s:.0f} s.")
-    if world.report_path.exists():
-        for dtype, matrix in json.loads(world.report_path.read_text(encoding="utf-8"))["exact_match"].items():
-            print(f"\n{dtype}: share of held-out answers that are exactly right", matrix_table(matrix), sep="\n")
+    report = read_report(world.root)
+    for dtype, matrix in report.get("exact_match", {}).items():
+        print(f"\n{dtype}: share of held-out answers that are exactly right", matrix_table(matrix), sep="\n")
+    if "speculation" in report:
+        print("\ntokens per step of the model, greedily", speculation_table(report["speculation"]), sep="\n")
 
 
 if __name__ == "__main__":

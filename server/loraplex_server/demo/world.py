@@ -1,4 +1,4 @@
-"""Where the demo's world lies and what it promises: base model, adapters, held-out cases, expected answers.
+"""Where the demo's world lies and what it promises: models, adapters, held-out cases, expected answers.
 
 Owns the layout of a world's directory and its manifest, `world.json`. Needs no torch: the command reads it to know
 what to serve, what to ask and whether an answer is right.
@@ -13,12 +13,14 @@ from dataclasses import asdict, dataclass
 from importlib import resources
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from loraplex_proto.errors import FailedPrecondition
 from loraplex_server.demo.formats import BASE_FORMAT, FORMATS
 from loraplex_server.demo.records import Record, draw_examples
 
 MAX_NEW_TOKENS = 96  # the longest answer has some 60 tokens
+BASE, ADAPTERS, DRAFTS = "base", "adapters", "drafts"  # its folders
 _MANIFEST = "world.json"
 REPORT = "report.json"
 SHOWCASE = "showcase.json"
@@ -35,6 +37,24 @@ class Adapter:
 
 
 @dataclass(frozen=True)
+class Heads:
+    """Medusa heads: an adapter id of its own. They change no answer, only how soon it is there."""
+
+    name: str
+    adapter: str  # whose answers they foresee best; "" is the base model
+    num_heads: int
+    is_combined: bool  # this id brings the LoRA as well; else it goes beside the id of `adapter`
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A smaller model that drafts for the base and every adapter."""
+
+    name: str
+    has_own_tokenizer: bool
+
+
+@dataclass(frozen=True)
 class Manifest:
     """What a world is made of. `digest` ties the weights to the records and formats they were trained on."""
 
@@ -43,6 +63,8 @@ class Manifest:
     kinds: tuple[str, ...]
     base_format: str
     adapters: tuple[Adapter, ...]
+    heads: tuple[Heads, ...]
+    drafts: tuple[Draft, ...]
     digest: str
 
 
@@ -68,12 +90,17 @@ class World:
     @property
     def base_path(self) -> Path:
         """An ordinary Hugging Face checkpoint."""
-        return self.root / "base"
+        return self.root / BASE
 
     @property
     def adapters_root(self) -> Path:
-        """One PEFT directory per adapter, named as the adapter is."""
-        return self.root / "adapters"
+        """One directory per adapter and per set of heads, named as its adapter id is."""
+        return self.root / ADAPTERS
+
+    @property
+    def drafts_root(self) -> Path:
+        """One ordinary checkpoint, tokenizer included, per draft model."""
+        return self.root / DRAFTS
 
     @property
     def report_path(self) -> Path:
@@ -83,11 +110,26 @@ class World:
     def adapters(self) -> tuple[Adapter, ...]:
         return self.manifest.adapters
 
+    @property
+    def heads(self) -> tuple[Heads, ...]:
+        return self.manifest.heads
+
+    @property
+    def drafts(self) -> tuple[Draft, ...]:
+        return self.manifest.drafts
+
     def adapter_path(self, name: str) -> Path:
+        """Of an adapter or of heads."""
         return self.adapters_root / name
 
+    def draft_path(self, name: str) -> Path:
+        return self.drafts_root / name
+
     def format_of(self, adapter_name: str | None) -> str:
-        """The format that this adapter, or the base model where there is none, answers in."""
+        """The format that requests with this adapter id, or without one, are answered in."""
+        heads = next((heads for heads in self.heads if heads.name == adapter_name), None)
+        if heads is not None:
+            adapter_name = heads.adapter if heads.is_combined else None
         if not adapter_name:
             return self.manifest.base_format
         return next(adapter.format for adapter in self.adapters if adapter.name == adapter_name)
@@ -142,12 +184,20 @@ def _read_manifest(path: Path) -> Manifest:
         kinds=tuple(fields["kinds"]),
         base_format=fields["base_format"],
         adapters=tuple(Adapter(**adapter) for adapter in fields["adapters"]),
+        heads=tuple(Heads(**heads) for heads in fields.get("heads", [])),
+        drafts=tuple(Draft(**draft) for draft in fields.get("drafts", [])),
         digest=fields["digest"],
     )
 
 
 def write_manifest(root: Path, manifest: Manifest) -> None:
     write_json(root / _MANIFEST, asdict(manifest))
+
+
+def read_report(root: Path) -> dict[str, Any]:
+    """What `REPORT` holds, or nothing yet."""
+    path = root / REPORT
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def write_json(path: Path, content: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -12,14 +13,17 @@ import torch
 from rich.progress import Progress
 from safetensors import safe_open
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from loraplex_server.demo.fitting import adapter_optimizers, fit
 from loraplex_server.demo.lessons import Row, pad_rows, recall_batches, record_batches
-from loraplex_server.demo.recipes import ADAPTERS, SCALES
+from loraplex_server.demo.recipes import ADAPTERS, SCALES, DraftRecipe, HeadsRecipe
+from loraplex_server.demo.speculation import speculation_table
 from loraplex_server.demo.tokenizer import BOS_ID, EOS_ID, PAD_ID, train_tokenizer
-from loraplex_server.demo.train import BASE_NAME, make_world
-from loraplex_server.demo.world import World
+from loraplex_server.demo.train import make_world
+from loraplex_server.demo.workshop import BASE_NAME
+from loraplex_server.demo.world import World, read_report
+from loraplex_server.training.heads import read_heads
 
 TINY = replace(
     SCALES["small"],
@@ -35,6 +39,16 @@ TINY = replace(
     num_adapter_steps=2,
     num_eval_records=2,
     num_rows=4,
+    heads=(HeadsRecipe("base-heads", ""), HeadsRecipe("xml-with-heads", "xml", is_combined=True, num_heads=2)),
+    num_heads_prompts=6,
+    heads_epochs=1,
+    drafts=(
+        DraftRecipe("same", hidden_size=32, intermediate_size=32, num_layers=1, num_kv_heads=1),
+        DraftRecipe("other", 280, hidden_size=32, intermediate_size=32, num_layers=1, num_kv_heads=1),
+    ),
+    num_draft_recall_steps=2,
+    num_draft_steps=2,
+    num_speculation_records=2,
 )
 
 
@@ -106,7 +120,8 @@ def test_a_world_is_an_ordinary_checkpoint_with_ordinary_adapters(world: World) 
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in world.base_path.iterdir()}
     config = json.loads((world.base_path / "config.json").read_text())
     assert (config["model_type"], config["dtype"]) == ("llama", "bfloat16")
-    assert sorted(path.name for path in world.adapters_root.iterdir()) == ["toml", "xml"]
+    lora = ["toml", "xml"]
+    assert sorted(path.name for path in world.adapters_root.iterdir()) == ["base-heads", *lora, "xml-with-heads"]
     for adapter in world.adapters:
         path = world.adapter_path(adapter.name)
         assert sorted(each.name for each in path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
@@ -129,17 +144,77 @@ def test_the_report_covers_every_pair_and_dtype(world: World) -> None:
         assert set(matrix) == {"", "toml", "xml"}
 
 
-def test_one_step_is_repeated_alone_and_shown(world: World) -> None:
-    base = (world.base_path / "model.safetensors").stat().st_mtime_ns
+def test_heads_lie_beside_the_adapters(world: World) -> None:
+    assert [(each.name, each.adapter, each.num_heads, each.is_combined) for each in world.heads] == [
+        ("base-heads", "", 4, False),
+        ("xml-with-heads", "xml", 2, True),
+    ]
+    alone, combined = (world.adapter_path(each.name) for each in world.heads)
+    assert sorted(path.name for path in alone.iterdir()) == ["config.json", "medusa_lm_head.safetensors"]
+    assert json.loads((alone / "config.json").read_text())["base_model_name_or_path"] == BASE_NAME
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        assert (combined / name).read_bytes() == (world.adapter_path("xml") / name).read_bytes()
+    heads = read_heads(combined)
+    assert (heads.num_heads, heads.weight.dtype) == (2, torch.bfloat16)
+    assert heads.weight.abs().sum() > 0
+    # Whose text a request with that id gets.
+    assert [world.format_of(each.name) for each in world.heads] == ["prose", "xml"]
+    assert [world.format_of(name) for name in (None, "toml")] == ["prose", "toml"]
+
+
+def test_drafts_are_ordinary_checkpoints(world: World) -> None:
+    assert [(each.name, each.has_own_tokenizer) for each in world.drafts] == [("same", False), ("other", True)]
+    wanted = AutoTokenizer.from_pretrained(world.base_path).get_vocab()
+    for draft in world.drafts:
+        path = world.draft_path(draft.name)
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        model = AutoModelForCausalLM.from_pretrained(path)
+        assert model.dtype == torch.bfloat16
+        assert model.config.vocab_size == len(tokenizer) == (280 if draft.has_own_tokenizer else len(wanted))
+        assert (tokenizer.get_vocab() == wanted) == (not draft.has_own_tokenizer)
+
+
+def test_the_report_has_every_pair_of_who_drafts_and_for_whom(world: World) -> None:
+    entry = read_report(world.root)["speculation"]
+    assert entry["num_heldout_records"] == 2
+    assert entry["num_drafted"] == {"base-heads": 4, "xml-with-heads": 2, "same": 4, "other": 4}
+    assert set(entry["tokens_per_step"]) == {"base-heads", "xml-with-heads", "same", "other"}
+    for name, row in entry["tokens_per_step"].items():
+        assert set(row) == {"", "toml", "xml"}
+        assert all(1 <= share <= 1 + entry["num_drafted"][name] for share in row.values())
+    assert speculation_table(entry).count("\n") == 4
+
+
+def test_one_step_is_repeated_alone_and_shown(world: World, tmp_path: Path) -> None:
+    root = shutil.copytree(world.root, tmp_path / "world")
+    base = (root / "base" / "model.safetensors").stat().st_mtime_ns
     before = (world.adapter_path("xml") / "adapter_model.safetensors").read_bytes()
     progress = Progress(disable=True)
-    again = make_world(world.root, scale=TINY, seed=3, progress=progress, only="adapters")
-    assert (world.base_path / "model.safetensors").stat().st_mtime_ns == base
+    again = make_world(root, scale=TINY, seed=3, progress=progress, only="adapters")
+    assert (root / "base" / "model.safetensors").stat().st_mtime_ns == base
     assert (again.adapter_path("xml") / "adapter_model.safetensors").read_bytes() == before
     assert [(task.description, task.finished) for task in progress.tasks] == [
         ("adapter xml", True),
         ("adapter toml", True),
     ]
+    assert again.heads == ()  # they went with the adapters that they were made for
+    assert again.drafts == world.drafts
+
+
+def test_all_from_one_step_on_is_repeated(world: World, tmp_path: Path) -> None:
+    root = shutil.copytree(world.root, tmp_path / "world")
+    (root / "report.json").unlink()
+    progress = Progress(disable=True)
+    again = make_world(root, scale=TINY, seed=3, progress=progress, start="heads")
+    assert [task.description for task in progress.tasks] == [
+        "base-heads", "xml-with-heads", "same", "other", "speculation",
+    ]  # fmt: skip
+    assert all(task.finished for task in progress.tasks)
+    for each in world.heads:
+        made = (again.adapter_path(each.name) / "medusa_lm_head.safetensors").read_bytes()
+        assert made == (world.adapter_path(each.name) / "medusa_lm_head.safetensors").read_bytes()
+    assert set(read_report(root)) == {"speculation"}
+    assert again.manifest == world.manifest
 
 
 def test_training_leaves_the_random_state_of_its_caller(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from loraplex_server.demo.evaluation import greedy_answers
 from loraplex_server.demo.formats import FORMATS
 from loraplex_server.demo.world import World, committed_world, exact_match, open_world, write_json
 
-MAX_WEIGHT_BYTES = 8 * 2**20  # heads and drafts need their share of the 12 MB later
+MAX_WEIGHT_BYTES = 12 * 2**20
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +119,30 @@ def test_every_adapter_is_good_and_alone_in_its_format(world: World) -> None:
             shares = matrix[adapter.name]
             assert shares[adapter.format] >= 0.95
             assert all(share < 0.05 for name, share in shares.items() if name != adapter.format)
+
+
+def test_heads_foresee_what_their_own_adapter_writes(world: World) -> None:
+    if not world.heads:
+        pytest.skip("this world was made before there were heads")
+    found = json.loads(world.report_path.read_text())["speculation"]
+    assert found["num_heldout_records"] >= 50
+    for heads in world.heads:
+        row = found["tokens_per_step"][heads.name]
+        assert row[heads.adapter] >= 2.2, (heads.name, row)
+        assert row[heads.adapter] == max(row.values()), (heads.name, row)
+
+
+def test_drafts_foresee_what_every_adapter_writes(world: World) -> None:
+    if not world.drafts:
+        pytest.skip("this world was made before there were drafts")
+    found = json.loads(world.report_path.read_text())["speculation"]["tokens_per_step"]
+    assert {each.has_own_tokenizer for each in world.drafts} == {True, False}
+    for draft in world.drafts:
+        assert set(found[draft.name]) == {"", *(adapter.name for adapter in world.adapters)}
+        assert min(found[draft.name].values()) > 1.2, (draft.name, found[draft.name])
+        tokenizer = AutoTokenizer.from_pretrained(world.draft_path(draft.name))
+        is_other = tokenizer.get_vocab() != AutoTokenizer.from_pretrained(world.base_path).get_vocab()
+        assert is_other == draft.has_own_tokenizer
 
 
 def test_no_world_is_said_so(tmp_path: Path) -> None:
