@@ -1,0 +1,52 @@
+"""`loraplex demo` as a newcomer runs it, on the world that comes along."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import psutil
+import pytest
+from support.processes import wait_until
+
+from loraplex_server.demo.world import committed_world
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def demo(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "loraplex", "demo", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+    )
+
+
+def test_every_answer_is_right() -> None:
+    with demo("--json", "--records", "2") as process:
+        out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    rows: list[dict[str, Any]] = json.loads(out)["answers"]
+    names = ["", *(adapter.name for adapter in committed_world().adapters)]
+    assert sorted(row["adapter"] for row in rows) == sorted(names * 2)
+    assert all(row["is_right"] and row["text"] == row["expected"] for row in rows)
+    assert len({row["text"] for row in rows}) == len(rows), "nobody answers for another"
+
+
+def test_ctrl_c_while_it_starts() -> None:
+    with demo() as process:
+        wait_until(lambda: len(psutil.Process(process.pid).children()) == 1, 60, "the worker is started")
+        (worker,) = psutil.Process(process.pid).children()
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert out == ""
+    for word in ("Traceback", "never retrieved", "error"):
+        assert word not in err
+    assert not worker.is_running()
