@@ -86,27 +86,29 @@ def make_base(shop: Workshop) -> None:
 
 
 def polish_base(shop: Workshop) -> None:
-    """Another round on records, from where the base stands: its rate goes up and down once more."""
-    tokenizer = load_tokenizer(shop)
+    """More rounds on records, from where the base stands: in each its rate goes up and down once more."""
+    tokenizer, scale = load_tokenizer(shop), shop.scale
     model = LlamaForCausalLM.from_pretrained(shop.base_path, dtype=torch.float32)
-    scale = shop.scale
-    records = record_batches(
-        tokenizer,
-        stream=shop.stream("polish"),
-        kinds=scale.kinds,
-        shares=shop.formats(),
-        num_rows=scale.num_rows,
-    )
-    with shop.task("polish", scale.num_polish_steps) as advance:
-        fit(
-            model,
-            base_optimizers(model, lr=scale.polish_lr),
-            records,
-            num_steps=scale.num_polish_steps,
-            on_step=lambda loss: advance(f"loss {loss:.3f}"),
+    for round_idx in range(scale.num_polish_rounds):
+        name = "polish" if round_idx == 0 else f"polish {round_idx + 1}"
+        records = record_batches(
+            tokenizer,
+            stream=shop.stream(name),
+            kinds=scale.kinds,
+            shares=shop.formats(),
+            num_rows=scale.num_rows,
         )
-    torch.nn.Module.to(model, torch.bfloat16)
-    model.save_pretrained(shop.base_path)
+        with shop.task(name, scale.num_polish_steps) as advance:
+            fit(
+                model,
+                base_optimizers(model, lr=scale.polish_lr),
+                records,
+                num_steps=scale.num_polish_steps,
+                on_step=lambda loss, advance=advance: advance(f"loss {loss:.3f}"),
+            )
+        torch.nn.Module.to(model, torch.bfloat16)  # as it is stored: the next round begins where the files stand
+        model.save_pretrained(shop.base_path)
+        torch.nn.Module.to(model, torch.float32)
 
 
 def make_adapters(shop: Workshop) -> None:
@@ -148,6 +150,7 @@ STEPS: dict[StepName, Callable[[Workshop], None]] = {
     "tokenizer": make_tokenizer,
     "base": make_base,
     "polish": polish_base,
+    "finish": finish_base,
     "adapters": make_adapters,
     "report": write_report,
     "showcase": choose_showcase,
