@@ -36,7 +36,7 @@ def detect_kind(names: Collection[str]) -> str:
         raise AdapterInvalid(f"there is no {CONFIG_NAME} beside {WEIGHTS_NAME}")
     if has_lora or has_heads:
         return "combined" if has_lora and has_heads else "lora" if has_lora else "medusa"
-    if MODEL_CONFIG_NAME in names and (MODEL_WEIGHTS_NAME in names or MODEL_INDEX_NAME in names):
+    if has_model_layout(names):
         return "model"
     for name in LORA_PICKLE_NAMES:
         if name in names:
@@ -54,6 +54,11 @@ def detect_kind(names: Collection[str]) -> str:
     raise AdapterInvalid(
         f"there is no {WEIGHTS_NAME} and no {MEDUSA_WEIGHTS_NAME}; save a LoRA with PEFT's save_pretrained"
     )
+
+
+def has_model_layout(names: Collection[str]) -> bool:
+    """Transformers' layout of a whole model: the base model's, or vLLM's heads."""
+    return MODEL_CONFIG_NAME in names and (MODEL_WEIGHTS_NAME in names or MODEL_INDEX_NAME in names)
 
 
 def ignored_template(names: Collection[str]) -> str | None:

@@ -124,9 +124,7 @@ def _count_heads(found: _Found, any_tensor: TensorInfo) -> int:
     heads = heads or set(found.projections)
     for head in range(max(heads, default=-1) + 1):
         if head not in heads:
-            raise AdapterInvalid(
-                f"{any_tensor.file}: head {head} is missing, though there is one of number {max(heads)}"
-            )
+            raise AdapterInvalid(f"{any_tensor.file}: head {head} is missing, though there is a head {max(heads)}")
     if not heads:
         raise AdapterInvalid(f"{any_tensor.file} has no Medusa head")
     stray = sorted(found.projections.keys() - heads)

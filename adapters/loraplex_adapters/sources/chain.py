@@ -30,9 +30,12 @@ class ChainSource:
         return sorted({name for source in self._sources for name in source.list()})
 
 
-def make_source(root: Path | None, hub: bool = False, hub_token: str | None = None) -> AdapterSource:
-    """The source that a worker's configuration asks for. The Hub only when `hub` says so."""
-    sources: list[AdapterSource] = []
+def make_source(
+    root: Path | None, hub: bool = False, hub_token: str | None = None, first: Sequence[AdapterSource] = ()
+) -> AdapterSource:
+    """The source that a worker's configuration asks for. The Hub only when `hub` says so. What `first` has is found
+    before anything else of that name."""
+    sources = list(first)
     if root is not None:
         sources.append(DirectorySource(root))
     if hub:

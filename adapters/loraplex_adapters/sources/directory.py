@@ -1,7 +1,8 @@
 """A root directory of adapters: adapter NAME (or ORG/NAME) is the folder of that name.
 
 Every step below the root is opened relative to the one before and never through a symbolic link, so nothing outside the
-root can be reached, whatever is put into it. Owns no descriptors beyond an open adapter's.
+root can be reached, whatever is put into it. A single folder that the operator has named is another matter: it is
+whatever they say, links included (the Hub's cache is made of links). Owns no descriptors beyond an open adapter's.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from loraplex_adapters.formats.detect import PICKLE_NAMES, WANTED_NAMES
+from loraplex_adapters.formats.detect import ADAPTER_NAMES, PICKLE_NAMES, has_model_layout
+from loraplex_adapters.formats.model_files import describe_medusa_model
 from loraplex_adapters.key import check_adapter_id
 from loraplex_adapters.sources.base import SourceFile, not_found
-from loraplex_proto.errors import AdapterInvalid, InvalidAdapterId, SourceUnavailable
+from loraplex_proto.errors import AdapterInvalid, InvalidAdapterId, LoraplexError, SourceUnavailable
 
 log = logging.getLogger(__name__)
 
@@ -68,9 +70,10 @@ class OpenFile:
 class DirectoryFiles:
     """The files of one adapter's folder. Owns the folder's descriptor and those of the files opened through it."""
 
-    def __init__(self, fd: int, adapter_id: str) -> None:
+    def __init__(self, fd: int, adapter_id: str, follows_links: bool = False) -> None:
         self._fd = fd
         self._adapter_id = adapter_id
+        self._flags = _FILE & ~os.O_NOFOLLOW if follows_links else _FILE
         self._open: list[int] = []
         self.names = frozenset(_names(fd))
 
@@ -78,7 +81,7 @@ class DirectoryFiles:
         if name not in self.names:
             raise not_found(self._adapter_id)
         try:
-            fd = os.open(name, _FILE, dir_fd=self._fd)
+            fd = os.open(name, self._flags, dir_fd=self._fd)
         except OSError as error:
             raise _translated(error, self._adapter_id, name) from error
         self._open.append(fd)
@@ -99,6 +102,23 @@ class DirectoryFiles:
         for fd in (*self._open, self._fd):
             os.close(fd)
         self._open.clear()
+
+
+class FolderSource:
+    """One adapter, whatever its folder is called: a model's own directory with Medusa heads in it, say. The operator
+    names the folder, and links in it are followed."""
+
+    def __init__(self, adapter_id: str, folder: Path) -> None:
+        self._adapter_id = adapter_id
+        self._folder = folder
+
+    def open(self, adapter_id: str) -> DirectoryFiles:
+        if adapter_id != self._adapter_id:
+            raise not_found(adapter_id)
+        return open_folder(self._folder, adapter_id)
+
+    def list(self) -> Sequence[str]:
+        return [self._adapter_id]
 
 
 class DirectorySource:
@@ -146,7 +166,7 @@ class DirectorySource:
                 check_adapter_id(adapter_id)
                 inner = os.open(entry, _DIRECTORY, dir_fd=fd)
                 try:
-                    if not set(_entries(inner)).isdisjoint((*WANTED_NAMES, *PICKLE_NAMES)):
+                    if _holds_adapter(inner, adapter_id):
                         yield adapter_id
                     elif is_top:
                         yield from self._adapters_in(inner, entry + "/", is_top=False)
@@ -154,13 +174,36 @@ class DirectorySource:
                     os.close(inner)
 
 
-def open_files(fd: int, adapter_id: str) -> DirectoryFiles:
+def open_files(fd: int, adapter_id: str, follows_links: bool = False) -> DirectoryFiles:
     """The adapter in an open folder; takes over the descriptor."""
     try:
-        return DirectoryFiles(fd, adapter_id)
+        return DirectoryFiles(fd, adapter_id, follows_links)
     except BaseException:
         os.close(fd)
         raise
+
+
+def open_folder(folder: Path, adapter_id: str = "") -> DirectoryFiles:
+    """The files of a folder that the operator has named. Raises SourceUnavailable when it cannot be opened."""
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise _unavailable(f"the folder of {adapter_id!a} cannot be opened", error) from error
+    return open_files(fd, adapter_id, follows_links=True)
+
+
+def _holds_adapter(fd: int, adapter_id: str) -> bool:
+    """By the names of its files; what is laid out like a whole model is one when it has heads in it."""
+    names = set(_entries(fd))
+    if not names.isdisjoint((*ADAPTER_NAMES, *PICKLE_NAMES)):
+        return True
+    if not has_model_layout(names):
+        return False
+    with open_files(os.dup(fd), adapter_id) as files:
+        try:
+            return describe_medusa_model(files).content != "none"
+        except LoraplexError:
+            return True  # damaged: whoever asks for it hears why it is refused
 
 
 def _entries(fd: int) -> Iterator[str]:

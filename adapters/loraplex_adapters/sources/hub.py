@@ -1,28 +1,32 @@
 """Adapters on the Hugging Face Hub: adapter ORG/NAME is the repository of that name. Used only where it is enabled.
 
-Only the files that serving reads are fetched, by name: an id may just as well name a whole model. They are fetched into
-a temporary folder and read from there; what is kept is up to the store. The Hub's own client speaks to the network,
-with the operator's token and never a client's.
+Only the files that serving reads are fetched, by name: an id may just as well name a whole model. Weights under a whole
+model's names are fetched only when its configuration says that the model is Medusa heads. Files are fetched into a
+temporary folder and read from there; what is kept is up to the store. The Hub's own client speaks to the network, with
+the operator's token and never a client's.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from loraplex_adapters.formats.detect import WANTED_NAMES, detect_kind
+from loraplex_adapters.formats.detect import MODEL_INDEX_NAME, WANTED_NAMES, detect_kind
+from loraplex_adapters.formats.model_files import OpenedFiles
 from loraplex_adapters.key import check_adapter_id
 from loraplex_adapters.sources.base import SourceFile, not_found
-from loraplex_adapters.sources.directory import DirectoryFiles, open_files
+from loraplex_adapters.sources.directory import DirectoryFiles, open_files, open_folder
 from loraplex_proto.errors import AdapterInvalid, LoraplexError, SourceUnavailable
 
 TIMEOUT_S = 20.0
 RETRY_AFTER_S = 15.0
+_MODEL_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 
 class HubFiles:
@@ -91,18 +95,31 @@ class HubSource:
         """What there is and how large, then the files of exactly that revision."""
         info: Any = self._repo_info(adapter_id, files_metadata=True, timeout=TIMEOUT_S, token=self._token)
         sizes = {entry.rfilename: entry.size or 0 for entry in info.siblings or ()}
-        detect_kind(sizes)  # a pickle is refused here, before it is fetched
+        kind = detect_kind(sizes)  # a pickle is refused here, before it is fetched
         wanted = [name for name in WANTED_NAMES if name in sizes]
-        total_bytes = sum(sizes[name] for name in wanted)
+        self._fetch_files(adapter_id, info.sha, folder, wanted, sizes)
+        if kind == "model":
+            with open_folder(folder, adapter_id) as files:
+                config = OpenedFiles(files).medusa_config()
+            if config is None or not config.is_heads_only:
+                raise AdapterInvalid("this is a whole model on the Hub; an adapter is a LoRA, Medusa heads, or both")
+            weights = [name for name in sizes if name == MODEL_INDEX_NAME or _MODEL_WEIGHTS.fullmatch(name)]
+            self._fetch_files(adapter_id, info.sha, folder, weights, sizes)
+
+    def _fetch_files(
+        self, adapter_id: str, revision: str, folder: Path, names: Sequence[str], sizes: Mapping[str, int]
+    ) -> None:
+        """Raises AdapterInvalid before it fetches too much."""
+        total_bytes = sum(sizes[name] for name in names)
         if total_bytes > self._max_bytes:
             raise AdapterInvalid(
                 f"the adapter has {total_bytes} bytes on the Hub; at most {self._max_bytes} are fetched"
             )
         self._download(
             adapter_id,
-            revision=info.sha,
+            revision=revision,
             local_dir=folder,
-            allow_patterns=wanted,
+            allow_patterns=list(names),
             token=self._token,
             etag_timeout=TIMEOUT_S,
             max_workers=2,

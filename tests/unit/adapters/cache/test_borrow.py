@@ -10,7 +10,7 @@ from support.medusa_files import medusa_config, sequential_tensors, write_heads
 
 from loraplex_adapters.cache.integrity import check_residency
 from loraplex_adapters.cache.residency import LENDING_ROUNDS, ResidencyTable
-from loraplex_adapters.cache.states import DropDevice, DropHost, IllegalTransition, KeyState, Promote, Stage
+from loraplex_adapters.cache.states import DropDevice, DropHost, IllegalTransition, KeyState, Move, Promote, Stage
 from loraplex_adapters.key import AdapterKey, AdapterKind
 from loraplex_adapters.sources.directory import DirectorySource
 from loraplex_proto.errors import SourceUnavailable
@@ -35,7 +35,7 @@ def pinned(table: ResidencyTable, key: AdapterKey, num_bytes: int = 100) -> Adap
     return key
 
 
-def run(table: ResidencyTable, now: float = 0.0) -> list[object]:
+def run(table: ResidencyTable, now: float = 0.0) -> list[Move]:
     """One round, its moves carried out at once."""
     table.advance(now)
     moves = list(table.moves)
@@ -153,7 +153,7 @@ def test_borrowed_in_every_step_it_starves_nobody() -> None:
     heads = pinned(table, HEADS[0])
     for content in range(20, 40):
         lora = pinned(table, key_of("lora", content))
-        for num_rounds in range(4):
+        for _ in range(3):
             table.borrow(heads)
             slot = table.acquire(lora)
             if slot is not None:
@@ -161,7 +161,6 @@ def test_borrowed_in_every_step_it_starves_nobody() -> None:
             run(table)
         else:
             raise AssertionError(f"{lora} waited for heads")
-        assert num_rounds <= 2
         run(table)
         table.release(lora)
         table.unpin(lora)

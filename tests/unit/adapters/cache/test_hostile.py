@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,16 @@ from support.adapter_files import (
     lora_tensors,
     safetensors_bytes,
     write_adapter,
+)
+from support.medusa_files import (
+    HEADS_NAME,
+    base_config,
+    base_tensors,
+    medusa_config,
+    sequential_tensors,
+    vllm_tensors,
+    write_heads,
+    write_shards,
 )
 from torch import Tensor
 
@@ -71,9 +81,19 @@ def config(folder: Path, text: bytes) -> None:
     (folder / "adapter_config.json").write_bytes(text)
 
 
-def pickled(folder: Path, name: str) -> None:
+def heads(
+    folder: Path, tensors: Mapping[str, Tensor] | None = None, change: Callable[[bytes], bytes] | None = None
+) -> None:
+    write_heads(folder, tensors or sequential_tensors(), medusa_config())
+    if change is not None:
+        path = folder / HEADS_NAME
+        path.write_bytes(change(path.read_bytes()))
+
+
+def pickled(folder: Path, name: str, *others: str) -> None:
     write_adapter(folder)
-    (folder / "adapter_model.safetensors").unlink()
+    for other in ("adapter_model.safetensors", *others):
+        (folder / other).unlink()
     (folder / name).write_bytes(pickle.dumps(Trap(folder / "was-run")))
 
 
@@ -84,8 +104,9 @@ def only(folder: Path, *names: str) -> None:
             path.unlink()
 
 
-def linked(folder: Path, name: str) -> None:
-    write_adapter(folder)
+def linked(folder: Path, name: str, make: bool = True) -> None:
+    if make:
+        write_adapter(folder)
     outside = folder.parent.parent / "outside"
     outside.mkdir(exist_ok=True)
     (folder / name).replace(outside / name)
@@ -126,6 +147,50 @@ CASES: dict[str, tuple[Spoil, type[LoraplexError]]] = {
     "pickle .pt": (lambda f: pickled(f, "adapter_model.pt"), UnsafeFormat),
     "Medusa heads of one byte": (
         lambda f: (f.mkdir(), (f / "medusa_lm_head.safetensors").write_bytes(b"x")),
+        AdapterInvalid,
+    ),
+    "heads cut in the data": (lambda f: heads(f, change=lambda d: d[:-1]), AdapterInvalid),
+    "heads with a head too few": (
+        lambda f: heads(f, {n: t for n, t in sequential_tensors().items() if not n.startswith("1.")}),
+        AdapterInvalid,
+    ),
+    "heads for another base": (lambda f: heads(f, sequential_tensors(hidden=HIDDEN + 1)), ShapeMismatch),
+    "heads with a stranger among them": (
+        lambda f: heads(f, sequential_tensors() | {"extra": torch.zeros(1)}),
+        AdapterUnsupported,
+    ),
+    "heads with NaN": (
+        lambda f: heads(f, sequential_tensors() | {"2.0.linear.bias": torch.full((HIDDEN,), float("nan"))}),
+        NonFinite,
+    ),
+    "heads with a token from elsewhere": (
+        lambda f: heads(f, vllm_tensors(rows=1, token_map=torch.tensor([1 << 40]))),
+        AdapterInvalid,
+    ),
+    "heads in a pickle": (lambda f: pickled(f, "medusa_lm_head.pt", "adapter_config.json"), UnsafeFormat),
+    "heads linked out of the root": (
+        lambda f: (heads(f), linked(f, "medusa_lm_head.safetensors", make=False)),
+        AdapterNotFound,
+    ),
+    "heads' configuration is no JSON": (
+        lambda f: (heads(f), (f / "config.json").write_bytes(b"\xff{")),
+        AdapterInvalid,
+    ),
+    "heads' configuration of 2 MB": (
+        lambda f: (heads(f), (f / "config.json").write_bytes(b" " * (2 << 20))),
+        AdapterInvalid,
+    ),
+    "a whole model": (
+        lambda f: write_heads(f, base_tensors(), base_config(), "model.safetensors"),
+        AdapterInvalid,
+    ),
+    "an index that points out of the root": (
+        lambda f: (
+            write_shards(f, [sequential_tensors(prefix="medusa_head.")], base_config()),
+            (f / "model.safetensors.index.json").write_text(
+                json.dumps({"weight_map": {"medusa_head.0.0.linear.weight": "../good/adapter_model.safetensors"}})
+            ),
+        ),
         AdapterInvalid,
     ),
     "a pickle named safetensors": (lambda f: weights(f, lambda d: pickle.dumps(Trap(f / "was-run"))), AdapterInvalid),

@@ -10,6 +10,16 @@ from typing import Any
 import pytest
 from huggingface_hub import errors
 from support.adapter_files import write_adapter
+from support.medusa_files import (
+    base_config,
+    base_tensors,
+    medusa_config,
+    sequential_tensors,
+    vllm_config,
+    vllm_tensors,
+    write_heads,
+    write_shards,
+)
 
 from loraplex_adapters.sources.base import read_all
 from loraplex_adapters.sources.chain import ChainSource, make_source
@@ -96,6 +106,55 @@ def test_a_whole_model_is_no_adapter(hub: FakeHub) -> None:
     with pytest.raises(AdapterInvalid):
         source_of(hub).open("org/sql")
     assert not hub.downloads
+
+
+def emptied(folder: Path) -> Path:
+    for path in folder.iterdir():
+        path.unlink()
+    return folder
+
+
+def test_heads_and_their_configuration_are_fetched(hub: FakeHub) -> None:
+    write_heads(emptied(hub.folder), sequential_tensors(), medusa_config())
+    (hub.folder / "medusa_lm_head.pt").write_bytes(b"evil")
+    with source_of(hub).open("org/sql") as files:
+        assert files.names == {"config.json", "medusa_lm_head.safetensors"}
+    assert len(hub.downloads) == 1
+
+
+def test_pickled_heads_are_refused_before_they_are_fetched(hub: FakeHub) -> None:
+    (emptied(hub.folder) / "medusa_lm_head.pt").write_bytes(b"evil")
+    (hub.folder / "config.json").write_text("{}")
+    with pytest.raises(UnsafeFormat):
+        source_of(hub).open("org/sql")
+    assert not hub.downloads
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_weights_under_a_models_names_are_fetched_when_the_model_is_heads(hub: FakeHub, is_sharded: bool) -> None:
+    tensors = vllm_tensors()
+    if is_sharded:
+        write_shards(emptied(hub.folder), [tensors], vllm_config())
+    else:
+        write_heads(emptied(hub.folder), tensors, vllm_config(), "model.safetensors")
+    (hub.folder / "training_args.bin").write_bytes(b"evil")
+    (hub.folder / "model-optimizer.safetensors").write_bytes(b"x" * 100)
+    with source_of(hub).open("org/sql") as files:
+        wanted = {path.name for path in hub.folder.iterdir() if path.name.startswith(("config", "model.", "model-0"))}
+        assert files.names == wanted
+    assert hub.downloads[0]["allow_patterns"] == ["config.json"]
+    assert not hub.targets[0].exists()
+    with pytest.raises(AdapterInvalid, match="at most 2000"):
+        source_of(hub, max_bytes=2000).open("org/sql")
+
+
+@pytest.mark.parametrize("config", [base_config(), base_config(medusa_num_heads=5), {"model_type": ["medusa"]}])
+def test_of_a_whole_model_only_the_configuration_is_fetched(hub: FakeHub, config: dict[str, Any]) -> None:
+    write_heads(emptied(hub.folder), base_tensors(), config, "model.safetensors")
+    with pytest.raises(AdapterInvalid, match="a whole model on the Hub"):
+        source_of(hub).open("org/sql")
+    assert [download["allow_patterns"] for download in hub.downloads] == [["config.json"]]
+    assert not any(folder.exists() for folder in hub.targets)
 
 
 def test_the_size_is_checked_before_the_download(hub: FakeHub) -> None:
