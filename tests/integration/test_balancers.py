@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.processes import Running, loraplex
+from support.processes import Running, loraplex, together
 from support.world import TinyWorld
 
 from loraplex import Client
@@ -36,14 +36,19 @@ def wait_for_port(port: int, process: subprocess.Popen[bytes]) -> None:
 
 
 @pytest.fixture(scope="module")
-def routers(tiny_world: TinyWorld) -> Iterator[list[Running]]:
-    """Two routers in front of one worker."""
+def worker(tiny_world: TinyWorld) -> Iterator[Running]:
     with loraplex(
         "worker", str(tiny_world.model), "--adapters", str(tiny_world.adapters), "--port", "0", "--dtype", "float64"
-    ) as worker:
-        arguments = ("router", "--worker", worker.address, "--port", "0")
-        with loraplex(*arguments) as one, loraplex(*arguments) as two:
-            yield [one, two]
+    ) as running:
+        yield running
+
+
+@pytest.fixture
+def routers(worker: Running) -> Iterator[list[Running]]:
+    """Two in front of one worker."""
+    arguments = ("router", "--worker", worker.address, "--port", "0")
+    with together(arguments, arguments) as running:
+        yield running
 
 
 def nginx_command(tmp_path: Path, routers: list[Running], port: int) -> list[str]:
@@ -87,6 +92,10 @@ def test_streams_through_a_balancer(
                 chunks = list(client.stream("hello", adapter_id=adapter_id, max_tokens=24, ignore_eos=True))
                 assert len(chunks) > 3, "tokens come as they are made, not at the end"
                 assert "".join(chunk.text for chunk in chunks) == expected
+            # One router dies: not a single call is lost, the first ones included that come before anybody has noticed.
+            routers[1].kill()
+            for _ in range(10):
+                assert client.generate("hello", adapter_id=adapter_id, max_tokens=24, ignore_eos=True).text == expected
     finally:
         process.terminate()
         process.wait(20)
