@@ -135,7 +135,6 @@ class Scale:
     base_lr: float = 7e-3
     num_polish_rounds: int = 1
     num_polish_steps: int = 400  # of each round
-    num_finish_steps: int = 0
     polish_lr: float = 4e-3
     adapter_lr: float = 3e-3
     heads: tuple[HeadsRecipe, ...] = HEADS
@@ -175,7 +174,6 @@ SCALES: dict[ScaleName, Scale] = {
         num_base_steps=1600,
         num_polish_rounds=2,
         num_polish_steps=1200,
-        num_finish_steps=2400,
         num_adapter_steps=120,
         num_eval_records=128,
     ),

@@ -150,7 +150,6 @@ STEPS: dict[StepName, Callable[[Workshop], None]] = {
     "tokenizer": make_tokenizer,
     "base": make_base,
     "polish": polish_base,
-    "finish": finish_base,
     "adapters": make_adapters,
     "report": write_report,
     "showcase": choose_showcase,
