@@ -61,7 +61,7 @@ def import_adapter(
                 check_base_copies(plan.lora, file)
                 write_payload(plan.lora, file, write)
             if plan.heads is not None and layout.heads is not None:
-                write_heads(plan.heads, layout.heads, files.opened, targets.vocab_size, write)
+                write_heads(plan.heads, layout.heads, files.opened, targets.vocab_size, write, pace)
             files.check_unchanged()
 
         key = store.put(layout.kind, layout.to_json(), layout.num_bytes, fill)

@@ -16,6 +16,7 @@ from torch import Tensor
 from loraplex_adapters.formats.medusa import HeadsPlan
 from loraplex_adapters.formats.safetensors_header import TensorInfo
 from loraplex_adapters.medusa.layout import HeadsLayout
+from loraplex_adapters.pace import Pace, no_pace
 from loraplex_adapters.pieces import PieceWriter, WriteFn, float_pieces, sha256_of
 from loraplex_adapters.sources.base import SourceFile
 from loraplex_adapters.targets import BaseTargets
@@ -24,7 +25,9 @@ from loraplex_proto.errors import AdapterInvalid
 Files = Mapping[str, SourceFile]  # the open ones, by name
 
 
-def write_heads(plan: HeadsPlan, layout: HeadsLayout, files: Files, vocab_size: int, write: WriteFn) -> None:
+def write_heads(
+    plan: HeadsPlan, layout: HeadsLayout, files: Files, vocab_size: int, write: WriteFn, pace: Pace = no_pace
+) -> None:
     """Writes the bytes from the end of the LoRA to the end of the layout. Raises NonFinite, AdapterInvalid, or what
     the files raise."""
     dtype = layout.dtype
@@ -48,6 +51,7 @@ def write_heads(plan: HeadsPlan, layout: HeadsLayout, files: Files, vocab_size: 
     for projection in plan.projections:
         if token_ids is not None and projection.shape[0] != token_ids.size:
             for piece in _rows(projection, token_ids, files, dtype):
+                pace()  # tens of thousands of rows
                 out.write(piece)
         else:
             _copy(projection, files, dtype, out)
