@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -14,16 +15,19 @@ from loraplex_adapters.cache.config import AdapterCacheConfig
 from loraplex_adapters.cache.manager import AdapterManager
 from loraplex_adapters.ops.registry import choose_dense, choose_ops
 from loraplex_adapters.sources.chain import make_source
+from loraplex_adapters.sources.directory import FolderSource
 from loraplex_adapters.weights import AdapterWeights
 from loraplex_proto.errors import OutOfMemory
 from loraplex_server.config import AdaptersConfig, EngineConfig, KvConfig, hub_token
 from loraplex_server.engine.core import Engine
 from loraplex_server.engine.messages import ModelInfo
 from loraplex_server.kv.blocks import BlockPool
+from loraplex_server.model.adapt import AdapterSlots
 from loraplex_server.model.attention.registry import make_attention
 from loraplex_server.model.heads import HeadSlots
 from loraplex_server.model.kv import KvCache, free_memory_bytes, num_blocks_for
 from loraplex_server.model.loader import LoadedModel, load_model
+from loraplex_server.model.medusa_model import MODEL_HEADS, ServedModel, served_model
 from loraplex_server.model.memory import step_bytes
 from loraplex_server.model.packed import packed_linear
 from loraplex_server.model.runner import ModelRunner
@@ -48,70 +52,57 @@ def build_engine(config: EngineConfig, progress: Callable[[str], None], notify: 
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     progress(f"loading {config.model.model}")
-    loaded = load_model(
-        config.model.model,
-        dtype=config.model.dtype,
-        device=config.model.device,
-        revision=config.model.revision,
-        max_context_tokens=config.model.max_context_tokens,
-        make_base=packed_linear,
-    )
-    return assemble(loaded, config, progress, notify)
+    with served_model(config.model.model, config.model.revision) as served:
+        loaded = load_model(
+            served.base,
+            dtype=config.model.dtype,
+            device=config.model.device,
+            revision=served.revision,
+            max_context_tokens=config.model.max_context_tokens,
+            make_base=packed_linear,
+        )
+        return assemble(loaded, config, progress, notify, served)
 
 
 def assemble(
-    loaded: LoadedModel, config: EngineConfig, progress: Callable[[str], None], notify: Callable[[], None]
+    loaded: LoadedModel,
+    config: EngineConfig,
+    progress: Callable[[str], None],
+    notify: Callable[[], None],
+    served: ServedModel | None = None,
 ) -> Engine:
-    """An engine around a model that is loaded already."""
-    adapters, spec = config.adapters, loaded.spec
-    slots = loaded.adapter_slots(choose_ops(loaded.device), adapters.num_device_slots)
-    num_blocks = _num_blocks(config, loaded)
-    progress(f"{num_blocks * config.kv.block_size:,} tokens of KV cache in {loaded.dtype_name} on {loaded.device}")
-    max_context_tokens = _max_context_tokens(spec.max_context_tokens, num_blocks, config.kv.block_size, progress)
+    """An engine around a model that is loaded already. `served`: where it came from, None for nowhere."""
+    served = served or ServedModel(config.model.model)
+    spec, batch, block_size = loaded.spec, config.batch, config.kv.block_size
+    slots = loaded.adapter_slots(choose_ops(loaded.device), config.adapters.num_device_slots)
     heads = HeadSlots(loaded, slots, choose_dense(loaded.device))
-
-    def install(slot: int, weights: AdapterWeights | None) -> None:
-        slots.install(slot, weights)
-        heads.install(slot, weights)
-
-    cache = KvCache(spec, num_blocks, config.kv.block_size, loaded.dtype, loaded.device)
+    num_blocks = _num_blocks(config, loaded)
+    progress(f"{num_blocks * block_size:,} tokens of KV cache in {loaded.dtype_name} on {loaded.device}")
+    max_context_tokens = _max_context_tokens(spec.max_context_tokens, num_blocks, block_size, progress)
     runner = ModelRunner(
         loaded,
-        cache,
+        KvCache(spec, num_blocks, block_size, loaded.dtype, loaded.device),
         make_attention("auto", loaded.device),
         slots,
-        Sampler(config.batch.max_running, spec.num_logits, loaded.device),
-        max_rows=config.batch.max_running,
+        Sampler(batch.max_running, spec.num_logits, loaded.device),
+        max_rows=batch.max_running,
     )
-    manager = AdapterManager(
-        _cache_config(adapters),
-        make_source(adapters.root, adapters.hub, hub_token()),
-        loaded.base_targets(adapters.max_rank),
-        loaded.device,
-        install,
-        notify,
-    )
-    batch = config.batch
-    step_costs = measure_runner(
-        runner, max_rows=batch.max_running, num_blocks=num_blocks, block_size=config.kv.block_size
-    )
+    manager = _manager(loaded, config.adapters, slots, heads, notify, served.heads)
     speculator = build_speculator(
-        config.speculation,
-        Target(loaded, runner, manager, heads, batch.max_running, batch.max_step_tokens),
-        {},
-        step_costs,
+        config,
+        Target(loaded, served, runner, manager, heads),
+        measure_runner(runner, max_rows=batch.max_running, num_blocks=num_blocks, block_size=block_size),
         progress,
-        config.speculation.default_medusa,
     )
     scheduler = Scheduler(
         SchedulerConfig(
-            max_running=config.batch.max_running,
-            max_step_tokens=config.batch.max_step_tokens,
+            max_running=batch.max_running,
+            max_step_tokens=batch.max_step_tokens,
             max_context_tokens=max_context_tokens,
-            max_queued=config.batch.max_queued,
+            max_queued=batch.max_queued,
             model_digest=loaded.model_id,
         ),
-        BlockPool(num_blocks, config.kv.block_size, prefix_caching=config.kv.prefix_caching),
+        BlockPool(num_blocks, block_size, prefix_caching=config.kv.prefix_caching),
         manager,
         frozenset(spec.eos_token_ids),
     )
@@ -122,11 +113,38 @@ def assemble(
         device=str(loaded.device),
         vocab_size=spec.vocab_size,
         max_context_tokens=max_context_tokens,
-        max_lora_rank=adapters.max_rank,
+        max_lora_rank=config.adapters.max_rank,
         eos_token_ids=spec.eos_token_ids,
         speculation=speculator.kinds,
+        base=served.base,
+        base_revision=served.revision,
     )
     return Engine(info, scheduler, manager, runner, speculator=speculator)
+
+
+def _manager(
+    loaded: LoadedModel,
+    config: AdaptersConfig,
+    slots: AdapterSlots,
+    heads: HeadSlots,
+    notify: Callable[[], None],
+    model_heads: Path | None,
+) -> AdapterManager:
+    """The adapter cache; what it puts into a slot is LoRA, heads, or both. `model_heads`: the model's own are there."""
+    own = () if model_heads is None else (FolderSource(MODEL_HEADS, model_heads),)
+
+    def install(slot: int, weights: AdapterWeights | None) -> None:
+        slots.install(slot, weights)
+        heads.install(slot, weights)
+
+    return AdapterManager(
+        _cache_config(config),
+        make_source(config.root, config.hub, hub_token(), own),
+        loaded.base_targets(config.max_rank),
+        loaded.device,
+        install,
+        notify,
+    )
 
 
 def _cache_config(config: AdaptersConfig) -> AdapterCacheConfig:

@@ -82,6 +82,9 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     # What requests may draft with: "prompt_lookup", "medusa", "draft_model:NAME", ...
     speculation: tuple[str, ...] = ()
+    # Where the base model's files are, its tokenizer among them: a directory or a Hub id.
+    base: str = ""
+    base_revision: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,7 +102,7 @@ async def start_worker(
     info = await engine.start(on_progress, inline=inline, builder=builder)
     try:
         if tokenizer is None:
-            tokenizer = TextTokenizer.from_pretrained(config.engine.model.model, revision=config.engine.model.revision)
+            tokenizer = TextTokenizer.from_pretrained(info.base, revision=info.base_revision)
         return await _listen(config, engine, info, tokenizer)
     except BaseException:
         await engine.stop()

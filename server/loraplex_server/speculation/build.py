@@ -7,21 +7,26 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from loraplex_adapters.cache.api import AdapterCache
 from loraplex_adapters.key import AdapterKey
 from loraplex_proto.errors import InvalidArgument
-from loraplex_server.config import SpeculationConfig
+from loraplex_server.config import EngineConfig
 from loraplex_server.model.heads import HeadSlots
 from loraplex_server.model.loaded import LoadedModel
+from loraplex_server.model.medusa_model import MODEL_HEADS, ServedModel
+from loraplex_server.model.packed import packed_linear
 from loraplex_server.model.runner import ModelRunner
 from loraplex_server.speculation.base import MEDUSA, Proposer
 from loraplex_server.speculation.choice import draft_key
 from loraplex_server.speculation.costs import StepCosts
+from loraplex_server.speculation.draft_loading import DraftSource, DraftTarget, load_draft, make_proposer
+from loraplex_server.speculation.drafting import DraftMemory
 from loraplex_server.speculation.medusa import MedusaProposer
 from loraplex_server.speculation.speculator import Speculator
+from loraplex_server.text.tokenizer import TextTokenizer
 
 log = logging.getLogger(__name__)
 
@@ -33,37 +38,57 @@ class Target:
     """What proposers need of the model that they draft for."""
 
     loaded: LoadedModel
+    served: ServedModel
     runner: ModelRunner
     cache: AdapterCache
     heads: HeadSlots
-    max_rows: int
-    max_step_tokens: int
 
 
 def build_speculator(
-    config: SpeculationConfig,
-    target: Target,
-    drafts: Mapping[str, Proposer],
-    step_costs: StepCosts,
-    progress: Callable[[str], None],
-    default_heads: str = "",
+    config: EngineConfig, target: Target, step_costs: StepCosts, progress: Callable[[str], None]
 ) -> Speculator:
-    """`drafts`: the draft models by name. `default_heads`: the adapter id of the default heads. Raises what bringing
-    them up raises."""
+    """Raises what draft models and default heads raise when they cannot be had."""
+    speculation = config.speculation
     proposers: dict[str, Proposer] = {MEDUSA: MedusaProposer(target.runner, target.cache, target.heads)}
+    drafts = _draft_models(config, target, progress) if speculation.drafts else {}
     proposers |= {draft_key(name): proposer for name, proposer in drafts.items()}
-    heads = None
-    if default_heads:
-        progress(f"loading Medusa heads {default_heads}")
-        heads = bring_up_heads(target.cache, default_heads)
+    heads_id = speculation.default_medusa or (MODEL_HEADS if target.served.heads is not None else "")
+    default_heads = None
+    if heads_id:
+        progress(f"loading Medusa heads {heads_id}")
+        default_heads = bring_up_heads(target.cache, heads_id)
     return Speculator(
-        config,
+        speculation,
         proposers,
         step_costs,
         draft_names=tuple(drafts),
-        default_heads=heads,
-        max_step_tokens=target.max_step_tokens,
+        default_heads=default_heads,
+        drafts_by_default=target.served.heads is not None,
+        num_token_ids=min(target.loaded.spec.vocab_size, target.loaded.spec.num_logits),
+        max_step_tokens=config.batch.max_step_tokens,
     )
+
+
+def _draft_models(config: EngineConfig, target: Target, progress: Callable[[str], None]) -> dict[str, Proposer]:
+    """By name. They run where the target does, in a dtype of their own."""
+    loaded = target.loaded
+    tokenizer = TextTokenizer.from_pretrained(target.served.base, revision=target.served.revision)
+    draft_target = DraftTarget(loaded.spec, tokenizer)
+    memory = DraftMemory(config.batch.max_running, config.speculation.draft_kv_bytes, config.kv.block_size)
+    proposers: dict[str, Proposer] = {}
+    for draft in config.speculation.drafts:
+        progress(f"loading draft model {draft.name}")
+        source = DraftSource(
+            draft.name,
+            draft.model,
+            adapter_path=draft.adapter or "",
+            tokenizer_path=draft.tokenizer or "",
+            device=str(loaded.device),
+        )
+        proposers[draft.name] = make_proposer(
+            load_draft(source, draft_target, memory, make_base=packed_linear), draft_target
+        )
+    return proposers
 
 
 def bring_up_heads(cache: AdapterCache, adapter_id: str) -> AdapterKey:

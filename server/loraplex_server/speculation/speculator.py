@@ -62,11 +62,13 @@ class Speculator:
         *,
         draft_names: Sequence[str] = (),
         default_heads: AdapterKey | None = None,
+        drafts_by_default: bool = False,
         num_token_ids: int = 1 << 31,
         max_step_tokens: int = 1 << 30,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`num_token_ids`: token ids below it can go into the target and come out of it."""
+        """`drafts_by_default`: whether requests that do not say use the default heads. `num_token_ids`: token ids below
+        it can go into the target and come out of it."""
         self._config = config
         self._lookup = PromptLookupProposer()
         self._proposers: dict[str, Proposer] = {**proposers, PROMPT_LOOKUP: self._lookup}
@@ -74,6 +76,7 @@ class Speculator:
         self._proposer_costs = ProposerCosts()
         self._draft_names = tuple(draft_names)
         self._default_heads = default_heads
+        self._drafts_by_default = drafts_by_default or config.num_tokens > 0
         self._num_token_ids = num_token_ids
         self._max_step_tokens = max_step_tokens
         self._clock = clock
@@ -100,7 +103,8 @@ class Speculator:
         this server does not have.
         """
         own = key if brings_heads(key) else None
-        wants_default = request.speculation.kind in ("medusa", "auto") or self._config.num_tokens > 0
+        kind = request.speculation.kind
+        wants_default = kind in ("medusa", "auto") or (kind is None and self._drafts_by_default)
         found = heads or own or (self._default_heads if wants_default else None)
         choice = choose(request, found, self._config, self._draft_names)
         if choice.proposers:

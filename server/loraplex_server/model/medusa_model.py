@@ -1,0 +1,103 @@
+"""A model that comes with Medusa heads: which base to load, and where its heads are.
+
+MODEL may be a whole model that holds its heads (Medusa-2), or a directory of heads that names its base; both may be a
+Hub id. Looks at names and configurations only; the heads themselves are loaded as any adapter, under MODEL_HEADS.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import tempfile
+from collections.abc import Generator
+from dataclasses import dataclass
+from pathlib import Path
+
+from loraplex_adapters.formats.model_files import MedusaModel, describe_medusa_model
+from loraplex_adapters.sources.directory import open_folder
+from loraplex_proto.errors import LoraplexError, UnsupportedModel
+
+log = logging.getLogger(__name__)
+
+# The adapter id of the model's own heads.
+MODEL_HEADS = "model-heads"
+_SMALL_FILES = ("config.json", "model.safetensors.index.json", "medusa_lm_head.safetensors")
+_INDEX = "model.safetensors.index.json"
+_PREFIX = "medusa_head"
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What MODEL stands for."""
+
+    base: str  # directory or Hub id of the base model
+    revision: str | None = None
+    heads: Path | None = None  # the directory that holds its heads
+
+
+@contextlib.contextmanager
+def served_model(model: str, revision: str | None) -> Generator[ServedModel]:
+    """Finds out. What it had to download for that is gone behind the block: heads are on the device, pinned, by then.
+
+    Raises UnsupportedModel for heads that name no base. Of files that cannot be looked at, loading says what is wrong.
+    """
+    with tempfile.TemporaryDirectory(prefix="loraplex-model-") as temporary:
+        folder = Path(model) if Path(model).is_dir() else _small_files(model, revision, Path(temporary))
+        if folder is None:
+            yield ServedModel(model, revision)
+            return
+        found = _describe(folder)
+        if found.content == "none":
+            yield ServedModel(model, revision)
+        elif found.content == "with_heads":
+            if folder != Path(model):
+                _fetch(model, revision, folder, _shards_with_heads(folder))
+            yield ServedModel(model, revision, folder)
+        elif not found.base_model:
+            raise UnsupportedModel(
+                f"{model} holds Medusa heads and no model, and its config.json names none (base_model_name_or_path); "
+                "give the base model as MODEL and the heads with --default-medusa"
+            )
+        else:
+            log.info("%s holds Medusa heads of %s", model, found.base_model)
+            yield ServedModel(_relative_to(folder, found.base_model), None, folder)
+
+
+def _describe(folder: Path) -> MedusaModel:
+    try:
+        with open_folder(folder, MODEL_HEADS) as files:
+            return describe_medusa_model(files)
+    except LoraplexError as error:
+        log.debug("no look at %s: %s", folder, error)
+        return MedusaModel("none")
+
+
+def _relative_to(folder: Path, base: str) -> str:
+    """A path in config.json is meant from where the heads lie."""
+    beside = folder / base
+    return str(beside) if beside.is_dir() else base
+
+
+def _small_files(model: str, revision: str | None, folder: Path) -> Path | None:
+    """What there is to look at of a Hub repository; None where the Hub cannot say: loading the model will tell why."""
+    try:
+        _fetch(model, revision, folder, _SMALL_FILES)
+    except Exception as error:
+        log.debug("no look at %s: %s", model, error)
+        return None
+    return folder if (folder / "config.json").exists() else None
+
+
+def _fetch(model: str, revision: str | None, folder: Path, names: tuple[str, ...]) -> None:
+    from huggingface_hub import snapshot_download
+
+    snapshot_download(model, revision=revision, local_dir=folder, allow_patterns=list(names))
+
+
+def _shards_with_heads(folder: Path) -> tuple[str, ...]:
+    index = folder / _INDEX
+    if not index.exists():
+        return ("model.safetensors", *_SMALL_FILES)
+    weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    return tuple({file for name, file in weight_map.items() if name.startswith(_PREFIX)})
