@@ -35,6 +35,7 @@ TINY = replace(
     num_layers=1,
     num_recall_steps=2,
     num_base_steps=2,
+    num_polish_rounds=2,
     num_polish_steps=2,
     num_adapter_steps=2,
     num_eval_records=2,
