@@ -138,7 +138,6 @@ class DraftRows:
         heapq.heappush(self._free_rows, seq.row)
         if seq.has_entered:
             self._released.append(seq.row)
-        self._rewrites = [change for change in self._rewrites if change[0] != seq.row]
         self.pool.release(seq.block_ids)
 
     def refuse(self, sequence_id: str) -> None:
@@ -157,6 +156,7 @@ class DraftRows:
         """Everybody leaves."""
         for sequence_id in list(self._sequences):
             self.leave(sequence_id)
+        self._rewrites.clear()
 
     # --- for the runner -----------------------------------------------------------------------------------------------
 
@@ -301,7 +301,7 @@ def _first_difference(seq: DraftedSequence, want: Wanted) -> int:
     known, held = want.token_ids, seq.tokens
     num_same = seq.num_known if want.num_same is None else want.num_same
     end = min(len(known), len(held))
-    start = min(num_same, seq.num_known, end)
+    start = min(num_same, end)
     while start < end and known[start] == held[start]:
         start += 1
     return start

@@ -189,8 +189,7 @@ class Drafter:
             self.rows.refuse(seq.sequence_id)
             return
         seq.num_computed += num_tokens
-        if not run.drafted:
-            self.rows.publish(seq, run.want.num_settled)
+        self.rows.publish(seq, run.want.num_settled)
         if result.token_ids:
             token_id = result.token_ids[0]
             seq.tokens.append(token_id)

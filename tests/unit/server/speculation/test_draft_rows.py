@@ -183,6 +183,39 @@ def test_an_end_that_changes_is_not_found_by_others() -> None:
     assert runner.num_run == 20 + 7 + 5
 
 
+def test_blocks_are_found_by_what_they_hold_in_the_end() -> None:
+    """Not by what stood there when the prefix cache was asked for it."""
+    drafter, _runner = make(60, 4)
+    tokens = [1, 2, 3, 4] * 3
+    drafter.draft([Wanted("a", tokens, 1, num_settled=2)])
+    changed = [*tokens[:2], *[0] * 11]
+    drafter.draft([Wanted("a", changed, 1, num_same=2)])
+    assert drafter.draft([Wanted("b", tokens, 1)]) == [[says(tokens)]]
+    assert drafter.draft([Wanted("c", changed, 1)]) == [[says(changed)]]
+
+
+def test_guesses_are_not_found() -> None:
+    drafter, runner = make(60, 4)
+    tokens = [1, 2, 3, 4, 1, 2]
+    (guesses,) = drafter.draft([Wanted("a", tokens, 5)])
+    assert drafter.rows.pool.num_cached == 1
+    num_run = runner.num_run
+    drafter.draft([Wanted("b", [*tokens, *guesses], 1)])
+    assert runner.num_run - num_run == len(tokens) + len(guesses) - BLOCK
+
+
+def test_an_ask_that_raises_halfway_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter, _runner = make(60, 4)
+    drafter.draft([Wanted("a", [1, 2], 1), Wanted("b", [1, 2], 1)])
+    seat = drafter.rows.seat
+    monkeypatch.setattr(drafter.rows, "seat", lambda want: seat(want) if want.sequence_id == "a" else 1 / 0)
+    assert drafter.draft([Wanted("a", [1, 2, 3], 1), Wanted("b", [1, 2, 3], 1)]) == [[], []]
+    assert drafter.rows.take_rewrites() == []
+    drafter.rows.check_integrity()
+    monkeypatch.undo()
+    assert drafter.draft([Wanted("b", [1, 2, 3], 1)]) == [[says([1, 2, 3])]]
+
+
 def test_even_what_had_settled_may_change() -> None:
     """Against the promise, and at the price of entering anew: who shares the blocks sees nothing of it."""
     drafter, runner = make(60, 4)
