@@ -19,8 +19,8 @@ from loraplex_server.request import Request
 from loraplex_server.scheduler.plan import Candidate, Draft, StepPlan, StepResult
 from loraplex_server.speculation.base import MEDUSA, PROMPT_LOOKUP, Ask, Proposer
 from loraplex_server.speculation.choice import Choice, brings_heads, choose
-from loraplex_server.speculation.costs import ProposerCosts, StepCosts
-from loraplex_server.speculation.lengths import AcceptancePool, Offer, TrackRecord, choose_lengths
+from loraplex_server.speculation.costs import ProposerCost, ProposerCosts, StepCosts
+from loraplex_server.speculation.lengths import AcceptancePool, Offer, TrackRecord, choose_lengths, longest_pause
 from loraplex_server.speculation.lookup import PromptLookupProposer
 
 log = logging.getLogger(__name__)
@@ -35,6 +35,7 @@ class _Sequence:
 
     choice: Choice
     records: dict[str, TrackRecord] = field(default_factory=dict[str, TrackRecord])
+    asked: set[str] = field(default_factory=set[str])  # proposers that have seen it
     # Of the draft under way.
     proposer: str = ""
     evidence: int = 0
@@ -86,6 +87,9 @@ class Speculator:
         self._num_heads: dict[AdapterKey, int] = {}  # where a draft was shorter than asked for
         self._num_failures: Counter[str] = Counter()  # of each proposer's calls
         self._step = 0
+        # Of the present step, by proposer.
+        self._costs: dict[str, ProposerCost] = {}
+        self._pauses: dict[str, int] = {}
         self.drafted: Counter[str] = Counter()  # tokens by the proposer's own name, since the start
         self.accepted: Counter[str] = Counter()
 
@@ -126,10 +130,12 @@ class Speculator:
         """Drafts by sequence id, for those of the candidates that a draft pays for."""
         self._step += 1
         self._forget_all_but({candidate.sequence_id for candidate in candidates})
+        now_s = self._clock()
+        self._costs = {name: self._proposer_costs.cost(name, now_s) for name in self._proposers}
+        self._pauses = self._longest_pauses(candidates)
         options = [option for candidate in candidates if (option := self._best_option(candidate, len(candidates)))]
         if not options:
             return {}
-        now_s = self._clock()
         names = {option.proposer for option in options}
         lengths = choose_lengths(
             [Offer(one.proposer, one.survival, one.sequence.choice.params.fixed_length) for one in options],
@@ -137,7 +143,7 @@ class Speculator:
             num_tokens=len(candidates),
             budget=self._max_step_tokens - len(candidates),
             step_costs=self._step_costs,
-            proposer_costs={name: self._proposer_costs.cost(name, now_s) for name in names},
+            proposer_costs=self._costs,
         )
         drafts: dict[str, Draft] = {}
         for name in names:
@@ -182,6 +188,17 @@ class Speculator:
                 except Exception:
                     self._note_failure(name, "could not forget a sequence")
 
+    def _longest_pauses(self, candidates: Sequence[Candidate]) -> dict[str, int]:
+        """By proposer: those that may use it probe together when nothing is accepted."""
+        users: Counter[str] = Counter()
+        for candidate in candidates:
+            choice = self._requests.get(candidate.request.request_id)
+            users.update(choice.proposers if choice is not None else ())
+        return {
+            name: longest_pause(len(candidates), num_users, self._step_costs, self._costs[name])
+            for name, num_users in users.items()
+        }
+
     def _best_option(self, candidate: Candidate, num_rows: int) -> _Option | None:
         choice = self._requests.get(candidate.request.request_id)
         if choice is None or candidate.num_room < 1:
@@ -192,12 +209,12 @@ class Speculator:
         options = [option for name in choice.proposers if (option := self._option(candidate, sequence, name))]
         if len(options) < 2:
             return options[0] if options else None
-        now_s, step_s = self._clock(), self._step_costs.seconds(num_rows)
+        step_s = self._step_costs.seconds(num_rows)
 
         def value(option: _Option) -> float:
             """Tokens that it promises, less for the time that they take to draft."""
             num_tokens = len(option.survival)
-            cost_s = self._proposer_costs.cost(option.proposer, now_s).seconds(num_tokens, num_tokens)
+            cost_s = self._costs[option.proposer].seconds(num_tokens, num_tokens)
             return sum(option.survival) / (1.0 + cost_s / step_s)
 
         return max(options, key=value)
@@ -214,7 +231,9 @@ class Speculator:
         elif name == MEDUSA and heads is not None:
             num_tokens = min(num_tokens, self._num_heads.get(heads, num_tokens))
         record = self._record(sequence, name)
-        survival = record.survival(self._step, num_tokens, evidence, holds_back=not params.fixed_length)
+        survival = record.survival(
+            self._step, num_tokens, evidence, max_pause=self._pauses[name], holds_back=not params.fixed_length
+        )
         return _Option(candidate, sequence, name, survival, evidence) if survival else None
 
     def _record(self, sequence: _Sequence, name: str) -> TrackRecord:
@@ -240,13 +259,17 @@ class Speculator:
             self._note_failure(name, "could not draft; the step goes on without")
             return {}
         end_s = self._clock()
-        lengths = [ask.num_tokens for ask in asks]
-        self._proposer_costs.observe(name, max(lengths), sum(lengths), end_s - start_s, end_s)
+        # What comes for the first time is read first, and heads may be on their way: that is not what drafting costs.
+        is_usual = all(name in one.sequence.asked for one, _ in asked) and any(proposed)
+        if is_usual:
+            lengths = [ask.num_tokens for ask in asks]
+            self._proposer_costs.observe(name, max(lengths), sum(lengths), end_s - start_s, end_s)
         drafts: dict[str, Draft] = {}
         for (option, num_tokens), token_ids in zip(asked, proposed, strict=True):
             heads = option.sequence.choice.heads
             if name == MEDUSA and heads is not None and 0 < len(token_ids) < num_tokens:
                 self._num_heads[heads] = len(token_ids)
+            option.sequence.asked.add(name)
             if token_ids:
                 option.sequence.proposer, option.sequence.evidence = name, option.evidence
                 drafts[option.candidate.sequence_id] = Draft(token_ids, proposer.name)
