@@ -1,6 +1,7 @@
 """The router's configuration: nested frozen dataclasses, checked once, where they are made.
 
-Knows nothing of the command line (cli.py makes these from flags). The only place that touches the environment.
+The command's flags are made from these fields (loraplex_proto/flags.py): a field's `help` is what `--help` says. The
+only place that touches the environment.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from loraplex_proto.errors import InvalidArgument
+from loraplex_proto.options import option
 
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})\Z")
 
@@ -19,15 +22,14 @@ _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})\Z")
 class PolicyConfig:
     """How requests are spread over workers (policy.py)."""
 
-    # Workers that an adapter calls home as long as it is not hot.
-    num_homes: int = 2
+    num_homes: int = option(2, "Workers that share an adapter while it is not in great demand.", "--homes")
     # A worker with more than this times the mean work is passed over.
     load_factor: float = 1.25
     # Work below this never makes a worker count as busy: an idle cluster keeps every adapter at its first home.
     free_work_tokens: int = 1024
 
     def __post_init__(self) -> None:
-        _check(self.num_homes >= 1, "num_homes", "must be at least 1")
+        _check(self.num_homes >= 1, "--homes", "must be at least 1")
         _check(self.load_factor >= 1.0, "load_factor", "must be at least 1: no worker is below less than the mean")
         _check(self.free_work_tokens >= 0, "free_work_tokens", "must not be negative")
 
@@ -57,8 +59,8 @@ class WatchConfig:
 class ServerOptions:
     """gRPC settings of the router's own port, and of its connections to workers."""
 
-    # Largest request that is accepted. Answers of workers may be larger: logprobs of a long prompt.
-    max_message_bytes: int = 4 << 20
+    max_message_bytes: int = option(4 << 20, "Largest request that is accepted.", "--max-message", is_bytes=True)
+    # Of workers. May be larger: logprobs of a long prompt.
     max_answer_bytes: int = 64 << 20
     keepalive_s: float = 30.0
     keepalive_timeout_s: float = 10.0
@@ -68,31 +70,44 @@ class ServerOptions:
     max_connection_age_s: float = 600.0
     # What a stream on an aged connection still gets.
     max_connection_age_grace_s: float = 3600.0
-    # Several router processes on one port. Off: a second router on a taken port must fail, not steal half the clients.
-    reuse_port: bool = False
+    # Off: a second router on a taken port must fail, not steal half the clients.
+    reuse_port: bool = option(False, "Let several routers share the port (SO_REUSEPORT).", "--reuse-port")
+
+    def __post_init__(self) -> None:
+        _check(self.max_message_bytes >= 1024, "--max-message", "must be at least 1024 bytes")
 
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
     """Everything about one router."""
 
-    workers: tuple[str, ...]
-    host: str = "127.0.0.1"
-    port: int = 50051
-    metrics_port: int | None = None
-    auth_file: Path | None = None
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
-    # The credential (role "router") that workers know this router by, and the CA that signed their certificates.
-    worker_token_file: Path | None = None
-    worker_ca: Path | None = None
-    # Requests that are relayed at the same time; more are refused with a retry hint.
-    max_in_flight: int = 8192
+    workers: tuple[str, ...] = option((), "A worker's host:port. Repeat the flag for each of them.", "--worker")
+    host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 for all.", "--host")
+    port: int = option(50051, "Port to listen on; 0 takes a free one.", "--port")
+    metrics_port: int | None = option(
+        None, "Serve Prometheus metrics on this port; 0 takes a free one. Default: off.", "--metrics-port"
+    )
+    metrics_host: str | None = option(None, "Address to serve metrics on. Default: that of --host.", "--metrics-host")
+    auth_file: Path | None = option(
+        None, "Credentials (JSON or TOML). Default: everybody may do everything.", "--auth-file"
+    )
+    tls_cert: Path | None = option(None, "TLS certificate chain (PEM).", "--tls-cert")
+    tls_key: Path | None = option(None, "TLS key (PEM).", "--tls-key")
+    worker_token_file: Path | None = option(
+        None, "The token (role router) that this router shows its workers.", "--worker-token-file"
+    )
+    worker_ca: Path | None = option(None, "Connect to workers with TLS; their certificates' CA (PEM).", "--worker-ca")
+    max_in_flight: int = option(
+        8192,
+        "Requests that are relayed at the same time; more are refused with a hint when to retry.",
+        "--max-in-flight",
+    )
     # A request that went down with this many workers is given up: perhaps it is what kills them.
     max_lost_workers: int = 2
-    # On shutdown: how long health says NOT_SERVING before new requests are refused, and what those under way still get.
-    announce_s: float = 2.0
-    drain_s: float = 30.0
+    announce_s: float = option(2.0, "On SIGTERM, seconds of NOT_SERVING before requests are refused.", "--announce")
+    drain_s: float = option(30.0, "Seconds that running requests get to end on shutdown.", "--drain")
+    log_level: str = option("info", "debug, info, warning or error.", "--log-level")
+    log_format: Literal["plain", "json"] = option("plain", "plain or json.", "--log-format")
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     watch: WatchConfig = field(default_factory=WatchConfig)
     server: ServerOptions = field(default_factory=ServerOptions)
@@ -107,8 +122,9 @@ class RouterConfig:
         _check(0 <= self.port <= 65535, "--port", "must be 0 (any free port) to 65535")
         _check(self.metrics_port is None or 0 <= self.metrics_port <= 65535, "--metrics-port", "must be 0 to 65535")
         _check((self.tls_cert is None) == (self.tls_key is None), "--tls-cert", "and --tls-key come together")
-        _check(self.max_in_flight >= 1, "max_in_flight", "must be at least 1")
+        _check(self.max_in_flight >= 1, "--max-in-flight", "must be at least 1")
         _check(self.max_lost_workers >= 1, "max_lost_workers", "must be at least 1")
+        _check(self.log_format in ("plain", "json"), "--log-format", f"takes plain or json, not {self.log_format!a}")
         _check(self.announce_s >= 0 and self.drain_s >= 0, "--drain", "must not be negative")
         _check(
             self.auth_file is None or self.worker_token_file is not None,

@@ -101,7 +101,7 @@ async def start_router(config: RouterConfig) -> Router:
         port = bind(server, config.host, config.port, config.tls_cert, config.tls_key)
         if registry is not None and config.metrics_port is not None:
             WorkersCollector(registry, replicas)
-            endpoint = await MetricsEndpoint.start(config.host, config.metrics_port, registry)
+            endpoint = await MetricsEndpoint.start(config.metrics_host or config.host, config.metrics_port, registry)
     except BaseException:
         for upstream in upstreams.values():
             await upstream.close()

@@ -1,34 +1,20 @@
 """The worker's configuration: nested frozen dataclasses, checked once. The only place that reads the environment.
 
-The commands' flags are made from these fields (cli/options.py): a field's `help` is what `--help` says.
+The commands' flags are made from these fields (loraplex_proto/flags.py): a field's `help` is what `--help` says.
 """
 
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from loraplex_proto.errors import InvalidArgument
 from loraplex_proto.ids import check_adapter_id, check_id
+from loraplex_proto.options import option
 
 MAX_DRAFT_TOKENS: Final = 64  # per step; requests cannot ask for more either
-_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
-
-
-def parse_bytes(text: str) -> int:
-    """'512MiB', '8g', '1048576' -> bytes. Raises InvalidArgument."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?\s*", text.lower())
-    if not found:
-        raise InvalidArgument(f"{text!r} is not a size; write it as 512MiB, 8GiB or a number of bytes")
-    return int(float(found[1]) * _UNITS[found[2]])
-
-
-def option(default: Any, text: str, flag: str, *aliases: str, is_bytes: bool = False) -> Any:
-    """A field that is a command line flag too. Sizes are ints here and '512MiB' on the command line."""
-    return field(default=default, metadata={"help": text, "flag": flag, "aliases": aliases, "is_bytes": is_bytes})
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +215,10 @@ class WorkerConfig:
     engine: EngineConfig
     host: str = option("127.0.0.1", "Address to listen on.", "--host")
     port: int = option(50051, "Port to listen on; 0 takes a free one.", "--port")
-    metrics_port: int | None = option(None, "Serve Prometheus metrics on this port.", "--metrics-port")
+    metrics_port: int | None = option(
+        None, "Serve Prometheus metrics on this port; 0 takes a free one. Default: off.", "--metrics-port"
+    )
+    metrics_host: str | None = option(None, "Address to serve metrics on. Default: that of --host.", "--metrics-host")
     auth_file: Path | None = option(None, "Credentials file; without it everybody may do everything.", "--auth-file")
     tls_cert: Path | None = option(None, "TLS certificate (PEM).", "--tls-cert")
     tls_key: Path | None = option(None, "TLS key (PEM).", "--tls-key")

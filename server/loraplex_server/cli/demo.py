@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from loraplex_proto.errors import LoraplexError
-from loraplex_server.cli.options import flags_of
+from loraplex_proto.flags import flags_of
 from loraplex_server.cli.report import Report
 from loraplex_server.cli.serving import child_spec, serving
 from loraplex_server.cli.worker import worker_config

@@ -19,7 +19,7 @@ import typer
 
 from loraplex_proto.ending import Ending
 from loraplex_proto.errors import InvalidArgument, LoraplexError
-from loraplex_server.cli.options import command
+from loraplex_proto.flags import command
 from loraplex_server.cli.report import Report
 from loraplex_server.cli.serving import Serving, child_spec, serving
 from loraplex_server.cli.worker import FLAGS, JSON, MODEL, worker_config

@@ -16,7 +16,7 @@ from loraplex_server.cli.worker import FLAGS
 from loraplex_server.config import WorkerConfig
 
 # The router listens, authenticates and terminates TLS; the workers behind it take the rest of the flags.
-ROUTER_ONLY = {"host", "port", "metrics_port", "auth_file", "tls_cert", "tls_key", "announce"}
+ROUTER_ONLY = {"host", "port", "metrics_port", "metrics_host", "auth_file", "tls_cert", "tls_key", "announce"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ async def serving(
 
     # Nobody wants to hear of it when the models are loaded.
     check_free(config.host, config.port)
-    check_free(config.host, config.metrics_port or 0)
+    check_free(config.metrics_host or config.host, config.metrics_port or 0)
     ending = ending or Ending()
     children = Children(spec, num_workers, on_progress)
     try:
@@ -80,6 +80,7 @@ def child_spec(model: str, given: Mapping[str, Any], extra: Sequence[str] = ()) 
 def worker_arguments(model: str, given: Mapping[str, Any]) -> list[str]:
     """The command line of a child: the flags as given, without those that are the router's."""
     arguments = [model, "--json", "--host", "127.0.0.1", "--announce", "0"]
+    arguments += ["--metrics-host", given["metrics_host"] or given["host"]]
     for flag in FLAGS:
         value = given[flag.parameter]
         if flag.parameter in ROUTER_ONLY or value is None:
@@ -101,8 +102,10 @@ def _router_config(config: WorkerConfig, addresses: list[str], token_file: Path 
         host=config.host,
         port=config.port,
         metrics_port=config.metrics_port,
+        metrics_host=config.metrics_host,
         auth_file=config.auth_file,
         tls_cert=config.tls_cert,
         tls_key=config.tls_key,
         drain_s=config.drain_s,
+        announce_s=config.announce_s,
     )

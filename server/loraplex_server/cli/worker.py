@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from loraplex_proto.errors import LoraplexError
-from loraplex_server.cli.options import command, configure, flags_of
+from loraplex_proto.flags import command, configure, flags_of
 from loraplex_server.cli.report import Report
 from loraplex_server.config import WorkerConfig
 

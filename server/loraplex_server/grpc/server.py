@@ -97,7 +97,7 @@ async def start_worker(
     """Starts the engine, then listens. Raises the typed error of whatever cannot be had (model, port, files)."""
     # Nobody wants to hear of it when the model is loaded.
     check_free(config.host, config.port)
-    check_free(config.host, config.metrics_port or 0)
+    check_free(config.metrics_host or config.host, config.metrics_port or 0)
     engine = EngineClient(config.engine, max_unread_tokens=config.max_unread_tokens)
     info = await engine.start(on_progress, inline=inline, builder=builder)
     try:
@@ -133,7 +133,9 @@ async def _listen(config: WorkerConfig, engine: EngineClient, info: ModelInfo, t
     health.set_ready(True)
     endpoint = None
     if registry is not None and config.metrics_port is not None:
-        endpoint = await telemetry.MetricsEndpoint.start(config.host, config.metrics_port, registry)
+        endpoint = await telemetry.MetricsEndpoint.start(
+            config.metrics_host or config.host, config.metrics_port, registry
+        )
     for sentence in exposure_warnings(
         config.host, asks_credentials=config.auth_file is not None, has_tls=config.tls_cert is not None
     ):

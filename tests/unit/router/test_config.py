@@ -29,7 +29,7 @@ ONE = ("127.0.0.1:50051",)
         ({"tls_cert": Path("cert.pem")}, "--tls-cert"),
         ({"tls_key": Path("key.pem")}, "--tls-cert"),
         ({"auth_file": Path("auth.json")}, "--auth-file"),
-        ({"max_in_flight": 0}, "max_in_flight"),
+        ({"max_in_flight": 0}, "--max-in-flight"),
         ({"max_lost_workers": 0}, "max_lost_workers"),
         ({"drain_s": -1.0}, "--drain"),
     ],
@@ -49,7 +49,7 @@ def test_addresses(address: str) -> None:
 def test_nested_settings_are_checked_too() -> None:
     with pytest.raises(InvalidArgument, match="load_factor"):
         PolicyConfig(load_factor=0.9)
-    with pytest.raises(InvalidArgument, match="num_homes"):
+    with pytest.raises(InvalidArgument, match="--homes"):
         PolicyConfig(num_homes=0)
     with pytest.raises(InvalidArgument, match="stale_after_s"):
         WatchConfig(stale_after_s=0)

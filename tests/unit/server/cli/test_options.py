@@ -13,11 +13,12 @@ from typer.testing import CliRunner
 from loraplex.cli.main import main
 from loraplex_proto import validate
 from loraplex_proto.errors import InvalidArgument
+from loraplex_proto.flags import command, configure, flags_of
+from loraplex_proto.options import option, parse_bytes
 from loraplex_server import config as config_module
-from loraplex_server.cli.options import command, configure, flags_of
 from loraplex_server.cli.serving import ROUTER_ONLY, worker_arguments
 from loraplex_server.cli.worker import FLAGS, MODEL
-from loraplex_server.config import DraftModelConfig, EngineConfig, ModelConfig, WorkerConfig, option, parse_bytes
+from loraplex_server.config import DraftModelConfig, EngineConfig, ModelConfig, WorkerConfig
 
 
 def configured(*arguments: str) -> WorkerConfig:
@@ -144,7 +145,9 @@ def test_serve_passes_everything_on_but_what_is_the_routers(tmp_path: Path) -> N
     speculation = configured(*(a for a in several[1:] if a != "--json")).engine.speculation
     assert speculation.draft_models == ("a=/x", "b=/y")
     assert (speculation.num_tokens, speculation.adaptive, speculation.default_medusa) == (3, False, "h")
-    assert not {f"--{name.replace('_', '-')}" for name in ROUTER_ONLY - {"host", "announce"}} & set(arguments)
+    assert not {f"--{name.replace('_', '-')}" for name in ROUTER_ONLY - {"host", "metrics_host", "announce"}} & set(
+        arguments
+    )
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from loraplex_server.config import parse_bytes
+from loraplex_proto.options import parse_bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,0 +1,27 @@
+"""Fields of configuration dataclasses that are command line flags too (flags.py makes those), and sizes in words.
+
+Imports nothing beyond the standard library, because configurations travel to processes that know no command line.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import field
+from typing import Any, Final
+
+from loraplex_proto.errors import InvalidArgument
+
+_UNITS: Final = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+
+def option(default: Any, text: str, flag: str, *aliases: str, is_bytes: bool = False) -> Any:
+    """A field that is a command line flag too. Sizes are ints here and '512MiB' on the command line."""
+    return field(default=default, metadata={"help": text, "flag": flag, "aliases": aliases, "is_bytes": is_bytes})
+
+
+def parse_bytes(text: str) -> int:
+    """'512MiB', '8g', '1048576' -> bytes. Raises InvalidArgument."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?\s*", text.lower())
+    if not found:
+        raise InvalidArgument(f"{text!r} is not a size; write it as 512MiB, 8GiB or a number of bytes")
+    return int(float(found[1]) * _UNITS[found[2]])
