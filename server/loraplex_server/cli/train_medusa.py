@@ -156,7 +156,9 @@ def _print(report: Report, out: Path) -> None:
         table.add_row(str(i), f"token +{i + 2}", f"{top1:.1%}", f"{top5:.1%}")
     console.print(table)
     if report.num_skipped:
-        console.print(f"{report.num_skipped} examples were left out: too long for the context, or too short")
+        console.print(
+            f"{report.num_skipped} examples were left out: given twice, too long for the context, or too short"
+        )
     console.print(
         f"{accuracy.tokens_per_step:.2f} tokens per step of the model, greedily; heads are in [bold]{escape(str(out))}"
     )

@@ -24,7 +24,7 @@ from loraplex_server.training.fitting import Accuracy, FitRecipe, fit_heads, mea
 from loraplex_server.training.heads import MedusaHeads, write_heads
 from loraplex_server.training.output import disk_errors, new_directory, scratch_directory
 from loraplex_server.training.states import StateCache
-from loraplex_server.training.target import Example, Target, in_batches
+from loraplex_server.training.target import Example, Target, in_batches, out_of_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Report:
     """What came of it."""
 
     num_train_positions: int
-    num_skipped: int  # examples that were too long, or too short to foresee anything in
+    num_skipped: int  # examples given twice, too long, or too short to foresee anything in
     accuracy: Accuracy
 
 
@@ -52,7 +52,7 @@ def examples_of_prompts(
     target: Target, prompts: Sequence[Prompt], recipe: MedusaRecipe, progress: Progress
 ) -> list[Example]:
     """Each prompt with what the target itself writes after it: what a draft is compared with is the target's text."""
-    encoded = [target.encode(prompt) for prompt in prompts]
+    encoded = _distinct([target.encode(prompt) for prompt in prompts])
     room = target.max_context_tokens - recipe.max_new_tokens
     fitting = [tokens for tokens in encoded if 0 < len(tokens) <= room]
     if not fitting:
@@ -73,7 +73,13 @@ def examples_of_prompts(
 
 def examples_of_texts(target: Target, texts: Sequence[str]) -> list[Example]:
     """Each text as it is, cut where the context ends."""
-    return [Example(target.encode(text)[: target.max_context_tokens], 0) for text in texts]
+    encoded = _distinct([target.encode(text)[: target.max_context_tokens] for text in texts])
+    return [Example(tokens, 0) for tokens in encoded]
+
+
+def _distinct(sequences: Sequence[list[int]]) -> list[list[int]]:
+    """What is learned and held out as well would measure nothing."""
+    return list({tuple(tokens): tokens for tokens in sequences}.values())
 
 
 def train_medusa(
@@ -89,17 +95,19 @@ def train_medusa(
     num_given: int | None = None,
 ) -> Report:
     """Writes the heads to the new directory `out`, in `dtype` (the target's if None), beside a copy of the LoRA in
-    `combine_with` if there is one. `num_given` is how many examples there were before some proved too long, for the
+    `combine_with` if there is one. `num_given` is how many examples there were before some were left out, for the
     report. Raises InvalidArgument, DiskFull and OutOfMemory."""
     usable = [each for each in examples if len(each.token_ids) >= each.first + 3]
     if len(usable) < 2:
         raise InvalidArgument("too little to train on: at least two prompts or texts with some tokens are needed")
-    with new_directory(out) as folder, scratch_directory(out) as scratch:
+    with new_directory(out) as folder, scratch_directory(out) as scratch, out_of_memory():
         _check_room(scratch, usable, target, recipe)
         train, heldout = _cache_states(target, usable, recipe, scratch, progress)
         heads = MedusaHeads(recipe.num_heads, recipe.num_layers, target.hidden_size, target.device)
         with task(progress, "training", num_steps(train, recipe.fit)) as advance:
             fit_heads(heads, target.head, train, recipe.fit, advance)
+        if not all(parameter.isfinite().all() for parameter in heads.parameters()):
+            raise InvalidArgument(f"training went astray with --lr {recipe.fit.lr}; try a lower one", field="--lr")
         saved = heads.to(dtype or target.dtype)
         accuracy = measure(saved, target.head, heldout.pieces())
         write_heads(folder, saved, base_name=base_name, dtype=dtype or target.dtype)

@@ -107,7 +107,7 @@ class Target:
             eos_token_id=list(self.eos_token_ids) or None, pad_token_id=pad_id,
             temperature=None, top_p=None, top_k=None, min_p=None, typical_p=None,
         )  # fmt: skip
-        with _out_of_memory():
+        with out_of_memory():
             made: Tensor = self.model.generate(
                 input_ids=torch.tensor(rows, device=self.device),
                 attention_mask=torch.tensor(mask, device=self.device),
@@ -125,7 +125,7 @@ class Target:
         width = max(len(each.token_ids) for each in examples)
         # Padding is on the right of a causal model: no position that counts can see it.
         rows = [each.token_ids + [0] * (width - len(each.token_ids)) for each in examples]
-        with _out_of_memory():
+        with out_of_memory():
             hidden, _ = _run(self.model, self.head.module, torch.tensor(rows, device=self.device), with_logits=False)
         return [states[: len(each.token_ids)] for states, each in zip(hidden, examples, strict=True)]
 
@@ -147,7 +147,7 @@ def load_target(base: str, adapter: Path | None, *, dtype: torch.dtype | None, d
         )
     except (OSError, ValueError, KeyError) as error:
         raise UnsupportedModel(f"{base} cannot be loaded: {_first_line(error)}") from error
-    with _out_of_memory():
+    with out_of_memory():
         model.to(device)
     eos_token_ids = _eos_token_ids(model)
     head = model.get_output_embeddings()
@@ -236,7 +236,8 @@ def _eos_token_ids(model: Any) -> tuple[int, ...]:
 
 
 @contextmanager
-def _out_of_memory() -> Generator[None]:
+def out_of_memory() -> Generator[None]:
+    """The device's, as a sentence."""
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -16,7 +16,7 @@ from loraplex_proto.errors import DiskFull, InvalidArgument
 from loraplex_server.training import medusa
 from loraplex_server.training.bars import quiet_transformers
 from loraplex_server.training.fitting import FitRecipe
-from loraplex_server.training.heads import read_heads
+from loraplex_server.training.heads import MedusaHeads, read_heads
 from loraplex_server.training.medusa import MedusaRecipe, Report, examples_of_prompts, examples_of_texts, train_medusa
 from loraplex_server.training.target import Example, Target, load_target
 
@@ -79,11 +79,11 @@ def test_heads_of_an_adapter_beside_its_copy(tiny_world: TinyWorld, tmp_path: Pa
 
 def test_texts_are_taken_as_they_are(tiny_world: TinyWorld, tmp_path: Path) -> None:
     target = load(tiny_world)
-    texts = ["abababababab" * 3] * 20 + ["", "x" * 2000]
+    texts = [*("ab" * length for length in range(8, 28)), "", "x" * 2000, "ababababababab" * 2]
     given = examples_of_texts(target, texts)
     assert len(given[-1].token_ids) == 512
     report = train(target, tmp_path / "out", given)
-    assert report.num_skipped == 1  # the empty one
+    assert report.num_skipped == 1  # the empty one; the last one was given before
     assert report.accuracy.top1[0] > 0.9
     assert read_heads(tmp_path / "out").weight.dtype == torch.float32
 
@@ -108,6 +108,40 @@ def test_two_are_enough(tiny_world: TinyWorld, tmp_path: Path) -> None:
     target = load(tiny_world)
     report = train(target, tmp_path / "out", examples_of_texts(target, ["one long text", "another text"]))
     assert report.accuracy.num_positions > 0
+
+
+def test_what_is_given_twice_counts_once(tiny_world: TinyWorld) -> None:
+    target = load(tiny_world)
+    assert len(examples_of_texts(target, ["one", "two", "one"])) == 2
+    with quiet_transformers():
+        assert len(examples_of_prompts(target, ["one", "two", "one"], RECIPE, Progress(disable=True))) == 2
+
+
+def test_what_went_astray_is_not_written(
+    tiny_world: TinyWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spoil(heads: MedusaHeads, *_: object) -> None:
+        with torch.no_grad():
+            heads.bias[0, 1, 3] = float("nan")
+
+    monkeypatch.setattr(medusa, "fit_heads", spoil)
+    target = load(tiny_world)
+    with pytest.raises(InvalidArgument, match="lower one"):
+        train(target, tmp_path / "out", examples_of_texts(target, ["one long text", "another text"]))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.gpu
+def test_a_gpu_gives_the_same_heads(tiny_world: TinyWorld, tmp_path: Path) -> None:
+    made: list[tuple[Report, MedusaHeads]] = []
+    for device in ("cpu", "cuda"):
+        with quiet_transformers():
+            target = load_target(str(tiny_world.model), None, dtype=torch.float32, device=torch.device(device))
+            given = examples_of_prompts(target, [f"prompt {i}" for i in range(6)], RECIPE, Progress(disable=True))
+        made.append((train(target, tmp_path / device, given), read_heads(tmp_path / device)))
+    (cpu_report, cpu), (gpu_report, gpu) = made
+    assert gpu_report.num_train_positions == cpu_report.num_train_positions
+    torch.testing.assert_close(gpu.weight, cpu.weight, rtol=0.05, atol=0.01)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
