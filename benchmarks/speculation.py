@@ -2,7 +2,7 @@
 
     python benchmarks/speculation.py synthetic IN_DIR [--accept 1 0.6 0] [--proposers lookup medusa draft]
         [--batch 1 8 32] [--draft-tokens 4] [--adaptive] [--output 128] [--repeat 3]
-    python benchmarks/speculation.py demo [--batch 1 8] [--repeat 3]
+    python benchmarks/speculation.py demo [--batch 1 8] [--cases 16] [--repeat 3]
 
 `synthetic`: on the model of IN_DIR (as in workloads.py; its weights may be random). Every proposer does its own work,
 on random heads and a random small draft model made for the purpose, but whether a draft token counts as accepted is
@@ -30,7 +30,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from workloads import read_workload
 
 from loraplex_server.config import (
@@ -41,6 +41,7 @@ from loraplex_server.config import (
     ModelConfig,
     SpeculationConfig,
 )
+from loraplex_server.demo.world import MAX_NEW_TOKENS, committed_world
 from loraplex_server.engine.build import build_engine
 from loraplex_server.engine.core import Engine
 from loraplex_server.engine.messages import Submit
@@ -236,6 +237,53 @@ def synthetic(args: argparse.Namespace) -> None:
         engine.close()
 
 
+# --- demo -------------------------------------------------------------------------------------------------------------
+
+
+def demo(args: argparse.Namespace) -> None:
+    world = committed_world()
+    drafts = tuple(f"{draft.name}={world.draft_path(draft.name)}" for draft in world.drafts)
+    tokenizer = AutoTokenizer.from_pretrained(world.base_path)
+    with tempfile.TemporaryDirectory() as directory:
+        config = EngineConfig(
+            model=ModelConfig(str(world.base_path), device="cpu"),
+            kv=KvConfig(prefix_caching=False, memory_bytes=256 << 20),
+            batch=BatchConfig(max_running=32, max_step_tokens=2048),
+            adapters=AdaptersConfig(root=world.adapters_root, store_dir=Path(directory)),
+            speculation=SpeculationConfig(draft_models=drafts),
+        )
+        engine = build_engine(config, lambda text: None, lambda: None)
+        cases = world.cases(args.cases, "benchmark")
+        kinds = {
+            **{f"medusa {h.name}": (h.adapter, SpeculationParams("medusa", medusa_id=h.name)) for h in world.heads},
+            "lookup": ("json", SpeculationParams("prompt_lookup")),
+            **{f"draft {d.name}": ("json", SpeculationParams("draft_model", draft_name=d.name)) for d in world.drafts},
+            "auto": ("json", SpeculationParams("auto")),
+        }
+        for num_prompts in args.batch:
+            for name, (adapter_id, params) in kinds.items():
+                prompts = [
+                    Prompt(tuple(tokenizer(case.prompt)["input_ids"]), adapter_id, MAX_NEW_TOKENS, ignore_eos=False)
+                    for case in cases
+                ]
+                rows = [
+                    compare(engine, prompts[i : i + num_prompts], params, share=None, repeat=args.repeat, name=name)
+                    for i in range(0, len(prompts) - num_prompts + 1, num_prompts)
+                ]
+                print(json.dumps(summary(rows)), flush=True)
+        engine.close()
+
+
+def summary(rows: Sequence[dict[str, object]]) -> dict[str, object]:
+    """Medians over the batches of a case."""
+    found = dict(rows[0])
+    for key, value in found.items():
+        if isinstance(value, float):
+            values = [float(str(row[key])) for row in rows if row[key] is not None]
+            found[key] = round(statistics.median(values), 3)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
@@ -249,6 +297,11 @@ def main() -> None:
     made.add_argument("--adaptive", action="store_true")
     made.add_argument("--output", type=int, default=128)
     made.add_argument("--repeat", type=int, default=3)
+    shown = commands.add_parser("demo")
+    shown.set_defaults(run=demo)
+    shown.add_argument("--batch", type=int, nargs="+", default=[1, 8])
+    shown.add_argument("--cases", type=int, default=16)
+    shown.add_argument("--repeat", type=int, default=3)
     args = parser.parse_args()
     args.run(args)
 
