@@ -68,8 +68,10 @@ def _world(retrain: Path | None) -> World:
     if retrain is None:
         return committed_world()
     from loraplex_server.demo.train import make_world  # torch and PEFT, only when asked for
+    from loraplex_server.training.bars import training_progress
 
-    make_world(retrain, scale="full")
+    with training_progress(Console(stderr=True)) as progress:
+        make_world(retrain, scale="full", progress=progress)
     return open_world(retrain)
 
 

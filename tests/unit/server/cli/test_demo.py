@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
 from loraplex_server.cli import demo as demo_module
 from loraplex_server.cli.demo import Answer
+from loraplex_server.demo import train
 from loraplex_server.demo.world import World, committed_world
 
 
@@ -53,3 +57,25 @@ def test_json_says_the_same(world: World, answers: list[Answer], capsys: pytest.
     rows = json.loads(capsys.readouterr().out)["answers"]
     assert [row["is_right"] for row in rows] == [answer.is_right for answer in answers]
     assert all((row["text"] == row["expected"]) == row["is_right"] for row in rows)
+
+
+def test_training_again_shows_how_far_it_is(
+    world: World, answers: list[Answer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[bool] = []
+
+    def make_world(out_dir: Path, *, scale: str, progress: object) -> World:
+        shown.append(scale == "full" and not getattr(progress, "disable", True))
+        return world
+
+    async def run(*_: object) -> tuple[list[Answer], float]:
+        return answers, 1.0
+
+    monkeypatch.setattr(train, "make_world", make_world)
+    monkeypatch.setattr(demo_module, "open_world", lambda path: world)
+    monkeypatch.setattr(demo_module, "_run", run)
+    app = typer.Typer()
+    app.command()(demo_module.demo)
+    result = CliRunner().invoke(app, ["--retrain", str(tmp_path), "--json"])
+    assert shown == [True]
+    assert result.exit_code == 1, "one answer is wrong"
