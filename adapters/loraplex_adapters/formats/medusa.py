@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from loraplex_adapters.formats.medusa_config import MedusaConfig
+from loraplex_adapters.formats.medusa_config import MODEL_CONFIG_NAME, MedusaConfig
 from loraplex_adapters.formats.medusa_keys import HeadTensor
 from loraplex_adapters.formats.safetensors_header import TensorInfo
 from loraplex_adapters.medusa.layout import HeadsShape
@@ -227,11 +227,11 @@ def _warnings(config: MedusaConfig, shape: HeadsShape, targets: BaseTargets) -> 
     if config.base_model and config.base_model != targets.model_id:
         warnings.append(f"was trained on {config.base_model!a}, served on {targets.model_id!a}")
     found = {
-        "heads": (config.num_heads, shape.num_heads),
-        "layers": (config.num_layers, shape.num_layers),
-        "a hidden size": (config.hidden_size, shape.hidden_size),
+        "num_heads": (config.num_heads, shape.num_heads),
+        "num_layers": (config.num_layers, shape.num_layers),
+        "hidden_size": (config.hidden_size, shape.hidden_size),
     }
     for what, (said, is_there) in found.items():
         if said is not None and said != is_there:
-            warnings.append(f"says {what} of number {said} in its configuration; its tensors have {is_there}")
+            warnings.append(f"says {what} = {said} in its {MODEL_CONFIG_NAME}; its tensors say {is_there}")
     return warnings

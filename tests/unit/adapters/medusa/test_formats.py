@@ -83,7 +83,7 @@ def test_the_tensors_decide_and_not_the_configuration(
     assert all(len(head.blocks) == 2 and head.projection is not None for head in weights.heads)
     check_blocks(weights.heads, tensors)
     lies = config is not None and config.get("medusa_num_heads") in (2, 99)
-    assert ("its tensors have 5" in caplog.text) is lies
+    assert ("its tensors say 5" in caplog.text) is lies
 
 
 def test_the_same_content_is_the_same_key_whatever_it_is_called(tmp_path: Path) -> None:

@@ -176,9 +176,9 @@ def test_sharded(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "warned"),
     [
-        ({"num_heads": 2}, "says heads of number 2 in its configuration; its tensors have 3"),
-        ({"num_hidden_layers": 4}, "says layers of number 4"),
-        ({"hidden_size": 4096}, "says a hidden size of number 4096"),
+        ({"num_heads": 2}, "says num_heads = 2 in its config.json; its tensors say 3"),
+        ({"num_hidden_layers": 4}, "says num_layers = 4"),
+        ({"hidden_size": 4096}, "says hidden_size = 4096"),
         ({"base_model_name_or_path": "another"}, "was trained on 'another', served on 'tiny-base'"),
         ({"num_heads": -3, "num_hidden_layers": True, "vocab_size": 32001, "original_lm_head": "yes"}, ""),
     ],
