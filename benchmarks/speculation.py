@@ -23,7 +23,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -110,7 +110,7 @@ def run_once(engine: Engine, prompts: Sequence[Prompt], speculation: Speculation
 
 
 @contextmanager
-def rolled_acceptance(share: float) -> Iterator[None]:
+def rolled_acceptance(share: float) -> Generator[None]:
     """Whether a drafted token counts is rolled, whatever the target drew."""
     dice = random.Random(0)
 
