@@ -71,11 +71,11 @@ class AdapterFanOut:
     async def unload(self, raw: bytes, context: Any) -> bytes:
         async def body(call: Call) -> bytes:
             self._checked(adapter_pb2.UnloadAdapterRequest, raw)
-            answers = await self._ask(call, "UnloadAdapter", raw, self._connected())
+            answers = await self._ask(call, "UnloadAdapter", raw, self._routable())
             answers.raise_unless_answered()
             for failure in answers.failures:
-                # Not having it is as good as having unloaded it; anything else leaves the adapter somewhere.
-                if not isinstance(failure.typed, AdapterNotFound):
+                # Not having it is as good as having unloaded it, and so is going; anything else leaves it somewhere.
+                if not isinstance(failure.typed, (AdapterNotFound, Draining)):
                     raise failure
             return adapter_pb2.UnloadAdapterResponse(adapters=answers.rows).SerializeToString()
 
@@ -84,7 +84,7 @@ class AdapterFanOut:
     async def get(self, raw: bytes, context: Any) -> bytes:
         async def body(call: Call) -> bytes:
             self._checked(adapter_pb2.GetAdapterRequest, raw)
-            answers = await self._ask(call, "GetAdapter", raw, self._connected())
+            answers = await self._ask(call, "GetAdapter", raw, self._routable())
             answers.raise_unless_answered()
             return adapter_pb2.GetAdapterResponse(adapters=answers.rows).SerializeToString()
 
@@ -93,7 +93,7 @@ class AdapterFanOut:
     async def list(self, raw: bytes, context: Any) -> bytes:
         async def body(call: Call) -> bytes:
             check_adapter_request(parse(adapter_pb2.ListAdaptersRequest, raw))
-            answers = await self._ask(call, "ListAdapters", raw, self._connected())
+            answers = await self._ask(call, "ListAdapters", raw, self._routable())
             answers.raise_unless_answered()
             identity = current_identity()
             rows = [row for row in answers.rows if identity.may_use(row.adapter_id)]
@@ -108,9 +108,10 @@ class AdapterFanOut:
         current_identity().check_adapters([request.adapter_id])
         return request
 
-    def _connected(self) -> list[str]:
-        """Raises NoWorker rather than answering for nobody."""
-        workers = [replica.worker_id for replica in self._replicas.connected()]
+    def _routable(self) -> list[str]:
+        """Whom a request could reach: what a worker that drains has loaded concerns nobody any more. Raises NoWorker
+        rather than answering for nobody."""
+        workers = [view.worker_id for view in self._replicas.views()]
         if not workers:
             raise no_worker(self._replicas)
         return workers

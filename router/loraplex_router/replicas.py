@@ -85,7 +85,7 @@ class Replicas:
         return list(self._replicas.values())
 
     def connected(self) -> list[Replica]:
-        """Those that can be asked: draining ones too, which still have adapters to unload or to list."""
+        """Those that report: draining ones too, which take nothing new, neither requests nor commands."""
         return [replica for replica in self._replicas.values() if replica.is_connected]
 
     def views(self, excluded: Collection[str] = ()) -> list[WorkerView]:

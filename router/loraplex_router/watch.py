@@ -38,6 +38,8 @@ class Watcher:
         self._tasks: list[asyncio.Task[None]] = []
         # Of the current connection.
         self._num_reports = dict.fromkeys(upstreams, 0)
+        # What the log said last of workers that are not available.
+        self._said: dict[str, str] = {}
         # Of workers that have neither reported nor failed yet.
         self._unsettled = {worker_id: asyncio.Event() for worker_id in upstreams}
 
@@ -74,11 +76,11 @@ class Watcher:
                 # Connections end for reasons of their own (age, a balancer). Only a worker that cannot be reached at
                 # once again is lost; one that was killed refuses within a millisecond.
                 continue
-            is_news = replica.is_connected or why != replica.last_error
             num_failures = 1 if has_reported and not replica.is_draining else num_failures + 1
             self._replicas.on_lost(upstream.worker_id, why)
             self._unsettled[upstream.worker_id].set()
-            if is_news:
+            if why != self._said.get(upstream.worker_id):
+                self._said[upstream.worker_id] = why
                 log.warning("worker %s is not available: %s", upstream.worker_id, why)
             await asyncio.sleep(self._backoff_s(num_failures))
 
@@ -120,7 +122,8 @@ class Watcher:
                 if not isinstance(raw, bytes):  # EOF
                     return
                 report = worker_pb2.WatchLoadResponse.FromString(raw)
-                if not self._replicas[worker_id].is_connected:
+                if not report.load.draining and not self._replicas[worker_id].is_routable:
+                    self._said.pop(worker_id, None)
                     log.info("worker %s is available", worker_id)
                 self._replicas.on_report(worker_id, report.load, time.monotonic())
                 self._num_reports[worker_id] += 1

@@ -23,6 +23,7 @@ from loraplex_proto.errors import (
     LoraplexError,
     NoWorker,
     PermissionDenied,
+    QueueFull,
     Unauthenticated,
     WorkerLost,
 )
@@ -126,9 +127,28 @@ async def test_an_unload_that_leaves_it_somewhere_is_no_success() -> None:
     async with cluster(2) as c:
         for worker in c.workers:
             worker.adapters["sql"] = adapter_pb2.Adapter(adapter_id="sql")
-        c.workers[0].adapter_error = Draining("going")
-        assert isinstance(await error_of(stub(c.channel).UnloadAdapter(Unload(adapter_id="sql"))), Draining)
+        c.workers[0].adapter_error = QueueFull("busy")
+        assert isinstance(await error_of(stub(c.channel).UnloadAdapter(Unload(adapter_id="sql"))), QueueFull)
         assert not c.workers[1].adapters
+
+
+async def test_a_worker_that_drains_is_asked_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    async with cluster(3) as c:
+        told, untold, other = c.workers
+        for worker in c.workers:
+            worker.adapters["sql"] = adapter_pb2.Adapter(adapter_id="sql")
+        told.report(draining=True)
+        await until(lambda: c.router.replicas.num_routable == 2)
+        rows = (await stub(c.channel).ListAdapters(List())).adapters
+        assert {row.worker for row in rows} == {untold.address, other.address}
+        # Whoever has not said so yet says it now; it will take no more requests either.
+        untold.adapter_error = Draining("going")
+        rows = (await stub(c.channel).UnloadAdapter(Unload(adapter_id="sql"))).adapters
+        assert [row.worker for row in rows] == [other.address]
+        assert told.calls == []
+        # The router looks after it again and again, and says it once.
+        await until(lambda: told.num_watches > 3)
+        assert caplog.text.count(f"{told.address} is not available") == 1
 
 
 async def test_listings_have_a_row_per_worker() -> None:
