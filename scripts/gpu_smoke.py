@@ -4,10 +4,10 @@ packages torch, triton, transformers and safetensors:
     python scripts/gpu_smoke.py [--json FILE] [--no-large]
 
 1. tiny: a random Llama in float64 and four LoRA adapters of different ranks, base rows among them: the GPU's text must
-equal    the CPU's, token for token.
+   equal the CPU's, token for token.
 2. large: a random model of Llama-3.1-8B's shape in bfloat16, made on the device, with 8 random rank-16 adapters: a
-mixed batch runs to    its end, every request's text is what the same request gives alone wherever the margins allow
-it, and step times are printed.
+   mixed batch runs to its end, every request's text is what the same request gives alone wherever the margins allow it,
+   and step times are printed.
 
 Exit status 0 only if all comparisons hold. Without a GPU it says so and exits 2.
 """

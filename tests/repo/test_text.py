@@ -6,7 +6,9 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-LARGE_FILE_LINES = 480  # 400 is the aim; past this a concept is missing
+LARGE_FILE_LINES = 440  # 400 is the aim; past this a concept is missing
+# Where it still is, and how large the file may be until it is found. No new ones.
+STILL_LARGE = {"adapters/loraplex_adapters/cache/residency.py": 460}
 
 
 def tracked(suffix: str = "") -> list[Path]:
@@ -18,7 +20,9 @@ def tracked(suffix: str = "") -> list[Path]:
 def test_no_file_outgrows_its_reader() -> None:
     sizes = {p: p.read_text().count("\n") for p in tracked(".py") if "_pb2" not in p.name and "tests" not in p.parts}
     large = {str(p.relative_to(ROOT)): n for p, n in sizes.items() if n > LARGE_FILE_LINES}
-    assert not large, large
+    too_large = {name: n for name, n in large.items() if n > STILL_LARGE.get(name, 0)}
+    assert not too_large, too_large
+    assert large.keys() == STILL_LARGE.keys(), "take out what has become small enough"
 
 
 def test_the_architecture_page_names_every_package() -> None:
