@@ -135,6 +135,28 @@ def test_characters_come_when_they_are_whole(kind: str) -> None:
     assert all("�" not in known for known in seen)
 
 
+def test_half_a_character_goes_on_as_it_began() -> None:
+    """A draft with another character in its place is none."""
+    pair = recoder("gemma_bpe", "byte_level")
+    tokens = encode("gemma_bpe", "x \U0001f680")
+    text = pair.new_text(tokens[:-2])
+    rocket = [token_id for token_id, _, _ in pair.draft.spans("\U0001f680 y")]
+    assert text.proposal(rocket)[:2] == tokens[-2:]
+    assert text.proposal([token_id for token_id, _, _ in pair.draft.spans("name")]) == []
+
+
+def test_a_long_run_of_bytes() -> None:
+    """Longer than what is looked back at: that begins with a whole character, or all behind it would be lost."""
+    pair = recoder("gemma_bpe", "byte_level")
+    tokens = encode("gemma_bpe", "x " + "\U0001f680" * 40)[1:]
+    assert len(tokens) > 160
+    text = pair.new_text(tokens[:2])
+    for end in range(2, len(tokens) + 1, 3):
+        text.extend(tokens[:end])
+    text.extend(tokens)
+    assert pair.draft.decode(text.ids) == "x " + "\U0001f680" * 40
+
+
 def test_special_tokens() -> None:
     """Those of both vocabularies go over, others are left out; the beginning of a text is marked once."""
     tokens = encode("byte_level", "a b")

@@ -35,11 +35,17 @@ def tokenizer(kind: str) -> TextTokenizer:
     return TextTokenizer(tiny_tokenizer(kind))
 
 
+def num_ids(kind: str) -> int:
+    found = tokenizer(kind).vocabulary
+    assert found is not None
+    return max(found.pieces.values()) + 1
+
+
 @cache
 def model(family: str, kind: str, seed: int = 0) -> PreTrainedModel:
     """A random model with that tokenizer's vocabulary."""
     config = ZOO[family]()
-    config.vocab_size = tokenizer(kind).vocab_size
+    config.vocab_size = num_ids(kind)
     torch.manual_seed(seed)
     made: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
     if family.startswith("gemma"):
@@ -54,7 +60,7 @@ def make(target: str, draft: str, family: str = "llama", **options: Any) -> Univ
         Drafter(loaded, DraftMemory(4, 1 << 21, BLOCK), model_digest="draft"),
         target_tokenizer=tokenizer(target),
         draft_tokenizer=tokenizer(draft),
-        num_target_ids=options.get("num_target_ids", tokenizer(target).vocab_size),
+        num_target_ids=options.get("num_target_ids", num_ids(target)),
         eos_token_ids=[EOS],
     )
 
@@ -125,10 +131,11 @@ def test_what_is_known_is_read_once() -> None:
     """Each ask runs the few tokens that are new, not the text."""
     proposer = make("byte_level", "gemma_bpe")
     runner = proposer._drafter.runner
-    execute, num_run = runner.execute, [0]
+    execute, num_run, num_entered = runner.execute, [0], [0]
 
     def counted(plan: Any) -> Any:
         num_run[0] += plan.num_tokens
+        num_entered[0] += len(plan.entered)
         return execute(plan)
 
     runner.execute = counted  # type: ignore[method-assign]
@@ -137,6 +144,7 @@ def test_what_is_known_is_read_once() -> None:
         proposer.propose([ask("a", tokens[:end], 1)])
     num_asks = len(range(40, len(tokens), 2))
     assert num_run[0] < len(tokens) * 2 + num_asks * 8
+    assert num_entered == [1]  # no block that others may find has to be written anew
     assert proposer._drafter.rows.pool.num_cached > 5
 
 
