@@ -9,7 +9,7 @@ from loraplex_adapters.cache.states import KeyRecord, KeyState, NameRecord, Name
 from loraplex_adapters.cache.table import AdapterTable
 from loraplex_adapters.key import AdapterKey
 from loraplex_adapters.sources.base import not_found
-from loraplex_proto.errors import LoraplexError
+from loraplex_proto.errors import AdapterNotFound, LoraplexError
 
 _STATES: dict[KeyState, AdapterStateName] = {
     KeyState.KNOWN: "known",
@@ -65,7 +65,7 @@ def name_row(table: AdapterTable, record: NameRecord) -> AdapterInfo:
 def get_row(table: AdapterTable, adapter_id: str, available: Collection[str]) -> AdapterInfo:
     """Raises AdapterNotFound."""
     record = table.names.get(adapter_id)
-    if record is not None:
+    if record is not None and not _is_unknown(record):
         return name_row(table, record)
     if adapter_id in available:
         return _bare_row(adapter_id, "known", None)
@@ -74,10 +74,16 @@ def get_row(table: AdapterTable, adapter_id: str, available: Collection[str]) ->
 
 def rows(table: AdapterTable, available: Collection[str]) -> list[AdapterInfo]:
     """By name: what is bound, fetched or remembered as failed; what drains; and the rest of `available`."""
-    listed = [name_row(table, record) for record in table.names.values()]
+    known = {name: record for name, record in table.names.items() if not _is_unknown(record)}
+    listed = [name_row(table, record) for record in known.values()]
     listed += [key_row(r, r.last_name) for r in table.residency.records.values() if not r.names]
-    listed += [_bare_row(name, "known", None) for name in available if name not in table.names]
+    listed += [_bare_row(name, "known", None) for name in available if name not in known]
     return sorted(listed, key=lambda row: (row.adapter_id, row.state == "draining", row.digest))
+
+
+def _is_unknown(record: NameRecord) -> bool:
+    """Whether it only remembers that there is no such adapter: anybody can ask for any name."""
+    return record.state is NameState.FAILED and isinstance(record.error, AdapterNotFound)
 
 
 def usage_of(table: AdapterTable, load_seconds: float, num_loads: int) -> CacheUsage:

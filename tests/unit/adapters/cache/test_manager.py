@@ -332,6 +332,18 @@ def test_larger_than_the_device(make_engine: Callable[..., Engine]) -> None:
     assert "a5" not in {row.adapter_id for row in engine.cache.list(False) if row.state != "failed"}
 
 
+def test_names_that_nobody_has_are_not_listed(make_engine: Callable[..., Engine], root: Path) -> None:
+    engine = make_engine()
+    with pytest.raises(AdapterNotFound):
+        engine.resolve("nobody")
+    (root / "a0/adapter_model.safetensors").write_bytes(b"cut")
+    with pytest.raises(AdapterInvalid):
+        engine.resolve("a0")
+    assert [(row.adapter_id, row.state) for row in engine.cache.list(False)] == [("a0", "failed")]
+    with pytest.raises(AdapterNotFound):
+        engine.cache.get("nobody")
+
+
 def test_a_full_store_is_an_error_and_resident_adapters_go_on(make_engine: Callable[..., Engine]) -> None:
     engine = make_engine(disk_bytes=8192)
     resident = engine.resolve("a0")
