@@ -209,7 +209,7 @@ def test_an_ask_that_raises_halfway_leaves_nothing(monkeypatch: pytest.MonkeyPat
     drafter.draft([Wanted("a", [1, 2], 1), Wanted("b", [1, 2], 1)])
     seat = drafter.rows.seat
     monkeypatch.setattr(drafter.rows, "seat", lambda want: seat(want) if want.sequence_id == "a" else 1 / 0)
-    assert drafter.draft([Wanted("a", [1, 2, 3], 1), Wanted("b", [1, 2, 3], 1)]) == [[], []]
+    assert drafter.draft([Wanted("a", [1, 2, 4], 1), Wanted("b", [1, 2, 4], 1)]) == [[], []]
     assert drafter.rows.take_rewrites() == []
     drafter.rows.check_integrity()
     monkeypatch.undo()
