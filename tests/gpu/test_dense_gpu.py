@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not STATUS.usable, reason=f"the Triton kernels cannot run here: {STATUS.reason}"),
 ]
-TOLERANCES = {torch.float32: 2e-5, torch.float16: 6e-3, torch.bfloat16: 4e-2}
+TOLERANCES = {torch.float64: 1e-11, torch.float32: 2e-5, torch.float16: 6e-3, torch.bfloat16: 4e-2}
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCES), ids=str)

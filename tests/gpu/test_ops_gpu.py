@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not STATUS.usable, reason=f"the Triton kernels cannot run here: {STATUS.reason}"),
 ]
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 
 from loraplex_adapters.ops.base import PreparedSegments, Segment
-from loraplex_adapters.ops.dense import DenseTable, check_dense_segments
+from loraplex_adapters.ops.dense import DenseTable, ReferenceDense, check_dense_segments
 from loraplex_adapters.ops.triton.lora import INTERPRETED, SUPPORTED
 from loraplex_adapters.ops.triton.plan import KernelPlan, build_plan
 from loraplex_adapters.ops.triton.product import product_kernel
@@ -37,7 +37,10 @@ class _Pointers:
 
 
 class TritonDense:
-    """SegmentedDense for CUDA in bfloat16, float16 and float32."""
+    """SegmentedDense for CUDA: a kernel in bfloat16, float16 and float32."""
+
+    def __init__(self) -> None:
+        self._reference = ReferenceDense()
 
     @property
     def name(self) -> str:
@@ -51,7 +54,8 @@ class TritonDense:
 
     def apply(self, y: Tensor, x: Tensor, table: DenseTable, prepared: PreparedSegments) -> None:
         if x.dtype not in SUPPORTED:
-            raise TypeError(f"The Triton kernels take bfloat16, float16 and float32, not {x.dtype}.")
+            self._reference.apply(y, x, table, prepared)
+            return
         plan: KernelPlan = prepared.data
         if plan.num_blocks == 0:
             return

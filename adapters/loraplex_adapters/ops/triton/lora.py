@@ -14,6 +14,7 @@ from torch import Tensor
 from triton import knobs
 
 from loraplex_adapters.ops.base import FactorTable, PreparedSegments, Segment
+from loraplex_adapters.ops.reference import ReferenceOps
 from loraplex_adapters.ops.segments import check_segments
 from loraplex_adapters.ops.triton.expand import expand_kernel
 from loraplex_adapters.ops.triton.plan import KernelPlan, build_plan
@@ -23,6 +24,7 @@ from loraplex_adapters.ops.triton.shrink import shrink_kernel
 _shrink: Any = shrink_kernel
 _expand: Any = expand_kernel
 
+# Anything else (float64, of checks) is computed by the reference: a tensor core would narrow it.
 SUPPORTED = (torch.bfloat16, torch.float16, torch.float32)
 BLOCK_RANK = 16  # the least that a tensor core takes; smaller ranks are masked
 BLOCK_IN = 128
@@ -38,7 +40,10 @@ def splits_for(in_features: int) -> int:
 
 
 class TritonOps:
-    """SegmentedLora for CUDA in bfloat16, float16 and float32."""
+    """SegmentedLora for CUDA: kernels in bfloat16, float16 and float32."""
+
+    def __init__(self) -> None:
+        self._reference = ReferenceOps()
 
     @property
     def name(self) -> str:
@@ -52,7 +57,8 @@ class TritonOps:
 
     def apply(self, y: Tensor, x: Tensor, table: FactorTable, prepared: PreparedSegments) -> None:
         if x.dtype not in SUPPORTED:
-            raise TypeError(f"The Triton kernels take bfloat16, float16 and float32, not {x.dtype}.")
+            self._reference.apply(y, x, table, prepared)
+            return
         plan: KernelPlan = prepared.data
         present = [table.factors[slot] for slot in plan.slots]
         max_rank = max((f.rank for f in present if f is not None), default=0)
