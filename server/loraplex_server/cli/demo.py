@@ -1,6 +1,7 @@
 """`loraplex demo`: the small world that comes along, served like any other model, one mixed batch, every answer judged.
 
-Exit status 0 only if every answer is right.
+The batch mixes adapters and kinds of speculation; the same requests without speculation are asked too, for comparison.
+Exit status 0 only if every answer is right and the same both ways.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -27,6 +28,9 @@ from loraplex_server.cli.worker import worker_config
 from loraplex_server.config import WorkerConfig
 from loraplex_server.demo.world import MAX_NEW_TOKENS, Case, World, committed_world, open_world
 
+if TYPE_CHECKING:  # the SDK brings gRPC along, which only what is run needs
+    from loraplex import AnySpeculation
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -38,6 +42,53 @@ class Answer:
     is_right: bool
     num_tokens: int
     seconds: float
+    drafted_by: str = ""  # "": nobody
+    tokens_per_step: float | None = None  # of the model
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The batch, with speculation and without."""
+
+    answers: list[Answer]
+    seconds: float
+    plain: list[Answer]
+    plain_seconds: float
+
+    @property
+    def is_right(self) -> bool:
+        """Every answer, and no text depends on who drafted."""
+        return all(one.is_right and one.text == other.text for one, other in zip(self.answers, self.plain, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How requests with one adapter are asked."""
+
+    adapter_id: str
+    speculation: AnySpeculation
+    drafted_by: str
+
+
+def ways(world: World) -> dict[str, Way]:
+    """A way for the base model and each adapter, as different as there is something to draft with: its own heads where
+    it has some, else prompt lookup and the draft models in turn."""
+    from loraplex import DraftModel, Medusa
+
+    others: list[tuple[str, AnySpeculation]] = [("prompt lookup", "prompt_lookup")]
+    others += [(f"draft model {draft.name}", DraftModel(draft.name)) for draft in world.drafts]
+    heads = {heads.adapter: heads for heads in world.heads}
+    found: dict[str, Way] = {}
+    for name in ["", *(adapter.name for adapter in world.adapters)]:
+        own = heads.get(name)
+        if own is None:
+            drafted_by, speculation = others[len(found) % len(others)]
+            found[name] = Way(name, speculation, drafted_by)
+        elif own.is_combined:
+            found[name] = Way(own.name, "medusa", f"Medusa, in {own.name}")
+        else:
+            found[name] = Way(name, Medusa(own.name), f"Medusa {own.name}")
+    return found
 
 
 def demo(
@@ -56,12 +107,12 @@ def demo(
     try:
         world = _world(retrain)
         with report:
-            answers, seconds = asyncio.run(_run(world, records, report))
+            run = asyncio.run(_run(world, records, report))
     except LoraplexError as error:
         sys.exit(report.failed(error))
     is_plain = json or not sys.stdout.isatty()
-    (_print_json if json else _print_table)(world, answers, seconds, is_plain)
-    sys.exit(0 if all(answer.is_right for answer in answers) else 1)
+    (_print_json if json else _print_table)(world, run, is_plain)
+    sys.exit(0 if run.is_right else 1)
 
 
 def _world(retrain: Path | None) -> World:
@@ -75,9 +126,10 @@ def _world(retrain: Path | None) -> World:
     return open_world(retrain)
 
 
-async def _run(world: World, num_records: int, report: Report) -> tuple[list[Answer], float]:
+async def _run(world: World, num_records: int, report: Report) -> Run:
     given = {flag.parameter: flag.default for flag in flags_of(WorkerConfig)}
     given |= {"adapters": world.adapters_root, "port": 0, "drain": 2.0, "log_level": "error"}
+    given["draft_model"] = [f"{draft.name}={world.draft_path(draft.name)}" for draft in world.drafts]
     config = worker_config(str(world.base_path), given)
     with tempfile.TemporaryDirectory(prefix="loraplex-demo-") as folder:
         spec = child_spec(config.engine.model.model, {**given, "adapter_store": Path(folder)})
@@ -87,54 +139,73 @@ async def _run(world: World, num_records: int, report: Report) -> tuple[list[Ans
             return await _ask(served.address, world, num_records)
 
 
-async def _ask(address: str, world: World, num_records: int) -> tuple[list[Answer], float]:
-    """All requests at once: every record with every adapter, and with none."""
+async def _ask(address: str, world: World, num_records: int) -> Run:
+    """All requests at once: every record with every adapter, and with none; without speculation, then with."""
     from loraplex import AsyncClient
 
-    adapters = ["", *(adapter.name for adapter in world.adapters)]
+    cases, asked = world.showcase(num_records), ways(world)
+    plain = {name: Way(name, "off", "") for name in asked}
     async with AsyncClient(address) as client:
 
-        async def one(adapter: str, case: Case) -> Answer:
-            made = await client.generate(case.prompt, adapter_id=adapter, max_tokens=MAX_NEW_TOKENS)
+        async def one(name: str, way: Way, case: Case) -> Answer:
+            made = await client.generate(
+                case.prompt, adapter_id=way.adapter_id, speculation=way.speculation, max_tokens=MAX_NEW_TOKENS
+            )
             return Answer(
-                adapter,
+                name,
                 case,
                 made.text,
-                world.is_right(made.text, case, adapter or None),
+                world.is_right(made.text, case, name or None),
                 made.usage.completion_tokens,
                 made.timings.total_s,
+                way.drafted_by,
+                made.usage.tokens_per_step,
             )
 
-        # One request per adapter first: the adapters load, and what is measured afterwards is serving.
-        cases = world.showcase(num_records)
-        await asyncio.gather(*(one(adapter, cases[0]) for adapter in adapters))
-        start = time.perf_counter()
-        answers = await asyncio.gather(*(one(adapter, case) for case in cases for adapter in adapters))
-        return answers, time.perf_counter() - start
+        async def batch(by_name: dict[str, Way]) -> tuple[list[Answer], float]:
+            start = time.perf_counter()
+            answers = await asyncio.gather(*(one(name, way, case) for case in cases for name, way in by_name.items()))
+            return answers, time.perf_counter() - start
+
+        # Once unmeasured: adapters and heads load, and what is measured afterwards is serving.
+        for by_name in (plain, asked):
+            await batch(by_name)
+        return Run(*(await batch(asked)), *(await batch(plain)))
 
 
-def _print_table(world: World, answers: list[Answer], seconds: float, is_plain: bool) -> None:
+def _print_table(world: World, run: Run, is_plain: bool) -> None:
     """A table for each record with every text that came, and what a wrong one should have been."""
     console = Console(width=200 if is_plain else None, highlight=False)
-    console.print(f"{len(answers)} requests, one batch, one base model")
+    console.print(f"{len(run.answers)} requests, one batch, one base model")
     ranks = {adapter.name: str(adapter.rank) for adapter in world.adapters}
-    for prompt in dict.fromkeys(answer.case.prompt for answer in answers):
+    for prompt in dict.fromkeys(answer.case.prompt for answer in run.answers):
         table = Table(title=Text(prompt), title_justify="left", title_style="bold")
-        for column in ("adapter", "rank", "answer", "right?"):
+        for column in ("adapter", "rank", "drafted by", "tokens/step", "answer", "right?"):
             table.add_column(column, overflow="fold")
-        for answer in answers:
+        for answer, plain in zip(run.answers, run.plain, strict=True):
             if answer.case.prompt != prompt:
                 continue
             mark = Text("right", style="green") if answer.is_right else Text("WRONG", style="bold red")
-            table.add_row(answer.adapter or "(base)", ranks.get(answer.adapter, ""), Text(answer.text), mark)
+            per_step = "" if answer.tokens_per_step is None else f"{answer.tokens_per_step:.2f}"
+            name = answer.adapter or "(base)"
+            table.add_row(name, ranks.get(answer.adapter, ""), answer.drafted_by, per_step, Text(answer.text), mark)
             if not answer.is_right:
-                table.add_row("", "", Text(_expected(world, answer), style="dim"), Text("expected", style="dim"))
+                wanted = Text(_expected(world, answer), style="dim")
+                table.add_row("", "", "", "", wanted, Text("expected", style="dim"))
+            if plain.text != answer.text:
+                other = Text("DIFFERS", style="bold red")
+                table.add_row("", "", "without speculation", "", Text(plain.text, style="dim"), other)
         console.print(table)
-    num_right = sum(answer.is_right for answer in answers)
-    num_tokens = sum(answer.num_tokens for answer in answers)
-    console.print(
-        f"{num_right} of {len(answers)} answers are right; {num_tokens} tokens in {seconds:.2f} s, "
-        f"{num_tokens / seconds:.0f} tokens/s through router and worker"
+    console.print(_summary(run))
+
+
+def _summary(run: Run) -> str:
+    num_right = sum(answer.is_right for answer in run.answers)
+    num_tokens = sum(answer.num_tokens for answer in run.answers)
+    speed, plain_speed = num_tokens / run.seconds, num_tokens / run.plain_seconds
+    return (
+        f"{num_right} of {len(run.answers)} answers are right; {num_tokens} tokens in {run.seconds:.2f} s, "
+        f"{speed:.0f} tokens/s through router and worker, {plain_speed:.0f} without speculation"
     )
 
 
@@ -142,7 +213,7 @@ def _expected(world: World, answer: Answer) -> str:
     return answer.case.expected(world.format_of(answer.adapter or None))
 
 
-def _print_json(world: World, answers: list[Answer], seconds: float, is_plain: bool) -> None:
+def _print_json(world: World, run: Run, is_plain: bool) -> None:
     rows = [
         {
             "adapter": answer.adapter,
@@ -152,7 +223,11 @@ def _print_json(world: World, answers: list[Answer], seconds: float, is_plain: b
             "is_right": answer.is_right,
             "num_tokens": answer.num_tokens,
             "seconds": round(answer.seconds, 4),
+            "drafted_by": answer.drafted_by,
+            "tokens_per_step": answer.tokens_per_step,
+            "is_same_without_speculation": answer.text == plain.text,
         }
-        for answer in answers
+        for answer, plain in zip(run.answers, run.plain, strict=True)
     ]
-    print(jsonlib.dumps({"seconds": round(seconds, 3), "answers": rows}))
+    seconds = {"seconds": round(run.seconds, 3), "seconds_without_speculation": round(run.plain_seconds, 3)}
+    print(jsonlib.dumps({**seconds, "answers": rows}))

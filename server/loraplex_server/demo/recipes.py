@@ -175,7 +175,7 @@ SCALES: dict[ScaleName, Scale] = {
         num_polish_rounds=2,
         num_polish_steps=1200,
         num_adapter_steps=120,
-        num_eval_records=128,
+        num_eval_records=512,
     ),
     "small": Scale(
         name="small",

@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from loraplex_server.cli import demo as demo_module
-from loraplex_server.cli.demo import Answer
+from loraplex_server.cli.demo import Answer, Run
 from loraplex_server.demo import train
 from loraplex_server.demo.world import World, committed_world
 
@@ -38,7 +38,7 @@ def answers(world: World) -> list[Answer]:
 def test_the_table_says_of_each_output_whether_it_is_right(
     world: World, answers: list[Answer], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    demo_module._print_table(world, answers, 2.0, True)
+    demo_module._print_table(world, Run(answers, 2.0, answers, 3.0), True)
     text = capsys.readouterr().out
     lines = text.splitlines()
     assert sum(line.rstrip(" │").endswith("right") for line in lines) == len(answers) - 1
@@ -53,7 +53,7 @@ def test_the_table_says_of_each_output_whether_it_is_right(
 
 
 def test_json_says_the_same(world: World, answers: list[Answer], capsys: pytest.CaptureFixture[str]) -> None:
-    demo_module._print_json(world, answers, 2.0, True)
+    demo_module._print_json(world, Run(answers, 2.0, answers, 3.0), True)
     rows = json.loads(capsys.readouterr().out)["answers"]
     assert [row["is_right"] for row in rows] == [answer.is_right for answer in answers]
     assert all((row["text"] == row["expected"]) == row["is_right"] for row in rows)
@@ -68,8 +68,8 @@ def test_training_again_shows_how_far_it_is(
         shown.append(scale == "full" and not getattr(progress, "disable", True))
         return world
 
-    async def run(*_: object) -> tuple[list[Answer], float]:
-        return answers, 1.0
+    async def run(*_: object) -> Run:
+        return Run(answers, 1.0, answers, 1.0)
 
     monkeypatch.setattr(train, "make_world", make_world)
     monkeypatch.setattr(demo_module, "open_world", lambda path: world)
@@ -79,3 +79,26 @@ def test_training_again_shows_how_far_it_is(
     result = CliRunner().invoke(app, ["--retrain", str(tmp_path), "--json"])
     assert shown == [True]
     assert result.exit_code == 1, "one answer is wrong"
+
+
+def test_every_adapter_is_asked_in_a_way_of_its_own(world: World) -> None:
+    found = demo_module.ways(world)
+    assert list(found) == ["", *(adapter.name for adapter in world.adapters)]
+    drafted_by = [way.drafted_by for way in found.values()]
+    assert {heads.name for heads in world.heads} == {name.split()[-1] for name in drafted_by if "Medusa" in name}
+    assert all(any(draft.name == name.split()[-1] for name in drafted_by) for draft in world.drafts)
+    assert "prompt lookup" in drafted_by
+
+
+def test_a_text_that_depends_on_who_drafted_is_an_error(
+    world: World, answers: list[Answer], capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = [replace(answer, text="same", is_right=True) for answer in answers]
+    assert Run(right, 1.0, right, 1.0).is_right
+    other = [*right[:-1], replace(right[-1], text="another")]
+    run = Run(right, 1.0, other, 1.0)
+    assert not run.is_right
+    demo_module._print_table(world, run, True)
+    shown = capsys.readouterr().out
+    assert shown.count("DIFFERS") == 1
+    assert "another" in shown
