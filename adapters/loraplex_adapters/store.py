@@ -35,6 +35,8 @@ _SUFFIX = ".adapter"
 _TEMPORARY = ".incoming-"
 _NAME = re.compile(r"(lora|medusa|combined)-([0-9a-f]{64})\.adapter\Z")
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+# What says something about the file. Other errors (no descriptors, no memory) are the process's: the file may be good.
+_NO_FILE = frozenset({errno.ENOENT, errno.ELOOP})
 
 WriteFn = Callable[[memoryview], None]
 
@@ -47,7 +49,9 @@ class _Entry:
 
 @dataclass(frozen=True, slots=True)
 class StoredAdapter:
-    """One adapter, mapped read-only. The mapping outlives the file's name, so eviction does not disturb it."""
+    """One adapter, mapped read-only. The mapping outlives the file's name, so eviction does not disturb it.
+
+    It takes a file descriptor for as long as anybody keeps the payload."""
 
     key: AdapterKey
     layout: Mapping[str, Any]
@@ -137,7 +141,8 @@ class AdapterStore:
                 os.close(fd)
 
     def open(self, key: AdapterKey) -> StoredAdapter | None:
-        """None when it is not there (any more). A file that fails its digest is removed, as if it had not been."""
+        """None when it is not there (any more). A file that fails its digest is removed, as if it had not been. Raises
+        OSError when the process cannot open it now; then it stays."""
         with self._lock:
             entry = self._entries.get(key)
             if entry is None:
@@ -147,7 +152,9 @@ class AdapterStore:
         path = self._path(key)
         try:
             stored = _map(path, key, check_digest=not is_verified)
-        except (OSError, ValueError):
+        except (OSError, ValueError) as error:
+            if not _is_bad_file(error):
+                raise
             self.remove(key)
             return None
         with contextlib.suppress(OSError):
@@ -181,7 +188,9 @@ class AdapterStore:
             try:
                 _map(path, key, check_digest=False)
                 status = path.stat()
-            except (OSError, ValueError):
+            except (OSError, ValueError) as error:
+                if not _is_bad_file(error):
+                    raise
                 path.unlink(missing_ok=True)
                 continue
             found.append((status.st_mtime_ns, key, status.st_size))
@@ -302,6 +311,10 @@ def _map(path: Path, key: AdapterKey, check_digest: bool) -> StoredAdapter:
         if digest.hexdigest() != key.digest:
             raise ValueError("the content is not what its name says")
     return StoredAdapter(key, content["layout"], payload)
+
+
+def _is_bad_file(error: OSError | ValueError) -> bool:
+    return isinstance(error, ValueError) or error.errno in _NO_FILE
 
 
 def _pieces(data: memoryview) -> Iterator[memoryview]:

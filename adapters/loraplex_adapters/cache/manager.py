@@ -271,13 +271,13 @@ class AdapterManager:
         key = move.key
         try:
             host = host or self._tiers.stage(key)
-            if host is None:
-                self._finish(lambda now: self._table.residency.lost(key, now))
-                return
-            weights = self._tiers.promote(host, pace) if isinstance(move, Promote) else None
+            weights = self._tiers.promote(host, pace) if host and isinstance(move, Promote) else None
         except Exception as error:
             failure = typed(error, "moving an adapter's weights")
             self._finish(lambda now: self._table.residency.failed(key, failure, now))
+            return
+        if host is None or (weights is None and isinstance(move, Promote)):
+            self._finish(lambda now: self._table.residency.lost(key, now))
             return
         copy = host
         self._finish(lambda now: self._take_moved(move, copy, weights, started_s))

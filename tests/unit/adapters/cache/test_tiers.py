@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
+import resource
+import sys
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -15,7 +20,7 @@ from loraplex_adapters.key import AdapterKey
 from loraplex_adapters.lora.layout import FactorShape, LoraLayout, place
 from loraplex_adapters.pace import GentlePace, no_pace
 from loraplex_adapters.sources.directory import DirectorySource
-from loraplex_adapters.store import AdapterStore
+from loraplex_adapters.store import AdapterStore, WriteFn
 
 
 def stored(folder: Path, dtype: str) -> tuple[AdapterStore, AdapterKey]:
@@ -32,6 +37,7 @@ def test_from_store_to_device(tmp_path: Path, dtype: str, device: str) -> None:
     host = tiers.stage(key)
     assert host is not None
     weights = tiers.promote(host, no_pace)
+    assert weights is not None
     tiers.hand_over(weights)
     assert weights.storage.device.type == device
     assert weights.storage.dtype == torch.uint8
@@ -43,7 +49,7 @@ def test_from_store_to_device(tmp_path: Path, dtype: str, device: str) -> None:
         assert torch.equal(factors.b.cpu(), expected[f"{PREFIX}{path}.lora_B.weight"].to(getattr(torch, dtype)))
         assert factors.a.data_ptr() % 64 == 0
         assert factors.b.data_ptr() % 64 == 0
-    # A copy, not the mapping: the store may drop the file and the host its mapping.
+    # A copy, not the mapping: the store may drop the file.
     store.remove(key)
     del host
     assert weights.factors[Q_PROJ].a.abs().sum() > 0
@@ -53,6 +59,65 @@ def test_what_the_store_has_not(tmp_path: Path) -> None:
     store, key = stored(tmp_path, "float32")
     store.remove(key)
     assert Tiers(store, torch.device("cpu")).stage(key) is None
+
+
+def test_a_store_that_drops_what_is_staged(tmp_path: Path) -> None:
+    store, key = stored(tmp_path, "float32")
+    tiers = Tiers(store, torch.device("cpu"))
+    host = tiers.stage(key)
+    assert host is not None
+    store.remove(key)
+    assert tiers.promote(host, no_pace) is None
+
+
+@contextlib.contextmanager
+def few_files(num_free: int) -> Generator[None]:
+    """The process may open `num_free` more files, at least."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1 + num_free, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts files in /proc")
+def test_adapters_on_the_host_take_no_file_descriptors(tmp_path: Path) -> None:
+    store = AdapterStore(tmp_path / "store", 1 << 24)
+    layout = place("float32", [FactorShape(Q_PROJ, 4, 16, 16, 2.0)])
+    tiers = Tiers(store, torch.device("cpu"))
+    keys = [
+        store.put("lora", layout.to_json(), layout.num_bytes, lambda write, idx=idx: filled(write, layout, idx))
+        for idx in range(200)
+    ]
+    with few_files(8):
+        copies = [tiers.stage(key) for key in keys]
+        weights = [tiers.promote(copy, no_pace) for copy in copies if copy is not None]
+    assert [w.storage[0].item() for w in weights if w is not None] == list(range(200))
+
+
+def filled(write: WriteFn, layout: LoraLayout, value: int) -> None:
+    write(memoryview(bytes([value]) * layout.num_bytes))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts files in /proc")
+def test_a_process_out_of_files_keeps_its_store(tmp_path: Path) -> None:
+    store, key = stored(tmp_path, "float32")
+    tiers = Tiers(store, torch.device("cpu"))
+    opened: list[int] = []
+    with few_files(2):
+        with contextlib.suppress(OSError):
+            while True:
+                opened.append(os.open("/dev/null", os.O_RDONLY))
+        with pytest.raises(OSError, match="Too many open files"):
+            tiers.stage(key)
+        for fd in opened:
+            os.close(fd)
+    assert key in store
+    host = tiers.stage(key)
+    assert host is not None
+    assert tiers.promote(host, no_pace) is not None
 
 
 def test_a_layout_survives_its_json() -> None:
