@@ -75,5 +75,5 @@ def _plan_lora(files: OpenedFiles, tensors: Sequence[TensorInfo], targets: BaseT
     stranger = next((tensor for tensor in tensors if tensor.file != tensors[0].file), None)
     if stranger is not None:
         raise AdapterInvalid(f"{stranger.where} is no tensor of a Medusa head; a LoRA's tensors must lie in one file")
-    config = parse_peft_config(read_all(files.open(CONFIG_NAME), MAX_CONFIG_BYTES, CONFIG_NAME))
+    config = parse_peft_config(read_all(files.open(CONFIG_NAME), MAX_CONFIG_BYTES, CONFIG_NAME), pace)
     return plan_lora(config, {tensor.name: tensor for tensor in tensors}, targets, pace)

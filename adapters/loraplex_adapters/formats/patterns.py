@@ -3,8 +3,8 @@ r"""Regular expressions that came with an adapter (`rank_pattern`, `alpha_patter
 PEFT runs `re.match(rf"(.*\.)?({pattern})$", path)`. A hostile pattern would hang a backtracking matcher, or exhaust
 memory while it is compiled (counted repeats), so neither `re` nor `regex` ever sees one. Instead the subset that
 adapters use is compiled to a small automaton here and simulated: time is at most len(program) * len(path), the program
-is bounded, and so is the sum over all patterns and modules of an adapter (MatchWork). Whether a path matches does not
-depend on greediness, so the answer is the one `re` would give.
+is bounded, and so are the sums over all patterns (CompileWork) and all modules (MatchWork) of an adapter. Whether a
+path matches does not depend on greediness, so the answer is the one `re` would give.
 
 The subset: literals, `.`, `\d \D \w \W \s \S` and escaped punctuation, `[...]`, `(...)` and `(?:...)`, `|`, `* + ?`
 (lazy or not), `{m}` `{m,}` `{m,n}`, `^` and `$`. Paths are ASCII in practice; classes mean their ASCII members.
@@ -56,6 +56,24 @@ class _Instruction:
 
 # A parsed pattern: nested tuples, so that a counted repeat can emit its body several times.
 _Node = tuple[str, object]
+
+
+@dataclass(slots=True)
+class CompileWork:
+    """How much compiling one adapter may still cause, all its patterns together: seconds at most, with pauses. A
+    pattern for each of 126 layers' seven linears, in both fields, takes about half of it."""
+
+    pace: Pace = no_pace
+    steps_left: int = 1 << 17
+
+    def spend(self) -> None:
+        """Raises AdapterUnsupported when the adapter has used up its share."""
+        self.pace()
+        self.steps_left -= 1
+        if self.steps_left < 0:
+            raise AdapterUnsupported(
+                "rank_pattern and alpha_pattern are too large together; use fewer or simpler patterns"
+            )
 
 
 @dataclass(slots=True)
@@ -124,13 +142,14 @@ class ModulePattern:
                 todo.append(state + 1)
 
 
-def compile_pattern(text: str, field_name: str) -> ModulePattern:
+def compile_pattern(text: str, field_name: str, work: CompileWork) -> ModulePattern:
     """Raises AdapterUnsupported when the pattern is not in the subset, or too large for its bounds."""
+    work.spend()
     if len(text) > MAX_PATTERN_CHARS:
         raise AdapterUnsupported(f"{field_name}: a pattern of {len(text)} characters; at most {MAX_PATTERN_CHARS}")
     if set(text) <= _PLAIN:
         return ModulePattern(text, ())
-    parser = _Parser(text, field_name)
+    parser = _Parser(text, field_name, work)
     program: list[_Instruction] = []
     _emit(parser.parse(), program, parser)
     program.append(_Instruction("match"))
@@ -140,9 +159,10 @@ def compile_pattern(text: str, field_name: str) -> ModulePattern:
 class _Parser:
     """Recursive descent over the subset. Owns the position."""
 
-    def __init__(self, text: str, field_name: str) -> None:
+    def __init__(self, text: str, field_name: str, work: CompileWork) -> None:
         self._text = text
         self._field = field_name
+        self._work = work
         self._idx = 0
         self._num_emitted = 0
 
@@ -154,6 +174,7 @@ class _Parser:
         self._num_emitted += 1
         if self._num_emitted > MAX_PROGRAM:
             raise self.refuse("it is too large")
+        self._work.spend()
 
     def parse(self) -> _Node:
         node = self._alternatives(0)

@@ -12,8 +12,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from loraplex_adapters.formats.patterns import MatchWork, ModulePattern, compile_pattern
+from loraplex_adapters.formats.patterns import CompileWork, MatchWork, ModulePattern, compile_pattern
 from loraplex_adapters.formats.strict_json import parse_object
+from loraplex_adapters.pace import Pace, no_pace
 from loraplex_proto.errors import AdapterInvalid, AdapterUnsupported
 
 CONFIG_NAME = "adapter_config.json"
@@ -90,7 +91,7 @@ def path_ends(path: str) -> Iterator[str]:
     return (".".join(words[idx:]) for idx in range(len(words) - 1, -1, -1))
 
 
-def parse_peft_config(data: bytes) -> PeftLoraConfig:
+def parse_peft_config(data: bytes, pace: Pace = no_pace) -> PeftLoraConfig:
     """Raises AdapterInvalid or AdapterUnsupported, naming the field."""
     fields = parse_object(data, CONFIG_NAME, MAX_CONFIG_BYTES)
     peft_type = fields.get("peft_type")
@@ -100,8 +101,9 @@ def parse_peft_config(data: bytes) -> PeftLoraConfig:
         raise AdapterUnsupported(f"{CONFIG_NAME}: peft_type {_shown(peft_type)} is not served; LORA is")
     _refuse_variants(fields)
     _check_init(fields.get("init_lora_weights", True))
-    rank_pattern = _patterns(fields, "rank_pattern")
-    alpha_pattern = _patterns(fields, "alpha_pattern")
+    work = CompileWork(pace)
+    rank_pattern = _patterns(fields, "rank_pattern", work)
+    alpha_pattern = _patterns(fields, "alpha_pattern", work)
     base_model = fields.get("base_model_name_or_path")
     return PeftLoraConfig(
         r=_rank(fields.get("r"), "r"),
@@ -138,11 +140,11 @@ def _check_init(init: Any) -> None:
     raise AdapterUnsupported(f"{CONFIG_NAME}: init_lora_weights {_shown(init)} is not known")
 
 
-def _patterns(fields: Mapping[str, Any], name: str) -> list[tuple[ModulePattern, Any]]:
+def _patterns(fields: Mapping[str, Any], name: str, work: CompileWork) -> list[tuple[ModulePattern, Any]]:
     value = fields.get(name) or {}
     if not isinstance(value, dict) or len(value) > MAX_PATTERNS:
         raise AdapterInvalid(f"{CONFIG_NAME}: {name} must be an object of at most {MAX_PATTERNS} entries")
-    return [(compile_pattern(text, f"{CONFIG_NAME}: {name}"), item) for text, item in value.items()]
+    return [(compile_pattern(text, f"{CONFIG_NAME}: {name}", work), item) for text, item in value.items()]
 
 
 def _rank(value: Any, name: str) -> int:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from loraplex_adapters.formats.patterns import MAX_PATTERN_CHARS, MatchWork, compile_pattern
+from loraplex_adapters.formats.patterns import MAX_PATTERN_CHARS, CompileWork, MatchWork, compile_pattern
 from loraplex_proto.errors import AdapterUnsupported
 
 PATHS = [
@@ -28,7 +28,7 @@ def as_peft_does(pattern: str, path: str) -> bool:
 
 
 def ours(pattern: str, path: str) -> bool:
-    return compile_pattern(pattern, "rank_pattern").matches(path, MatchWork())
+    return compile_pattern(pattern, "rank_pattern", CompileWork()).matches(path, MatchWork())
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_the_same_language_as_re(pattern: str, path: str) -> None:
 def test_patterns_that_hang_a_backtracking_matcher_are_quick(pattern: str) -> None:
     started = time.perf_counter()
     work = MatchWork()
-    compiled = compile_pattern(pattern, "rank_pattern")
+    compiled = compile_pattern(pattern, "rank_pattern", CompileWork())
     compiled.matches("a" * 120 + "!", work)
     assert time.perf_counter() - started < 2.0
 
@@ -140,12 +140,12 @@ def test_patterns_that_hang_a_backtracking_matcher_are_quick(pattern: str) -> No
 def test_what_is_not_served_is_refused_by_name(pattern: str) -> None:
     started = time.perf_counter()
     with pytest.raises(AdapterUnsupported, match="rank_pattern"):
-        compile_pattern(pattern, "adapter_config.json: rank_pattern")
+        compile_pattern(pattern, "adapter_config.json: rank_pattern", CompileWork())
     assert time.perf_counter() - started < 1.0
 
 
 def test_all_of_an_adapters_matching_together_is_bounded() -> None:
-    compiled = compile_pattern("(.?){120}", "rank_pattern")
+    compiled = compile_pattern("(.?){120}", "rank_pattern", CompileWork())
     work = MatchWork()
     started = time.perf_counter()
     with pytest.raises(AdapterUnsupported, match="too long"):

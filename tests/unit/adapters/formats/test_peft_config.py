@@ -165,3 +165,24 @@ def test_targets() -> None:
     # A pattern or a shorthand is not run at all: the tensors say which modules there are.
     for text in ("all-linear", ".*_proj", "(a+)+$", None):
         assert parse(target_modules=text).names_target("anything")
+
+
+def test_compiling_all_patterns_together_is_bounded_and_paced() -> None:
+    """Each of them is allowed; 8192 of them would take minutes."""
+    hostile = {f"(a{{30}}b?){{55}}{idx:04}": 4 for idx in range(4096)}
+    data = json.dumps(lora_config(rank_pattern=hostile, alpha_pattern=hostile)).encode()
+    num_pauses = 0
+
+    def pace() -> None:
+        nonlocal num_pauses
+        num_pauses += 1
+
+    with pytest.raises(AdapterUnsupported, match="rank_pattern and alpha_pattern are too large together"):
+        parse_peft_config(data, pace)
+    assert 1000 < num_pauses < 200_000
+
+
+def test_a_pattern_for_every_linear_of_a_large_model_is_accepted() -> None:
+    patterns = {rf"^model\.layers\.{layer}\.self_attn\.[a-z]{linear}": 4 for layer in range(126) for linear in range(7)}
+    config = parse(r=8, rank_pattern=patterns, alpha_pattern=patterns)
+    assert len(config.rank_pattern) == len(config.alpha_pattern) == 126 * 7
