@@ -75,7 +75,7 @@ def draft_key(name: str) -> str:
 
 def _draft_name(params: SpeculationParams, names: Collection[str]) -> str:
     if params.kind != "draft_model":
-        return next(iter(names)) if len(names) == 1 else ""
+        return next(iter(names), "")  # the first one that the operator named
     if not names:
         raise FailedPrecondition(
             "this server has no draft model (--draft-model); leave `speculation.draft_model` out",
