@@ -48,6 +48,9 @@ from loraplex_server.engine.messages import Submit
 from loraplex_server.events import CompletionEnd, RequestFailed, Tokens
 from loraplex_server.model import runner as runner_module
 from loraplex_server.request import Request, SpeculationParams, StoppingParams
+from loraplex_server.scheduler.plan import Candidate
+from loraplex_server.speculation.base import Ask
+from loraplex_server.speculation.lookup import PromptLookupProposer
 
 Verify = Callable[[Sequence[int], Sequence[int]], tuple[int, ...]]
 OFF = SpeculationParams(kind="off")
@@ -206,7 +209,24 @@ def make_draft(path: Path, model: Path) -> None:
     draft.save_pretrained(path)
 
 
+def always_match() -> None:
+    """Random text has nothing to look up: every lookup finds a match, and gives as many tokens as are wanted."""
+    match_len = PromptLookupProposer.match_len
+    propose = PromptLookupProposer.propose
+
+    def some_match(self: PromptLookupProposer, candidate: Candidate, params: SpeculationParams) -> int:
+        return max(3, match_len(self, candidate, params))
+
+    def some_tokens(self: PromptLookupProposer, asks: Sequence[Ask]) -> list[tuple[int, ...]]:
+        drafts = propose(self, asks)
+        return [(*draft, *([1] * ask.num_tokens))[: ask.num_tokens] for draft, ask in zip(drafts, asks, strict=True)]
+
+    PromptLookupProposer.match_len = some_match
+    PromptLookupProposer.propose = some_tokens
+
+
 def synthetic(args: argparse.Namespace) -> None:
+    always_match()
     with tempfile.TemporaryDirectory() as directory:
         work = Path(directory)
         heads = make_heads(work / "adapters", args.inputs / "model")
@@ -286,6 +306,7 @@ def summary(rows: Sequence[dict[str, object]]) -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=None, help="CPU threads; default: all cores")
     commands = parser.add_subparsers(required=True)
     made = commands.add_parser("synthetic")
     made.set_defaults(run=synthetic)
@@ -303,6 +324,8 @@ def main() -> None:
     shown.add_argument("--cases", type=int, default=16)
     shown.add_argument("--repeat", type=int, default=3)
     args = parser.parse_args()
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
     args.run(args)
 
 
