@@ -29,6 +29,7 @@ from loraplex_adapters.cache.states import (
     Promote,
     Refetch,
     Stage,
+    remembered_s,
 )
 from loraplex_adapters.cache.victims import Lru, choose_victims, may_leave_device
 from loraplex_adapters.key import AdapterKey
@@ -397,7 +398,7 @@ class ResidencyTable:
         self._give_back(record)
         record.step(KeyEvent.FAIL)
         record.error = error
-        record.failed_until_s = now + self._failure_ttl_s
+        record.failed_until_s = now + remembered_s(error, self._failure_ttl_s)
         self._failed.add(record.key)
         for queue in (self._wants, self._borrows, self._prefetches):
             queue.pop(record.key, None)

@@ -12,10 +12,17 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from loraplex_adapters.key import AdapterKey
+from loraplex_proto.errors import LoraplexError
 
 
 class IllegalTransition(RuntimeError):
     """A bug of the caller's. Nothing was changed."""
+
+
+def remembered_s(error: Exception, failure_ttl_s: float) -> float:
+    """How long a failure is answered from memory: not for longer than it says itself that it lasts."""
+    hint = error.retry_after_s if isinstance(error, LoraplexError) else None
+    return failure_ttl_s if hint is None else min(failure_ttl_s, hint)
 
 
 class NameState(Enum):

@@ -11,7 +11,16 @@ from collections import OrderedDict
 
 from loraplex_adapters.cache.config import AdapterCacheConfig
 from loraplex_adapters.cache.residency import ResidencyTable
-from loraplex_adapters.cache.states import Fetch, FetchName, LoadOperation, Move, NameEvent, NameRecord, NameState
+from loraplex_adapters.cache.states import (
+    Fetch,
+    FetchName,
+    LoadOperation,
+    Move,
+    NameEvent,
+    NameRecord,
+    NameState,
+    remembered_s,
+)
 from loraplex_adapters.key import AdapterKey
 from loraplex_adapters.sources.base import not_found
 from loraplex_proto.errors import AdapterLoadsBusy, AdapterMemoryFull
@@ -144,9 +153,7 @@ class AdapterTable:
                 operation.ended_s = now
             elif operation is not None and operation.ended_s is not None and now - operation.ended_s > ABANDONED_S:
                 self._end_load(record)
-        for name in list(self._failures):
-            if self.names[name].failed_until_s > now:
-                break
+        for name in [name for name in self._failures if self.names[name].failed_until_s <= now]:
             self._drop_failure(name)
 
     @property
@@ -243,7 +250,7 @@ class AdapterTable:
             record.load.error = error
         if record.state is NameState.FAILED:
             record.error = error
-            record.failed_until_s = now + self._failure_ttl_s
+            record.failed_until_s = now + remembered_s(error, self._failure_ttl_s)
             self._failures[record.name] = None
             if len(self._failures) > MAX_REMEMBERED_FAILURES:
                 self._drop_failure(next(iter(self._failures)))

@@ -297,6 +297,19 @@ def test_a_failed_move_gives_everything_back_and_is_forgotten_in_time() -> None:
     bring_up(table, A)
 
 
+def test_a_failed_move_is_tried_again_when_it_says_so() -> None:
+    table = make_table()
+    pinned(table, A)
+    table.acquire(A)
+    table.advance(0.0)
+    table.moves.clear()
+    table.failed(A, AdapterMemoryFull("no memory", retry_after_s=5.0), now=0.0)
+    run(table, now=4.9)
+    assert table.failure(A) is not None
+    run(table, now=5.0)
+    assert table.failure(A) is None
+
+
 def test_lost_bytes_come_back_from_the_source_only_if_they_are_the_same() -> None:
     table = make_table()
     pinned(table, A)

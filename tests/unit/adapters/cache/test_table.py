@@ -104,6 +104,20 @@ def test_a_failure_is_answered_from_memory_until_it_expires() -> None:
     assert table.resolve("x", 1.0 + TTL_S) == OLD
 
 
+def test_a_failure_is_not_remembered_for_longer_than_it_says_that_it_lasts() -> None:
+    table = make_table()
+    for name, error in (("broken", AdapterInvalid("broken")), ("x", AdapterMemoryFull("full", retry_after_s=2.0))):
+        assert table.resolve(name, 0.0) is None
+        fail_fetch(table, error, now=1.0)
+    with pytest.raises(AdapterMemoryFull):
+        table.resolve("x", 2.9)
+    turn(table, now=3.0)
+    assert set(table.names) == {"broken"}
+    assert table.resolve("x", 3.0) is None
+    end_fetch(table, OLD)
+    assert table.resolve("x", 3.0) == OLD
+
+
 def test_expired_failures_leave_nothing() -> None:
     table = make_table()
     assert table.resolve("x", 0.0) is None
