@@ -89,7 +89,7 @@ class DraftRecipe:
 ADAPTERS = (
     AdapterRecipe("json", 8, 16, ATTENTION, dtype="bfloat16"),
     AdapterRecipe("yaml", 4, 8, ("q_proj", "v_proj")),
-    AdapterRecipe("sql", 16, 32, (*ATTENTION, *MLP), dtype="bfloat16", num_rounds=2),
+    AdapterRecipe("sql", 16, 32, (*ATTENTION, *MLP), dtype="bfloat16", num_rounds=4),
     AdapterRecipe("xml", 8, 8, ATTENTION, use_rslora=True),
     AdapterRecipe(
         "toml",
