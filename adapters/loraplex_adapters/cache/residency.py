@@ -104,11 +104,14 @@ class ResidencyTable:
         record.names.discard(name)
         self._forget_if_idle(record)
 
-    def can_pin(self, key: AdapterKey, num_bytes: int) -> bool:
-        """Whether all pinned weights, these included, fit the device at the same time."""
+    def can_pin(self, key: AdapterKey, num_bytes: int, leaving: AdapterKey | None = None) -> bool:
+        """Whether all pinned weights, these included, fit the device at the same time; `leaving` is pinned no more."""
         if key in self._pinned:
             return True
-        return self.pinned_bytes + num_bytes <= self.device_budget and len(self._pinned) < self.num_slots
+        num_pinned, pinned_bytes = len(self._pinned), self.pinned_bytes
+        if leaving is not None and leaving in self._pinned:
+            num_pinned, pinned_bytes = num_pinned - 1, pinned_bytes - self.records[leaving].num_bytes
+        return pinned_bytes + num_bytes <= self.device_budget and num_pinned < self.num_slots
 
     def set_pinned(self, key: AdapterKey, name: str, is_pinned: bool) -> None:
         """The operator's pin: brought to the device and kept there."""
@@ -244,10 +247,7 @@ class ResidencyTable:
         self.round += 1
         self.is_due = False
         for key in [key for key in self._failed if self.records[key].failed_until_s <= now]:
-            record = self.records[key]
-            self._retry(record)
-            if record.pinned_names:
-                self._want(record)
+            self._retry(self.records[key])
         for record in self._device_lru.values():
             record.num_offers = max(0, record.num_offers - 1)
         blocked = self._serve_wants()
@@ -393,6 +393,8 @@ class ResidencyTable:
         record.step(KeyEvent.RETRY)
         record.error = None
         self._failed.discard(record.key)
+        if record.pinned_names:
+            self._want(record)
 
     def _fail(self, record: KeyRecord, error: Exception, now: float) -> None:
         self._give_back(record)

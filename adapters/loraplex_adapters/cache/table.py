@@ -112,7 +112,7 @@ class AdapterTable:
             return
         operation = record.load
         if operation is not None and operation.ended_s is None and not operation.is_behind:
-            refusal = self._refusal(operation, key, num_bytes)
+            refusal = self._refusal(record, operation, key, num_bytes)
             if refusal is not None:
                 self._fail(record, refusal, now)
                 return
@@ -222,7 +222,9 @@ class AdapterTable:
             return True
         return operation.bound_round >= 0 and record.key is not None and self.residency.is_settled(record.key)
 
-    def _refusal(self, operation: LoadOperation, key: AdapterKey, num_bytes: int) -> AdapterMemoryFull | None:
+    def _refusal(
+        self, record: NameRecord, operation: LoadOperation, key: AdapterKey, num_bytes: int
+    ) -> AdapterMemoryFull | None:
         """Why a loaded adapter is not bound at all: an explicit load says so and leaves nothing behind."""
         table = self.residency
         if num_bytes > min(table.device_budget, table.host_budget):
@@ -230,7 +232,10 @@ class AdapterTable:
                 f"the adapter takes {num_bytes} bytes; the server has {table.device_budget} for adapters on the device "
                 f"and {table.host_budget} on the host (--adapter-device-memory, --adapter-host-memory)"
             )
-        if operation.pin and not table.can_pin(key, num_bytes):
+        # The content that this name leaves behind makes way, unless another name pins it too.
+        previous = table.records[record.key] if record.key is not None else None
+        leaving = previous.key if previous is not None and previous.pinned_names == {record.name} else None
+        if operation.pin and not table.can_pin(key, num_bytes, leaving):
             return AdapterMemoryFull(
                 f"the adapter takes {num_bytes} bytes, and the adapters that are pinned already leave no room to pin "
                 "it; unload one of them or load this one without a pin"

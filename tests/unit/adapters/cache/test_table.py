@@ -271,6 +271,53 @@ def test_a_pin_that_can_never_be_kept_is_refused() -> None:
     assert NEW not in table.residency.records
 
 
+def test_a_pinned_adapter_whose_files_changed_takes_its_own_place() -> None:
+    table = make_table()
+    for key in (OLD, NEW):
+        assert table.load("x", True, 0.0) is None
+        end_fetch(table, key, num_bytes=600)
+        turn(table)
+        turn(table)
+        assert table.load("x", True, 0.0) == key
+    assert table.residency.pinned_bytes == 600
+    assert set(table.residency.records) == {NEW}
+
+
+def test_a_content_that_another_name_pins_too_makes_no_way() -> None:
+    table = make_table()
+    for name in ("x", "y"):
+        assert table.load(name, True, 0.0) is None
+        end_fetch(table, OLD, num_bytes=600)
+        turn(table)
+        assert table.load(name, True, 0.0) == OLD
+    assert table.load("x", True, 0.0) is None
+    end_fetch(table, NEW, num_bytes=600)
+    with pytest.raises(AdapterMemoryFull, match="pin"):
+        table.load("x", True, 0.0)
+    assert table.names["x"].key == OLD
+
+
+def test_a_pinned_adapter_that_failed_is_brought_up_by_loading_it_again() -> None:
+    table = make_table()
+    residency = table.residency
+    assert table.load("x", True, 0.0) is None
+    end_fetch(table, OLD)
+    table.advance(0.0)
+    assert any(isinstance(move, Promote) for move in table.take_moves())
+    residency.failed(OLD, AdapterInvalid("the copy went wrong"), now=0.0)
+    turn(table)
+    with pytest.raises(AdapterInvalid):
+        table.load("x", True, 0.0)
+    for name, key in (("a", NEW), ("b", key_of(3))):  # both slots are taken meanwhile
+        bound(table, name, key)
+    assert table.load("x", True, 1.0) is None
+    end_fetch(table, OLD, now=1.0)
+    turn(table, now=1.0)
+    turn(table, now=1.0)
+    assert table.load("x", True, 1.0) == OLD
+    assert residency.records[OLD].slot >= 0
+
+
 def test_loading_again_without_a_pin_takes_the_pin_off() -> None:
     table = make_table()
     for pin in (True, False):
