@@ -146,7 +146,7 @@ def check_matrix(world: World, requests: Sequence[Request], seed: int, **limits:
     drafted, accepted = sums(list(outcomes.values()))
     for name in (MEDUSA, PROMPT_LOOKUP, DRAFT_MODEL):
         assert drafted[name] > accepted[name] > 0, (name, drafted, accepted)
-    assert bench.num_preemptions > 0
+    assert (bench.num_preemptions > 0) == (limits["num_blocks"] < 50)
     ends = [end for outcome in outcomes.values() for end in outcome.ends.values()]
     assert {end.reason.value for end in ends} == {"length", "eos", "stop"}
     assert any(end.num_cached_tokens for end in ends)
@@ -159,7 +159,7 @@ def test_every_way_of_speculating_under_all_parameters(world: World) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("num_blocks", [14, 20, 60])
+@pytest.mark.parametrize("num_blocks", [14, 150])
 def test_every_way_of_speculating_at_length(world: World, seed: int, num_blocks: int) -> None:
     limits = {"num_blocks": num_blocks, "max_running": 4 + seed * 2, "max_step_tokens": 15 + 3 * seed}
     check_matrix(world, matrix(len(KINDS), seed=10 + seed), seed, **limits)
