@@ -128,7 +128,8 @@ def _world(retrain: Path | None) -> World:
 
 async def _run(world: World, num_records: int, report: Report) -> Run:
     given = {flag.parameter: flag.default for flag in flags_of(WorkerConfig)}
-    given |= {"adapters": world.adapters_root, "port": 0, "drain": 2.0, "log_level": "error"}
+    # One thread: in a model this small, every product is over before a second one has woken up.
+    given |= {"adapters": world.adapters_root, "port": 0, "drain": 2.0, "log_level": "error", "threads": 1}
     given["draft_model"] = [f"{draft.name}={world.draft_path(draft.name)}" for draft in world.drafts]
     config = worker_config(str(world.base_path), given)
     with tempfile.TemporaryDirectory(prefix="loraplex-demo-") as folder:
