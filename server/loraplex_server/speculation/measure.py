@@ -20,22 +20,24 @@ NUM_REPEATS = 3
 def measure_runner(runner: ModelRunner, *, max_rows: int, num_blocks: int, block_size: int) -> StepCosts:
     """Takes about LIMIT_S, or two steps where they are longer. Before the first request only."""
     num_sequences = min(max_rows, num_blocks)
-    sizes = [size for size in DEFAULT_SIZES if size <= num_sequences * block_size]
-    run = _timer(runner, num_sequences, block_size)
+    # Each sequence in a block of its own, and no longer than the context.
+    max_len = min(block_size, runner.mirror.max_len)
+    sizes = [size for size in DEFAULT_SIZES if size <= num_sequences * max_len]
+    run = _timer(runner, num_sequences, max_len)
     costs = measure_step_costs(run, sizes=sizes, num_repeats=NUM_REPEATS, limit_s=LIMIT_S)
     runner.execute(StepPlan(0, (), released=tuple(range(num_sequences))))
     return costs
 
 
-def _timer(runner: ModelRunner, num_sequences: int, block_size: int) -> Callable[[int], float]:
-    """Runs a step of so many rows, on as many sequences as there may be, each in a block of its own."""
+def _timer(runner: ModelRunner, num_sequences: int, max_len: int) -> Callable[[int], float]:
+    """Runs a step of so many rows, on as many sequences as there may be."""
 
     def run(num_rows: int) -> float:
         num_entered = min(num_rows, num_sequences)
         spans: list[Span] = []
         entered: list[NewSequence] = []
         for row in range(num_entered):
-            num_tokens = min(block_size, num_rows // num_entered + (row < num_rows % num_entered))
+            num_tokens = min(max_len, num_rows // num_entered + (row < num_rows % num_entered))
             draft = (0,) * (num_tokens - 1)
             name = f"timing-{row}"
             entered.append(NewSequence(name, row, (0,), 1, SamplingParams(), OutputParams()))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from loraplex_adapters.key import AdapterKey
@@ -133,23 +133,18 @@ class Speculator:
         now_s = self._clock()
         self._costs = {name: self._proposer_costs.cost(name, now_s) for name in self._proposers}
         self._pauses = self._longest_pauses(candidates)
-        options = [option for candidate in candidates if (option := self._best_option(candidate, len(candidates)))]
-        if not options:
-            return {}
-        names = {option.proposer for option in options}
-        lengths = choose_lengths(
-            [Offer(one.proposer, one.survival, one.sequence.choice.params.fixed_length) for one in options],
-            num_rows=len(candidates),
-            num_tokens=len(candidates),
-            budget=self._max_step_tokens - len(candidates),
-            step_costs=self._step_costs,
-            proposer_costs=self._costs,
-        )
         drafts: dict[str, Draft] = {}
-        for name in names:
-            asked = [(one, n) for one, n in zip(options, lengths, strict=True) if one.proposer == name and n > 0]
-            if asked:
-                drafts |= self._ask(name, asked)
+        # By sequence, who had nothing to say in this step, such as heads that are on their way: the next best is asked.
+        silent: dict[str, set[str]] = {}
+        waiting: Sequence[Candidate] = candidates
+        while waiting:
+            asked = self._sized_options(waiting, silent, len(candidates), drafts)
+            for name in dict.fromkeys(option.proposer for option, _ in asked):
+                drafts |= self._ask(name, [entry for entry in asked if entry[0].proposer == name])
+            unanswered = [option for option, _ in asked if option.candidate.sequence_id not in drafts]
+            for option in unanswered:
+                silent.setdefault(option.candidate.sequence_id, set()).add(option.proposer)
+            waiting = [option.candidate for option in unanswered]
         return drafts
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
@@ -199,14 +194,44 @@ class Speculator:
             for name, num_users in users.items()
         }
 
-    def _best_option(self, candidate: Candidate, num_rows: int) -> _Option | None:
+    def _sized_options(
+        self,
+        candidates: Sequence[Candidate],
+        silent: Mapping[str, Collection[str]],
+        num_rows: int,
+        drafts: Mapping[str, Draft],
+    ) -> list[tuple[_Option, int]]:
+        """Whom to ask for which of these, and for how many tokens. `num_rows`: of the step, beside `drafts`."""
+        options = [
+            option
+            for candidate in candidates
+            if (option := self._best_option(candidate, num_rows, silent.get(candidate.sequence_id, ())))
+        ]
+        if not options:
+            return []
+        num_drafted = sum(len(draft.token_ids) for draft in drafts.values())
+        lengths = choose_lengths(
+            [Offer(one.proposer, one.survival, one.sequence.choice.params.fixed_length) for one in options],
+            num_rows=num_rows + num_drafted,
+            num_tokens=num_rows,
+            budget=self._max_step_tokens - num_rows - num_drafted,
+            step_costs=self._step_costs,
+            proposer_costs=self._costs,
+        )
+        return [(option, num) for option, num in zip(options, lengths, strict=True) if num > 0]
+
+    def _best_option(self, candidate: Candidate, num_rows: int, silent: Collection[str]) -> _Option | None:
         choice = self._requests.get(candidate.request.request_id)
         if choice is None or candidate.num_room < 1:
             return None
         sequence = self._sequences.get(candidate.sequence_id)
         if sequence is None:
             sequence = self._sequences[candidate.sequence_id] = _Sequence(choice)
-        options = [option for name in choice.proposers if (option := self._option(candidate, sequence, name))]
+        options = [
+            option
+            for name in choice.proposers
+            if name not in silent and (option := self._option(candidate, sequence, name))
+        ]
         if len(options) < 2:
             return options[0] if options else None
         step_s = self._step_costs.seconds(num_rows)
