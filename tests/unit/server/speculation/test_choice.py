@@ -39,15 +39,15 @@ def wanted(
     kind: SpeculationKind | None, heads: AdapterKey | None, num_tokens: int, drafts: tuple[str, ...]
 ) -> tuple[str, ...] | None:
     """The proposers in words of their own; None where there is nothing that was asked for."""
-    only_draft = tuple(draft_key(name) for name in drafts) if len(drafts) == 1 else ()
-    everything = ((MEDUSA,) if heads else ()) + (PROMPT_LOOKUP, *only_draft)
+    first_draft = tuple(draft_key(name) for name in drafts[:1])
+    everything = ((MEDUSA,) if heads else ()) + (PROMPT_LOOKUP, *first_draft)
     table: dict[SpeculationKind | None, tuple[str, ...] | None] = {
         None: everything if heads or num_tokens else (),
         "off": (),
         "auto": everything,
         "medusa": (MEDUSA,) if heads else None,
         "prompt_lookup": (PROMPT_LOOKUP,),
-        "draft_model": only_draft or None,
+        "draft_model": first_draft if len(drafts) == 1 else None,  # it does not say which of two
     }
     return table[kind]
 
