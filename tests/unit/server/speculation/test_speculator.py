@@ -1,0 +1,523 @@
+"""Who drafts for which sequence in a step and how much: with proposers of strings, and a clock that stands still."""
+
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from loraplex_adapters.key import AdapterKey
+from loraplex_proto.errors import FailedPrecondition, Internal, InvalidArgument
+from loraplex_server.config import SpeculationConfig
+from loraplex_server.events import Tokens
+from loraplex_server.request import Request, SamplingParams, SpeculationKind, SpeculationParams, StoppingParams
+from loraplex_server.scheduler.plan import Candidate, Draft, Span, SpanResult, StepPlan, StepResult
+from loraplex_server.speculation import speculator as module
+from loraplex_server.speculation.base import DRAFT_MODEL, MEDUSA, PROMPT_LOOKUP, Ask
+from loraplex_server.speculation.costs import StepCosts
+from loraplex_server.speculation.speculator import Speculator
+
+LORA = AdapterKey("lora", "1" * 64)
+BOTH = AdapterKey("combined", "2" * 64)
+HEADS = AdapterKey("medusa", "3" * 64)
+DEFAULT = AdapterKey("medusa", "4" * 64)
+SMALL = "draft_model:small"
+FLAT = StepCosts({1: 1.0, 256: 1.0001})  # rows cost nothing
+STEEP = StepCosts({1: 1.0, 256: 256.0})  # a row costs as much as a step
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@dataclass
+class Fake:
+    """Implements Proposer. Drafts 1, 2, 3, ... unless told otherwise; each call takes `seconds`."""
+
+    name: str
+    clock: Clock
+    answer: Callable[[Ask], Any] = lambda ask: tuple(range(1, 1 + ask.num_tokens))
+    seconds: float = 0.0
+    calls: list[list[Ask]] = field(default_factory=list[list[Ask]])
+    forgotten: list[str] = field(default_factory=list[str])
+    num_closed: int = 0
+
+    def propose(self, asks: Sequence[Ask]) -> Any:
+        self.calls.append(list(asks))
+        self.clock.now_s += self.seconds
+        return [self.answer(ask) for ask in asks]
+
+    def forget(self, sequence_id: str) -> None:
+        self.forgotten.append(sequence_id)
+
+    def close(self) -> None:
+        self.num_closed += 1
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        """Asked for in the last call, by sequence."""
+        return {ask.candidate.sequence_id: ask.num_tokens for ask in self.calls[-1]} if self.calls else {}
+
+
+class Table:
+    """A speculator with heads and a draft model, and requests of one sequence each."""
+
+    def __init__(self, config: SpeculationConfig | None = None, costs: StepCosts = FLAT, **options: Any) -> None:
+        self.clock = Clock()
+        self.medusa = Fake(MEDUSA, self.clock)
+        self.small = Fake(DRAFT_MODEL, self.clock)
+        self.speculator = Speculator(
+            config or SpeculationConfig(),
+            {MEDUSA: self.medusa, SMALL: self.small},
+            costs,
+            draft_names=("small",),
+            clock=self.clock,
+            **options,
+        )
+        self.requests: dict[str, Request] = {}
+
+    def begin(
+        self,
+        name: str,
+        kind: SpeculationKind | None,
+        key: AdapterKey | None = None,
+        heads: AdapterKey | None = None,
+        **params: Any,
+    ) -> bool:
+        request = Request(name, (7, 8, 9), StoppingParams(100), speculation=SpeculationParams(kind, **params))
+        self.requests[name] = request
+        return self.speculator.begin(request, key, heads)
+
+    def candidate(self, name: str, tokens: Sequence[int] = (7, 8, 9), num_room: int = 50) -> Candidate:
+        return Candidate(name, 0, list(tokens), 3, num_room, self.requests[name], SamplingParams(), None)
+
+    def propose(self, *names: str, **fields: Any) -> dict[str, Draft]:
+        return self.speculator.propose([self.candidate(name, **fields) for name in names])
+
+    def step(self, *names: str, num_accepted: int = 0, **fields: Any) -> dict[str, Draft]:
+        """Drafts, and their verification: that many tokens of each are right."""
+        drafts = self.propose(*names, **fields)
+        self.observe(drafts, num_accepted)
+        return drafts
+
+    def observe(self, drafts: dict[str, Draft], num_accepted: int) -> None:
+        spans: list[Span] = []
+        results: dict[str, SpanResult] = {}
+        for name, draft in drafts.items():
+            num_drafted = len(draft.token_ids)
+            spans.append(
+                Span(name, 0, 3, 1 + num_drafted, 1 + num_drafted, draft=draft.token_ids, proposer=draft.proposer)
+            )
+            results[name] = SpanResult((5,) * (1 + min(num_accepted, num_drafted)), num_drafted=num_drafted)
+        self.speculator.observe(StepPlan(1, tuple(spans)), StepResult(1, results))
+
+
+def wrong(ask: Ask) -> Any:
+    raise RuntimeError("no")
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_request_may_ask_for() -> None:
+    assert Table().speculator.kinds == (MEDUSA, PROMPT_LOOKUP, SMALL)
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "named", "is_default", "found"),
+    [
+        ("medusa", None, None, False, DEFAULT),
+        ("medusa", LORA, None, False, DEFAULT),
+        ("medusa", BOTH, None, False, BOTH),
+        ("medusa", HEADS, None, False, HEADS),
+        ("medusa", BOTH, HEADS, False, HEADS),
+        ("medusa", None, HEADS, False, HEADS),
+        ("auto", None, None, False, DEFAULT),
+        ("auto", BOTH, None, False, BOTH),
+        (None, None, None, False, None),
+        (None, LORA, None, False, None),
+        (None, None, None, True, DEFAULT),
+        (None, LORA, None, True, DEFAULT),
+        (None, BOTH, None, False, BOTH),
+        (None, HEADS, None, False, HEADS),
+        (None, None, HEADS, False, HEADS),
+        ("off", BOTH, HEADS, True, None),
+        ("prompt_lookup", BOTH, HEADS, True, None),
+        ("draft_model", BOTH, HEADS, True, None),
+    ],
+)
+def test_whose_heads(
+    kind: SpeculationKind | None,
+    key: AdapterKey | None,
+    named: AdapterKey | None,
+    is_default: bool,
+    found: AdapterKey | None,
+) -> None:
+    """Those that it names come first, then its adapter's, then the server's if it speculates at all."""
+    for options in ({"drafts_by_default": is_default}, {"config": SpeculationConfig(4 * is_default)}):
+        table = Table(default_heads=DEFAULT, **options)  # type: ignore[arg-type]
+        table.small.answer = lambda ask: ()
+        assert table.begin("r", kind, key, named) == (found is not None)
+        table.propose("r")
+        assert [ask.heads for call in table.medusa.calls for ask in call] == ([found] if found else [])
+
+
+def test_what_is_not_there_is_refused_and_forgotten() -> None:
+    table = Table()
+    with pytest.raises(FailedPrecondition, match="no Medusa heads"):
+        table.begin("r", "medusa")
+    with pytest.raises(InvalidArgument, match="one of small"):
+        table.begin("r", "draft_model", draft_name="large")
+    assert not table.speculator.is_wanted
+    assert table.propose("r") == {}
+
+
+def test_requests_that_do_not_speculate_cost_nothing() -> None:
+    table = Table(default_heads=DEFAULT)
+    assert not table.begin("a", "off")
+    assert not table.begin("b", None)
+    assert not table.speculator.is_wanted
+    assert table.propose("a", "b") == {}
+    assert not table.medusa.calls
+    assert not table.small.calls
+
+
+def test_an_ended_request_is_forgotten() -> None:
+    """By every proposer that it may have used, once; and nothing more is done for it."""
+    table = Table()
+    table.begin("a", "auto", BOTH)
+    table.begin("b", "draft_model")
+    table.propose("a", "b")
+    table.speculator.end("a")
+    table.speculator.end("a")
+    table.speculator.end("never there")
+    assert table.speculator.is_wanted
+    assert set(table.propose("b")) == {"b"}
+    assert (table.medusa.forgotten, table.small.forgotten) == (["a"], ["a"])
+    # A step may still have its sequence, when the request ends in between.
+    table.speculator.end("b")
+    assert table.speculator.propose([table.candidate("b")]) == {}
+    assert table.speculator.propose([]) == {}
+    assert table.small.forgotten == ["a", "b"]
+    assert not table.speculator.is_wanted
+
+
+def test_a_sequence_that_waits_again_is_forgotten_and_comes_back_as_new() -> None:
+    table = Table()
+    table.begin("a", "draft_model", max_draft_tokens=4)
+    while table.step("a"):
+        pass  # until its misses are too many
+    assert table.propose() == {}
+    assert table.small.forgotten == ["a"]
+    assert table.speculator.is_wanted
+    assert table.propose("a")["a"].token_ids[0] == 1
+
+
+def test_completions_of_a_request_are_apart() -> None:
+    table = Table()
+    table.begin("r", "draft_model")
+    request = table.requests["r"]
+    candidates = [Candidate(f"r#{i}", i, [7], 1, 9, request, SamplingParams(), None) for i in range(3)]
+    assert set(table.speculator.propose(candidates)) == {"r#0", "r#1", "r#2"}
+    assert set(table.speculator.propose(candidates[1:])) == {"r#1", "r#2"}
+    assert table.small.forgotten == ["r#0"]
+
+
+# --- who, and how much ------------------------------------------------------------------------------------------------
+
+
+def test_one_call_of_each_proposer() -> None:
+    """With all of its sequences, their parameters filled in."""
+    table = Table(SpeculationConfig(num_tokens=5, max_num_tokens=6))
+    table.begin("a", "draft_model", fixed_length=True, max_draft_tokens=3)
+    table.begin("b", "medusa", BOTH)
+    table.begin("c", "draft_model", max_draft_tokens=90)
+    table.begin("d", "prompt_lookup")
+    table.begin("e", None)
+    table.begin("f", "off")
+    drafts = table.propose("a", "b", "c", "d", "e", "f", tokens=[7, 8, 9, 4, 7, 8])
+    assert [len(calls) for calls in (table.small.calls, table.medusa.calls)] == [1, 1]
+    params = {ask.candidate.sequence_id: ask.params for call in table.small.calls for ask in call}
+    assert params["a"].max_draft_tokens == 3
+    assert params["c"].max_draft_tokens == 6
+    assert [ask.heads for ask in table.medusa.calls[0]] == [BOTH]
+    assert {name: draft.proposer for name, draft in drafts.items()} == {
+        "a": DRAFT_MODEL,
+        "b": MEDUSA,
+        "c": DRAFT_MODEL,
+        "d": PROMPT_LOOKUP,
+        "e": drafts["e"].proposer,
+    }
+    assert drafts["d"].token_ids[:4] == (9, 4, 7, 8)
+    assert all(len(draft.token_ids) <= 6 for draft in drafts.values())
+
+
+@pytest.mark.parametrize("kind", ["draft_model", "prompt_lookup", "medusa"])
+def test_no_more_than_there_is_room_for(kind: SpeculationKind) -> None:
+    table = Table()
+    table.begin("a", kind, BOTH, fixed_length=True)
+    tokens = [7, 8, 9, 4, 5, 6, 7, 8]
+    assert table.propose("a", tokens=tokens, num_room=0) == {}
+    assert not table.small.calls
+    assert not table.medusa.calls
+    assert len(table.propose("a", tokens=tokens, num_room=2)["a"].token_ids) == 2
+
+
+def test_fixed_lengths_stay() -> None:
+    """However often they miss, and whatever a step costs; those that adapt give up where it does not pay."""
+    table = Table(costs=STEEP)
+    table.begin("fixed", "draft_model", fixed_length=True, max_draft_tokens=5)
+    table.begin("adaptive", "draft_model", max_draft_tokens=5)
+    for _ in range(20):
+        table.step("fixed", "adaptive")
+        assert table.small.lengths["fixed"] == 5
+    assert table.small.lengths == {"fixed": 5}
+    table = Table(SpeculationConfig(adaptive=False), STEEP)
+    table.begin("a", "draft_model", max_draft_tokens=5)
+    table.step("a")
+    assert table.small.lengths == {"a": 5}
+
+
+def test_lengths_follow_what_is_accepted() -> None:
+    table = Table(costs=StepCosts({1: 1.0, 2: 1.25, 256: 64.75}))  # a quarter of a step for a row
+    table.begin("good", "draft_model", max_draft_tokens=8)
+    table.begin("bad", "draft_model", max_draft_tokens=8)
+    for _ in range(30):
+        drafts = table.propose("good", "bad")
+        table.observe({name: draft for name, draft in drafts.items() if name == "good"}, 8)
+        table.observe({name: draft for name, draft in drafts.items() if name == "bad"}, 0)
+    table.propose("good", "bad")
+    assert table.small.lengths["good"] >= 4
+    assert table.small.lengths.get("bad", 0) <= 1
+
+
+def test_the_budget_of_the_step_is_shared() -> None:
+    table = Table(max_step_tokens=12)
+    for idx in range(4):
+        table.begin(f"{idx}", "draft_model", max_draft_tokens=8, fixed_length=idx == 0)
+    table.propose("0", "1", "2", "3")
+    assert sum(table.small.lengths.values()) == 8
+    assert table.small.lengths["0"] >= max(table.small.lengths.values())
+    # Rows that nobody drafts for take their part of it.
+    table.begin("off", "off")
+    table.propose("0", "1", "2", "3", *["off"] * 6)
+    assert sum(table.small.lengths.values()) == 2
+
+
+def test_heads_are_asked_for_as_many_tokens_as_they_have() -> None:
+    table = Table()
+    table.medusa.answer = lambda ask: (1, 2) if ask.heads == BOTH else (1, 2, 3, 4, 5, 6, 7, 8)[: ask.num_tokens]
+    table.begin("two", "medusa", BOTH, fixed_length=True)
+    table.begin("many", "medusa", HEADS, fixed_length=True)
+    table.propose("two", "many")
+    assert table.medusa.lengths == {"two": 8, "many": 8}
+    table.propose("two", "many")
+    assert table.medusa.lengths == {"two": 2, "many": 8}
+    table.begin("another", "medusa", BOTH, fixed_length=True)
+    table.propose("another")
+    assert table.medusa.lengths == {"another": 2}
+
+
+# --- auto -------------------------------------------------------------------------------------------------------------
+
+REPEATING = [7, 8, 9, 4, 5, 6, 7, 8, 9, 4, 5, 6, 7, 8, 9]
+
+
+def test_auto_goes_with_what_is_accepted() -> None:
+    """Heads that miss give way to lookup, and lookup that misses to heads."""
+    for right in (MEDUSA, PROMPT_LOOKUP):
+        table = Table()
+        table.begin("a", "auto", BOTH, max_draft_tokens=4)
+        table.small.answer = wrong  # another way that does not work
+        last: list[str] = []
+        for _ in range(60):
+            drafts = table.propose("a", tokens=REPEATING)
+            table.observe(drafts, 4 if "a" in drafts and drafts["a"].proposer == right else 0)
+            last += [draft.proposer for draft in drafts.values()]
+        assert Counter(last[-20:])[right] >= 18, (right, last)
+
+
+def test_without_a_match_auto_takes_another_way() -> None:
+    table = Table()
+    table.begin("a", "auto", BOTH)
+    assert table.propose("a", tokens=[7, 8, 9])["a"].proposer in (MEDUSA, DRAFT_MODEL)
+
+
+def test_who_has_nothing_to_say_gives_way_in_the_same_step() -> None:
+    """Heads that are still on their way are asked in every step, so that they come; others draft meanwhile."""
+    table = Table()
+    table.medusa.answer = lambda ask: ()
+    table.small.answer = wrong
+    table.begin("a", "auto", BOTH, max_draft_tokens=3)
+    table.begin("b", "medusa", BOTH)
+    for num_steps in range(1, 4):
+        drafts = table.propose("a", "b", tokens=REPEATING)
+        assert {name: draft.proposer for name, draft in drafts.items()} == {"a": PROMPT_LOOKUP}
+        assert len(table.medusa.calls) == num_steps
+    table.medusa.answer = lambda ask: (1, 2, 3)
+    assert {draft.proposer for draft in table.propose("a", "b").values()} >= {MEDUSA}
+
+
+def test_the_second_to_be_asked_has_what_is_left_of_the_budget() -> None:
+    table = Table(max_step_tokens=9)
+    table.begin("a", "auto", BOTH, max_draft_tokens=6, fixed_length=True)
+    table.begin("b", "medusa", BOTH, max_draft_tokens=6, fixed_length=True)
+    table.medusa.answer = lambda ask: () if ask.candidate.sequence_id == "a" else (1, 2, 3, 4, 5, 6)[: ask.num_tokens]
+    table.small.answer = lambda ask: ()
+    drafts = table.propose("a", "b", tokens=REPEATING)
+    assert sum(len(draft.token_ids) for draft in drafts.values()) <= 7
+    assert set(drafts) == {"a", "b"}
+
+
+# --- costs ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_proposer_that_takes_too_long_is_left_out() -> None:
+    """Steps take a second, and drafts, all of which are right, twenty. What has not been seen for long is tried."""
+    table = Table()
+    table.begin("slow", "draft_model", max_draft_tokens=3)
+    table.begin("quick", "medusa", BOTH, max_draft_tokens=3)
+    table.small.seconds = 20.0
+    for _ in range(12):
+        table.step("slow", "quick", num_accepted=3)
+    assert set(table.propose("slow", "quick")) == {"quick"}
+    num_calls = len(table.small.calls)
+    assert num_calls < 8
+    table.clock.now_s += 600.0
+    table.propose("slow", "quick")
+    assert len(table.small.calls) == num_calls + 1
+
+
+def test_the_first_ask_of_a_sequence_is_not_what_drafting_costs() -> None:
+    """Its prompt is read then."""
+    table = Table()
+    for idx in range(6):
+        name = f"{idx}"
+        table.begin(name, "draft_model", max_draft_tokens=3)
+        table.small.seconds = 50.0
+        assert set(table.step(name, num_accepted=3)) == {name}
+        table.small.seconds = 0.01
+        assert set(table.step(name, num_accepted=3)) == {name}
+
+
+# --- what proposers may do --------------------------------------------------------------------------------------------
+
+
+def test_a_proposer_that_raises_costs_its_own_drafts(caplog: pytest.LogCaptureFixture) -> None:
+    table = Table()
+    table.small.answer = wrong
+    table.begin("a", "draft_model")
+    table.begin("b", "medusa", BOTH)
+    table.begin("c", "prompt_lookup")
+    with caplog.at_level(logging.ERROR):
+        for _ in range(20):
+            assert set(table.step("a", "b", "c", tokens=REPEATING, num_accepted=8)) == {"b", "c"}
+    # Not in every step.
+    assert len(caplog.records) == 5
+    assert "draft_model:small could not draft" in caplog.records[-1].message
+    table.small.answer = lambda ask: (1,)
+    assert "a" in table.propose("a")
+
+
+@pytest.mark.parametrize(
+    ("answers", "draft"),
+    [
+        ([(1, 2, 3)], (1, 2, 3)),
+        ([[1, 2, 3]], (1, 2, 3)),
+        ([tuple(range(50))], tuple(range(4))),
+        ([(1, 2, 31)], (1, 2, 31)),
+        ([(1, 32, 2)], (1,)),
+        ([(1, -1, 2)], (1,)),
+        ([(1 << 80,)], None),
+        ([()], None),
+        ([None], None),
+        (["beat"], None),
+        ([], None),
+        ([(1,), (2,)], None),
+        (None, None),
+    ],
+)
+def test_answers_of_every_kind(answers: Any, draft: tuple[int, ...] | None) -> None:
+    """Of 4 tokens, of a vocabulary of 32."""
+    table = Table(num_token_ids=32)
+    table.small.propose = lambda asks: answers  # type: ignore[method-assign]
+    table.begin("a", "draft_model", max_draft_tokens=4, fixed_length=True)
+    assert table.propose("a") == ({} if draft is None else {"a": Draft(draft, DRAFT_MODEL)})
+
+
+def test_one_that_cannot_forget_or_close(caplog: pytest.LogCaptureFixture) -> None:
+    table = Table()
+    table.small.forget = wrong  # type: ignore[method-assign, assignment]
+    table.begin("a", "auto", BOTH)
+    table.propose("a")
+    table.propose()
+    assert table.medusa.forgotten == ["a"]
+    assert "could not forget" in caplog.text
+    table = Table()
+    table.medusa.close = lambda: wrong(None)  # type: ignore[method-assign, assignment, arg-type]
+    table.speculator.close()
+    assert table.small.num_closed == 1
+    assert "did not close well" in caplog.text
+
+
+# --- what is learnt and counted ---------------------------------------------------------------------------------------
+
+
+def test_counts_are_those_of_the_answers() -> None:
+    speculator = Table().speculator
+    speculator.count(Tokens("a", 0, (1, 2, 3), num_drafted=4, num_accepted=2, proposer=MEDUSA))
+    speculator.count(Tokens("b", 1, (1,), num_drafted=3, num_accepted=0, proposer=PROMPT_LOOKUP))
+    speculator.count(Tokens("b", 1, (1,)))
+    speculator.count(Tokens("a", 0, (1, 2), num_drafted=1, num_accepted=1, proposer=MEDUSA))
+    assert speculator.drafted == {MEDUSA: 5, PROMPT_LOOKUP: 3}
+    assert +speculator.accepted == {MEDUSA: 3}
+
+
+def test_failed_spans_and_those_without_drafts_teach_nothing() -> None:
+    table = Table(costs=STEEP)
+    table.begin("a", "draft_model", fixed_length=True, max_draft_tokens=4)
+    draft = table.propose("a")["a"]
+    record = table.speculator._sequences["a"].records[SMALL]
+    before = record.survival(9, 4, max_pause=64)
+    spans = (
+        Span("a", 0, 3, 5, 5, draft=draft.token_ids, proposer=DRAFT_MODEL),
+        Span("unknown", 1, 3, 5, 5, draft=draft.token_ids, proposer=DRAFT_MODEL),
+    )
+    failed = SpanResult(num_drafted=4, error=Internal("no"))
+    table.speculator.observe(StepPlan(1, spans), StepResult(1, {"a": failed}))
+    table.speculator.observe(StepPlan(1, spans), StepResult(1, {}))
+    table.speculator.observe(StepPlan(1, (Span("a", 0, 3, 1, 1),)), StepResult(1, {"a": SpanResult((5,))}))
+    assert record.survival(9, 4, max_pause=64) == before
+    table.observe({"a": draft}, 4)
+    assert record.survival(9, 4, max_pause=64) > before
+
+
+def test_what_sequences_learn_of_heads_outlives_them() -> None:
+    """For the next one with the same heads, and not for others."""
+    table = Table(costs=StepCosts({1: 1.0, 2: 1.3, 256: 77.5}))
+    table.begin("a", "medusa", BOTH, max_draft_tokens=6, fixed_length=True)
+    for _ in range(40):
+        table.step("a", num_accepted=0)
+    for name, heads in (("same", BOTH), ("other", HEADS)):
+        table.begin(name, "medusa", heads, max_draft_tokens=6)
+    table.propose("same", "other")
+    assert table.medusa.lengths.get("same", 0) < table.medusa.lengths["other"]
+
+
+def test_what_is_known_of_heads_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_POOLS", 3)
+    table = Table()
+    for idx in range(10):
+        table.begin(f"{idx}", "medusa", AdapterKey("medusa", f"{idx:064x}"))
+        table.step(f"{idx}")
+    assert len(table.speculator._pools) == 3
