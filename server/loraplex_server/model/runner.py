@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from loraplex_adapters.ops.base import PreparedSegments, Segment
-from loraplex_proto.errors import Internal, LoraplexError, NonFinite
+from loraplex_proto.errors import Internal, LoraplexError, NonFinite, unexpected
 from loraplex_server.model.adapt import AdapterSlots
 from loraplex_server.model.attention.base import PagedAttention
 from loraplex_server.model.batch import BatchMirror, StagedStep
@@ -117,8 +117,7 @@ class ModelRunner:
             self._mirror.enter(sequence)
             self._sampler.set_row(sequence.row, sequence)
         except Exception as error:
-            log.exception("sequence %s cannot enter row %d", sequence.sequence_id, sequence.row)
-            self._refused[sequence.row] = Internal(f"this request could not be started ({type(error).__name__})")
+            self._refused[sequence.row] = unexpected(error, f"sequence {sequence.sequence_id} entered its row")
 
     def _reason_against(self, span: Span) -> LoraplexError | None:
         if span.row in self._refused:
