@@ -42,14 +42,22 @@ class Segment:
     weight: float = 1.0
 
 
+class Derived(Protocol):
+    """What an implementation made from a table's factors (views, packed copies)."""
+
+    def without(self, slot: int) -> Derived | None:
+        """What stays right of it when `slot` changes. Keeps none of the slot's tensors alive."""
+        ...
+
+
 class FactorTable:
     """One module's factors by device slot. Owned by the module that applies them; changed only between steps.
 
     Beside the Python list it keeps what kernels read, at fixed addresses (CUDA graphs): pointers, ranks and scales.
     A slot without factors has rank 0: the adapter leaves this module alone.
 
-    `derived` belongs to the implementation that applies the table (views, packed copies). Every change drops it, so
-    that nothing outlives the factors that it was made from.
+    `derived` belongs to the implementation that applies the table. Every change of a slot drops what was made from it,
+    so that nothing outlives its factors; what was made from other slots stays.
     """
 
     def __init__(self, num_slots: int, in_features: int, out_features: int, device: torch.device | str) -> None:
@@ -60,16 +68,23 @@ class FactorTable:
         self.b_ptrs = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.ranks = torch.zeros(num_slots, dtype=torch.int32, device=device)
         self.scales = torch.zeros(num_slots, dtype=torch.float32, device=device)
-        self.derived: object | None = None
+        self.derived: Derived | None = None
 
     def set(self, slot: int, factors: LoraFactors | None) -> None:
         """Puts `factors` into `slot`, or clears it. The caller keeps the tensors alive while the slot is in use."""
-        self.factors[slot] = factors
-        self.derived = None
+        self.put(slot, factors)
         self.a_ptrs[slot] = factors.a.data_ptr() if factors is not None else 0
         self.b_ptrs[slot] = factors.b.data_ptr() if factors is not None else 0
         self.ranks[slot] = factors.rank if factors is not None else 0
         self.scales[slot] = factors.scale if factors is not None else 0.0
+
+    def put(self, slot: int, factors: LoraFactors | None) -> None:
+        """The host's half of `set`, for who fills in what kernels read of many tables at once."""
+        if factors is None and self.factors[slot] is None:
+            return
+        self.factors[slot] = factors
+        if self.derived is not None:
+            self.derived = self.derived.without(slot)
 
 
 @dataclass(frozen=True, slots=True)

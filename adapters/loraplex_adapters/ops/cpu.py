@@ -125,11 +125,19 @@ class _Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Bound:
-    """One module's products for one plan; lives in the table until it changes or another plan comes."""
+    """One module's products for one plan; lives in the table until one of its slots changes or another plan comes. Of
+    what a change leaves behind only the packs are of use, and the plan is None."""
 
-    plan: _Plan
+    plan: _Plan | None
     products: tuple[_Product, ...]
     packs: Mapping[tuple[int, ...], _PackedFactors]
+
+    def without(self, slot: int) -> _Bound | None:
+        """Implements base.Derived."""
+        if self.plan is not None and slot not in self.plan.slots:
+            return self  # packs are of the plan's slots
+        packs = {slots: pack for slots, pack in self.packs.items() if slot not in slots}
+        return _Bound(None, (), packs) if packs else None
 
 
 class CpuOps:

@@ -128,8 +128,7 @@ class AdapterSlots:
             table = module.table
             assert table is not None
             module.num_installed += (factors is not None) - (table.factors[slot] is not None)
-            table.factors[slot] = factors
-            table.derived = None
+            table.put(slot, factors)
             chosen.append(factors)
         self._a_ptrs[:, slot] = _column((f.a.data_ptr() if f else 0 for f in chosen), self._a_ptrs)
         self._b_ptrs[:, slot] = _column((f.b.data_ptr() if f else 0 for f in chosen), self._b_ptrs)

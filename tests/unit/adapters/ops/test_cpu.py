@@ -121,6 +121,32 @@ def test_a_pack_survives_while_its_adapters_stay() -> None:
     assert counter.names.count("aten.cat.default") == 2
 
 
+@pytest.mark.parametrize("is_cleared", [False, True])
+def test_packs_survive_a_load_into_another_slot(is_cleared: bool) -> None:
+    problem, ops = one_row_each(9, torch.float32), CpuOps()
+    problem.segments = [Segment(i, i + 1, i) for i in range(8)]
+    calls_of_a_bound_step = count_calls(ops, problem)
+    problem.table.set(8, None if is_cleared else random_factors(8, 64, 64, torch.float32))
+    prepared = problem.prepared(ops)
+    y = problem.y.clone()
+    with CallCounter() as counter:
+        ops.apply(y, problem.x, problem.table, prepared)
+    assert len(counter.names) == calls_of_a_bound_step
+    problem.check(y)
+
+
+def test_of_several_packs_those_of_other_slots_survive_a_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{LAYOUT}.MAX_PACKED_SEGMENTS", 4)
+    problem, ops = one_row_each(8, torch.float32), CpuOps()
+    with CallCounter() as counter:
+        problem.check(problem.run(ops))
+    assert counter.names.count("aten.cat.default") == 4
+    problem.table.set(0, random_factors(8, 64, 64, torch.float32))
+    with CallCounter() as counter:
+        problem.check(problem.run(ops))
+    assert counter.names.count("aten.cat.default") == 2
+
+
 def test_clearing_a_slot_frees_its_factors() -> None:
     problem = one_row_each(8, torch.float32)
     ops = CpuOps()

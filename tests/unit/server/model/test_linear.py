@@ -120,6 +120,16 @@ def test_another_base_product_can_take_the_place() -> None:
         torch.testing.assert_close(module(x), 2 * x @ module.weight)
 
 
+class Derived:
+    """What an implementation would have made of a table; nothing of it stays."""
+
+    def __init__(self) -> None:
+        self.changed: list[int] = []
+
+    def without(self, slot: int) -> None:
+        self.changed.append(slot)
+
+
 def test_slots_show_kernels_what_is_installed() -> None:
     loaded = adopt_model(random_model("llama", torch.float32))
     slots = loaded.adapter_slots(OPS, 3)
@@ -127,8 +137,9 @@ def test_slots_show_kernels_what_is_installed() -> None:
     lora = factors(32, 48, rank=5, scale=0.25)
     table = loaded.targets[path].table
     assert table is not None
-    table.derived = object()
+    table.derived = derived = Derived()
     slots.install(2, AdapterWeights(AdapterKey("lora", "0" * 64), torch.zeros(0, dtype=torch.uint8), {path: lora}))
+    assert derived.changed == [2]
     assert table.derived is None
     assert table.factors == [None, None, lora]
     assert table.ranks.tolist() == [0, 0, 5]
