@@ -18,7 +18,10 @@ import json
 import mmap
 import os
 import re
+import shutil
+import stat
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -33,6 +36,9 @@ PAGE_BYTES = 4096
 MAX_HEADER_BYTES = 16 << 20
 _SUFFIX = ".adapter"
 _TEMPORARY = ".incoming-"
+_LOCK = "lock"
+# A folder this young may belong to a process that is about to lock it.
+_ABANDONED_S = 60.0
 _NAME = re.compile(r"(lora|medusa|combined)-([0-9a-f]{64})\.adapter\Z")
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 # What says something about the file. Other errors (no descriptors, no memory) are the process's: the file may be good.
@@ -78,7 +84,7 @@ class AdapterStore:
         self._num_bytes = 0  # of the entries, and what is being written
         self._num_written = 0
         root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._lock_fd = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._lock_fd = os.open(root / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -247,6 +253,28 @@ class AdapterStore:
         if entry is not None:
             self._num_bytes -= entry.file_bytes
             self._path(key).unlink(missing_ok=True)
+
+
+def remove_abandoned(parent: Path, prefix: str) -> None:
+    """Removes this user's stores in `parent` whose process is gone without having removed them (killed)."""
+    for root in parent.glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):
+            _remove_if_abandoned(root)
+
+
+def _remove_if_abandoned(root: Path) -> None:
+    """Raises OSError when it is not a store, not ours, or in use."""
+    status = root.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        return
+    fd = os.open(root / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if time.time() - os.fstat(fd).st_mtime < _ABANDONED_S:
+            return
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(root, ignore_errors=True)
+    finally:
+        os.close(fd)
 
 
 class _Sink:

@@ -29,7 +29,7 @@ from loraplex_adapters.cache.tiers import HostCopy, Tiers
 from loraplex_adapters.key import AdapterKey, check_adapter_id
 from loraplex_adapters.pace import Pace
 from loraplex_adapters.sources.base import AdapterSource, not_found
-from loraplex_adapters.store import AdapterStore
+from loraplex_adapters.store import AdapterStore, remove_abandoned
 from loraplex_adapters.targets import BaseTargets
 from loraplex_adapters.weights import AdapterWeights
 from loraplex_proto.errors import LoraplexError
@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 5.0
 RELIST_S = 2.0
+TEMPORARY_STORE = "loraplex-store-"
 
 # Run by `poll` in the engine's thread: takes one job's outcome into the table.
 Outcome = Callable[[float], None]
@@ -67,7 +68,7 @@ class AdapterManager:
         self._notify = notify
         self._access = access
         self._table = AdapterTable(config)
-        self._temporary = None if config.store_dir else Path(tempfile.mkdtemp(prefix="loraplex-store-"))
+        self._temporary = None if config.store_dir else _temporary_store()
         self._store = AdapterStore(
             self._temporary or config.store_dir or Path(),
             config.disk_bytes,
@@ -315,6 +316,12 @@ class AdapterManager:
         self._available = found
         self._listed_s = time.monotonic()
         self._is_listing = False
+
+
+def _temporary_store() -> Path:
+    """A new folder, and the end of those that killed processes left behind."""
+    remove_abandoned(Path(tempfile.gettempdir()), TEMPORARY_STORE)
+    return Path(tempfile.mkdtemp(prefix=TEMPORARY_STORE))
 
 
 def _about(adapter_id: str, error: LoraplexError) -> LoraplexError:

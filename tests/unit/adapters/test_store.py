@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from loraplex_adapters.key import AdapterKey
-from loraplex_adapters.store import AdapterStore, WriteFn
+from loraplex_adapters.store import AdapterStore, WriteFn, remove_abandoned
 from loraplex_proto.errors import DiskFull, FailedPrecondition, NonFinite
 
 LAYOUT = {"dtype": "float32", "factors": []}
@@ -222,3 +222,22 @@ def test_a_smaller_budget_after_a_restart(tmp_path: Path) -> None:
     again = AdapterStore(tmp_path, 2 * FILE_BYTES)
     assert again.keys() == keys[1:]
     assert len(files(tmp_path)) == 2
+
+
+def test_stores_of_killed_processes_are_removed_and_nothing_else(tmp_path: Path) -> None:
+    names = ["killed", "running", "young", "new"]
+    for name in names[:3]:
+        store = AdapterStore(tmp_path / f"store-{name}", 1 << 20)
+        put(store, 1)
+        if name != "running":
+            store.close()
+        if name != "young":
+            os.utime(tmp_path / f"store-{name}" / "lock", (1.0, 1.0))
+    (tmp_path / "store-new").mkdir()  # not locked yet
+    (tmp_path / "other-killed").mkdir()
+    (tmp_path / "store-link").symlink_to(tmp_path / "store-running")
+    (tmp_path / "store-file").write_text("no folder")
+    remove_abandoned(tmp_path, "store-")
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["other-killed", "store-file", "store-link", "store-new", "store-running", "store-young"]
+    assert len(files(tmp_path / "store-running")) == 1
