@@ -251,6 +251,7 @@ class EngineClient:
                     self._started.set_result(info)
             case StartFailed(error):
                 if self._started is not None and not self._started.done():
+                    self._stopping = True  # that it ends now is no news
                     self._started.set_exception(error)
                 else:
                     log.error("the engine ended: %s", error)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -148,6 +149,8 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _config(model_id: str, revision: str | None) -> PreTrainedConfig:
+    if model_id.startswith(("/", ".", "~")) and not Path(model_id).exists():
+        raise UnsupportedModel(f"{model_id} cannot be loaded: there is no such directory")
     try:
         return AutoConfig.from_pretrained(model_id, revision=revision, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:

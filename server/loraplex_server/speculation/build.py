@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from loraplex_adapters.cache.api import AdapterCache
 from loraplex_adapters.key import AdapterKey
-from loraplex_proto.errors import InvalidArgument
+from loraplex_proto.errors import AdapterNotFound, InvalidArgument
 from loraplex_server.config import EngineConfig
 from loraplex_server.model.heads import HeadSlots
 from loraplex_server.model.loaded import LoadedModel
@@ -93,9 +93,15 @@ def _draft_models(config: EngineConfig, target: Target, progress: Callable[[str]
 
 def bring_up_heads(cache: AdapterCache, adapter_id: str) -> AdapterKey:
     """Loads the default heads and pins them to the device, where every base request wants them."""
-    while cache.load(adapter_id, True, time.monotonic()) is None:
-        cache.poll(time.monotonic())
-        time.sleep(POLL_S)
+    try:
+        while cache.load(adapter_id, True, time.monotonic()) is None:
+            cache.poll(time.monotonic())
+            time.sleep(POLL_S)
+    except AdapterNotFound:
+        raise AdapterNotFound(
+            f"there are no Medusa heads {adapter_id!a} (--default-medusa); name a folder under --adapters",
+            field="--default-medusa",
+        ) from None
     key = None
     while key is None:
         key = cache.resolve(adapter_id, "default", time.monotonic())
