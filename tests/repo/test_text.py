@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 LARGE_FILE_LINES = 440  # 400 is the aim; past this a concept is missing
 # Where it still is, and how large the file may be until it is found. No new ones.
-STILL_LARGE = {"adapters/loraplex_adapters/cache/residency.py": 460}
+STILL_LARGE: dict[str, int] = {}
 
 
 def tracked(suffix: str = "") -> list[Path]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 
+from loraplex_adapters.cache.refusals import gone_and_changed, gone_without_a_name, no_room_beside_pins, too_large
 from loraplex_adapters.cache.states import (
     IN_TRANSIT,
     DropDevice,
@@ -31,17 +32,13 @@ from loraplex_adapters.cache.states import (
     Stage,
     remembered_s,
 )
-from loraplex_adapters.cache.victims import Lru, choose_victims, may_leave_device
+from loraplex_adapters.cache.victims import Lru, choose_victims, may_leave_device, may_make_way
 from loraplex_adapters.key import AdapterKey
-from loraplex_proto.errors import AdapterMemoryFull, FailedPrecondition, SourceUnavailable
+from loraplex_proto.errors import AdapterMemoryFull
 
 # A promoted key stays for this many rounds for whoever wanted it, used or not. Without that, two wants for the last
 # slot would push each other out before either is used; without an end, a want that never comes back would keep it.
 OFFER_ROUNDS = 16
-RETRY_AFTER_S = 1.0
-# What was used within so many rounds makes no way for what is only borrowed. Otherwise five sets of heads in four slots
-# would push each other out in every step, and an adapter would have to come back for its next request.
-LENDING_ROUNDS = 64
 
 
 class ResidencyTable:
@@ -216,9 +213,7 @@ class ResidencyTable:
         if record.names:
             self.refetches.append(Refetch(key, min(record.names)))
         else:
-            self._fail(
-                record, SourceUnavailable("the weights are gone from the store, and their name was unloaded"), now
-            )
+            self._fail(record, gone_without_a_name(), now)
 
     def refetched(self, key: AdapterKey, found: AdapterKey, now: float) -> None:
         record = self._get(key)
@@ -227,13 +222,7 @@ class ResidencyTable:
             self._forget_if_idle(record)
             return
         record.check(KeyEvent.FAIL)
-        name = record.last_name
-        error = FailedPrecondition(
-            f"the files of adapter {name!a} have changed and the version in use is no longer in the store; call "
-            "LoadAdapter to take the new one",
-            resource=name,
-        )
-        self._fail(record, error, now)
+        self._fail(record, gone_and_changed(record.last_name), now)
 
     def failed(self, key: AdapterKey, error: Exception, now: float) -> None:
         record = self._get(key)
@@ -287,7 +276,7 @@ class ResidencyTable:
             record = self.records[key]
             if record.state not in (KeyState.KNOWN, KeyState.ON_HOST) or self._never(record) is not None:
                 continue
-            if not self._promote(record, self._may_make_way):
+            if not self._promote(record, lambda other: may_make_way(other, self.round)):
                 self._stage(record, free_only=True)
 
     def _serve_prefetches(self) -> None:
@@ -298,10 +287,6 @@ class ResidencyTable:
             del self._prefetches[key]
             if record.state in (KeyState.KNOWN, KeyState.ON_HOST) and not self._promote(record, free_only=True):
                 self._stage(record, free_only=True)
-
-    def _may_make_way(self, record: KeyRecord) -> bool:
-        """For what is only borrowed."""
-        return may_leave_device(record) and self.round - record.used_round >= LENDING_ROUNDS
 
     def _promote(
         self, record: KeyRecord, may_leave: Callable[[KeyRecord], bool] | None = None, free_only: bool = False
@@ -373,20 +358,11 @@ class ResidencyTable:
 
     def _never(self, record: KeyRecord) -> AdapterMemoryFull | None:
         """Why no waiting would bring it to the device."""
-        needs = f"the adapter takes {record.num_bytes} bytes"
         if record.num_bytes > self.device_budget or record.num_bytes > self.host_budget:
-            return AdapterMemoryFull(
-                f"{needs}; the server has {self.device_budget} for adapters on the device and {self.host_budget} on "
-                "the host (--adapter-device-memory, --adapter-host-memory)",
-                resource=record.last_name,
-            )
+            return too_large(record, self.device_budget, self.host_budget)
         has_place = record.state in (KeyState.ON_DEVICE, KeyState.PROMOTING)
         if not has_place and not self.can_pin(record.key, record.num_bytes):
-            return AdapterMemoryFull(
-                f"{needs}, and pinned adapters leave no such room on the device; unload one of them",
-                resource=record.last_name,
-                retry_after_s=RETRY_AFTER_S,
-            )
+            return no_room_beside_pins(record)
         return None
 
     def _retry(self, record: KeyRecord) -> None:

@@ -11,9 +11,19 @@ from loraplex_adapters.key import AdapterKey
 Lru = OrderedDict[AdapterKey, KeyRecord]  # least recently used first
 
 
+# What was used within so many rounds makes no way for what is only borrowed. Otherwise five sets of heads in four slots
+# would push each other out in every step, and an adapter would have to come back for its next request.
+LENDING_ROUNDS = 64
+
+
 def may_leave_device(record: KeyRecord) -> bool:
     """Nobody runs on it, keeps it or is about to take it."""
     return record.num_refs == 0 and not record.pinned_names and record.num_offers == 0
+
+
+def may_make_way(record: KeyRecord, now_round: int) -> bool:
+    """For what is only borrowed."""
+    return may_leave_device(record) and now_round - record.used_round >= LENDING_ROUNDS
 
 
 def choose_victims(

@@ -9,8 +9,9 @@ from support.adapter_files import Engine, write_adapter
 from support.medusa_files import medusa_config, sequential_tensors, write_heads
 
 from loraplex_adapters.cache.integrity import check_residency
-from loraplex_adapters.cache.residency import LENDING_ROUNDS, ResidencyTable
+from loraplex_adapters.cache.residency import ResidencyTable
 from loraplex_adapters.cache.states import DropDevice, DropHost, IllegalTransition, KeyState, Move, Promote, Stage
+from loraplex_adapters.cache.victims import LENDING_ROUNDS
 from loraplex_adapters.key import AdapterKey, AdapterKind
 from loraplex_adapters.sources.directory import DirectorySource
 from loraplex_proto.errors import SourceUnavailable
