@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from support.dense import make_dense
 from support.peft_files import SPECS
-from support.speculation import World, loopy, make_bench, request
+from support.speculation import BLOCK_SIZE, World, loopy, make_bench, request
 from support.zoo import MAX_LEN, VOCAB_SIZE, random_model
 
 from loraplex_server.engine.isolation import StepHandle
@@ -216,4 +216,34 @@ def test_steps_that_raise_are_run_again(world: World, seed: int) -> None:
     world.check(outcomes)
     assert num_raised > 5
     assert sum(bench.speculator.accepted.values()) > 50
+    bench.close()
+
+
+@pytest.mark.parametrize("kind", ["wrong", "right for a while", "right and on", "ends in the middle"])
+def test_what_was_said_is_found_again_as_it_was(kind: str, world: World) -> None:
+    """Later prompts go on from texts that ended at the end of a block, with rejected drafts behind them: what the
+    prefix cache has of them is K/V of the text."""
+    dice = random.Random(4)
+    first: list[Request] = []
+    for idx in range(8):
+        prompt = [dice.randrange(2, VOCAB_SIZE) for _ in range(dice.randint(1, 9))]
+        text = world.text(request("probe", prompt, 20))
+        ends = [at for at in range(3, 20) if (len(prompt) + at + 1) % BLOCK_SIZE == 0 and text[at] not in text[:at]]
+        stopping = StoppingParams(30, stop_token_ids=frozenset({text[ends[idx % len(ends)]]}), ignore_eos=True)
+        first.append(request(f"first {idx}", prompt, 30, stopping=stopping))
+    way = SpeculationParams("draft_model", fixed_length=True, max_draft_tokens=4)
+    first = [replace(one, speculation=way) for one in first]
+    second = [
+        request(f"second {idx}", [*one.prompt_token_ids, *world.text(one), 9], 8, output=OutputParams(True))
+        for idx, one in enumerate(first)
+    ]
+    bench = make_bench(world.model, world.root, drafts={"d": Adversary(kind, world)})
+    world.check(bench.run(first))
+    outcomes = bench.run(second)
+    world.check(outcomes)
+    for one in second:
+        num_missing = len(one.prompt_token_ids) - 1 - outcomes[one.request_id].ends[0].num_cached_tokens
+        # A last token that nobody drafted was never run, so the block that it fills is not there.
+        assert num_missing in ((BLOCK_SIZE,) if kind == "wrong" else (0, BLOCK_SIZE))
+    assert bench.speculator.drafted.total() > bench.speculator.accepted.total()
     bench.close()
