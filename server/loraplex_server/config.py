@@ -15,6 +15,7 @@ from loraplex_proto.ids import check_adapter_id, check_id
 from loraplex_proto.options import option
 
 MAX_DRAFT_TOKENS: Final = 64  # per step; requests cannot ask for more either
+MAX_LOOKUP_HISTORY: Final = 1 << 20  # tokens of one namespace
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,12 @@ class SpeculationConfig:
     draft_kv_bytes: int = option(
         256 << 20, "Memory of each draft model's KV cache.", "--draft-kv-memory", is_bytes=True
     )
+    lookup_history: int = option(
+        16_384,
+        "Output tokens of each adapter, tenant and cache salt in which prompt lookup of later requests searches too; 0 "
+        "searches only in a request's own text. At most 200 bytes each, and 64 times as many tokens in all.",
+        "--lookup-history",
+    )
 
     @property
     def drafts(self) -> tuple[DraftModelConfig, ...]:
@@ -205,6 +212,11 @@ class EngineConfig:
                 f"must be at most --max-draft-tokens, {speculation.max_num_tokens}",
             ),
             (speculation.draft_kv_bytes >= 1, "--draft-kv-memory", "must be at least 1 byte"),
+            (
+                0 <= speculation.lookup_history <= MAX_LOOKUP_HISTORY,
+                "--lookup-history",
+                f"must be 0 to {MAX_LOOKUP_HISTORY}",
+            ),
         )
 
 

@@ -29,7 +29,7 @@ class Candidate:
 
     sequence_id: str
     row: int
-    token_ids: Sequence[int]  # all known ones, prompt first. The scheduler's own list: to be read at once, not kept
+    token_ids: Sequence[int]  # all known ones, prompt first. The scheduler's own list, which only grows: to be read
     num_prompt_tokens: int
     num_room: int  # draft tokens that can still be of use, 0 at the completion's last token
     request: Request

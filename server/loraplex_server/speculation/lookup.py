@@ -1,8 +1,10 @@
 """Prompt lookup: the text has been here before, so what followed then is the guess for what follows now.
 
 Owns one index per sequence: where each short run of its tokens stood last. Appending a token costs a few dictionary
-operations, nothing is rebuilt, and the tokens themselves stay with the scheduler. Knows neither the model nor whether
-its drafts were right; how much a match is worth is for `lengths` to learn, from how long the match is.
+operations, nothing is rebuilt, and the tokens themselves stay with the scheduler. What a sequence has written goes into
+`history` when it ends, where later ones of the same adapter, tenant and cache salt look too, and no others. Knows
+neither the model nor whether its drafts were right; how much a match is worth is for `lengths` to learn, from where it
+was found and how long it is.
 """
 
 from __future__ import annotations
@@ -11,10 +13,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Literal
 
 from loraplex_server.request import SpeculationParams
 from loraplex_server.scheduler.plan import Candidate
 from loraplex_server.speculation.base import PROMPT_LOOKUP, Ask
+from loraplex_server.speculation.history import MAX_MATCH, MIN_RUN, History, Place, Reader
 
 # Measured on records whose answers copy names and numbers out of the prompt: nothing above 4 changes a draft, and a
 # floor of 2 misses the first token of most copies. Single tokens pay because of the rule in `Match`.
@@ -23,11 +27,13 @@ DEFAULT_MAX_NGRAM = 4
 # Longer bounds are met by looking at the tokens before the match: an index of every length up to 64 would cost more
 # than it tells.
 MAX_INDEXED_NGRAM = 8
-MAX_MATCH = 64
 # Runs that end in the last this many tokens can be found, and up to twice as many: some 400 bytes each.
 WINDOW = 16_384
 
 _TOKEN_BITS = 32
+
+# The sequence's own text, earlier outputs, or the place in one of them that the sequence left a little before.
+Source = Literal["own", "history", "resumed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,33 +41,40 @@ class Match:
     """Where the sequence's last tokens stood before: the longest run of them, and of its places the latest.
 
     A single token is a match only where it stands once in the prompt: names and numbers do, and are copied; of words
-    that stand everywhere, or that the completion itself has repeated, one alone says nothing.
+    that stand everywhere, or that the completion itself has repeated, one alone says nothing. In earlier outputs it is
+    one only where `history.Reader` resumes.
     """
 
     position: int  # of the token that followed
     num_tokens: int  # how many tokens before agree, MAX_MATCH at most: the more, the likelier is what followed
+    source: Source = "own"
 
 
 class PromptLookupProposer:
-    """Drafts by copying. Owns an index per sequence that it has been asked for."""
+    """Drafts by copying. Owns an index per sequence that it has been asked for, and what those have written."""
 
-    def __init__(self, window: int = WINDOW) -> None:
+    def __init__(self, window: int = WINDOW, history: History | None = None) -> None:
         self._window = window
-        self._indexes: dict[str, _Index] = {}
+        self._history = history or History(0)
+        self._texts: dict[str, _Text] = {}
 
     @property
     def name(self) -> str:
         return PROMPT_LOOKUP
 
     def match(self, candidate: Candidate, params: SpeculationParams) -> Match | None:
-        """What a draft would continue, None where there would be no draft. Costs what `propose` costs."""
+        """What a draft would continue, None where there would be no draft. Asked again at once, it is known."""
         bounds = _bounds(params)
-        index = self._indexes.get(candidate.sequence_id)
-        if index is None or index.bounds != bounds or index.num_indexed > len(candidate.token_ids):
+        text = self._texts.get(candidate.sequence_id)
+        if text is None or text.index.bounds != bounds or text.index.num_indexed > len(candidate.token_ids):
             index = _Index(bounds, candidate.num_prompt_tokens, self._window)
-            self._indexes[candidate.sequence_id] = index
-        index.extend(candidate.token_ids)
-        return index.find(candidate.token_ids)
+            text = self._texts[candidate.sequence_id] = _Text(index, Reader(), candidate)
+        elif text.index.num_indexed == len(candidate.token_ids):
+            return text.match
+        text.candidate = candidate
+        text.index.extend(candidate.token_ids)
+        text.match = self._better(text.index.find(candidate.token_ids), text, bounds)
+        return text.match
 
     def match_len(self, candidate: Candidate, params: SpeculationParams) -> int:
         """How many tokens the match is long, 0 for none: the evidence that `lengths` asks for."""
@@ -72,16 +85,44 @@ class PromptLookupProposer:
         return [self._draft(ask) for ask in asks]
 
     def forget(self, sequence_id: str) -> None:
-        self._indexes.pop(sequence_id, None)
+        text = self._texts.pop(sequence_id, None)
+        if text is not None:
+            candidate = text.candidate
+            self._history.add(_namespace(candidate), candidate.token_ids, candidate.num_prompt_tokens)
 
     def close(self) -> None:
-        self._indexes.clear()
+        self._texts.clear()
+        self._history.clear()
+
+    def _better(self, own: Match | None, text: _Text, bounds: tuple[int, int]) -> Match | None:
+        """The longer match; of equal ones the sequence's own, but for a single token, which says less than a place."""
+        outputs = self._history.outputs(_namespace(text.candidate))
+        place = text.reader.find(outputs, text.candidate.token_ids) if outputs is not None else None
+        if place is None or place.num_tokens < bounds[0] or bounds[1] < MIN_RUN:
+            return own
+        if own is not None and own.num_tokens >= max(place.num_tokens, MIN_RUN):
+            return own
+        return Match(place.position, place.num_tokens, _source(place))
 
     def _draft(self, ask: Ask) -> tuple[int, ...]:
         match = self.match(ask.candidate, ask.params)
         if match is None:
             return ()
-        return continuation(ask.candidate.token_ids, match.position, ask.num_tokens)
+        if match.source == "own":
+            return continuation(ask.candidate.token_ids, match.position, ask.num_tokens)
+        outputs = self._history.outputs(_namespace(ask.candidate))
+        return outputs.continuation(match.position, ask.num_tokens) if outputs is not None else ()
+
+
+def _namespace(candidate: Candidate) -> tuple[str, str, str]:
+    """Who may see what the sequence writes, and what writes like it: as in the KV cache, but for other weights under
+    the adapter's name, whose texts are as good a guess."""
+    request = candidate.request
+    return request.tenant, request.cache_salt, request.adapter_id
+
+
+def _source(place: Place) -> Source:
+    return "resumed" if place.is_resumed else "history"
 
 
 def continuation(token_ids: Sequence[int], position: int, num_tokens: int) -> tuple[int, ...]:
@@ -98,6 +139,16 @@ def _bounds(params: SpeculationParams) -> tuple[int, int]:
     longest = params.max_ngram or max(DEFAULT_MAX_NGRAM, params.min_ngram)
     shortest = params.min_ngram or min(DEFAULT_MIN_NGRAM, longest)
     return shortest, longest
+
+
+@dataclass(slots=True)
+class _Text:
+    """What is known of one sequence. The candidate's tokens go on growing until the sequence ends."""
+
+    index: _Index
+    reader: Reader
+    candidate: Candidate
+    match: Match | None = None
 
 
 class _Index:

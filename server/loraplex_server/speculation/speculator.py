@@ -20,8 +20,9 @@ from loraplex_server.scheduler.plan import Candidate, Draft, StepPlan, StepResul
 from loraplex_server.speculation.base import MEDUSA, PROMPT_LOOKUP, Ask, Proposer
 from loraplex_server.speculation.choice import Choice, brings_heads, choose
 from loraplex_server.speculation.costs import ProposerCost, ProposerCosts, StepCosts
+from loraplex_server.speculation.history import History
 from loraplex_server.speculation.lengths import AcceptancePool, Offer, TrackRecord, choose_lengths, longest_pause
-from loraplex_server.speculation.lookup import PromptLookupProposer
+from loraplex_server.speculation.lookup import PromptLookupProposer, Source
 
 log = logging.getLogger(__name__)
 
@@ -34,10 +35,11 @@ class _Sequence:
     """What drafting for one sequence has come to."""
 
     choice: Choice
-    records: dict[str, TrackRecord] = field(default_factory=dict[str, TrackRecord])
+    records: dict[tuple[str, Source], TrackRecord] = field(default_factory=dict[tuple[str, Source], TrackRecord])
     asked: set[str] = field(default_factory=set[str])  # proposers that have seen it
     # Of the draft under way.
     proposer: str = ""
+    source: Source = "own"
     evidence: int = 0
 
 
@@ -49,7 +51,8 @@ class _Option:
     sequence: _Sequence
     proposer: str
     survival: tuple[float, ...]
-    evidence: int
+    source: Source = "own"  # of a lookup, what is copied
+    evidence: int = 0
 
 
 class Speculator:
@@ -71,7 +74,7 @@ class Speculator:
         """`drafts_by_default`: whether requests that do not say use the default heads. `num_token_ids`: token ids below
         it can go into the target and come out of it."""
         self._config = config
-        self._lookup = PromptLookupProposer()
+        self._lookup = PromptLookupProposer(history=History(config.lookup_history))
         self._proposers: dict[str, Proposer] = {**proposers, PROMPT_LOOKUP: self._lookup}
         self._step_costs = step_costs
         self._proposer_costs = ProposerCosts()
@@ -83,7 +86,7 @@ class Speculator:
         self._clock = clock
         self._requests: dict[str, Choice] = {}  # those that speculate
         self._sequences: dict[str, _Sequence] = {}
-        self._pools: dict[tuple[str, AdapterKey | None], AcceptancePool] = {}
+        self._pools: dict[tuple[str, Source, AdapterKey | None], AcceptancePool] = {}
         self._num_heads: dict[AdapterKey, int] = {}  # where a draft was shorter than asked for
         self._num_failures: Counter[str] = Counter()  # of each proposer's calls
         self._step = 0
@@ -155,7 +158,8 @@ class Speculator:
             if sequence is None or out is None or not out.token_ids:
                 continue
             num_drafted, num_accepted = len(span.draft), len(out.token_ids) - 1
-            self._record(sequence, sequence.proposer).observe(self._step, num_drafted, num_accepted, sequence.evidence)
+            record = self._record(sequence, sequence.proposer, sequence.source)
+            record.observe(self._step, num_drafted, num_accepted, sequence.evidence)
 
     def count(self, tokens: Tokens) -> None:
         """Takes in what the client is told, so that the sums are those of all answers: where a draft runs beyond the
@@ -248,29 +252,32 @@ class Speculator:
         """None where it has nothing to offer in this step."""
         params, heads = sequence.choice.params, sequence.choice.heads
         num_tokens = min(params.max_draft_tokens, candidate.num_room)
+        source: Source = "own"
         evidence = 0
         if name == PROMPT_LOOKUP:
-            evidence = self._lookup.match_len(candidate, params)
-            if evidence == 0:
+            match = self._lookup.match(candidate, params)
+            if match is None:
                 return None
+            source, evidence = match.source, match.num_tokens
         elif name == MEDUSA and heads is not None:
             num_tokens = min(num_tokens, self._num_heads.get(heads, num_tokens))
-        record = self._record(sequence, name)
+        record = self._record(sequence, name, source)
         survival = record.survival(
             self._step, num_tokens, evidence, max_pause=self._pauses[name], holds_back=not params.fixed_length
         )
-        return _Option(candidate, sequence, name, survival, evidence) if survival else None
+        return _Option(candidate, sequence, name, survival, source, evidence) if survival else None
 
-    def _record(self, sequence: _Sequence, name: str) -> TrackRecord:
-        record = sequence.records.get(name)
+    def _record(self, sequence: _Sequence, name: str, source: Source) -> TrackRecord:
+        """One for each source: a match in an earlier output is not worth what one in the own text is."""
+        record = sequence.records.get((name, source))
         if record is None:
-            place = (name, sequence.choice.heads if name == MEDUSA else None)
+            place = (name, source, sequence.choice.heads if name == MEDUSA else None)
             pool = self._pools.get(place)
             if pool is None:
                 if len(self._pools) >= MAX_POOLS:
                     del self._pools[next(iter(self._pools))]
-                pool = self._pools[place] = AcceptancePool.of(self._proposers[name].name)
-            record = sequence.records[name] = TrackRecord.new(pool)
+                pool = self._pools[place] = AcceptancePool.of(self._proposers[name].name, source)
+            record = sequence.records[name, source] = TrackRecord.new(pool)
         return record
 
     def _ask(self, name: str, asked: Sequence[tuple[_Option, int]]) -> dict[str, Draft]:
@@ -296,7 +303,8 @@ class Speculator:
                 self._num_heads[heads] = len(token_ids)
             option.sequence.asked.add(name)
             if token_ids:
-                option.sequence.proposer, option.sequence.evidence = name, option.evidence
+                option.sequence.proposer = name
+                option.sequence.source, option.sequence.evidence = option.source, option.evidence
                 drafts[option.candidate.sequence_id] = Draft(token_ids, proposer.name)
         return drafts
 

@@ -66,6 +66,7 @@ def test_every_kind_of_flag(tmp_path: Path) -> None:
         (("--max-draft-tokens", "0"), "--max-draft-tokens must be 1 to 64"),
         (("--max-draft-tokens", "65"), "--max-draft-tokens must be 1 to 64"),
         (("--draft-kv-memory", "0"), "--draft-kv-memory"),
+        (("--lookup-history", "-1"), "--lookup-history must be 0 to 1048576"),
         (("--default-medusa", "../heads"), "--default-medusa '../heads' is not a valid name"),
         (("--draft-model", "/models/tiny"), "--draft-model takes NAME=MODEL, not '/models/tiny'"),
         (("--draft-model", "tiny="), "--draft-model takes NAME=MODEL"),

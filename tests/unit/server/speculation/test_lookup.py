@@ -156,6 +156,6 @@ def test_memory_is_bounded(window: int) -> None:
     for token in range(1000, 1100):
         tokens.append(token)
         proposer.match(candidate(tokens, 1), params(1, 4))
-    index = proposer._indexes["a"]  # pyright: ignore[reportPrivateUsage]
+    index = proposer._texts["a"].index  # pyright: ignore[reportPrivateUsage]
     num_entries = sum(len(runs) for generation in (index._young, index._old) for runs in generation)  # pyright: ignore[reportPrivateUsage]
     assert num_entries <= 2 * window * 3

@@ -487,7 +487,7 @@ def test_failed_spans_and_those_without_drafts_teach_nothing() -> None:
     table = Table(costs=STEEP)
     table.begin("a", "draft_model", fixed_length=True, max_draft_tokens=4)
     draft = table.propose("a")["a"]
-    record = table.speculator._sequences["a"].records[SMALL]
+    record = table.speculator._sequences["a"].records[SMALL, "own"]
     before = record.survival(9, 4, max_pause=64)
     spans = (
         Span("a", 0, 3, 5, 5, draft=draft.token_ids, proposer=DRAFT_MODEL),
