@@ -2,7 +2,7 @@
 
     python benchmarks/speculation.py synthetic IN_DIR [--accept 1 0.6 0] [--proposers lookup medusa draft]
         [--batch 1 8 32] [--draft-tokens 4] [--adaptive] [--output 128] [--repeat 3]
-    python benchmarks/speculation.py demo [--batch 1 8] [--cases 16] [--repeat 3]
+    python benchmarks/speculation.py demo [--batch 1 8] [--cases 16] [--repeat 3] [--only NAME ...] [--earlier 0 10]
 
 `synthetic`: on the model of IN_DIR (as in workloads.py; its weights may be random). Every proposer does its own work,
 on random heads and a random small draft model made for the purpose, but whether a draft token counts as accepted is
@@ -10,7 +10,9 @@ rolled: always, with probability 0.6, never. Nothing else of a step is changed, 
 given.
 
 `demo`: the demo's own world on held-out records, with its own heads and draft models; acceptance is what it is, texts
-are checked against those without speculation, and tokens per target step are printed.
+are checked against those without speculation, and tokens per target step are printed. Lookup searches in earlier
+outputs too: each run has a cache salt of its own, so it never finds those of the same records from the run before, and
+is preceded by `--earlier` requests for other records, under that salt.
 
 Runs with and without speculation take turns in one process; each line is the ratio of medians.
 """
@@ -23,6 +25,7 @@ import random
 import statistics
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -41,7 +44,7 @@ from loraplex_server.config import (
     ModelConfig,
     SpeculationConfig,
 )
-from loraplex_server.demo.world import MAX_NEW_TOKENS, committed_world
+from loraplex_server.demo.world import MAX_NEW_TOKENS, Case, committed_world
 from loraplex_server.engine.build import build_engine
 from loraplex_server.engine.core import Engine
 from loraplex_server.engine.messages import Submit
@@ -50,7 +53,7 @@ from loraplex_server.model import runner as runner_module
 from loraplex_server.request import Request, SpeculationParams, StoppingParams
 from loraplex_server.scheduler.plan import Candidate
 from loraplex_server.speculation.base import Ask
-from loraplex_server.speculation.lookup import PromptLookupProposer
+from loraplex_server.speculation.lookup import Match, PromptLookupProposer
 
 Verify = Callable[[Sequence[int], Sequence[int]], tuple[int, ...]]
 OFF = SpeculationParams(kind="off")
@@ -64,6 +67,7 @@ class Prompt:
     adapter_id: str = ""
     max_tokens: int = 128
     ignore_eos: bool = True
+    cache_salt: str = ""
 
 
 @dataclass
@@ -92,7 +96,14 @@ def run_once(engine: Engine, prompts: Sequence[Prompt], speculation: Speculation
         stopping = StoppingParams(max_tokens=prompt.max_tokens, ignore_eos=prompt.ignore_eos)
         engine.handle(
             Submit(
-                Request(request_id, prompt.token_ids, stopping, adapter_id=prompt.adapter_id, speculation=speculation)
+                Request(
+                    request_id,
+                    prompt.token_ids,
+                    stopping,
+                    adapter_id=prompt.adapter_id,
+                    cache_salt=prompt.cache_salt,
+                    speculation=speculation,
+                )
             )
         )
     num_open = len(prompts)
@@ -139,14 +150,21 @@ def compare(
     share: float | None,
     repeat: int,
     name: str,
+    earlier: Sequence[Prompt] = (),
 ) -> dict[str, object]:
-    """One line: without and with, taking turns. `share` None: acceptance is real, and texts must be equal."""
+    """One line: without and with, taking turns. `share` None: acceptance is real, and texts must be equal.
+
+    `earlier`: run before each run with speculation, not measured.
+    """
     plain: list[Outcome] = []
     spec: list[Outcome] = []
     for round_idx in range(repeat + 1):  # the first one warms up
         plain.append(run_once(engine, prompts, OFF, f"{name}-off-{round_idx}"))
         if share is None:
-            spec.append(run_once(engine, prompts, speculation, f"{name}-on-{round_idx}"))
+            salt = uuid.uuid4().hex  # nobody has written anything under it
+            run_once(engine, [replace(one, cache_salt=salt) for one in earlier], speculation, f"{name}-earlier")
+            salted = [replace(one, cache_salt=salt) for one in prompts]
+            spec.append(run_once(engine, salted, speculation, f"{name}-on-{round_idx}"))
         else:
             with rolled_acceptance(share):
                 spec.append(run_once(engine, prompts, speculation, f"{name}-on-{round_idx}"))
@@ -211,17 +229,18 @@ def make_draft(path: Path, model: Path) -> None:
 
 def always_match() -> None:
     """Random text has nothing to look up: every lookup finds a match, and gives as many tokens as are wanted."""
-    match_len = PromptLookupProposer.match_len
+    match = PromptLookupProposer.match
     propose = PromptLookupProposer.propose
 
-    def some_match(self: PromptLookupProposer, candidate: Candidate, params: SpeculationParams) -> int:
-        return max(3, match_len(self, candidate, params))
+    def some_match(self: PromptLookupProposer, candidate: Candidate, params: SpeculationParams) -> Match:
+        found = match(self, candidate, params) or Match(1, 0)
+        return replace(found, num_tokens=max(3, found.num_tokens))
 
     def some_tokens(self: PromptLookupProposer, asks: Sequence[Ask]) -> list[tuple[int, ...]]:
         drafts = propose(self, asks)
         return [(*draft, *([1] * ask.num_tokens))[: ask.num_tokens] for draft, ask in zip(drafts, asks, strict=True)]
 
-    PromptLookupProposer.match_len = some_match
+    PromptLookupProposer.match = some_match
     PromptLookupProposer.propose = some_tokens
 
 
@@ -237,7 +256,10 @@ def synthetic(args: argparse.Namespace) -> None:
             batch=BatchConfig(max_running=32, max_step_tokens=2048),
             adapters=AdaptersConfig(root=work / "adapters", store_dir=work / "store"),
             speculation=SpeculationConfig(
-                default_medusa=heads, draft_models=(f"small={work / 'draft'}",), adaptive=args.adaptive
+                default_medusa=heads,
+                draft_models=(f"small={work / 'draft'}",),
+                adaptive=args.adaptive,
+                lookup_history=0,  # the same prompts come again and again
             ),
         )
         engine = build_engine(config, lambda text: None, lambda: None)
@@ -274,23 +296,31 @@ def demo(args: argparse.Namespace) -> None:
         )
         engine = build_engine(config, lambda text: None, lambda: None)
         cases = world.cases(args.cases, "benchmark")
+        others = world.cases(max(args.earlier), "earlier")
         kinds = {
             **{f"medusa {h.name}": (h.adapter, SpeculationParams("medusa", medusa_id=h.name)) for h in world.heads},
             "lookup": ("json", SpeculationParams("prompt_lookup")),
             **{f"draft {d.name}": ("json", SpeculationParams("draft_model", draft_name=d.name)) for d in world.drafts},
             "auto": ("json", SpeculationParams("auto")),
         }
+
+        def prompts(cases: Sequence[Case], adapter_id: str) -> list[Prompt]:
+            texts = [tuple(tokenizer(case.prompt)["input_ids"]) for case in cases]
+            return [Prompt(text, adapter_id, MAX_NEW_TOKENS, ignore_eos=False) for text in texts]
+
         for num_prompts in args.batch:
             for name, (adapter_id, params) in kinds.items():
-                prompts = [
-                    Prompt(tuple(tokenizer(case.prompt)["input_ids"]), adapter_id, MAX_NEW_TOKENS, ignore_eos=False)
-                    for case in cases
-                ]
-                rows = [
-                    compare(engine, prompts[i : i + num_prompts], params, share=None, repeat=args.repeat, name=name)
-                    for i in range(0, len(prompts) - num_prompts + 1, num_prompts)
-                ]
-                print(json.dumps(summary(rows)), flush=True)
+                if args.only and name not in args.only:
+                    continue
+                asked = prompts(cases, adapter_id)
+                batches = [asked[i : i + num_prompts] for i in range(0, len(asked) - num_prompts + 1, num_prompts)]
+                for num_earlier in args.earlier if params.kind in ("prompt_lookup", "auto") else (0,):
+                    earlier = prompts(others[:num_earlier], adapter_id)
+                    rows = [
+                        compare(engine, batch, params, share=None, repeat=args.repeat, name=name, earlier=earlier)
+                        for batch in batches
+                    ]
+                    print(json.dumps(summary(rows) | {"earlier": num_earlier}), flush=True)
         engine.close()
 
 
@@ -323,6 +353,8 @@ def main() -> None:
     shown.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     shown.add_argument("--cases", type=int, default=16)
     shown.add_argument("--repeat", type=int, default=3)
+    shown.add_argument("--only", nargs="+", help="cases by name, such as: lookup")
+    shown.add_argument("--earlier", type=int, nargs="+", default=[0, 10], help="outputs that lookup may search in")
     args = parser.parse_args()
     if args.threads is not None:
         torch.set_num_threads(args.threads)
