@@ -20,6 +20,8 @@ from support.peft_files import SPECS
 from support.speculation import Outcome, World, draft_proposer, loopy, make_bench, request
 from support.zoo import VOCAB_SIZE, random_model
 
+from loraplex_proto.errors import Cancelled
+from loraplex_server.engine.messages import Cancel
 from loraplex_server.request import OutputParams, Request, SamplingParams, SpeculationParams, StoppingParams
 from loraplex_server.speculation.base import DRAFT_MODEL, MEDUSA, PROMPT_LOOKUP, Proposer
 
@@ -147,6 +149,7 @@ def check_matrix(world: World, requests: Sequence[Request], seed: int, **limits:
     for name in (MEDUSA, PROMPT_LOOKUP, DRAFT_MODEL):
         assert drafted[name] > accepted[name] > 0, (name, drafted, accepted)
     assert (bench.num_preemptions > 0) == (limits["num_blocks"] < 50)
+    assert any(not span.num_samples for plan in bench.plans for span in plan.spans)  # pieces of prompts
     ends = [end for outcome in outcomes.values() for end in outcome.ends.values()]
     assert {end.reason.value for end in ends} == {"length", "eos", "stop"}
     assert any(end.num_cached_tokens for end in ends)
@@ -332,6 +335,34 @@ def test_the_servers_own_settings(world: World) -> None:
     outcomes = bench.run(requests, random.Random(6))
     world.check(outcomes)
     assert all(len(span.draft) <= 3 for plan in bench.plans for span in plan.spans)
+    bench.close()
+
+
+def test_cancelled_requests_take_nothing_with_them(world: World) -> None:
+    """In the middle of their drafts, with texts that are right as far as they came."""
+    dice = random.Random(8)
+    requests = matrix(4, seed=7)[:60]
+    bench = make_bench(world.model, world.root, num_blocks=30, max_running=7, drafts=proposers(world))
+    bench.load(*ADAPTERS)
+    cancelled: set[str] = set()
+    for one in requests:
+        bench.submit(one)
+    while not all(outcome.is_over for outcome in bench.outcomes.values()):
+        bench.turn()
+        for seq in bench.running() if dice.random() < 0.3 else ():
+            if dice.random() < 0.3 and seq.request.request.request_id not in cancelled:
+                cancelled.add(seq.request.request.request_id)
+                bench.engine.handle(Cancel(seq.request.request.request_id, Cancelled("the client went away")))
+    bench.turn()
+    bench.turn()
+    bench.check_idle()
+    assert 10 < len(cancelled) < 50
+    for outcome in bench.outcomes.values():
+        twin = world.twin(outcome.request)
+        if outcome.error is None:
+            outcome.check(twin)
+        assert (outcome.error is None) == (outcome.request.request_id not in cancelled)
+        assert all(tokens == twin.tokens[index][: len(tokens)] for index, tokens in outcome.tokens.items())
     bench.close()
 
 

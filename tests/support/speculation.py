@@ -234,6 +234,11 @@ class Bench:
         load = self.engine._scheduler.load()
         assert load.num_free_blocks == load.num_blocks
         assert not self.speculator.is_wanted
+        for proposer in self.speculator._proposers.values():
+            drafter = getattr(proposer, "_drafter", None)
+            if isinstance(drafter, Drafter):
+                assert drafter.rows.num_sequences == 0
+                drafter.rows.check_integrity()
         drafted = sum((outcome.drafted for outcome in self.outcomes.values()), Counter[str]())
         accepted = sum((outcome.accepted for outcome in self.outcomes.values()), Counter[str]())
         assert (drafted, accepted) == (self.speculator.drafted, +self.speculator.accepted)
