@@ -18,7 +18,7 @@ from loraplex_server.demo.formats import BASE_FORMAT, FORMATS
 from loraplex_server.demo.recipes import ModelShape, Scale
 from loraplex_server.demo.records import draw_examples
 from loraplex_server.demo.tokenizer import BOS_ID, EOS_ID, MAX_LENGTH, PAD_ID, train_tokenizer
-from loraplex_server.demo.world import ADAPTERS, BASE, DRAFTS
+from loraplex_server.demo.world import WorldFolder
 from loraplex_server.training.bars import Advance, task
 
 BASE_NAME = "loraplex-demo-base"  # what adapters say they belong to; a name, never somebody's path
@@ -28,25 +28,12 @@ _BASE_FORMAT_SHARE = 5.0
 
 
 @dataclass(frozen=True)
-class Workshop:
+class Workshop(WorldFolder):
     """What a step gets."""
 
-    root: Path
     scale: Scale
     seed: int
     progress: Progress
-
-    @property
-    def base_path(self) -> Path:
-        return self.root / BASE
-
-    @property
-    def adapters_root(self) -> Path:
-        return self.root / ADAPTERS
-
-    @property
-    def drafts_root(self) -> Path:
-        return self.root / DRAFTS
 
     def adapter_path(self, name: str) -> Path | None:
         """None where there is no adapter."""

@@ -81,11 +81,10 @@ class Case:
 
 
 @dataclass(frozen=True)
-class World:
-    """A world on disk. Read-only; `make_world` writes one."""
+class WorldFolder:
+    """Where the parts of a world lie."""
 
     root: Path
-    manifest: Manifest
 
     @property
     def base_path(self) -> Path:
@@ -101,6 +100,13 @@ class World:
     def drafts_root(self) -> Path:
         """One ordinary checkpoint, tokenizer included, per draft model."""
         return self.root / DRAFTS
+
+
+@dataclass(frozen=True)
+class World(WorldFolder):
+    """A world on disk. Read-only; `make_world` writes one."""
+
+    manifest: Manifest
 
     @property
     def report_path(self) -> Path:

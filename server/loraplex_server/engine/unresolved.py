@@ -28,11 +28,9 @@ class Unresolved:
         self._groups: dict[_Group, dict[str, Request]] = {}  # in the order of arrival, and so are their requests
         self._unasked: dict[_Group, None] = {}  # that the cache has not been asked for yet
         self._next_deadline_s = math.inf  # none is earlier
+        # Asked for in every step.
         self.num_requests = 0
-
-    @property
-    def num_completions(self) -> int:
-        return sum(request.n for group in self._groups.values() for request in group.values())
+        self.num_completions = 0
 
     def add(self, request: Request) -> None:
         group = (self._name_of(request), request.tenant)
@@ -41,6 +39,7 @@ class Unresolved:
             self._unasked[group] = None
         self._groups[group][request.request_id] = request
         self.num_requests += 1
+        self.num_completions += request.n
         if request.deadline_s is not None:
             self._next_deadline_s = min(self._next_deadline_s, request.deadline_s)
 
@@ -50,6 +49,7 @@ class Unresolved:
         waiting = self._groups.get(group, {})
         if waiting.pop(request.request_id, None) is not None:
             self.num_requests -= 1
+            self.num_completions -= request.n
             if not waiting:
                 del self._groups[group]
                 self._unasked.pop(group, None)

@@ -84,7 +84,7 @@ def _small_files(model: str, revision: str | None, folder: Path) -> Path | None:
     try:
         _fetch(model, revision, folder, _SMALL_FILES)
     except Exception as error:
-        log.debug("no look at %s: %s", model, error)
+        log.warning("whether %s comes with Medusa heads cannot be seen (%s); it is served without", model, error)
         return None
     return folder if (folder / "config.json").exists() else None
 
