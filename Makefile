@@ -4,7 +4,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help install demo test test-slow check format proto proto-check serve clean
+NATIVE := $(BIN)/python -m loraplex_adapters.native.build --objects build/native
+
+.PHONY: help install native demo test test-slow check format proto proto-check serve clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -24,21 +26,26 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
 	@touch $@
 
-install: $(STAMP)  ## make the virtual environment
+install: $(STAMP) native  ## make the virtual environment
 
-demo: $(STAMP)  ## serve six adapters at once and show what each wrote
+# Always asked, because the library knows of which sources it is; compiles only what has changed. A machine without a compiler
+# goes on without; code that does not compile stops here.
+native: $(STAMP)  ## build the native CPU kernels, where they are not those of the sources
+	@$(NATIVE) --if-stale --optional
+
+demo: $(STAMP) native  ## serve six adapters at once and show what each wrote
 	$(BIN)/loraplex demo
 
-serve: $(STAMP)  ## serve a model: make serve MODEL=path-or-hub-id
+serve: $(STAMP) native  ## serve a model: make serve MODEL=path-or-hub-id
 	$(BIN)/loraplex serve $(MODEL)
 
-test: $(STAMP)  ## the ordinary suite (under ten minutes on two cores)
+test: $(STAMP) native  ## the ordinary suite (under ten minutes on two cores)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-test-slow: $(STAMP)  ## the long suite
+test-slow: $(STAMP) native  ## the long suite
 	$(BIN)/python -m pytest -m 'slow and not gpu and not network' --timeout 1200
 
-check: $(STAMP)  ## exactly what CI runs besides the tests
+check: $(STAMP) native  ## exactly what CI runs besides the tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright

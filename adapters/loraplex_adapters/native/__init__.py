@@ -1,0 +1,1 @@
+"""CPU kernels in C++: their sources, what builds them, and what loads them. Nothing in here needs torch to import."""

@@ -1,0 +1,42 @@
+"""Hatchling's hook: the wheel brings the native CPU kernels where a C++ compiler is at hand, else it is pure Python.
+
+A compiler that is missing or fails never fails an installation: torch then does the work. How the kernels are built is
+not known here.
+"""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+
+class NativeKernelsHook(BuildHookInterface[Any]):
+    """Editable: the library lies among the sources. Wheel: only in the wheel, whose name then says the platform."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        # The package is not installed where wheels are built.
+        sys.path.insert(0, str(Path(self.root) / "adapters"))
+        try:
+            from loraplex_adapters.native import build
+        finally:
+            del sys.path[0]
+        self._scratch = tempfile.TemporaryDirectory()  # until the wheel is written
+        target = build.LIBRARY if version == "editable" else Path(self._scratch.name) / build.LIBRARY.name
+        try:
+            if version != "editable" or build.built_from(target) != build.source_hash():
+                build.build(target)
+        except build.BuildError as error:
+            self.app.display_warning(f"native CPU kernels not built, torch does their work: {error}")
+            return
+        if version != "editable":
+            build_data["pure_python"] = False
+            build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+            build_data["force_include"][str(target)] = f"loraplex_adapters/native/{target.name}"
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        self._scratch.cleanup()
