@@ -16,6 +16,7 @@ from loraplex_proto.options import option
 
 MAX_DRAFT_TOKENS: Final = 64  # per step; requests cannot ask for more either
 MAX_LOOKUP_HISTORY: Final = 1 << 20  # tokens of one namespace
+CPU_KERNELS: Final = ("auto", "native", "torch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +165,12 @@ class EngineConfig:
     adapters: AdaptersConfig = field(default_factory=AdaptersConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     num_threads: int | None = option(None, "CPU threads of the engine. Default: all cores.", "--threads")
+    cpu_kernels: str = option(
+        "auto",
+        "What computes on a CPU: native (C++ kernels that come with the package), torch, or auto: native where they "
+        "can be used.",
+        "--cpu-kernels",
+    )
     log_level: str = option("info", "debug, info, warning or error.", "--log-level")
 
     def __post_init__(self) -> None:
@@ -179,6 +186,7 @@ class EngineConfig:
             (self.adapters.num_device_slots >= 1, "--adapter-slots", "must be at least 1"),
             (1 <= self.adapters.max_rank <= 4096, "--max-lora-rank", "must be 1 to 4096"),
             (self.num_threads is None or self.num_threads >= 1, "--threads", "must be at least 1"),
+            (self.cpu_kernels in CPU_KERNELS, "--cpu-kernels", f"must be {', '.join(CPU_KERNELS)}"),
             (
                 self.model.dtype in {"auto", "float32", "bfloat16", "float16", "float64"},
                 "--dtype",

@@ -13,9 +13,7 @@ from typing import Any, Final, NamedTuple
 
 from loraplex_adapters.native.build import LIBRARY, SOURCES, BuildError, built_from, source_hash, this_machine
 from loraplex_adapters.native.prototypes import ABI_VERSION, IDENTITY, KERNELS, Prototype
-from loraplex_proto.errors import InvalidArgument
 
-CHOICES: Final = ("auto", "native", "torch")
 _HOW: Final = "python -m loraplex_adapters.native.build"
 
 
@@ -53,19 +51,6 @@ def load(path: Path = LIBRARY, sources: Path = SOURCES) -> Loaded:
     except _Refused as refused:
         return Loaded(None, NativeStatus(False, str(refused), ""))
     return Loaded(library, NativeStatus(True, "", library.isa))
-
-
-def choose_library(wanted: str) -> Library | None:
-    """The library for `--cpu-kernels`, None where torch does the work. Raises InvalidArgument where it has to be there
-    and is not."""
-    if wanted == "torch":
-        return None
-    library, status = load()
-    if library is None and wanted == "native":
-        raise InvalidArgument(
-            f"--cpu-kernels native: {status.reason}; with --cpu-kernels auto torch does the work", field="--cpu-kernels"
-        )
-    return library
 
 
 class _Refused(Exception):

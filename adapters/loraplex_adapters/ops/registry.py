@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from loraplex_adapters.native.library import Library
 from loraplex_adapters.ops.base import SegmentedLora
 from loraplex_adapters.ops.cpu import CpuOps
 from loraplex_adapters.ops.dense import ReferenceDense, SegmentedDense
@@ -30,8 +31,9 @@ def available_ops() -> list[OpsStatus]:
     ]
 
 
-def choose_ops(device: torch.device | str) -> SegmentedLora:
-    """The fastest implementation that works for tensors on `device`."""
+def choose_ops(device: torch.device | str, native: Library | None = None) -> SegmentedLora:
+    """The fastest implementation that works for tensors on `device`. `native`: the CPU kernels in C++, if they are to
+    be used."""
     kind = torch.device(device).type
     if kind == "cpu":
         return CpuOps()

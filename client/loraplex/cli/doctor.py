@@ -51,6 +51,7 @@ class Report(TypedDict):
     packages: dict[str, str]  # only those that are installed
     missing: dict[str, list[str]]  # by extra
     devices: list[Row]
+    cpu_kernels: list[Row]
     lora_operations: list[Row]
     attention: list[Row]
 
@@ -79,6 +80,7 @@ def examine() -> Report:
             for extra, needs in EXTRAS.items()
         },
         "devices": _devices(),
+        "cpu_kernels": _cpu_kernels(),
         "lora_operations": _lora_operations(),
         "attention": _attention(),
     }
@@ -114,6 +116,16 @@ def _devices() -> list[Row]:
     return rows
 
 
+def _cpu_kernels() -> list[Row]:
+    try:
+        from loraplex_adapters.native.library import load
+
+        status = load().status
+        return [{"name": "native", "usable": status.usable, "note": status.isa or status.reason}]
+    except Exception as error:
+        return [{"name": "native", "usable": False, "note": _first_line(error)}]
+
+
 def _lora_operations() -> list[Row]:
     try:
         from loraplex_adapters.ops.registry import available_ops
@@ -147,6 +159,7 @@ def _print(report: Report) -> None:
         rows.append((f"extra {extra}", state, f"pip install 'loraplex[{extra}]'" if missing else ""))
     titled: tuple[tuple[str, list[Row]], ...] = (
         ("device", report["devices"]),
+        ("cpu kernels", report["cpu_kernels"]),
         ("lora", report["lora_operations"]),
         ("attention", report["attention"]),
     )

@@ -13,11 +13,13 @@ import torch
 
 from loraplex_adapters.cache.config import AdapterCacheConfig
 from loraplex_adapters.cache.manager import AdapterManager
+from loraplex_adapters.native.library import Library
+from loraplex_adapters.native.library import load as load_native
 from loraplex_adapters.ops.registry import choose_dense, choose_ops
 from loraplex_adapters.sources.chain import make_source
 from loraplex_adapters.sources.directory import FolderSource
 from loraplex_adapters.weights import AdapterWeights
-from loraplex_proto.errors import OutOfMemory
+from loraplex_proto.errors import InvalidArgument, OutOfMemory
 from loraplex_server.config import AdaptersConfig, EngineConfig, KvConfig, hub_token
 from loraplex_server.engine.core import Engine
 from loraplex_server.engine.messages import ModelInfo
@@ -26,7 +28,7 @@ from loraplex_server.model.adapt import AdapterSlots
 from loraplex_server.model.attention.registry import make_attention
 from loraplex_server.model.heads import HeadSlots
 from loraplex_server.model.kv import KvCache, free_memory_bytes, num_blocks_for
-from loraplex_server.model.loader import LoadedModel, load_model
+from loraplex_server.model.loader import LoadedModel, load_model, resolve_device
 from loraplex_server.model.medusa_model import MODEL_HEADS, ServedModel, served_model
 from loraplex_server.model.memory import step_bytes
 from loraplex_server.model.packed import packed_linear
@@ -51,6 +53,7 @@ def build_engine(config: EngineConfig, progress: Callable[[str], None], notify: 
     logging.getLogger("loraplex_server").setLevel(config.log_level.upper())
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
+    native = _native_library(config, progress)
     progress(f"loading {config.model.model}")
     with served_model(config.model.model, config.model.revision) as served:
         loaded = load_model(
@@ -61,7 +64,7 @@ def build_engine(config: EngineConfig, progress: Callable[[str], None], notify: 
             max_context_tokens=config.model.max_context_tokens,
             make_base=packed_linear,
         )
-        return assemble(loaded, config, progress, notify, served)
+        return assemble(loaded, config, progress, notify, served, native)
 
 
 def assemble(
@@ -70,11 +73,13 @@ def assemble(
     progress: Callable[[str], None],
     notify: Callable[[], None],
     served: ServedModel | None = None,
+    native: Library | None = None,
 ) -> Engine:
-    """An engine around a model that is loaded already. `served`: where it came from, None for nowhere."""
+    """An engine around a model that is loaded already. `served`: where it came from, None for nowhere. `native`: the
+    CPU kernels in C++, None where torch does the work."""
     served = served or ServedModel(config.model.model)
     spec, batch, block_size = loaded.spec, config.batch, config.kv.block_size
-    slots = loaded.adapter_slots(choose_ops(loaded.device), config.adapters.num_device_slots)
+    slots = loaded.adapter_slots(choose_ops(loaded.device, native), config.adapters.num_device_slots)
     heads = HeadSlots(loaded, slots, choose_dense(loaded.device))
     num_blocks = _num_blocks(config, loaded)
     progress(f"{num_blocks * block_size:,} tokens of KV cache in {loaded.dtype_name} on {loaded.device}")
@@ -120,6 +125,23 @@ def assemble(
         base_revision=served.revision,
     )
     return Engine(info, scheduler, manager, runner, speculator=speculator)
+
+
+def _native_library(config: EngineConfig, progress: Callable[[str], None]) -> Library | None:
+    """The native kernels, where the model runs on a CPU and they can be used. Raises InvalidArgument where they have to
+    be used and cannot."""
+    if config.cpu_kernels == "torch" or resolve_device(config.model.device).type != "cpu":
+        return None
+    library, status = load_native()
+    if library is not None:
+        progress(f"native CPU kernels for {status.isa}")
+    elif config.cpu_kernels == "native":
+        raise InvalidArgument(
+            f"--cpu-kernels native: {status.reason}; with --cpu-kernels auto torch does the work", field="--cpu-kernels"
+        )
+    else:
+        progress(f"no native CPU kernels, torch does their work: {status.reason}")
+    return library
 
 
 def _manager(
