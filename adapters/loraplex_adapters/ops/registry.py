@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.util import find_spec
-from typing import NamedTuple
+from pathlib import Path
+from typing import NamedTuple, cast
 
 import torch
 
@@ -12,7 +14,9 @@ from loraplex_adapters.ops.base import SegmentedLora
 from loraplex_adapters.ops.cpu import CpuOps
 from loraplex_adapters.ops.dense import ReferenceDense, SegmentedDense
 from loraplex_adapters.ops.dense_cpu import CpuDense
+from loraplex_adapters.ops.punica import PunicaFunctions, PunicaOps
 from loraplex_adapters.ops.reference import ReferenceOps
+from loraplex_proto.errors import InvalidArgument
 
 
 class OpsStatus(NamedTuple):
@@ -23,9 +27,10 @@ class OpsStatus(NamedTuple):
 
 def available_ops() -> list[OpsStatus]:
     """Every implementation, the fastest of a device first. Imports no triton."""
-    problem = _triton_problem()
+    problem, punica = _triton_problem(), _punica_problem()
     return [
         OpsStatus("triton", not problem, problem or "for CUDA devices"),
+        OpsStatus("punica", not punica, punica or "for CUDA devices, where it is asked for by name"),
         OpsStatus("cpu", True, "for the CPU"),
         OpsStatus("reference", True, "for every device, slow; what the others are tested against"),
     ]
@@ -43,6 +48,14 @@ def choose_ops(device: torch.device | str, native: Library | None = None) -> Seg
 
         return TritonOps()
     return ReferenceOps()
+
+
+def choose_punica() -> SegmentedLora:
+    """The Punica package's operators, and for what they do not compute what CUDA gets otherwise. Never chosen by
+    itself: its calls cannot be part of a CUDA graph. Raises InvalidArgument where it cannot be used."""
+    if problem := _punica_problem():
+        raise InvalidArgument(f"Punica's kernels cannot be used: {problem}")
+    return PunicaOps(cast(PunicaFunctions, import_module("punica.ops")), choose_ops("cuda"))
 
 
 def choose_dense(device: torch.device | str) -> SegmentedDense:
@@ -63,3 +76,17 @@ def _triton_problem() -> str:
     if not torch.cuda.is_available():
         return "no CUDA device"
     return ""
+
+
+def _punica_problem() -> str:
+    """On PyPI a stranger has Punica's name: ours is told by its functions, as its file has them. Nothing is run."""
+    spec = find_spec("punica")
+    if spec is None:
+        return "the package punica is not installed"
+    files = [Path(folder, "ops", "__init__.py") for folder in spec.submodule_search_locations or ()]
+    text = "".join(file.read_text(errors="replace") for file in files if file.is_file())
+    if not all(f"def {name}(" in text for name in PunicaFunctions.__annotations__):
+        return "the package punica that is installed is another one, without LoRA operators"
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    return "" if torch.cuda.get_device_capability()[0] >= 8 else "the GPU's compute capability is below 8.0"
