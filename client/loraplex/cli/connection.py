@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from loraplex import Client, InvalidArgument, Tls
+from loraplex import AsyncClient, Client, InvalidArgument, Tls
 
 _PANEL = "Connection"
 
@@ -50,10 +50,18 @@ DEFAULT_TIMEOUT_S = 120.0
 
 def connect(server: str, token: str | None, timeout_s: float, tls: bool, ca_cert: Path | None) -> Client:
     """Raises InvalidArgument."""
-    certificates: bool | Tls = tls
-    if ca_cert is not None:
-        try:
-            certificates = Tls(root_certificates=ca_cert.read_bytes())
-        except OSError as error:
-            raise InvalidArgument(f"cannot read {ca_cert}: {error.strerror}", field="--ca-cert") from error
-    return Client(server, token=token or None, timeout_s=timeout_s or None, tls=certificates)
+    return Client(server, token=token or None, timeout_s=timeout_s or None, tls=_certificates(tls, ca_cert))
+
+
+def connect_async(server: str, token: str | None, timeout_s: float, tls: bool, ca_cert: Path | None) -> AsyncClient:
+    """Raises InvalidArgument."""
+    return AsyncClient(server, token=token or None, timeout_s=timeout_s or None, tls=_certificates(tls, ca_cert))
+
+
+def _certificates(tls: bool, ca_cert: Path | None) -> bool | Tls:
+    if ca_cert is None:
+        return tls
+    try:
+        return Tls(root_certificates=ca_cert.read_bytes())
+    except OSError as error:
+        raise InvalidArgument(f"cannot read {ca_cert}: {error.strerror}", field="--ca-cert") from error

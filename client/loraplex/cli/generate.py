@@ -9,14 +9,11 @@ from typing import Annotated
 import typer
 
 from loraplex import (
-    AnySpeculation,
     Chunk,
     Client,
-    DraftModel,
     GenerateOptions,
     Generation,
     InvalidArgument,
-    Medusa,
     Timings,
     Usage,
 )
@@ -32,6 +29,7 @@ from loraplex.cli.connection import (
     TokenOption,
     connect,
 )
+from loraplex.cli.speculation import parse_speculation
 
 _SAMPLING = "Sampling"
 _SPECULATION = "Speculation: the same text, sooner"
@@ -109,7 +107,7 @@ def generate(
         "top_p": top_p,
         "top_k": top_k,
         "seed": seed,
-        "speculation": None if speculation is None else _speculation(speculation),
+        "speculation": None if speculation is None else parse_speculation(speculation),
         "max_draft_tokens": max_draft_tokens,
         "fixed_draft_length": fixed_length or None,
     }
@@ -127,24 +125,6 @@ def generate(
             _stream(client, prompt_text, options, as_json=as_json)
         else:
             _whole(client.generate(prompt_text, **options), as_json=as_json)
-
-
-def _speculation(text: str) -> AnySpeculation:
-    """KIND or KIND:NAME."""
-    kind, has_name, name = text.partition(":")
-    match kind, bool(has_name):
-        case ("off" | "auto" | "prompt_lookup" | "medusa" | "draft_model") as known, False:
-            return known
-        case "medusa", True if name:
-            return Medusa(name)
-        case "draft_model", True if name:
-            return DraftModel(name)
-        case _:
-            raise InvalidArgument(
-                f"--speculation takes off, auto, prompt_lookup, medusa, medusa:ADAPTER, draft_model or "
-                f"draft_model:NAME, not {text!a}",
-                field="--speculation",
-            )
 
 
 def _read(prompt: str) -> str:

@@ -45,6 +45,7 @@ KNOWN: Final[dict[str, Known]] = {
     "train-medusa": Known(
         "loraplex_server.cli.train_medusa:train_medusa", "Train Medusa heads, which make a model or adapter faster."
     ),
+    "bench": Known("loraplex.cli.bench:bench", "Put a server under load and measure how soon it answers."),
     "doctor": Known("loraplex.cli.doctor:doctor", "Show what is installed and what this machine can run."),
     "worker": Known("loraplex_server.cli.worker:worker", "Start one worker: the model behind gRPC, without a router."),
     "router": Known("loraplex_router.cli:router", "Start a router in front of workers that run already."),

@@ -34,6 +34,7 @@ class Fake(inference_pb2_grpc.InferenceServiceServicer, adapter_pb2_grpc.Adapter
 
     seen: list[Seen] = field(default_factory=list)
     error: BaseException | None = None  # instead of an answer, or after the chunks
+    stream_error: BaseException | None = None  # after the chunks only
     delay_s: float = 0.0
     is_endless: bool = False
     generate_response: Callable[[Any], inference_pb2.GenerateResponse] | None = None
@@ -95,8 +96,8 @@ class Fake(inference_pb2_grpc.InferenceServiceServicer, adapter_pb2_grpc.Adapter
         except (asyncio.CancelledError, GeneratorExit):
             self.cancelled.set()
             raise
-        if self.error is not None:
-            await abort(context, self.error)
+        if (error := self.error or self.stream_error) is not None:
+            await abort(context, error)
 
     async def Tokenize(self, request: Any, context: Context) -> inference_pb2.TokenizeResponse:
         await self._arrived("Tokenize", request, context)

@@ -1,0 +1,120 @@
+"""What a load consists of: when each request arrives, for which adapter, with which prompt.
+
+Pure and repeatable: the same seed gives the same load, whatever the server does with it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import repeat
+from random import Random
+
+from loraplex.bench.popularity import Popularity, choices
+from loraplex_proto.errors import InvalidArgument
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """A number of tokens, or a range from which every request draws."""
+
+    least: int
+    most: int
+
+    def draw(self, rng: Random) -> int:
+        return rng.randint(self.least, self.most)
+
+    def __str__(self) -> str:
+        return str(self.least) if self.least == self.most else f"{self.least}-{self.most}"
+
+
+def parse_lengths(text: str, *, field: str) -> Lengths:
+    """N or N-M. Raises InvalidArgument."""
+    first, is_range, last = text.partition("-")
+    if first.isdecimal() and (last.isdecimal() or not is_range):
+        lengths = Lengths(int(first), int(last or first))
+        if 1 <= lengths.least <= lengths.most:
+            return lengths
+    raise InvalidArgument(f"{field} takes a number of tokens, or two as in 32-128, not {text!a}", field=field)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSpec:
+    """Everything that decides what is sent."""
+
+    rate: float  # requests per second; inf: all at once
+    cv: float = 1.0  # coefficient of variation of the gaps: 0 evenly spaced, 1 Poisson, more comes in bursts
+    duration_s: float | None = None  # of the arrivals; what has arrived is served to its end
+    num_requests: int | None = None
+    popularity: Popularity = Popularity()
+    adapter_ids: tuple[str, ...] = ()  # the most popular first; none: the base model
+    prompt_tokens: Lengths = Lengths(64, 64)
+    output_tokens: Lengths = Lengths(64, 64)
+    texts: tuple[str, ...] = field(default=(), repr=False)  # prompts to draw from, instead of random token ids
+    vocab_size: int = 0  # of the random token ids
+    excluded_ids: frozenset[int] = frozenset()  # not among them
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        checks = (
+            (self.rate > 0, "--rate", "must be above 0"),
+            (0 <= self.cv < math.inf, "--cv", "must be 0 or above"),
+            (self.duration_s is None or 0 < self.duration_s < math.inf, "--duration", "must be above 0"),
+            (self.num_requests is None or self.num_requests >= 1, "--num-requests", "must be at least 1"),
+            (
+                self.num_requests is not None or (self.duration_s is not None and self.rate < math.inf),
+                "--num-requests",
+                "is needed where --duration does not limit the load",
+            ),
+        )
+        for is_ok, flag, rule in checks:
+            if not is_ok:
+                raise InvalidArgument(f"{flag} {rule}", field=flag)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One request to be sent."""
+
+    at_s: float  # after the start
+    adapter_id: str  # "": the base model
+    max_tokens: int
+    text: str | None = None
+    token_ids: tuple[int, ...] | None = None
+
+
+def gaps(rate: float, cv: float, rng: Random) -> Iterator[float]:
+    """Seconds between arrivals, without end: Gamma-distributed with mean 1 / rate and deviation cv / rate."""
+    if rate == math.inf:
+        yield from repeat(0.0)
+    if cv == 0:
+        yield from repeat(1 / rate)
+    shape = cv**-2
+    scale = 1 / (rate * shape)
+    while True:
+        yield rng.gammavariate(shape, scale)
+
+
+def plan(spec: LoadSpec) -> list[Arrival]:
+    """The whole load. Times, adapters and prompts are drawn apart: one can be changed without changing the others."""
+    times, names, prompts = (Random(f"{what} {spec.seed}") for what in ("times", "adapters", "prompts"))
+    allowed = [i for i in range(spec.vocab_size) if i not in spec.excluded_ids]
+    found: list[Arrival] = []
+    at_s = 0.0
+    pairs = zip(
+        gaps(spec.rate, spec.cv, times), choices(spec.popularity, spec.adapter_ids or ("",), names), strict=False
+    )
+    for gap, adapter_id in pairs:
+        at_s += gap
+        if spec.duration_s is not None and at_s >= spec.duration_s:
+            break
+        max_tokens = spec.output_tokens.draw(prompts)
+        if spec.texts:
+            found.append(Arrival(at_s, adapter_id, max_tokens, text=prompts.choice(spec.texts)))
+        else:
+            token_ids = tuple(prompts.choices(allowed, k=spec.prompt_tokens.draw(prompts)))
+            found.append(Arrival(at_s, adapter_id, max_tokens, token_ids=token_ids))
+        if len(found) == spec.num_requests:
+            break
+    return found
