@@ -29,7 +29,9 @@ class NativeKernelsHook(BuildHookInterface[Any]):
         target = build.LIBRARY if version == "editable" else Path(self._scratch.name) / build.LIBRARY.name
         try:
             if version != "editable" or build.built_from(target) != build.source_hash():
-                build.build(target)
+                # A checkout may have compiled it already (make native).
+                objects = Path(self.root) / "build" / "native"
+                build.build(target, objects=objects if objects.is_dir() else None)
         except build.BuildError as error:
             self.app.display_warning(f"native CPU kernels not built, torch does their work: {error}")
             return

@@ -77,7 +77,7 @@ done < <(gather_pip_settings "$work/pip")
 if ! b inspect --type image "$base" >/dev/null 2>&1; then
   echo "== base"
   if [ ! -d "$work/tree/usr" ]; then
-    debootstrap --variant=minbase --include=ca-certificates,gcc,libc6-dev,python3,python3-dev,python3-venv,tini \
+    debootstrap --variant=minbase --include=ca-certificates,g++,gcc,libc6-dev,python3,python3-dev,python3-venv,tini \
       "${SUITE:-bookworm}" "$work/tree" >"$work/debootstrap.log"
     rm -rf "$work"/tree/var/cache/apt/archives/*.deb "$work"/tree/var/lib/apt/lists/*
   fi
@@ -153,6 +153,15 @@ assert not loose, f"not in constraints.txt: {sorted(loose)}"
 PYTHON
 }
 
+has_native_kernels() {
+  python -c '
+import platform
+from loraplex_adapters.native.library import load
+status = load().status
+print(status)
+assert status.usable or platform.machine() != "x86_64" or status.reason.startswith("this CPU has none"), status'
+}
+
 refuses_a_missing_model() {
   status=0
   loraplex-entrypoint worker /nowhere 2>err || status=$?
@@ -197,6 +206,7 @@ for target in router worker all; do
   expect "$target: not root, and cannot change the program" inside is_not_root
   expect "$target: the command answers" run tini -- loraplex-entrypoint --help
   expect "$target: versions of constraints.txt" inside follows_constraints "$(grep '==' constraints.txt)"
+  expect "$target: the native CPU kernels load" inside has_native_kernels
   case $target in
   router)
     expect "router: no torch in the image" inside has_no_torch

@@ -44,10 +44,10 @@ class Loaded(NamedTuple):
     status: NativeStatus
 
 
-def load(path: Path = LIBRARY, sources: Path = SOURCES) -> Loaded:
+def load(path: Path = LIBRARY, sources: Path = SOURCES, kernels: Mapping[str, Prototype] = KERNELS) -> Loaded:
     """Loads the library at `path` if it was made of `sources` as they are, is of this version, and runs on this CPU."""
     try:
-        library = _open(path, sources)
+        library = _open(path, sources, kernels)
     except _Refused as refused:
         return Loaded(None, NativeStatus(False, str(refused), ""))
     return Loaded(library, NativeStatus(True, "", library.isa))
@@ -57,7 +57,7 @@ class _Refused(Exception):
     """The library cannot be used, and why."""
 
 
-def _open(path: Path, sources: Path) -> Library:
+def _open(path: Path, sources: Path, kernels: Mapping[str, Prototype]) -> Library:
     try:
         this_machine()
         present = source_hash(sources)
@@ -74,7 +74,7 @@ def _open(path: Path, sources: Path) -> Library:
         version = functions.lp_abi_version()
         if version != ABI_VERSION:
             raise _Refused(f"of version {version}, and this package is made for {ABI_VERSION}; {_HOW} builds it anew")
-        _declare(functions, KERNELS)
+        _declare(functions, kernels)
     except (OSError, AttributeError) as error:  # a system library that is missing or too old; a function that is
         raise _Refused(f"does not load: {error}") from None
     library = Library(functions, path)

@@ -345,6 +345,9 @@ def test_doctor(capsys: Capture) -> None:
     assert report["missing"] == {"router": [], "server": []}
     assert report["devices"][0]["name"] == "cpu"
     assert report["devices"][0]["usable"]
+    (native,) = report["cpu_kernels"]
+    assert native["name"] == "native"
+    assert native["note"], "the instruction set, or why not"
     for part in ("lora_operations", "attention"):
         assert any(row["usable"] for row in report[part]), f"nothing usable for {part}: {report[part]}"
 

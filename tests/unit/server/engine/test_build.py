@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from support.zoo import MAX_LEN, random_model
 
-from loraplex_proto.errors import OutOfMemory
+from loraplex_adapters.native.library import Library, Loaded, NativeStatus
+from loraplex_proto.errors import InvalidArgument, OutOfMemory
 from loraplex_server.config import AdaptersConfig, BatchConfig, EngineConfig, KvConfig, ModelConfig
 from loraplex_server.engine import build
 from loraplex_server.engine.messages import Submit
@@ -108,3 +110,41 @@ def test_a_cache_that_is_large_enough_changes_nothing(loaded: LoadedModel) -> No
     engine.close()
     assert engine.info.max_context_tokens == MAX_LEN
     assert not any("--kv-memory" in text for text in said)
+
+
+def library_or(reason: str) -> Loaded:
+    if reason:
+        return Loaded(None, NativeStatus(False, reason, ""))
+    return Loaded(Library(None, Path("a library")), NativeStatus(True, "", "avx2"))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "device", "reason", "is_used", "says"),
+    [
+        ("auto", "cpu", "", True, "native CPU kernels for avx2"),
+        ("auto", "cpu", "it rains", False, "no native CPU kernels, torch does their work: it rains"),
+        ("native", "cpu", "", True, "native CPU kernels for avx2"),
+        ("torch", "cpu", "", False, ""),
+    ],
+)
+def test_cpu_kernels(
+    wanted: str, device: str, reason: str, is_used: bool, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "load_native", lambda: library_or(reason))
+    said: list[str] = []
+    config = EngineConfig(ModelConfig("m", device=device), cpu_kernels=wanted)
+    assert (build._native_library(config, said.append) is not None) == is_used
+    assert said == [says] * bool(says)
+
+
+def test_cpu_kernels_that_must_be_native_and_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "load_native", lambda: library_or("it rains"))
+    config = EngineConfig(ModelConfig("m", device="cpu"), cpu_kernels="native")
+    with pytest.raises(InvalidArgument, match="--cpu-kernels native: it rains; with --cpu-kernels auto torch"):
+        build.build_engine(config, lambda text: None, lambda: None)  # before the model is looked for
+
+
+def test_a_gpu_needs_no_cpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "resolve_device", lambda name: torch.device("cuda"))
+    config = EngineConfig(ModelConfig("m", device="cuda"), cpu_kernels="native")
+    assert build._native_library(config, lambda text: pytest.fail(text)) is None

@@ -1,0 +1,62 @@
+"""A native library as small as can be, for tests of what builds and loads it: no kernel takes part."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from loraplex_adapters.native.build import CannotBuild, Compiler, find_compiler
+from loraplex_adapters.native.prototypes import ABI_VERSION
+
+VERSION = """
+extern "C" __attribute__((visibility("default"))) int lp_abi_version() { return ABI; }
+extern "C" __attribute__((visibility("default"))) const char* lp_source_hash() {
+    static const char marked[] = "lp_source_hash=" LP_SOURCE_HASH;
+    return marked + 15;
+}
+extern "C" __attribute__((visibility("default"))) int lp_has_kernels() {
+#ifdef LP_HAVE_AVX2
+    return 1;
+#else
+    return 0;
+#endif
+}
+extern "C" __attribute__((visibility("default"))) const char* lp_isa() {
+#ifdef LP_HAVE_AVX2
+    return "avx2";
+#else
+    return "none";
+#endif
+}
+"""
+# Says its own name, and by which flags it was compiled: what no flag can define but the compiler itself.
+PROBE = """
+#include "probe.h"
+extern "C" __attribute__((visibility("default"))) int NAMED(lp_probe_, LP_ISA)() {
+#ifdef __AVX512F__
+    return 512;
+#else
+    return 256;
+#endif
+}
+"""
+PROBE_HEADER = """
+#define NAMED_(prefix, name) prefix##name
+#define NAMED(prefix, name) NAMED_(prefix, name)
+"""
+
+
+def compiler_or_skip() -> Compiler:
+    try:
+        return find_compiler()
+    except CannotBuild as error:
+        pytest.skip(f"native kernels cannot be built here: {error}")
+
+
+def write_sources(folder: Path, abi_version: int = ABI_VERSION) -> Path:
+    (folder / "isa").mkdir(parents=True)
+    (folder / "version.cpp").write_text(VERSION.replace("ABI", str(abi_version), 1))
+    (folder / "probe.h").write_text(PROBE_HEADER)
+    (folder / "isa" / "probe.cpp").write_text(PROBE)
+    return folder
