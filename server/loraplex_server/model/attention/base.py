@@ -6,9 +6,9 @@ up to them, causal by absolute position. Decode, a chunk of a prompt and the ver
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +28,7 @@ class AttentionBatch:
     context_lens: npt.NDArray[np.int64]  # [num_spans], the span's own tokens included
     block_tables: npt.NDArray[np.int64]  # [num_spans, max_blocks]; past a span's blocks: any block of its own
     block_size: int
-    slots: Tensor  # [num_tokens] where each token's key and value go
+    slots: Tensor  # [num_tokens] where each token's key and value go: what the block tables say for its position
 
     @property
     def query_starts(self) -> npt.NDArray[np.int64]:
@@ -54,6 +54,38 @@ class PagedAttention(Protocol):
         ...
 
 
+@runtime_checkable
+class ReplayableAttention(PagedAttention, Protocol):
+    """An implementation whose launches can be captured once and replayed for other steps of the same shape."""
+
+    def reserve(
+        self,
+        num_tokens: int,
+        num_spans: int,
+        max_blocks: int,
+        block_size: int,
+        query_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Any:
+        """A plan with buffers at fixed addresses, for steps of up to `num_spans` spans of `query_len` tokens each.
+
+        As reserved, all spans are empty. `run` with it launches the same kernels on the same addresses whatever was
+        refilled. An empty span has output 0, and nothing is written for it.
+        """
+        ...
+
+    def refill(self, plan: Any, batch: AttentionBatch) -> None:
+        """Puts a step in: host work and asynchronous copies, no synchronisation, nothing allocated on the device.
+
+        Raises ValueError on a step that does not fit what was reserved.
+        """
+        ...
+
+
+MakeAttention = Callable[[Sequence[AttentionSpec]], PagedAttention]
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionBackend:
     """A row of `loraplex doctor`: an implementation, and why it can or cannot be used here."""
@@ -61,7 +93,7 @@ class AttentionBackend:
     name: str
     is_usable: bool
     reason: str
-    make: Callable[[], PagedAttention] | None = None
+    make: MakeAttention | None = None  # for the layers of one model
 
 
 class AttentionLayer:

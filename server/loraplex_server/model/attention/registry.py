@@ -1,26 +1,110 @@
-"""Which attention back ends there are, whether they can be used here, and which one is taken."""
+"""Which attention back ends there are, whether they can be used here, and which one is taken.
+
+A back end is a function in `BACKENDS` that says what `loraplex doctor` shows of it; its module is imported only where
+it can be used.
+"""
 
 from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Final
 
 import torch
 
 from loraplex_proto.errors import InvalidArgument
 from loraplex_server.model.attention.base import AttentionBackend, PagedAttention
 from loraplex_server.model.attention.torch_paged import TorchPagedAttention
+from loraplex_server.model.spec import AttentionSpec
+
+log = logging.getLogger(__name__)
 
 
-def available_attention(device: torch.device | None = None) -> list[AttentionBackend]:
-    """All back ends for `device`, best first."""
-    return [AttentionBackend("torch", True, "plain torch, any device", TorchPagedAttention)]
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What attention is to be chosen for. A field without a value forbids nothing."""
+
+    device: torch.device | None = None
+    specs: tuple[AttentionSpec, ...] = ()
+    dtype: torch.dtype | None = None
 
 
-def make_attention(name: str = "auto", device: torch.device | None = None) -> PagedAttention:
-    """The back end called `name`, or the best usable one. Raises InvalidArgument."""
-    backends = available_attention(device)
+def available_attention(
+    device: torch.device | None = None, specs: Sequence[AttentionSpec] = (), dtype: torch.dtype | None = None
+) -> list[AttentionBackend]:
+    """All back ends, best first, for the attention layers of a model in `dtype` on `device`."""
+    wanted = Wanted(device, tuple(dict.fromkeys(specs)), dtype)
+    return [describe(wanted) for describe in BACKENDS]
+
+
+def make_attention(
+    name: str = "auto",
+    device: torch.device | None = None,
+    specs: Sequence[AttentionSpec] = (),
+    dtype: torch.dtype | None = None,
+) -> PagedAttention:
+    """The back end called `name`, or the best usable one, for the layers of one model. Raises InvalidArgument."""
+    backends = available_attention(device, specs, dtype)
     for backend in backends:
         if backend.name == name or (name == "auto" and backend.is_usable):
             if backend.make is None or not backend.is_usable:
                 raise InvalidArgument(f"the attention back end {name!r} cannot be used here: {backend.reason}")
-            return backend.make()
+            log.info("attention over the paged KV cache: %s (%s)", backend.name, backend.reason)
+            return backend.make(specs)
     known = ", ".join(backend.name for backend in backends)
     raise InvalidArgument(f"there is no attention back end {name!r}; known are: auto, {known}")
+
+
+def _flashinfer(wanted: Wanted) -> AttentionBackend:
+    def no(reason: str) -> AttentionBackend:
+        return AttentionBackend("flashinfer", False, reason)
+
+    if find_spec("flashinfer") is None:
+        return no("the package flashinfer-python is not installed")
+    if problem := _cuda_problem(wanted) or _triton_problem():
+        return no(problem)
+    from loraplex_server.model.attention import flashinfer as ours
+    from loraplex_server.model.attention.triton_paged import write_pages
+
+    if problem := ours.reason_against(wanted.specs, wanted.dtype):
+        return no(problem)
+    try:
+        package: Any = import_module("flashinfer")
+    except Exception as error:  # it compiles and loads libraries: anything may go wrong
+        return no(f"the package flashinfer does not load: {(str(error) or type(error).__name__).splitlines()[0]}")
+    reason = "FlashInfer, for CUDA devices"
+    return AttentionBackend(
+        "flashinfer", True, reason, lambda specs: ours.FlashInferAttention(specs, package, write_pages)
+    )
+
+
+def _triton(wanted: Wanted) -> AttentionBackend:
+    if problem := _triton_problem() or _cuda_problem(wanted):
+        return AttentionBackend("triton", False, problem)
+    # Importing triton takes seconds, and where there is no triton the module does not import.
+    from loraplex_server.model.attention.triton_paged import TritonPagedAttention
+
+    return AttentionBackend("triton", True, "own kernels, for CUDA devices", TritonPagedAttention)
+
+
+def _torch(wanted: Wanted) -> AttentionBackend:
+    return AttentionBackend("torch", True, "plain torch, any device", lambda _: TorchPagedAttention())
+
+
+def _triton_problem() -> str:
+    return "" if find_spec("triton") is not None else "the package triton is not installed"
+
+
+def _cuda_problem(wanted: Wanted) -> str:
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    if wanted.device is not None and wanted.device.type != "cuda":
+        return f"it is for CUDA devices, not for {wanted.device.type}"
+    return ""
+
+
+# Best first. What cannot be used on a device says so.
+BACKENDS: Final[tuple[Callable[[Wanted], AttentionBackend], ...]] = (_flashinfer, _triton, _torch)

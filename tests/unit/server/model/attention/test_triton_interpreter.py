@@ -1,0 +1,34 @@
+"""Runs the attention suite over the Triton kernels, in Triton's interpreter on the CPU.
+
+Triton chooses between compiler and interpreter when it is imported, for its own library too, and in a pytest process it
+is imported early (by torch and transformers). So the choice is made for a process of its own, and the rest of the
+suite keeps the compiler (see test_triton_compile.py).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed (it is for Linux)")
+
+SUITE = Path(__file__).with_name("test_paged.py")
+
+
+@pytest.mark.timeout(400)  # some twenty seconds of work, on a machine that may have other work
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the suite runs over the kernels directly")
+def test_the_attention_suite_over_the_kernels() -> None:
+    command = [sys.executable, "-m", "pytest", str(SUITE), "--confcutdir", str(SUITE.parent), "-p", "no:cacheprovider"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=380)
+    assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
+    summary = run.stdout.splitlines()[-1]
+    passed = re.search(r"(\d+) passed", summary)
+    assert passed, summary
+    assert int(passed[1]) >= 45, summary
+    assert "skipped" not in summary, summary
