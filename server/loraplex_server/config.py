@@ -27,6 +27,11 @@ class ModelConfig:
     revision: str | None = option(None, "Hub revision of the base model.", "--revision")
     dtype: str = option("auto", "auto (as the checkpoint has it), float32, bfloat16, float16 or float64.", "--dtype")
     device: str = option("auto", "auto (a GPU where there is one), cpu, cuda or cuda:N.", "--device")
+    attention: str = option(
+        "auto",
+        "Attention over the paged KV cache: auto (the best for device and model), or one that loraplex doctor names.",
+        "--attention",
+    )
     max_context_tokens: int | None = option(
         None, "Prompt plus output tokens of one request at most. Default: what the model was made for.", "--max-context"
     )

@@ -87,7 +87,7 @@ def assemble(
     runner = ModelRunner(
         loaded,
         KvCache(spec, num_blocks, block_size, loaded.dtype, loaded.device),
-        make_attention("auto", loaded.device),
+        make_attention(config.model.attention, loaded.device, spec.layers, loaded.dtype),
         slots,
         Sampler(batch.max_running, spec.num_logits, loaded.device),
         max_rows=batch.max_running,

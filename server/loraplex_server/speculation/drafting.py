@@ -83,7 +83,7 @@ class Drafter:
         self.runner = ModelRunner(
             loaded,
             cache,
-            make_attention("auto", loaded.device),
+            make_attention("auto", loaded.device, spec.layers, loaded.dtype),
             loaded.adapter_slots(ReferenceOps(), 1),  # nothing is ever put into it
             Sampler(memory.max_rows, spec.num_logits, loaded.device),
             max_rows=memory.max_rows,
