@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from itertools import count, cycle
 from pathlib import Path
 
-from serving import build
+from inprocess import build
 from workloads import adapter_names, read_workload
 
 from loraplex_server.engine.core import Engine

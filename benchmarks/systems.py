@@ -1,0 +1,190 @@
+"""Systems under comparison, as one thing that runs workloads by name: children on a pipe, and servers behind gRPC.
+
+Each holds its model from its start to its end, so that runs of different systems can take turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from workloads import WorkItem, read_workload
+
+from loraplex import AsyncClient
+
+HERE = Path(__file__).resolve().parent
+READY = re.compile(r"ready on ([\w.:\[\]-]+:\d+)")
+QUIT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One workload, once."""
+
+    seconds: float
+    num_tokens: int  # that came out
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.seconds
+
+
+class System(Protocol):
+    """Something that serves workloads."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def versions(self) -> dict[str, str]: ...
+
+    def run(self, workload: str) -> Run: ...
+
+    def close(self) -> None: ...
+
+
+class Child:
+    """A process, its standard output as lines, and its standard error in a file for when it goes wrong."""
+
+    def __init__(self, command: Sequence[str], what: str, *, merged: bool = False) -> None:
+        self._what = what
+        self._log: TextIO = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the child)
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT if merged else self._log,
+            text=True,
+        )
+
+    def say(self, line: str) -> None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # `hear` says why it is gone
+            self.process.stdin.write(f"{line}\n")
+            self.process.stdin.flush()
+
+    def hear(self) -> str:
+        """The next line. Ends this program with the child's last words where there is none."""
+        assert self.process.stdout is not None
+        if line := self.process.stdout.readline():
+            return line
+        self.process.wait(QUIT_S)
+        self._log.seek(0)
+        last_words = self._log.read()[-3000:]
+        self.close()
+        raise SystemExit(f"{self._what} ended with status {self.process.returncode}:\n{last_words}")
+
+    def close(self) -> None:
+        """Ends it. Closing twice is fine."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        self.process.terminate()
+        try:
+            self.process.wait(QUIT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.process.stdout.close()
+        self._log.close()
+
+
+class PipedSystem:
+    """A runner of peers/lines.py's protocol."""
+
+    def __init__(self, name: str, command: Sequence[str]) -> None:
+        self.name = name
+        self._child = Child(command, name)
+        self.versions: dict[str, str] = json.loads(self._child.hear())["versions"]
+
+    def run(self, workload: str) -> Run:
+        self._child.say(workload)
+        reply = json.loads(self._child.hear())
+        return Run(reply["seconds"], reply["tokens"])
+
+    def close(self) -> None:
+        self._child.close()
+
+
+def engine_command(inputs: Path, *, lora: bool = True, flags: Sequence[str] = ()) -> list[str]:
+    switch = () if lora else ("--lora-off",)
+    return [sys.executable, str(HERE / "inprocess.py"), str(inputs), *switch, *flags]
+
+
+def vllm_command(python: Path, preload: str, inputs: Path, *, lora: bool) -> list[str]:
+    preloaded = [f"LD_PRELOAD={preload}"] if preload else []
+    switch = () if lora else ("--lora-off",)
+    return ["env", *preloaded, str(python), str(HERE / "peers/with_vllm.py"), str(inputs), *switch]
+
+
+def peft_command(python: Path, inputs: Path) -> list[str]:
+    return [str(python), str(HERE / "peers/with_peft.py"), str(inputs)]
+
+
+class Server:
+    """`loraplex worker` or `loraplex router` as a process; `address` is where it answers."""
+
+    def __init__(self, *arguments: str) -> None:
+        command = [sys.executable, "-m", "loraplex", *arguments, "--host", "127.0.0.1", "--port", "0"]
+        self._child = Child(command, f"loraplex {arguments[0]}", merged=True)
+        heard = ""
+        while (found := READY.search(heard)) is None:
+            try:
+                heard += self._child.hear()
+            except SystemExit as end:
+                raise SystemExit(f"{end}{heard[-3000:]}") from None
+        self.address = found[1]
+
+    @property
+    def pid(self) -> int:
+        return self._child.process.pid
+
+    def close(self) -> None:
+        self._child.close()
+
+
+class StreamedSystem:
+    """A server, asked by the SDK's asyncio client: a stream for each request, all at once."""
+
+    def __init__(self, name: str, address: str, inputs: Path) -> None:
+        self.name = name
+        self.versions: dict[str, str] = {}
+        self._inputs = inputs
+        self._runner = asyncio.Runner()
+        self._client = self._runner.run(self._connect(address))
+
+    async def _connect(self, address: str) -> AsyncClient:
+        client = AsyncClient(address, timeout_s=600)
+        await client.info()
+        return client
+
+    def run(self, workload: str) -> Run:
+        items = read_workload(self._inputs, workload)
+        start = time.perf_counter()
+        num_tokens = self._runner.run(self._all(items))
+        return Run(time.perf_counter() - start, num_tokens)
+
+    async def _all(self, items: Sequence[WorkItem]) -> int:
+        return sum(await asyncio.gather(*(self._one(item) for item in items)))
+
+    async def _one(self, item: WorkItem) -> int:
+        options: dict[str, Any] = {"max_tokens": item.max_tokens, "ignore_eos": True, "adapter_id": item.adapter_id}
+        num_tokens = 0
+        async for chunk in self._client.stream(token_ids=item.prompt_ids, **options):
+            num_tokens += len(chunk.token_ids)
+        return num_tokens
+
+    def close(self) -> None:
+        self._runner.run(self._client.close())
+        self._runner.close()
