@@ -28,7 +28,9 @@ class AttentionBatch:
     context_lens: npt.NDArray[np.int64]  # [num_spans], the span's own tokens included
     block_tables: npt.NDArray[np.int64]  # [num_spans, max_blocks]; past a span's blocks: any block of its own
     block_size: int
-    slots: Tensor  # [num_tokens] where each token's key and value go: what the block tables say for its position
+    # [num_tokens] where each token's key and value go: what the block tables say for its position. In a refill, on the
+    # host, also -1: nowhere, because the cache has them already.
+    slots: Tensor
 
     @property
     def query_starts(self) -> npt.NDArray[np.int64]:

@@ -1,6 +1,7 @@
 """A step's spans as back ends on a GPU need them: ragged block tables and slots, with empty spans up to a fixed number.
 
-Host work in numpy. Slots follow from the block tables, so nothing is read from the device.
+Host work in numpy. Slots follow from the block tables, so nothing is read from the device; only of a step for a
+reserved plan, whose slots are on the host, it is looked up which tokens are not written.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ class Spans:
 
 def read_spans(batch: AttentionBatch, reserved: Reserved | None = None) -> Spans:
     """With `reserved`, padded with empty spans. Raises ValueError where the step does not fit into it."""
+    # Tokens that are in the cache already; what is on the device names none.
+    is_kept = batch.slots.numpy() < 0 if reserved is not None and batch.slots.device.type == "cpu" else None
     query_lens, context_lens = batch.query_lens, batch.context_lens
     num_blocks = -(-context_lens // batch.block_size)  # [num_spans]
     places = np.arange(batch.block_tables.shape[1])
@@ -68,6 +71,8 @@ def read_spans(batch: AttentionBatch, reserved: Reserved | None = None) -> Spans
     is_real = context_lens[owners] > 0
     positions, at = positions[is_real], table_starts[owners[is_real]]
     slots[is_real] = tables[at + positions // batch.block_size] * batch.block_size + positions % batch.block_size
+    if is_kept is not None:
+        slots[: len(is_kept)][is_kept] = -1
     return Spans(query_lens, context_lens, first_tokens, table_starts, tables, slots)
 
 

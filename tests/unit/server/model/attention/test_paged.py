@@ -8,7 +8,9 @@ before triton is imported: `test_triton_interpreter.py` runs this file once more
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from support.attention_cases import CPU, make_problem, spec_of
@@ -170,6 +172,27 @@ def test_as_reserved_nothing_is_written_and_the_output_is_zero() -> None:
     before = problem.kv.k.clone()
     assert (problem.run(backend, plan) == 0).all()
     assert torch.equal(problem.kv.k, before)
+
+
+@only_triton
+def test_tokens_that_the_cache_has_are_attended_and_not_written() -> None:
+    """Known tokens in front of a span that is shorter than the others, whatever is computed for them this time."""
+    spec = spec_of()
+    backend = make("triton", spec)
+    assert isinstance(backend, ReplayableAttention)
+    plan = backend.reserve(9, 3, 64, 4, 3, torch.float32, CPU)
+    short, padded = [(9, 1), (130, 2), (0, 3)], [(7, 3), (129, 3), (0, 3)]
+    rows = [2, 4, 5, 6, 7, 8]  # of the padded step that are not padding
+    want = make_problem(short, spec, torch.float32)
+    query, key, value = (torch.full((9, *t.shape[1:]), 1e6) for t in (want.query, want.key, want.value))
+    for tensor, source in ((query, want.query), (key, want.key), (value, want.value)):
+        tensor[rows] = source
+    slots = torch.full((9,), -1)
+    slots[rows] = want.batch.slots
+    batch = replace(want.batch, query_lens=np.array([length for _, length in padded]), slots=slots)
+    backend.refill(plan, batch)
+    got = backend.run(query, key, value, want.kv, spec, plan)[rows]
+    want.check(got)
 
 
 @only_triton
