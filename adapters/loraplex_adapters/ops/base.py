@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -116,5 +116,31 @@ class SegmentedLora(Protocol):
 
         x [num_rows, in], y [num_rows, out], the factors' dtype; accumulation at least in float32. Deterministic.
         `y` may be a column slice (last dimension contiguous, any row stride).
+        """
+        ...
+
+
+@runtime_checkable
+class ReplayableLora(SegmentedLora, Protocol):
+    """One whose launches can be captured in a CUDA graph and replayed with other segments and other factors.
+
+    Between capture and replay slots may change as they like, to ranks no larger than the implementation was made for
+    and to factors that begin at a multiple of 16 bytes, as those of `lora/layout.py` do.
+    """
+
+    def reserve(self, num_rows: int, num_slots: int, device: torch.device) -> PreparedSegments:
+        """Fixed buffers for steps of `num_rows` rows; as reserved, no row has an adapter.
+
+        `apply` with it launches the same kernels on the same addresses whatever was refilled: rows and slots without
+        an adapter leave early on the device. Its `segments` are () and say nothing.
+        """
+        ...
+
+    def refill(self, reserved: PreparedSegments, segments: Sequence[Segment]) -> None:
+        """Puts a step's segments in: host work and one asynchronous copy on the current stream, no synchronisation.
+
+        Every composition of whole adapters fits, mixtures fit up to a bound of the implementation. Raises ValueError,
+        and leaves the buffers as they were, on segments that do not fit and on what `prepare` refuses; such a step
+        is prepared instead.
         """
         ...

@@ -15,14 +15,12 @@ from torch import Tensor
 
 from loraplex_adapters.ops.base import PreparedSegments, Segment
 from loraplex_adapters.ops.dense import DenseTable, ReferenceDense, check_dense_segments
-from loraplex_adapters.ops.triton.lora import INTERPRETED, SUPPORTED
+from loraplex_adapters.ops.triton.lora import ALIGN_BYTES, INTERPRETED, SUPPORTED
 from loraplex_adapters.ops.triton.plan import KernelPlan, build_plan
 from loraplex_adapters.ops.triton.product import product_kernel
+from loraplex_adapters.ops.triton.variants import choose_dense_launch, choose_dense_rows
 
 _product: Any = product_kernel
-
-BLOCK_OUT = 64
-BLOCK_IN = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +29,7 @@ class _Pointers:
 
     num_slots: int
     max_size: int
+    is_aligned: bool
     weights: Tensor  # int64
     biases: Tensor  # int64
     sizes: Tensor  # int32
@@ -50,14 +49,14 @@ class TritonDense:
         self, segments: Sequence[Segment], num_rows: int, num_slots: int, device: torch.device
     ) -> PreparedSegments:
         check_dense_segments(segments, num_rows, num_slots)
-        return PreparedSegments(tuple(segments), num_rows, build_plan(segments, device))
+        return PreparedSegments(tuple(segments), num_rows, build_plan(segments, num_slots, device, choose_dense_rows))
 
     def apply(self, y: Tensor, x: Tensor, table: DenseTable, prepared: PreparedSegments) -> None:
         if x.dtype not in SUPPORTED:
             self._reference.apply(y, x, table, prepared)
             return
         plan: KernelPlan = prepared.data
-        if plan.num_blocks == 0:
+        if not plan.slots:
             return
         pointers = table.derived
         if not isinstance(pointers, _Pointers) or pointers.num_slots <= max(plan.slots):
@@ -66,22 +65,26 @@ class TritonDense:
             return
         if x.stride(1) != 1:
             x = x.contiguous()
-        _product[(plan.num_blocks, triton.cdiv(pointers.max_size, BLOCK_OUT))](
+        launch = choose_dense_launch(plan.block_rows, x.element_size())
+        _product[(plan.num_blocks, triton.cdiv(pointers.max_size, launch.block_out))](
             y,
             x,
             plan.rows,
             plan.blocks,
+            plan.term_slots,
             pointers.weights,
             pointers.biases,
             pointers.sizes,
             table.in_features,
             x.stride(0),
             y.stride(0),
-            NUM_STEPS=triton.cdiv(table.in_features, BLOCK_IN),
+            NUM_STEPS=triton.cdiv(table.in_features, launch.block_in),
             BLOCK_ROWS=plan.block_rows,
-            BLOCK_OUT=BLOCK_OUT,
-            BLOCK_IN=BLOCK_IN,
+            BLOCK_OUT=launch.block_out,
+            BLOCK_IN=launch.block_in,
+            IS_ALIGNED=pointers.is_aligned,
             UPCAST=INTERPRETED,
+            num_stages=launch.num_stages,
         )
 
 
@@ -94,4 +97,11 @@ def _pointers(table: DenseTable, min_slots: int, device: torch.device) -> _Point
         sizes,
     )
     packed = torch.tensor(columns, dtype=torch.int64).to(device)
-    return _Pointers(len(weights), max(sizes, default=0), packed[0], packed[1], packed[2].to(torch.int32))
+    return _Pointers(
+        num_slots=len(weights),
+        max_size=max(sizes, default=0),
+        is_aligned=all(address % ALIGN_BYTES == 0 for address in columns[0]),
+        weights=packed[0],
+        biases=packed[1],
+        sizes=packed[2].to(torch.int32),
+    )

@@ -12,13 +12,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from loraplex_adapters.ops.triton.loads import pointer_to
+
 
 @triton.jit
 def product_kernel(
     y_ptr,  # [num_rows, columns], last dimension contiguous
     x_ptr,  # [num_rows, in_features], last dimension contiguous
     rows_ptr,  # int32 [num_positions]
-    blocks_ptr,  # int32 [num_blocks, 3]: first position, number of rows, slot
+    blocks_ptr,  # int32 [num_blocks, 4]: first position, number of rows, first term, 1
+    term_slots_ptr,  # int32 [num_terms]
     weight_ptrs,  # int64 [num_slots], 0 where there is none
     bias_ptrs,  # int64 [num_slots], 0 where there is none
     sizes_ptr,  # int32 [num_slots]: outputs
@@ -29,20 +32,21 @@ def product_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     block = tl.program_id(0)
     out_start = tl.program_id(1) * BLOCK_OUT
-    slot = tl.load(blocks_ptr + block * 3 + 2)
+    slot = tl.load(term_slots_ptr + tl.load(blocks_ptr + block * 4 + 2))
     size = tl.load(sizes_ptr + slot)
     if out_start >= size:
         return
-    first = tl.load(blocks_ptr + block * 3)
-    num_rows = tl.load(blocks_ptr + block * 3 + 1)
+    first = tl.load(blocks_ptr + block * 4)
+    num_rows = tl.load(blocks_ptr + block * 4 + 1)
     dtype = y_ptr.dtype.element_ty
-    weight_ptr = tl.load(weight_ptrs + slot).to(tl.pointer_type(dtype))
+    weight_ptr = pointer_to(tl.load(weight_ptrs + slot), y_ptr, IS_ALIGNED)
     bias_address = tl.load(bias_ptrs + slot)
-    bias_ptr = bias_address.to(tl.pointer_type(dtype))
+    bias_ptr = pointer_to(bias_address, y_ptr, False)
 
     m = tl.arange(0, BLOCK_ROWS)
     n = out_start + tl.arange(0, BLOCK_OUT)
