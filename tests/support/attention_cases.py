@@ -38,6 +38,10 @@ class Problem:
     pages_k: Tensor = field(repr=False)
     pages_v: Tensor = field(repr=False)
 
+    @property
+    def pages(self) -> tuple[Tensor, Tensor]:
+        return self.kv.k, self.kv.v
+
     def run(self, backend: PagedAttention, plan: object = None) -> Tensor:
         device = self.query.device
         if plan is None:
