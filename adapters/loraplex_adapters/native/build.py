@@ -36,6 +36,7 @@ COMPILERS: Final = ("g++", "clang++")
 COMMON: Final = (
     "-std=c++17", "-O3", "-fPIC", "-pthread", "-fvisibility=hidden", "-fvisibility-inlines-hidden", "-fno-math-errno",
     "-ffp-contract=fast", "-Wall", "-Wextra",
+    "-Wno-maybe-uninitialized", "-Wno-uninitialized",  # GCC 12 finds them in its own intrinsics
 )  # fmt: skip
 # Only our functions are visible: what libstdc++'s templates bring in is not offered to others nor replaced by theirs.
 EXPORTS: Final = "{ global: lp_*; local: *; };\n"

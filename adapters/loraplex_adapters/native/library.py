@@ -78,7 +78,7 @@ def _open(path: Path, sources: Path, kernels: Mapping[str, Prototype]) -> Librar
     except (OSError, AttributeError) as error:  # a system library that is missing or too old; a function that is
         raise _Refused(f"does not load: {error}") from None
     library = Library(functions, path)
-    if library.isa == "none":
+    if not functions.lp_has_kernels():
         raise _Refused("this CPU has none of the instruction sets that it was built for")
     return library
 

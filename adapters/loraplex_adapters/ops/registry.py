@@ -9,11 +9,13 @@ from typing import NamedTuple, cast
 
 import torch
 
-from loraplex_adapters.native.library import Library
+from loraplex_adapters.native.kernels import NativeKernels
+from loraplex_adapters.native.library import load as load_native
 from loraplex_adapters.ops.base import SegmentedLora
 from loraplex_adapters.ops.cpu import CpuOps
 from loraplex_adapters.ops.dense import ReferenceDense, SegmentedDense
 from loraplex_adapters.ops.dense_cpu import CpuDense
+from loraplex_adapters.ops.native import NativeDense, NativeOps
 from loraplex_adapters.ops.punica import PunicaFunctions, PunicaOps
 from loraplex_adapters.ops.reference import ReferenceOps
 from loraplex_proto.errors import InvalidArgument
@@ -27,21 +29,22 @@ class OpsStatus(NamedTuple):
 
 def available_ops() -> list[OpsStatus]:
     """Every implementation, the fastest of a device first. Imports no triton."""
-    problem, punica = _triton_problem(), _punica_problem()
+    problem, punica, native = _triton_problem(), _punica_problem(), load_native().status
     return [
         OpsStatus("triton", not problem, problem or "for CUDA devices"),
         OpsStatus("punica", not punica, punica or "for CUDA devices, where it is asked for by name"),
+        OpsStatus("native", native.usable, native.reason or f"for the CPU, {native.isa}"),
         OpsStatus("cpu", True, "for the CPU"),
         OpsStatus("reference", True, "for every device, slow; what the others are tested against"),
     ]
 
 
-def choose_ops(device: torch.device | str, native: Library | None = None) -> SegmentedLora:
+def choose_ops(device: torch.device | str, native: NativeKernels | None = None) -> SegmentedLora:
     """The fastest implementation that works for tensors on `device`. `native`: the CPU kernels in C++, if they are to
     be used."""
     kind = torch.device(device).type
     if kind == "cpu":
-        return CpuOps()
+        return NativeOps(native) if native is not None else CpuOps()
     if kind == "cuda" and not _triton_problem():
         # Importing triton takes seconds, and where there is no triton the module does not import.
         from loraplex_adapters.ops.triton.lora import TritonOps
@@ -58,11 +61,11 @@ def choose_punica() -> SegmentedLora:
     return PunicaOps(cast(PunicaFunctions, import_module("punica.ops")), choose_ops("cuda"))
 
 
-def choose_dense(device: torch.device | str) -> SegmentedDense:
+def choose_dense(device: torch.device | str, native: NativeKernels | None = None) -> SegmentedDense:
     """The same for dense products."""
     kind = torch.device(device).type
     if kind == "cpu":
-        return CpuDense()
+        return NativeDense(native) if native is not None else CpuDense()
     if kind == "cuda" and not _triton_problem():
         from loraplex_adapters.ops.triton.dense import TritonDense
 

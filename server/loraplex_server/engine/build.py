@@ -13,7 +13,7 @@ import torch
 
 from loraplex_adapters.cache.config import AdapterCacheConfig
 from loraplex_adapters.cache.manager import AdapterManager
-from loraplex_adapters.native.library import Library
+from loraplex_adapters.native.kernels import NativeKernels
 from loraplex_adapters.native.library import load as load_native
 from loraplex_adapters.ops.registry import choose_dense, choose_ops
 from loraplex_adapters.sources.chain import make_source
@@ -25,6 +25,8 @@ from loraplex_server.engine.core import Engine
 from loraplex_server.engine.messages import ModelInfo
 from loraplex_server.kv.blocks import BlockPool
 from loraplex_server.model.adapt import AdapterSlots
+from loraplex_server.model.attention.base import PagedAttention
+from loraplex_server.model.attention.native_paged import NativePagedAttention, reason_against
 from loraplex_server.model.attention.registry import make_attention
 from loraplex_server.model.heads import HeadSlots
 from loraplex_server.model.kv import KvCache, free_memory_bytes, num_blocks_for
@@ -53,7 +55,7 @@ def build_engine(config: EngineConfig, progress: Callable[[str], None], notify: 
     logging.getLogger("loraplex_server").setLevel(config.log_level.upper())
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    native = _native_library(config, progress)
+    native = _native_kernels(config, progress)
     progress(f"loading {config.model.model}")
     with served_model(config.model.model, config.model.revision) as served:
         loaded = load_model(
@@ -63,7 +65,11 @@ def build_engine(config: EngineConfig, progress: Callable[[str], None], notify: 
             revision=served.revision,
             max_context_tokens=config.model.max_context_tokens,
             make_base=packed_linear,
+            native=native,
         )
+        if loaded.stack is not None:
+            # What is left to torch is small, and its threads would spin on the cores that the kernels' threads need.
+            torch.set_num_threads(1)
         return assemble(loaded, config, progress, notify, served, native)
 
 
@@ -73,21 +79,21 @@ def assemble(
     progress: Callable[[str], None],
     notify: Callable[[], None],
     served: ServedModel | None = None,
-    native: Library | None = None,
+    native: NativeKernels | None = None,
 ) -> Engine:
     """An engine around a model that is loaded already. `served`: where it came from, None for nowhere. `native`: the
     CPU kernels in C++, None where torch does the work."""
     served = served or ServedModel(config.model.model)
     spec, batch, block_size = loaded.spec, config.batch, config.kv.block_size
     slots = loaded.adapter_slots(choose_ops(loaded.device, native), config.adapters.num_device_slots)
-    heads = HeadSlots(loaded, slots, choose_dense(loaded.device))
+    heads = HeadSlots(loaded, slots, choose_dense(loaded.device, native))
     num_blocks = _num_blocks(config, loaded)
     progress(f"{num_blocks * block_size:,} tokens of KV cache in {loaded.dtype_name} on {loaded.device}")
     max_context_tokens = _max_context_tokens(spec.max_context_tokens, num_blocks, block_size, progress)
     runner = ModelRunner(
         loaded,
         KvCache(spec, num_blocks, block_size, loaded.dtype, loaded.device),
-        make_attention(config.model.attention, loaded.device, spec.layers, loaded.dtype),
+        _attention(loaded, config.model.attention, native),
         slots,
         Sampler(batch.max_running, spec.num_logits, loaded.device),
         max_rows=batch.max_running,
@@ -127,7 +133,7 @@ def assemble(
     return Engine(info, scheduler, manager, runner, speculator=speculator)
 
 
-def _native_library(config: EngineConfig, progress: Callable[[str], None]) -> Library | None:
+def _native_kernels(config: EngineConfig, progress: Callable[[str], None]) -> NativeKernels | None:
     """The native kernels, where the model runs on a CPU and they can be used. Raises InvalidArgument where they have to
     be used and cannot."""
     if config.cpu_kernels == "torch" or resolve_device(config.model.device).type != "cpu":
@@ -135,13 +141,20 @@ def _native_library(config: EngineConfig, progress: Callable[[str], None]) -> Li
     library, status = load_native()
     if library is not None:
         progress(f"native CPU kernels for {status.isa}")
-    elif config.cpu_kernels == "native":
+        return NativeKernels(library, torch.get_num_threads())
+    if config.cpu_kernels == "native":
         raise InvalidArgument(
             f"--cpu-kernels native: {status.reason}; with --cpu-kernels auto torch does the work", field="--cpu-kernels"
         )
-    else:
-        progress(f"no native CPU kernels, torch does their work: {status.reason}")
-    return library
+    progress(f"no native CPU kernels, torch does their work: {status.reason}")
+    return None
+
+
+def _attention(loaded: LoadedModel, name: str, native: NativeKernels | None) -> PagedAttention:
+    layers = loaded.spec.layers
+    if name in ("auto", "native") and native is not None and not any(reason_against(s, loaded.dtype) for s in layers):
+        return NativePagedAttention(native)
+    return make_attention(name, loaded.device, layers, loaded.dtype)
 
 
 def _manager(

@@ -100,6 +100,8 @@ class AdapterSlots:
     ) -> None:
         self.ops = ops
         self.num_slots = num_slots
+        self.max_rank = 0  # of anything that is installed
+        self._ranks_by_slot = [0] * num_slots
         self._targets = targets
         self._installed: list[AdapterWeights | None] = [None] * num_slots  # keeps the tensors alive
         shape = (len(targets), num_slots)
@@ -135,6 +137,8 @@ class AdapterSlots:
         self._ranks[:, slot] = _column((f.rank if f else 0 for f in chosen), self._ranks)
         self._scales[:, slot] = _column((f.scale if f else 0.0 for f in chosen), self._scales)
         self._installed[slot] = weights
+        self._ranks_by_slot[slot] = max((f.rank for f in chosen if f), default=0)
+        self.max_rank = max(self._ranks_by_slot)
 
 
 def _column(values: Iterable[float], like: Tensor) -> Tensor:

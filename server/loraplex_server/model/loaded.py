@@ -17,6 +17,7 @@ from loraplex_server.model.attention.base import AttentionLayer, PagedAttention
 from loraplex_server.model.context import StepContext
 from loraplex_server.model.kv import KvCache
 from loraplex_server.model.linear import AdaptedHead
+from loraplex_server.model.native.stack import NativeStack
 from loraplex_server.model.spec import ModelSpec, ShardSpec
 
 
@@ -34,6 +35,7 @@ class LoadedModel:
     targets: dict[str, AdaptedModule]
     embedding_path: str
     shard: ShardSpec
+    stack: NativeStack | None = None  # computes the layers in one call, where there is one
 
     @property
     def model_type(self) -> str:
@@ -64,4 +66,7 @@ class LoadedModel:
 
     def adapter_slots(self, ops: SegmentedLora, num_slots: int) -> AdapterSlots:
         """Makes the modules' factor tables; once per model."""
-        return AdapterSlots(self.targets, ops, num_slots, self.device)
+        slots = AdapterSlots(self.targets, ops, num_slots, self.device)
+        if self.stack is not None:
+            self.stack.use(slots)
+        return slots

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from loraplex_adapters.native.kernels import NativeKernels
 from loraplex_proto.errors import InvalidArgument, Unimplemented, UnsupportedModel
 from loraplex_server.model.adapt import adapt_modules
 from loraplex_server.model.attention import interface
@@ -21,6 +22,8 @@ from loraplex_server.model.attention.base import AttentionLayer
 from loraplex_server.model.context import StepContext
 from loraplex_server.model.linear import BaseLinearFactory, PlainLinear
 from loraplex_server.model.loaded import LoadedModel
+from loraplex_server.model.native.linear import absorbing, native_linears
+from loraplex_server.model.native.match import find_stack
 from loraplex_server.model.probe import probe_model
 from loraplex_server.model.refuse import refuse_class, refuse_config
 from loraplex_server.model.spec import ModelSpec, ShardSpec
@@ -43,6 +46,7 @@ def load_model(
     revision: str | None = None,
     max_context_tokens: int | None = None,
     make_base: BaseLinearFactory = PlainLinear,
+    native: NativeKernels | None = None,
     shard: ShardSpec | None = None,
     verify: bool = True,
     amend: Callable[[PreTrainedModel], PreTrainedModel] | None = None,
@@ -74,7 +78,12 @@ def load_model(
         model = amend(model)
     nn.Module.to(model, target)  # in place; Transformers' own `to` is typed for something else
     return adopt_model(
-        model, model_id=model_id, max_context_tokens=max_context_tokens, make_base=make_base, verify=verify
+        model,
+        model_id=model_id,
+        max_context_tokens=max_context_tokens,
+        make_base=make_base,
+        native=native,
+        verify=verify,
     )
 
 
@@ -84,10 +93,12 @@ def adopt_model(
     model_id: str = "",
     max_context_tokens: int | None = None,
     make_base: BaseLinearFactory = PlainLinear,
+    native: NativeKernels | None = None,
     verify: bool = True,
 ) -> LoadedModel:
     """Prepares a model that is in memory already. It is changed in place and belongs to the result from here on.
 
+    `native`: the CPU kernels in C++, if they are to be used; `make_base` is for what they do not know.
     `verify` compares a few tokens with Transformers' own attention.
     """
     model_id = model_id or model.config.name_or_path or model.config.model_type
@@ -106,13 +117,21 @@ def adopt_model(
     dtype, device = embedding.dtype, embedding.device
     context = StepContext()
     embedding_path = next(path for path, module in model.named_modules() if module is model.get_input_embeddings())
+    model.set_attn_implementation(interface.SERVING)
+    found = None
+    if native is not None:
+        make_base = native_linears(native, make_base)
+        found = find_stack(model, probe.attention, native, context)
+        if found is not None:
+            make_base = absorbing(found.absorbed, make_base)
     targets = adapt_modules(model, probe, context, dtype, make_base)
     layers: list[AttentionLayer] = []
     for module, spec in probe.attention:
         layer = AttentionLayer(spec, context)
         setattr(module, interface.HANDLE, layer)
         layers.append(layer)
-    model.set_attn_implementation(interface.SERVING)
+    if found is not None:
+        found.install(model, tuple(layers))
     spec = ModelSpec(
         layers=tuple(spec for _, spec in probe.attention),
         vocab_size=embedding.shape[0],
@@ -122,7 +141,8 @@ def adopt_model(
         eos_token_ids=_eos_token_ids(model),
     )
     loaded = LoadedModel(
-        model, model_id, spec, dtype, device, context, tuple(layers), targets, embedding_path, ShardSpec()
+        *(model, model_id, spec, dtype, device, context, tuple(layers), targets, embedding_path, ShardSpec()),
+        found.stack if found is not None else None,
     )
     if reference is not None:
         verify_loaded(loaded, reference)

@@ -131,9 +131,10 @@ def test_cpu_kernels(
     wanted: str, device: str, reason: str, is_used: bool, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(build, "load_native", lambda: library_or(reason))
+    monkeypatch.setattr(build, "NativeKernels", lambda library, num_threads: object())
     said: list[str] = []
     config = EngineConfig(ModelConfig("m", device=device), cpu_kernels=wanted)
-    assert (build._native_library(config, said.append) is not None) == is_used
+    assert (build._native_kernels(config, said.append) is not None) == is_used
     assert said == [says] * bool(says)
 
 
@@ -147,4 +148,4 @@ def test_cpu_kernels_that_must_be_native_and_cannot(monkeypatch: pytest.MonkeyPa
 def test_a_gpu_needs_no_cpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "resolve_device", lambda name: torch.device("cuda"))
     config = EngineConfig(ModelConfig("m", device="cuda"), cpu_kernels="native")
-    assert build._native_library(config, lambda text: pytest.fail(text)) is None
+    assert build._native_kernels(config, lambda text: pytest.fail(text)) is None

@@ -1,0 +1,166 @@
+// The C interface of single operations; stacks of layers are in stack.cpp. The caller guarantees shapes and lifetimes.
+#include <sys/mman.h>
+
+#include "work.h"
+
+#define LP_API __attribute__((visibility("default")))
+
+namespace {
+
+using lp::DType;
+
+template <class T>
+void copy_panel(DType dtype, const T* weight, int64_t num_outputs, int64_t stride, int64_t k, int64_t from, T* band,
+                int panel) {
+  for (int o = 0; o < lp::kPanel; o++) {
+    const int64_t output = from + o;
+    const T* row = output < num_outputs ? weight + output * stride : nullptr;
+    T* to = band + panel * (dtype == DType::F32 ? lp::kPanel : 512) + o * (dtype == DType::F32 ? 1 : 2);
+    if (dtype == DType::F32) {
+      for (int64_t i = 0; i < k; i++) to[i * lp::kBand] = row != nullptr ? row[i] : T(0);
+    } else {
+      for (int64_t i = 0; i < k; i += 2) {
+        T* pair = to + i / 32 * (32 * lp::kBand) + i % 32 * 16;
+        pair[0] = row != nullptr ? row[i] : T(0);
+        pair[1] = row != nullptr ? row[i + 1] : T(0);
+      }
+    }
+  }
+}
+
+// Outputs from..from + 16 of weight [num_outputs][k] into one panel of a band.
+void pack_panel(DType dtype, const void* weight, int64_t num_outputs, int64_t stride, int64_t k, int64_t from, void* band,
+                int panel) {
+  if (dtype == DType::F32)
+    copy_panel(dtype, static_cast<const float*>(weight), num_outputs, stride, k, from, static_cast<float*>(band), panel);
+  else
+    copy_panel(dtype, static_cast<const uint16_t*>(weight), num_outputs, stride, k, from, static_cast<uint16_t*>(band),
+               panel);
+}
+
+}  // namespace
+
+extern "C" {
+
+LP_API lp::Pool* lp_pool_new(int num_threads) { return new lp::Pool(num_threads); }
+
+LP_API void lp_pool_free(lp::Pool* pool) { delete pool; }
+
+LP_API int64_t lp_packed_bytes(int dtype, int64_t num_outputs, int64_t k) {
+  return lp::ceil_div(num_outputs, lp::kBand) * lp::band_bytes(DType(dtype), k);
+}
+
+// weight [num_outputs][k], rows `stride` elements apart, into bands. Large pages make reading them faster.
+LP_API void lp_pack(lp::Pool* pool, int dtype, const void* weight, int64_t stride, int64_t num_outputs, int64_t k,
+                    void* packed) {
+  std::lock_guard<std::mutex> turn(pool->turn());
+  pool->run(lp::ceil_div(num_outputs, lp::kBand), [&](int band, int) {
+    char* base = static_cast<char*>(packed) + band * lp::band_bytes(DType(dtype), k);
+    for (int panel = 0; panel < 2; panel++)
+      pack_panel(DType(dtype), weight, num_outputs, stride, k, int64_t(band) * lp::kBand + panel * lp::kPanel, base, panel);
+  });
+}
+
+// Two weights of one shape: a band holds 16 outputs of each.
+LP_API void lp_pack_pair(lp::Pool* pool, int dtype, const void* first, const void* second, int64_t stride,
+                         int64_t num_outputs, int64_t k, void* packed) {
+  std::lock_guard<std::mutex> turn(pool->turn());
+  pool->run(lp::ceil_div(num_outputs, lp::kPanel), [&](int band, int) {
+    char* base = static_cast<char*>(packed) + band * lp::band_bytes(DType(dtype), k);
+    pack_panel(DType(dtype), first, num_outputs, stride, k, int64_t(band) * lp::kPanel, base, 0);
+    pack_panel(DType(dtype), second, num_outputs, stride, k, int64_t(band) * lp::kPanel, base, 1);
+  });
+}
+
+// Asks for large pages where they are given on request; call before memory is first written to.
+LP_API void lp_use_large_pages(void* memory, int64_t num_bytes) {
+  const uintptr_t size = 2 << 20, start = (reinterpret_cast<uintptr_t>(memory) + size - 1) & ~(size - 1);
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(memory) + uintptr_t(num_bytes)) & ~(size - 1);
+  if (start < end) madvise(reinterpret_cast<void*>(start), end - start, MADV_HUGEPAGE);
+}
+
+// y [num_rows][num_outputs] = x [num_rows][k] @ weight.T + bias
+LP_API void lp_linear(lp::Pool* pool, int dtype, const void* x, int64_t x_stride, int num_rows, int64_t k,
+                      const void* packed, int64_t num_outputs, const void* bias, void* y, int64_t y_stride) {
+  std::lock_guard<std::mutex> turn(pool->turn());
+  const lp::Kernels& kernels = *lp::current_kernels();
+  const DType type = DType(dtype);
+  const int num_bands = lp::ceil_div(num_outputs, lp::kBand);
+  const int per_chunk = num_bands >= 64 ? 4 : 1;
+  lp::products(*pool, kernels, type, x, x_stride, num_rows, k, packed, num_bands, per_chunk,
+               [&](int band, int row, int m, float* c, int64_t stride) {
+                 const int64_t output = int64_t(band) * lp::kBand;
+                 const int width = int(std::min<int64_t>(per_chunk * lp::kBand, num_outputs - output));
+                 for (int64_t r = 0; r < m; r++) {
+                   if (bias != nullptr) kernels.add_bias(type, lp::at(bias, output, type), width, c + r * stride);
+                   kernels.store(type, c + r * stride, width, lp::at(y, (row + r) * y_stride + output, type));
+                 }
+               });
+}
+
+// y [num_rows][num_outputs] += the runs' updates of x [num_rows][k]; h [num_rows][max_rank].
+LP_API void lp_lora(lp::Pool* pool, int dtype, const void* x, int64_t k, int num_rows, const LpTable* table,
+                    const LpRuns* runs, float* h, void* y, int64_t num_outputs, int64_t y_stride) {
+  std::lock_guard<std::mutex> turn(pool->turn());
+  const lp::Kernels& kernels = *lp::current_kernels();
+  const DType type = DType(dtype);
+  const lp::Inner inner{&kernels, type, runs, num_rows, h};
+  const std::vector<lp::Piece> pieces = lp::pieces_of(*runs, lp::kRunRows);
+  lp::shrink_all(*pool, inner, pieces, x, k, table, 1);
+  constexpr int kWidth = 256;
+  const int num_columns = lp::ceil_div(num_outputs, kWidth);
+  pool->run(int(pieces.size()) * num_columns, [&](int chunk, int) {
+    alignas(64) float c[lp::kRunRows * kWidth];
+    const lp::Piece& piece = pieces[chunk / num_columns];
+    const int64_t output = int64_t(chunk % num_columns) * kWidth;
+    const int width = int(std::min<int64_t>(kWidth, num_outputs - output)), m = piece.end - piece.start;
+    std::memset(c, 0, size_t(m) * kWidth * sizeof(float));
+    lp::expand_into(inner, *table, 0, output, width, piece.start, m, c, kWidth);
+    for (int64_t r = 0; r < m; r++)
+      kernels.add_to(type, c + r * kWidth, width, lp::at(y, (piece.start + r) * y_stride + output, type));
+  });
+}
+
+// y [num_rows][num_outputs] = x [num_rows][k] @ weight.T + bias, with a weight [num_outputs][k] as it lies.
+LP_API void lp_dense(lp::Pool* pool, int dtype, const void* x, int64_t x_stride, int num_rows, int64_t k,
+                     const void* weight, int64_t num_outputs, const void* bias, void* y, int64_t y_stride) {
+  std::lock_guard<std::mutex> turn(pool->turn());
+  const lp::Kernels& kernels = *lp::current_kernels();
+  const DType type = DType(dtype);
+  constexpr int kWidth = 64;
+  pool->run(lp::ceil_div(num_outputs, kWidth), [&](int chunk, int) {
+    float c[lp::kRunRows * kWidth];
+    const int64_t output = int64_t(chunk) * kWidth;
+    const int width = int(std::min<int64_t>(kWidth, num_outputs - output));
+    for (int64_t row = 0; row < num_rows; row += lp::kRunRows) {
+      const int m = int(std::min<int64_t>(lp::kRunRows, num_rows - row));
+      kernels.shrink(type, lp::at(x, row * x_stride, type), x_stride, m, lp::at(weight, output * k, type), k, width, 1.0f, c,
+                     kWidth);
+      for (int64_t r = 0; r < m; r++) {
+        if (bias != nullptr) kernels.add_bias(type, lp::at(bias, output, type), width, c + r * kWidth);
+        kernels.store(type, c + r * kWidth, width, lp::at(y, (row + r) * y_stride + output, type));
+      }
+    }
+  });
+}
+
+// q, out [num_tokens][num_heads][dim] over pages that hold the step's keys and values already.
+LP_API void lp_attend(lp::Pool* pool, int dtype, const void* q, void* out, const void* k_pages, const void* v_pages,
+                      int num_heads, int num_kv_heads, int dim, float scaling, float softcap, int64_t window,
+                      const LpSpans* spans) {
+  std::lock_guard<std::mutex> turn(pool->turn());
+  const lp::Heads heads{num_heads, num_kv_heads, dim, scaling, softcap, window};
+  lp::attend_all(*pool, *lp::current_kernels(), DType(dtype), q, out, {k_pages, v_pages}, heads, *spans);
+}
+
+LP_API void lp_rms_norm(lp::Pool* pool, int dtype, const void* x, const void* weight, int num_rows, int64_t n, float eps,
+                        void* y) {
+  std::lock_guard<std::mutex> turn(pool->turn());
+  const lp::Kernels& kernels = *lp::current_kernels();
+  const DType type = DType(dtype);
+  pool->run(lp::ceil_div(num_rows, 8), [&](int chunk, int) {
+    for (int64_t row = chunk * 8; row < std::min(num_rows, (chunk + 1) * 8); row++)
+      kernels.rms_norm(type, lp::at(x, row * n, type), weight, n, eps, lp::at(y, row * n, type));
+  });
+}
+}

@@ -1,0 +1,148 @@
+// Attention of a block of queries of one span and one KV head over its pages: scores, softmax, values.
+#pragma once
+
+#if LP_CAN
+
+namespace lp {
+namespace LP_ISA {
+
+template <class D>
+static inline const typename D::T* page_row(const void* pages, const AttendTask& t, int64_t position) {
+  const int64_t block = t.blocks[position / t.block_size], offset = position % t.block_size;
+  return (const typename D::T*)pages + block * t.block_stride + offset * t.token_stride;
+}
+
+static inline __m512 dot_dim(const float* a, const float* b, int dim, __m512 acc) {
+  for (int i = 0; i < dim; i += 16) acc = _mm512_fmadd_ps(_mm512_loadu_ps(a + i), _mm512_loadu_ps(b + i), acc);
+  return acc;
+}
+
+static inline __m512 dot_dim(const bf16* a, const bf16* b, int dim, __m512 acc) {
+  for (int i = 0; i < dim; i += 32) acc = dot_pairs(acc, _mm512_loadu_si512(a + i), _mm512_loadu_si512(b + i));
+  return acc;
+}
+
+// scores[row][i] of the keys at begin + i, for rows in fours; keys in fours, the last ones repeated.
+template <class D>
+static void score(const AttendTask& t, const typename D::T* q, int num_rows, int64_t begin, int64_t end, float* scores,
+                  int64_t stride) {
+  typedef typename D::T T;
+  for (int64_t at = begin; at < end; at += 4) {
+    const T* keys[4];
+    for (int i = 0; i < 4; i++) keys[i] = page_row<D>(t.k, t, at + i < end ? at + i : end - 1);
+    for (int row = 0; row < num_rows; row += 4) {
+      __m512 acc[16];
+      for (int r = 0; r < 4; r++)
+        for (int i = 0; i < 4; i++)
+          acc[r * 4 + i] = dot_dim(q + (row + r) * t.dim, keys[i], t.dim, _mm512_setzero_ps());
+      const __m512 sums = _mm512_mul_ps(sums16(acc), _mm512_set1_ps(t.scaling));
+      for (int r = 0; r < 4; r++) {
+        __m128 four = r == 0   ? _mm512_extractf32x4_ps(sums, 0)
+                      : r == 1 ? _mm512_extractf32x4_ps(sums, 1)
+                      : r == 2 ? _mm512_extractf32x4_ps(sums, 2)
+                               : _mm512_extractf32x4_ps(sums, 3);
+        _mm_storeu_ps(scores + (row + r) * stride + (at - begin), four);
+      }
+    }
+  }
+}
+
+// Turns a row's scores of keys [from, to) into weights that sum to 1; all others become 0.
+static void soften(float* scores, int64_t from, int64_t to, int64_t length, float softcap) {
+  const __m512 none = _mm512_set1_ps(-__builtin_inff());
+  __m512 top = none;
+  for (int64_t i = from & ~15; i < to; i += 16) {
+    __mmask16 mask = first((int)(to - i > 16 ? 16 : to - i)) & (__mmask16)(i < from ? 0xffffu << (from - i) : 0xffffu);
+    __m512 s = _mm512_loadu_ps(scores + i);
+    if (softcap != 0.0f)
+      s = _mm512_mul_ps(tanh_ps(_mm512_div_ps(s, _mm512_set1_ps(softcap))), _mm512_set1_ps(softcap));
+    s = _mm512_mask_mov_ps(none, mask, s);
+    _mm512_storeu_ps(scores + i, s);
+    // NaN must not be lost in a maximum: the second operand is returned where either is NaN.
+    top = _mm512_max_ps(top, s);
+  }
+  const __m512 max = _mm512_set1_ps(_mm512_reduce_max_ps(top));
+  __m512 sum = _mm512_setzero_ps();
+  for (int64_t i = from & ~15; i < to; i += 16) {
+    __m512 s = _mm512_loadu_ps(scores + i);
+    __mmask16 hidden = _mm512_cmp_ps_mask(s, none, _CMP_EQ_OQ);
+    __m512 e = _mm512_mask_mov_ps(exp_ps(_mm512_sub_ps(s, max)), hidden, _mm512_setzero_ps());
+    e = _mm512_mask_mov_ps(e, _mm512_cmp_ps_mask(s, s, _CMP_UNORD_Q), s);
+    _mm512_storeu_ps(scores + i, e);
+    sum = _mm512_add_ps(sum, e);
+  }
+  const __m512 inverse = _mm512_set1_ps(1.0f / _mm512_reduce_add_ps(sum));
+  int64_t i = 0;
+  for (; i < (from & ~15); i += 16) _mm512_storeu_ps(scores + i, _mm512_setzero_ps());
+  for (; i < to; i += 16) _mm512_storeu_ps(scores + i, _mm512_mul_ps(_mm512_loadu_ps(scores + i), inverse));
+  for (; i < length; i += 16) _mm512_storeu_ps(scores + i, _mm512_setzero_ps());
+}
+
+// acc[4][C * 16] of values at columns `column`.
+template <class D, int C>
+static void weigh(const AttendTask& t, const float* weights, int64_t stride, int64_t begin, int64_t end, int column,
+                  float* out) {
+  __m512 acc[4][C];
+  for (int r = 0; r < 4; r++)
+    for (int c = 0; c < C; c++) acc[r][c] = _mm512_setzero_ps();
+  for (int64_t at = begin; at < end; at++) {
+    const typename D::T* v = page_row<D>(t.v, t, at) + column;
+    __m512 values[C];
+    for (int c = 0; c < C; c++) values[c] = D::load(v + 16 * c);
+    for (int r = 0; r < 4; r++) {
+      const __m512 p = _mm512_set1_ps(weights[r * stride + (at - begin)]);
+      for (int c = 0; c < C; c++) acc[r][c] = _mm512_fmadd_ps(p, values[c], acc[r][c]);
+    }
+  }
+  for (int r = 0; r < 4; r++)
+    for (int c = 0; c < C; c++) _mm512_storeu_ps(out + r * t.dim + column + 16 * c, acc[r][c]);
+}
+
+template <class D>
+static void attend_block(const AttendTask& t, float* scratch) {
+  typedef typename D::T T;
+  const int num_rows = t.num_tokens * t.group, padded = (num_rows + 3) & ~3;  // at most 16
+  const int64_t last = t.first_position + t.num_tokens;
+  int64_t begin = t.window > 0 ? t.first_position - t.window + 1 : 0;
+  if (begin < 0) begin = 0;
+  // From a fixed grid, so that a row's sums fall into the same lanes whichever queries it is computed with.
+  begin &= ~15;
+  const int64_t length = last - begin, stride = (length + 15) & ~15;
+  float* scores = scratch;
+  float* sums = scratch + 16 * stride;  // [16][dim]; before that the queries
+  T* q = (T*)sums;
+  for (int r = 0; r < padded; r++) {
+    const int from = r < num_rows ? r : 0;
+    const T* row = (const T*)t.q + (from / t.group) * t.q_token_stride + (from % t.group) * t.dim;
+    __builtin_memcpy(q + r * t.dim, row, (size_t)t.dim * sizeof(T));
+  }
+  score<D>(t, q, padded, begin, last, scores, stride);
+  for (int r = 0; r < padded; r++) {
+    const int64_t position = t.first_position + (r < num_rows ? r / t.group : 0);
+    int64_t from = t.window > 0 ? position - t.window + 1 - begin : 0;
+    if (from < 0) from = 0;
+    soften(scores + r * stride, from, position + 1 - begin, stride, t.softcap);
+  }
+  for (int r = 0; r < padded; r += 4) {
+    int column = 0;
+    for (; column + 64 <= t.dim; column += 64)
+      weigh<D, 4>(t, scores + r * stride, stride, begin, last, column, sums + r * t.dim);
+    for (; column < t.dim; column += 32)
+      weigh<D, 2>(t, scores + r * stride, stride, begin, last, column, sums + r * t.dim);
+  }
+  for (int r = 0; r < num_rows; r++) {
+    T* out = (T*)t.out + (r / t.group) * t.out_token_stride + (r % t.group) * t.dim;
+    for (int i = 0; i < t.dim; i += 16) D::store(out + i, _mm512_loadu_ps(sums + r * t.dim + i));
+  }
+}
+
+static void attend(DType dtype, const AttendTask& t, float* scratch) {
+  if (dtype == DType::F32)
+    attend_block<F32>(t, scratch);
+  else
+    attend_block<BF16>(t, scratch);
+}
+
+}  // namespace LP_ISA
+}  // namespace lp
+#endif

@@ -1,0 +1,188 @@
+// The two halves of a low-rank update, for rows of one adapter. Factors are read where they lie.
+#pragma once
+
+#if LP_CAN
+
+namespace lp {
+namespace LP_ISA {
+
+static inline __m512 dot_step(const float* a, const float* b, __m512 acc, __mmask16 mask) {
+  return _mm512_fmadd_ps(_mm512_maskz_loadu_ps(mask, a), _mm512_maskz_loadu_ps(mask, b), acc);
+}
+
+template <class D>
+struct Dot;
+
+template <>
+struct Dot<F32> {
+  static const int step = 16;
+  static inline __m512 add(const float* a, const float* b, __m512 acc, int64_t n) {
+    if (n >= 16) return _mm512_fmadd_ps(_mm512_loadu_ps(a), _mm512_loadu_ps(b), acc);
+    __mmask16 mask = first((int)n);
+    return _mm512_fmadd_ps(_mm512_maskz_loadu_ps(mask, a), _mm512_maskz_loadu_ps(mask, b), acc);
+  }
+};
+
+template <>
+struct Dot<BF16> {
+  static const int step = 32;
+  static inline __m512 add(const bf16* a, const bf16* b, __m512 acc, int64_t n) {
+    if (n >= 32) return dot_pairs(acc, _mm512_loadu_si512(a), _mm512_loadu_si512(b));
+    __mmask32 mask = (1u << n) - 1;
+    return dot_pairs(acc, _mm512_maskz_loadu_epi16(mask, a), _mm512_maskz_loadu_epi16(mask, b));
+  }
+};
+
+// h[M][R] = alpha * x[M] . a[R]
+template <class D, int M, int R>
+static inline void shrink_block(const typename D::T* x, int64_t x_stride, const typename D::T* a, int64_t k, float alpha,
+                                float* h, int64_t h_stride) {
+  __m512 acc[16];
+  for (int i = 0; i < 16; i++) acc[i] = _mm512_setzero_ps();
+  for (int64_t i = 0; i < k; i += Dot<D>::step)
+    for (int m = 0; m < M; m++)
+      for (int r = 0; r < R; r++)
+        acc[m * R + r] = Dot<D>::add(x + m * x_stride + i, a + r * k + i, acc[m * R + r], k - i);
+  alignas(64) float sums[16];
+  _mm512_store_ps(sums, _mm512_mul_ps(sums16(acc), _mm512_set1_ps(alpha)));
+  for (int m = 0; m < M; m++)
+    for (int r = 0; r < R; r++) h[m * h_stride + r] = sums[m * R + r];
+}
+
+template <class D>
+static void shrink_rows(const typename D::T* x, int64_t x_stride, int m, const typename D::T* a, int64_t k, int rank,
+                        float alpha, float* h, int64_t h_stride) {
+  int row = 0;
+  for (; row + 4 <= m; row += 4) {
+    const typename D::T* at = x + row * x_stride;
+    float* to = h + row * h_stride;
+    int r = 0;
+    for (; r + 4 <= rank; r += 4) shrink_block<D, 4, 4>(at, x_stride, a + r * k, k, alpha, to + r, h_stride);
+    for (; r < rank; r++) shrink_block<D, 4, 1>(at, x_stride, a + r * k, k, alpha, to + r, h_stride);
+  }
+  for (; row < m; row++) {
+    const typename D::T* at = x + row * x_stride;
+    float* to = h + row * h_stride;
+    int r = 0;
+    for (; r + 8 <= rank; r += 8) shrink_block<D, 1, 8>(at, x_stride, a + r * k, k, alpha, to + r, h_stride);
+    for (; r < rank; r++) shrink_block<D, 1, 1>(at, x_stride, a + r * k, k, alpha, to + r, h_stride);
+  }
+}
+
+static void shrink(DType dtype, const void* x, int64_t x_stride, int m, const void* a, int64_t k, int rank, float alpha,
+                   float* h, int64_t h_stride) {
+  if (dtype == DType::F32)
+    shrink_rows<F32>((const float*)x, x_stride, m, (const float*)a, k, rank, alpha, h, h_stride);
+  else
+    shrink_rows<BF16>((const bf16*)x, x_stride, m, (const bf16*)a, k, rank, alpha, h, h_stride);
+}
+
+// --- expand ------------------------------------------------------------------------------------------------------------
+
+// t[rank][16] = b[16][rank].T of 16 ranks, bfloat16: rows i and i + 8 share a register, pairs of ranks are transposed.
+static inline void transpose_16x16(const bf16* b, int64_t stride, float* t) {
+  __m512i v[8], w[8];
+  for (int i = 0; i < 8; i++)
+    v[i] = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)(b + i * stride))),
+                              _mm256_loadu_si256((const __m256i*)(b + (i + 8) * stride)), 1);
+  for (int i = 0; i < 8; i += 2) {
+    w[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
+    w[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4) {
+    v[i] = _mm512_unpacklo_epi64(w[i], w[i + 2]);
+    v[i + 1] = _mm512_unpackhi_epi64(w[i], w[i + 2]);
+    v[i + 2] = _mm512_unpacklo_epi64(w[i + 1], w[i + 3]);
+    v[i + 3] = _mm512_unpackhi_epi64(w[i + 1], w[i + 3]);
+  }
+  // v[i] and v[i + 4]: in each quarter one pair of four outputs; quarters 0, 2 are outputs 0-3 (4-7) and 8-11 (12-15).
+  const __m512i low = _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13), high = _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15);
+  const __m512i mask = _mm512_set1_epi32(0xffff0000);
+  for (int i = 0; i < 4; i++) {
+    __m512i pair = _mm512_permutex2var_epi64(v[i], low, v[i + 4]);
+    _mm512_store_ps(t + (2 * i) * 16, _mm512_castsi512_ps(_mm512_slli_epi32(pair, 16)));
+    _mm512_store_ps(t + (2 * i + 1) * 16, _mm512_castsi512_ps(_mm512_and_si512(pair, mask)));
+    pair = _mm512_permutex2var_epi64(v[i], high, v[i + 4]);
+    _mm512_store_ps(t + (2 * i + 8) * 16, _mm512_castsi512_ps(_mm512_slli_epi32(pair, 16)));
+    _mm512_store_ps(t + (2 * i + 9) * 16, _mm512_castsi512_ps(_mm512_and_si512(pair, mask)));
+  }
+}
+
+static inline float value(float x) { return x; }
+static inline float value(bf16 x) {
+  uint32_t bits = (uint32_t)x << 16;
+  float f;
+  __builtin_memcpy(&f, &bits, 4);
+  return f;
+}
+
+template <class T>
+static inline void transpose_any(const T* b, int64_t stride, int num_outputs, int rank, float* t) {
+  for (int r = 0; r < rank; r++)
+    for (int o = 0; o < 16; o++) t[r * 16 + o] = o < num_outputs ? value(b[o * stride + r]) : 0.0f;
+}
+
+static inline void gather_f32(const float* b, int64_t stride, int rank, float* t) {
+  const __m512i idx = _mm512_mullo_epi32(_mm512_set1_epi32((int)stride),
+                                         _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+  for (int r = 0; r < rank; r++) _mm512_store_ps(t + r * 16, _mm512_i32gather_ps(idx, b + r, 4));
+}
+
+static inline void gather_pairs(const bf16* b, int64_t stride, int num_pairs, float* t) {
+  const __m512i idx = _mm512_mullo_epi32(_mm512_set1_epi32((int)stride * 2),
+                                         _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+  const __m512i mask = _mm512_set1_epi32(0xffff0000);
+  for (int p = 0; p < num_pairs; p++) {
+    __m512i pair = _mm512_i32gather_epi32(idx, b + 2 * p, 1);
+    _mm512_store_ps(t + 2 * p * 16, _mm512_castsi512_ps(_mm512_slli_epi32(pair, 16)));
+    _mm512_store_ps(t + (2 * p + 1) * 16, _mm512_castsi512_ps(_mm512_and_si512(pair, mask)));
+  }
+}
+
+static const int kRankPart = 64;  // ranks that are transposed at once: 4 KiB
+
+static inline void transpose(DType dtype, const void* b, int64_t stride, int num_outputs, int at, int rank, float* t) {
+  if (dtype == DType::F32) {
+    const float* from = (const float*)b + at;
+    if (num_outputs < 16)
+      transpose_any(from, stride, num_outputs, rank, t);
+    else
+      gather_f32(from, stride, rank, t);
+    return;
+  }
+  const bf16* from = (const bf16*)b + at;
+  int r = 0;
+  if (num_outputs == 16) {
+    for (; r + 16 <= rank; r += 16) transpose_16x16(from + r, stride, t + r * 16);
+    const int pairs = (rank - r) / 2;
+    gather_pairs(from + r, stride, pairs, t + r * 16);
+    r += 2 * pairs;
+  }
+  transpose_any(from + r, stride, num_outputs, rank - r, t + r * 16);
+}
+
+static void expand(DType dtype, const float* h, int64_t h_stride, int m, const void* b, int rank, int num_outputs,
+                   float* c, int64_t c_stride) {
+  alignas(64) float t[kRankPart * 16];
+  const __mmask16 mask = first(num_outputs);
+  for (int at = 0; at < rank; at += kRankPart) {
+    const int part = rank - at < kRankPart ? rank - at : kRankPart;
+    transpose(dtype, b, rank, num_outputs, at, part, t);
+    for (int row = 0; row < m; row++) {
+      const float* hr = h + row * h_stride + at;
+      // Two sums, so that one's latency hides the other's; the order is the same for every row.
+      __m512 even = _mm512_maskz_loadu_ps(mask, c + row * c_stride), odd = _mm512_setzero_ps();
+      int r = 0;
+      for (; r + 2 <= part; r += 2) {
+        even = _mm512_fmadd_ps(_mm512_set1_ps(hr[r]), _mm512_load_ps(t + r * 16), even);
+        odd = _mm512_fmadd_ps(_mm512_set1_ps(hr[r + 1]), _mm512_load_ps(t + r * 16 + 16), odd);
+      }
+      if (r < part) even = _mm512_fmadd_ps(_mm512_set1_ps(hr[r]), _mm512_load_ps(t + r * 16), even);
+      _mm512_mask_storeu_ps(c + row * c_stride, mask, _mm512_add_ps(even, odd));
+    }
+  }
+}
+
+}  // namespace LP_ISA
+}  // namespace lp
+#endif

@@ -1,0 +1,166 @@
+// Products of a few rows with a band of packed weights.
+#pragma once
+
+#if LP_CAN
+
+namespace lp {
+namespace LP_ISA {
+
+// --- float32 -----------------------------------------------------------------------------------------------------------
+
+template <int M>
+static inline void rows_f32(const float* x, int64_t x_stride, const float* band, int64_t k, bool adds, float* c,
+                            int64_t c_stride) {
+  __m512 acc[M][2];
+  for (int r = 0; r < M; r++)
+    for (int p = 0; p < 2; p++) acc[r][p] = adds ? _mm512_loadu_ps(c + r * c_stride + 16 * p) : _mm512_setzero_ps();
+  for (int64_t i = 0; i < k; i++, band += kBand) {
+    __m512 b0 = _mm512_loadu_ps(band), b1 = _mm512_loadu_ps(band + 16);
+    for (int r = 0; r < M; r++) {
+      __m512 a = _mm512_set1_ps(x[r * x_stride + i]);
+      acc[r][0] = _mm512_fmadd_ps(a, b0, acc[r][0]);
+      acc[r][1] = _mm512_fmadd_ps(a, b1, acc[r][1]);
+    }
+  }
+  for (int r = 0; r < M; r++) {
+    _mm512_storeu_ps(c + r * c_stride, acc[r][0]);
+    _mm512_storeu_ps(c + r * c_stride + 16, acc[r][1]);
+  }
+}
+
+// --- bfloat16 with vectors ---------------------------------------------------------------------------------------------
+
+template <int M>
+static inline void rows_bf16(const bf16* x, int64_t x_stride, const bf16* band, int64_t k, bool adds, float* c,
+                            int64_t c_stride) {
+  __m512 acc[M][2];
+  for (int r = 0; r < M; r++)
+    for (int p = 0; p < 2; p++) acc[r][p] = adds ? _mm512_loadu_ps(c + r * c_stride + 16 * p) : _mm512_setzero_ps();
+  for (int64_t i = 0; i < k; i += 32, band += 32 * kBand) {
+    for (int pair = 0; pair < 16; pair++) {
+      __m512i b0 = _mm512_loadu_si512(band + pair * 32), b1 = _mm512_loadu_si512(band + 512 + pair * 32);
+      for (int r = 0; r < M; r++) {
+        int32_t two;
+        __builtin_memcpy(&two, x + r * x_stride + i + 2 * pair, 4);
+        __m512i a = _mm512_set1_epi32(two);
+        acc[r][0] = dot_pairs(acc[r][0], a, b0);
+        acc[r][1] = dot_pairs(acc[r][1], a, b1);
+      }
+    }
+  }
+  for (int r = 0; r < M; r++) {
+    _mm512_storeu_ps(c + r * c_stride, acc[r][0]);
+    _mm512_storeu_ps(c + r * c_stride + 16, acc[r][1]);
+  }
+}
+
+#define LP_BY_ROWS(kernel, T)                                                                               \
+  for (int r = 0; r < m; r += 8) {                                                                          \
+    const T* at = (const T*)x + r * x_stride;                                                               \
+    float* to = c + r * c_stride;                                                                           \
+    switch (m - r) {                                                                                        \
+      case 1: kernel<1>(at, x_stride, (const T*)band, k, adds, to, c_stride); break;                              \
+      case 2: kernel<2>(at, x_stride, (const T*)band, k, adds, to, c_stride); break;                              \
+      case 3: kernel<3>(at, x_stride, (const T*)band, k, adds, to, c_stride); break;                              \
+      case 4: kernel<4>(at, x_stride, (const T*)band, k, adds, to, c_stride); break;                              \
+      case 5: kernel<5>(at, x_stride, (const T*)band, k, adds, to, c_stride); break;                              \
+      case 6: kernel<6>(at, x_stride, (const T*)band, k, adds, to, c_stride); break;                              \
+      case 7: kernel<7>(at, x_stride, (const T*)band, k, adds, to, c_stride); break;                              \
+      default: kernel<8>(at, x_stride, (const T*)band, k, adds, to, c_stride);                                    \
+    }                                                                                                       \
+  }
+
+// --- bfloat16 with tiles -----------------------------------------------------------------------------------------------
+
+#ifdef __AMX_BF16__
+struct TileConfig {
+  uint8_t palette, start_row, reserved[14];
+  uint16_t bytes[16];
+  uint8_t rows[16];
+};
+
+// Tiles 0-3: results, 4-5: rows of x, 6-7: the band's two panels.
+static __thread int configured = 0;  // for how many rows; 0 between tasks, when other code may use the tiles
+
+static inline void configure(int m) {
+  if (configured == m) return;
+  configured = m;
+  alignas(64) TileConfig config = {};
+  const int upper = m > 16 ? 16 : m, lower = m > 16 ? m - 16 : 1;
+  config.palette = 1;
+  for (int i = 0; i < 8; i++) config.bytes[i] = 64;
+  config.rows[0] = config.rows[1] = config.rows[4] = (uint8_t)upper;
+  config.rows[2] = config.rows[3] = config.rows[5] = (uint8_t)lower;
+  config.rows[6] = config.rows[7] = 16;
+  _tile_loadconfig(&config);
+}
+
+static void tiles_bf16(const bf16* x, int64_t x_stride, int m, const bf16* band, int64_t k, bool adds, float* c,
+                       int64_t c_stride) {
+  const int64_t x_bytes = x_stride * 2, c_bytes = c_stride * 4;
+  configure(m);
+  if (adds) {
+    _tile_loadd(0, c, c_bytes);
+    _tile_loadd(1, c + 16, c_bytes);
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+  }
+  if (m <= 16) {
+    for (int64_t i = 0; i < k; i += 32, band += 32 * kBand) {
+      _tile_loadd(4, x + i, x_bytes);
+      _tile_loadd(6, band, 64);
+      _tile_loadd(7, band + 512, 64);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(1, 4, 7);
+    }
+  } else {
+    const bf16* lower = x + 16 * x_stride;
+    if (adds) {
+      _tile_loadd(2, c + 16 * c_stride, c_bytes);
+      _tile_loadd(3, c + 16 * c_stride + 16, c_bytes);
+    } else {
+      _tile_zero(2);
+      _tile_zero(3);
+    }
+    for (int64_t i = 0; i < k; i += 32, band += 32 * kBand) {
+      _tile_loadd(6, band, 64);
+      _tile_loadd(4, x + i, x_bytes);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(7, band + 512, 64);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_loadd(5, lower + i, x_bytes);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(2, c + 16 * c_stride, c_bytes);
+    _tile_stored(3, c + 16 * c_stride + 16, c_bytes);
+  }
+  _tile_stored(0, c, c_bytes);
+  _tile_stored(1, c + 16, c_bytes);
+}
+#endif
+
+static void product(DType dtype, const void* x, int64_t x_stride, int m, const void* band, int64_t k, bool adds, float* c,
+                    int64_t c_stride) {
+  if (dtype == DType::F32) {
+    LP_BY_ROWS(rows_f32, float)
+    return;
+  }
+#ifdef __AMX_BF16__
+  tiles_bf16((const bf16*)x, x_stride, m, (const bf16*)band, k, adds, c, c_stride);
+#else
+  LP_BY_ROWS(rows_bf16, bf16)
+#endif
+}
+
+static void end_products() {
+#ifdef __AMX_BF16__
+  _tile_release();
+  configured = 0;
+#endif
+}
+
+}  // namespace LP_ISA
+}  // namespace lp
+#endif

@@ -1,0 +1,77 @@
+// The kernels of one instruction set, and the plain data that they read. One thread runs one call; who shares the work
+// out is in work.cpp and stack.cpp.
+//
+// A row's result never depends on other rows, on their number, or on how work was shared out: sums over `k` run in one
+// fixed order. So a token's bits are the same in every batch, with and without drafts behind it.
+#pragma once
+
+#include <cstdint>
+
+namespace lp {
+
+enum class DType : int32_t { F32 = 0, BF16 = 1 };
+
+static inline int64_t item_bytes(DType dtype) { return dtype == DType::BF16 ? 2 : 4; }
+
+// Packed weights: bands of 32 outputs. float32: [k][32]. bfloat16: [k / 32] blocks of two panels of 16 outputs, a panel
+// [16 pairs of inputs][16 outputs][2], which is what AMX and AVX512-BF16 read as it is. Outputs are padded with zeros.
+constexpr int kBand = 32;
+constexpr int kPanel = 16;
+constexpr int kRows = 32;  // rows that a product computes at once
+
+static inline int64_t band_bytes(DType dtype, int64_t k) { return k * kBand * item_bytes(dtype); }
+
+// Where a query block of one span finds its keys and values.
+struct AttendTask {
+  const void* q;          // [rows][...] first query's first head of the KV head
+  int64_t q_token_stride; // elements between tokens
+  void* out;              // [tokens][heads][v_dim]
+  int64_t out_token_stride;
+  const void* k;          // [num_blocks][block_size][kv_heads][dim], at the KV head
+  const void* v;
+  int64_t block_stride;   // elements between blocks, and between tokens of a block
+  int64_t token_stride;
+  const int64_t* blocks;  // the span's block table
+  int32_t block_size;
+  int32_t num_tokens;     // queries
+  int32_t group;          // query heads of the KV head
+  int32_t dim;            // a multiple of 32
+  int64_t first_position; // of the first query
+  int64_t window;         // 0: none
+  float scaling;
+  float softcap;          // 0: none
+};
+
+struct Kernels {
+  // c[m][32] = (adds ? c : 0) + x[m][k] @ band; m <= kRows.
+  void (*product)(DType, const void* x, int64_t x_stride, int m, const void* band, int64_t k, bool adds, float* c,
+                  int64_t c_stride);
+  void (*end_products)();  // after a thread's last product of a task
+
+  // h[m][rank] = alpha * x[m][k] @ a[rank][k].T
+  void (*shrink)(DType, const void* x, int64_t x_stride, int m, const void* a, int64_t k, int rank, float alpha, float* h,
+                 int64_t h_stride);
+  // c[m][16] += h[m][rank] @ b[16][rank].T, of which the first `num_outputs` exist.
+  void (*expand)(DType, const float* h, int64_t h_stride, int m, const void* b, int rank, int num_outputs, float* c,
+                 int64_t c_stride);
+
+  // y[n] = weight * (x / rms(x)), rounded as the model's own code rounds.
+  void (*rms_norm)(DType, const void* x, const void* weight, int64_t n, float eps, void* y);
+  void (*rms_norm_f32)(DType, float* x, const void* weight, int64_t n, float eps);  // in place, of one head
+  // x[dim] rotated by halves, in place.
+  void (*rotate)(float* x, const float* cos, const float* sin, int dim);
+  // out[n] = act(gate[n]) * up[n]
+  void (*gated)(DType, int act, const float* gate, const float* up, int n, void* out);
+  void (*store)(DType, const float* c, int n, void* out);          // out = c
+  void (*add_to)(DType, const float* c, int n, void* inout);       // inout += c
+  void (*add_bias)(DType, const void* bias, int n, float* c);      // c += bias
+
+  void (*attend)(DType, const AttendTask&, float* scratch);
+};
+
+// Elements of float that `attend` needs for a context of `length` tokens.
+static inline int64_t attend_scratch(int64_t length, int64_t dim) { return 16 * (length + 16) + 16 * dim + 64; }
+
+const Kernels* current_kernels();  // nullptr: none of the variants can run here
+
+}  // namespace lp

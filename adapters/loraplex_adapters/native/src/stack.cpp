@@ -1,0 +1,238 @@
+// A stack of decoder layers of the common kind, in place over a step's hidden states:
+//
+//   h += o(attention(rope(qkv(norm(h)))));  h += down(act(gate(norm(h))) * up(norm(h)))
+//
+// with an adapter term on each of the seven linears. The caller guarantees shapes and keeps all memory alive.
+#include "work.h"
+
+extern "C" {
+
+struct LpLayer {
+  const void* qkv;      // bands: query heads, key heads, value heads
+  const void* o;
+  const void* gate_up;  // bands of 16 outputs of gate and the same 16 of up
+  const void* down;
+  const void* qkv_bias;  // null: none
+  const void* o_bias;
+  const void* norm1;
+  const void* norm2;
+  const void* q_norm;  // null: none
+  const void* k_norm;
+  void* k_pages;
+  void* v_pages;
+  float eps;
+  float qk_eps;
+  float scaling;
+  float softcap;
+  int64_t window;
+  LpTable q_table, k_table, v_table, o_table, gate_table, up_table, down_table;
+};
+
+struct LpStack {
+  int32_t dtype;
+  int32_t num_layers;
+  int32_t hidden;
+  int32_t num_heads;
+  int32_t num_kv_heads;
+  int32_t head_dim;
+  int32_t ffn;
+  int32_t act;  // 0: silu, 1: gelu_tanh
+  const LpLayer* layers;
+};
+
+struct LpStep {
+  int32_t num_tokens;
+  int32_t num_rotary;  // of head_dim, 0: no rotation
+  void* hidden;        // [num_tokens][hidden], in place
+  const float* cos;    // [num_tokens][num_rotary]
+  const float* sin;
+  LpSpans spans;
+  LpRuns runs;
+  void* scratch;  // lp_stack_scratch_bytes
+};
+}
+
+namespace lp {
+namespace {
+
+struct Scratch {
+  char* normed;  // [num_tokens][hidden]
+  char* q;       // [num_tokens][heads][head_dim]
+  char* mixed;   // the same, attention's result
+  char* act;     // [num_tokens][ffn]
+  float* h;      // [3][num_tokens][max_rank]
+  int64_t num_bytes;
+};
+
+Scratch lay_out(const LpStack& stack, int64_t num_tokens, int64_t max_rank, void* base) {
+  const DType dtype = DType(stack.dtype);
+  char* start = static_cast<char*>(base);
+  char* next = start;
+  const auto take = [&](int64_t bytes) {
+    char* taken = next;
+    next += (bytes + 63) & ~int64_t(63);
+    return taken;
+  };
+  const int64_t row = int64_t(stack.num_heads) * stack.head_dim;
+  Scratch s;
+  s.normed = take(num_tokens * stack.hidden * item_bytes(dtype));
+  s.q = take(num_tokens * row * item_bytes(dtype));
+  s.mixed = take(num_tokens * row * item_bytes(dtype));
+  s.act = take(num_tokens * stack.ffn * item_bytes(dtype));
+  s.h = reinterpret_cast<float*>(take(3 * num_tokens * max_rank * int64_t(sizeof(float))));
+  s.num_bytes = next - start;
+  return s;
+}
+
+class StackRun {
+ public:
+  StackRun(Pool& pool, const Kernels& kernels, const LpStack& stack, const LpStep& step)
+      : pool_(pool),
+        kernels_(kernels),
+        stack_(stack),
+        step_(step),
+        dtype_(DType(stack.dtype)),
+        scratch_(lay_out(stack, step.num_tokens, step.runs.max_rank, step.scratch)),
+        inner_{&kernels, dtype_, &step.runs, step.num_tokens, scratch_.h},
+        pieces_(pieces_of(step.runs, kRunRows)) {}
+
+  void before_attention(const LpLayer& layer) {
+    normalize(layer.norm1, layer.eps);
+    const LpTable tables[] = {layer.q_table, layer.k_table, layer.v_table};
+    shrink(tables, 3, scratch_.normed, stack_.hidden);
+    project_qkv(layer);
+  }
+
+  void attend(const LpLayer& layer) {
+    const Heads heads{stack_.num_heads, stack_.num_kv_heads, stack_.head_dim, layer.scaling, layer.softcap, layer.window};
+    attend_all(pool_, kernels_, dtype_, scratch_.q, scratch_.mixed, {layer.k_pages, layer.v_pages}, heads, step_.spans);
+  }
+
+  void after_attention(const LpLayer& layer) {
+    add_product(layer.o, layer.o_bias, layer.o_table, scratch_.mixed, int64_t(stack_.num_heads) * stack_.head_dim);
+    normalize(layer.norm2, layer.eps);
+    const LpTable tables[] = {layer.gate_table, layer.up_table};
+    shrink(tables, 2, scratch_.normed, stack_.hidden);
+    gate(layer);
+    add_product(layer.down, nullptr, layer.down_table, scratch_.act, stack_.ffn);
+  }
+
+ private:
+  bool adapts() const { return step_.runs.num_runs > 0; }
+
+  void normalize(const void* weight, float eps) {
+    constexpr int kNormRows = 4;
+    const int64_t n = stack_.hidden;
+    pool_.run(ceil_div(step_.num_tokens, kNormRows), [&](int chunk, int) {
+      const int end = std::min(step_.num_tokens, (chunk + 1) * kNormRows);
+      for (int64_t row = chunk * kNormRows; row < end; row++)
+        kernels_.rms_norm(dtype_, at(step_.hidden, row * n, dtype_), weight, n, eps, at(scratch_.normed, row * n, dtype_));
+    });
+  }
+
+  void shrink(const LpTable* tables, int num_modules, const void* x, int64_t k) {
+    if (adapts()) shrink_all(pool_, inner_, pieces_, x, k, tables, num_modules);
+  }
+
+  // A chunk is a head: queries go to scratch, keys and values to their pages.
+  void project_qkv(const LpLayer& layer) {
+    const int dim = stack_.head_dim, bands = dim / kBand;
+    const int num_heads = stack_.num_heads, num_kv = stack_.num_kv_heads;
+    products(pool_, kernels_, dtype_, scratch_.normed, stack_.hidden, step_.num_tokens, stack_.hidden, layer.qkv,
+             (num_heads + 2 * num_kv) * bands, bands, [&](int band, int row, int m, float* c, int64_t stride) {
+               int head = band / bands, part = 0;
+               if (layer.qkv_bias != nullptr)
+                 for (int r = 0; r < m; r++)
+                   kernels_.add_bias(dtype_, at(layer.qkv_bias, int64_t(head) * dim, dtype_), dim, c + r * stride);
+               if (head >= num_heads) head -= num_heads, part = 1;
+               if (part == 1 && head >= num_kv) head -= num_kv, part = 2;
+               if (adapts()) {
+                 const LpTable& table = part == 0 ? layer.q_table : part == 1 ? layer.k_table : layer.v_table;
+                 expand_into(inner_, table, part, int64_t(head) * dim, dim, row, m, c, stride);
+               }
+               for (int r = 0; r < m; r++) finish_head(layer, part, head, row + r, c + r * stride);
+             });
+  }
+
+  void finish_head(const LpLayer& layer, int part, int head, int64_t token, float* c) {
+    const int dim = stack_.head_dim;
+    const void* norm = part == 0 ? layer.q_norm : part == 1 ? layer.k_norm : nullptr;
+    if (norm != nullptr) kernels_.rms_norm_f32(dtype_, c, norm, dim, layer.qk_eps);
+    if (part != 2 && step_.num_rotary > 0)
+      kernels_.rotate(c, step_.cos + token * step_.num_rotary, step_.sin + token * step_.num_rotary, step_.num_rotary);
+    char* to;
+    if (part == 0)
+      to = at(scratch_.q, (token * stack_.num_heads + head) * dim, dtype_);
+    else
+      to = at(part == 1 ? layer.k_pages : layer.v_pages, (step_.spans.slots[token] * stack_.num_kv_heads + head) * dim,
+              dtype_);
+    kernels_.store(dtype_, c, dim, to);
+  }
+
+  // hidden += x @ packed + bias + update
+  void add_product(const void* packed, const void* bias, const LpTable& table, const void* x, int64_t k) {
+    const int64_t n = stack_.hidden;
+    shrink(&table, 1, x, k);
+    products(pool_, kernels_, dtype_, x, k, step_.num_tokens, k, packed, ceil_div(n, kBand), 1,
+             [&](int band, int row, int m, float* c, int64_t stride) {
+               const int64_t output = int64_t(band) * kBand;
+               const int width = int(std::min<int64_t>(kBand, n - output));
+               if (adapts()) expand_into(inner_, table, 0, output, width, row, m, c, stride);
+               for (int64_t r = 0; r < m; r++) {
+                 if (bias != nullptr) kernels_.add_bias(dtype_, at(bias, output, dtype_), width, c + r * stride);
+                 kernels_.add_to(dtype_, c + r * stride, width, at(step_.hidden, (row + r) * n + output, dtype_));
+               }
+             });
+  }
+
+  void gate(const LpLayer& layer) {
+    const int64_t n = stack_.ffn;
+    products(pool_, kernels_, dtype_, scratch_.normed, stack_.hidden, step_.num_tokens, stack_.hidden, layer.gate_up,
+             ceil_div(n, kPanel), 2, [&](int first, int row, int m, float* c, int64_t stride) {
+               for (int i = 0; i < 2; i++) {
+                 const int64_t output = int64_t(first + i) * kPanel;
+                 if (output >= n) break;
+                 float* block = c + i * kBand;
+                 const int width = int(std::min<int64_t>(kPanel, n - output));
+                 if (adapts()) {
+                   expand_into(inner_, layer.gate_table, 0, output, width, row, m, block, stride);
+                   expand_into(inner_, layer.up_table, 1, output, width, row, m, block + kPanel, stride);
+                 }
+                 for (int64_t r = 0; r < m; r++)
+                   kernels_.gated(dtype_, stack_.act, block + r * stride, block + r * stride + kPanel, width,
+                                  at(scratch_.act, (row + r) * n + output, dtype_));
+               }
+             });
+  }
+
+  Pool& pool_;
+  const Kernels& kernels_;
+  const LpStack& stack_;
+  const LpStep& step_;
+  const DType dtype_;
+  const Scratch scratch_;
+  const Inner inner_;
+  const std::vector<Piece> pieces_;
+};
+
+}  // namespace
+}  // namespace lp
+
+extern "C" {
+
+__attribute__((visibility("default"))) int64_t lp_stack_scratch_bytes(const LpStack* stack, int64_t num_tokens,
+                                                                      int64_t max_rank) {
+  return lp::lay_out(*stack, num_tokens, max_rank, nullptr).num_bytes;
+}
+
+// All layers of the stack over one step.
+__attribute__((visibility("default"))) void lp_stack_run(lp::Pool* pool, const LpStack* stack, const LpStep* step) {
+  std::lock_guard<std::mutex> turn(pool->turn());
+  lp::StackRun run(*pool, *lp::current_kernels(), *stack, *step);
+  for (int i = 0; i < stack->num_layers; i++) {
+    run.before_attention(stack->layers[i]);
+    run.attend(stack->layers[i]);
+    run.after_attention(stack->layers[i]);
+  }
+}
+}

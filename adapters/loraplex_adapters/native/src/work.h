@@ -1,0 +1,227 @@
+// What is shared out among threads: packing, products with an epilogue, low-rank updates, attention.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "kernels.h"
+#include "pool.h"
+
+extern "C" {
+
+// The factors of one module by adapter slot, as its FactorTable keeps them. All null: the module has no table.
+struct LpTable {
+  const int64_t* a_ptrs;
+  const int64_t* b_ptrs;
+  const int32_t* ranks;
+  const float* scales;
+};
+
+// A step's adapters: runs of rows which use the same adapters, in row order; rows between runs use none.
+struct LpRuns {
+  int32_t num_runs;
+  int32_t max_rank;  // the largest sum of ranks that a row of any run has in any module
+  const int32_t* starts;      // [num_runs] first row
+  const int32_t* ends;        // [num_runs] behind the last row
+  const int32_t* first_uses;  // [num_runs + 1] into the two below
+  const int32_t* slots;
+  const float* weights;
+};
+
+// Spans of the step over the paged KV cache; see AttentionBatch.
+struct LpSpans {
+  int32_t num_spans;
+  int32_t block_size;
+  int64_t table_stride;
+  const int64_t* query_starts;  // [num_spans + 1]
+  const int64_t* context_lens;  // [num_spans]
+  const int64_t* block_tables;  // [num_spans][table_stride]
+  const int64_t* slots;         // [num_tokens]
+};
+}
+
+namespace lp {
+
+// What stays in a core's second cache of activations, and in its first of a band of weights.
+constexpr int64_t kRowsBytes = 3 << 18;
+constexpr int64_t kSlabBytes = 1 << 16;
+
+inline const char* at(const void* base, int64_t offset, DType dtype) {
+  return static_cast<const char*>(base) + offset * item_bytes(dtype);
+}
+
+inline char* at(void* base, int64_t offset, DType dtype) { return static_cast<char*>(base) + offset * item_bytes(dtype); }
+
+inline int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
+
+// --- low-rank updates ---------------------------------------------------------------------------------------------------
+
+// The inner products of a group of modules that read the same rows: h[module][row][max_rank].
+struct Inner {
+  const Kernels* kernels;
+  DType dtype;
+  const LpRuns* runs;
+  int num_rows;
+  float* h;
+
+  float* at(int module, int64_t row) const { return h + (int64_t(module) * num_rows + row) * runs->max_rank; }
+};
+
+inline bool has_table(const LpTable& table) { return table.ranks != nullptr; }
+
+constexpr int kRunRows = 16;  // rows of a run that are one chunk's
+
+// One piece of a run.
+struct Piece {
+  int run, start, end;
+};
+
+inline std::vector<Piece> pieces_of(const LpRuns& runs, int max_rows) {
+  std::vector<Piece> pieces;
+  for (int run = 0; run < runs.num_runs; run++)
+    for (int start = runs.starts[run]; start < runs.ends[run]; start += max_rows)
+      pieces.push_back({run, start, std::min(start + max_rows, runs.ends[run])});
+  return pieces;
+}
+
+// Computes h for all modules of a group. x [num_rows][k].
+inline void shrink_all(Pool& pool, const Inner& inner, const std::vector<Piece>& pieces, const void* x, int64_t k,
+                       const LpTable* tables, int num_modules) {
+  const LpRuns& runs = *inner.runs;
+  // Few pieces: their ranks are halved, so that no thread idles.
+  const int halves = int(pieces.size()) * num_modules < 2 * pool.num_threads() && pool.num_threads() > 1 ? 2 : 1;
+  const int num_pieces = int(pieces.size());
+  pool.run(num_pieces * num_modules * halves, [&](int chunk, int) {
+    const int half = chunk % halves, module = chunk / halves % num_modules;
+    const Piece& piece = pieces[chunk / halves / num_modules];
+    const LpTable& table = tables[module];
+    if (!has_table(table)) return;
+    int column = 0;
+    for (int use = runs.first_uses[piece.run]; use < runs.first_uses[piece.run + 1]; use++) {
+      const int slot = runs.slots[use], rank = table.ranks[slot];
+      if (rank == 0) continue;
+      const int middle = halves == 1 ? rank : std::min(rank, (rank / 2 + 7) & ~7);
+      const int from = half == 0 ? 0 : middle, to = half == halves - 1 ? rank : middle;
+      if (from < to)
+        inner.kernels->shrink(inner.dtype, lp::at(x, piece.start * k, inner.dtype), k, piece.end - piece.start,
+                              lp::at(reinterpret_cast<const void*>(table.a_ptrs[slot]), from * k, inner.dtype), k,
+                              to - from, runs.weights[use] * table.scales[slot],
+                              inner.at(module, piece.start) + column + from, runs.max_rank);
+      column += rank;
+    }
+  });
+}
+
+// c[rows of the block][num_outputs] += the update of outputs from `output` on. The block's rows are row..row + m.
+inline void expand_into(const Inner& inner, const LpTable& table, int module, int64_t output, int num_outputs, int row,
+                        int m, float* c, int64_t c_stride) {
+  if (!has_table(table)) return;
+  const LpRuns& runs = *inner.runs;
+  int run = int(std::upper_bound(runs.ends, runs.ends + runs.num_runs, row) - runs.ends);
+  for (; run < runs.num_runs && runs.starts[run] < row + m; run++) {
+    const int start = std::max(runs.starts[run], row), end = std::min(runs.ends[run], row + m);
+    int column = 0;
+    for (int use = runs.first_uses[run]; use < runs.first_uses[run + 1]; use++) {
+      const int slot = runs.slots[use], rank = table.ranks[slot];
+      if (rank == 0) continue;
+      const void* b = reinterpret_cast<const void*>(table.b_ptrs[slot]);
+      for (int i = 0; i < num_outputs; i += kPanel)
+        inner.kernels->expand(inner.dtype, inner.at(module, start) + column, runs.max_rank, end - start,
+                              lp::at(b, (output + i) * rank, inner.dtype), rank, std::min(kPanel, num_outputs - i),
+                              c + int64_t(start - row) * c_stride + i, c_stride);
+      column += rank;
+    }
+  }
+}
+
+// --- products -----------------------------------------------------------------------------------------------------------
+
+// Shares out x [num_rows][k] @ bands into chunks of `per_chunk` bands and as many rows as stay cached. Calls
+// epilogue(first_band, row, m, c, c_stride) for each block c [m][per_chunk * 32] of at most kRows rows.
+//
+// Of many rows, each multiplies one slab of a band after the other, so that the slab is read from the first cache.
+template <class Epilogue>
+void products(Pool& pool, const Kernels& kernels, DType dtype, const void* x, int64_t x_stride, int num_rows, int64_t k,
+              const void* packed, int num_bands, int per_chunk, const Epilogue& epilogue) {
+  const int64_t fit = std::max<int64_t>(kRows, kRowsBytes / (k * item_bytes(dtype)) / kRows * kRows);
+  const int num_parts = ceil_div(num_rows, fit);
+  const int part_rows = ceil_div(ceil_div(num_rows, num_parts), kRows) * kRows;
+  const int num_groups = ceil_div(num_bands, per_chunk);
+  const int64_t slab = num_rows > 2 * kRows ? kSlabBytes / (kBand * item_bytes(dtype)) : k;
+  const int64_t stride = int64_t(per_chunk) * kBand;
+  pool.run(num_parts * num_groups, [&](int chunk, int) {
+    static thread_local std::vector<float> results;
+    const int first = chunk % num_groups * per_chunk, last = std::min(first + per_chunk, num_bands);
+    const int begin = chunk / num_groups * part_rows, end = std::min(begin + part_rows, num_rows);
+    const size_t needed = size_t((end - begin) * stride);
+    if (results.size() < needed) results.resize(needed);
+    for (int band = first; band < last; band++)
+      for (int64_t i = 0; i < k; i += slab)
+        for (int row = begin; row < end; row += kRows)
+          kernels.product(dtype, at(x, row * x_stride + i, dtype), x_stride, std::min(kRows, end - row),
+                          at(packed, (band * k + i) * kBand, dtype), std::min(slab, k - i), i > 0,
+                          results.data() + (row - begin) * stride + (band - first) * kBand, stride);
+    kernels.end_products();
+    for (int row = begin; row < end; row += kRows)
+      epilogue(first, row, std::min(kRows, end - row), results.data() + (row - begin) * stride, stride);
+  });
+}
+
+// --- attention ----------------------------------------------------------------------------------------------------------
+
+struct Pages {
+  const void* k;  // [num_blocks][block_size][kv_heads][dim]
+  const void* v;
+};
+
+struct Heads {
+  int num_heads, num_kv_heads, dim;
+  float scaling, softcap;
+  int64_t window;
+};
+
+// q, out [num_tokens][num_heads][dim]; keys and values are in their pages already.
+inline void attend_all(Pool& pool, const Kernels& kernels, DType dtype, const void* q, void* out, const Pages& pages,
+                       const Heads& heads, const LpSpans& spans) {
+  const int group = heads.num_heads / heads.num_kv_heads;
+  const int part = std::min(group, 16), num_parts = ceil_div(group, part), per_block = 16 / part;
+  struct Block {
+    int span;
+    int64_t start;
+  };
+  std::vector<Block> blocks;
+  for (int span = 0; span < spans.num_spans; span++)
+    for (int64_t start = spans.query_starts[span]; start < spans.query_starts[span + 1]; start += per_block)
+      blocks.push_back({span, start});
+  const int per_token = heads.num_kv_heads * num_parts;
+  pool.run(int(blocks.size()) * per_token, [&](int chunk, int) {
+    static thread_local std::vector<float> scratch;
+    const Block& block = blocks[chunk / per_token];
+    const int kv_head = chunk % per_token / num_parts, offset = chunk % num_parts * part;
+    const int64_t query_end = spans.query_starts[block.span + 1];
+    AttendTask task;
+    task.num_tokens = int(std::min<int64_t>(per_block, query_end - block.start));
+    task.group = std::min(part, group - offset);
+    task.dim = heads.dim;
+    task.q_token_stride = task.out_token_stride = int64_t(heads.num_heads) * heads.dim;
+    const int64_t head = (int64_t(kv_head) * group + offset) * heads.dim;
+    task.q = at(q, block.start * task.q_token_stride + head, dtype);
+    task.out = at(out, block.start * task.out_token_stride + head, dtype);
+    task.token_stride = int64_t(heads.num_kv_heads) * heads.dim;
+    task.block_stride = task.token_stride * spans.block_size;
+    task.k = at(pages.k, int64_t(kv_head) * heads.dim, dtype);
+    task.v = at(pages.v, int64_t(kv_head) * heads.dim, dtype);
+    task.blocks = spans.block_tables + block.span * spans.table_stride;
+    task.block_size = spans.block_size;
+    task.first_position = spans.context_lens[block.span] - (query_end - block.start);
+    task.window = heads.window;
+    task.scaling = heads.scaling;
+    task.softcap = heads.softcap;
+    const size_t needed = size_t(attend_scratch(task.first_position + task.num_tokens + 16, heads.dim));
+    if (scratch.size() < needed) scratch.resize(needed + needed / 2);
+    kernels.attend(dtype, task, scratch.data());
+  });
+}
+
+}  // namespace lp

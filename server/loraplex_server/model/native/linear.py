@@ -1,0 +1,56 @@
+"""Base weights packed for the native CPU kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from loraplex_adapters.native.kernels import NativeKernels
+from loraplex_server.model.linear import BaseLinear, BaseLinearFactory
+from loraplex_server.model.packed import packed_linear
+
+
+class NativeLinear:
+    """`x @ W.T + bias` from a packed copy of W. A row's result does not depend on how many rows there are."""
+
+    __slots__ = ("_bias", "_kernels", "_packed")
+    is_copy = True
+
+    def __init__(self, kernels: NativeKernels, weight: Tensor, bias: Tensor | None) -> None:
+        self._kernels = kernels
+        self._packed = kernels.pack([weight])
+        self._bias = bias.detach().contiguous() if bias is not None else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._kernels.linear(x, self._packed, self._bias)
+
+
+def native_linears(kernels: NativeKernels, otherwise: BaseLinearFactory = packed_linear) -> BaseLinearFactory:
+    """Makes native linears; `otherwise` of weights that the kernels do not know."""
+
+    def make(weight: Tensor, bias: Tensor | None) -> BaseLinear:
+        if not kernels.can_pack(weight):
+            return otherwise(weight, bias)
+        return NativeLinear(kernels, weight, bias)
+
+    return make
+
+
+class AbsorbedLinear:
+    """A linear that is part of a stack, where its weight is now. Called by nobody."""
+
+    __slots__ = ()
+    is_copy = True
+
+    def __call__(self, x: Tensor) -> Tensor:
+        raise AssertionError("this linear is computed by the stack of layers that it is part of")
+
+
+def absorbing(absorbed: set[int], otherwise: BaseLinearFactory) -> Callable[[Tensor, Tensor | None], BaseLinear]:
+    """Makes nothing of the weights in `absorbed` (by address)."""
+
+    def make(weight: Tensor, bias: Tensor | None) -> BaseLinear:
+        return AbsorbedLinear() if weight.data_ptr() in absorbed else otherwise(weight, bias)
+
+    return make
