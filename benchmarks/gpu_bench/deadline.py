@@ -1,0 +1,30 @@
+"""How much time is left, and what was left out for want of it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Deadline:
+    """Whoever wants to begin something says how long it may take."""
+
+    limit_s: float
+    start_s: float = field(default_factory=time.monotonic)
+    left_out: list[str] = field(default_factory=list[str])
+
+    @property
+    def used_s(self) -> float:
+        return time.monotonic() - self.start_s
+
+    @property
+    def left_s(self) -> float:
+        return self.limit_s - self.used_s
+
+    def allows(self, what: str, needed_s: float) -> bool:
+        """False, and a note, where it would not be done in time."""
+        if self.left_s >= needed_s:
+            return True
+        self.left_out.append(f"{what} ({needed_s:.0f} s needed, {max(0.0, self.left_s):.0f} s left)")
+        return False

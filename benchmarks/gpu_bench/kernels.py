@@ -1,0 +1,214 @@
+"""What single kernels achieve, each over all layers of the model so that nothing comes from a cache: bytes that have to
+move, by the time that it took. On CUDA replayed as graphs, without the host's share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gpu_bench.adapters import choose_slots, linears
+from gpu_bench.deadline import Deadline
+from gpu_bench.floors import kv_bytes
+from gpu_bench.machine import Timing, time_call
+from gpu_bench.stepper import BLOCK_SIZE, Stepper
+from loraplex_adapters.ops.base import Segment, SegmentedLora
+from loraplex_adapters.ops.dense import DenseTable, DenseWeight
+from loraplex_adapters.ops.registry import available_ops, choose_dense, choose_ops, choose_punica
+from loraplex_adapters.ops.segments import join_neighbours
+from loraplex_server.model.attention.base import AttentionBatch
+from loraplex_server.model.linear import AdaptedLinear
+from loraplex_server.request import OutputParams, SamplingParams
+from loraplex_server.sampling.sampler import Sampler
+from loraplex_server.scheduler.plan import NewSequence
+
+POPULARITIES = ("identical", "distinct")
+NEEDED_S = 10.0  # of one kernel, its compilation included
+
+
+@dataclass(frozen=True)
+class KernelFigure:
+    """One line of the table. `calls` launches of the operation took `total_us` together."""
+
+    kernel: str
+    case: str
+    calls: int
+    total_us: float
+    num_bytes: int
+    gb_s: float
+    of_bandwidth: float
+    is_graph: bool
+
+
+class _Work(NamedTuple):
+    kernel: str
+    case: str
+    calls: int
+    num_bytes: int
+    call: Callable[[], object]
+
+
+def all_kernels(
+    stepper: Stepper, bandwidth: float, deadline: Deadline, say: Callable[[str], None]
+) -> list[KernelFigure]:
+    figures: list[KernelFigure] = []
+    device = stepper.loaded.device
+    sizes = sorted({size for size in stepper.shape.batches if size > 1})[:2]
+    with torch.inference_mode():
+        for work in _all_work(stepper, sizes):
+            if not deadline.allows(f"kernels from {work.kernel}, {work.case} on", NEEDED_S):
+                break
+            say(f"{work.kernel}, {work.case}")
+            figures.append(_figure(work, time_call(work.call, device), bandwidth))
+    stepper.install(0)
+    return figures
+
+
+def _figure(work: _Work, timing: Timing, bandwidth: float) -> KernelFigure:
+    rate = work.num_bytes / timing.seconds
+    return KernelFigure(
+        work.kernel, work.case, work.calls, 1e6 * timing.seconds, work.num_bytes, rate / 1e9, rate / bandwidth,
+        timing.is_graph,
+    )  # fmt: skip
+
+
+def _all_work(stepper: Stepper, sizes: Sequence[int]) -> Iterator[_Work]:
+    for batch in sizes:
+        yield from _lora_work(stepper, batch)
+        yield _attention_work(stepper, batch, 1)
+    yield _attention_work(stepper, sizes[0], stepper.shape.num_draft_tokens + 1)
+    yield from _base_work(stepper, sizes[0])
+    yield _medusa_work(stepper, sizes[0])
+    yield _sampler_work(stepper, sizes[-1])
+
+
+def _by_shape(stepper: Stepper) -> dict[tuple[int, int], list[AdaptedLinear]]:
+    found: dict[tuple[int, int], list[AdaptedLinear]] = {}
+    for module in linears(stepper.loaded).values():
+        found.setdefault((module.in_features, module.out_features), []).append(module)
+    return found
+
+
+def _implementations() -> list[SegmentedLora]:
+    has_punica = any(status.name == "punica" and status.usable for status in available_ops())
+    return [choose_punica()] if has_punica else []
+
+
+def _lora_work(stepper: Stepper, batch: int) -> Iterator[_Work]:
+    """Down and up together, by shape of the module; Punica beside it where it is installed."""
+    loaded = stepper.loaded
+    stepper.install(batch)
+    for ops in (choose_ops(loaded.device), *_implementations()):
+        for (num_in, num_out), modules in _by_shape(stepper).items():
+            for popularity in POPULARITIES:
+                slots = choose_slots(popularity, batch)
+                segments = join_neighbours([Segment(row, row + 1, slot) for row, slot in enumerate(slots)])
+                x = torch.randn(batch, num_in, device=loaded.device).to(loaded.dtype)
+                y = torch.zeros(batch, num_out, device=loaded.device, dtype=loaded.dtype)
+                factors = [m.table.factors[slot] for m in modules if m.table is not None for slot in set(slots)]
+                num_bytes = sum(f.a.nbytes + f.b.nbytes for f in factors if f is not None)
+                num_bytes += len(modules) * (x.nbytes + 2 * y.nbytes)
+                case = f"{num_in}->{num_out}, batch {batch}, {popularity}"
+                call = _lora_call(ops, modules, segments, x, y, stepper.shape.max_batch)
+                yield _Work(f"lora ({ops.name})", case, len(modules), num_bytes, call)
+
+
+def _lora_call(
+    ops: SegmentedLora, modules: Sequence[AdaptedLinear], segments: Sequence[Segment], x: Tensor, y: Tensor, slots: int
+) -> Callable[[], None]:
+    prepared = ops.prepare(segments, x.shape[0], slots, x.device)
+
+    def call() -> None:
+        for module in modules:
+            assert module.table is not None
+            ops.apply(y, x, module.table, prepared)
+
+    return call
+
+
+def _base_work(stepper: Stepper, batch: int) -> Iterator[_Work]:
+    """The base's products, for comparison."""
+    loaded = stepper.loaded
+    for (num_in, num_out), modules in _by_shape(stepper).items():
+        x = torch.randn(batch, num_in, device=loaded.device).to(loaded.dtype)
+        weights = [module.weight for module in modules]
+        num_bytes = sum(w.nbytes for w in weights) + len(weights) * batch * (num_in + num_out) * x.itemsize
+
+        def call(x: Tensor = x, weights: Sequence[Tensor] = weights) -> None:
+            for weight in weights:
+                F.linear(x, weight)
+
+        yield _Work("base product", f"{num_in}->{num_out}, batch {batch}", len(weights), num_bytes, call)
+
+
+def _attention_work(stepper: Stepper, batch: int, query_len: int) -> _Work:
+    loaded, shape = stepper.loaded, stepper.shape
+    device, per_row, layers = loaded.device, stepper.num_row_blocks, loaded.attention
+    tables = 1 + np.arange(batch)[:, None] * per_row + np.arange(per_row)[None, :]
+    positions = np.tile(np.arange(shape.context - query_len, shape.context), batch)
+    blocks = tables[np.repeat(np.arange(batch), query_len), positions // BLOCK_SIZE]
+    step = AttentionBatch(
+        query_lens=np.full(batch, query_len, np.int64),
+        context_lens=np.full(batch, shape.context, np.int64),
+        block_tables=tables[:, : -(-shape.context // BLOCK_SIZE)].astype(np.int64),
+        block_size=BLOCK_SIZE,
+        slots=torch.from_numpy(blocks * BLOCK_SIZE + positions % BLOCK_SIZE).to(device),
+    )
+    backend = layers[0].backend
+    assert backend is not None
+    plan = backend.plan(step, loaded.dtype, device)
+
+    def random(heads: int, dim: int) -> Tensor:
+        return torch.randn(batch * query_len, heads, dim, device=device).to(loaded.dtype)
+
+    spec = layers[0].spec
+    query, key, value = (
+        random(spec.num_heads, spec.k_dim),
+        random(spec.num_kv_heads, spec.k_dim),
+        random(spec.num_kv_heads, spec.v_dim),
+    )
+
+    def call() -> None:
+        for layer in layers:
+            assert layer.kv is not None
+            backend.run(query, key, value, layer.kv, layer.spec, plan)
+
+    num_bytes = kv_bytes(loaded, shape, batch) + 2 * len(layers) * (query.nbytes + key.nbytes + value.nbytes)
+    case = f"batch {batch}, {shape.context} tokens, {query_len} queries each"
+    return _Work(f"attention ({backend.name})", case, len(layers), num_bytes, call)
+
+
+def _medusa_work(stepper: Stepper, batch: int) -> _Work:
+    """The product of heads that two adapters bring, half of the rows each."""
+    loaded, ops = stepper.loaded, choose_dense(stepper.loaded.device)
+    hidden, num_out = loaded.spec.hidden_size, loaded.spec.num_logits
+    table = DenseTable(hidden)
+    for slot in range(2):
+        weight = (torch.randn(num_out, hidden, device=loaded.device) / hidden**0.5).to(loaded.dtype)
+        table.set(slot, DenseWeight(weight, None))
+    x = torch.randn(batch, hidden, device=loaded.device).to(loaded.dtype)
+    y = torch.zeros(batch, num_out, device=loaded.device, dtype=loaded.dtype)
+    half = batch // 2
+    prepared = ops.prepare([Segment(0, half, 0), Segment(half, batch, 1)], batch, 2, loaded.device)
+    num_bytes = 2 * num_out * hidden * loaded.dtype.itemsize + x.nbytes + y.nbytes
+    case = f"{hidden}->{num_out}, batch {batch}, 2 sets"
+    return _Work(f"medusa head ({ops.name})", case, 1, num_bytes, lambda: ops.apply(y, x, table, prepared))
+
+
+def _sampler_work(stepper: Stepper, batch: int) -> _Work:
+    """Drawing with a temperature and top-p from logits that the head has just written; includes no transfer."""
+    loaded, num_logits = stepper.loaded, stepper.loaded.spec.num_logits
+    sampler = Sampler(batch, num_logits, loaded.device)
+    for row in range(batch):
+        params = SamplingParams(temperature=0.8, top_p=0.95, seed=row)
+        sampler.set_row(row, NewSequence(str(row), row, (2, 3), 2, params, OutputParams()))
+    logits = torch.randn(batch, num_logits, device=loaded.device).to(loaded.dtype)
+    tokens = torch.zeros(batch, 64, dtype=torch.int64, device=loaded.device)
+    rows, positions = list(range(batch)), [20] * batch
+    case = f"batch {batch}, temperature and top-p"
+    return _Work("sampling", case, 1, logits.nbytes, lambda: sampler.sample(logits, rows, positions, tokens))

@@ -1,0 +1,171 @@
+"""Steps of the real runner, as the engine is put together for serving, with plans of our own making.
+
+Owns rows, blocks and positions, as the scheduler does otherwise. KV pages hold random numbers: no prompt is run.
+Timed is everything between one step's plan and the next: planning, staging, the model, sampling, the tokens' way back.
+"""
+
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gpu_bench.adapters import make_adapter
+from gpu_bench.machine import synchronize
+from gpu_bench.shapes import Shape
+from loraplex_adapters.weights import AdapterWeights
+from loraplex_server.config import (
+    AdaptersConfig,
+    BatchConfig,
+    EngineConfig,
+    KvConfig,
+    ModelConfig,
+    SpeculationConfig,
+)
+from loraplex_server.engine.build import assemble
+from loraplex_server.model.loaded import LoadedModel
+from loraplex_server.model.runner import ModelRunner
+from loraplex_server.model.spec import kv_block_bytes
+from loraplex_server.request import OutputParams, SamplingParams
+from loraplex_server.scheduler.plan import AdapterUse, NewSequence, Span, StepPlan
+
+BLOCK_SIZE = 16
+NUM_UNTIMED = 3
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A batch whose rows all do the same kind of step."""
+
+    name: str
+    slots: tuple[int | None, ...]  # of each row's adapter
+    is_installed: bool = True  # whether any adapter is on the device at all
+    num_draft_tokens: int = 0
+    over: str = "base"  # the scenario that it is compared with
+
+    @property
+    def batch(self) -> int:
+        return len(self.slots)
+
+    @property
+    def num_distinct(self) -> int:
+        return len({slot for slot in self.slots if slot is not None})
+
+
+@dataclass
+class _Row:
+    """One sequence's state between steps."""
+
+    sequence_id: str
+    row: int
+    blocks: list[int]  # not given out yet
+    num_known: int
+    num_blocks: int = 0
+
+
+class Stepper:
+    """An engine's runner, and the adapters that it is given."""
+
+    def __init__(self, loaded: LoadedModel, shape: Shape) -> None:
+        self.loaded = loaded
+        self.shape = shape
+        self.num_row_blocks = -(-loaded.spec.max_context_tokens // BLOCK_SIZE)
+        num_blocks = shape.max_batch * self.num_row_blocks + 2
+        config = EngineConfig(
+            ModelConfig(shape.name, device=str(loaded.device), dtype=loaded.dtype_name),
+            KvConfig(BLOCK_SIZE, num_blocks * kv_block_bytes(loaded.spec, BLOCK_SIZE, loaded.dtype.itemsize), False),
+            BatchConfig(shape.max_batch, max_step_tokens=shape.max_batch * (shape.num_draft_tokens + 1)),
+            AdaptersConfig(num_device_slots=shape.max_batch),
+            SpeculationConfig(num_tokens=shape.num_draft_tokens, max_num_tokens=shape.num_draft_tokens),
+        )
+        self.engine = assemble(loaded, config, lambda text: None, lambda: None)
+        runner = self.engine._runner
+        assert isinstance(runner, ModelRunner)
+        self.runner = runner
+        for layer in loaded.attention:
+            assert layer.kv is not None
+            layer.kv.k.normal_()
+            layer.kv.v.normal_()
+        self._adapters: list[AdapterWeights] = []
+        self._num_installed = 0
+        self._num_steps = 0
+        dice = random.Random(0)
+        self._ids = [dice.randrange(2, loaded.spec.vocab_size) for _ in range(1 << 14)]
+        self._next_id = 0
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def install(self, num_adapters: int) -> None:
+        """So many adapters are on the device afterwards, in slots 0 and up."""
+        for slot in range(self._num_installed, num_adapters):
+            if slot == len(self._adapters):
+                self._adapters.append(make_adapter(self.loaded, self.shape.rank, slot))
+            self.runner._slots.install(slot, self._adapters[slot])
+        for slot in range(num_adapters, self._num_installed):
+            self.runner._slots.install(slot, None)
+        self._num_installed = num_adapters
+
+    def time_steps(self, scenario: Scenario, num_steps: int) -> float:
+        """Seconds per step. The first steps, in which sequences enter, do not count."""
+        rows = self._rows(scenario)
+        self._step(rows, scenario, self._entered(rows, scenario))
+        for _ in range(NUM_UNTIMED - 1):
+            self._step(rows, scenario)
+        synchronize(self.loaded.device)
+        start = time.perf_counter()
+        for _ in range(num_steps):
+            self._step(rows, scenario)
+        synchronize(self.loaded.device)
+        return (time.perf_counter() - start) / num_steps
+
+    def _rows(self, scenario: Scenario) -> list[_Row]:
+        """Block 0 is nobody's; every row has blocks of its own."""
+        per_row, context = self.num_row_blocks, self.shape.context
+        return [
+            _Row(f"{scenario.name}-{row}", row, list(range(1 + row * per_row, 1 + (row + 1) * per_row)), context)
+            for row in range(scenario.batch)
+        ]
+
+    def _entered(self, rows: Sequence[_Row], scenario: Scenario) -> tuple[NewSequence, ...]:
+        return tuple(
+            NewSequence(
+                row.sequence_id,
+                row.row,
+                self._random_ids(row.num_known),
+                row.num_known,
+                SamplingParams(),
+                OutputParams(),
+                () if slot is None else (AdapterUse(slot),),
+            )
+            for row, slot in zip(rows, scenario.slots, strict=True)
+        )
+
+    def _random_ids(self, num: int) -> tuple[int, ...]:
+        """Drawn before: drawing takes longer than a scheduler takes to copy a draft."""
+        if self._next_id + num > len(self._ids):
+            self._next_id = 0
+        self._next_id += num
+        return tuple(self._ids[self._next_id - num : self._next_id])
+
+    def _step(self, rows: Sequence[_Row], scenario: Scenario, entered: tuple[NewSequence, ...] = ()) -> None:
+        released = tuple(range(self.shape.max_batch)) if entered else ()
+        spans = tuple(self._span(row, self._random_ids(scenario.num_draft_tokens)) for row in rows)
+        self._num_steps += 1
+        results = self.runner.execute(StepPlan(self._num_steps, spans, entered, released)).result().spans
+        for row in rows:
+            result = results[row.sequence_id]
+            if result.error is not None:
+                raise RuntimeError(f"{row.sequence_id}: {result.error}")
+            row.num_known += len(result.token_ids)
+
+    @staticmethod
+    def _span(row: _Row, draft: tuple[int, ...]) -> Span:
+        start, num_tokens = row.num_known - 1, 1 + len(draft)
+        num_new = -(-(start + num_tokens) // BLOCK_SIZE) - row.num_blocks
+        new = tuple(row.blocks[row.num_blocks : row.num_blocks + num_new])
+        row.num_blocks += num_new
+        return Span(row.sequence_id, row.row, start, num_tokens, num_tokens, new, draft)

@@ -1,0 +1,249 @@
+"""Checks and measures everything on a machine with a GPU. Downloads nothing, and of packages it needs torch, triton,
+transformers, safetensors and numpy; it takes pytest and peft where they are.
+
+    python scripts/gpu_check.py tests [--out DIR]    # the tests of tests/gpu, each file in a process of its own
+    python scripts/gpu_check.py bench [--out DIR]    # decode steps of Llama-3.1-8B's shape, against the bars
+    python scripts/gpu_check.py bench --shape tiny --device cpu    # the same code, where there is no GPU
+
+Each takes at most --limit seconds (480), prints tables last, says what was left out, and writes tests.json or
+bench.json into DIR. Exit status: 0 when all is well, 1 when something failed or a bar was missed, 2 without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / name) for name in ("proto", "client", "router", "server", "adapters", "tests")]
+
+LIMIT_S = 480.0
+RESERVE_S = 15.0  # of the limit, for what is left to do after the deadline
+POLL_S = 0.1
+
+
+@dataclass
+class FileReport:
+    """One file of tests."""
+
+    file: str
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+    left_out: int = 0
+    seconds: float = 0.0
+    problem: str = ""  # of the file as a whole
+
+
+@dataclass
+class Child:
+    """A file of tests that is being run."""
+
+    report: FileReport
+    process: subprocess.Popen[bytes]
+    results: Path
+    start_s: float = field(default_factory=time.monotonic)
+
+
+def main() -> int:
+    args = parse_args()
+    if args.command == "run-file":
+        return run_file(args.file, args.results)
+    needs_gpu = args.device != "cpu" if args.command == "bench" else not args.files
+    if needs_gpu and not has_gpu():
+        print("no GPU here: torch.cuda.is_available() is false; nothing was checked", file=sys.stderr)
+        return 2
+    if args.command == "bench":
+        return bench(args)
+    return tests(args.files or sorted((ROOT / "tests/gpu").glob("test_*.py")), args.out, args.limit, args.jobs)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name in ("tests", "bench"):
+        command = commands.add_parser(name)
+        command.add_argument("--out", type=Path, default=Path("gpu_check"), help="folder of the JSON file")
+        command.add_argument("--limit", type=float, default=LIMIT_S, help="seconds that it may take at most")
+    commands.choices["tests"].add_argument("--jobs", type=int, default=4, help="files at the same time")
+    commands.choices["tests"].add_argument("--files", type=Path, nargs="+", help="other files of tests")
+    commands.choices["bench"].add_argument("--shape", choices=("llama-8b", "tiny"), default="llama-8b")
+    commands.choices["bench"].add_argument("--device", default="cuda")
+    commands.choices["bench"].add_argument("--end", type=float, help=argparse.SUPPRESS)
+    one = commands.add_parser("run-file")
+    one.add_argument("file", type=Path)
+    one.add_argument("results", type=Path)
+    return parser.parse_args()
+
+
+# What takes seconds to import is imported where it is needed: this file is started once for every file of tests.
+
+
+def has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def provide_bench() -> None:
+    """Makes `gpu_bench` importable, and of its folder nothing else: Transformers looks for a package named `kernels`,
+    which is there too."""
+    folder = ROOT / "benchmarks/gpu_bench"
+    spec = spec_from_file_location("gpu_bench", folder / "__init__.py", submodule_search_locations=[str(folder)])
+    assert spec is not None
+    sys.modules["gpu_bench"] = module_from_spec(spec)
+
+
+# --- bench ------------------------------------------------------------------------------------------------------------
+
+
+def bench(args: argparse.Namespace) -> int:
+    """In a process of its own, which is ended where it does not end by itself: its file has what it had measured."""
+    if args.end is not None:
+        return run_bench(args.shape, args.device, args.out, args.end - time.time() - RESERVE_S)
+    process = subprocess.Popen([sys.executable, *sys.argv, "--end", str(time.time() + args.limit)])
+    try:
+        return process.wait(args.limit)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        print(f"ended after {args.limit:.0f} s; {args.out} has what was measured by then", file=sys.stderr)
+        return 1
+
+
+def run_bench(shape: str, device: str, out: Path, limit_s: float) -> int:
+    provide_bench()
+    import torch
+    from gpu_bench.main import run
+
+    return 0 if run(shape, torch.device(device), out, limit_s) else 1
+
+
+# --- tests ------------------------------------------------------------------------------------------------------------
+
+
+def tests(files: list[Path], out: Path, limit_s: float, num_jobs: int) -> int:
+    deadline_s = time.monotonic() + limit_s - RESERVE_S
+    waiting, running = list(files), list[Child]()
+    reports: list[FileReport] = []
+    failures: list[dict[str, str]] = []
+    skips: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as folder:
+        while waiting or running:
+            is_late = time.monotonic() >= deadline_s
+            while waiting and len(running) < num_jobs and not is_late:
+                running.append(start(waiting.pop(0), Path(folder)))
+            if is_late:
+                reports += [FileReport(path.name, problem="not begun in time") for path in waiting]
+                waiting = []
+            for child in list(running):
+                if is_late and child.process.poll() is None:
+                    child.process.kill()
+                    child.process.wait()
+                    child.report.problem = "not done in time"
+                if child.process.poll() is not None:
+                    running.remove(child)
+                    take(child, failures, skips)
+                    reports.append(child.report)
+                    print(f"{child.report.seconds:6.1f} s  {line_of(child.report)}", flush=True)
+            time.sleep(POLL_S)
+    reports.sort(key=lambda report: report.file)
+    tell(out, reports, failures, skips)
+    return 0 if all(not report.failed and not report.problem for report in reports) else 1
+
+
+def start(path: Path, folder: Path) -> Child:
+    results = folder / f"{path.stem}.jsonl"
+    log = results.with_suffix(".log").open("wb")
+    command = [sys.executable, str(Path(__file__).resolve()), "run-file", str(path), str(results)]
+    process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    return Child(FileReport(path.name), process, results)
+
+
+def take(child: Child, failures: list[dict[str, str]], skips: Counter[str]) -> None:
+    """Reads what a child has written, however it ended."""
+    report = child.report
+    report.seconds = time.monotonic() - child.start_s
+    lines = child.results.read_text().splitlines() if child.results.exists() else []
+    rows: list[dict[str, Any]] = [json.loads(line) for line in lines]
+    num_collected = sum(len(row.get("collected", ())) for row in rows)
+    for row in rows:
+        match row.get("outcome"):
+            case "passed":
+                report.passed += 1
+            case "skipped":
+                report.skipped += 1
+                skips[row["text"]] += 1
+            case "failed":
+                report.failed += 1
+                failures.append({"test": f"{report.file}::{row['name']}", "text": row["text"]})
+            case _:
+                pass
+    report.left_out = num_collected - report.passed - report.skipped - report.failed
+    is_broken = not num_collected or (child.process.returncode and not report.failed)
+    if is_broken and not report.problem:
+        log = child.results.with_suffix(".log").read_text(errors="replace")
+        report.problem = f"ended with status {child.process.returncode}"
+        failures.append({"test": report.file, "text": log[-6000:]})
+
+
+def line_of(report: FileReport) -> str:
+    counts = f"{report.passed} passed, {report.failed} failed, {report.skipped} skipped, {report.left_out} left out"
+    return f"{report.file}: {counts}" + (f"; {report.problem}" if report.problem else "")
+
+
+def tell(out: Path, reports: list[FileReport], failures: list[dict[str, str]], skips: Counter[str]) -> None:
+    """As a file and in print."""
+    provide_bench()
+    from gpu_bench.machine import describe
+    from gpu_bench.report import table, write_json
+
+    report: dict[str, Any] = {
+        **describe("cuda" if has_gpu() else "cpu"),
+        "runner": "pytest" if find_spec("pytest") else "built in",
+        "files": [asdict(report) for report in reports],
+        "failures": failures,
+        "skips": dict(skips),
+    }
+    write_json(out, "tests.json", report)
+    for failure in failures:
+        print(f"\n--- {failure['test']}\n{failure['text'][-3000:]}")
+    for reason, num in skips.items():
+        print(f"skipped {num}: {reason}")
+    columns = ("file", "passed", "failed", "skipped", "left out", "seconds", "")
+    rows = [(r.file, r.passed, r.failed, r.skipped, r.left_out, r.seconds, r.problem) for r in reports]
+    print(table("\nTests", columns, rows))
+
+
+def run_file(path: Path, results: Path) -> int:
+    """One file, in this process. A line of JSON for every test as it ends: what is written stays, whatever follows."""
+    has_failed = False
+    with results.open("w", buffering=1) as file:
+
+        def write(row: dict[str, Any]) -> None:
+            nonlocal has_failed
+            has_failed |= row.get("outcome") == "failed"
+            file.write(json.dumps(row) + "\n")
+
+        if find_spec("pytest") is not None:
+            from support.recorded_pytest import run_file as with_pytest
+
+            return with_pytest(path, write)
+        from support import mini_pytest
+
+        mini_pytest.install()
+        mini_pytest.run_file(path, lambda names: write({"collected": names}), lambda result: write(asdict(result)))
+    return int(has_failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,179 @@
+"""scripts/gpu_check.py where there is no GPU: the same code on the CPU, with nothing installed but what it may need."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+# What a machine with a GPU need not have.
+MISSING = (
+    "accelerate", "click", "google", "grpc", "grpc_health", "grpc_reflection", "grpc_status", "hypothesis", "jinja2",
+    "peft", "prometheus_client", "psutil", "pytest", "rich", "typer",
+)  # fmt: skip
+
+SAMPLE = """
+import pytest
+
+LOG = []
+
+@pytest.fixture(scope="module")
+def shared():
+    LOG.append("made")
+    yield len(LOG)
+    LOG.append("ended")
+
+@pytest.fixture(autouse=True)
+def around(request):
+    LOG.append(request.node.name)
+    yield
+
+@pytest.fixture(params=["x", "y"])
+def letter(request):
+    return request.param
+
+@pytest.mark.parametrize("b", [1, 2])
+@pytest.mark.parametrize(("a", "c"), [(1, 2), (3, 4)])
+def test_products(a, b, c, shared):
+    assert a * b < 6
+    assert LOG.count("made") == 1
+
+def test_letters(letter, shared, tmp_path):
+    (tmp_path / letter).write_text(letter)
+    assert letter == "x"
+
+@pytest.mark.gpu
+@pytest.mark.skipif(True, reason="never here")
+def test_skipped():
+    raise AssertionError
+
+def test_skips_itself():
+    pytest.importorskip("a_package_that_nobody_has", reason="nobody has it")
+
+def test_raises(monkeypatch):
+    monkeypatch.setattr(pytest, "approx", pytest.approx)
+    with pytest.raises(ValueError, match="abc"):
+        raise ValueError("xabcx")
+    assert 0.1 + 0.2 == pytest.approx(0.3)
+    assert [0.1 + 0.2, 1] == pytest.approx([0.3, 1])
+
+@pytest.mark.timeout(100)
+def test_last():
+    assert "ended" not in LOG
+"""
+OUTCOMES = {"passed": 6, "failed": 2, "skipped": 2}
+
+
+def gpu_check(
+    *arguments: str, out: Path, missing: tuple[str, ...] = ()
+) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    """Runs the script in an environment without some packages; returns what it wrote too."""
+    site = out / "site"
+    site.mkdir(parents=True)
+    # As Python finds it where there is none, in processes that the script starts as well.
+    (site / "sitecustomize.py").write_text(f"import sys\nfor name in {missing!r}:\n    sys.modules[name] = None\n")
+    environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(ROOT / "scripts/gpu_check.py"), *arguments, "--out", str(out)]
+    run = subprocess.run(command, env=environment, cwd=out, capture_output=True, text=True, timeout=110)
+    written = list(out.glob("*.json"))
+    assert len(written) <= 1
+    return run, json.loads(written[0].read_text()) if written else {}
+
+
+def test_the_benchmark_on_a_cpu(tmp_path: Path) -> None:
+    run, report = gpu_check("bench", "--shape", "tiny", "--device", "cpu", out=tmp_path, missing=MISSING)
+    assert run.returncode in (0, 1), run.stderr
+    assert report, run.stdout + run.stderr
+    by_batch = {batch: {row["scenario"] for row in report["steps"] if row["batch"] == batch} for batch in (8, 2)}
+    every = {"base", "unused", "identical", "uniform", "skewed", "distinct"}
+    assert by_batch == {8: every, 2: every | {"verification", "verification, distinct"}}
+    assert all(row["step_ms"] > 0 and row["floor_ms"] > 0 for row in report["steps"])
+    assert {row["num_distinct"] for row in report["steps"]} >= {0, 1, 2, 8}
+    assert {row["kernel"].partition(" ")[0] for row in report["kernels"]} == {
+        "lora", "attention", "base", "medusa", "sampling",
+    }  # fmt: skip
+    assert all(row["gb_s"] > 0 for row in report["kernels"])
+    assert {bar["scenario"] for bar in report["bars"]} == {"base", "unused", "identical", "distinct", "verification"}
+    assert any("peft" in what for what in report["left_out"])
+    assert len(report["profiles"]) == 2
+    for title in ("Steps", "Kernels", "Profile", "Bars", "Left out"):
+        assert title in run.stdout
+    assert all(bar["is_reached"] is not False for bar in report["bars"]) == (run.returncode == 0)
+
+
+def test_what_there_is_no_time_for_is_left_out_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    check = importlib.import_module("gpu_check")
+    assert check.run_bench("tiny", "cpu", tmp_path, limit_s=0.0) == 0  # no bar was missed
+    report = json.loads((tmp_path / "bench.json").read_text())
+    assert report["steps"] == report["kernels"] == []
+    assert all(bar["is_reached"] is None for bar in report["bars"])
+    assert any("decode steps at batch 8" in what for what in report["left_out"])
+    assert any("PEFT" in what for what in report["left_out"])
+
+
+@pytest.mark.parametrize("missing", [(), MISSING], ids=["pytest", "built in"])
+def test_tests_with_and_without_pytest(tmp_path: Path, missing: tuple[str, ...]) -> None:
+    sample = tmp_path / "test_sample.py"
+    sample.write_text(SAMPLE)
+    broken = tmp_path / "test_broken.py"
+    broken.write_text("import os\nos._exit(7)\n")
+    run, report = gpu_check("tests", "--files", str(sample), str(broken), out=tmp_path / "out", missing=missing)
+    assert run.returncode == 1, run.stdout + run.stderr
+    assert report["runner"] == ("built in" if missing else "pytest")
+    found = {row["file"]: row for row in report["files"]}
+    assert {name: found["test_sample.py"][name] for name in OUTCOMES} == OUTCOMES
+    assert "status 7" in found["test_broken.py"]["problem"]
+    assert report["skips"] == {"never here": 1, "nobody has it": 1}
+    assert {failure["test"].partition("[")[0] for failure in report["failures"]} == {
+        "test_sample.py::test_products", "test_sample.py::test_letters", "test_broken.py",
+    }  # fmt: skip
+
+
+COLLECT = """
+import json, sys
+from pathlib import Path
+from support import mini_pytest
+mini_pytest.install()
+print(json.dumps({path.name: len(mini_pytest.collect(path)) for path in map(Path, sys.argv[1:])}))
+"""
+
+
+def test_the_tests_for_a_gpu_are_the_same_without_pytest() -> None:
+    files = sorted((ROOT / "tests/gpu").glob("test_*.py"))
+    without = subprocess.run(
+        [sys.executable, "-c", COLLECT, *map(str, files)],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "tests")},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    collect = [sys.executable, "-m", "pytest", "--collect-only", "-qq", "-m", "gpu", "-p", "no:cacheprovider", *files]
+    lines = subprocess.run(collect, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
+    found = [line.rpartition("/")[2].split(": ") for line in lines if ".py: " in line]
+    assert json.loads(without.stdout) == {name: int(num) for name, num in found}
+
+
+def test_a_file_that_hangs_is_ended(tmp_path: Path) -> None:
+    hanging = tmp_path / "test_hanging.py"
+    hanging.write_text("import time\ndef test_a(): pass\ndef test_b(): time.sleep(600)\ndef test_c(): pass\n")
+    run, report = gpu_check("tests", "--files", str(hanging), "--limit", "27", out=tmp_path / "out")
+    assert run.returncode == 1, run.stdout + run.stderr
+    (row,) = report["files"]
+    assert (row["passed"], row["left_out"], row["problem"]) == (1, 2, "not done in time")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_nothing_is_claimed(tmp_path: Path) -> None:
+    run, report = gpu_check("tests", out=tmp_path)
+    assert run.returncode == 2
+    assert "no GPU here" in run.stderr
+    assert report == {}

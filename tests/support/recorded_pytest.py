@@ -1,0 +1,46 @@
+"""Runs one file under pytest without this project's configuration and plugins, and tells of every test as it ends."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MARKERS = ("gpu", "slow", "network")
+
+
+class Recorder:
+    """A plugin."""
+
+    def __init__(self, write: Callable[[dict[str, Any]], None]) -> None:
+        self._write = write
+        self._told: set[str] = set()
+
+    def pytest_configure(self, config: pytest.Config) -> None:
+        for marker in MARKERS:
+            config.addinivalue_line("markers", marker)
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self._write({"collected": [item.name for item in session.items]})
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Of a test's phases the one that decides: the first that does not pass, else the call."""
+        name = report.nodeid.rpartition("::")[2]
+        if name in self._told or (report.passed and report.when != "call"):
+            return
+        self._told.add(name)
+        text = (
+            report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else report.longreprtext
+        )
+        self._write({"name": name, "outcome": report.outcome, "text": text})
+
+
+def run_file(path: Path, write: Callable[[dict[str, Any]], None]) -> int:
+    """pytest's exit status."""
+    # No configuration file and no conftest.py: they are made for a machine where all that tests need is installed.
+    options = ["-c", os.devnull, "--rootdir", str(path.parent), "--confcutdir", str(path.parent), "-q"]
+    options += ["--import-mode=importlib", "-p", "no:cacheprovider", "-p", "no:asyncio"]
+    return int(pytest.main([*options, str(path.resolve())], plugins=[Recorder(write)]))
