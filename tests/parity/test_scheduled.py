@@ -1,4 +1,5 @@
-"""The real scheduler over the real runner: prefix hits, forks, preemption and drafts leave every text as it was."""
+"""The real scheduler over the real runner: prefix hits, forks, preemption and drafts leave every text as it was, and so
+do replayed steps that are planned and handed over before the result of the step before is known."""
 
 from __future__ import annotations
 
@@ -11,18 +12,21 @@ import pytest
 from support.dense import greedy, make_dense
 from support.driver import make_rig
 from support.peft_files import SPECS, load_lora, save_adapter
+from support.replay import ReplayableReference, ReplayableTorch, calls_again
 from support.scheduler_fakes import adapter
 from support.zoo import VOCAB_SIZE, random_model
 from torch import nn
 
 from loraplex_adapters.key import AdapterKey
 from loraplex_adapters.ops.cpu import CpuOps
+from loraplex_server.engine.isolation import StepHandle
 from loraplex_server.events import CompletionEnd, RequestFailed, Tokens
 from loraplex_server.kv.blocks import BlockPool
+from loraplex_server.model.graphs import graph_shapes
 from loraplex_server.model.loader import adopt_model
 from loraplex_server.request import Request, StoppingParams
 from loraplex_server.scheduler.config import SchedulerConfig
-from loraplex_server.scheduler.plan import Draft
+from loraplex_server.scheduler.plan import Draft, StepPlan
 from loraplex_server.scheduler.scheduler import Scheduler
 
 NUM_BLOCKS = 22  # of 4 tokens: not enough for all rows at once
@@ -46,12 +50,17 @@ class Resident:
         return None
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "ahead, replayed"])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_texts_survive_scheduling(family: str, tmp_path: Path) -> None:
+def test_texts_survive_scheduling(family: str, ahead: bool, tmp_path: Path) -> None:
     base = make_dense(random_model(family))
     loaded = adopt_model(copy.deepcopy(base))
     references: dict[int | None, nn.Module] = {None: base}
-    rig = make_rig(loaded, num_blocks=NUM_BLOCKS, max_rows=5, ops=CpuOps())
+    ops, attention = (ReplayableReference(), ReplayableTorch()) if ahead else (CpuOps(), "auto")
+    rig = make_rig(loaded, num_blocks=NUM_BLOCKS, max_rows=5, ops=ops, attention=attention)
+    if ahead:
+        rig.runner.overlaps = True
+        rig.runner.capture(graph_shapes(5, 4), calls_again, lambda text: None)
     for idx in ADAPTERS:
         references[idx] = save_adapter(base, SPECS[idx], tmp_path / SPECS[idx].name, seed=idx)
         rig.slots.install(idx, load_lora(tmp_path, SPECS[idx].name, loaded.base_targets(16)))
@@ -68,7 +77,8 @@ def test_texts_survive_scheduling(family: str, tmp_path: Path) -> None:
     got: dict[tuple[str, int], list[int]] = defaultdict(list)
     ended: set[tuple[str, int]] = set()
     names: dict[tuple[str, int], str] = {}  # sequence ids
-    num_steps = num_accepted = num_copies = num_cached = 0
+    num_steps = num_accepted = num_copies = num_cached = num_ahead = 0
+    under_way: tuple[StepPlan, StepHandle] | None = None
     to_add = list(enumerate(owners))
     num_expected = len(owners) + sum(i % 3 == 0 for i in range(len(owners)))
     while len(ended) < num_expected:
@@ -86,7 +96,13 @@ def test_texts_survive_scheduling(family: str, tmp_path: Path) -> None:
             for sequence in plan.entered:
                 request_id, _, rest = sequence.sequence_id.partition("#")
                 names[request_id, int(rest.partition("@")[0])] = sequence.sequence_id
-            events += scheduler.apply(plan, rig.runner.execute(plan).result(), 0.0)
+        following = (plan, rig.runner.execute(plan)) if plan is not None else None
+        if not ahead:
+            under_way = following
+        if under_way is not None:
+            num_ahead += following is not None and ahead
+            events += scheduler.apply(under_way[0], under_way[1].result(), 0.0)
+        under_way = following if ahead else None
         for event in events:
             assert not isinstance(event, RequestFailed), event
             if isinstance(event, Tokens):
@@ -96,6 +112,7 @@ def test_texts_survive_scheduling(family: str, tmp_path: Path) -> None:
                 ended.add((event.request_id, event.index))
                 num_cached += event.num_cached_tokens
     # What this is about has happened.
+    assert num_ahead > 30 or not ahead
     assert scheduler.load().num_preemptions > 0
     assert num_copies > 0, "no completion forked off in the middle of a block"
     assert num_cached > 0, "no prompt began with another's blocks"

@@ -14,6 +14,7 @@ import torch
 from loraplex_adapters.ops.base import SegmentedLora
 from loraplex_adapters.ops.reference import ReferenceOps
 from loraplex_server.model.adapt import AdapterSlots
+from loraplex_server.model.attention.base import PagedAttention
 from loraplex_server.model.attention.registry import make_attention
 from loraplex_server.model.kv import KvCache
 from loraplex_server.model.loader import LoadedModel
@@ -112,7 +113,7 @@ class Rig:
                 job.row = free_rows.pop(self.dice.randrange(len(free_rows)))
                 running.append(job)
                 entered.append(self._sequence(job))
-            chosen = [job for job in running if self.dice.random() < 0.8] or running
+            chosen = [job for job in running if self.dice.random() < 0.8] or list(running)
             plan = StepPlan(self.num_steps, tuple(self._span(job) for job in chosen), tuple(entered), tuple(released))
             released = []
             if self.on_plan is not None:
@@ -183,7 +184,7 @@ def make_rig(
     max_chunk: int = 7,
     seed: int = 0,
     ops: SegmentedLora | None = None,
-    attention: str = "auto",
+    attention: str | PagedAttention = "auto",
 ) -> Rig:
     """Everything around a loaded model. Pages start poisoned: what was not written must not be read."""
     cache = KvCache(loaded.spec, num_blocks, BLOCK_SIZE, loaded.dtype, loaded.device)
@@ -192,7 +193,8 @@ def make_rig(
         layer.v.fill_(float("nan"))
     slots = loaded.adapter_slots(ops or ReferenceOps(), num_slots)
     sampler = RecordingSampler(max_rows, loaded.spec.num_logits, loaded.device)
-    runner = ModelRunner(loaded, cache, make_attention(attention, loaded.device), slots, sampler, max_rows=max_rows)
+    backend = make_attention(attention, loaded.device) if isinstance(attention, str) else attention
+    runner = ModelRunner(loaded, cache, backend, slots, sampler, max_rows=max_rows)
     dice = random.Random(seed)
     free = list(range(num_blocks))
     dice.shuffle(free)

@@ -40,6 +40,7 @@ class FakeRunner:
     fail: Callable[[StepPlan], None] = lambda plan: None
     on_close: Callable[[], None] = lambda: None
     plans: list[StepPlan] = field(default_factory=list)
+    overlaps: bool = False
 
     def execute(self, plan: StepPlan) -> Done:
         self.fail(plan)

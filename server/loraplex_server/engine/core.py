@@ -16,7 +16,7 @@ from loraplex_adapters.cache.api import AdapterCache, AdapterInfo
 from loraplex_adapters.key import AdapterKey
 from loraplex_proto.errors import DeadlineExceeded, Draining, LoraplexError, QueueFull, unexpected
 from loraplex_server.config import SpeculationConfig
-from loraplex_server.engine.isolation import Execute, execute_isolated
+from loraplex_server.engine.isolation import Execute, StepHandle, execute_isolated, start_isolated
 from loraplex_server.engine.messages import (
     Abandon,
     AdapterCommand,
@@ -32,6 +32,7 @@ from loraplex_server.engine.messages import (
 from loraplex_server.engine.unresolved import Unresolved
 from loraplex_server.events import CompletionEnd, Event, RequestFailed, Tokens
 from loraplex_server.request import Request
+from loraplex_server.scheduler.plan import StepPlan
 from loraplex_server.scheduler.scheduler import Scheduler
 from loraplex_server.speculation.costs import StepCosts
 from loraplex_server.speculation.speculator import Speculator
@@ -43,6 +44,8 @@ MAX_IDLE_S = 3600.0  # a lock cannot be waited for until any deadline that a cli
 
 class Runner(Protocol):
     """The only place with tensors (model/runner.py; a fake in tests)."""
+
+    overlaps: bool  # a second step may be handed over before the first one's result is asked for
 
     @property
     def execute(self) -> Execute: ...
@@ -85,6 +88,7 @@ class Engine:
         self._operations: dict[int, AdapterCommand] = {}
         self._events: list[Event] = []
         self._replies: list[Reply] = []
+        self._under_way: tuple[StepPlan, StepHandle] | None = None
         self._num_steps = 0
         self._can_step = False
         self._residency_changed = True
@@ -128,21 +132,42 @@ class Engine:
         self._residency_changed |= has_news
         self._admit_resolved(has_news, now)
         self._run_operations(now)
+        self._run_step(now)
+        return self._report()
+
+    def _run_step(self, now: float) -> None:
+        """Plans a step and starts it. Where steps may overlap, the device is given it before the result of the step
+        before is asked for, so that it never waits for the host; but drafts follow tokens that are known."""
         speculates = self._speculator.is_wanted
+        has_ended = speculates and self._end_step()
         drafts = self._speculator.propose(self._scheduler.candidates()) if speculates else {}
         plan = self._scheduler.schedule(now, drafts)
         self._take(self._scheduler.take_events())
-        if plan is not None:
-            self._num_steps += 1
+        self._num_steps += plan is not None
+        if plan is None:
+            has_ended |= self._end_step()
+        elif self._runner.overlaps and not speculates:
+            following = plan, start_isolated(self._runner.execute, plan)
+            self._end_step()
+            self._under_way = following
+        else:
             result = execute_isolated(self._runner.execute, plan)
             if drafts:
                 self._speculator.observe(plan, result)
             self._take(self._scheduler.apply(plan, result, self._clock()))
-        self._can_step = plan is not None
-        return self._report()
+        self._can_step = plan is not None or has_ended
+
+    def _end_step(self) -> bool:
+        """Waits for the step under way; False where there is none."""
+        if self._under_way is None:
+            return False
+        (plan, handle), self._under_way = self._under_way, None
+        self._take(self._scheduler.apply(plan, handle.result(), self._clock()))
+        return True
 
     def abort_all(self) -> Batch:
         """Ends every request as Draining; the last batch."""
+        self._end_step()
         error = Draining("the server is shutting down; send the request to another worker", retry_after_s=1.0)
         for request_id in list(self._accepted):
             self._end(request_id, error)

@@ -7,6 +7,7 @@ A device that is lost is nobody's failure: that leaves `execute_isolated`, and t
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import Protocol
 
 from loraplex_proto.errors import LoraplexError, OutOfMemory, unexpected
@@ -35,10 +36,52 @@ def execute_isolated(execute: Execute, plan: StepPlan) -> StepResult:
     try:
         return execute(plan).result()
     except Exception as error:
-        _raise_if_lost(error)
-        if len(plan.spans) == 1:
-            return _all_failed(plan, error)
-        log.warning("step %d raised %s; running its %d spans apart", plan.step, type(error).__name__, len(plan.spans))
+        return _run_apart(execute, plan, error)
+
+
+def start_isolated(execute: Execute, plan: StepPlan) -> StepHandle:
+    """The same for a step behind which another one may be started before its result is asked for.
+
+    What fails when it is handed over is run apart at once. What fails later (the device's answer cannot be read) fails
+    all its sequences: the step behind it has gone on from their tokens.
+    """
+    try:
+        return _Reading(plan, execute(plan))
+    except Exception as error:
+        return _Known(_run_apart(execute, plan, error))
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """The handle of a step that is over."""
+
+    step: StepResult
+
+    def result(self) -> StepResult:
+        return self.step
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """The handle of a step whose result may raise."""
+
+    plan: StepPlan
+    handle: StepHandle
+
+    def result(self) -> StepResult:
+        try:
+            return self.handle.result()
+        except Exception as error:
+            _raise_if_lost(error)
+            return _all_failed(self.plan, error)
+
+
+def _run_apart(execute: Execute, plan: StepPlan, error: Exception) -> StepResult:
+    """`plan` has raised `error` as a whole."""
+    _raise_if_lost(error)
+    if len(plan.spans) == 1:
+        return _all_failed(plan, error)
+    log.warning("step %d raised %s; running its %d spans apart", plan.step, type(error).__name__, len(plan.spans))
     # Rows enter and leave, and blocks are copied, before any span: one that ran without its copy would read, and
     # publish to the prefix cache, what another sequence left in the block.
     try:

@@ -1,7 +1,8 @@
 """The batch's mirror: tokens and block tables of every running sequence by row, and a plan's spans turned into inputs.
 
 Owns the token mirror (on the device) and the block tables (on the host). Staging a step changes nothing that another
-attempt at the same step would see: blocks count as attached, and tokens as known, only after `commit`.
+attempt at the same step would see: blocks count as attached, and tokens as known, only after `commit`. What a step
+draws goes from the device into the mirror (`keep_drawn`), so that the next step can be staged before the host knows it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from loraplex_adapters.ops.base import Segment
 from loraplex_server.model.attention.base import AttentionBatch
+from loraplex_server.model.transfer import upload
 from loraplex_server.scheduler.plan import NewSequence, Span
 
 Ints = npt.NDArray[np.int64]
@@ -32,19 +34,40 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class StagedStep:
-    """A step's inputs. Spans are in the order of the flattened row."""
+    """A step's inputs, on the host. Spans are in the order of the flattened row."""
 
     spans: tuple[Span, ...]
-    input_ids: Tensor  # [1, num_tokens]
-    position_ids: Tensor  # [1, num_tokens]
-    attention: AttentionBatch
+    rows: tuple[Row, ...]  # of the spans
+    tokens: Ints  # [3, num_tokens] of each token: its place in the mirror, its position, its KV slot
+    query_lens: Ints  # [num_spans]
+    context_lens: Ints  # [num_spans]
+    block_tables: Ints  # [num_spans, max_blocks]
+    block_size: int
     token_segments: tuple[Segment, ...]
-    head_rows: Tensor  # [num_head_rows] tokens whose logits are computed
+    head_rows: Ints  # [num_head_rows] tokens whose logits are computed
     head_segments: tuple[Segment, ...]
     # Of each span: its first head row, how many of them are for prompt logprobs; its samples follow these.
     head_starts: tuple[int, ...]
     num_prompt_rows: tuple[int, ...]
     fresh_blocks: tuple[int, ...]  # attached by this step, without content yet
+
+    @property
+    def num_tokens(self) -> int:
+        return self.tokens.shape[1]
+
+    def attention(self, slots: Tensor) -> AttentionBatch:
+        """The step as attention sees it, with its slots on the host or on the device."""
+        return AttentionBatch(self.query_lens, self.context_lens, self.block_tables, self.block_size, slots)
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """A step's inputs on the device, as long as they have to be."""
+
+    input_ids: Tensor  # [1, num_tokens]
+    position_ids: Tensor  # [1, num_tokens]
+    head_rows: Tensor  # [num_head_rows]
+    attention: AttentionBatch
 
 
 class BatchMirror:
@@ -69,7 +92,7 @@ class BatchMirror:
         if num_tokens > self.max_len:
             raise ValueError(f"{num_tokens} tokens do not fit a row of {self.max_len}")
         ids = torch.tensor(sequence.token_ids, dtype=torch.int64)
-        self.tokens[sequence.row, :num_tokens] = ids.to(self.device)
+        self.tokens[sequence.row, :num_tokens] = upload(ids, self.device)
         self._rows[sequence.row] = Row(sequence, num_tokens, 0)
 
     def row(self, span: Span) -> Row:
@@ -87,7 +110,7 @@ class BatchMirror:
     # --- staging ------------------------------------------------------------------------------------------------------
 
     def stage(self, spans: Sequence[Span]) -> StagedStep:
-        """Builds a step's inputs from one or more spans, all of which `check` has passed."""
+        """Lays out a step of one or more spans, all of which `check` has passed."""
         spans = sorted(spans, key=self._order)
         fresh = tuple(block for span in spans for block in self._attach(span))
         self._write_drafts(spans)
@@ -95,32 +118,36 @@ class BatchMirror:
         starts = np.array([span.start for span in spans], dtype=np.int64)
         lens = np.array([span.num_tokens for span in spans], dtype=np.int64)
         first = np.cumsum(lens) - lens  # [num_spans] first token of each span in the row
-        num_tokens = int(lens.sum())
-        positions = np.repeat(starts - first, lens) + np.arange(num_tokens)
+        positions = np.repeat(starts - first, lens) + np.arange(int(lens.sum()))
         token_rows = np.repeat(rows, lens)
         blocks = self._block_tables[token_rows, positions // self.block_size]
         slots = blocks * self.block_size + positions % self.block_size
-        # One transfer for everything that is as long as the row.
-        packed = torch.from_numpy(np.stack([token_rows * self.max_len + positions, positions, slots])).to(self.device)
         max_blocks = int((starts + lens - 1).max()) // self.block_size + 1
         head = self._head(spans, first)
         return StagedStep(
             spans=tuple(spans),
-            input_ids=self.tokens.view(-1).index_select(0, packed[0]).unsqueeze(0),
-            position_ids=packed[1].unsqueeze(0),
-            attention=AttentionBatch(
-                query_lens=lens,
-                context_lens=starts + lens,
-                block_tables=self._block_tables[rows, :max_blocks],
-                block_size=self.block_size,
-                slots=packed[2],
-            ),
+            rows=tuple(self.row(span) for span in spans),
+            tokens=np.stack([token_rows * self.max_len + positions, positions, slots]),
+            query_lens=lens,
+            context_lens=starts + lens,
+            block_tables=self._block_tables[rows, :max_blocks],
+            block_size=self.block_size,
             token_segments=tuple(self._segments(spans, [span.num_tokens for span in spans])),
-            head_rows=torch.from_numpy(head.rows).to(self.device),
+            head_rows=head.rows,
             head_segments=tuple(self._segments(spans, head.num_rows)),
             head_starts=tuple(head.starts),
             num_prompt_rows=tuple(head.num_prompt_rows),
             fresh_blocks=fresh,
+        )
+
+    def inputs(self, staged: StagedStep) -> StepInputs:
+        """The step on the device: one transfer for everything that is as long as the row."""
+        packed = upload(torch.from_numpy(staged.tokens), self.device)
+        return StepInputs(
+            input_ids=self.tokens.view(-1).index_select(0, packed[0]).unsqueeze(0),
+            position_ids=packed[1].unsqueeze(0),
+            head_rows=upload(torch.from_numpy(staged.head_rows), self.device),
+            attention=staged.attention(packed[2]),
         )
 
     def _order(self, span: Span) -> tuple[int, tuple[tuple[int, float], ...]]:
@@ -213,20 +240,29 @@ class BatchMirror:
 
     # --- after a step -------------------------------------------------------------------------------------------------
 
-    def commit(self, spans: Sequence[Span], new_tokens: Sequence[Sequence[int]]) -> None:
-        """The step has been run: attaches its blocks, and writes what each span gave behind its known tokens."""
-        places: list[int] = []
-        values: list[int] = []
-        for span, tokens in zip(spans, new_tokens, strict=True):
-            row = self.row(span)
+    def keep_drawn(self, rows: Sequence[int], positions: Sequence[int], token_ids: Tensor) -> None:
+        """Writes what a step has drawn for these positions. Known it is only by `commit` or `settle`: behind a draft
+        token that was wrong there is something of no use, until something else is written there."""
+        if max(positions) >= self.max_len:  # what fills the context is never run
+            kept = [i for i, position in enumerate(positions) if position < self.max_len]
+            if not kept:
+                return
+            rows, positions = [rows[i] for i in kept], [positions[i] for i in kept]
+            token_ids = token_ids.index_select(0, upload(torch.tensor(kept), self.device))
+        places = [row * self.max_len + position for row, position in zip(rows, positions, strict=True)]
+        self.tokens.view(-1).index_copy_(0, upload(torch.tensor(places, dtype=torch.int64), self.device), token_ids)
+
+    def commit(self, staged: StagedStep) -> None:
+        """The step counts: its blocks are attached, and where no draft was checked the drawn token is known."""
+        for row, span in zip(staged.rows, staged.spans, strict=True):
             row.num_blocks += len(span.new_block_ids)
-            if tokens:
-                position = span.start + span.num_tokens - len(span.draft)
-                kept = tokens[: self.max_len - position]  # what fills the context is never run
-                places += range(span.row * self.max_len + position, span.row * self.max_len + position + len(kept))
-                values += kept
-                row.num_known = position + len(kept)
-        self._put(places, values)
+            if span.num_samples and not span.draft:
+                self.settle(row, span, 1)
+
+    def settle(self, row: Row, span: Span, num_tokens: int) -> None:
+        """So many of the tokens that were drawn for a span are what its sequence goes on with."""
+        if num_tokens:
+            row.num_known = min(span.start + span.num_tokens - len(span.draft) + num_tokens, self.max_len)
 
     def rewrite(self, changes: Sequence[tuple[int, int, Sequence[int]]]) -> None:
         """Other tokens from a position on, and nothing behind them: (row, start, token ids) each. Between steps.
@@ -247,7 +283,7 @@ class BatchMirror:
 
     def _put(self, places: Sequence[int], values: Sequence[int]) -> None:
         if places:
-            packed = torch.tensor([places, values], dtype=torch.int64).to(self.device)
+            packed = upload(torch.tensor([places, values], dtype=torch.int64), self.device)
             self.tokens.view(-1).index_copy_(0, packed[0], packed[1])
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from loraplex_server.model.spec import ModelSpec, kv_block_bytes
+from loraplex_server.model.transfer import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class KvCache:
         """Sets blocks to zero in all layers."""
         if not block_ids:
             return
-        idx = torch.tensor(block_ids, dtype=torch.int64).to(self.device)
+        idx = upload(torch.tensor(block_ids, dtype=torch.int64), self.device)
         for pages in self._pages:
             pages.index_fill_(1, idx, 0)
 
@@ -72,8 +73,7 @@ class KvCache:
         """Copies blocks in all layers; all sources are read before a target is written."""
         if not sources:
             return
-        source = torch.tensor(sources, dtype=torch.int64).to(self.device)
-        target = torch.tensor(targets, dtype=torch.int64).to(self.device)
+        source, target = upload(torch.tensor([sources, targets], dtype=torch.int64), self.device)
         for pages in self._pages:
             pages.index_copy_(1, target, pages.index_select(1, source))
 

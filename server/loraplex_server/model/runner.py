@@ -3,13 +3,17 @@
 Owns the batch mirror and connects the model to its KV cache, adapter slots and sampler. A step that raises may be run
 again, whole or span by span: rows that entered or left stay so, and nothing that it attached or drew counts. Decides
 nothing: which sequence runs, and where its blocks are, is the plan's.
+
+On a device with a queue of its own (CUDA) `execute` returns when a step has been handed over, and its result is waited
+for by whoever asks. Until then another step may be handed over: what a step draws stays on the device for the next one,
+and nothing that a result needs is looked up in rows, which may be somebody else's by then.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,12 +22,14 @@ from torch import Tensor
 from loraplex_adapters.ops.base import PreparedSegments, Segment
 from loraplex_proto.errors import Internal, LoraplexError, NonFinite, unexpected
 from loraplex_server.model.adapt import AdapterSlots
-from loraplex_server.model.attention.base import PagedAttention
-from loraplex_server.model.batch import BatchMirror, StagedStep
+from loraplex_server.model.attention.base import PagedAttention, ReplayableAttention
+from loraplex_server.model.batch import BatchMirror, Row, StagedStep
+from loraplex_server.model.graphs import Capture, Shape, StepGraphs, capture_and_report
 from loraplex_server.model.kv import KvCache
 from loraplex_server.model.loaded import LoadedModel
+from loraplex_server.model.transfer import Download, download, upload
 from loraplex_server.sampling.logprobs import Logprobs, prompt_logprobs
-from loraplex_server.sampling.sampler import HostSampled, Sampler
+from loraplex_server.sampling.sampler import HostSampled, PackedSamples, Sampler
 from loraplex_server.sampling.verify import verify_chain
 from loraplex_server.scheduler.plan import NewSequence, Span, SpanResult, StepPlan, StepResult, TokenLogprobs
 
@@ -40,6 +46,35 @@ class FinishedStep:
         return self.done
 
 
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """What the device has been given, and what is needed to read its answer."""
+
+    staged: StagedStep
+    samples: PackedSamples
+    values: Download  # of `samples`
+    keepers: tuple[int, ...]  # spans whose hidden state is kept
+    hidden: Tensor | None  # [num_head_rows, hidden], where there are keepers
+
+
+class StepUnderWay:
+    """The handle of a step that the device may still be at. Implements engine.isolation.StepHandle."""
+
+    def __init__(self, runner: ModelRunner, step: int, refused: Mapping[str, SpanResult], launched: _Launched) -> None:
+        self._runner = runner
+        self._step = step
+        self._refused = refused
+        self._launched: _Launched | None = launched
+        self._done: StepResult | None = None
+
+    def result(self) -> StepResult:
+        if self._done is None:
+            assert self._launched is not None, "a step whose result raised has none"
+            launched, self._launched = self._launched, None
+            self._done = StepResult(self._step, {**self._refused, **self._runner.finish(launched)})
+        return self._done
+
+
 class ModelRunner:
     """One model's steps."""
 
@@ -53,7 +88,10 @@ class ModelRunner:
         *,
         max_rows: int,
         max_len: int | None = None,
+        overlaps: bool | None = None,
+        fetch: Callable[[Tensor], Download] = download,
     ) -> None:
+        """`overlaps`: whether `execute` returns before the step has run; by default where the device has a queue."""
         self._loaded = loaded
         self._model = loaded.model
         self._context = loaded.context
@@ -62,6 +100,9 @@ class ModelRunner:
         self._slots = slots
         self._sampler = sampler
         self._device = loaded.device
+        self._fetch = fetch
+        self.overlaps = loaded.device.type == "cuda" if overlaps is None else overlaps
+        self._graphs: StepGraphs | None = None
         self._mirror = BatchMirror(max_rows, max_len or loaded.spec.max_context_tokens, cache.block_size, loaded.device)
         # The post-norm hidden state that each row's latest token was sampled from; see `last_hidden`.
         self._hidden = torch.zeros(max_rows, loaded.spec.hidden_size, dtype=loaded.dtype, device=loaded.device)
@@ -75,9 +116,9 @@ class ModelRunner:
 
     def last_hidden(self, rows: Sequence[int]) -> Tensor:
         """[len(rows), hidden]: what the head made each row's latest token of. Of sequences that keep it only."""
-        return self._hidden.index_select(0, torch.tensor(rows, dtype=torch.int64).to(self._device))
+        return self._hidden.index_select(0, upload(torch.tensor(rows, dtype=torch.int64), self._device))
 
-    def execute(self, plan: StepPlan) -> FinishedStep:
+    def execute(self, plan: StepPlan) -> FinishedStep | StepUnderWay:
         """Runs a step. May raise; nothing of the step is committed then. See engine.isolation.Execute."""
         with torch.inference_mode():
             self._change_rows(plan)
@@ -90,8 +131,48 @@ class ModelRunner:
                 else:
                     results[span.sequence_id] = SpanResult(num_drafted=len(span.draft), error=error)
             if spans:
-                results |= self._run(spans)
+                launched = self._launch(spans)
+                if self.overlaps:
+                    self._mirror.commit(launched.staged)
+                    return StepUnderWay(self, plan.step, results, launched)
+                found, new_tokens = self._results(launched)
+                self._mirror.commit(launched.staged)
+                self._settle(launched, new_tokens)
+                results |= found
         return FinishedStep(StepResult(plan.step, results))
+
+    def finish(self, launched: _Launched) -> dict[str, SpanResult]:
+        """Waits for a step that is under way. For its handle."""
+        with torch.inference_mode():
+            results, new_tokens = self._results(launched)
+            self._settle(launched, new_tokens)
+        return results
+
+    def capture(
+        self,
+        shapes: Sequence[Shape],
+        capture: Capture,
+        progress: Callable[[str], None],
+        *,
+        with_adapters: bool = True,
+    ) -> None:
+        """Captures steps of these shapes as graphs, which are replayed from then on. Before the first request only.
+
+        What cannot be captured runs as before, and `progress` hears of it. `with_adapters`: steps with adapters too.
+        """
+        if not isinstance(self._attention, ReplayableAttention):
+            progress(f"steps run without CUDA graphs, of which {self._attention.name} attention cannot be a part")
+            return
+        graphs = StepGraphs(
+            self._loaded,
+            self._cache,
+            self._mirror,
+            self._attention,
+            self._slots,
+            max(shape.num_tokens for shape in shapes),
+            with_adapters=with_adapters,
+        )
+        self._graphs = graphs if capture_and_report(graphs, shapes, capture, progress) else None
 
     def close(self) -> None:
         """Nothing runs on by itself."""
@@ -131,20 +212,26 @@ class ModelRunner:
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
-    def _run(self, spans: Sequence[Span]) -> dict[str, SpanResult]:
+    def _launch(self, spans: Sequence[Span]) -> _Launched:
         staged = self._mirror.stage(spans)
         self._cache.clear_blocks(staged.fresh_blocks)
-        keepers = [i for i, span in enumerate(staged.spans) if span.num_samples and self._keeps_hidden(span)]
-        logits, hidden = self._forward(staged, capture=bool(keepers))
-        sampled = self._sample(staged, logits)
-        results, new_tokens = self._results(staged, sampled)
-        self._mirror.commit(staged.spans, new_tokens)
-        if hidden is not None:
-            self._keep_hidden(staged, keepers, new_tokens, hidden)
-        return results
+        keepers = tuple(
+            i
+            for i, (row, span) in enumerate(zip(staged.rows, staged.spans, strict=True))
+            if span.num_samples and row.sequence.keeps_hidden
+        )
+        logits, hidden = self._replay(staged, keepers) or self._forward(staged, capture=bool(keepers))
+        samples = self._sample(staged, logits)
+        return _Launched(staged, samples, self._fetch(samples.values), keepers, hidden)
 
-    def _keeps_hidden(self, span: Span) -> bool:
-        return self._mirror.row(span).sequence.keeps_hidden
+    def _settle(self, launched: _Launched, new_tokens: Sequence[Sequence[int]]) -> None:
+        """What could not be known before the host had seen the tokens: how much of each draft was right."""
+        staged = launched.staged
+        for row, span, tokens in zip(staged.rows, staged.spans, new_tokens, strict=True):
+            if span.draft:
+                self._mirror.settle(row, span, len(tokens))
+        if launched.hidden is not None:
+            self._keep_hidden(staged, launched.keepers, new_tokens, launched.hidden)
 
     def _keep_hidden(
         self, staged: StagedStep, keepers: Sequence[int], new_tokens: Sequence[Sequence[int]], hidden: Tensor
@@ -152,22 +239,30 @@ class ModelRunner:
         """Of each keeper the state behind its last token that counts: rejected drafts come after it."""
         rows = [staged.spans[i].row for i in keepers]
         found = [staged.head_starts[i] + staged.num_prompt_rows[i] + max(0, len(new_tokens[i]) - 1) for i in keepers]
-        packed = torch.tensor([rows, found], dtype=torch.int64).to(self._device)
+        packed = upload(torch.tensor([rows, found], dtype=torch.int64), self._device)
         self._hidden.index_copy_(0, packed[0], hidden.index_select(0, packed[1]))
+
+    def _replay(self, staged: StagedStep, keepers: Sequence[int]) -> tuple[Tensor, Tensor | None] | None:
+        """As `_forward`, from a graph; None where the step does not fit one."""
+        if self._graphs is None or (found := self._graphs.run(staged)) is None:
+            return None
+        logits, hidden = found
+        return logits, hidden.clone() if keepers else None  # the next replay overwrites it
 
     def _forward(self, staged: StagedStep, capture: bool) -> tuple[Tensor, Tensor | None]:
         """Logits [num_head_rows, num_logits] and, where asked for, what they were made of [num_head_rows, hidden]."""
         context = self._context
+        inputs = self._mirror.inputs(staged)
         try:
             context.capture_head_input = capture
-            context.token_segments = self._prepare(staged.token_segments, staged.input_ids.shape[1])
-            context.head_segments = self._prepare(staged.head_segments, staged.head_rows.shape[0])
-            context.attention = self._attention.plan(staged.attention, self._cache.dtype, self._device)
+            context.token_segments = self._prepare(staged.token_segments, staged.num_tokens)
+            context.head_segments = self._prepare(staged.head_segments, len(staged.head_rows))
+            context.attention = self._attention.plan(inputs.attention, self._cache.dtype, self._device)
             out = self._model(
-                input_ids=staged.input_ids,
-                position_ids=staged.position_ids,
+                input_ids=inputs.input_ids,
+                position_ids=inputs.position_ids,
                 use_cache=False,
-                logits_to_keep=staged.head_rows,
+                logits_to_keep=inputs.head_rows,
             )
             return out.logits[0], context.head_input
         finally:
@@ -179,13 +274,15 @@ class ModelRunner:
             return None
         return self._slots.ops.prepare(segments, num_rows, self._slots.num_slots, self._device)
 
-    def _sample(self, staged: StagedStep, logits: Tensor) -> HostSampled:
-        """Draws all samples, and takes the prompts' logprobs, with one transfer to the host."""
+    def _sample(self, staged: StagedStep, logits: Tensor) -> PackedSamples:
+        """Draws all samples and takes the prompts' logprobs. What was drawn is in the mirror then."""
         rows: list[int] = []
         positions: list[int] = []
         head_idx: list[int] = []
         prompts: list[Logprobs] = []
-        for span, start, num_prompt in zip(staged.spans, staged.head_starts, staged.num_prompt_rows, strict=True):
+        for row, span, start, num_prompt in zip(
+            staged.rows, staged.spans, staged.head_starts, staged.num_prompt_rows, strict=True
+        ):
             first = start + num_prompt
             rows += [span.row] * span.num_samples
             end = span.start + span.num_tokens
@@ -193,40 +290,47 @@ class ModelRunner:
             head_idx += range(first, first + span.num_samples)
             if num_prompt:
                 following = self._mirror.tokens[span.row, span.start + 1 : span.start + 1 + num_prompt]
-                num_top = self._mirror.row(span).sequence.output.top_logprobs
+                num_top = row.sequence.output.top_logprobs
                 prompts.append(prompt_logprobs(logits[start:first], following, num_top))
         if len(head_idx) != logits.shape[0]:
-            logits = logits.index_select(0, torch.tensor(head_idx, dtype=torch.int64).to(self._device))
-        return self._sampler.sample(logits, rows, positions, self._mirror.tokens).to_host(prompts)
+            logits = logits.index_select(0, upload(torch.tensor(head_idx, dtype=torch.int64), self._device))
+        sampled = self._sampler.sample(logits, rows, positions, self._mirror.tokens)
+        if rows:
+            self._mirror.keep_drawn(rows, positions, sampled.token_ids)
+        return sampled.pack(prompts)
 
-    def _results(self, staged: StagedStep, sampled: HostSampled) -> tuple[dict[str, SpanResult], list[list[int]]]:
-        """What each span gave, and the tokens that its row goes on with."""
+    def _results(self, launched: _Launched) -> tuple[dict[str, SpanResult], list[tuple[int, ...]]]:
+        """What each span gave, and the tokens that its row goes on with. Waits for the device."""
+        staged = launched.staged
+        sampled = launched.samples.unpack(launched.values.wait())
         results: dict[str, SpanResult] = {}
-        new_tokens: list[list[int]] = []
+        new_tokens: list[tuple[int, ...]] = []
         prompts = iter(sampled.others)
         start = 0
-        for span, num_prompt in zip(staged.spans, staged.num_prompt_rows, strict=True):
+        for row, span, num_prompt in zip(staged.rows, staged.spans, staged.num_prompt_rows, strict=True):
             prompt = next(prompts) if num_prompt else ()
             end = start + span.num_samples
-            result = self._span_result(span, sampled, start, end, prompt)
+            result = _span_result(row, span, sampled, start, end, prompt)
             results[span.sequence_id] = result
-            new_tokens.append(list(result.token_ids))
+            new_tokens.append(result.token_ids)
             start = end
         return results, new_tokens
 
-    def _span_result(
-        self, span: Span, sampled: HostSampled, start: int, end: int, prompt: tuple[TokenLogprobs, ...]
-    ) -> SpanResult:
-        num_drafted = len(span.draft)
-        token_ids = verify_chain(span.draft, sampled.token_ids[start:end]) if end > start else ()
-        # Behind the first token that disagrees with the draft nothing counts, not even what is wrong there.
-        came = slice(start, start + len(token_ids))
-        if any(sampled.is_bad[came]) or any(math.isnan(entry.logprob) for entry in prompt):
-            return SpanResult(num_drafted=num_drafted, error=self._not_finite(span))
-        logprobs = tuple(entry for entry in sampled.logprobs[came] if entry is not None)
-        return SpanResult(token_ids, logprobs, prompt, num_drafted)
 
-    def _not_finite(self, span: Span) -> LoraplexError:
-        if self._mirror.row(span).sequence.adapters:
-            return NonFinite("with this adapter the model computes NaN or Inf; check its weights and its alpha")
-        return Internal("the model computed NaN or Inf for this request")
+def _span_result(
+    row: Row, span: Span, sampled: HostSampled, start: int, end: int, prompt: tuple[TokenLogprobs, ...]
+) -> SpanResult:
+    num_drafted = len(span.draft)
+    token_ids = verify_chain(span.draft, sampled.token_ids[start:end]) if end > start else ()
+    # Behind the first token that disagrees with the draft nothing counts, not even what is wrong there.
+    came = slice(start, start + len(token_ids))
+    if any(sampled.is_bad[came]) or any(math.isnan(entry.logprob) for entry in prompt):
+        return SpanResult(num_drafted=num_drafted, error=_not_finite(row))
+    logprobs = tuple(entry for entry in sampled.logprobs[came] if entry is not None)
+    return SpanResult(token_ids, logprobs, prompt, num_drafted)
+
+
+def _not_finite(row: Row) -> LoraplexError:
+    if row.sequence.adapters:
+        return NonFinite("with this adapter the model computes NaN or Inf; check its weights and its alpha")
+    return Internal("the model computed NaN or Inf for this request")

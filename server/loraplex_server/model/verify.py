@@ -79,13 +79,14 @@ def relative_error(loaded: LoadedModel, reference: Tensor) -> float:
     for spans in (first, second):
         staged = mirror.stage(spans)
         cache.clear_blocks(staged.fresh_blocks)
-        context.attention = backend.plan(staged.attention, dtype, device)
+        inputs = mirror.inputs(staged)
+        context.attention = backend.plan(inputs.attention, dtype, device)
         try:
             with torch.inference_mode():
-                out = loaded.model(input_ids=staged.input_ids, position_ids=staged.position_ids, use_cache=False)
+                out = loaded.model(input_ids=inputs.input_ids, position_ids=inputs.position_ids, use_cache=False)
         finally:
             context.clear()
-        mirror.commit(staged.spans, [[] for _ in staged.spans])
+        mirror.commit(staged)
         place = 0
         for span in staged.spans:
             begin = starts[span.row] + span.start

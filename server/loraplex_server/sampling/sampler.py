@@ -47,23 +47,40 @@ class Sampled:
     logprobs: Logprobs | None = None
     logprob_samples: tuple[int, ...] = ()  # whose logprobs these are
 
-    def to_host(self, others: Sequence[Logprobs] = ()) -> HostSampled:
-        """Everything, and the logprobs of prompt tokens if there are any, in a single transfer."""
-        num_samples = self.token_ids.shape[0]
+    def pack(self, others: Sequence[Logprobs] = ()) -> PackedSamples:
+        """Everything, and the logprobs of prompt tokens if there are any, in one tensor."""
         # One number says both; float64 holds token ids exactly.
         ids = torch.where(self.bad_rows, -1, self.token_ids)
-        parts = [*([self.logprobs] if self.logprobs else ()), *others]
-        packed: list[float] = (
-            torch.cat([ids.to(torch.float64), *(part.pack() for part in parts)]) if parts else ids
-        ).tolist()
-        start = num_samples
+        parts = (*((self.logprobs,) if self.logprobs else ()), *others)
+        values = torch.cat([ids.to(torch.float64), *(part.pack() for part in parts)]) if parts else ids
+        return PackedSamples(values, len(ids), parts, self.logprob_samples)
+
+    def to_host(self, others: Sequence[Logprobs] = ()) -> HostSampled:
+        """The same, at once and in a single transfer."""
+        packed = self.pack(others)
+        return packed.unpack(packed.values)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedSamples:
+    """What of a step's samples the host is to know, in one tensor, and how to read it."""
+
+    values: Tensor  # [num_values] on the device
+    num_samples: int
+    parts: tuple[Logprobs, ...]  # only how long they are counts from here on
+    logprob_samples: tuple[int, ...]  # whose logprobs the first part is, if there are any
+
+    def unpack(self, values: Tensor) -> HostSampled:
+        """From a copy of `values` on the host."""
+        packed: list[float] = values.tolist()
+        num_samples = start = self.num_samples
         unpacked: list[tuple[TokenLogprobs, ...]] = []
-        for part in parts:
+        for part in self.parts:
             unpacked.append(part.unpack(packed[start : start + part.packed_len()]))
             start += part.packed_len()
         is_bad = tuple(value < 0 for value in packed[:num_samples])
         logprobs: list[TokenLogprobs | None] = [None] * num_samples
-        if self.logprobs:
+        if self.logprob_samples:
             for sample, found in zip(self.logprob_samples, unpacked.pop(0), strict=True):
                 logprobs[sample] = None if is_bad[sample] else found
         token_ids = tuple(max(0, int(value)) for value in packed[:num_samples])

@@ -6,9 +6,9 @@ import pytest
 from support.engine_fakes import AcceleratorError, FakeRunner
 
 from loraplex_proto.errors import Internal, OutOfMemory
-from loraplex_server.engine.isolation import execute_isolated
+from loraplex_server.engine.isolation import StepHandle, execute_isolated, start_isolated
 from loraplex_server.request import OutputParams, SamplingParams
-from loraplex_server.scheduler.plan import BlockCopy, NewSequence, Span, StepPlan
+from loraplex_server.scheduler.plan import BlockCopy, NewSequence, Span, StepPlan, StepResult
 
 
 class OutOfMemoryError(RuntimeError):
@@ -105,3 +105,41 @@ def test_a_lost_device_is_nobodys_failure(error: Exception, when: Callable[[Step
 
     with pytest.raises(type(error), match="CUDA error"):
         execute_isolated(FakeRunner(fail).execute, plan_of("a", "b"))
+
+
+# --- steps behind which another one is started ------------------------------------------------------------------------
+
+
+class Late:
+    """Every step is handed over; what it raises comes with its result."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def execute(self, plan: StepPlan) -> StepHandle:
+        return self
+
+    def result(self) -> StepResult:
+        raise self.error
+
+
+def test_what_cannot_be_handed_over_is_run_apart_at_once() -> None:
+    runner = raising(KeyError("a"), lambda plan: any(span.sequence_id == "a" for span in plan.spans))
+    handle = start_isolated(runner.execute, plan_of("a", "b"))
+    assert [[span.sequence_id for span in plan.spans] for plan in runner.plans] == [[], ["b"]]
+    result = handle.result()
+    assert isinstance(result.spans["a"].error, Internal)
+    assert result.spans["b"].token_ids
+
+
+def test_an_answer_that_cannot_be_read_fails_the_whole_step() -> None:
+    handle = start_isolated(Late(MemoryError()).execute, plan_of("a", "b"))
+    assert all(isinstance(handle.result().spans[name].error, OutOfMemory) for name in "ab")
+
+
+def test_a_device_that_is_lost_meanwhile_is_nobodys_failure() -> None:
+    handle = start_isolated(Late(AcceleratorError(ILLEGAL)).execute, plan_of("a", "b"))
+    with pytest.raises(AcceleratorError):
+        handle.result()
+    with pytest.raises(AcceleratorError):
+        start_isolated(raising(AcceleratorError(ILLEGAL)).execute, plan_of("a", "b"))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from loraplex_adapters.ops.base import Segment
-from loraplex_server.model.batch import BatchMirror
+from loraplex_server.model.batch import BatchMirror, StagedStep
 from loraplex_server.request import OutputParams, SamplingParams
 from loraplex_server.scheduler.plan import AdapterUse, NewSequence, Span
 
@@ -31,6 +31,17 @@ def span(name: str, row: int, start: int, num: int, samples: int, *blocks: int, 
     return Span(name, row, start, num, samples, tuple(blocks), **fields)
 
 
+def token_ids(batch: BatchMirror, staged: StagedStep) -> list[int]:
+    return batch.inputs(staged).input_ids[0].tolist()
+
+
+def drew(batch: BatchMirror, staged: StagedStep, *token_ids: int) -> None:
+    """The step has run and drawn these tokens, one for each sampled span."""
+    sampled = [s for s in staged.spans if s.num_samples]
+    batch.keep_drawn([s.row for s in sampled], [s.start + s.num_tokens for s in sampled], torch.tensor(token_ids))
+    batch.commit(staged)
+
+
 def test_one_row_of_tokens_positions_and_slots() -> None:
     batch = mirror()
     batch.enter(sequence("a", 3, 6))
@@ -38,12 +49,13 @@ def test_one_row_of_tokens_positions_and_slots() -> None:
     staged = batch.stage([span("a", 3, 0, 6, 1, 9, 4), span("b", 1, 0, 2, 0, 7)])
     # Shorter spans come first.
     assert [s.sequence_id for s in staged.spans] == ["b", "a"]
-    assert staged.input_ids.tolist() == [[100, 101, 300, 301, 302, 303, 304, 305]]
-    assert staged.position_ids.tolist() == [[0, 1, 0, 1, 2, 3, 4, 5]]
-    assert staged.attention.slots.tolist() == [28, 29, 36, 37, 38, 39, 16, 17]
-    assert staged.attention.query_lens.tolist() == [2, 6]
-    assert staged.attention.context_lens.tolist() == [2, 6]
-    assert staged.head_rows.tolist() == [7]
+    inputs = batch.inputs(staged)
+    assert inputs.input_ids.tolist() == [[100, 101, 300, 301, 302, 303, 304, 305]]
+    assert inputs.position_ids.tolist() == [[0, 1, 0, 1, 2, 3, 4, 5]]
+    assert inputs.attention.slots.tolist() == [28, 29, 36, 37, 38, 39, 16, 17]
+    assert inputs.attention.query_lens.tolist() == [2, 6]
+    assert inputs.attention.context_lens.tolist() == [2, 6]
+    assert inputs.head_rows.tolist() == staged.head_rows.tolist() == [7]
     assert staged.fresh_blocks == (7, 9, 4)
 
 
@@ -51,14 +63,13 @@ def test_a_chunk_continues_where_the_last_one_ended() -> None:
     batch = mirror()
     batch.enter(sequence("a", 0, 9))
     first = batch.stage([span("a", 0, 0, 5, 0, 1, 2, 3)])
-    batch.commit(first.spans, [[]])
+    batch.commit(first)
     second = batch.stage([span("a", 0, 5, 4, 1)])
-    assert second.position_ids.tolist() == [[5, 6, 7, 8]]
-    assert second.attention.slots.tolist() == [9, 10, 11, 12]
+    assert second.tokens[1:].tolist() == [[5, 6, 7, 8], [9, 10, 11, 12]]
     assert second.fresh_blocks == ()
-    batch.commit(second.spans, [[77]])
+    drew(batch, second, 77)
     third = batch.stage([span("a", 0, 9, 1, 1)])
-    assert third.input_ids.tolist() == [[77]]
+    assert token_ids(batch, third) == [77]
 
 
 def test_staging_again_gives_the_same() -> None:
@@ -66,13 +77,16 @@ def test_staging_again_gives_the_same() -> None:
     batch.enter(sequence("a", 0, 3))
     spans = [span("a", 0, 0, 5, 3, 1, 2, draft=(8, 9))]
     one, other = batch.stage(spans), batch.stage(spans)
-    assert one.input_ids.tolist() == other.input_ids.tolist() == [[0, 1, 2, 8, 9]]
-    assert one.attention.slots.tolist() == other.attention.slots.tolist() == [4, 5, 6, 7, 8]
+    assert token_ids(batch, one) == token_ids(batch, other) == [0, 1, 2, 8, 9]
+    assert one.tokens.tolist() == other.tokens.tolist()
+    assert one.tokens[2].tolist() == [4, 5, 6, 7, 8]
     assert batch.block_ids(0) == []
-    batch.commit(one.spans, [[8, 30]])  # the first draft token was right
+    batch.keep_drawn([0, 0, 0], [3, 4, 5], torch.tensor([8, 30, 31]))
+    batch.commit(one)
+    batch.settle(one.rows[0], one.spans[0], 2)  # the first draft token was right
     assert batch.block_ids(0) == [1, 2]
     after = batch.stage([span("a", 0, 4, 1, 1)])
-    assert after.input_ids.tolist() == [[30]]
+    assert token_ids(batch, after) == [30]
     with pytest.raises(ValueError, match="known"):
         batch.check(span("a", 0, 5, 1, 1))
 
@@ -132,11 +146,34 @@ def test_a_row_belongs_to_who_entered_last() -> None:
         batch.check(span("b", 0, 0, 2, 1, 1))
 
 
+def test_what_fills_the_context_is_drawn_and_not_kept() -> None:
+    batch = mirror(max_len=8)
+    batch.enter(sequence("a", 0, 8))
+    batch.enter(sequence("b", 1, 3))
+    drew(batch, batch.stage([span("a", 0, 0, 8, 1, 1, 2), span("b", 1, 0, 3, 1, 3)]), 77, 78)
+    assert batch.tokens[:2].tolist() == [list(range(8)), [100, 101, 102, 77, 0, 0, 0, 0]]
+    batch.enter(sequence("b", 1, 8))
+    drew(batch, batch.stage([span("b", 1, 0, 8, 1, 1, 2)]), 79)
+    assert batch.tokens[1].tolist() == list(range(100, 108))
+
+
+def test_a_result_that_comes_late_leaves_the_rows_new_sequence_alone() -> None:
+    batch = mirror()
+    batch.enter(sequence("a", 0, 3))
+    staged = batch.stage([span("a", 0, 0, 5, 3, 1, 2, draft=(8, 9))])
+    batch.commit(staged)
+    batch.enter(sequence("b", 0, 2))
+    batch.settle(staged.rows[0], staged.spans[0], 3)
+    batch.check(span("b", 0, 0, 2, 1, 1))
+    with pytest.raises(ValueError):
+        batch.check(span("b", 0, 2, 1, 1, 1))
+
+
 def test_rewriting_what_was_guessed() -> None:
     batch = mirror()
     batch.enter(sequence("a", 0, 5))
     batch.enter(sequence("b", 2, 3))
-    batch.commit(batch.stage([span("a", 0, 0, 5, 1, 1, 2), span("b", 2, 0, 3, 1, 3)]).spans, [[77], [78]])
+    drew(batch, batch.stage([span("a", 0, 0, 5, 1, 1, 2), span("b", 2, 0, 3, 1, 3)]), 78, 77)
     batch.rewrite([(0, 4, [50, 51, 52]), (2, 3, [])])
     assert batch.tokens[0, :7].tolist() == [0, 1, 2, 3, 50, 51, 52]
     batch.check(span("a", 0, 4, 3, 1))
@@ -144,8 +181,8 @@ def test_rewriting_what_was_guessed() -> None:
         with pytest.raises(ValueError):
             batch.check(late)
     staged = batch.stage([span("a", 0, 4, 3, 1)])
-    assert staged.input_ids.tolist() == [[50, 51, 52]]
-    assert staged.attention.slots.tolist() == [8, 9, 10]
+    assert token_ids(batch, staged) == [50, 51, 52]
+    assert staged.tokens[2].tolist() == [8, 9, 10]
     assert staged.fresh_blocks == ()
 
 

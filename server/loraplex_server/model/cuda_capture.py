@@ -1,0 +1,65 @@
+"""Makes a CUDA graph of what a function launches. All that is CUDA's own about graphs is in here.
+
+The function runs twice before it is captured, on the stream that captures: the first time what is made on first use
+(kernels, workspaces) is made; the second time whatever waits for the device raises, because inside a capture that would
+be an error that is hard to read.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+
+import torch
+
+
+class CudaCapture:
+    """Captures graphs that share one pool of memory: only one of them runs at a time. Owns stream and pool."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, launch: Callable[[], None]) -> Callable[[], None]:
+        """Raises RuntimeError, or what `launch` raises. The device is as usable as before then."""
+        with torch.cuda.device(self._device):
+            before = torch.cuda.current_stream()
+            self._stream.wait_stream(before)
+            # Also around the capture, whose own end does not restore the stream when it raises.
+            with torch.cuda.stream(self._stream):
+                launch()
+                with _waiting_raises():
+                    launch()
+                graph = torch.cuda.CUDAGraph()
+                # Other threads may load adapters meanwhile.
+                with (
+                    _no_garbage_collection(),
+                    torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"),
+                ):
+                    launch()
+            before.wait_stream(self._stream)
+        return graph.replay
+
+
+@contextmanager
+def _waiting_raises() -> Generator[None]:
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+@contextmanager
+def _no_garbage_collection() -> Generator[None]:
+    """What a collection frees on the device may not be freed during a capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -1,0 +1,64 @@
+"""Copies between host and device that nobody waits for.
+
+On a CPU nothing is copied. With CUDA every copy has pinned memory of its own: the caching allocator hands it out again
+only when the copy has happened, so that no step can overwrite what an earlier one still sends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+def upload(host: Tensor, device: torch.device) -> Tensor:
+    """A host tensor on the device. On a CPU the tensor itself."""
+    if device.type != "cuda":
+        return host.to(device)
+    return host.pin_memory().to(device, non_blocking=True)
+
+
+def refill(target: Tensor, host: Tensor) -> None:
+    """Overwrites a device tensor, which stays where it is."""
+    target.copy_(host.pin_memory() if target.device.type == "cuda" else host, non_blocking=True)
+
+
+class Download(Protocol):
+    """Values on their way to the host."""
+
+    def wait(self) -> Tensor:
+        """The values, on the host."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class OnHost:
+    """Values that are there already."""
+
+    values: Tensor
+
+    def wait(self) -> Tensor:
+        return self.values
+
+
+@dataclass(frozen=True, slots=True)
+class _FromCuda:
+    values: Tensor  # pinned
+    done: torch.cuda.Event
+
+    def wait(self) -> Tensor:
+        self.done.synchronize()
+        return self.values
+
+
+def download(values: Tensor) -> Download:
+    """Starts the copy behind what the current stream has been given so far."""
+    if values.device.type != "cuda":
+        return OnHost(values)
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    host.copy_(values, non_blocking=True)
+    done = torch.cuda.Event()
+    done.record()
+    return _FromCuda(host, done)

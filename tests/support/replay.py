@@ -1,0 +1,129 @@
+"""Stand-ins for what CUDA graphs need of kernels, in plain torch: fixed plans that are refilled, and a capture whose
+replay calls the captured function again, on whatever is in its buffers by then.
+
+Every row of a product is computed by itself, so that padding cannot change the bits of its neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from loraplex_adapters.ops.base import FactorTable, PreparedSegments, Segment
+from loraplex_adapters.ops.reference import ReferenceOps
+from loraplex_server.model.attention.base import AttentionBatch
+from loraplex_server.model.attention.torch_paged import Plan, TorchPagedAttention
+from loraplex_server.model.kv import LayerKv
+from loraplex_server.model.linear import BaseLinear
+from loraplex_server.model.spec import AttentionSpec
+
+
+class RowwiseLinear:
+    """BaseLinear, row by row."""
+
+    is_copy = False
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight = weight
+        self.bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = [F.linear(row, self.weight, self.bias) for row in x.reshape(-1, x.shape[-1])]
+        return torch.stack(rows).view(*x.shape[:-1], -1) if rows else F.linear(x, self.weight, self.bias)
+
+
+def rowwise(weight: Tensor, bias: Tensor | None) -> BaseLinear:
+    return RowwiseLinear(weight, bias)
+
+
+@dataclass
+class Segments:
+    """What a reserved plan holds now."""
+
+    segments: tuple[Segment, ...] = ()
+
+
+class ReplayableReference(ReferenceOps):
+    """Implements ReplayableLora. Takes up to `max_terms` adapters on one row in a replay."""
+
+    def __init__(self, max_terms: int = 2) -> None:
+        super().__init__()
+        self.max_terms = max_terms
+        self.num_applied = 0  # by what was reserved
+
+    def reserve(self, num_rows: int, num_slots: int, device: torch.device) -> PreparedSegments:
+        return PreparedSegments((), num_rows, Segments())
+
+    def refill(self, reserved: PreparedSegments, segments: Sequence[Segment]) -> None:
+        for row in range(reserved.num_rows):
+            if sum(s.start <= row < s.end for s in segments) > self.max_terms:
+                raise ValueError("too many adapters on a row")
+        assert all(0 <= s.start <= s.end <= reserved.num_rows for s in segments)
+        reserved.data.segments = tuple(segments)
+
+    def apply(self, y: Tensor, x: Tensor, table: FactorTable, prepared: PreparedSegments) -> None:
+        if isinstance(prepared.data, Segments):
+            assert x.shape[0] == y.shape[0] == prepared.num_rows
+            self.num_applied += 1
+            prepared = PreparedSegments(prepared.data.segments, prepared.num_rows)
+        super().apply(y, x, table, prepared)
+
+
+@dataclass
+class ReservedPlan:
+    num_tokens: int
+    num_spans: int
+    max_blocks: int
+    query_len: int
+    dtype: torch.dtype
+    device: torch.device
+    plan: Plan | None = None
+    num_filled: int = 0  # tokens
+
+
+class ReplayableTorch(TorchPagedAttention):
+    """Implements ReplayableAttention. A missing span gives zeros; for what is not written there is block 0."""
+
+    def reserve(
+        self,
+        num_tokens: int,
+        num_spans: int,
+        max_blocks: int,
+        block_size: int,
+        query_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> ReservedPlan:
+        assert num_tokens == num_spans * query_len
+        return ReservedPlan(num_tokens, num_spans, max_blocks, query_len, dtype, device)
+
+    def refill(self, plan: ReservedPlan, batch: AttentionBatch) -> None:
+        if len(batch.query_lens) > plan.num_spans or batch.block_tables.shape[1] > plan.max_blocks:
+            raise ValueError("more than was reserved")
+        assert (batch.query_lens == plan.query_len).all()
+        assert (batch.context_lens >= batch.query_lens).all()
+        plan.num_filled = int(batch.query_lens.sum())
+        assert len(batch.slots) == plan.num_filled
+        batch = replace(batch, slots=batch.slots.clamp(min=0))
+        plan.plan = self.plan(batch, plan.dtype, plan.device)
+
+    def run(self, query: Tensor, key: Tensor, value: Tensor, kv: LayerKv, spec: AttentionSpec, plan: Any) -> Tensor:
+        if not isinstance(plan, ReservedPlan):
+            return super().run(query, key, value, kv, spec, plan)
+        assert query.shape[0] == plan.num_tokens
+        out = query.new_zeros(query.shape[0], spec.num_heads, spec.v_dim)
+        num = plan.num_filled
+        if plan.plan is not None:
+            out[:num] = super().run(query[:num], key[:num], value[:num], kv, spec, plan.plan)
+        return out
+
+
+def calls_again(launch: Callable[[], None]) -> Callable[[], None]:
+    """A capture. Runs the function once, as a capture does, and again for each replay."""
+    launch()
+    return launch

@@ -1,0 +1,153 @@
+"""The engine where a step is handed over before the result of the step before is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+
+import pytest
+import torch
+from support.engine_fakes import Done, FakeCache, FakeRunner, make_engine
+from support.zoo import VOCAB_SIZE, random_model
+
+from loraplex_proto.errors import Cancelled, Draining
+from loraplex_server.config import AdaptersConfig, BatchConfig, EngineConfig, KvConfig, ModelConfig
+from loraplex_server.engine import build
+from loraplex_server.engine.core import Engine
+from loraplex_server.engine.messages import Cancel, Submit
+from loraplex_server.events import CompletionEnd, Event, RequestFailed, Tokens
+from loraplex_server.model.loader import adopt_model
+from loraplex_server.model.runner import ModelRunner
+from loraplex_server.request import Request, SamplingParams, SpeculationParams, StoppingParams
+from loraplex_server.scheduler.plan import StepPlan, StepResult
+
+
+@dataclass
+class _Late:
+    runner: LateRunner
+    done: Done
+
+    def result(self) -> StepResult:
+        self.runner.log.append(f"result {self.done.step.step}")
+        return self.done.result()
+
+
+@dataclass
+class LateRunner(FakeRunner):
+    """Says what was asked of it, in order."""
+
+    log: list[str] = field(default_factory=list)
+    overlaps: bool = True
+
+    def execute(self, plan: StepPlan) -> _Late:  # type: ignore[override]
+        self.log.append(f"execute {plan.step}")
+        return _Late(self, super().execute(plan))
+
+
+def request(request_id: str, *, max_tokens: int = 4, **more: object) -> Request:
+    return Request(request_id, (20, 21, 22, 23, 24), StoppingParams(max_tokens), **more)  # type: ignore[arg-type]
+
+
+def run(engine: Engine, max_turns: int = 400) -> list[Event]:
+    events: list[Event] = []
+    for _ in range(max_turns):
+        batch = engine.turn()
+        events += batch.events if batch is not None else ()
+        if not engine.can_step:
+            return events
+    raise AssertionError("still not done")
+
+
+def test_a_step_is_handed_over_before_the_last_result() -> None:
+    runner = LateRunner()
+    engine = make_engine(runner)
+    engine.handle(Submit(request("r")))
+    events = run(engine)
+    assert [t for e in events if isinstance(e, Tokens) for t in e.token_ids] == [15, 16, 17, 18]
+    assert runner.log == [
+        "execute 1", "execute 2", "result 1", "execute 3", "result 2", "execute 4", "result 3", "result 4",
+    ]  # fmt: skip
+    assert isinstance(events[-1], CompletionEnd)
+    assert engine.integrity_report() == ""
+
+
+def test_the_loop_comes_round_after_the_last_result() -> None:
+    """What waited for blocks can run now, and nothing else would wake the engine."""
+    engine = make_engine(LateRunner())
+    engine.handle(Submit(request("r", max_tokens=1)))
+    assert engine.turn() is not None
+    assert engine.can_step
+    run(engine)
+    assert not engine.can_step
+
+
+def test_drafts_follow_tokens_that_are_known() -> None:
+    """While anybody speculates, every result is waited for; the others run ahead again afterwards."""
+    runner = LateRunner()
+    engine = make_engine(runner)
+    engine.handle(Submit(request("plain", max_tokens=12)))
+    for _ in range(3):
+        engine.turn()
+    engine.handle(Submit(request("drafts", max_tokens=3, speculation=SpeculationParams(kind="prompt_lookup"))))
+    run(engine)
+    first = runner.log.index("execute 4")
+    assert runner.log[first - 1] == "result 3"
+    serial = [f"{what} {step}" for step in (4, 5, 6) for what in ("execute", "result")]
+    assert runner.log[first : first + 6] == serial
+    assert runner.log[-3:] == ["execute 12", "result 11", "result 12"]
+
+
+def test_a_shutdown_waits_for_the_step_under_way() -> None:
+    cache = FakeCache()
+    engine = make_engine(LateRunner(), cache)
+    engine.handle(Submit(request("r", max_tokens=50, adapter_id="a")))
+    for _ in range(3):
+        engine.turn()
+    (end,) = [e for e in engine.abort_all().events if isinstance(e, RequestFailed)]
+    assert isinstance(end.error, Draining)
+    assert engine.integrity_report() == ""
+
+
+def test_a_cancelled_requests_last_step_counts_for_nobody() -> None:
+    engine = make_engine(LateRunner())
+    engine.handle(Submit(request("r", max_tokens=50, adapter_id="a")))
+    for _ in range(3):
+        engine.turn()
+    engine.handle(Cancel("r", Cancelled("gone")))
+    events = run(engine)
+    assert [type(event) for event in events] == [RequestFailed]
+    assert engine.integrity_report() == ""
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_texts_do_not_depend_on_it(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real runner and scheduler, few blocks, stop tokens, several completions, sampled and greedy."""
+    torch.set_num_threads(1)
+
+    def texts(overlaps: bool) -> dict[tuple[str, int], list[int]]:
+        monkeypatch.setattr(build, "ModelRunner", partial(ModelRunner, overlaps=overlaps))
+        config = EngineConfig(
+            ModelConfig("m"),
+            KvConfig(block_size=4, memory_bytes=30 * 4 * 2 * 2 * 16 * 2 * 8),
+            BatchConfig(4, 16),
+            AdaptersConfig(device_bytes=1 << 20, host_bytes=1 << 20, disk_bytes=1 << 20, num_device_slots=2),
+        )
+        engine = build.assemble(adopt_model(random_model("llama")), config, lambda text: None, lambda: None)
+        torch.manual_seed(seed)
+        for idx in range(8):
+            length = 1 + int(torch.randint(20, ()))
+            stopping = StoppingParams(10, stop_token_ids=frozenset(range(90, VOCAB_SIZE)))
+            sampling = SamplingParams(temperature=0.8 if idx % 2 else 0.0, seed=idx, repetition_penalty=1.2)
+            prompt = tuple(torch.randint(2, VOCAB_SIZE, (length,)).tolist())
+            engine.handle(Submit(Request(f"r{idx}", prompt, stopping, sampling=sampling, n=1 + idx % 2)))
+        found: dict[tuple[str, int], list[int]] = {}
+        events = run(engine)
+        assert not any(isinstance(event, RequestFailed) for event in events)
+        for event in events:
+            if isinstance(event, Tokens):
+                found.setdefault((event.request_id, event.index), []).extend(event.token_ids)
+        assert engine.integrity_report() == ""
+        engine.close()
+        return found
+
+    assert texts(overlaps=True) == texts(overlaps=False)
