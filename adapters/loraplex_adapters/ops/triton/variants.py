@@ -85,8 +85,9 @@ def choose_launch(
     block_in = 512 if in_features > 512 else _next_power(in_features)
     num_splits = -(-in_features // block_in)
     block_rank = 16  # fewer are masked, which reads nothing
-    # Ranks up to 64 in one go; a program of an adapter with fewer ends at once.
-    num_lanes = min(4, -(-max_rank // block_rank))
+    # Ranks up to 64 in one go; a program of an adapter with fewer ends at once. One of two, as every choice that looks
+    # at ranks: what was never chosen before is compiled in the middle of serving.
+    num_lanes = 1 if max_rank <= block_rank else 4
     block_out = 128
     num_programs = num_blocks * -(-out_features // block_out)
     pays = max_rank * in_features <= MAX_FUSED_A and num_programs <= MAX_FUSED_PROGRAMS
@@ -100,13 +101,13 @@ def _tiles(block_rows: int, in_features: int, max_rank: int, element_bytes: int)
     num_splits = 1 if in_features < 1024 else 4 if in_features < 8192 else 8
     block_in = 256 // element_bytes  # with 64 rows and 64 ranks three pieces of 32 KB are under way
     # Wide tiles of ranks read x less often; 16 is the least that a tensor core takes.
-    block_rank = min(64, max(16, _next_power(max_rank)))
+    block_rank = 16 if max_rank <= 16 else 64
     return Launch(
         variant="tiles",
         block_in=block_in,
         num_steps=-(-in_features // (num_splits * block_in)),
         num_splits=num_splits,
-        num_lanes=min(4, -(-max_rank // block_rank)),
+        num_lanes=1 if max_rank <= block_rank else 4,
         block_rank=block_rank,
         # Many rows read B once per 64 of them; few have too few programs with wide blocks.
         block_out=128 if block_rows == MANY_ROWS else 64,

@@ -26,7 +26,7 @@ def test_every_launch_covers_all_inputs_and_fits_the_hardware(block_rows: int) -
     ):
         launch = choose_launch(block_rows, num_blocks, in_features, out_features, max_rank, element_bytes)
         assert launch.num_splits * launch.num_steps * launch.block_in >= in_features
-        assert 1 <= launch.num_lanes * launch.block_rank < max_rank + 4 * launch.block_rank
+        assert launch.num_lanes in (1, 4)
         assert (launch.variant == "tiles") == (block_rows > FEW_ROWS)
         sizes = (launch.block_in, launch.block_rank, launch.block_out)
         assert all(size & (size - 1) == 0 for size in sizes)  # Triton's own rule
