@@ -28,6 +28,11 @@ class Machine:
     read_bytes_per_s: float
     gemm_flops_per_s: float  # bfloat16
 
+    def best(self, other: Machine) -> Machine:
+        return Machine(
+            max(self.read_bytes_per_s, other.read_bytes_per_s), max(self.gemm_flops_per_s, other.gemm_flops_per_s)
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:

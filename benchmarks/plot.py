@@ -22,13 +22,15 @@ def svg(
     floor: Mapping[str, float],  # empty: the fastest system is 100 %
 ) -> str:
     """The whole file."""
-    colours = dict(zip(figures, COLOURS, strict=False))
+    colours = {system: COLOURS[number % len(COLOURS)] for number, system in enumerate(figures)}
     whole = {name: floor.get(name) or max(by.get(name, 0.0) for by in figures.values()) for name in workloads}
+    # Noise, or a floor measured on a busy machine, can put a system above it: then there must be room.
+    scale = HEIGHT / max([1.0, *(by[name] / whole[name] for by in figures.values() for name in by)])
     groups: list[str] = []
     x = LEFT + GAP / 2
     for name in workloads:
         bars = [(system, by[name]) for system, by in figures.items() if name in by]
-        groups += _group(x, name, bars, whole[name], colours)
+        groups += _group(x, name, bars, scale / whole[name], colours)
         x += BAR * len(bars) + GAP
     width, bottom = x, TOP + HEIGHT
     return "\n".join(
@@ -38,9 +40,9 @@ def svg(
             f"<title>{escape(title)}</title>",
             '<rect width="100%" height="100%" fill="white"/>',
             _text(LEFT, 18, title, size=13, weight="bold"),
-            *_axis(width),
+            *_axis(width, scale),
             *groups,
-            *([_line(LEFT, TOP, width, TOP, "#111", "5 3")] if floor else []),
+            *([_line(LEFT, bottom - scale, width, bottom - scale, "#111", "5 3")] if floor else []),
             *_legend(colours, bool(floor)),
             "</svg>",
             "",
@@ -48,19 +50,19 @@ def svg(
     )
 
 
-def _axis(width: float) -> Iterator[str]:
+def _axis(width: float, scale: float) -> Iterator[str]:
     for tick in range(TICKS + 1):
-        y = TOP + HEIGHT * (1 - tick / TICKS)
+        y = TOP + HEIGHT - scale * tick / TICKS
         yield _line(LEFT, y, width, y, "#ddd")
         yield _text(LEFT - 6, y + 4, f"{100 * tick // TICKS} %", anchor="end")
 
 
 def _group(
-    x: float, name: str, bars: Sequence[tuple[str, float]], whole: float, colours: Mapping[str, str]
+    x: float, name: str, bars: Sequence[tuple[str, float]], scale: float, colours: Mapping[str, str]
 ) -> Iterator[str]:
     """The bars of one workload."""
     for number, (system, value) in enumerate(bars):
-        height = min(1.0, value / whole) * HEIGHT
+        height = value * scale
         left, top = x + number * BAR, TOP + HEIGHT - height
         yield (
             f'<rect x="{left + 1:.1f}" y="{top:.1f}" width="{BAR - 2}" height="{height:.1f}" fill="{colours[system]}">'

@@ -134,6 +134,17 @@ def test_the_plot_is_to_scale() -> None:
     assert "floor of the hardware" in text
 
 
+def test_what_is_above_the_floor_is_shown_above_it() -> None:
+    text = plot.svg("t", ["x-1"], {"a": {"x-1": 200.0}, "b": {"x-1": 100.0}}, {"x-1": 100.0})
+    assert [height for _, height in bars_of(text)] == [plot.HEIGHT, plot.HEIGHT / 2]
+    assert f'y1="{plot.TOP + plot.HEIGHT / 2:.1f}"' in text, "where the floor is"
+
+
+def test_there_may_be_more_systems_than_colours() -> None:
+    many = {f"s{n}": {"x-1": 1.0} for n in range(20)}
+    assert len(bars_of(plot.svg("t", ["x-1"], many, {}))) == 20
+
+
 def test_without_a_floor_the_fastest_is_the_whole() -> None:
     text = plot.svg("t", ["x-1"], {"a": {"x-1": 10.0}, "b": {"x-1": 40.0}}, {})
     assert [height for _, height in bars_of(text)] == [plot.HEIGHT / 4, plot.HEIGHT]

@@ -59,3 +59,4 @@ def test_the_machine_is_measured() -> None:
     found = measure_machine(1 << 20)
     assert found.read_bytes_per_s > 1e7
     assert found.gemm_flops_per_s > 1e7
+    assert Machine(1.0, 5.0).best(Machine(2.0, 4.0)) == Machine(2.0, 5.0)

@@ -1,0 +1,85 @@
+"""The benchmarks as commands, on a model so small that the figures mean nothing: that they run, to the last line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def run(script: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / script), *arguments], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def lines(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("benchmarks") / "inputs"
+    run("serving.py", "make", str(out), "--shape", "tiny", "--adapters", "32", "--prompt", "6", "--output", "4")
+    return out
+
+
+def test_serving_in_process(inputs: Path) -> None:
+    rows = lines(run("serving.py", str(inputs), "base-1", "distinct-8", "--repeat", "1", "--flags", "--threads 1"))
+    assert [(row["workload"], row["tokens"]) for row in rows] == [("base-1", 4), ("distinct-8", 32)]
+    (row,) = lines(run("serving.py", "run", str(inputs), "base-8", "--repeat", "1", "--lora-off"))
+    assert row["system"] == "loraplex-lora-off"
+
+
+def test_serving_compared(inputs: Path, tmp_path: Path) -> None:
+    files = {name: tmp_path / f"x.{name}" for name in ("json", "table", "plot")}
+    flags = [part for name, path in files.items() for part in (f"--{name}", str(path))]
+    ways = ("--through", "engine", "worker", "router", "--peft-python", sys.executable)
+    out = run("serving.py", "compare", str(inputs), "base-8", "distinct-8", "--rounds", "1", *ways, *flags)
+    written = json.loads(files["json"].read_text())
+    assert {name: list(by) for name, by in written["tokens_per_s"].items()} == {
+        "loraplex": ["base-8", "distinct-8"],
+        "loraplex, LoRA off": ["base-8"],
+        "loraplex, mixed ranks": ["distinct-8"],
+        "loraplex worker": ["base-8", "distinct-8"],
+        "loraplex router": ["base-8", "distinct-8"],
+        "PEFT": ["distinct-8"],
+    }
+    assert all(figure > 0 for by in written["tokens_per_s"].values() for rounds in by.values() for figure in rounds)
+    assert written["floor"].keys() == {"base-8", "distinct-8"}
+    assert written["machine"]["versions"].keys() >= {"loraplex", "torch", "peft"}
+    assert "distinct-8: loraplex / PEFT: " in out
+    assert files["table"].read_text() in out
+    assert files["plot"].read_text().startswith("<svg")
+    assert run("serving.py", "show", str(files["json"])).endswith(files["table"].read_text() + "\n")
+
+
+def test_serving_open_loop(inputs: Path) -> None:
+    (row,) = lines(
+        run("serving.py", "open", str(inputs), "--rate", "20", "--seconds", "1", "--popularity", "zipf:1",
+            "--adapters", "12", "--slots", "4", "--prompt", "4-8", "--output", "4", "--router")
+    )  # fmt: skip
+    assert row["completed"] == row["scheduled"] > 5
+    assert row["failed"] == 0
+    assert row["cold_ttft_s"]["count"] >= 4
+    assert (row["load"]["num_adapters"], row["slots"], row["server"]["role"]) == (12, 4, "router")
+
+
+def test_memory() -> None:
+    sizes = ("--shape", "tiny", "--adapters", "30", "--requests", "30", "--prompt", "4", "--output", "3")
+    budgets = ("--device-memory", "128KiB", "--host-memory", "256KiB", "--in-flight", "4", "--rounds", "1")
+    memory, throughput = lines(run("memory.py", *sizes, *budgets))
+    assert (memory["what"], memory["adapters"], memory["allowed_mib"]) == ("memory", 30, 100)
+    assert memory["reached"], memory
+    assert throughput["ratio"] > 0
+    assert throughput["reached"] == (throughput["ratio"] >= 0.8)
