@@ -46,6 +46,8 @@ def test_every_query_meets_every_key_that_it_sees_once(seed: int) -> None:
         for token, num_queries, position, start, end, _, partial, _ in pieces.tolist():
             assert 0 < num_queries * shape.num_groups <= rows <= shape.max_rows
             assert start % KEY_ALIGN == 0
+            if shape.window is not None and start < end:
+                assert start > position - shape.window + 1 - KEY_ALIGN, "keys are read that no query sees"
             for i in range(num_queries):
                 first = 0 if shape.window is None else max(0, position + i - shape.window + 1)
                 seen.setdefault(token + i, []).append((max(start, first), min(end, position + i + 1)))
@@ -66,7 +68,7 @@ def test_every_query_meets_every_key_that_it_sees_once(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_partial_results_have_places_of_their_own(seed: int) -> None:
     chooser = random.Random(seed)
-    spans = [(chooser.choice([0, 300, 5000]), chooser.choice([1, 4, 60])) for _ in range(6)]
+    spans = [(chooser.choice([0, 300, 5000]), chooser.choice([1, 4, 60, 200])) for _ in range(6)]
     cut = cut_spans(read_spans(batch_of(spans)), shape_of(spec_of(), torch.float32))
     written = [
         partial + i
