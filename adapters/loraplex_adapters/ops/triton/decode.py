@@ -158,6 +158,10 @@ def expand_rows_kernel(
     split_stride = num_positions.to(tl.int64) * inner_stride
     m = 0
     while m < num_rows:
+        # Asked for at once, while the factors are on their way. 64-bit: see above.
+        row = tl.load(rows_ptr + first + m).to(tl.int64)
+        y_at = y_ptr + row * y_stride + out_start + n
+        y = tl.load(y_at, mask=n_mask, other=0.0).to(tl.float32)
         inner_row = (sibling * NUM_SPLITS * num_positions + first + m).to(tl.int64)
         total = tl.zeros((BLOCK_OUT,), dtype=tl.float32)
         term = 0
@@ -179,9 +183,6 @@ def expand_rows_kernel(
                 acc = add_columns(acc, b_ptr, n, n_mask, inner_at, split_stride, even, NUM_SPLITS, SPLITS, wide)
             total += tl.load(term_weights_ptr + first_term + term) * tl.load(scales_ptr + at) * acc
             term += 1
-        row = tl.load(rows_ptr + first + m).to(tl.int64)
-        y_at = y_ptr + row * y_stride + out_start + n
-        y = tl.load(y_at, mask=n_mask, other=0.0).to(tl.float32)
         tl.store(y_at, (y + total).to(y_ptr.dtype.element_ty), mask=n_mask)
         m += 1
 
@@ -230,6 +231,8 @@ def fused_rows_kernel(
     while m < num_rows:
         row = tl.load(rows_ptr + first + m).to(tl.int64)
         x_at = x_ptr + row * x_stride + k
+        y_at = y_ptr + row * y_stride + out_start + n
+        y = tl.load(y_at, mask=n_mask, other=0.0).to(tl.float32)
         total = tl.zeros((BLOCK_OUT,), dtype=tl.float32)
         term = 0
         while term < num_terms:
@@ -256,7 +259,5 @@ def fused_rows_kernel(
                 total += factor * tl.sum(b * inner[None, :], axis=1)
                 start += BLOCK_RANK
             term += 1
-        y_at = y_ptr + row * y_stride + out_start + n
-        y = tl.load(y_at, mask=n_mask, other=0.0).to(tl.float32)
         tl.store(y_at, (y + total).to(y_ptr.dtype.element_ty), mask=n_mask)
         m += 1

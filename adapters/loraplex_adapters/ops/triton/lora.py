@@ -127,7 +127,7 @@ class TritonOps:
         in as few launches as one module takes where the tables are evenly spaced (AdapterSlots makes them so)."""
         plan: KernelPlan = prepared.data
         # Long steps have work enough for launches of each.
-        is_short = x.dtype in SUPPORTED and plan.block_rows == FEW_ROWS
+        is_short = x.dtype in SUPPORTED and plan.block_rows <= FEW_ROWS
         if is_short and len(tables) <= MAX_SIBLINGS and _spacing(tables) > 0:
             self._launch(y, x, tables, plan)
             return

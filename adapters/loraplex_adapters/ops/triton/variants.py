@@ -18,14 +18,17 @@ from typing import Literal, NamedTuple
 
 Variant = Literal["fused", "rows", "tiles"]
 
-# Rows per block. Up to FEW the cost is reading factors, and passing one row more by a tile in registers takes some
-# hundred cycles, so a block holds few rows and a popular adapter gets several blocks (its factors then come from L2).
-# SOME is the least that a tensor core takes: the tile costs the same for 1 row and for 16. Verified drafts of a full
+# Rows per block. A program that takes several rows one after the other waits for x, for what is between the halves and
+# for y each time (some 0.5 us), so up to MAX_ONE rows each has programs of its own, and a popular adapter's factors
+# come from L2 again and again: 32 rows x 256 KB (rank 16, 4,096 x 4,096) are 1.5 us of its 5.5 TB/s. Beyond that FEW.
+# SOME is the least that a tensor core takes: a tile costs the same for 1 row and for 16. Verified drafts of a full
 # batch are hundreds of rows; prompts want large tiles, so that B is read less often.
+ONE_ROW = 1
 FEW_ROWS = 4
 SOME_ROWS = 16
 MANY_ROWS = 64
-# Largest number of rows (of one adapter, or of a reserved step) for FEW_ROWS and for SOME_ROWS.
+# Largest number of rows (of one adapter, or of a reserved step) for ONE_ROW, FEW_ROWS and SOME_ROWS.
+MAX_ONE = 32
 MAX_FEW = 64
 MAX_SOME = 512
 
@@ -62,7 +65,7 @@ def choose_block_rows(num_rows: int, variant: Variant | None = None) -> int:
     if variant is None:
         variant = "rows" if num_rows <= MAX_FEW else "tiles"
     if variant != "tiles":
-        return FEW_ROWS
+        return ONE_ROW if num_rows <= MAX_ONE else FEW_ROWS
     return SOME_ROWS if num_rows <= MAX_SOME else MANY_ROWS
 
 

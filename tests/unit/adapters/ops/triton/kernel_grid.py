@@ -52,7 +52,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("variant", "dtype", "rank", "popularity", "num_rows", "idle_rows", "shape"),
     pairwise(
-        VARIANTS, DTYPES, [*RANKS, None], POPULARITIES, [1, 3, 9, 18], (False, True), [(48, 40), (144, 136), (520, 72)]
+        VARIANTS, DTYPES, [*RANKS, None], POPULARITIES, [1, 3, 18, 40], (False, True), [(48, 40), (144, 136), (520, 72)]
     ),
     ids=lambda value: "mixed" if value is None else str(value).removeprefix("torch."),
 )
@@ -90,6 +90,15 @@ def test_a_mixture_is_added_in_one_go(variant: Variant) -> None:
     # Half a unit in the last place. Tiles also round what is between the halves.
     atol = 1e-5 if variant != "tiles" else 5e-3
     torch.testing.assert_close(got.double(), problem.expected(), rtol=2**-11, atol=atol)
+
+
+@pytest.mark.parametrize("variant", ["fused", "rows"])
+def test_rows_of_a_popular_adapter_share_programs(variant: Variant) -> None:
+    table = random_table([16, 7], 96, 72, torch.bfloat16)
+    problem = random_problem([Segment(0, 34, 0), Segment(36, 37, 1)], table, 38, torch.bfloat16)
+    ops = TritonOps(variant=variant)
+    assert problem.prepared(ops).data.blocks[:, 1].tolist() == [4] * 8 + [2, 1]
+    problem.check(problem.run(ops))
 
 
 def test_long_steps_take_large_tiles() -> None:

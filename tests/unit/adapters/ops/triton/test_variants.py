@@ -9,6 +9,7 @@ import pytest
 from loraplex_adapters.ops.triton.variants import (
     FEW_ROWS,
     MANY_ROWS,
+    ONE_ROW,
     SOME_ROWS,
     choose_block_rows,
     choose_dense_launch,
@@ -19,7 +20,7 @@ from loraplex_adapters.ops.triton.variants import (
 WIDTHS = (1, 48, 512, 576, 1000, 2048, 4096, 14336, 53248)
 
 
-@pytest.mark.parametrize("block_rows", [FEW_ROWS, SOME_ROWS, MANY_ROWS])
+@pytest.mark.parametrize("block_rows", [ONE_ROW, FEW_ROWS, SOME_ROWS, MANY_ROWS])
 def test_every_launch_covers_all_inputs_and_fits_the_hardware(block_rows: int) -> None:
     for in_features, out_features, max_rank, num_blocks, element_bytes in itertools.product(
         WIDTHS, WIDTHS, (1, 13, 16, 64, 256, 4096), (1, 8, 500), (2, 4)
@@ -37,7 +38,7 @@ def test_every_launch_covers_all_inputs_and_fits_the_hardware(block_rows: int) -
 
 
 def test_decode_gets_small_blocks_and_prompts_large_ones() -> None:
-    assert [choose_block_rows(n) for n in (0, 1, 64, 65, 512, 513, 8192)] == [4, 4, 4, 16, 16, 64, 64]
+    assert [choose_block_rows(n) for n in (0, 1, 32, 33, 64, 65, 512, 513, 8192)] == [1, 1, 1, 4, 4, 16, 16, 64, 64]
     assert [choose_dense_rows(n) for n in (1, 16, 17)] == [16, 16, 64]
 
 
@@ -57,6 +58,7 @@ def test_one_launch_where_a_is_small_and_programs_are_few() -> None:
 
 def test_a_variant_can_be_asked_for() -> None:
     assert choose_block_rows(1000, "rows") == FEW_ROWS
+    assert choose_block_rows(1, "fused") == ONE_ROW
     assert choose_block_rows(1, "tiles") == SOME_ROWS
     for variant in ("rows", "fused"):
         assert choose_launch(FEW_ROWS, 4, 1024, 1024, 16, 2, variant).variant == variant
