@@ -144,6 +144,7 @@ inline void expand_into(const Inner& inner, const LpTable& table, int module, in
 template <class Epilogue>
 void products(Pool& pool, const Kernels& kernels, DType dtype, const void* x, int64_t x_stride, int num_rows, int64_t k,
               const void* packed, int num_bands, int per_chunk, const Epilogue& epilogue) {
+  if (num_rows <= 0) return;
   const int64_t fit = std::max<int64_t>(kRows, kRowsBytes / (k * item_bytes(dtype)) / kRows * kRows);
   const int num_parts = ceil_div(num_rows, fit);
   const int part_rows = ceil_div(ceil_div(num_rows, num_parts), kRows) * kRows;

@@ -74,7 +74,7 @@ static inline __m512 sums16(const __m512* v) {
 // exp(x): range reduction by ln 2 in two parts, then a polynomial; relative error below 2e-7. Of -inf it is 0.
 static inline __m512 exp_ps(__m512 x) {
   const __m512 low = _mm512_set1_ps(-104.0f), high = _mm512_set1_ps(88.7f);
-  x = _mm512_min_ps(_mm512_max_ps(low, x), high);  // the second operand wins over NaN
+  x = _mm512_min_ps(high, _mm512_max_ps(low, x));  // of NaN both return the second operand, which keeps it
   __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 8);
   __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
   r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
