@@ -39,9 +39,9 @@ def available_ops() -> list[OpsStatus]:
     ]
 
 
-def choose_ops(device: torch.device | str, native: NativeKernels | None = None) -> SegmentedLora:
+def choose_ops(device: torch.device | str, native: NativeKernels | None = None, max_rank: int = 256) -> SegmentedLora:
     """The fastest implementation that works for tensors on `device`. `native`: the CPU kernels in C++, if they are to
-    be used."""
+    be used. `max_rank`: of any adapter that will come; what is captured in CUDA graphs has room for it."""
     kind = torch.device(device).type
     if kind == "cpu":
         return NativeOps(native) if native is not None else CpuOps()
@@ -49,7 +49,7 @@ def choose_ops(device: torch.device | str, native: NativeKernels | None = None) 
         # Importing triton takes seconds, and where there is no triton the module does not import.
         from loraplex_adapters.ops.triton.lora import TritonOps
 
-        return TritonOps()
+        return TritonOps(max_rank)
     return ReferenceOps()
 
 

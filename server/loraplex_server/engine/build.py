@@ -28,6 +28,8 @@ from loraplex_server.model.adapt import AdapterSlots
 from loraplex_server.model.attention.base import PagedAttention
 from loraplex_server.model.attention.native_paged import NativePagedAttention, reason_against
 from loraplex_server.model.attention.registry import make_attention
+from loraplex_server.model.cuda_capture import CudaCapture
+from loraplex_server.model.graphs import Shape, graph_bytes, graph_shapes
 from loraplex_server.model.heads import HeadSlots
 from loraplex_server.model.kv import KvCache, free_memory_bytes, num_blocks_for
 from loraplex_server.model.loader import LoadedModel, load_model, resolve_device
@@ -85,7 +87,8 @@ def assemble(
     CPU kernels in C++, None where torch does the work."""
     served = served or ServedModel(config.model.model)
     spec, batch, block_size = loaded.spec, config.batch, config.kv.block_size
-    slots = loaded.adapter_slots(choose_ops(loaded.device, native), config.adapters.num_device_slots)
+    ops = choose_ops(loaded.device, native, config.adapters.max_rank)
+    slots = loaded.adapter_slots(ops, config.adapters.num_device_slots)
     heads = HeadSlots(loaded, slots, choose_dense(loaded.device, native))
     num_blocks = _num_blocks(config, loaded)
     progress(f"{num_blocks * block_size:,} tokens of KV cache in {loaded.dtype_name} on {loaded.device}")
@@ -98,6 +101,8 @@ def assemble(
         Sampler(batch.max_running, spec.num_logits, loaded.device),
         max_rows=batch.max_running,
     )
+    if shapes := captured_shapes(config, loaded.device):
+        runner.capture(shapes, CudaCapture(loaded.device), progress)
     manager = _manager(loaded, config.adapters, slots, heads, notify, served.heads)
     speculator = build_speculator(
         config,
@@ -131,6 +136,13 @@ def assemble(
         base_revision=served.revision,
     )
     return Engine(info, scheduler, manager, runner, speculator=speculator)
+
+
+def captured_shapes(config: EngineConfig, device: torch.device) -> list[Shape]:
+    """The steps that are captured as CUDA graphs."""
+    if device.type != "cuda" or not config.model.cuda_graphs:
+        return []
+    return graph_shapes(config.batch.max_running, config.speculation.max_num_tokens)
 
 
 def _native_kernels(config: EngineConfig, progress: Callable[[str], None]) -> NativeKernels | None:
@@ -200,6 +212,7 @@ def _num_blocks(config: EngineConfig, loaded: LoadedModel) -> int:
         free = free_memory_bytes(loaded.device) - config.adapters.device_bytes
         if loaded.device.type != "cpu":
             free -= step_bytes(loaded, config.batch.max_step_tokens, config.batch.max_running)
+            free -= graph_bytes(captured_shapes(config, loaded.device), loaded)
         budget = int(max(0, free) * KV_SHARE.get(loaded.device.type, 0.25))
         if loaded.device.type == "cpu":
             budget = min(budget, CPU_KV_BYTES)

@@ -14,6 +14,8 @@ from loraplex_adapters.cache.api import AdapterCache
 from loraplex_adapters.key import AdapterKey
 from loraplex_proto.errors import AdapterNotFound, InvalidArgument
 from loraplex_server.config import EngineConfig
+from loraplex_server.model.cuda_capture import CudaCapture
+from loraplex_server.model.graphs import graph_shapes
 from loraplex_server.model.heads import HeadSlots
 from loraplex_server.model.loaded import LoadedModel
 from loraplex_server.model.medusa_model import MODEL_HEADS, ServedModel
@@ -85,9 +87,11 @@ def _draft_models(config: EngineConfig, target: Target, progress: Callable[[str]
             tokenizer_path=draft.tokenizer or "",
             device=str(loaded.device),
         )
-        proposers[draft.name] = make_proposer(
-            load_draft(source, draft_target, memory, make_base=packed_linear), draft_target
-        )
+        model = load_draft(source, draft_target, memory, make_base=packed_linear)
+        if loaded.device.type == "cuda" and config.model.cuda_graphs:
+            shapes = graph_shapes(config.batch.max_running, max_drafted=0)
+            model.drafter.runner.capture(shapes, CudaCapture(loaded.device), progress)
+        proposers[draft.name] = make_proposer(model, draft_target)
     return proposers
 
 

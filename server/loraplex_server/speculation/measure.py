@@ -1,6 +1,7 @@
 """Times steps of a runner that nobody uses yet, for the table that draft lengths are chosen by.
 
-A row of such a step is a token that is run and sampled, as a drafted token is. Writes to KV blocks that nobody has.
+A row of such a step is a token that is run and sampled, as a drafted token is. It has tokens before it, as later ones
+have, so that the step comes out of a graph where theirs will. Writes to KV blocks that nobody has.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ def measure_runner(runner: ModelRunner, *, max_rows: int, num_blocks: int, block
     # Each sequence in a block of its own, and no longer than the context.
     max_len = min(block_size, runner.mirror.max_len)
     sizes = [size for size in DEFAULT_SIZES if size <= num_sequences * max_len]
+    runner.clear_blocks(range(num_sequences))
     run = _timer(runner, num_sequences, max_len)
     costs = measure_step_costs(run, sizes=sizes, num_repeats=NUM_REPEATS, limit_s=LIMIT_S)
     runner.execute(StepPlan(0, (), released=tuple(range(num_sequences))))
@@ -40,8 +42,10 @@ def _timer(runner: ModelRunner, num_sequences: int, max_len: int) -> Callable[[i
             num_tokens = min(max_len, num_rows // num_entered + (row < num_rows % num_entered))
             draft = (0,) * (num_tokens - 1)
             name = f"timing-{row}"
-            entered.append(NewSequence(name, row, (0,), 1, SamplingParams(), OutputParams()))
-            spans.append(Span(name, row, 0, num_tokens, num_tokens, (row,), draft))
+            start = max_len - num_tokens
+            known = (0,) * (start + 1)
+            entered.append(NewSequence(name, row, known, len(known), SamplingParams(), OutputParams()))
+            spans.append(Span(name, row, start, num_tokens, num_tokens, (row,), draft))
         plan = StepPlan(0, tuple(spans), tuple(entered))
         start_s = time.perf_counter()
         runner.execute(plan).result()

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.replay import calls_again
 from support.zoo import MAX_LEN, random_model
 
 from loraplex_adapters.native.library import Library, Loaded, NativeStatus
@@ -13,6 +14,7 @@ from loraplex_server.config import AdaptersConfig, BatchConfig, EngineConfig, Kv
 from loraplex_server.engine import build
 from loraplex_server.engine.messages import Submit
 from loraplex_server.events import CompletionEnd, Tokens
+from loraplex_server.model.graphs import graph_bytes, graph_shapes
 from loraplex_server.model.kv import num_blocks_for
 from loraplex_server.model.loaded import LoadedModel
 from loraplex_server.model.loader import adopt_model
@@ -81,9 +83,30 @@ def test_a_gpu_keeps_room_for_the_largest_step(
     max_step_tokens: int, loaded: LoadedModel, block_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_of(None, max_running=64, max_step_tokens=max_step_tokens)
-    free = ADAPTERS.device_bytes + step_bytes(loaded, max_step_tokens, 64) + 100 * block_bytes
+    graphs = graph_bytes(build.captured_shapes(config, torch.device("cuda")), loaded)
+    assert graphs > 0
+    free = ADAPTERS.device_bytes + step_bytes(loaded, max_step_tokens, 64) + graphs + 100 * block_bytes
     monkeypatch.setattr(build, "free_memory_bytes", lambda device: free)
     assert build._num_blocks(config, on_cuda(loaded)) == 90
+
+
+def test_steps_are_captured_on_a_gpu_unless_told_otherwise(loaded: LoadedModel) -> None:
+    config = config_of(None, max_running=8)
+    assert build.captured_shapes(config, torch.device("cpu")) == []
+    assert build.captured_shapes(config, torch.device("cuda")) == graph_shapes(8, config.speculation.max_num_tokens)
+    without = replace(config, model=replace(config.model, cuda_graphs=False))
+    assert build.captured_shapes(without, torch.device("cuda")) == []
+    assert graph_bytes([], loaded) == 0
+
+
+def test_what_cannot_be_captured_is_said_at_the_start(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "captured_shapes", lambda config, device: graph_shapes(2, 0))
+    monkeypatch.setattr(build, "CudaCapture", lambda device: calls_again)
+    said: list[str] = []
+    build.assemble(loaded, config_of(1 << 20, max_running=2), said.append, lambda: None).close()
+    assert [text for text in said if "graph" in text] == [
+        "steps run without CUDA graphs, of which torch attention cannot be a part"
+    ]
 
 
 def test_the_context_that_is_promised_fits_the_cache(loaded: LoadedModel, block_bytes: int) -> None:
