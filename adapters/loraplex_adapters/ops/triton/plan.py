@@ -29,12 +29,13 @@ Terms = tuple[tuple[int, float], ...]  # (slot, weight) in order: equal sets add
 Words = npt.NDArray[np.int32]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class KernelPlan:
     """Positions list the rows of every block one after the other; a row is in one block at most.
 
     Rows need no order in the step: blocks reach them through `rows`, so that activations are not permuted. A block of
-    no rows is a program that ends at once. All four tensors are parts of `words`.
+    no rows is a program that ends at once. All four tensors are parts of `words`. Of a reserved plan the contents
+    change, of others nothing.
     """
 
     slots: tuple[int, ...] | None  # distinct, for the host's own look at ranks; None: reserved, they change
@@ -46,6 +47,7 @@ class KernelPlan:
     rows: Tensor  # int32 [num_positions]
     term_slots: Tensor  # int32 [num_terms]
     term_weights: Tensor  # float32 [num_terms]
+    contents: tuple[Segment, ...] = ()  # what a reserved plan was refilled with
 
     @property
     def num_blocks(self) -> int:
@@ -93,6 +95,9 @@ def reserve_plan(num_rows: int, num_slots: int, device: torch.device, block_rows
 
 def refill_plan(plan: KernelPlan, segments: Sequence[Segment]) -> None:
     """Puts other segments into a reserved plan. Raises ValueError, and changes nothing, where they do not fit."""
+    contents = tuple(segments)
+    if contents == plan.contents:  # decoding repeats itself, step after step
+        return
     host = _host_plan(group_rows(segments), plan.block_rows)
     sizes = (plan.num_blocks, plan.num_positions, len(plan.term_slots))
     found = (len(host.blocks), len(host.rows), len(host.term_slots))
@@ -106,6 +111,7 @@ def refill_plan(plan: KernelPlan, segments: Sequence[Segment]) -> None:
     words = _host_words(plan.words.shape[0], plan.words.device)
     _write(host, words.numpy(), sizes)
     plan.words.copy_(words, non_blocking=True)
+    plan.contents = contents
 
 
 def group_rows(segments: Sequence[Segment]) -> list[tuple[Terms, list[tuple[int, int]]]]:

@@ -117,11 +117,22 @@ def test_a_reserved_plan_is_refilled_in_place(seed: int) -> None:
     address, shape = plan.words.data_ptr(), plan.blocks.shape
     for _ in range(6):
         segments = random_step(chooser, 60, MAX_TERMS)
-        refill_plan(plan, segments)
+        for _ in range(chooser.choice([1, 2])):
+            refill_plan(plan, segments)
         assert found_in(plan) == wanted(segments)
     refill_plan(plan, [])
     assert found_in(plan) == Counter()
     assert (plan.words.data_ptr(), plan.blocks.shape) == (address, shape)
+
+
+def test_a_step_like_the_last_is_not_copied_again() -> None:
+    plan = reserve_plan(8, 4, CPU, 4)
+    refill_plan(plan, [Segment(0, 3, 1), Segment(3, 4, 2)])
+    plan.words.fill_(7)
+    refill_plan(plan, [Segment(0, 3, 1), Segment(3, 4, 2)])
+    assert (plan.words == 7).all()
+    refill_plan(plan, [Segment(0, 3, 1), Segment(3, 4, 2, 0.5)])
+    assert found_in(plan) == wanted([Segment(0, 3, 1), Segment(3, 4, 2, 0.5)])
 
 
 @pytest.mark.parametrize("block_rows", [4, 16, 64])
