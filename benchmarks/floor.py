@@ -19,6 +19,7 @@ import torch
 from workloads import WorkItem, read_workload
 
 GEMM_SIZE = 2048
+ROW = 1024  # numbers of a row that is read
 SERVED_ITEM_BYTES = 2  # bfloat16, whatever an adapter's file has
 NUM_TRIES = 15
 
@@ -47,16 +48,15 @@ class ModelSize:
 
 def floor_tokens_per_s(machine: Machine, size: ModelSize, items: list[WorkItem]) -> float:
     """Output tokens per second that nothing can exceed, for requests of equal length that come at once."""
-    num_rows = len(items)
     num_adapters = len({item.adapter_id for item in items} - {""})
-    num_prompt_tokens = sum(len(item.prompt_ids) for item in items)
-    num_products = num_prompt_tokens * (size.num_weights - size.num_head_weights) + num_rows * size.num_head_weights
-    prefill_s = 2 * num_products / machine.gemm_flops_per_s
+    prefill_flops, step_flops = 0, 0
+    for item in items:
+        num_weights = size.num_weights + (size.num_adapter_weights if item.adapter_id else 0)
+        step_flops += 2 * num_weights
+        prefill_flops += 2 * (len(item.prompt_ids) * (num_weights - size.num_head_weights) + size.num_head_weights)
+    prefill_s = prefill_flops / machine.gemm_flops_per_s
     adapter_bytes = num_adapters * size.num_adapter_weights * SERVED_ITEM_BYTES
-    step_s = max(
-        (size.num_bytes + adapter_bytes) / machine.read_bytes_per_s,
-        num_rows * 2 * size.num_weights / machine.gemm_flops_per_s,
-    )
+    step_s = max((size.num_bytes + adapter_bytes) / machine.read_bytes_per_s, step_flops / machine.gemm_flops_per_s)
     num_steps = max(item.max_tokens for item in items) - 1  # the first token comes from the prefill
     return sum(item.max_tokens for item in items) / (prefill_s + num_steps * step_s)
 
@@ -71,12 +71,14 @@ def floors(machine: Machine, inputs: Path, workloads: list[str]) -> dict[str, fl
 
 def measure_machine(num_bytes: int) -> Machine:
     """The best of several tries. `num_bytes`: as large as the weights are, so that caches help as much as they may."""
-    values = torch.ones(num_bytes // 4, dtype=torch.float32)
+    matrix = torch.ones(max(1, num_bytes // 4 // ROW), ROW)  # float32
+    vector = torch.ones(ROW)
     square = torch.randn(GEMM_SIZE, GEMM_SIZE).to(torch.bfloat16)
     with torch.inference_mode():
-        read_s = _best_s(lambda: values.sum())
+        # Which of the two reads faster depends on the processor.
+        read_s = min(_best_s(lambda: matrix @ vector), _best_s(lambda: matrix.sum()))
         gemm_s = _best_s(lambda: square @ square)
-    return Machine(values.nbytes / read_s, 2 * GEMM_SIZE**3 / gemm_s)
+    return Machine(matrix.nbytes / read_s, 2 * GEMM_SIZE**3 / gemm_s)
 
 
 def _best_s(action: Callable[[], object]) -> float:

@@ -36,6 +36,12 @@ def test_products_count_where_they_take_longer() -> None:
     assert floor_tokens_per_s(machine, SIZE, items(1)) == pytest.approx(11 / (prefill_s + 10 * 1.0))
 
 
+def test_adapters_multiply_too() -> None:
+    machine = Machine(read_bytes_per_s=ENDLESS, gemm_flops_per_s=2000.0)
+    prefill_s = 10 * 0.85 + 0.2
+    assert floor_tokens_per_s(machine, SIZE, items(1, "a")) == pytest.approx(11 / (prefill_s + 10 * 1.05))
+
+
 def save(folder: Path, **shapes: tuple[int, ...]) -> None:
     folder.mkdir(parents=True)
     tensors = {name.replace("__", "."): torch.zeros(shape) for name, shape in shapes.items()}
