@@ -122,7 +122,8 @@ def test_pages_beyond_31_bits(name: str) -> None:
     )
     for pages, own in zip((kv.k, kv.v), small.pages, strict=True):
         pages[shift:] = own
-    batch = replace(small.batch, block_tables=small.batch.block_tables + shift)
+    slots = small.batch.slots + shift * small.batch.block_size
+    batch = replace(small.batch, block_tables=small.batch.block_tables + shift, slots=slots)
     plan = backend.plan(batch, torch.bfloat16, torch.device("cuda"))
     got = backend.run(small.query, small.key, small.value, kv, spec, plan)
     torch.testing.assert_close(got.double(), small.want, rtol=1.5e-2, atol=1.5e-2)
@@ -165,6 +166,11 @@ def test_a_captured_plan_takes_one_step_after_another(name: str, query_len: int,
         assert (out[count:] == 0).all()
         for ours, wanted in zip(pages, (problem.pages_k, problem.pages_v), strict=True):
             torch.testing.assert_close(ours[: len(wanted)], wanted, rtol=0, atol=0, equal_nan=True)
+        kept = out.clone()
+        key.fill_(float("nan"))
+        backend.refill(plan, replace(problem.batch, slots=torch.full((count,), -1)))
+        graph.replay()
+        torch.testing.assert_close(out, kept, rtol=1e-2, atol=1e-2, msg="what its pages have is not written again")
         if name == "triton":
             assert torch.equal(out[:count], problem.run(backend)), "a replay computes what a launch does"
 

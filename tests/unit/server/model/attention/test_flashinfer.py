@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -104,6 +105,19 @@ def test_a_reserved_plan_takes_one_step_after_another(query_len: int) -> None:
     assert wrappers_of(plan) == wrappers
     assert [buffer.data_ptr() for wrapper in wrappers for buffer in wrapper.buffers] == addresses
     assert len(outs) == 2, "one output at a fixed address per shape of a layer"
+
+
+def test_what_is_in_its_page_already_is_not_written_again() -> None:
+    problem = make_problem([(9, 3), (20, 3)], layer(), BF16)
+    backend = make(layer())
+    plan = backend.reserve(6, 2, 64, 4, 3, BF16, CPU)
+    slots = problem.batch.slots.clone()
+    slots[0] = slots[3] = -1
+    for pages, whole in zip(problem.pages, (problem.pages_k, problem.pages_v), strict=True):
+        pages.copy_(whole)
+    problem.key[[0, 3]] = problem.value[[0, 3]] = float("nan")
+    backend.refill(plan, replace(problem.batch, slots=slots))
+    problem.check(problem.run(backend, plan))
 
 
 def test_as_reserved_it_can_be_run_and_writes_nothing() -> None:
