@@ -3,12 +3,17 @@
 On a CPU the host tier is the store's file, in the system's page cache, and the device tier a flat tensor that kernels
 read in place: the file is mapped for the copy only, because every mapping takes a file descriptor. With CUDA the host
 tier is pinned memory, and the copy to the device runs on a stream of its own, so that it overlaps with steps; it has
-ended before anybody hears of it.
+ended before anybody hears of it, so that no step ever waits for one.
+
+Pinned memory is asked for in pieces that are powers of two: PyTorch would round anything else up to the next one, to up
+to twice what the host's budget counts, and what is given back it would keep for requests of that size only.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,24 +27,72 @@ from loraplex_adapters.store import AdapterStore, StoredAdapter
 from loraplex_adapters.weights import AdapterWeights
 
 COPY_PIECE_BYTES = 4 << 20
+# Of pinned memory. The smallest is what an adapter may take beyond its size.
+MAX_PINNED_BYTES, MIN_PINNED_BYTES = 4 << 20, 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class HostCopy:
-    """One adapter on the host. Without CUDA it holds no bytes of its own."""
+    """One adapter on the host. Where the device reads host memory it holds no bytes of its own."""
 
     key: AdapterKey
     layout: AdapterLayout
-    pinned: Tensor | None = None  # uint8 [num_bytes], with CUDA
+    pinned: tuple[Tensor, ...] = ()  # uint8, the payload one after the other; the last one may have room left
+
+
+class DeviceMemory(Protocol):
+    """Memory of a device that cannot read the host's."""
+
+    def pin(self, num_bytes: int) -> Tensor:
+        """Host memory uint8 [num_bytes] from which `fetch` copies."""
+        ...
+
+    def fetch(self, pieces: Sequence[Tensor], num_bytes: int) -> Tensor:
+        """The pieces as one tensor uint8 [num_bytes] on the device. Returns when it is complete there; meanwhile steps
+        run."""
+        ...
+
+    def hand_over(self, storage: Tensor) -> None:
+        """Called where the steps run: from here on they may read it, and freeing it waits for those that do."""
+        ...
+
+
+class CudaMemory:
+    """Implements DeviceMemory. Owns the copy stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+
+    def pin(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def fetch(self, pieces: Sequence[Tensor], num_bytes: int) -> Tensor:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+        with torch.cuda.stream(self._stream):
+            storage = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            start = 0
+            for piece in pieces:
+                target = storage[start : start + len(piece)]
+                target.copy_(piece[: len(target)], non_blocking=True)
+                start += len(piece)
+            done = torch.cuda.Event(blocking=True)  # sleeps instead of taking a core from the steps
+            done.record(self._stream)
+        done.synchronize()
+        return storage
+
+    def hand_over(self, storage: Tensor) -> None:
+        storage.record_stream(torch.cuda.current_stream(self._device))
 
 
 class Tiers:
-    """Knows the device; owns its copy stream."""
+    """The store and, where the device has memory of its own, that."""
 
-    def __init__(self, store: AdapterStore, device: torch.device) -> None:
+    def __init__(self, store: AdapterStore, device: torch.device, memory: DeviceMemory | None = None) -> None:
+        """`memory` is made for the device unless it is given."""
         self._store = store
-        self._device = device
-        self._stream: torch.cuda.Stream | None = None
+        self._memory = memory or (CudaMemory(device) if device.type == "cuda" else None)
 
     def stage(self, key: AdapterKey) -> HostCopy | None:
         """From the store. None when it has dropped the adapter."""
@@ -47,44 +100,51 @@ class Tiers:
         if stored is None:
             return None
         layout = AdapterLayout.from_json(stored.layout)
-        if self._device.type != "cuda":
+        if self._memory is None:
             return HostCopy(key, layout)
-        pinned = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=True)
-        _copy(pinned.numpy(), stored)
-        return HostCopy(key, layout, pinned)
+        pieces = tuple(self._memory.pin(num_bytes) for num_bytes in pinned_sizes(layout.num_bytes))
+        _copy([piece.numpy() for piece in pieces], stored, layout.num_bytes)
+        return HostCopy(key, layout, pieces)
 
     def promote(self, host: HostCopy, pace: Pace) -> AdapterWeights | None:
         """A copy on the device, complete. None when it was to come from the store, and that has dropped the adapter."""
         num_bytes = host.layout.num_bytes
-        if self._device.type != "cuda":
+        if self._memory is not None:
+            storage = self._memory.fetch(host.pinned, num_bytes)
+        else:
             stored = self._store.open(host.key)
             if stored is None:
                 return None
             storage = torch.empty(num_bytes, dtype=torch.uint8)
-            _copy(storage.numpy(), stored)
-            return weights_at(host.key, host.layout, storage, pace)
-        assert host.pinned is not None, "with CUDA the host tier is pinned"
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)
-        with torch.cuda.stream(self._stream):
-            storage = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-            storage.copy_(host.pinned, non_blocking=True)
-            done = torch.cuda.Event()
-            done.record(self._stream)
-        done.synchronize()
+            _copy([storage.numpy()], stored, num_bytes)
         return weights_at(host.key, host.layout, storage, pace)
 
     def hand_over(self, weights: AdapterWeights) -> None:
-        """Called where the steps run: tells the allocator that their stream uses the memory from now on, so that
-        freeing it later waits for the steps that still read it."""
-        if self._device.type == "cuda":
-            weights.storage.record_stream(torch.cuda.current_stream(self._device))
+        """Called where the steps run, before the first one that reads the weights."""
+        if self._memory is not None:
+            self._memory.hand_over(weights.storage)
 
 
-def _copy(target: NDArray[np.uint8], stored: StoredAdapter) -> None:
+def pinned_sizes(num_bytes: int) -> Iterator[int]:
+    """Powers of two that hold `num_bytes` together, with less than MIN_PINNED_BYTES to spare; the largest first."""
+    size = MAX_PINNED_BYTES
+    left = -(-num_bytes // MIN_PINNED_BYTES) * MIN_PINNED_BYTES
+    while left:
+        if size <= left:
+            yield size
+            left -= size
+        else:
+            size //= 2
+
+
+def _copy(targets: Sequence[NDArray[np.uint8]], stored: StoredAdapter, num_bytes: int) -> None:
     """By numpy and in pieces: without the interpreter lock, and without torch's team of threads."""
     source = np.frombuffer(stored.payload, dtype=np.uint8)
-    assert source.size == target.size, "a stored payload is as large as its layout"
-    for start in range(0, source.size, COPY_PIECE_BYTES):
-        end = start + COPY_PIECE_BYTES
-        np.copyto(target[start:end], source[start:end])
+    assert source.size == num_bytes, "a stored payload is as large as its layout"
+    begin = 0
+    for target in targets:
+        part = source[begin : begin + target.size]
+        for start in range(0, part.size, COPY_PIECE_BYTES):
+            piece = part[start : start + COPY_PIECE_BYTES]
+            np.copyto(target[start : start + piece.size], piece)
+        begin += target.size

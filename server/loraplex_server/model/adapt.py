@@ -29,6 +29,7 @@ from loraplex_server.model.linear import (
     PlainLinear,
 )
 from loraplex_server.model.probe import KEPT, NUM_TOKENS, Probe
+from loraplex_server.model.transfer import upload
 
 AdaptedModule = AdaptedLinear | AdaptedEmbedding
 EXPERT = re.compile(r"\.experts?\.\d+\.")
@@ -142,4 +143,4 @@ class AdapterSlots:
 
 
 def _column(values: Iterable[float], like: Tensor) -> Tensor:
-    return torch.tensor(list(values), dtype=like.dtype).to(like.device)
+    return upload(torch.tensor(list(values), dtype=like.dtype), like.device)

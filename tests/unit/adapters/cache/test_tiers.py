@@ -7,15 +7,16 @@ import itertools
 import os
 import resource
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from support.adapter_files import DOWN_PROJ, PREFIX, Q_PROJ, base_targets, lora_tensors, write_adapter
 
+from loraplex_adapters.cache import tiers as tiers_module
 from loraplex_adapters.cache.loader import import_adapter
-from loraplex_adapters.cache.tiers import Tiers
+from loraplex_adapters.cache.tiers import Tiers, pinned_sizes
 from loraplex_adapters.key import AdapterKey
 from loraplex_adapters.lora.layout import FactorShape, LoraLayout, place
 from loraplex_adapters.pace import GentlePace, no_pace
@@ -53,6 +54,62 @@ def test_from_store_to_device(tmp_path: Path, dtype: str, device: str) -> None:
     store.remove(key)
     del host
     assert weights.factors[Q_PROJ].a.abs().sum() > 0
+
+
+# --- devices with memory of their own ---------------------------------------------------------------------------------
+
+
+class FakeDevice:
+    """Implements DeviceMemory in plain memory, and writes down what was asked of it."""
+
+    def __init__(self) -> None:
+        self.pinned: list[int] = []
+        self.log: list[str] = []
+
+    def pin(self, num_bytes: int) -> torch.Tensor:
+        self.pinned.append(num_bytes)
+        return torch.full((num_bytes,), 0xEE, dtype=torch.uint8)
+
+    def fetch(self, pieces: Sequence[torch.Tensor], num_bytes: int) -> torch.Tensor:
+        self.log.append("fetched")
+        return torch.cat(list(pieces))[:num_bytes].clone()
+
+    def hand_over(self, storage: torch.Tensor) -> None:
+        self.log.append("handed over")
+
+
+def test_through_pinned_pieces_to_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However small they are, the bytes arrive in order; the file is not needed any more once they are on the host."""
+    monkeypatch.setattr(tiers_module, "MAX_PINNED_BYTES", 256)
+    monkeypatch.setattr(tiers_module, "MIN_PINNED_BYTES", 64)
+    monkeypatch.setattr(tiers_module, "COPY_PIECE_BYTES", 100)
+    store, key = stored(tmp_path, "float32")
+    device = FakeDevice()
+    tiers = Tiers(store, torch.device("cpu"), device)
+    host = tiers.stage(key)
+    assert host is not None
+    store.remove(key)
+    assert 0 <= sum(device.pinned) - host.layout.num_bytes < 64
+    assert len(device.pinned) > 3
+    weights = tiers.promote(host, no_pace)
+    assert weights is not None
+    tiers.hand_over(weights)
+    assert device.log == ["fetched", "handed over"]
+    assert weights.num_bytes == host.layout.num_bytes
+    expected = lora_tensors(seed=3)
+    for path in (Q_PROJ, DOWN_PROJ):
+        assert torch.equal(weights.factors[path].a, expected[f"{PREFIX}{path}.lora_A.weight"])
+        assert torch.equal(weights.factors[path].b, expected[f"{PREFIX}{path}.lora_B.weight"])
+
+
+@pytest.mark.parametrize("num_bytes", [1, 64 << 10, (64 << 10) + 1, 600_000, 5 << 20, 84_000_000])
+def test_pinned_memory_is_what_the_budget_counts(num_bytes: int) -> None:
+    """PyTorch pins the next power of two: of a piece that is one, exactly the piece."""
+    sizes = list(pinned_sizes(num_bytes))
+    assert all(size & (size - 1) == 0 for size in sizes)
+    assert max(sizes) <= 4 << 20
+    assert sizes == sorted(sizes, reverse=True)
+    assert 0 <= sum(sizes) - num_bytes < 64 << 10
 
 
 def test_what_the_store_has_not(tmp_path: Path) -> None:
