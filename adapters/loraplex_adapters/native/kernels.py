@@ -7,6 +7,7 @@ few modules that take their shapes from the tensors themselves.
 from __future__ import annotations
 
 import ctypes
+import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -55,7 +56,8 @@ class NativeKernels:
         self._functions: Any = library.functions
         self._pool: int = self._functions.lp_pool_new(num_threads)
         self._inner = torch.empty(0)  # scratch of `add_lora`
-        weakref.finalize(self, self._functions.lp_pool_free, self._pool)
+        # Not at exit: threads that are still computing then would lose the pool under their feet.
+        weakref.finalize(self, _free_pool, self._functions, self._pool, os.getpid()).atexit = False
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
@@ -172,6 +174,11 @@ class NativeKernels:
     def run_stack(self, stack: Stack, step: Step) -> None:
         """All layers, in place over the step's hidden states."""
         self._functions.lp_stack_run(self._pool, ctypes.byref(stack), ctypes.byref(step))
+
+
+def _free_pool(functions: Any, pool: int, process_id: int) -> None:
+    if os.getpid() == process_id:  # a forked process has the pool without its threads, for which it would wait for ever
+        functions.lp_pool_free(pool)
 
 
 NO_RUNS: Final = RunsOfRows(Runs(), 0, ())
