@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -495,3 +495,48 @@ def test_adapters_of_one_module_leave_the_others_alone(make_engine: Callable[...
     engine = make_engine()
     slot = engine.acquire(engine.resolve("one"))
     assert set(engine.slots.installed[slot].factors) == {Q_PROJ}
+
+
+class SlowDevice:
+    """DeviceMemory whose copies wait until they are let go."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        self.handed_over_by: set[int] = set()
+
+    def pin(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def fetch(self, pieces: Sequence[torch.Tensor], num_bytes: int) -> torch.Tensor:
+        assert self.gate.wait(10)
+        return torch.cat(list(pieces))[:num_bytes].clone()
+
+    def hand_over(self, storage: torch.Tensor) -> None:
+        self.handed_over_by.add(threading.get_ident())
+
+
+def test_a_copy_under_way_holds_up_only_who_wants_it(
+    make_engine: Callable[..., Engine], root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = SlowDevice()
+    monkeypatch.setattr(manager_module, "Tiers", lambda store, where: Tiers(store, where, device))
+    engine = make_engine(num_device_slots=2)
+    resident, wanted = engine.resolve("a0"), engine.resolve("a1")
+    engine.acquire(resident)
+    device.gate.clear()
+    assert engine.cache.acquire(wanted) is None
+    for _ in range(50):  # turns of the loop; each returns although the copy does not
+        engine.cache.poll(engine.now)
+        assert engine.cache.acquire(wanted) is None
+    slot = engine.cache.acquire(resident)
+    assert slot is not None
+    assert_installed(engine, slot, root / "a0")
+    device.gate.set()
+    assert_installed(engine, engine.acquire(wanted), root / "a1")
+    assert device.handed_over_by == {threading.get_ident()}
+    for key in (resident, resident, wanted):
+        engine.cache.release(key)
+    for key in (resident, wanted):
+        engine.cache.unpin(key)
+    engine.close()
