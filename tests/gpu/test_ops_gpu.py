@@ -136,13 +136,15 @@ def test_a_column_slice_of_y_and_factors_that_are_not_aligned(variant: str) -> N
         assert torch.equal(bits(wide[:, columns]), bits(before[:, columns]))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_graph_is_replayed_with_other_adapters(variant: str) -> None:
+@pytest.mark.parametrize(("variant", "overlaps"), [*((variant, False) for variant in VARIANTS), ("rows", True)])
+def test_a_graph_is_replayed_with_other_adapters(variant: str, overlaps: bool) -> None:
     """Captured without any adapter; afterwards segments and slots change, the graph does not."""
     from loraplex_adapters.ops.triton.lora import TritonOps
 
+    if overlaps and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("launches overlap from compute capability 9.0 on")
     num_rows, num_slots, dtype = 40, 6, torch.bfloat16
-    ops = TritonOps(max_rank=64, variant=variant)  # type: ignore[arg-type]
+    ops = TritonOps(max_rank=64, variant=variant, overlaps=overlaps)  # type: ignore[arg-type]
     table = make_table([None] * num_slots, (2048, 1536), dtype)
     x, y = make_rows(num_rows, table, dtype)
     got = y.clone()

@@ -8,6 +8,9 @@ A block's rows have the same terms (adapters). Ranks are each adapter's own, rea
 launch says nothing about who is in a step, so a CUDA graph of it holds for every composition. Sums are taken in one
 order, without atomics. *Siblings* are modules with the same input whose outputs lie side by side in y (q, k and v);
 their tables are rows of one, `table_stride` apart.
+
+With OVERLAPS (Hopper and later) the second launch begins while the first still runs, and waits for its end before it
+reads anything but the step's segments.
 """
 
 # Triton evaluates annotations, so parameters have none but `constexpr`; constants are upper case by its custom.
@@ -18,6 +21,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from loraplex_adapters.ops.triton.loads import pointer_to, sum_of_ranks
 
@@ -55,7 +59,10 @@ def shrink_rows_kernel(
     BLOCK_RANK: tl.constexpr,
     BLOCK_IN: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    if OVERLAPS:
+        gdc_launch_dependents()
     block = tl.program_id(0)
     split = tl.program_id(1)
     lane = tl.program_id(2) % NUM_LANES
@@ -141,14 +148,17 @@ def expand_rows_kernel(
     BLOCK_RANK: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     block = tl.program_id(0)
     num_rows = tl.load(blocks_ptr + block * 4 + 1)
-    if num_rows == 0:
-        return
     first = tl.load(blocks_ptr + block * 4)
     first_term = tl.load(blocks_ptr + block * 4 + 2)
     num_terms = tl.load(blocks_ptr + block * 4 + 3)
+    if OVERLAPS:  # whoever ends at once too: what comes next waits for these programs only
+        gdc_wait()
+    if num_rows == 0:
+        return
     sibling, column_block, out_start, out_end = sibling_of(tl.program_id(1), end_0, end_1, out_features, BLOCK_OUT)
     table = sibling * table_stride
     if sum_of_ranks(ranks_ptr + table, term_slots_ptr, first_term, num_terms) == 0:

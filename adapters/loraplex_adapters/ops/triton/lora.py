@@ -89,10 +89,12 @@ class Call:
 class TritonOps:
     """SegmentedLora and ReplayableLora for CUDA: kernels in bfloat16, float16 and float32."""
 
-    def __init__(self, max_rank: int = 256, variant: Variant | None = None) -> None:
-        """`variant` is for tests and measurements: None takes what the table says."""
+    def __init__(self, max_rank: int = 256, variant: Variant | None = None, *, overlaps: bool = False) -> None:
+        """`variant` is for tests and measurements: None takes what the table says. `overlaps` lets the second of two
+        launches begin before the first has ended, which takes compute capability 9 (not measured yet, so off)."""
         self.max_rank = max_rank  # of whatever is installed while a reserved plan is in use
         self._variant: Variant | None = variant
+        self._overlaps = overlaps
         self._reference = ReferenceOps()
 
     @property
@@ -172,7 +174,7 @@ class TritonOps:
         elif launch.variant == "fused":
             _run_fused(call)
         else:
-            _run_rows(call)
+            _run_rows(call, self._overlaps)
 
 
 def _known(table: FactorTable) -> _Known:
@@ -200,7 +202,7 @@ def _spacing(tables: Sequence[FactorTable]) -> int:
     return found.pop() if len(found) == 1 and min(found) > 0 else 0
 
 
-def _run_rows(call: Call) -> None:
+def _run_rows(call: Call, overlaps: bool) -> None:
     plan, launch, table = call.plan, call.launch, call.tables[0]
     inner = call.inner()
     _shrink_rows[(plan.num_blocks, launch.num_splits, launch.num_lanes * len(call.tables))](
@@ -222,6 +224,7 @@ def _run_rows(call: Call) -> None:
         BLOCK_RANK=launch.block_rank,
         BLOCK_IN=launch.block_in,
         IS_ALIGNED=call.is_aligned,
+        OVERLAPS=overlaps,
     )
     _expand_rows[(plan.num_blocks, call.num_column_blocks())](
         call.y,
@@ -244,6 +247,8 @@ def _run_rows(call: Call) -> None:
         BLOCK_RANK=launch.block_rank,
         BLOCK_OUT=launch.block_out,
         IS_ALIGNED=call.is_aligned,
+        OVERLAPS=overlaps,
+        launch_pdl=overlaps,
     )
 
 
