@@ -42,7 +42,7 @@ def run(shape_name: str, device: torch.device, out: Path, limit_s: float) -> boo
     bandwidth = read_bandwidth(device)
     report["read_bytes_s"] = bandwidth
     say(f"{bandwidth / 1e9:.0f} GB/s; a random model of shape {shape.name}, on the device")
-    stepper = _make_stepper(shape, device)
+    stepper = _make_stepper(shape, device, say)
     report |= _describe_engine(stepper)
     try:
         figures = all_steps(stepper, bandwidth, deadline, say)
@@ -60,10 +60,10 @@ def run(shape_name: str, device: torch.device, out: Path, limit_s: float) -> boo
     return all(bar["is_reached"] is not False for bar in report["bars"])
 
 
-def _make_stepper(shape: Shape, device: torch.device) -> Stepper:
+def _make_stepper(shape: Shape, device: torch.device, say: Callable[[str], None]) -> Stepper:
     model = make_model(shape, device)
     loaded = adopt_model(model, model_id=shape.name, max_context_tokens=shape.max_context, verify=False)
-    return Stepper(loaded, shape)
+    return Stepper(loaded, shape, say)
 
 
 def _describe_engine(stepper: Stepper) -> dict[str, Any]:
@@ -75,6 +75,7 @@ def _describe_engine(stepper: Stepper) -> dict[str, Any]:
         "adapter_bytes": adapter_bytes(loaded, stepper.shape.rank),
         "attention": backend.name if backend is not None else "",
         "lora": ops.name if ops is not None else "",
+        "num_graphs": stepper.num_graphs,
     }
 
 
@@ -110,7 +111,8 @@ def text_of(report: dict[str, Any], figures: Sequence[StepFigure]) -> str:
     machine = ", ".join(f"{name} {report[name]}" for name in ("device", "torch", "triton", "transformers"))
     parts = [
         f"\n{machine}\nshape {report['shape']}, rank {report['rank']}, context {report['context']}, "
-        f"{report['read_bytes_s'] / 1e9:.0f} GB/s read, attention {report['attention']}, lora {report['lora']}\n",
+        f"{report['read_bytes_s'] / 1e9:.0f} GB/s read, attention {report['attention']}, lora {report['lora']}, "
+        f"{report['num_graphs']} CUDA graphs\n",
         table(
             "Steps (milliseconds; ratios of rounds in turns)",
             ("batch", "scenario", "adapters", "step", "min", "max", "ratio", "floor", "x floor"),

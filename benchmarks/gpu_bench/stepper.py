@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gpu_bench.adapters import make_adapter
@@ -26,6 +26,7 @@ from loraplex_server.config import (
     SpeculationConfig,
 )
 from loraplex_server.engine.build import assemble
+from loraplex_server.engine.isolation import StepHandle
 from loraplex_server.model.loaded import LoadedModel
 from loraplex_server.model.runner import ModelRunner
 from loraplex_server.model.spec import kv_block_bytes
@@ -69,7 +70,7 @@ class _Row:
 class Stepper:
     """An engine's runner, and the adapters that it is given."""
 
-    def __init__(self, loaded: LoadedModel, shape: Shape) -> None:
+    def __init__(self, loaded: LoadedModel, shape: Shape, say: Callable[[str], None]) -> None:
         self.loaded = loaded
         self.shape = shape
         self.num_row_blocks = -(-loaded.spec.max_context_tokens // BLOCK_SIZE)
@@ -81,7 +82,7 @@ class Stepper:
             AdaptersConfig(num_device_slots=shape.max_batch),
             SpeculationConfig(num_tokens=shape.num_draft_tokens, max_num_tokens=shape.num_draft_tokens),
         )
-        self.engine = assemble(loaded, config, lambda text: None, lambda: None)
+        self.engine = assemble(loaded, config, say, lambda: None)
         runner = self.engine._runner
         assert isinstance(runner, ModelRunner)
         self.runner = runner
@@ -95,6 +96,11 @@ class Stepper:
         dice = random.Random(0)
         self._ids = [dice.randrange(2, loaded.spec.vocab_size) for _ in range(1 << 14)]
         self._next_id = 0
+
+    @property
+    def num_graphs(self) -> int:
+        graphs = self.runner._graphs
+        return graphs.num_graphs if graphs is not None else 0
 
     def close(self) -> None:
         self.engine.close()
@@ -112,13 +118,11 @@ class Stepper:
     def time_steps(self, scenario: Scenario, num_steps: int) -> float:
         """Seconds per step. The first steps, in which sequences enter, do not count."""
         rows = self._rows(scenario)
-        self._step(rows, scenario, self._entered(rows, scenario))
-        for _ in range(NUM_UNTIMED - 1):
-            self._step(rows, scenario)
+        self._run(rows, scenario, 1, self._entered(rows, scenario))
+        self._run(rows, scenario, NUM_UNTIMED - 1)
         synchronize(self.loaded.device)
         start = time.perf_counter()
-        for _ in range(num_steps):
-            self._step(rows, scenario)
+        self._run(rows, scenario, num_steps)
         synchronize(self.loaded.device)
         return (time.perf_counter() - start) / num_steps
 
@@ -151,16 +155,36 @@ class Stepper:
         self._next_id += num
         return tuple(self._ids[self._next_id - num : self._next_id])
 
-    def _step(self, rows: Sequence[_Row], scenario: Scenario, entered: tuple[NewSequence, ...] = ()) -> None:
+    def _run(
+        self, rows: Sequence[_Row], scenario: Scenario, num_steps: int, entered: tuple[NewSequence, ...] = ()
+    ) -> None:
+        """As the engine does it: a step is handed over before the result of the one before is asked for, where the
+        runner allows it and nobody drafts."""
         released = tuple(range(self.shape.max_batch)) if entered else ()
-        spans = tuple(self._span(row, self._random_ids(scenario.num_draft_tokens)) for row in rows)
-        self._num_steps += 1
-        results = self.runner.execute(StepPlan(self._num_steps, spans, entered, released)).result().spans
+        overlaps = self.runner.overlaps and not scenario.num_draft_tokens
+        under_way: StepHandle | None = None
+        for _ in range(num_steps):
+            spans = tuple(self._span(row, self._random_ids(scenario.num_draft_tokens)) for row in rows)
+            self._num_steps += 1
+            handle = self.runner.execute(StepPlan(self._num_steps, spans, entered, released))
+            if overlaps:
+                for row in rows:
+                    row.num_known += 1
+                handle, under_way = under_way, handle
+            if handle is not None:
+                self._take(rows, handle, is_known=overlaps)
+        if under_way is not None:
+            self._take(rows, under_way, is_known=True)
+
+    def _take(self, rows: Sequence[_Row], handle: StepHandle, *, is_known: bool) -> None:
+        """`is_known`: how many tokens come was counted when the step was planned."""
+        results = handle.result().spans
         for row in rows:
             result = results[row.sequence_id]
             if result.error is not None:
                 raise RuntimeError(f"{row.sequence_id}: {result.error}")
-            row.num_known += len(result.token_ids)
+            if not is_known:
+                row.num_known += len(result.token_ids)
 
     @staticmethod
     def _span(row: _Row, draft: tuple[int, ...]) -> Span:

@@ -1,0 +1,33 @@
+"""The checks that tests/gpu runs on a GPU, on the CPU: what is right there has been right here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.device_checks import CHECKS, Answer, Settings, World, make_engine, make_requests, random_model, run
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("check", CHECKS)
+def test_on_a_cpu(check: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    CHECKS[check](Settings("cpu", dtype), tmp_path)
+
+
+def test_the_reference_notices_another_adapter(tmp_path: Path) -> None:
+    """Answers of one adapter are not taken for another's, nor a wrong token for a right one."""
+    settings = Settings("cpu", torch.bfloat16)
+    world = World(random_model(settings.dtype), settings.dtype, tmp_path)
+    names = [world.add(8, 1), world.add(8, 2)]
+    engine = make_engine(world, settings)
+    (answer,) = run(engine, make_requests(names, 1, 12)).values()
+    engine.close()
+    world.check({"right": answer})
+    world.loras[names[0]], world.loras[names[1]] = world.loras[names[1]], world.loras[names[0]]
+    swapped = World(world.model, world.dtype, world.root, world.loras)
+    with pytest.raises(AssertionError, match=r"is off by|worse than the best"):
+        swapped.check({"swapped": answer})
+    wrong = Answer(answer.request, [*answer.tokens[:-1], (answer.tokens[-1] + 1) % 256], answer.logprobs)
+    with pytest.raises(AssertionError, match="worse than the best"):
+        world.check({"wrong": wrong})

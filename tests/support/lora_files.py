@@ -1,0 +1,86 @@
+"""LoRA adapters in the files that PEFT writes, made without PEFT, for machines that have none; and what they mean: a
+model with the adapter merged into its weights, in float64."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from loraplex_adapters.key import AdapterKey
+from loraplex_adapters.ops.base import LoraFactors
+from loraplex_adapters.weights import AdapterWeights
+
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class RandomLora:
+    """One adapter's factors by module path, in float64 on the CPU."""
+
+    name: str
+    alpha: float
+    rank: int
+    a: dict[str, Tensor]  # [rank, in]
+    b: dict[str, Tensor]  # [out, rank]
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+    def merged_into(self, model: PreTrainedModel) -> PreTrainedModel:
+        """A copy of `model` that computes what the adapter means."""
+        merged = copy.deepcopy(model)
+        with torch.no_grad():
+            for path, a in self.a.items():
+                weight = merged.get_submodule(path).weight
+                assert isinstance(weight, Tensor)
+                weight.add_((self.scale * self.b[path] @ a).to(weight.dtype))
+        return merged
+
+    def rounded(self, dtype: torch.dtype) -> RandomLora:
+        """The same after a way through `dtype`: what a server that computes in it has been given."""
+        a = {path: value.to(dtype).double() for path, value in self.a.items()}
+        b = {path: value.to(dtype).double() for path, value in self.b.items()}
+        return RandomLora(self.name, self.alpha, self.rank, a, b)
+
+    def write(self, folder: Path) -> None:
+        tensors: dict[str, Tensor] = {}
+        for path in self.a:
+            tensors[f"base_model.model.{path}.lora_A.weight"] = self.a[path]
+            tensors[f"base_model.model.{path}.lora_B.weight"] = self.b[path]
+        folder.mkdir(parents=True)
+        save_file(tensors, str(folder / "adapter_model.safetensors"))
+        targets = sorted({path.rpartition(".")[2] for path in self.a})
+        fields = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": self.rank, "lora_alpha": self.alpha}
+        (folder / "adapter_config.json").write_text(json.dumps({**fields, "target_modules": targets, "bias": "none"}))
+
+    def weights(self, dtype: torch.dtype, device: torch.device | str) -> AdapterWeights:
+        """On a device, without the adapter cache."""
+        factors = {
+            path: LoraFactors(a.to(device, dtype).contiguous(), self.b[path].to(device, dtype).contiguous(), self.scale)
+            for path, a in self.a.items()
+        }
+        digest = f"{sum(map(ord, self.name)) * 7919 + self.rank:064x}"
+        return AdapterWeights(AdapterKey("lora", digest), torch.empty(0, dtype=torch.uint8), factors)
+
+
+def random_lora(
+    model: PreTrainedModel, name: str, rank: int, seed: int, linears: tuple[str, ...] = LINEARS, size: float = 0.25
+) -> RandomLora:
+    """Strong enough that a text changes."""
+    generator = torch.Generator().manual_seed(seed)
+    a: dict[str, Tensor] = {}
+    b: dict[str, Tensor] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Linear) and path.endswith(linears):
+            num_out, num_in = module.weight.shape
+            a[path] = torch.randn(rank, num_in, generator=generator, dtype=torch.float64) * size
+            b[path] = torch.randn(num_out, rank, generator=generator, dtype=torch.float64) * size
+    return RandomLora(name, 2.0 * rank**0.5, rank, a, b)
