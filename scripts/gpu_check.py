@@ -1,7 +1,7 @@
 """Checks and measures everything on a machine with a GPU. Downloads nothing, and of packages it needs torch, triton,
 transformers, safetensors and numpy; it takes pytest and peft where they are.
 
-    python scripts/gpu_check.py tests [--out DIR]    # the tests of tests/gpu, each file in a process of its own
+    python scripts/gpu_check.py tests [--out DIR]    # the tests of tests/gpu, in processes of their own
     python scripts/gpu_check.py bench [--out DIR]    # decode steps of Llama-3.1-8B's shape, against the bars
     python scripts/gpu_check.py bench --shape tiny --device cpu    # the same code, where there is no GPU
 
@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -29,6 +31,17 @@ sys.path[:0] = [str(ROOT / name) for name in ("proto", "client", "router", "serv
 LIMIT_S = 480.0
 RESERVE_S = 15.0  # of the limit, for what is left to do after the deadline
 POLL_S = 0.1
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which tests of a file one process runs: every `num`th."""
+
+    idx: int
+    num: int
+
+    def of(self, tests: list[Any]) -> list[Any]:
+        return tests[self.idx :: self.num]
 
 
 @dataclass
@@ -46,7 +59,7 @@ class FileReport:
 
 @dataclass
 class Child:
-    """A file of tests that is being run."""
+    """A part of a file that is being run."""
 
     report: FileReport
     process: subprocess.Popen[bytes]
@@ -57,14 +70,14 @@ class Child:
 def main() -> int:
     args = parse_args()
     if args.command == "run-file":
-        return run_file(args.file, args.results)
+        return run_file(args.file, args.results, Part(args.part, args.num_parts))
     needs_gpu = args.device != "cpu" if args.command == "bench" else not args.files
     if needs_gpu and not has_gpu():
         print("no GPU here: torch.cuda.is_available() is false; nothing was checked", file=sys.stderr)
         return 2
     if args.command == "bench":
         return bench(args)
-    return tests(args.files or sorted((ROOT / "tests/gpu").glob("test_*.py")), args.out, args.limit, args.jobs)
+    return tests(args.files or sorted((ROOT / "tests/gpu").glob("test_*.py")), args)
 
 
 def parse_args() -> argparse.Namespace:
@@ -74,14 +87,19 @@ def parse_args() -> argparse.Namespace:
         command = commands.add_parser(name)
         command.add_argument("--out", type=Path, default=Path("gpu_check"), help="folder of the JSON file")
         command.add_argument("--limit", type=float, default=LIMIT_S, help="seconds that it may take at most")
-    commands.choices["tests"].add_argument("--jobs", type=int, default=4, help="files at the same time")
+    num_jobs = max(1, min(8, (os.cpu_count() or 1) // 2))  # most of the time kernels are compiled
+    commands.choices["tests"].add_argument("--jobs", type=int, default=num_jobs, help="processes at the same time")
+    commands.choices["tests"].add_argument("--parts", type=int, default=num_jobs, help="processes for one file")
     commands.choices["tests"].add_argument("--files", type=Path, nargs="+", help="other files of tests")
     commands.choices["bench"].add_argument("--shape", choices=("llama-8b", "tiny"), default="llama-8b")
     commands.choices["bench"].add_argument("--device", default="cuda")
+    commands.choices["bench"].add_argument("--max-rank", type=int, help="of the server; its default otherwise")
     commands.choices["bench"].add_argument("--end", type=float, help=argparse.SUPPRESS)
     one = commands.add_parser("run-file")
     one.add_argument("file", type=Path)
     one.add_argument("results", type=Path)
+    one.add_argument("part", type=int)
+    one.add_argument("num_parts", type=int)
     return parser.parse_args()
 
 
@@ -109,7 +127,7 @@ def provide_bench() -> None:
 def bench(args: argparse.Namespace) -> int:
     """In a process of its own, which is ended where it does not end by itself: its file has what it had measured."""
     if args.end is not None:
-        return run_bench(args.shape, args.device, args.out, args.end - time.time() - RESERVE_S)
+        return run_bench(args.shape, args.device, args.out, args.end - time.time() - RESERVE_S, args.max_rank)
     process = subprocess.Popen([sys.executable, *sys.argv, "--end", str(time.time() + args.limit)])
     try:
         return process.wait(args.limit)
@@ -120,30 +138,33 @@ def bench(args: argparse.Namespace) -> int:
         return 1
 
 
-def run_bench(shape: str, device: str, out: Path, limit_s: float) -> int:
+def run_bench(shape: str, device: str, out: Path, limit_s: float, max_rank: int | None = None) -> int:
     provide_bench()
     import torch
     from gpu_bench.main import run
 
-    return 0 if run(shape, torch.device(device), out, limit_s) else 1
+    return 0 if run(shape, torch.device(device), out, limit_s, max_rank) else 1
 
 
 # --- tests ------------------------------------------------------------------------------------------------------------
 
 
-def tests(files: list[Path], out: Path, limit_s: float, num_jobs: int) -> int:
-    deadline_s = time.monotonic() + limit_s - RESERVE_S
-    waiting, running = list(files), list[Child]()
-    reports: list[FileReport] = []
+def tests(files: list[Path], args: argparse.Namespace) -> int:
+    deadline_s = time.monotonic() + args.limit - RESERVE_S
+    waiting = [(path, Part(idx, args.parts)) for path in files for idx in range(args.parts)]
+    running: list[Child] = []
+    reports = {path.name: FileReport(path.name) for path in files}
     failures: list[dict[str, str]] = []
     skips: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:
         while waiting or running:
             is_late = time.monotonic() >= deadline_s
-            while waiting and len(running) < num_jobs and not is_late:
-                running.append(start(waiting.pop(0), Path(folder)))
+            while waiting and len(running) < args.jobs and not is_late:
+                path, part = waiting.pop(0)
+                running.append(start(path, part, reports[path.name], Path(folder)))
             if is_late:
-                reports += [FileReport(path.name, problem="not begun in time") for path in waiting]
+                for path, _ in waiting:
+                    reports[path.name].problem = "not begun in time"
                 waiting = []
             for child in list(running):
                 if is_late and child.process.poll() is None:
@@ -153,43 +174,38 @@ def tests(files: list[Path], out: Path, limit_s: float, num_jobs: int) -> int:
                 if child.process.poll() is not None:
                     running.remove(child)
                     take(child, failures, skips)
-                    reports.append(child.report)
                     print(f"{child.report.seconds:6.1f} s  {line_of(child.report)}", flush=True)
             time.sleep(POLL_S)
-    reports.sort(key=lambda report: report.file)
-    tell(out, reports, failures, skips)
-    return 0 if all(not report.failed and not report.problem for report in reports) else 1
+    tell(args.out, list(reports.values()), failures, skips)
+    return 0 if all(not report.failed and not report.problem for report in reports.values()) else 1
 
 
-def start(path: Path, folder: Path) -> Child:
-    results = folder / f"{path.stem}.jsonl"
-    log = results.with_suffix(".log").open("wb")
+def start(path: Path, part: Part, report: FileReport, folder: Path) -> Child:
+    results = folder / f"{path.stem}-{part.idx}.jsonl"
     command = [sys.executable, str(Path(__file__).resolve()), "run-file", str(path), str(results)]
-    process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-    return Child(FileReport(path.name), process, results)
+    command += [str(part.idx), str(part.num)]
+    with results.with_suffix(".log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    return Child(report, process, results)
 
 
 def take(child: Child, failures: list[dict[str, str]], skips: Counter[str]) -> None:
     """Reads what a child has written, however it ended."""
     report = child.report
-    report.seconds = time.monotonic() - child.start_s
+    report.seconds += time.monotonic() - child.start_s
     lines = child.results.read_text().splitlines() if child.results.exists() else []
     rows: list[dict[str, Any]] = [json.loads(line) for line in lines]
-    num_collected = sum(len(row.get("collected", ())) for row in rows)
-    for row in rows:
-        match row.get("outcome"):
-            case "passed":
-                report.passed += 1
-            case "skipped":
-                report.skipped += 1
-                skips[row["text"]] += 1
-            case "failed":
-                report.failed += 1
-                failures.append({"test": f"{report.file}::{row['name']}", "text": row["text"]})
-            case _:
-                pass
-    report.left_out = num_collected - report.passed - report.skipped - report.failed
-    is_broken = not num_collected or (child.process.returncode and not report.failed)
+    results = [row for row in rows if "outcome" in row]
+    counts = Counter(row["outcome"] for row in results)
+    report.passed += counts["passed"]
+    report.skipped += counts["skipped"]
+    report.failed += counts["failed"]
+    report.left_out += sum(len(row["collected"]) for row in rows if "collected" in row) - len(results)
+    skips.update(row["text"] for row in results if row["outcome"] == "skipped")
+    failures += [
+        {"test": f"{report.file}::{row['name']}", "text": row["text"]} for row in results if row["outcome"] == "failed"
+    ]
+    is_broken = not rows or (child.process.returncode and not counts["failed"])
     if is_broken and not report.problem:
         log = child.results.with_suffix(".log").read_text(errors="replace")
         report.problem = f"ended with status {child.process.returncode}"
@@ -224,8 +240,9 @@ def tell(out: Path, reports: list[FileReport], failures: list[dict[str, str]], s
     print(table("\nTests", columns, rows))
 
 
-def run_file(path: Path, results: Path) -> int:
-    """One file, in this process. A line of JSON for every test as it ends: what is written stays, whatever follows."""
+def run_file(path: Path, results: Path, part: Part) -> int:
+    """A part of one file, in this process. A line of JSON for every test as it ends: what is written stays, whatever
+    follows."""
     has_failed = False
     with results.open("w", buffering=1) as file:
 
@@ -237,11 +254,12 @@ def run_file(path: Path, results: Path) -> int:
         if find_spec("pytest") is not None:
             from support.recorded_pytest import run_file as with_pytest
 
-            return with_pytest(path, write)
+            return with_pytest(path, part.of, write)
         from support import mini_pytest
 
         mini_pytest.install()
-        mini_pytest.run_file(path, lambda names: write({"collected": names}), lambda result: write(asdict(result)))
+        collected: Callable[[list[str]], None] = lambda names: write({"collected": names})  # noqa: E731
+        mini_pytest.run_file(path, part.of, collected, lambda result: write(asdict(result)))
     return int(has_failed)
 
 

@@ -17,9 +17,9 @@ from gpu_bench.deadline import Deadline
 from gpu_bench.floors import kv_bytes
 from gpu_bench.machine import Timing, time_call
 from gpu_bench.stepper import BLOCK_SIZE, Stepper
-from loraplex_adapters.ops.base import Segment, SegmentedLora
+from loraplex_adapters.ops.base import PreparedSegments, ReplayableLora, Segment, SegmentedLora
 from loraplex_adapters.ops.dense import DenseTable, DenseWeight
-from loraplex_adapters.ops.registry import available_ops, choose_dense, choose_ops, choose_punica
+from loraplex_adapters.ops.registry import available_ops, choose_dense, choose_punica
 from loraplex_adapters.ops.segments import join_neighbours
 from loraplex_server.model.attention.base import AttentionBatch
 from loraplex_server.model.linear import AdaptedLinear
@@ -51,12 +51,12 @@ class _Work(NamedTuple):
     calls: int
     num_bytes: int
     call: Callable[[], object]
+    is_replayable: bool = True
 
 
 def all_kernels(
     stepper: Stepper, bandwidth: float, deadline: Deadline, say: Callable[[str], None]
-) -> list[KernelFigure]:
-    figures: list[KernelFigure] = []
+) -> Iterator[KernelFigure]:
     device = stepper.loaded.device
     sizes = sorted({size for size in stepper.shape.batches if size > 1})[:2]
     with torch.inference_mode():
@@ -64,9 +64,8 @@ def all_kernels(
             if not deadline.allows(f"kernels from {work.kernel}, {work.case} on", NEEDED_S):
                 break
             say(f"{work.kernel}, {work.case}")
-            figures.append(_figure(work, time_call(work.call, device), bandwidth))
+            yield _figure(work, time_call(work.call, device, is_replayable=work.is_replayable), bandwidth)
     stepper.install(0)
-    return figures
 
 
 def _figure(work: _Work, timing: Timing, bandwidth: float) -> KernelFigure:
@@ -94,16 +93,19 @@ def _by_shape(stepper: Stepper) -> dict[tuple[int, int], list[AdaptedLinear]]:
     return found
 
 
-def _implementations() -> list[SegmentedLora]:
+def _punica() -> list[SegmentedLora]:
     has_punica = any(status.name == "punica" and status.usable for status in available_ops())
     return [choose_punica()] if has_punica else []
 
 
 def _lora_work(stepper: Stepper, batch: int) -> Iterator[_Work]:
-    """Down and up together, by shape of the module; Punica beside it where it is installed."""
+    """Down and up together, by shape of the module: as launched for one step, and as a graph launches it for whatever
+    comes. Punica beside it where it is installed."""
     loaded = stepper.loaded
     stepper.install(batch)
-    for ops in (choose_ops(loaded.device), *_implementations()):
+    own = next(iter(linears(loaded).values())).ops
+    assert own is not None
+    for ops in (own, *_punica()):
         for (num_in, num_out), modules in _by_shape(stepper).items():
             for popularity in POPULARITIES:
                 slots = choose_slots(popularity, batch)
@@ -114,15 +116,20 @@ def _lora_work(stepper: Stepper, batch: int) -> Iterator[_Work]:
                 num_bytes = sum(f.a.nbytes + f.b.nbytes for f in factors if f is not None)
                 num_bytes += len(modules) * (x.nbytes + 2 * y.nbytes)
                 case = f"{num_in}->{num_out}, batch {batch}, {popularity}"
-                call = _lora_call(ops, modules, segments, x, y, stepper.shape.max_batch)
-                yield _Work(f"lora ({ops.name})", case, len(modules), num_bytes, call)
+                num_slots = stepper.shape.max_batch
+                prepared = ops.prepare(segments, batch, num_slots, loaded.device)
+                call = _lora_call(ops, modules, prepared, x, y)
+                yield _Work(f"lora ({ops.name})", case, len(modules), num_bytes, call, ops is own)
+                if isinstance(ops, ReplayableLora):
+                    reserved = ops.reserve(batch, num_slots, loaded.device)
+                    ops.refill(reserved, segments)
+                    call = _lora_call(ops, modules, reserved, x, y)
+                    yield _Work(f"lora ({ops.name}, reserved)", case, len(modules), num_bytes, call)
 
 
 def _lora_call(
-    ops: SegmentedLora, modules: Sequence[AdaptedLinear], segments: Sequence[Segment], x: Tensor, y: Tensor, slots: int
+    ops: SegmentedLora, modules: Sequence[AdaptedLinear], prepared: PreparedSegments, x: Tensor, y: Tensor
 ) -> Callable[[], None]:
-    prepared = ops.prepare(segments, x.shape[0], slots, x.device)
-
     def call() -> None:
         for module in modules:
             assert module.table is not None
@@ -211,4 +218,4 @@ def _sampler_work(stepper: Stepper, batch: int) -> _Work:
     tokens = torch.zeros(batch, 64, dtype=torch.int64, device=loaded.device)
     rows, positions = list(range(batch)), [20] * batch
     case = f"batch {batch}, temperature and top-p"
-    return _Work("sampling", case, 1, logits.nbytes, lambda: sampler.sample(logits, rows, positions, tokens))
+    return _Work("sampling", case, 1, logits.nbytes, lambda: sampler.sample(logits, rows, positions, tokens), False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import platform
 import statistics
 import time
@@ -10,6 +11,8 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
 import torch
+
+from loraplex_server.model.cuda_capture import CudaCapture
 
 PACKAGES = ("torch", "triton", "transformers", "flashinfer-python", "peft")
 READ_BYTES = {"cuda": 4 << 30, "cpu": 16 << 20}
@@ -31,16 +34,26 @@ def describe(device: str) -> dict[str, str]:
     return {"device": name, "python": platform.python_version(), "cuda": torch.version.cuda or "none", **found}
 
 
+def free_memory(device: torch.device) -> None:
+    """Gives back what nobody refers to."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def time_call(call: Callable[[], object], device: torch.device, *, num_calls: int = 10) -> Timing:
-    """The median time of a call that is long enough to be timed alone; on CUDA of its replays as a graph."""
+def time_call(
+    call: Callable[[], object], device: torch.device, *, num_calls: int = 10, is_replayable: bool = True
+) -> Timing:
+    """The median time of a call that is long enough to be timed alone; on CUDA of its replays as a graph. Not
+    replayable: it copies from the host, which a replay would do from memory that is somebody else's by then."""
     call()
     synchronize(device)
-    replay, is_graph = _captured(call, device)
+    replay, is_graph = _captured(call, device) if is_replayable else (call, False)
     replay()
     seconds: list[float] = []
     for _ in range(num_calls):
@@ -56,14 +69,15 @@ def _captured(call: Callable[[], object], device: torch.device) -> tuple[Callabl
     """The call as a graph; the call itself where there are none, or where it does what cannot be captured."""
     if device.type != "cuda":
         return call, False
-    graph = torch.cuda.CUDAGraph()
+
+    def launch() -> None:
+        call()
+
     try:
-        with torch.cuda.graph(graph):
-            call()
+        return CudaCapture(device)(launch), True
     except RuntimeError:
         synchronize(device)
         return call, False
-    return graph.replay, True
 
 
 def read_bandwidth(device: torch.device) -> float:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+import traceback
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,50 +15,104 @@ from gpu_bench import kernels, peft_batch, profile
 from gpu_bench.adapters import linears
 from gpu_bench.deadline import Deadline
 from gpu_bench.floors import adapter_bytes, weight_bytes
-from gpu_bench.machine import describe, read_bandwidth
+from gpu_bench.machine import describe, free_memory, read_bandwidth
 from gpu_bench.report import table, write_json
 from gpu_bench.shapes import SHAPES, Shape, make_model
-from gpu_bench.stepper import Stepper
+from gpu_bench.stepper import DEFAULT_MAX_RANK, Stepper
 from gpu_bench.steps import StepFigure, all_steps, check_bars
 from loraplex_server.model.loader import adopt_model
 
 FILE = "bench.json"
 
 
-def run(shape_name: str, device: torch.device, out: Path, limit_s: float) -> bool:
-    """Measures, prints and writes. True when no bar was missed."""
-    deadline = Deadline(limit_s)
+class Bench:
+    """One run: what it has found so far, and how much time is left."""
 
-    def say(text: str) -> None:
-        print(f"[{deadline.used_s:5.0f} s] {text}", flush=True)
+    def __init__(self, shape: Shape, device: torch.device, out: Path, limit_s: float) -> None:
+        self.shape = shape
+        self.device = device
+        self.out = out
+        self.deadline = Deadline(limit_s)
+        self.figures: list[StepFigure] = []
+        self.report: dict[str, Any] = {
+            **describe(str(device)),
+            "shape": shape.name,
+            "rank": shape.rank,
+            "max_rank": shape.max_rank or DEFAULT_MAX_RANK,
+            "context": shape.context,
+            "kernels": [],
+            "profiles": {},
+            "peft": None,
+            "problems": [],
+        }
 
-    shape = SHAPES[shape_name]
-    report: dict[str, Any] = {
-        "shape": shape.name,
-        "rank": shape.rank,
-        "context": shape.context,
-        **describe(str(device)),
-    }
-    say("read bandwidth")
-    bandwidth = read_bandwidth(device)
-    report["read_bytes_s"] = bandwidth
-    say(f"{bandwidth / 1e9:.0f} GB/s; a random model of shape {shape.name}, on the device")
-    stepper = _make_stepper(shape, device, say)
-    report |= _describe_engine(stepper)
-    try:
-        figures = all_steps(stepper, bandwidth, deadline, say)
-        report |= {"steps": [asdict(figure) for figure in figures], "bars": check_bars(figures)}
-        write_json(out, FILE, report)
-        _measure_parts(stepper, bandwidth, deadline, say, report, lambda: write_json(out, FILE, report))
-    finally:
-        stepper.close()
-    del stepper
-    gc.collect()
-    _measure_peft(shape, device, deadline, say, report)
-    report |= {"left_out": deadline.left_out, "seconds": deadline.used_s}
-    write_json(out, FILE, report)
-    print(text_of(report, figures))
-    return all(bar["is_reached"] is not False for bar in report["bars"])
+    def say(self, text: str) -> None:
+        print(f"[{self.deadline.used_s:5.0f} s] {text}", flush=True)
+
+    def run(self) -> bool:
+        """True when no bar was missed, and nothing went wrong."""
+        self.say("read bandwidth")
+        self.report["read_bytes_s"] = bandwidth = read_bandwidth(self.device)
+        free_memory(self.device)
+        self.say(f"{bandwidth / 1e9:.0f} GB/s; a random model of shape {self.shape.name}, on the device")
+        stepper = _make_stepper(self.shape, self.device, self.say)
+        self.report |= _describe_engine(stepper)
+        try:
+            self._measure(stepper, bandwidth)
+        finally:
+            stepper.close()
+        del stepper
+        free_memory(self.device)
+        with self._part("PEFT's mixed batch"):
+            self._measure_peft()
+        self.save()
+        print(text_of(self.report))
+        return not self.report["problems"] and all(bar["is_reached"] is not False for bar in self.report["bars"])
+
+    def save(self) -> None:
+        self.report |= {
+            "steps": [asdict(figure) for figure in self.figures],
+            "bars": check_bars(self.figures),
+            "left_out": self.deadline.left_out,
+            "seconds": self.deadline.used_s,
+        }
+        write_json(self.out, FILE, self.report)
+
+    @contextmanager
+    def _part(self, what: str) -> Generator[None]:
+        """What goes wrong in one part is told, and does not take the others' figures along."""
+        try:
+            yield
+        except Exception as error:
+            self.say(f"{what}: {type(error).__name__}: {error}")
+            self.report["problems"].append({"part": what, "text": traceback.format_exc()})
+
+    def _measure(self, stepper: Stepper, bandwidth: float) -> None:
+        with self._part("steps"):
+            for figure in all_steps(stepper, bandwidth, self.deadline, self.say):
+                self.figures.append(figure)
+                self.save()
+        with self._part("kernels"):
+            for kernel in kernels.all_kernels(stepper, bandwidth, self.deadline, self.say):
+                self.report["kernels"].append(asdict(kernel))
+                self.save()
+        with self._part("profile"):
+            if self.deadline.allows("profile", profile.NEEDED_S):
+                self.say("profile")
+                found = profile.profiles(stepper)
+                self.report["profiles"] = {name: [asdict(row) for row in rows] for name, rows in found.items()}
+
+    def _measure_peft(self) -> None:
+        if problem := peft_batch.problem():
+            self.deadline.left_out.append(f"PEFT's mixed batch ({problem})")
+        elif self.deadline.allows("PEFT's mixed batch", peft_batch.NEEDED_S):
+            self.say("PEFT's mixed batch")
+            self.report["peft"] = peft_batch.mixed_batch(self.shape, self.device)
+
+
+def run(shape_name: str, device: torch.device, out: Path, limit_s: float, max_rank: int | None = None) -> bool:
+    """Measures, prints and writes. True when all is well."""
+    return Bench(replace(SHAPES[shape_name], max_rank=max_rank), device, out, limit_s).run()
 
 
 def _make_stepper(shape: Shape, device: torch.device, say: Callable[[str], None]) -> Stepper:
@@ -79,71 +134,62 @@ def _describe_engine(stepper: Stepper) -> dict[str, Any]:
     }
 
 
-def _measure_parts(
-    stepper: Stepper,
-    bandwidth: float,
-    deadline: Deadline,
-    say: Callable[[str], None],
-    report: dict[str, Any],
-    save: Callable[[], None],
-) -> None:
-    report["kernels"] = [asdict(figure) for figure in kernels.all_kernels(stepper, bandwidth, deadline, say)]
-    save()
-    report["profiles"] = {}
-    if deadline.allows("profile", profile.NEEDED_S):
-        say("profile")
-        report["profiles"] = {name: [asdict(row) for row in rows] for name, rows in profile.profiles(stepper).items()}
-    save()
+# --- in print ---------------------------------------------------------------------------------------------------------
 
 
-def _measure_peft(
-    shape: Shape, device: torch.device, deadline: Deadline, say: Callable[[str], None], report: dict[str, Any]
-) -> None:
-    report["peft"] = None
-    if problem := peft_batch.problem():
-        deadline.left_out.append(f"PEFT's mixed batch ({problem})")
-    elif deadline.allows("PEFT's mixed batch", peft_batch.NEEDED_S):
-        say("PEFT's mixed batch")
-        report["peft"] = peft_batch.mixed_batch(shape, device)
-
-
-def text_of(report: dict[str, Any], figures: Sequence[StepFigure]) -> str:
+def text_of(report: dict[str, Any]) -> str:
     machine = ", ".join(f"{name} {report[name]}" for name in ("device", "torch", "triton", "transformers"))
     parts = [
-        f"\n{machine}\nshape {report['shape']}, rank {report['rank']}, context {report['context']}, "
-        f"{report['read_bytes_s'] / 1e9:.0f} GB/s read, attention {report['attention']}, lora {report['lora']}, "
-        f"{report['num_graphs']} CUDA graphs\n",
-        table(
-            "Steps (milliseconds; ratios of rounds in turns)",
-            ("batch", "scenario", "adapters", "step", "min", "max", "ratio", "floor", "x floor"),
-            [
-                (f.batch, f.scenario, f.num_distinct, f.step_ms, f.min_ms, f.max_ms, f.ratio, f.floor_ms,
-                 f.times_floor)
-                for f in figures
-            ],
+        f"\n{machine}\nshape {report['shape']}, rank {report['rank']} of at most {report['max_rank']}, context "
+        f"{report['context']}, {report['read_bytes_s'] / 1e9:.0f} GB/s read, attention {report['attention']}, lora "
+        f"{report['lora']}, {report['num_graphs']} CUDA graphs\n",
+        _rows(
+            "Steps (milliseconds; ratios of rounds in turns; batches and what is in them)",
+            {
+                "batch": "batch", "scenario": "scenario", "num_distinct": "adapters", "step_ms": "step",
+                "min_ms": "min", "max_ms": "max", "ratio": "ratio", "floor_ms": "floor", "times_floor": "x floor",
+            },
+            report["steps"],
         ),
-        table(
+        _rows(
             "Kernels",
-            ("kernel", "case", "calls", "us", "GB/s", "of bandwidth", "graph"),
-            [
-                (k["kernel"], k["case"], k["calls"], k["total_us"], k["gb_s"], k["of_bandwidth"], k["is_graph"])
-                for k in report["kernels"]
-            ],
+            {
+                "kernel": "kernel", "case": "case", "calls": "calls", "total_us": "us", "gb_s": "GB/s",
+                "of_bandwidth": "of bandwidth", "is_graph": "graph",
+            },
+            report["kernels"],
         ),
     ]  # fmt: skip
     for name, rows in report["profiles"].items():
         lines = [(row["kernel"][:90], row["calls"], row["us"]) for row in rows]
         parts.append(table(f"Profile: {name} (per step)", ("kernel", "calls", "us"), lines))
     if peft := report["peft"]:
-        lines = [(peft["batch"], peft["base_ms"], peft["distinct_ms"])]
-        parts.append(table("PEFT (milliseconds per step)", ("batch", "base", "distinct"), lines))
-    bars = [
-        (bar["scenario"], bar["batch"], "floor" if bar["is_of_floor"] else "plain step", bar["found"], bar["limit"],
-         bar["better"], {None: "not measured", True: "pass", False: "FAIL"}[bar["is_reached"]],
-         "yes" if bar["is_better"] else "")
-        for bar in report["bars"]
-    ]  # fmt: skip
-    parts.append(table("Bars", ("scenario", "batch", "over", "found", "limit", "hoped", "", "as hoped"), bars))
+        columns = {"batch": "batch", "base_ms": "base", "distinct_ms": "distinct"}
+        parts.append(_rows("PEFT (milliseconds per step)", columns, [peft]))
+    parts.append(_bars(report["bars"]))
     if report["left_out"]:
         parts.append("Left out:\n" + "\n".join(f"  {what}" for what in report["left_out"]) + "\n")
+    parts += [f"Problem: {problem['part']}\n{problem['text']}" for problem in report["problems"]]
     return "\n".join(parts)
+
+
+def _rows(title: str, columns: dict[str, str], rows: list[dict[str, Any]]) -> str:
+    return table(title, tuple(columns.values()), [[row[name] for name in columns] for row in rows])
+
+
+def _bars(bars: list[dict[str, Any]]) -> str:
+    words = {None: "not measured", True: "pass", False: "FAIL"}
+    rows = [
+        (
+            bar["scenario"],
+            bar["batch"] or "all",
+            "floor" if bar["is_of_floor"] else "plain step",
+            bar["found"],
+            bar["limit"],
+            bar["better"],
+            words[bar["is_reached"]],
+            "yes" if bar["is_better"] else "",
+        )
+        for bar in bars
+    ]
+    return table("Bars", ("scenario", "batch", "over", "found", "limit", "hoped", "", "as hoped"), rows)

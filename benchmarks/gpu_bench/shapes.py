@@ -19,6 +19,7 @@ class Shape:
     fields: dict[str, Any] = field(repr=False)  # of the LlamaConfig
     dtype: torch.dtype = torch.bfloat16
     rank: int = 16
+    max_rank: int | None = None  # what the server is told to take at most; None: its default
     context: int = 512  # tokens before the step
     batches: tuple[int, ...] = (8, 32, 1, 64)
     num_draft_tokens: int = 4

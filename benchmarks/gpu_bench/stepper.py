@@ -35,6 +35,7 @@ from loraplex_server.scheduler.plan import AdapterUse, NewSequence, Span, StepPl
 
 BLOCK_SIZE = 16
 NUM_UNTIMED = 3
+DEFAULT_MAX_RANK = AdaptersConfig().max_rank
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Stepper:
             ModelConfig(shape.name, device=str(loaded.device), dtype=loaded.dtype_name),
             KvConfig(BLOCK_SIZE, num_blocks * kv_block_bytes(loaded.spec, BLOCK_SIZE, loaded.dtype.itemsize), False),
             BatchConfig(shape.max_batch, max_step_tokens=shape.max_batch * (shape.num_draft_tokens + 1)),
-            AdaptersConfig(num_device_slots=shape.max_batch),
+            AdaptersConfig(num_device_slots=shape.max_batch, max_rank=shape.max_rank or DEFAULT_MAX_RANK),
             SpeculationConfig(num_tokens=shape.num_draft_tokens, max_num_tokens=shape.num_draft_tokens),
         )
         self.engine = assemble(loaded, config, say, lambda: None)

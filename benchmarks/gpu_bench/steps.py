@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -117,9 +117,11 @@ def expected_s(stepper: Stepper, scenarios: Sequence[Scenario]) -> float:
     return (shape.num_steps + NUM_UNTIMED + 2) * (shape.num_rounds + 1) * seconds * 1.2 + 1.0
 
 
-def all_steps(stepper: Stepper, bandwidth: float, deadline: Deadline, say: Callable[[str], None]) -> list[StepFigure]:
+def all_steps(
+    stepper: Stepper, bandwidth: float, deadline: Deadline, say: Callable[[str], None]
+) -> Iterator[StepFigure]:
     """Batches in the shape's order, the verification after the first."""
-    shape, figures = stepper.shape, list[StepFigure]()
+    shape = stepper.shape
     parts = [(f"decode steps at batch {batch}", decode_scenarios(batch)) for batch in shape.batches]
     parts.insert(1, ("verification", verify_scenarios(shape)))
     for what, scenarios in parts:
@@ -127,9 +129,8 @@ def all_steps(stepper: Stepper, bandwidth: float, deadline: Deadline, say: Calla
             continue
         say(what)
         found = measure(stepper, scenarios, bandwidth)
-        figures += found if what != "verification" else [figure for figure in found if VERIFY in figure.scenario]
+        yield from found if what != "verification" else [figure for figure in found if VERIFY in figure.scenario]
     stepper.install(0)
-    return figures
 
 
 def check_bars(figures: Sequence[StepFigure]) -> list[dict[str, Any]]:

@@ -104,6 +104,7 @@ def test_the_benchmark_on_a_cpu(tmp_path: Path) -> None:
     assert {bar["scenario"] for bar in report["bars"]} == {"base", "unused", "identical", "distinct", "verification"}
     assert any("peft" in what for what in report["left_out"])
     assert len(report["profiles"]) == 2
+    assert report["problems"] == []
     for title in ("Steps", "Kernels", "Profile", "Bars", "Left out"):
         assert title in run.stdout
     assert all(bar["is_reached"] is not False for bar in report["bars"]) == (run.returncode == 0)
@@ -126,7 +127,10 @@ def test_tests_with_and_without_pytest(tmp_path: Path, missing: tuple[str, ...])
     sample.write_text(SAMPLE)
     broken = tmp_path / "test_broken.py"
     broken.write_text("import os\nos._exit(7)\n")
-    run, report = gpu_check("tests", "--files", str(sample), str(broken), out=tmp_path / "out", missing=missing)
+    options = ("--jobs", "2", "--parts", "1" if missing else "2")
+    run, report = gpu_check(
+        "tests", "--files", str(sample), str(broken), *options, out=tmp_path / "out", missing=missing
+    )
     assert run.returncode == 1, run.stdout + run.stderr
     assert report["runner"] == ("built in" if missing else "pytest")
     found = {row["file"]: row for row in report["files"]}
@@ -136,6 +140,22 @@ def test_tests_with_and_without_pytest(tmp_path: Path, missing: tuple[str, ...])
     assert {failure["test"].partition("[")[0] for failure in report["failures"]} == {
         "test_sample.py::test_products", "test_sample.py::test_letters", "test_broken.py",
     }  # fmt: skip
+
+
+def test_what_goes_wrong_in_one_part_takes_no_other_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    importlib.import_module("gpu_check").provide_bench()
+    main = importlib.import_module("gpu_bench.main")
+
+    def lost(*args: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(main.kernels, "all_kernels", lost)
+    assert not main.run("tiny", torch.device("cpu"), tmp_path, limit_s=0.0)
+    report = json.loads((tmp_path / "bench.json").read_text())
+    assert [problem["part"] for problem in report["problems"]] == ["kernels"]
+    assert "illegal memory access" in report["problems"][0]["text"]
+    assert any("profile" in what for what in report["left_out"])
 
 
 COLLECT = """
@@ -165,7 +185,7 @@ def test_the_tests_for_a_gpu_are_the_same_without_pytest() -> None:
 def test_a_file_that_hangs_is_ended(tmp_path: Path) -> None:
     hanging = tmp_path / "test_hanging.py"
     hanging.write_text("import time\ndef test_a(): pass\ndef test_b(): time.sleep(600)\ndef test_c(): pass\n")
-    run, report = gpu_check("tests", "--files", str(hanging), "--limit", "27", out=tmp_path / "out")
+    run, report = gpu_check("tests", "--files", str(hanging), "--limit", "27", "--parts", "1", out=tmp_path / "out")
     assert run.returncode == 1, run.stdout + run.stderr
     (row,) = report["files"]
     assert (row["passed"], row["left_out"], row["problem"]) == (1, 2, "not done in time")

@@ -13,10 +13,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from loraplex_adapters.key import AdapterKey
-from loraplex_adapters.ops.base import LoraFactors
-from loraplex_adapters.weights import AdapterWeights
-
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -60,15 +56,6 @@ class RandomLora:
         targets = sorted({path.rpartition(".")[2] for path in self.a})
         fields = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": self.rank, "lora_alpha": self.alpha}
         (folder / "adapter_config.json").write_text(json.dumps({**fields, "target_modules": targets, "bias": "none"}))
-
-    def weights(self, dtype: torch.dtype, device: torch.device | str) -> AdapterWeights:
-        """On a device, without the adapter cache."""
-        factors = {
-            path: LoraFactors(a.to(device, dtype).contiguous(), self.b[path].to(device, dtype).contiguous(), self.scale)
-            for path, a in self.a.items()
-        }
-        digest = f"{sum(map(ord, self.name)) * 7919 + self.rank:064x}"
-        return AdapterWeights(AdapterKey("lora", digest), torch.empty(0, dtype=torch.uint8), factors)
 
 
 def random_lora(

@@ -236,9 +236,15 @@ class _Run:
         return made
 
 
-def run_file(path: Path, on_collected: Callable[[list[str]], None], on_result: Callable[[Result], None]) -> None:
-    """Runs all tests of a file, in its order."""
+def run_file(
+    path: Path,
+    choose: Callable[[list[Any]], list[Any]],
+    on_collected: Callable[[list[str]], None],
+    on_result: Callable[[Result], None],
+) -> None:
+    """Runs those tests of a file that `choose` leaves, in its order."""
     cases, fixtures = _collect(path)
+    cases = choose(cases)
     on_collected([case.name for case in cases])
     run = _Run(fixtures)
     with run.for_module:

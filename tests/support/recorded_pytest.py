@@ -15,13 +15,17 @@ MARKERS = ("gpu", "slow", "network")
 class Recorder:
     """A plugin."""
 
-    def __init__(self, write: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, choose: Callable[[list[Any]], list[Any]], write: Callable[[dict[str, Any]], None]) -> None:
+        self._choose = choose
         self._write = write
         self._told: set[str] = set()
 
     def pytest_configure(self, config: pytest.Config) -> None:
         for marker in MARKERS:
             config.addinivalue_line("markers", marker)
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items[:] = self._choose(items)
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self._write({"collected": [item.name for item in session.items]})
@@ -38,9 +42,10 @@ class Recorder:
         self._write({"name": name, "outcome": report.outcome, "text": text})
 
 
-def run_file(path: Path, write: Callable[[dict[str, Any]], None]) -> int:
-    """pytest's exit status."""
+def run_file(path: Path, choose: Callable[[list[Any]], list[Any]], write: Callable[[dict[str, Any]], None]) -> int:
+    """Runs those tests of a file that `choose` leaves. Returns pytest's exit status; that there were none is none."""
     # No configuration file and no conftest.py: they are made for a machine where all that tests need is installed.
     options = ["-c", os.devnull, "--rootdir", str(path.parent), "--confcutdir", str(path.parent), "-q"]
     options += ["--import-mode=importlib", "-p", "no:cacheprovider", "-p", "no:asyncio"]
-    return int(pytest.main([*options, str(path.resolve())], plugins=[Recorder(write)]))
+    status = pytest.main([*options, str(path.resolve())], plugins=[Recorder(choose, write)])
+    return 0 if status == pytest.ExitCode.NO_TESTS_COLLECTED else int(status)
