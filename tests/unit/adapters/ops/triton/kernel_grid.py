@@ -52,7 +52,13 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("variant", "dtype", "rank", "popularity", "num_rows", "idle_rows", "shape"),
     pairwise(
-        VARIANTS, DTYPES, [*RANKS, None], POPULARITIES, [1, 3, 18, 40], (False, True), [(48, 40), (144, 136), (520, 72)]
+        VARIANTS,
+        DTYPES,
+        [*RANKS, None],
+        POPULARITIES,
+        [1, 3, 18, 40],
+        (False, True),
+        [(48, 40), (144, 136), (1100, 72)],
     ),
     ids=lambda value: "mixed" if value is None else str(value).removeprefix("torch."),
 )
@@ -90,6 +96,18 @@ def test_a_mixture_is_added_in_one_go(variant: Variant) -> None:
     # Half a unit in the last place. Tiles also round what is between the halves.
     atol = 1e-5 if variant != "tiles" else 5e-3
     torch.testing.assert_close(got.double(), problem.expected(), rtol=2**-11, atol=atol)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy's
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_an_infinity_meets_no_rank_that_the_adapter_has_not(variant: Variant) -> None:
+    """Times the zero of a masked one it would be no number."""
+    table = random_table([1], 48, 40, torch.float32)
+    problem = random_problem([Segment(0, 2, 0)], table, 2, torch.float32)
+    problem.x[1, 7] = float("inf")
+    got = problem.run(TritonOps(variant=variant))
+    assert got[1].isinf().all()
+    problem.check(got)
 
 
 @pytest.mark.parametrize("variant", ["fused", "rows"])
