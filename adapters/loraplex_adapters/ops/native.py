@@ -32,6 +32,7 @@ class NativeSegments:
 
     runs: RunsOfRows
     fallback: PreparedSegments
+    num_slots: int  # that they were checked against
 
 
 class NativeOps:
@@ -52,11 +53,12 @@ class NativeOps:
     ) -> PreparedSegments:
         key = tuple(segments)
         for recent in self._recent:
-            if recent.num_rows == num_rows and recent.segments == key:
+            is_same = recent.num_rows == num_rows and recent.segments == key
+            if is_same and cast(NativeSegments, recent.data).num_slots == num_slots:
                 return recent
         check_segments(segments, num_rows, num_slots)
         fallback = self._fallback.prepare(segments, num_rows, num_slots, device)
-        prepared = PreparedSegments(key, num_rows, NativeSegments(runs_of(segments), fallback))
+        prepared = PreparedSegments(key, num_rows, NativeSegments(runs_of(segments), fallback, num_slots))
         self._recent = [prepared, *self._recent[:3]]
         return prepared
 
