@@ -7,10 +7,14 @@ One figure is the time of one module in one step, in microseconds: the modules o
 factors come from memory as they do in a model. Columns:
 
     reference   the plain torch version
-    <name>      the device's own version, the step prepared before (its composition has not changed)
+    own         the device's own version, the step prepared before (its composition has not changed)
     new step    the same, with other adapters in every step: preparing, packing and all, shared by the modules
     base        the base model's matrix product for the same rows
     floor       the factors of the step's distinct adapters, x, and y twice, at the bandwidth measured at the start
+    GB/s        the same bytes by the time of `own`
+
+On CUDA all but `new step` are replayed as CUDA graphs and timed by events on the device, so that they are without the
+host's share; `new step` is with it. `--variants` times every variant of the Triton kernels instead of the chosen one.
 
 Implementations take turns within each repetition, and the figure is the best repetition: other load on the machine
 then changes all of them alike, or none. With --threads 1 it is processor time, which other load hardly changes.
@@ -53,12 +57,18 @@ class Case:
 @dataclass(frozen=True)
 class Result:
     case: Case
+    implementation: str
     num_distinct: int
     reference_us: float
     own_us: float
     new_step_us: float
     base_us: float
     floor_us: float
+    num_bytes: int
+
+    @property
+    def gb_s(self) -> float:
+        return self.num_bytes / self.own_us / 1e3
 
 
 def main() -> None:
@@ -67,7 +77,7 @@ def main() -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     bandwidth = measure_bandwidth(device)
-    own = choose_ops(device)
+    implementations = make_implementations(device, args.variants)
     console = Console(stderr=not sys.stdout.isatty())
     results: list[Result] = []
     cases = [
@@ -81,7 +91,7 @@ def main() -> None:
     with console.status("measuring") as status:
         for i, case in enumerate(cases):
             status.update(f"case {i + 1} of {len(cases)}")
-            results.append(measure(case, own, device, bandwidth, args))
+            results += [measure(case, name, make, device, bandwidth, args) for name, make in implementations.items()]
     machine = {
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "threads": torch.get_num_threads(),
@@ -89,11 +99,13 @@ def main() -> None:
         "width": args.width,
         "modules": args.modules,
         "torch": str(torch.__version__),
-        "implementation": own.name,
+        "implementations": ", ".join(implementations),
     }
     Console(width=140).print(as_table(results, machine))
     if args.json:
-        rows = [{**asdict(r.case), **{k: v for k, v in asdict(r).items() if k != "case"}} for r in results]
+        rows = [
+            {**asdict(r.case), **{k: v for k, v in asdict(r).items() if k != "case"}, "gb_s": r.gb_s} for r in results
+        ]
         args.json.write_text(json.dumps({"machine": machine, "results": rows}, indent=1) + "\n")
 
 
@@ -108,8 +120,25 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--requests", nargs="+", type=int, default=[1, 4, 16, 32])
     parser.add_argument("--rows-per-request", nargs="+", type=int, default=[1, 4, 64])
     parser.add_argument("--repetitions", type=int, default=15)
+    parser.add_argument("--variants", action="store_true", help="every variant of the Triton kernels")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     return parser.parse_args()
+
+
+def make_implementations(device: torch.device, variants: bool) -> dict[str, Callable[[], SegmentedLora]]:
+    """What is measured, by name."""
+    if not variants:
+        return {choose_ops(device).name: lambda: choose_ops(device)}
+    from loraplex_adapters.ops.triton.lora import TritonOps
+
+    makers: dict[str, Callable[[], SegmentedLora]] = {
+        "fused": lambda: TritonOps(variant="fused"),
+        "rows": lambda: TritonOps(variant="rows"),
+        "tiles": lambda: TritonOps(variant="tiles"),
+    }
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
+        makers["rows, overlapping"] = lambda: TritonOps(variant="rows", overlaps=True)
+    return makers
 
 
 def measure_bandwidth(device: torch.device) -> float:
@@ -123,19 +152,41 @@ def measure_bandwidth(device: torch.device) -> float:
 
 def best_us(actions: Sequence[Callable[[], object]], device: torch.device, repetitions: int) -> list[float]:
     """The best time of each, in turns."""
-    clock = time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
     best = [float("inf")] * len(actions)
     for repetition in range(repetitions + 2):
         for i, action in enumerate(actions):
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            start = clock()
-            action()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
+            elapsed_us = time_us(action, device)
             if repetition >= 2:
-                best[i] = min(best[i], (clock() - start) * 1e6)
+                best[i] = min(best[i], elapsed_us)
     return best
+
+
+def time_us(action: Callable[[], object], device: torch.device) -> float:
+    """On CUDA by the device's own clock."""
+    if device.type == "cuda":
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        start.record()
+        action()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) * 1e3
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    since = clock()
+    action()
+    return (clock() - since) * 1e6
+
+
+def without_host(action: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """On CUDA the action as a graph, so that its launches are not what is measured."""
+    if device.type != "cuda":
+        return action
+    action()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        action()
+    return graph.replay
 
 
 def make_segments(case: Case, shift: int) -> list[Segment]:
@@ -165,7 +216,15 @@ def make_table(case: Case, width: int, device: torch.device) -> FactorTable:
     return table
 
 
-def measure(case: Case, own: SegmentedLora, device: torch.device, bandwidth: float, args: argparse.Namespace) -> Result:
+def measure(
+    case: Case,
+    name: str,
+    make_ops: Callable[[], SegmentedLora],
+    device: torch.device,
+    bandwidth: float,
+    args: argparse.Namespace,
+) -> Result:
+    own, fresh = make_ops(), make_ops()
     dtype, width = DTYPES[case.dtype], args.width
     num_rows, num_slots = case.num_requests * case.rows_per_request, case.num_requests + 1
     # Tables of its own for each, or the second would find in the caches what the first has read.
@@ -193,14 +252,13 @@ def measure(case: Case, own: SegmentedLora, device: torch.device, bandwidth: flo
         for weight in weights:
             F.linear(x, weight)
 
-    fresh = choose_ops(device)
     with torch.inference_mode():
         times = best_us(
             [
-                lambda: run(reference, prepared_reference, tables[0], y),
-                lambda: run(own, prepared_own, tables[1], y),
+                without_host(lambda: run(reference, prepared_reference, tables[0], y), device),
+                without_host(lambda: run(own, prepared_own, tables[1], y), device),
                 new_step,
-                base,
+                without_host(base, device),
             ],
             device,
             args.repetitions,
@@ -209,15 +267,16 @@ def measure(case: Case, own: SegmentedLora, device: torch.device, bandwidth: flo
     used = {s.slot for s in steps[0]}
     factors = [f for slot in used if (f := tables[0][0].factors[slot]) is not None]
     num_bytes = sum(f.a.nbytes + f.b.nbytes for f in factors) + x.nbytes + 2 * y.nbytes
-    return Result(case, len(used), reference_us, own_us, new_step_us, base_us, num_bytes / bandwidth * 1e6)
+    floor_us = num_bytes / bandwidth * 1e6
+    return Result(case, name, len(used), reference_us, own_us, new_step_us, base_us, floor_us, num_bytes)
 
 
 def as_table(results: Sequence[Result], machine: Mapping[str, object]) -> Table:
     title = ", ".join(f"{name} {value}" for name, value in machine.items())
     table = Table(title=title)
-    for column in ("dtype", "rank", "requests", "rows each", "popularity", "distinct"):
+    for column in ("dtype", "rank", "requests", "rows each", "popularity", "distinct", "kernels"):
         table.add_column(column)
-    for column in ("reference", str(machine["implementation"]), "new step", "base", "floor", "reference is"):
+    for column in ("reference", "own", "new step", "base", "floor", "GB/s", "reference is"):
         table.add_column(column, justify="right")
     for r in results:
         slower = min(r.reference_us / r.own_us, r.reference_us / r.new_step_us)
@@ -228,8 +287,10 @@ def as_table(results: Sequence[Result], machine: Mapping[str, object]) -> Table:
             str(r.case.rows_per_request),
             r.case.popularity,
             str(r.num_distinct),
+            r.implementation,
             *(f"{t:.0f}" for t in (r.reference_us, r.own_us, r.new_step_us, r.base_us)),
             f"{r.floor_us:.1f}",
+            f"{r.gb_s:.0f}",
             f"{r.reference_us / r.own_us:.1f}x" + (" !" if slower < 1 else ""),
         )
     return table
