@@ -257,10 +257,10 @@ class BatchMirror:
         for row, span in zip(staged.rows, staged.spans, strict=True):
             row.num_blocks += len(span.new_block_ids)
             if span.num_samples and not span.draft:
-                self.settle(row, span, 1)
+                row.num_known = min(span.start + span.num_tokens + 1, self.max_len)
 
     def settle(self, row: Row, span: Span, num_tokens: int) -> None:
-        """So many of the tokens that were drawn for a span are what its sequence goes on with."""
+        """So many of the tokens that were drawn behind a span's draft are what its sequence goes on with."""
         if num_tokens:
             row.num_known = min(span.start + span.num_tokens - len(span.draft) + num_tokens, self.max_len)
 

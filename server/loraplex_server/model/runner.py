@@ -53,7 +53,7 @@ class _Launched:
     staged: StagedStep
     samples: PackedSamples
     values: Download  # of `samples`
-    keepers: tuple[int, ...]  # spans whose hidden state is kept
+    keepers: list[int]  # spans whose hidden state is kept
     hidden: Tensor | None  # [num_head_rows, hidden], where there are keepers
 
 
@@ -220,11 +220,7 @@ class ModelRunner:
     def _launch(self, spans: Sequence[Span]) -> _Launched:
         staged = self._mirror.stage(spans)
         self._cache.clear_blocks(staged.fresh_blocks)
-        keepers = tuple(
-            i
-            for i, (row, span) in enumerate(zip(staged.rows, staged.spans, strict=True))
-            if span.num_samples and row.sequence.keeps_hidden
-        )
+        keepers = [i for i, row in enumerate(staged.rows) if row.sequence.keeps_hidden and staged.spans[i].num_samples]
         logits, hidden = self._replay(staged, keepers) or self._forward(staged, capture=bool(keepers))
         samples = self._sample(staged, logits)
         return _Launched(staged, samples, self._fetch(samples.values), keepers, hidden)

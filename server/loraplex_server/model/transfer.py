@@ -15,6 +15,8 @@ from torch import Tensor
 
 def upload(host: Tensor, device: torch.device) -> Tensor:
     """A host tensor on the device. On a CPU the tensor itself."""
+    if device.type == "cpu":
+        return host
     if device.type != "cuda":
         return host.to(device)
     return host.pin_memory().to(device, non_blocking=True)
