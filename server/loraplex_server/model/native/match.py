@@ -7,8 +7,9 @@ is run once beside its native twin, and one that differs is left to the model's 
 
 from __future__ import annotations
 
+import copy
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, cast
 
 import numpy as np
@@ -43,7 +44,9 @@ HEAD_NORMS: Final = ("self_attn.q_norm", "self_attn.k_norm")
 ACTIVATIONS: Final = {"SiLUActivation": 0, "SiLU": 0, "GELUTanh": 1, "PytorchGELUTanh": 1}
 NUM_TOKENS: Final = 6
 STATES_SCALE: Final = 0.02
-# How far a twin may be off, relative to what the layer adds: rounding, and nothing else.
+ROTARY_MULTIPLE: Final = 32  # of the features that positions turn
+# How far a twin may be off, relative to what the layer adds: rounding, and nothing else. What rounding in bfloat16 may
+# hide (that a layer which attends to everything alike does not turn its queries, say) is found in float32.
 TOLERANCE: Final = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 
 
@@ -89,9 +92,11 @@ def find_stack(
         shape = _shape(layers[0], specs[0])
         weights = [_pack(layer, spec, shape, kernels) for layer, spec in zip(layers, specs, strict=True)]
         for idx, (layer, packed) in enumerate(zip(layers, weights, strict=True)):
-            error = _difference(model, layer, packed, shape, kernels)
-            if not error <= TOLERANCE[shape.dtype]:
-                raise _NoMatch(f"layer {idx} computes something else ({error:.1%} apart)")
+            _prove(idx, model, layer, packed, shape, kernels)
+            if shape.dtype != torch.float32:
+                wide, wide_shape = copy.deepcopy(layer).float(), replace(shape, dtype=torch.float32)
+                wide_weights = _pack(wide, packed.attention, wide_shape, kernels)
+                _prove(idx, model, wide, wide_weights, wide_shape, kernels)
     except _NoMatch as reason:
         log.info("layers are run one operation at a time: %s", reason)
         return None
@@ -137,7 +142,7 @@ def _shape(layer: nn.Module, spec: AttentionSpec) -> StackShape:
     if act is None:
         raise _NoMatch(f"the activation {type(layer.get_submodule('mlp.act_fn')).__name__}")
     if gate.dtype not in DTYPES or gate.device.type != "cpu":
-        raise _NoMatch(f"not in {gate.dtype} on {gate.device.type}")
+        raise _NoMatch(f"not in {_name(gate.dtype)} on {gate.device.type}")
     return StackShape(gate.dtype, gate.shape[1], spec.num_heads, spec.num_kv_heads, spec.k_dim, gate.shape[0], act)
 
 
@@ -236,6 +241,19 @@ def _final_norm(model: PreTrainedModel, path: str, kernels: NativeKernels) -> tu
 # --- proof ------------------------------------------------------------------------------------------------------------
 
 
+def _prove(
+    idx: int,
+    model: PreTrainedModel,
+    layer: nn.Module,
+    weights: LayerWeights,
+    shape: StackShape,
+    kernels: NativeKernels,
+) -> None:
+    error = _difference(model, layer, weights, shape, kernels)
+    if not error <= TOLERANCE[shape.dtype]:
+        raise _NoMatch(f"layer {idx} computes something else ({error:.1%} apart in {_name(shape.dtype)})")
+
+
 def _difference(
     model: PreTrainedModel, layer: nn.Module, weights: LayerWeights, shape: StackShape, kernels: NativeKernels
 ) -> float:
@@ -252,6 +270,8 @@ def _difference(
     try:
         with torch.inference_mode():
             embeddings = rotary(states, position_ids=positions)
+            if embeddings[0].shape[-1] % ROTARY_MULTIPLE:
+                raise _NoMatch(f"positions turn {embeddings[0].shape[-1]} features of a head")
             attention = layer.get_submodule("self_attn")
             setattr(attention, interface.HANDLE, _PlainAttention(spec))
             expected = layer(
@@ -297,6 +317,10 @@ class _PlainAttention:
         if self.spec.window is not None:
             visible &= idx[None, :] > idx[:, None] - self.spec.window
         return visible
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _one_span() -> AttentionBatch:
