@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 
 NATIVE := $(BIN)/python -m loraplex_adapters.native.build --objects build/native
 
-.PHONY: help install native demo test test-slow check format proto proto-check serve clean
+.PHONY: help install native demo test gpu-tests gpu-bench test-slow check format proto proto-check serve clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -41,6 +41,12 @@ serve: $(STAMP) native  ## serve a model: make serve MODEL=path-or-hub-id
 
 test: $(STAMP) native  ## the ordinary suite (under ten minutes on two cores)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+gpu-tests:  ## on a machine with a GPU: the tests that need one (eight minutes at most, installs nothing)
+	$(PYTHON) scripts/gpu_check.py tests
+
+gpu-bench:  ## on a machine with a GPU: decode steps against the bars (eight minutes at most, installs nothing)
+	$(PYTHON) scripts/gpu_check.py bench
 
 test-slow: $(STAMP) native  ## the long suite
 	$(BIN)/python -m pytest -m 'slow and not gpu and not network' --timeout 1200

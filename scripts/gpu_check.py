@@ -6,7 +6,8 @@ transformers, safetensors and numpy; it takes pytest and peft where they are.
     python scripts/gpu_check.py bench --shape tiny --device cpu    # the same code, where there is no GPU
 
 Each takes at most --limit seconds (480), prints tables last, says what was left out, and writes tests.json or
-bench.json into DIR. Exit status: 0 when all is well, 1 when something failed or a bar was missed, 2 without a GPU.
+bench.json into DIR (benchmarks/out). Exit status: 0 when all is well, 1 when something failed or a bar was missed, 2
+without a GPU.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def parse_args() -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     for name in ("tests", "bench"):
         command = commands.add_parser(name)
-        command.add_argument("--out", type=Path, default=Path("gpu_check"), help="folder of the JSON file")
+        command.add_argument("--out", type=Path, default=ROOT / "benchmarks/out", help="folder of the JSON file")
         command.add_argument("--limit", type=float, default=LIMIT_S, help="seconds that it may take at most")
     num_jobs = max(1, min(8, (os.cpu_count() or 1) // 2))  # most of the time kernels are compiled
     commands.choices["tests"].add_argument("--jobs", type=int, default=num_jobs, help="processes at the same time")
@@ -115,6 +116,8 @@ def has_gpu() -> bool:
 def provide_bench() -> None:
     """Makes `gpu_bench` importable, and of its folder nothing else: Transformers looks for a package named `kernels`,
     which is there too."""
+    if "gpu_bench" in sys.modules:
+        return
     folder = ROOT / "benchmarks/gpu_bench"
     spec = spec_from_file_location("gpu_bench", folder / "__init__.py", submodule_search_locations=[str(folder)])
     assert spec is not None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from gpu_bench.adapters import linears
 from gpu_bench.shapes import Shape
 from loraplex_server.model.loaded import LoadedModel
@@ -11,13 +9,11 @@ from loraplex_server.model.spec import kv_block_bytes
 
 
 def weight_bytes(loaded: LoadedModel) -> int:
-    """Every weight that each step reads: all but the embedding, of which it reads a few rows."""
-    embedding: Tensor = loaded.model.get_input_embeddings().weight  # type: ignore[assignment]
-    parameters = {parameter.data_ptr(): parameter for parameter in loaded.model.parameters()}
-    head: Tensor = loaded.model.get_output_embeddings().weight  # type: ignore[union-attr, assignment]
-    if head.data_ptr() != embedding.data_ptr():
-        parameters.pop(embedding.data_ptr(), None)
-    return sum(parameter.nbytes for parameter in parameters.values())
+    """Every weight that each step reads. Of an embedding that is not the head too it reads a few rows only."""
+    embedding = loaded.model.get_input_embeddings().weight
+    head = loaded.model.get_output_embeddings()
+    is_tied = head is not None and head.weight is embedding
+    return sum(parameter.nbytes for parameter in loaded.model.parameters() if is_tied or parameter is not embedding)
 
 
 def kv_bytes(loaded: LoadedModel, shape: Shape, batch: int) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.as_on_cuda import build_as_on_cuda
 
 ROOT = Path(__file__).resolve().parents[2]
 # What a machine with a GPU need not have.
@@ -140,6 +141,21 @@ def test_tests_with_and_without_pytest(tmp_path: Path, missing: tuple[str, ...])
     assert {failure["test"].partition("[")[0] for failure in report["failures"]} == {
         "test_sample.py::test_products", "test_sample.py::test_letters", "test_broken.py",
     }  # fmt: skip
+
+
+def test_the_benchmark_as_on_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With graphs that stand-ins replay, and steps that overlap."""
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    importlib.import_module("gpu_check").provide_bench()
+    main = importlib.import_module("gpu_bench.main")
+    build_as_on_cuda(monkeypatch)
+    main.run("tiny", torch.device("cpu"), tmp_path, limit_s=100.0, max_rank=8)
+    report = json.loads((tmp_path / "bench.json").read_text())
+    assert report["problems"] == []
+    assert report["num_graphs"] > 10
+    assert report["max_rank"] == 8
+    assert any("reserved" in row["kernel"] for row in report["kernels"])
+    assert len(report["steps"]) == 14
 
 
 def test_what_goes_wrong_in_one_part_takes_no_other_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
-from support.device_checks import CHECKS, Answer, Settings, World, make_engine, make_requests, random_model, run
+from support.as_on_cuda import build_as_on_cuda
+from support.device_checks import (
+    CHECKS,
+    Answer,
+    Settings,
+    World,
+    check_replays,
+    make_engine,
+    make_requests,
+    random_model,
+    run,
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("check", CHECKS)
 def test_on_a_cpu(check: str, dtype: torch.dtype, tmp_path: Path) -> None:
     CHECKS[check](Settings("cpu", dtype), tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("check", CHECKS)
+def test_as_on_cuda(check: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With graphs that stand-ins replay, and steps that overlap."""
+    build_as_on_cuda(monkeypatch)
+    replays: Counter[str] = Counter()
+    CHECKS[check](Settings("cpu", dtype, replays=replays), tmp_path)
+    check_replays(replays)
 
 
 def test_the_reference_notices_another_adapter(tmp_path: Path) -> None:

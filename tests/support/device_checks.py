@@ -263,4 +263,10 @@ def check_churn(settings: Settings, root: Path) -> None:
     engine.close()
 
 
+def check_replays(replays: Counter[str]) -> None:
+    """A check's steps came from graphs where they could: those of decoding, with adapters and without."""
+    assert replays["plain replayed"] + replays["adapted replayed"] > 10, replays
+    assert replays["adapted replayed"] > 5, replays
+
+
 CHECKS = {"mixed-batch": check_mixed_batch, "speculation": check_speculation, "churn": check_churn}

@@ -1,0 +1,26 @@
+"""Engines on the CPU that are put together as on CUDA: steps from graphs that overlap, by way of stand-ins in torch."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from loraplex_server.config import EngineConfig
+from loraplex_server.engine import build
+from loraplex_server.model.graphs import Shape, graph_shapes
+from loraplex_server.model.runner import ModelRunner
+from support.replay import ReplayableReference, ReplayableTorch, calls_again
+
+
+def _captured_shapes(config: EngineConfig, device: torch.device) -> list[Shape]:
+    return graph_shapes(config.batch.max_running, config.speculation.max_num_tokens)
+
+
+def build_as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "choose_ops", lambda *_: ReplayableReference())
+    monkeypatch.setattr(build, "_attention", lambda *_: ReplayableTorch())
+    monkeypatch.setattr(build, "captured_shapes", _captured_shapes)
+    monkeypatch.setattr(build, "CudaCapture", lambda _: calls_again)
+    monkeypatch.setattr(build, "ModelRunner", partial(ModelRunner, overlaps=True))
