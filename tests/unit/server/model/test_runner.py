@@ -315,3 +315,62 @@ def hidden(model: PreTrainedModel, token_ids: list[int]) -> Tensor:
     """What the head makes the next token of [hidden]."""
     with torch.inference_mode():
         return model.model(input_ids=torch.tensor([token_ids]), use_cache=False).last_hidden_state[0, -1]
+
+
+# --- results that come later ------------------------------------------------------------------------------------------
+
+
+class Slow:
+    """A transfer to the host that is over when it is waited for."""
+
+    def __init__(self, values: Tensor, log: list[str]) -> None:
+        self.values = values.clone()  # as they were when the copy was asked for
+        self.log = log
+
+    def wait(self) -> Tensor:
+        self.log.append("waited")
+        return self.values
+
+
+@pytest.fixture
+def log(rig: Rig) -> list[str]:
+    """Steps of the rig overlap from here on."""
+    found: list[str] = []
+    rig.runner.overlaps = True
+    rig.runner._fetch = lambda values: Slow(values, found)
+    return found
+
+
+def test_a_result_is_waited_for_by_who_asks(model: PreTrainedModel, rig: Rig, log: list[str]) -> None:
+    prompt = [3, 4, 5, 6]
+    want = greedy(model, prompt, 3)
+    handles = [rig.runner.execute(StepPlan(0, (prefill("a", 0, 4, [5, 6]),), (enter("a", 0, prompt),)))]
+    handles += [rig.runner.execute(StepPlan(step, (Span("a", 0, 3 + step, 1, 1),))) for step in (1, 2)]
+    assert log == []
+    assert [handle.result().spans["a"].token_ids for handle in handles] == [(token,) for token in want]
+    assert handles[0].result() is handles[0].result()
+    assert log == ["waited"] * 3
+
+
+def test_a_result_does_not_look_into_rows(model: PreTrainedModel, rig: Rig, log: list[str]) -> None:
+    """Its row is somebody else's by the time that it is asked for: an adapter's NaN is said of the right one."""
+    rig.slots.install(0, lora(1e200, 1e200, Q_PROJ.replace("q_proj", "v_proj"), out_features=16))
+    prompt = [3, 4, 5]
+    entered = enter("bad", 0, prompt, adapters=(AdapterUse(0),))
+    first = rig.runner.execute(StepPlan(0, (prefill("bad", 0, 3, [1]),), (entered,)))
+    after = StepPlan(1, (prefill("good", 0, 3, [2]),), (enter("good", 0, prompt),), (0,))
+    second = rig.runner.execute(after)
+    assert isinstance(first.result().spans["bad"].error, NonFinite)
+    assert second.result().spans["good"].token_ids == tuple(greedy(model, prompt, 1))
+
+
+def test_what_follows_a_draft_needs_its_result(model: PreTrainedModel, rig: Rig, log: list[str]) -> None:
+    prompt = [3, 4, 5, 6]
+    first, second, third = greedy(model, prompt, 3)
+    rig.runner.execute(StepPlan(0, (prefill("a", 0, 4, [5, 6]),), (enter("a", 0, prompt),)))
+    drafted = rig.runner.execute(StepPlan(1, (Span("a", 0, 4, 2, 2, draft=(second,)),)))
+    too_early = rig.runner.execute(StepPlan(2, (Span("a", 0, 6, 1, 1),)))
+    assert isinstance(too_early.result().spans["a"].error, Internal)
+    assert drafted.result().spans["a"].token_ids == (second, third)
+    assert len(rig.runner.execute(StepPlan(3, (Span("a", 0, 6, 1, 1),))).result().spans["a"].token_ids) == 1
+    assert first != second
