@@ -90,7 +90,7 @@ def parse_args() -> argparse.Namespace:
         command.add_argument("--limit", type=float, default=LIMIT_S, help="seconds that it may take at most")
     num_jobs = max(1, min(8, (os.cpu_count() or 1) // 2))  # most of the time kernels are compiled
     commands.choices["tests"].add_argument("--jobs", type=int, default=num_jobs, help="processes at the same time")
-    commands.choices["tests"].add_argument("--parts", type=int, default=num_jobs, help="processes for one file")
+    commands.choices["tests"].add_argument("--parts", type=int, default=min(4, num_jobs), help="processes for one file")
     commands.choices["tests"].add_argument("--files", type=Path, nargs="+", help="other files of tests")
     commands.choices["bench"].add_argument("--shape", choices=("llama-8b", "tiny"), default="llama-8b")
     commands.choices["bench"].add_argument("--device", default="cuda")

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from gpu_bench.adapters import choose_slots, linears
@@ -143,14 +142,13 @@ def _base_work(stepper: Stepper, batch: int) -> Iterator[_Work]:
     loaded = stepper.loaded
     for (num_in, num_out), modules in _by_shape(stepper).items():
         x = torch.randn(batch, num_in, device=loaded.device).to(loaded.dtype)
-        weights = [module.weight for module in modules]
-        num_bytes = sum(w.nbytes for w in weights) + len(weights) * batch * (num_in + num_out) * x.itemsize
+        num_bytes = len(modules) * (num_in * num_out + batch * (num_in + num_out)) * x.itemsize
 
-        def call(x: Tensor = x, weights: Sequence[Tensor] = weights) -> None:
-            for weight in weights:
-                F.linear(x, weight)
+        def call(x: Tensor = x, modules: Sequence[AdaptedLinear] = modules) -> None:
+            for module in modules:
+                module.base(x)
 
-        yield _Work("base product", f"{num_in}->{num_out}, batch {batch}", len(weights), num_bytes, call)
+        yield _Work("base product", f"{num_in}->{num_out}, batch {batch}", len(modules), num_bytes, call)
 
 
 def _attention_work(stepper: Stepper, batch: int, query_len: int) -> _Work:
