@@ -8,6 +8,7 @@ be an error that is hard to read.
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
@@ -46,7 +47,9 @@ class CudaCapture:
 @contextmanager
 def _waiting_raises() -> Generator[None]:
     mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the mode does not see everything: the capture does
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:

@@ -62,5 +62,5 @@ def download(values: Tensor) -> Download:
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     host.copy_(values, non_blocking=True)
     done = torch.cuda.Event()
-    done.record()
+    done.record(torch.cuda.current_stream(values.device))
     return _FromCuda(host, done)
