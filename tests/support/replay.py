@@ -123,7 +123,11 @@ class ReplayableTorch(TorchPagedAttention):
         return out
 
 
-def calls_again(launch: Callable[[], None]) -> Callable[[], None]:
+def calls_again(launch: Callable[[], object]) -> Callable[[], None]:
     """A capture. Runs the function once, as a capture does, and again for each replay."""
-    launch()
-    return launch
+
+    def replay() -> None:
+        launch()
+
+    replay()
+    return replay

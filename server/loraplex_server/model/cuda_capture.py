@@ -23,7 +23,7 @@ class CudaCapture:
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, launch: Callable[[], None]) -> Callable[[], None]:
+    def __call__(self, launch: Callable[[], object]) -> Callable[[], None]:
         """Raises RuntimeError, or what `launch` raises. The device is as usable as before then."""
         with torch.cuda.device(self._device):
             before = torch.cuda.current_stream()

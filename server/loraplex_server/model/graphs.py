@@ -25,14 +25,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from loraplex_adapters.ops.base import PreparedSegments, ReplayableLora, Segment
-from loraplex_server.model.adapt import AdapterSlots
+from loraplex_server.model.adapt import AdaptedModule, AdapterSlots
 from loraplex_server.model.attention.base import ReplayableAttention
 from loraplex_server.model.batch import BatchMirror, Ints, StagedStep
 from loraplex_server.model.kv import KvCache
-from loraplex_server.model.linear import AdaptedEmbedding
+from loraplex_server.model.linear import AdaptedEmbedding, AdaptedHead
 from loraplex_server.model.loaded import LoadedModel
 from loraplex_server.model.transfer import refill
 
@@ -49,7 +49,7 @@ REPORT_EVERY = 16
 
 Replay = Callable[[], None]
 # Makes a graph of what a function launches; the function may be called several times for that.
-Capture = Callable[[Callable[[], None]], Replay]
+Capture = Callable[[Callable[[], object]], Replay]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +135,7 @@ class _Bucket:
 
     shape: Shape
     attention: Any  # the back end's reserved plan
-    token_segments: PreparedSegments | None = None
-    head_segments: PreparedSegments | None = None
+    segments: PreparedSegments | None = None
     plain: Replay | None = None  # without any adapter
     adapted: Replay | None = None
 
@@ -164,6 +163,9 @@ class StepGraphs:
         # None: steps with adapters run eager.
         self._ops = slots.ops if with_adapters and isinstance(slots.ops, ReplayableLora) else None
         self._embeddings = [m for m in loaded.targets.values() if isinstance(m, AdaptedEmbedding)]
+        # Few adapters change the head, and launches over its many columns are not free: its part follows a replay.
+        self._head = next((m for m in loaded.targets.values() if isinstance(m, AdaptedHead)), None)
+        self._is_head_last = False  # what the head computes is the model's answer
         # A step's inputs, one after the other: places of its tokens in the mirror, positions, rows that reach the head.
         self._inputs = torch.zeros(3 * max_tokens, dtype=torch.int64, device=loaded.device)
         # [max_tokens, num_logits] and [max_tokens, hidden]: what all graphs put their results into.
@@ -197,6 +199,8 @@ class StepGraphs:
         with torch.inference_mode():
             for shape in ordered:
                 bucket = self._reserve(shape)
+                if self._logits is None:
+                    self._look_at_head(bucket)
                 bucket.plain = capture(lambda bucket=bucket: self._launch(bucket, adapted=False))
                 buckets.append(bucket)
                 self._buckets.setdefault(shape.query_len, []).insert(0, bucket)
@@ -220,20 +224,18 @@ class StepGraphs:
         )
         bucket = _Bucket(shape, plan)
         if self._ops is not None:
-            bucket.token_segments = self._ops.reserve(num_tokens, self._slots.num_slots, device)
-            bucket.head_segments = self._ops.reserve(num_tokens, self._slots.num_slots, device)
+            bucket.segments = self._ops.reserve(num_tokens, self._slots.num_slots, device)
         return bucket
 
-    def _launch(self, bucket: _Bucket, adapted: bool) -> None:
-        """The step, on what is in the buffers."""
+    def _launch(self, bucket: _Bucket, adapted: bool) -> Tensor:
+        """The step, on what is in the buffers. The model's own logits, of which there is a copy in the buffer."""
         context, num_tokens = self._loaded.context, bucket.shape.num_tokens
         places, positions, head_rows = self._inputs[: 3 * num_tokens].view(3, num_tokens)
         with _as_if_installed(self._loaded if adapted else None):
             try:
                 context.capture_head_input = True
                 context.attention = bucket.attention
-                if adapted:
-                    context.token_segments, context.head_segments = bucket.token_segments, bucket.head_segments
+                context.token_segments = bucket.segments if adapted else None
                 out = self._loaded.model(
                     input_ids=self._mirror.tokens.view(-1).index_select(0, places).unsqueeze(0),
                     position_ids=positions.unsqueeze(0),
@@ -242,8 +244,24 @@ class StepGraphs:
                 )
                 assert context.head_input is not None
                 self._keep(out.logits[0], context.head_input)
+                return out.logits
             finally:
                 context.clear()
+
+    def _look_at_head(self, bucket: _Bucket) -> None:
+        """Whether what its adapters add can be added to the logits, or something is still done to these."""
+        found: list[Tensor] = []
+
+        def look(module: nn.Module, args: object, output: Tensor) -> None:
+            found.append(output)
+
+        hook = self._head.register_forward_hook(look) if self._head is not None else None
+        try:
+            out = self._launch(bucket, adapted=False)
+        finally:
+            if hook is not None:
+                hook.remove()
+        self._is_head_last = [y.data_ptr() for y in found] == [out.data_ptr()] and found[0].dtype == out.dtype
 
     def _keep(self, logits: Tensor, hidden: Tensor) -> None:
         """Copies results to where they stay: graphs share the memory of everything else."""
@@ -262,8 +280,11 @@ class StepGraphs:
         """
         bucket = self._find(staged)
         replay = None if bucket is None else bucket.adapted if staged.token_segments else bucket.plain
-        if bucket is None or replay is None or self._needs_host(staged):
+        changes_head = self._changes([self._head] if self._head is not None else [], staged)
+        if bucket is None or replay is None or (changes_head and not self._is_head_last):
             return None
+        if self._changes(self._embeddings, staged):
+            return None  # looked up on the host
         step = pad_step(staged, bucket.shape.query_len)
         if step is None:
             return None
@@ -276,7 +297,13 @@ class StepGraphs:
         num_rows = len(staged.head_rows)
         assert self._logits is not None
         assert self._hidden is not None
-        return self._logits[:num_rows], self._hidden[:num_rows]
+        logits, hidden = self._logits[:num_rows], self._hidden[:num_rows]
+        if changes_head and self._head is not None and self._head.table is not None:
+            ops, num_slots = self._slots.ops, self._slots.num_slots
+            ops.apply(
+                logits, hidden, self._head.table, ops.prepare(staged.head_segments, num_rows, num_slots, logits.device)
+            )
+        return logits, hidden
 
     def _find(self, staged: StagedStep) -> _Bucket | None:
         """The smallest that the step fits."""
@@ -288,11 +315,11 @@ class StepGraphs:
         idx = bisect_left(buckets, num_spans, key=lambda bucket: bucket.shape.num_spans)
         return buckets[idx] if idx < len(buckets) else None
 
-    def _needs_host(self, staged: StagedStep) -> bool:
-        """Whether an adapter of the step is applied by the host: embeddings look their factors up there."""
+    def _changes(self, modules: Sequence[AdaptedModule], staged: StagedStep) -> bool:
+        """Whether an adapter of the step has a part in one of these modules."""
         return any(
             module.num_installed and module.table is not None and module.table.factors[segment.slot] is not None
-            for module in self._embeddings
+            for module in modules
             for segment in staged.token_segments
         )
 
@@ -304,10 +331,8 @@ class StepGraphs:
         self._attention.refill(bucket.attention, context)
         if step.token_segments:
             assert self._ops is not None
-            assert bucket.token_segments is not None
-            assert bucket.head_segments is not None
-            self._ops.refill(bucket.token_segments, step.token_segments)
-            self._ops.refill(bucket.head_segments, staged.head_segments)
+            assert bucket.segments is not None
+            self._ops.refill(bucket.segments, step.token_segments)
         packed = np.zeros((3, bucket.shape.num_tokens), dtype=np.int64)
         packed[:2, : step.tokens.shape[1]] = step.tokens[:2]
         packed[2, : len(step.head_rows)] = step.head_rows

@@ -61,7 +61,7 @@ def test_texts_from_replays_over_the_kernels() -> None:
         rig.free_blocks.remove(0)
         counted: list[int] = []
 
-        def capture(launch: Callable[[], None]) -> Callable[[], None]:
+        def capture(launch: Callable[[], object]) -> Callable[[], None]:
             again = calls_again(launch)
 
             def replay() -> None:
