@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from loraplex_adapters.cache.api import AdapterInfo
+from loraplex_adapters.native.kernels import NativeKernels
 from loraplex_proto.errors import LoraplexError
 from loraplex_server.config import (
     AdaptersConfig,
@@ -260,20 +261,22 @@ def make_bench(
     medusa: Proposer | None = None,
     default_heads: str = "",
     step_costs: StepCosts | None = FLAT_COSTS,
+    native: NativeKernels | None = None,
     **speculation: Any,
 ) -> Bench:
     """An engine for a copy of `model`, with the adapters in `root`. `drafts`: proposers by the names that requests have
     for draft models. `medusa` takes the place of the heads' own proposer. `speculation`: fields of its configuration.
     Without `step_costs` those that it has measured."""
-    loaded = adopt_model(copy.deepcopy(model), verify=False)
+    loaded = adopt_model(copy.deepcopy(model), verify=False, native=native)
+    block_bytes = kv_block_bytes(loaded.spec, BLOCK_SIZE, loaded.dtype.itemsize)
     config = EngineConfig(
         ModelConfig("tiny", dtype=loaded.dtype_name),
-        KvConfig(BLOCK_SIZE, num_blocks * kv_block_bytes(loaded.spec, BLOCK_SIZE, 8), prefix_caching),
+        KvConfig(BLOCK_SIZE, num_blocks * block_bytes, prefix_caching),
         BatchConfig(max_running, max_step_tokens),
         AdaptersConfig(root, num_device_slots=num_slots),
         SpeculationConfig(default_medusa=default_heads, **speculation),
     )
-    engine = assemble(loaded, config, lambda text: None, lambda: None)
+    engine = assemble(loaded, config, lambda text: None, lambda: None, native=native)
     speculator = engine._speculator
     if medusa is not None:
         speculator._proposers[MEDUSA] = medusa
@@ -286,9 +289,10 @@ def make_bench(
 class World:
     """A model, its adapters on disk, and an engine in which requests run alone and without speculation, each once."""
 
-    def __init__(self, model: PreTrainedModel, root: Path) -> None:
+    def __init__(self, model: PreTrainedModel, root: Path, native: NativeKernels | None = None) -> None:
         self.model = model
         self.root = root
+        self.native = native
         self._models: dict[str, nn.Module] = {"": model}  # by adapter id, with its LoRA
         self._bench: Bench | None = None
         self._known: dict[Request, Outcome] = {}
@@ -306,7 +310,7 @@ class World:
         """Heads that know the texts of these requests by heart. In the directory of a LoRA they make it a combined
         adapter."""
         examples = [
-            (text_states(self._models[one.adapter_id], one.prompt_token_ids, text), text)
+            (text_states(self._models[one.adapter_id], one.prompt_token_ids, text).double(), text)
             for one in known
             for text in self.twin(one).tokens.values()
         ]
@@ -316,18 +320,18 @@ class World:
             examples,
             num_heads,
             vocab_size=self.vocab_size,
-            base_head=None if has_own else head.weight.detach(),
+            base_head=None if has_own else head.weight.detach().double(),
             num_layers=num_layers,
         )
         base = str(self.model.config.model_type)
         config = medusa_config(num_heads, num_layers, base_model_name_or_path=base)
-        write_heads(self.root / name, tensors, config)
+        write_heads(self.root / name, {key: value.to(self.model.dtype) for key, value in tensors.items()}, config)
 
     def twin(self, one: Request) -> Outcome:
         alone = replace(one, request_id="twin", speculation=SpeculationParams("off"))
         if alone not in self._known:
             if self._bench is None:
-                self._bench = make_bench(self.model, self.root, prefix_caching=False)
+                self._bench = make_bench(self.model, self.root, prefix_caching=False, native=self.native)
             self._known[alone] = self._bench.run([alone])["twin"]
             assert self._known[alone].error is None, self._known[alone].error
             assert not self._known[alone].drafted

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -111,10 +111,17 @@ ZOO: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 
 
-def random_model(family: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> PreTrainedModel:
-    """A model whose greedy text neither repeats one token nor hangs on the last bit; norms and biases are random."""
+def random_model(
+    family: str, dtype: torch.dtype = torch.float64, seed: int = 0, changes: Mapping[str, Any] | None = None
+) -> PreTrainedModel:
+    """A model whose greedy text neither repeats one token nor hangs on the last bit; norms and biases are random.
+    `changes`: of its configuration, as far as the family knows them."""
     torch.manual_seed(seed)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(ZOO[family](), dtype=dtype)
+    config = ZOO[family]()
+    for name, value in (changes or {}).items():
+        if hasattr(config, name):
+            setattr(config, name, value)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:

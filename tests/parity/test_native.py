@@ -1,0 +1,298 @@
+"""Models on native CPU kernels. In float32 they equal Transformers and PEFT. In every dtype, on every instruction set,
+a text is the same to the last bit of its logits, whatever else is in the batch and however it was drafted.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from support.dense import dense_logits, make_dense
+from support.driver import Job, Rig, make_rig, random_prompts
+from support.lora_cases import bits
+from support.native_kernels import isas, native_kernels, using
+from support.native_models import NOT_STACKED, STACKED, native_model, native_rig
+from support.peft_files import SPECS, load_lora, save_adapter
+from support.speculation import World, draft_proposer, loopy, make_bench, request
+from support.zoo import VOCAB_SIZE
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from loraplex_adapters.weights import AdapterWeights
+from loraplex_server.model.loader import adopt_model
+from loraplex_server.request import OutputParams, Request, SamplingParams, SpeculationParams
+from loraplex_server.scheduler.plan import AdapterUse
+from loraplex_server.speculation.base import DRAFT_MODEL, MEDUSA, PROMPT_LOOKUP
+
+NUM_TOKENS = 10
+DTYPES = [torch.float32, torch.bfloat16]
+MIXTURES = [(AdapterUse(1, 0.6), AdapterUse(2, -0.4)), (AdapterUse(5, 0.5), AdapterUse(0, 0.5), AdapterUse(1, 0.25))]
+
+
+@pytest.fixture(params=isas())
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    with using(request.param):
+        yield request.param
+
+
+@pytest.fixture
+def best() -> Iterator[str]:
+    with using(isas()[0]):
+        yield isas()[0]
+
+
+def check_logits(got: Tensor, want: Tensor, tokens: Sequence[int], tolerance: float = 1e-4) -> None:
+    """As far apart as rounding explains; a text may differ only where the two best are closer than that."""
+    allowed = tolerance * float(want.abs().max())
+    torch.testing.assert_close(got, want, rtol=0, atol=allowed)
+    best = want.topk(2).values
+    for i, token in enumerate(tokens):
+        assert token == int(want[i].argmax()) or best[i, 0] - best[i, 1] < 2 * allowed
+
+
+# --- float32 against Transformers -------------------------------------------------------------------------------------
+
+
+def check_family(family: str, rig: Rig, model: PreTrainedModel, seed: int) -> None:
+    jobs = [Job(prompt, NUM_TOKENS) for prompt in random_prompts(7, VOCAB_SIZE, seed=seed, longest=40)]
+    rig.run(jobs)
+    assert [job.error for job in jobs] == [None] * len(jobs)
+    make_dense(model)
+    for job in jobs:
+        check_logits(rig.logits(job), dense_logits(model, job.prompt, job.tokens), job.tokens)
+    assert len({tuple(job.tokens) for job in jobs}) > 4, "the model says the same to everything"
+
+
+@pytest.mark.parametrize("family", [*STACKED, *NOT_STACKED])
+def test_equals_transformers(best: str, family: str) -> None:
+    model = native_model(family, seed=3)
+    rig = native_rig(model, native_kernels(), seed=3)
+    assert (rig.loaded.stack is not None) == (family in STACKED)
+    check_family(family, rig, model, seed=3)
+
+
+def test_equals_transformers_on_every_instruction_set(isa: str) -> None:
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("llama", {"intermediate_size": 75, "hidden_size": 74}),  # in float32 features need not pack
+        ("qwen3", {"num_attention_heads": 18, "num_key_value_heads": 1}),
+        ("mistral", {"head_dim": 96, "sliding_window": 20}),
+        ("qwen2", {"hidden_act": "gelu_pytorch_tanh", "num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}),
+    ]
+    for family, changes in cases:
+        model = native_model(family, seed=4, **changes)
+        rig = native_rig(model, native_kernels(3), seed=5, max_chunk=33)
+        assert rig.loaded.stack is not None, family
+        check_family(family, rig, model, seed=6)
+
+
+# --- float32 against PEFT ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Adapted:
+    """A base model, PEFT's models of all adapters, and their files as the server reads them."""
+
+    base: PreTrainedModel
+    peft: list[PeftModel]
+    root: Path
+
+    def load(self, rig: Rig) -> list[AdapterWeights]:
+        targets = rig.loaded.base_targets(max_rank=16)
+        return [load_lora(self.root, spec.name, targets) for spec in SPECS]
+
+    def rig(self, num_threads: int = 2, **options: object) -> Rig:
+        """Adapter i is in slot i."""
+        rig = native_rig(self.base, native_kernels(num_threads), **options)
+        for slot, weights in enumerate(self.load(rig)):
+            rig.slots.install(slot, weights)
+        return rig
+
+    def reference(self, owner: int | None) -> nn.Module:
+        return self.base if owner is None else self.peft[owner]
+
+
+def make_adapted(root: Path, family: str, dtype: torch.dtype = torch.float32) -> Adapted:
+    base = make_dense(native_model(family, dtype))
+    return Adapted(base, [save_adapter(base, spec, root / spec.name, seed) for seed, spec in enumerate(SPECS)], root)
+
+
+def mixed_jobs(seed: int = 8, longest: int = 30) -> list[Job]:
+    """Every adapter, some mixtures, and none."""
+    uses: list[tuple[AdapterUse, ...]] = [(), *((AdapterUse(slot),) for slot in range(len(SPECS))), *MIXTURES, ()]
+    prompts = random_prompts(len(uses), VOCAB_SIZE, seed=seed, longest=longest)
+    return [Job(prompt, NUM_TOKENS, adapters) for prompt, adapters in zip(prompts, uses, strict=True)]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "mixtral"])
+def test_mixed_batch_equals_peft(best: str, family: str, tmp_path: Path) -> None:
+    adapted = make_adapted(tmp_path, family)
+    rig = adapted.rig(seed=4, max_rows=6)
+    jobs = mixed_jobs()
+    rig.run(jobs)
+    torch_rig = make_rig(adopt_model(adapted.base), max_rows=6)  # for mixtures, which PEFT only merges
+    for slot, weights in enumerate(adapted.load(torch_rig)):
+        torch_rig.slots.install(slot, weights)
+    for job in jobs:
+        assert job.error is None
+        if len(job.adapters) < 2:
+            owner = job.adapters[0].slot if job.adapters else None
+            peft = adapted.peft[owner] if owner is not None else None
+            want = dense_logits(peft, job.prompt, job.tokens) if peft is not None else None
+        else:
+            want = None
+        if want is None:
+            twin = Job(job.prompt, NUM_TOKENS, job.adapters)
+            torch_rig.run([twin])
+            want = torch_rig.logits(twin)
+            assert twin.tokens == job.tokens
+        check_logits(rig.logits(job), want, job.tokens)
+
+
+# --- bits -------------------------------------------------------------------------------------------------------------
+
+
+# An adapter of the embedding is added by torch, whose products depend on the number of rows.
+EMBEDDING = next(slot for slot, spec in enumerate(SPECS) if spec.targets == "embedding")
+
+
+def same_bits(rig: Rig, job: Job, other_rig: Rig, other: Job) -> bool:
+    return torch.equal(bits(rig.logits(job)), bits(other_rig.logits(other))) and job.tokens == other.tokens
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_logits_have_the_same_bits_in_any_batch(isa: str, family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Alone and together, cut into chunks of any size, in steps of a few tokens and of more than a hundred, with and
+    without drafts, by one thread and by three."""
+    adapted = make_adapted(tmp_path, family, dtype)
+    calm = adapted.rig(1, max_rows=1, max_chunk=200, num_blocks=400)
+    assert calm.loaded.stack is not None
+    alone = bitwise_jobs()
+    for job in alone:
+        calm.run([job])
+    for seed, (num_threads, max_rows, max_chunk) in enumerate([(3, 10, 5), (2, 4, 200), (1, 10, 90), (3, 10, 200)]):
+        rig = adapted.rig(num_threads, seed=seed, max_rows=max_rows, max_chunk=max_chunk, num_blocks=400)
+        jobs = bitwise_jobs()
+        for job, twin in zip(jobs, alone, strict=True):
+            job.propose = drafting(twin, seed) if seed % 2 else None
+        rig.run(jobs)
+        for job, twin in zip(jobs, alone, strict=True):
+            assert same_bits(rig, job, calm, twin), (seed, job.adapters)
+        assert (sum(job.num_accepted for job in jobs) > 10) == bool(seed % 2)
+
+
+def bitwise_jobs() -> list[Job]:
+    return [job for job in mixed_jobs(longest=90) if EMBEDDING not in [use.slot for use in job.adapters]]
+
+
+def drafting(twin: Job, seed: int):  # type: ignore[no-untyped-def]
+    """Proposes the truth, with mistakes."""
+    dice = random.Random(seed)
+    text = twin.all_tokens
+
+    def propose(so_far: list[int]) -> list[int]:
+        truth = text[len(so_far) : len(so_far) + dice.randint(0, 4)]
+        return [(token + 1) % VOCAB_SIZE if dice.random() < 0.3 else token for token in truth]
+
+    return propose
+
+
+def test_adapters_come_and_go_while_others_run(isa: str, tmp_path: Path) -> None:
+    """Slots that nobody uses change between any two steps, and ranks with them; those who run notice nothing."""
+    adapted = make_adapted(tmp_path, "llama", torch.bfloat16)
+    calm = adapted.rig()
+    alone = mixed_jobs()[:3]
+    for job in alone:
+        calm.run([job])
+    rig = native_rig(adapted.base, native_kernels(), max_rows=3)
+    weights = adapted.load(rig)
+    for slot in (0, 1):
+        rig.slots.install(slot, weights[slot])
+    dice = random.Random(1)
+    ranks: list[int] = []
+
+    def churn(_: object) -> None:
+        rig.slots.install(dice.randrange(2, 4), dice.choice([None, *weights]))
+        ranks.append(rig.slots.max_rank)
+
+    rig.on_plan = churn
+    for _ in range(3):
+        jobs = [Job(job.prompt, NUM_TOKENS, job.adapters) for job in alone]
+        rig.run(jobs)
+        for job, twin in zip(jobs, alone, strict=True):
+            assert same_bits(rig, job, calm, twin)
+    assert len(set(ranks)) > 2
+    # A slot that was cleared and filled with another adapter serves that one from the next step on.
+    rig.on_plan = None
+    for slot in (5, 4, 1):
+        rig.slots.install(0, weights[slot])
+        got, want = Job([5, 6, 7], NUM_TOKENS, (AdapterUse(0),)), Job([5, 6, 7], NUM_TOKENS, (AdapterUse(slot),))
+        rig.run([got])
+        calm.run([want])
+        assert same_bits(rig, got, calm, want)
+
+
+# --- whole engines ----------------------------------------------------------------------------------------------------
+
+KINDS = (
+    ("", SpeculationParams("medusa", medusa_id="heads", fixed_length=True)),
+    ("", SpeculationParams("prompt_lookup", min_ngram=1, max_ngram=3, fixed_length=True)),
+    ("", SpeculationParams("draft_model", draft_name="same", max_draft_tokens=3)),
+    ("", SpeculationParams("auto", medusa_id="heads")),
+    ("", SpeculationParams("off")),
+    ("lora", SpeculationParams("medusa", medusa_id="heads")),
+    ("lora", SpeculationParams("prompt_lookup", min_ngram=1)),
+    ("lora", SpeculationParams("draft_model", draft_name="same")),
+    ("head", SpeculationParams("auto", medusa_id="heads", max_draft_tokens=5)),
+    ("head", SpeculationParams("off")),
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_texts_survive_scheduling_and_every_proposer(isa: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Prefix hits, forks, preemption, drafts of every kind, sampling: token for token, and logprob for logprob, what
+    the same request gets alone."""
+    kernels = native_kernels()
+    model = make_dense(loopy(native_model("llama", dtype), 0.2))
+    world = World(model, tmp_path, kernels)
+    world.add_lora("lora", SPECS[1], seed=1)
+    world.add_lora("head", SPECS[3], seed=2)
+    dice = random.Random(3)
+    opening = [dice.randrange(2, VOCAB_SIZE) for _ in range(21)]
+    asked: list[Request] = []
+    for number in range(4):
+        prompt = [*opening[: dice.randint(0, 21)], dice.randrange(2, VOCAB_SIZE)]
+        sampling = SamplingParams(temperature=0.7 * (number % 2), seed=number, top_k=40)
+        asked += [
+            request(
+                f"{number}: {adapter_id} {kind}",
+                prompt,
+                14,
+                sampling=sampling,
+                adapter_id=adapter_id,
+                output=OutputParams(True, 2),
+                n=1 + (number == 2),
+            )
+            for adapter_id, kind in KINDS
+        ]
+    world.add_heads("heads", [one for one in asked if not one.adapter_id][:2], 3)
+    asked = [replace(one, speculation=KINDS[idx % len(KINDS)][1]) for idx, one in enumerate(asked)]
+    dice.shuffle(asked)
+    drafts = {"same": draft_proposer(model, num_target_ids=VOCAB_SIZE)}
+    bench = make_bench(model, tmp_path, native=kernels, drafts=drafts, num_blocks=22, max_running=7, max_step_tokens=13)
+    assert bench.engine._runner._loaded.stack is not None  # type: ignore[attr-defined]
+    bench.load("lora", "head", "heads")
+    outcomes = bench.run(asked, dice)
+    world.check(outcomes)
+    assert bench.num_preemptions > 0
+    assert any(end.num_cached_tokens for outcome in outcomes.values() for end in outcome.ends.values())
+    accepted = bench.speculator.accepted
+    assert all(accepted[kind] > 0 for kind in (MEDUSA, PROMPT_LOOKUP, DRAFT_MODEL)), accepted
+    bench.close()
+    world.close()

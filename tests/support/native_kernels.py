@@ -1,0 +1,61 @@
+"""The native CPU kernels for tests: each instruction set that runs here, and how to say that none does."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from functools import cache
+
+import pytest
+
+from loraplex_adapters.native.kernels import NativeKernels
+from loraplex_adapters.native.library import Library, Loaded, load
+
+VARIANTS = ("avx2", "avx512", "avx512bf16", "amx")  # from the least to the best
+
+
+@cache
+def loaded() -> Loaded:
+    return load()
+
+
+def library_or_skip() -> Library:
+    library, status = loaded()
+    if library is None:
+        pytest.skip(f"no native CPU kernels here: {status.reason}")
+    return library
+
+
+@cache
+def isas() -> tuple[str, ...]:
+    """Those that have kernels and run on this machine, the best one first; a single empty name where there are none."""
+    library = loaded().library
+    if library is None:
+        return ("",)
+    best = library.isa
+    try:
+        usable = [name for name in VARIANTS if _use(library, name) and library.functions.lp_has_kernels()]
+    finally:
+        _use(library, best)
+    return tuple(reversed(usable))
+
+
+@contextmanager
+def using(isa: str) -> Generator[Library]:
+    """Runs this variant until the end of the block; skips the test where there is no library."""
+    library = library_or_skip()
+    best = library.isa
+    assert _use(library, isa), isa
+    try:
+        yield library
+    finally:
+        _use(library, best)
+
+
+def native_kernels(num_threads: int = 2) -> NativeKernels:
+    """Of the variant that is in use. More threads than cores are as good a test as any."""
+    return NativeKernels(library_or_skip(), num_threads)
+
+
+def _use(library: Library, isa: str) -> bool:
+    return bool(library.functions.lp_use_isa(isa.encode()) == 0)

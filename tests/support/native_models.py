@@ -1,0 +1,34 @@
+"""Tiny models of the sizes that the native kernels know, and rigs that run them by those kernels."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Final
+
+import torch
+from transformers import PreTrainedModel
+
+from loraplex_adapters.native.kernels import NativeKernels
+from loraplex_adapters.ops.native import NativeOps
+from loraplex_server.model.attention.native_paged import NativePagedAttention, reason_against
+from loraplex_server.model.loader import adopt_model
+from support.driver import Rig, make_rig
+from support.zoo import random_model
+
+# Heads of 32, and features that pack in bfloat16.
+SIZES: Final = {"hidden_size": 128, "intermediate_size": 96, "head_dim": 32}
+# Families whose layers are of the one kind that a stack computes, and some of all other kinds.
+STACKED: Final = ("llama", "mistral", "qwen2", "qwen2-window", "qwen3")
+NOT_STACKED: Final = ("gemma", "gemma2", "gemma3", "phi3", "granite", "olmo2", "mixtral", "smollm3", "cohere", "gpt2")
+
+
+def native_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    return random_model(family, dtype, seed, SIZES | changes)
+
+
+def native_rig(model: PreTrainedModel, kernels: NativeKernels, **options: Any) -> Rig:
+    """As the engine puts the parts together. The model itself stays as it is."""
+    loaded = adopt_model(copy.deepcopy(model), native=kernels)
+    is_known = not any(reason_against(spec, loaded.dtype) for spec in loaded.spec.layers)
+    attention = NativePagedAttention(kernels) if is_known else "auto"
+    return make_rig(loaded, ops=NativeOps(kernels), attention=attention, **options)
