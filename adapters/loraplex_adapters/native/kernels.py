@@ -127,7 +127,7 @@ class NativeKernels:
         """y [rows, out] += each run's update of x [rows, in]; last dimensions contiguous. `max_rank`: of the table."""
         num_rows, num_inputs = x.shape
         runs.struct.max_rank = max_rank * runs.max_uses
-        needed = num_rows * runs.struct.max_rank
+        needed = self._functions.lp_lora_scratch(num_rows, runs.struct.max_rank, y.shape[1])
         if self._inner.numel() < needed:
             self._inner = torch.empty(2 * needed)
         self._functions.lp_lora(

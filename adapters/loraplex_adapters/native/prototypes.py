@@ -121,7 +121,9 @@ KERNELS: Final[Mapping[str, Prototype]] = {
     "lp_linear": Prototype(
         None, (_POINTER, _INT, _POINTER, _LONG, _INT, _LONG, _POINTER, _LONG, _POINTER, _POINTER, _LONG)
     ),
-    # pool, dtype, x, inputs, rows, table, runs, inner, y, outputs, its stride
+    # rows, largest rank, outputs
+    "lp_lora_scratch": Prototype(_LONG, (_LONG, _LONG, _LONG)),
+    # pool, dtype, x, inputs, rows, table, runs, scratch, y, outputs, its stride
     "lp_lora": Prototype(
         None,
         (

@@ -1,6 +1,7 @@
 // The C interface of single operations; stacks of layers are in stack.cpp. The caller guarantees shapes and lifetimes.
 #include <sys/mman.h>
 
+#include "lora.h"
 #include "work.h"
 
 #define LP_API __attribute__((visibility("default")))
@@ -98,24 +99,31 @@ LP_API void lp_linear(lp::Pool* pool, int dtype, const void* x, int64_t x_stride
                });
 }
 
-// y [num_rows][num_outputs] += the runs' updates of x [num_rows][k]; h [num_rows][max_rank].
+// Floats of scratch that lp_lora needs.
+LP_API int64_t lp_lora_scratch(int64_t num_rows, int64_t max_rank, int64_t num_outputs) {
+  return lp::Updates::num_floats(num_rows, max_rank, 1, num_outputs);
+}
+
+// y [num_rows][num_outputs] += the runs' updates of x [num_rows][k].
 LP_API void lp_lora(lp::Pool* pool, int dtype, const void* x, int64_t k, int num_rows, const LpTable* table,
-                    const LpRuns* runs, float* h, void* y, int64_t num_outputs, int64_t y_stride) {
+                    const LpRuns* runs, float* scratch, void* y, int64_t num_outputs, int64_t y_stride) {
   std::lock_guard<std::mutex> turn(pool->turn());
   const lp::Kernels& kernels = *lp::current_kernels();
   const DType type = DType(dtype);
-  const lp::Inner inner{&kernels, type, runs, num_rows, h};
-  const std::vector<lp::Piece> pieces = lp::pieces_of(*runs, lp::kRunRows);
-  lp::shrink_all(*pool, inner, pieces, x, k, table, 1);
+  lp::Updates updates(*pool, kernels, type, *runs, num_rows, scratch);
+  const lp::Target target{table, num_outputs};
+  updates.prepare(x, k, &target, 1);
   constexpr int kWidth = 256;
+  const std::vector<lp::Piece> pieces = lp::pieces_of(*runs);
   const int num_columns = lp::ceil_div(num_outputs, kWidth);
   pool->run(int(pieces.size()) * num_columns, [&](int chunk, int) {
-    alignas(64) float c[lp::kRunRows * kWidth];
-    const lp::Piece& piece = pieces[chunk / num_columns];
+    float c[lp::kPieceRows * kWidth];
+    const lp::Piece& piece = pieces[size_t(chunk / num_columns)];
+    if (!updates.has_update(0, piece.run)) return;  // not even the sign of a zero changes
     const int64_t output = int64_t(chunk % num_columns) * kWidth;
     const int width = int(std::min<int64_t>(kWidth, num_outputs - output)), m = piece.end - piece.start;
     std::memset(c, 0, size_t(m) * kWidth * sizeof(float));
-    lp::expand_into(inner, *table, 0, output, width, piece.start, m, c, kWidth);
+    updates.add(0, output, width, piece.start, m, c, kWidth);
     for (int64_t r = 0; r < m; r++)
       kernels.add_to(type, c + r * kWidth, width, lp::at(y, (piece.start + r) * y_stride + output, type));
   });
@@ -129,11 +137,11 @@ LP_API void lp_dense(lp::Pool* pool, int dtype, const void* x, int64_t x_stride,
   const DType type = DType(dtype);
   constexpr int kWidth = 64;
   pool->run(lp::ceil_div(num_outputs, kWidth), [&](int chunk, int) {
-    float c[lp::kRunRows * kWidth];
+    float c[lp::kPieceRows * kWidth];
     const int64_t output = int64_t(chunk) * kWidth;
     const int width = int(std::min<int64_t>(kWidth, num_outputs - output));
-    for (int64_t row = 0; row < num_rows; row += lp::kRunRows) {
-      const int m = int(std::min<int64_t>(lp::kRunRows, num_rows - row));
+    for (int64_t row = 0; row < num_rows; row += lp::kPieceRows) {
+      const int m = int(std::min<int64_t>(lp::kPieceRows, num_rows - row));
       kernels.shrink(type, lp::at(x, row * x_stride, type), x_stride, m, lp::at(weight, output * k, type), k, width, 1.0f, c,
                      kWidth);
       for (int64_t r = 0; r < m; r++) {

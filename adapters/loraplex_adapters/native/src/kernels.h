@@ -51,7 +51,7 @@ struct Kernels {
   // h[m][rank] = alpha * x[m][k] @ a[rank][k].T
   void (*shrink)(DType, const void* x, int64_t x_stride, int m, const void* a, int64_t k, int rank, float alpha, float* h,
                  int64_t h_stride);
-  // c[m][16] += h[m][rank] @ b[16][rank].T, of which the first `num_outputs` exist.
+  // c[m][num_outputs] += h[m][rank] @ b[num_outputs][rank].T
   void (*expand)(DType, const float* h, int64_t h_stride, int m, const void* b, int rank, int num_outputs, float* c,
                  int64_t c_stride);
 

@@ -3,6 +3,7 @@
 //   h += o(attention(rope(qkv(norm(h)))));  h += down(act(gate(norm(h))) * up(norm(h)))
 //
 // with an adapter term on each of the seven linears. The caller guarantees shapes and keeps all memory alive.
+#include "lora.h"
 #include "work.h"
 
 extern "C" {
@@ -60,7 +61,7 @@ struct Scratch {
   char* q;       // [num_tokens][heads][head_dim]
   char* mixed;   // the same, attention's result
   char* act;     // [num_tokens][ffn]
-  float* h;      // [3][num_tokens][max_rank]
+  float* updates;
   int64_t num_bytes;
 };
 
@@ -79,7 +80,10 @@ Scratch lay_out(const LpStack& stack, int64_t num_tokens, int64_t max_rank, void
   s.q = take(num_tokens * row * item_bytes(dtype));
   s.mixed = take(num_tokens * row * item_bytes(dtype));
   s.act = take(num_tokens * stack.ffn * item_bytes(dtype));
-  s.h = reinterpret_cast<float*>(take(3 * num_tokens * max_rank * int64_t(sizeof(float))));
+  const int64_t qkv = int64_t(stack.num_heads + 2 * stack.num_kv_heads) * stack.head_dim;
+  const int64_t widest = std::max({qkv, int64_t(stack.hidden), 2 * int64_t(stack.ffn)});
+  s.updates = reinterpret_cast<float*>(
+      take(max_rank > 0 ? Updates::num_floats(num_tokens, max_rank, 3, widest) * int64_t(sizeof(float)) : 0));
   s.num_bytes = next - start;
   return s;
 }
@@ -93,13 +97,13 @@ class StackRun {
         step_(step),
         dtype_(DType(stack.dtype)),
         scratch_(lay_out(stack, step.num_tokens, step.runs.max_rank, step.scratch)),
-        inner_{&kernels, dtype_, &step.runs, step.num_tokens, scratch_.h},
-        pieces_(pieces_of(step.runs, kRunRows)) {}
+        updates_(pool, kernels, dtype_, step.runs, step.num_tokens, scratch_.updates) {}
 
   void before_attention(const LpLayer& layer) {
     normalize(layer.norm1, layer.eps);
-    const LpTable tables[] = {layer.q_table, layer.k_table, layer.v_table};
-    shrink(tables, 3, scratch_.normed, stack_.hidden);
+    const int64_t rows = int64_t(stack_.num_heads) * stack_.head_dim, kv_rows = int64_t(stack_.num_kv_heads) * stack_.head_dim;
+    const Target targets[] = {{&layer.q_table, rows}, {&layer.k_table, kv_rows}, {&layer.v_table, kv_rows}};
+    updates_.prepare(scratch_.normed, stack_.hidden, targets, 3);
     project_qkv(layer);
   }
 
@@ -111,15 +115,13 @@ class StackRun {
   void after_attention(const LpLayer& layer) {
     add_product(layer.o, layer.o_bias, layer.o_table, scratch_.mixed, int64_t(stack_.num_heads) * stack_.head_dim);
     normalize(layer.norm2, layer.eps);
-    const LpTable tables[] = {layer.gate_table, layer.up_table};
-    shrink(tables, 2, scratch_.normed, stack_.hidden);
+    const Target targets[] = {{&layer.gate_table, stack_.ffn}, {&layer.up_table, stack_.ffn}};
+    updates_.prepare(scratch_.normed, stack_.hidden, targets, 2);
     gate(layer);
     add_product(layer.down, nullptr, layer.down_table, scratch_.act, stack_.ffn);
   }
 
  private:
-  bool adapts() const { return step_.runs.num_runs > 0; }
-
   void normalize(const void* weight, float eps) {
     constexpr int kNormRows = 4;
     const int64_t n = stack_.hidden;
@@ -128,10 +130,6 @@ class StackRun {
       for (int64_t row = chunk * kNormRows; row < end; row++)
         kernels_.rms_norm(dtype_, at(step_.hidden, row * n, dtype_), weight, n, eps, at(scratch_.normed, row * n, dtype_));
     });
-  }
-
-  void shrink(const LpTable* tables, int num_modules, const void* x, int64_t k) {
-    if (adapts()) shrink_all(pool_, inner_, pieces_, x, k, tables, num_modules);
   }
 
   // A chunk is a head: queries go to scratch, keys and values to their pages.
@@ -146,10 +144,7 @@ class StackRun {
                    kernels_.add_bias(dtype_, at(layer.qkv_bias, int64_t(head) * dim, dtype_), dim, c + r * stride);
                if (head >= num_heads) head -= num_heads, part = 1;
                if (part == 1 && head >= num_kv) head -= num_kv, part = 2;
-               if (adapts()) {
-                 const LpTable& table = part == 0 ? layer.q_table : part == 1 ? layer.k_table : layer.v_table;
-                 expand_into(inner_, table, part, int64_t(head) * dim, dim, row, m, c, stride);
-               }
+               updates_.add(part, int64_t(head) * dim, dim, row, m, c, stride);
                for (int r = 0; r < m; r++) finish_head(layer, part, head, row + r, c + r * stride);
              });
   }
@@ -172,12 +167,13 @@ class StackRun {
   // hidden += x @ packed + bias + update
   void add_product(const void* packed, const void* bias, const LpTable& table, const void* x, int64_t k) {
     const int64_t n = stack_.hidden;
-    shrink(&table, 1, x, k);
+    const Target target{&table, n};
+    updates_.prepare(x, k, &target, 1);
     products(pool_, kernels_, dtype_, x, k, step_.num_tokens, k, packed, ceil_div(n, kBand), 1,
              [&](int band, int row, int m, float* c, int64_t stride) {
                const int64_t output = int64_t(band) * kBand;
                const int width = int(std::min<int64_t>(kBand, n - output));
-               if (adapts()) expand_into(inner_, table, 0, output, width, row, m, c, stride);
+               updates_.add(0, output, width, row, m, c, stride);
                for (int64_t r = 0; r < m; r++) {
                  if (bias != nullptr) kernels_.add_bias(dtype_, at(bias, output, dtype_), width, c + r * stride);
                  kernels_.add_to(dtype_, c + r * stride, width, at(step_.hidden, (row + r) * n + output, dtype_));
@@ -194,10 +190,8 @@ class StackRun {
                  if (output >= n) break;
                  float* block = c + i * kBand;
                  const int width = int(std::min<int64_t>(kPanel, n - output));
-                 if (adapts()) {
-                   expand_into(inner_, layer.gate_table, 0, output, width, row, m, block, stride);
-                   expand_into(inner_, layer.up_table, 1, output, width, row, m, block + kPanel, stride);
-                 }
+                 updates_.add(0, output, width, row, m, block, stride);
+                 updates_.add(1, output, width, row, m, block + kPanel, stride);
                  for (int64_t r = 0; r < m; r++)
                    kernels_.gated(dtype_, stack_.act, block + r * stride, block + r * stride + kPanel, width,
                                   at(scratch_.act, (row + r) * n + output, dtype_));
@@ -211,8 +205,7 @@ class StackRun {
   const LpStep& step_;
   const DType dtype_;
   const Scratch scratch_;
-  const Inner inner_;
-  const std::vector<Piece> pieces_;
+  Updates updates_;
 };
 
 }  // namespace

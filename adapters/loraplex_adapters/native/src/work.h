@@ -55,101 +55,25 @@ inline char* at(void* base, int64_t offset, DType dtype) { return static_cast<ch
 
 inline int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
 
-// --- low-rank updates ---------------------------------------------------------------------------------------------------
-
-// The inner products of a group of modules that read the same rows: h[module][row][max_rank].
-struct Inner {
-  const Kernels* kernels;
-  DType dtype;
-  const LpRuns* runs;
-  int num_rows;
-  float* h;
-
-  float* at(int module, int64_t row) const { return h + (int64_t(module) * num_rows + row) * runs->max_rank; }
-};
-
-inline bool has_table(const LpTable& table) { return table.ranks != nullptr; }
-
-constexpr int kRunRows = 16;  // rows of a run that are one chunk's
-
-// One piece of a run.
-struct Piece {
-  int run, start, end;
-};
-
-inline std::vector<Piece> pieces_of(const LpRuns& runs, int max_rows) {
-  std::vector<Piece> pieces;
-  for (int run = 0; run < runs.num_runs; run++)
-    for (int start = runs.starts[run]; start < runs.ends[run]; start += max_rows)
-      pieces.push_back({run, start, std::min(start + max_rows, runs.ends[run])});
-  return pieces;
-}
-
-// Computes h for all modules of a group. x [num_rows][k].
-inline void shrink_all(Pool& pool, const Inner& inner, const std::vector<Piece>& pieces, const void* x, int64_t k,
-                       const LpTable* tables, int num_modules) {
-  const LpRuns& runs = *inner.runs;
-  // Few pieces: their ranks are halved, so that no thread idles.
-  const int halves = int(pieces.size()) * num_modules < 2 * pool.num_threads() && pool.num_threads() > 1 ? 2 : 1;
-  const int num_pieces = int(pieces.size());
-  pool.run(num_pieces * num_modules * halves, [&](int chunk, int) {
-    const int half = chunk % halves, module = chunk / halves % num_modules;
-    const Piece& piece = pieces[chunk / halves / num_modules];
-    const LpTable& table = tables[module];
-    if (!has_table(table)) return;
-    int column = 0;
-    for (int use = runs.first_uses[piece.run]; use < runs.first_uses[piece.run + 1]; use++) {
-      const int slot = runs.slots[use], rank = table.ranks[slot];
-      if (rank == 0) continue;
-      const int middle = halves == 1 ? rank : std::min(rank, (rank / 2 + 7) & ~7);
-      const int from = half == 0 ? 0 : middle, to = half == halves - 1 ? rank : middle;
-      if (from < to)
-        inner.kernels->shrink(inner.dtype, lp::at(x, piece.start * k, inner.dtype), k, piece.end - piece.start,
-                              lp::at(reinterpret_cast<const void*>(table.a_ptrs[slot]), from * k, inner.dtype), k,
-                              to - from, runs.weights[use] * table.scales[slot],
-                              inner.at(module, piece.start) + column + from, runs.max_rank);
-      column += rank;
-    }
-  });
-}
-
-// c[rows of the block][num_outputs] += the update of outputs from `output` on. The block's rows are row..row + m.
-inline void expand_into(const Inner& inner, const LpTable& table, int module, int64_t output, int num_outputs, int row,
-                        int m, float* c, int64_t c_stride) {
-  if (!has_table(table)) return;
-  const LpRuns& runs = *inner.runs;
-  int run = int(std::upper_bound(runs.ends, runs.ends + runs.num_runs, row) - runs.ends);
-  for (; run < runs.num_runs && runs.starts[run] < row + m; run++) {
-    const int start = std::max(runs.starts[run], row), end = std::min(runs.ends[run], row + m);
-    int column = 0;
-    for (int use = runs.first_uses[run]; use < runs.first_uses[run + 1]; use++) {
-      const int slot = runs.slots[use], rank = table.ranks[slot];
-      if (rank == 0) continue;
-      const void* b = reinterpret_cast<const void*>(table.b_ptrs[slot]);
-      for (int i = 0; i < num_outputs; i += kPanel)
-        inner.kernels->expand(inner.dtype, inner.at(module, start) + column, runs.max_rank, end - start,
-                              lp::at(b, (output + i) * rank, inner.dtype), rank, std::min(kPanel, num_outputs - i),
-                              c + int64_t(start - row) * c_stride + i, c_stride);
-      column += rank;
-    }
-  }
-}
-
 // --- products -----------------------------------------------------------------------------------------------------------
 
-// Shares out x [num_rows][k] @ bands into chunks of `per_chunk` bands and as many rows as stay cached. Calls
-// epilogue(first_band, row, m, c, c_stride) for each block c [m][per_chunk * 32] of at most kRows rows.
-//
-// Of many rows, each multiplies one slab of a band after the other, so that the slab is read from the first cache.
+constexpr int kMaxBands = 8;  // that a chunk computes beside each other
+
+// Shares out x [num_rows][k] @ bands. Bands come in units of `unit`; of many rows, a chunk is several units and as many rows
+// as stay cached, which multiply one slab of a band after the other. Calls epilogue(first_band, row, m, c, c_stride) for
+// each unit and each block c [m][unit * 32] of at most kRows rows.
 template <class Epilogue>
 void products(Pool& pool, const Kernels& kernels, DType dtype, const void* x, int64_t x_stride, int num_rows, int64_t k,
-              const void* packed, int num_bands, int per_chunk, const Epilogue& epilogue) {
-  if (num_rows <= 0) return;
-  const int64_t fit = std::max<int64_t>(kRows, kRowsBytes / (k * item_bytes(dtype)) / kRows * kRows);
+              const void* packed, int num_bands, int unit, const Epilogue& epilogue) {
+  if (num_rows <= 0) return;  // of a step that asks for no logits
+  const bool many = num_rows > 2 * kRows;
+  const int num_units = ceil_div(num_bands, unit), enough = 4 * pool.num_threads();
+  const int per_chunk = many ? unit * std::clamp(num_units / enough, 1, std::max(1, kMaxBands / unit)) : unit;
+  const int64_t slab = many ? std::min(k, kSlabBytes / (kBand * item_bytes(dtype))) : k;
+  const int64_t fit = std::max<int64_t>(kRows, kRowsBytes / (slab * item_bytes(dtype)) / kRows * kRows);
   const int num_parts = ceil_div(num_rows, fit);
   const int part_rows = ceil_div(ceil_div(num_rows, num_parts), kRows) * kRows;
   const int num_groups = ceil_div(num_bands, per_chunk);
-  const int64_t slab = num_rows > 2 * kRows ? kSlabBytes / (kBand * item_bytes(dtype)) : k;
   const int64_t stride = int64_t(per_chunk) * kBand;
   pool.run(num_parts * num_groups, [&](int chunk, int) {
     static thread_local std::vector<float> results;
@@ -157,15 +81,17 @@ void products(Pool& pool, const Kernels& kernels, DType dtype, const void* x, in
     const int begin = chunk / num_groups * part_rows, end = std::min(begin + part_rows, num_rows);
     const size_t needed = size_t((end - begin) * stride);
     if (results.size() < needed) results.resize(needed);
-    for (int band = first; band < last; band++)
-      for (int64_t i = 0; i < k; i += slab)
+    for (int64_t i = 0; i < k; i += slab)
+      for (int band = first; band < last; band++)
         for (int row = begin; row < end; row += kRows)
           kernels.product(dtype, at(x, row * x_stride + i, dtype), x_stride, std::min(kRows, end - row),
                           at(packed, (band * k + i) * kBand, dtype), std::min(slab, k - i), i > 0,
                           results.data() + (row - begin) * stride + (band - first) * kBand, stride);
     kernels.end_products();
-    for (int row = begin; row < end; row += kRows)
-      epilogue(first, row, std::min(kRows, end - row), results.data() + (row - begin) * stride, stride);
+    for (int band = first; band < last; band += unit)
+      for (int row = begin; row < end; row += kRows)
+        epilogue(band, row, std::min(kRows, end - row),
+                 results.data() + (row - begin) * stride + (band - first) * kBand, stride);
   });
 }
 

@@ -6,10 +6,25 @@
 namespace lp {
 namespace LP_ISA {
 
+// Walks over a span's rows of keys or values, position by position.
 template <class D>
-static inline const typename D::T* page_row(const void* pages, const AttendTask& t, int64_t position) {
-  const int64_t block = t.blocks[position / t.block_size], offset = position % t.block_size;
-  return (const typename D::T*)pages + block * t.block_stride + offset * t.token_stride;
+struct Cursor {
+  const typename D::T* pages;
+  const AttendTask& task;
+  int64_t block, offset;
+
+  Cursor(const void* base, const AttendTask& t, int64_t position)
+      : pages((const typename D::T*)base), task(t), block(position / t.block_size), offset(position % t.block_size) {}
+
+  const typename D::T* row() const { return pages + task.blocks[block] * task.block_stride + offset * task.token_stride; }
+
+  void next() {
+    if (++offset == task.block_size) offset = 0, block++;
+  }
+};
+
+static inline void fetch_early(const void* row, int num_bytes) {
+  for (int i = 0; i < num_bytes; i += 64) _mm_prefetch((const char*)row + i, _MM_HINT_T0);
 }
 
 static inline __m512 dot_dim(const float* a, const float* b, int dim, __m512 acc) {
@@ -27,9 +42,18 @@ template <class D>
 static void score(const AttendTask& t, const typename D::T* q, int num_rows, int64_t begin, int64_t end, float* scores,
                   int64_t stride) {
   typedef typename D::T T;
+  const int64_t ahead = begin + 16;  // keys that are fetched early; values all are, which nobody reads until later
+  Cursor<D> key(t.k, t, begin), early(t.k, t, ahead < end ? ahead : begin), value(t.v, t, begin);
   for (int64_t at = begin; at < end; at += 4) {
     const T* keys[4];
-    for (int i = 0; i < 4; i++) keys[i] = page_row<D>(t.k, t, at + i < end ? at + i : end - 1);
+    for (int i = 0; i < 4; i++) {
+      keys[i] = at + i < end ? key.row() : keys[i - 1];
+      if (at + i >= end) continue;
+      key.next();
+      fetch_early(value.row(), t.dim * (int)sizeof(T));
+      value.next();
+      if (at + i + 16 < end) fetch_early(early.row(), t.dim * (int)sizeof(T)), early.next();
+    }
     for (int row = 0; row < num_rows; row += 4) {
       __m512 acc[16];
       for (int r = 0; r < 4; r++)
@@ -85,8 +109,9 @@ static void weigh(const AttendTask& t, const float* weights, int64_t stride, int
   __m512 acc[4][C];
   for (int r = 0; r < 4; r++)
     for (int c = 0; c < C; c++) acc[r][c] = _mm512_setzero_ps();
-  for (int64_t at = begin; at < end; at++) {
-    const typename D::T* v = page_row<D>(t.v, t, at) + column;
+  Cursor<D> row(t.v, t, begin);
+  for (int64_t at = begin; at < end; at++, row.next()) {
+    const typename D::T* v = row.row() + column;
     __m512 values[C];
     for (int c = 0; c < C; c++) values[c] = D::load(v + 16 * c);
     for (int r = 0; r < 4; r++) {

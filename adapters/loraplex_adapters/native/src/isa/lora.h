@@ -79,8 +79,9 @@ static void shrink(DType dtype, const void* x, int64_t x_stride, int m, const vo
 
 // --- expand ------------------------------------------------------------------------------------------------------------
 
-// t[rank][16] = b[16][rank].T of 16 ranks, bfloat16: rows i and i + 8 share a register, pairs of ranks are transposed.
-static inline void transpose_16x16(const bf16* b, int64_t stride, float* t) {
+// t[rank] = the 16 outputs' factors of that rank, of 16 ranks in bfloat16: rows i and i + 8 share a register, and pairs of
+// ranks are transposed.
+static inline void transpose_16x16(const bf16* b, int64_t stride, __m512* t) {
   __m512i v[8], w[8];
   for (int i = 0; i < 8; i++)
     v[i] = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)(b + i * stride))),
@@ -100,11 +101,11 @@ static inline void transpose_16x16(const bf16* b, int64_t stride, float* t) {
   const __m512i mask = _mm512_set1_epi32(0xffff0000);
   for (int i = 0; i < 4; i++) {
     __m512i pair = _mm512_permutex2var_epi64(v[i], low, v[i + 4]);
-    _mm512_store_ps(t + (2 * i) * 16, _mm512_castsi512_ps(_mm512_slli_epi32(pair, 16)));
-    _mm512_store_ps(t + (2 * i + 1) * 16, _mm512_castsi512_ps(_mm512_and_si512(pair, mask)));
+    t[2 * i] = _mm512_castsi512_ps(_mm512_slli_epi32(pair, 16));
+    t[2 * i + 1] = _mm512_castsi512_ps(_mm512_and_si512(pair, mask));
     pair = _mm512_permutex2var_epi64(v[i], high, v[i + 4]);
-    _mm512_store_ps(t + (2 * i + 8) * 16, _mm512_castsi512_ps(_mm512_slli_epi32(pair, 16)));
-    _mm512_store_ps(t + (2 * i + 9) * 16, _mm512_castsi512_ps(_mm512_and_si512(pair, mask)));
+    t[2 * i + 8] = _mm512_castsi512_ps(_mm512_slli_epi32(pair, 16));
+    t[2 * i + 9] = _mm512_castsi512_ps(_mm512_and_si512(pair, mask));
   }
 }
 
@@ -139,48 +140,72 @@ static inline void gather_pairs(const bf16* b, int64_t stride, int num_pairs, fl
   }
 }
 
-static const int kRankPart = 64;  // ranks that are transposed at once: 4 KiB
+// t[rank][16] of up to 16 ranks, in any dtype and of any number of outputs up to 16.
+template <class T>
+static inline void transpose_part(const T* b, int64_t stride, int num_outputs, int rank, float* t);
 
-static inline void transpose(DType dtype, const void* b, int64_t stride, int num_outputs, int at, int rank, float* t) {
-  if (dtype == DType::F32) {
-    const float* from = (const float*)b + at;
-    if (num_outputs < 16)
-      transpose_any(from, stride, num_outputs, rank, t);
-    else
-      gather_f32(from, stride, rank, t);
-    return;
-  }
-  const bf16* from = (const bf16*)b + at;
+template <>
+[[maybe_unused]] inline void transpose_part<float>(const float* b, int64_t stride, int num_outputs, int rank, float* t) {
+  if (num_outputs < 16)
+    transpose_any(b, stride, num_outputs, rank, t);
+  else
+    gather_f32(b, stride, rank, t);
+}
+
+template <>
+[[maybe_unused]] inline void transpose_part<bf16>(const bf16* b, int64_t stride, int num_outputs, int rank, float* t) {
+  const int pairs = num_outputs < 16 ? 0 : rank / 2;
+  gather_pairs(b, stride, pairs, t);
+  transpose_any(b + 2 * pairs, stride, num_outputs, rank - 2 * pairs, t + 2 * pairs * 16);
+}
+
+// c[16] += h[rank] . t[rank][16]: two sums, so that one's latency hides the other's.
+template <class Get>
+static inline void add_ranks(const float* h, int rank, float* c, __mmask16 mask, const Get& get) {
+  __m512 even = _mm512_maskz_loadu_ps(mask, c), odd = _mm512_setzero_ps();
   int r = 0;
-  if (num_outputs == 16) {
-    for (; r + 16 <= rank; r += 16) transpose_16x16(from + r, stride, t + r * 16);
-    const int pairs = (rank - r) / 2;
-    gather_pairs(from + r, stride, pairs, t + r * 16);
-    r += 2 * pairs;
+  for (; r + 2 <= rank; r += 2) {
+    even = _mm512_fmadd_ps(_mm512_set1_ps(h[r]), get(r), even);
+    odd = _mm512_fmadd_ps(_mm512_set1_ps(h[r + 1]), get(r + 1), odd);
   }
-  transpose_any(from + r, stride, num_outputs, rank - r, t + r * 16);
+  if (r < rank) even = _mm512_fmadd_ps(_mm512_set1_ps(h[r]), get(r), even);
+  _mm512_mask_storeu_ps(c, mask, _mm512_add_ps(even, odd));
+}
+
+template <class D>
+static void expand_rows(const float* h, int64_t h_stride, int m, const typename D::T* b, int rank, int num_outputs,
+                        float* c, int64_t c_stride) {
+  typedef typename D::T T;
+  const int kBytesAhead = 2048;  // the factors are read as one stream, but too little at once for the CPU to notice
+  for (int o = 0; o < num_outputs; o += 16) {
+    const int outputs = num_outputs - o < 16 ? num_outputs - o : 16;
+    const __mmask16 mask = first(outputs);
+    const T* block = b + (int64_t)o * rank;
+    for (int i = 0; i < 16 * rank * (int)sizeof(T); i += 64) _mm_prefetch((const char*)block + kBytesAhead + i, _MM_HINT_T0);
+    for (int at = 0; at < rank; at += 16) {
+      const int part = rank - at < 16 ? rank - at : 16;
+      if (sizeof(T) == 2 && part == 16 && outputs == 16) {
+        __m512 t[16];
+        transpose_16x16((const bf16*)block + at, rank, t);
+        for (int row = 0; row < m; row++)
+          add_ranks(h + row * h_stride + at, 16, c + row * c_stride + o, mask, [&](int r) { return t[r]; });
+      } else {
+        alignas(64) float t[16 * 16];
+        transpose_part<T>(block + at, rank, outputs, part, t);
+        for (int row = 0; row < m; row++)
+          add_ranks(h + row * h_stride + at, part, c + row * c_stride + o, mask,
+                    [&](int r) { return _mm512_load_ps(t + r * 16); });
+      }
+    }
+  }
 }
 
 static void expand(DType dtype, const float* h, int64_t h_stride, int m, const void* b, int rank, int num_outputs,
                    float* c, int64_t c_stride) {
-  alignas(64) float t[kRankPart * 16];
-  const __mmask16 mask = first(num_outputs);
-  for (int at = 0; at < rank; at += kRankPart) {
-    const int part = rank - at < kRankPart ? rank - at : kRankPart;
-    transpose(dtype, b, rank, num_outputs, at, part, t);
-    for (int row = 0; row < m; row++) {
-      const float* hr = h + row * h_stride + at;
-      // Two sums, so that one's latency hides the other's; the order is the same for every row.
-      __m512 even = _mm512_maskz_loadu_ps(mask, c + row * c_stride), odd = _mm512_setzero_ps();
-      int r = 0;
-      for (; r + 2 <= part; r += 2) {
-        even = _mm512_fmadd_ps(_mm512_set1_ps(hr[r]), _mm512_load_ps(t + r * 16), even);
-        odd = _mm512_fmadd_ps(_mm512_set1_ps(hr[r + 1]), _mm512_load_ps(t + r * 16 + 16), odd);
-      }
-      if (r < part) even = _mm512_fmadd_ps(_mm512_set1_ps(hr[r]), _mm512_load_ps(t + r * 16), even);
-      _mm512_mask_storeu_ps(c + row * c_stride, mask, _mm512_add_ps(even, odd));
-    }
-  }
+  if (dtype == DType::F32)
+    expand_rows<F32>(h, h_stride, m, (const float*)b, rank, num_outputs, c, c_stride);
+  else
+    expand_rows<BF16>(h, h_stride, m, (const bf16*)b, rank, num_outputs, c, c_stride);
 }
 
 }  // namespace LP_ISA
