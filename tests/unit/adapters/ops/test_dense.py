@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
+from support.native_kernels import isas, native_kernels, using
 from torch import Tensor
 
 from loraplex_adapters.ops.base import Segment
 from loraplex_adapters.ops.dense import DenseTable, DenseWeight, ReferenceDense, SegmentedDense
 from loraplex_adapters.ops.dense_cpu import CpuDense
+from loraplex_adapters.ops.native import NativeDense
 from loraplex_adapters.ops.registry import choose_dense
 
 IN_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
-NAMES = ["triton"] if IN_INTERPRETER else ["reference", "cpu"]
+NAMES = ["triton"] if IN_INTERPRETER else ["reference", "cpu", *(f"native {isa}" for isa in isas())]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 TOLERANCES = {torch.float64: 1e-11, torch.float32: 2e-5, torch.float16: 6e-3, torch.bfloat16: 4e-2}
 WORDS = {
@@ -32,12 +34,17 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(params=NAMES)
-def ops(request: pytest.FixtureRequest) -> SegmentedDense:
-    if request.param == "triton":
+def ops(request: pytest.FixtureRequest) -> Iterator[SegmentedDense]:
+    kind, _, isa = request.param.partition(" ")
+    if kind == "triton":
         from loraplex_adapters.ops.triton.dense import TritonDense
 
-        return TritonDense()
-    return ReferenceDense() if request.param == "reference" else CpuDense()
+        yield TritonDense()
+    elif kind == "native":
+        with using(isa):
+            yield NativeDense(native_kernels())
+    else:
+        yield ReferenceDense() if kind == "reference" else CpuDense()
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -22,13 +23,15 @@ from support.lora_cases import (
     random_segments,
     random_table,
 )
+from support.native_kernels import isas, native_kernels, using
 
 from loraplex_adapters.ops.base import LoraFactors, Segment, SegmentedLora
 from loraplex_adapters.ops.cpu import CpuOps
+from loraplex_adapters.ops.native import NativeOps
 from loraplex_adapters.ops.reference import ReferenceOps
 
 IN_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
-NAMES = ["triton"] if IN_INTERPRETER else ["reference", "cpu"]
+NAMES = ["triton"] if IN_INTERPRETER else ["reference", "cpu", *(f"native {isa}" for isa in isas())]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 # The interpreter runs some hundreds of programs a second: fewer of them, and what matters of the rest is the same code.
 OTHER_DTYPES = [torch.float32, torch.bfloat16, torch.float64] if IN_INTERPRETER else DTYPES
@@ -39,12 +42,17 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(params=NAMES)
-def ops(request: pytest.FixtureRequest) -> SegmentedLora:
-    if request.param == "triton":
+def ops(request: pytest.FixtureRequest) -> Iterator[SegmentedLora]:
+    kind, _, isa = request.param.partition(" ")
+    if kind == "triton":
         from loraplex_adapters.ops.triton.lora import TritonOps
 
-        return TritonOps()
-    return ReferenceOps() if request.param == "reference" else CpuOps()
+        yield TritonOps()
+    elif kind == "native":
+        with using(isa):
+            yield NativeOps(native_kernels())
+    else:
+        yield ReferenceOps() if kind == "reference" else CpuOps()
 
 
 @pytest.fixture(autouse=True)
