@@ -123,6 +123,17 @@ class NativeKernels:
         )
         return y
 
+    def argmax(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """values [rows, n] -> the largest of each row (float32; NaN if one is) and its index, the lowest on ties."""
+        rows = values if values.is_contiguous() else values.contiguous()
+        best = torch.empty(rows.shape[0], dtype=torch.float32)
+        where = torch.empty(rows.shape[0], dtype=torch.int64)
+        self._functions.lp_argmax(
+            *(self._pool, DTYPES[rows.dtype], rows.data_ptr(), rows.shape[0], rows.shape[1]),
+            *(best.data_ptr(), where.data_ptr()),
+        )
+        return best, where
+
     def add_lora(self, y: Tensor, x: Tensor, table: Table, runs: RunsOfRows, max_rank: int) -> None:
         """y [rows, out] += each run's update of x [rows, in]; last dimensions contiguous. `max_rank`: of the table."""
         num_rows, num_inputs = x.shape

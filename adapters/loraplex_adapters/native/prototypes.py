@@ -145,6 +145,8 @@ KERNELS: Final[Mapping[str, Prototype]] = {
     ),
     # pool, dtype, x, weight, rows, features, eps, y
     "lp_rms_norm": Prototype(None, (_POINTER, _INT, _POINTER, _POINTER, _INT, _LONG, _FLOAT, _POINTER)),
+    # pool, dtype, x, rows, features, largest, where
+    "lp_argmax": Prototype(None, (_POINTER, _INT, _POINTER, _INT, _LONG, _POINTER, _POINTER)),
     "lp_stack_scratch_bytes": Prototype(_LONG, (ctypes.POINTER(Stack), _LONG, _LONG)),
     "lp_stack_run": Prototype(None, (_POINTER, ctypes.POINTER(Stack), ctypes.POINTER(Step))),
 }

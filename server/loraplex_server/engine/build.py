@@ -5,6 +5,7 @@ Runs in the engine's process. The only place that knows all the parts.
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +36,7 @@ from loraplex_server.model.kv import KvCache, free_memory_bytes, num_blocks_for
 from loraplex_server.model.loader import LoadedModel, load_model, resolve_device
 from loraplex_server.model.medusa_model import MODEL_HEADS, ServedModel, served_model
 from loraplex_server.model.memory import step_bytes
+from loraplex_server.model.native.argmax import native_argmax
 from loraplex_server.model.packed import packed_linear
 from loraplex_server.model.runner import ModelRunner
 from loraplex_server.sampling.sampler import Sampler
@@ -72,7 +74,11 @@ def build_engine(config: EngineConfig, progress: Callable[[str], None], notify: 
         if loaded.stack is not None:
             # What is left to torch is small, and its threads would spin on the cores that the kernels' threads need.
             torch.set_num_threads(1)
-        return assemble(loaded, config, progress, notify, served, native)
+        engine = assemble(loaded, config, progress, notify, served, native)
+    # What has been made by now stays to the end. Collections would go through all of it, and steps would wait for them.
+    gc.collect()
+    gc.freeze()
+    return engine
 
 
 def assemble(
@@ -98,7 +104,7 @@ def assemble(
         KvCache(spec, num_blocks, block_size, loaded.dtype, loaded.device),
         _attention(loaded, config.model.attention, native),
         slots,
-        Sampler(batch.max_running, spec.num_logits, loaded.device),
+        Sampler(batch.max_running, spec.num_logits, loaded.device, argmax=native_argmax(native)),
         max_rows=batch.max_running,
     )
     if shapes := captured_shapes(config, loaded.device):

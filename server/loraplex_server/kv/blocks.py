@@ -4,13 +4,14 @@ Owns reference counts, the free lists and the prefix cache. Deliberately knows n
 block is a number. Block 0 is never handed out: kernels let padding write there.
 
 A block that nobody holds is *clean* (its content is of no use) or *idle* (cached: a prompt that begins alike can have
-it). Clean ones go first; then idle ones, the least recently used first, and of one sequence the deepest first, because
+it). Clean ones go first, the latest given back before all: its memory has been touched already, where others may have
+to be asked of the system; then idle ones, the least recently used first, and of one sequence the deepest first, because
 a block is found only through the ones before it.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
 TRASH_BLOCK_ID = 0
@@ -31,7 +32,7 @@ class BlockPool:
         self._refs = [0] * num_blocks
         self._key_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
-        self._clean = deque(range(1, num_blocks))
+        self._clean = list(range(num_blocks - 1, 0, -1))  # taken from the end
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
 
     @property
@@ -58,7 +59,7 @@ class BlockPool:
         taken: list[int] = []
         for _ in range(num_blocks):
             if self._clean:
-                block_id = self._clean.popleft()
+                block_id = self._clean.pop()
             else:
                 block_id, _none = self._idle.popitem(last=False)
                 self._forget(block_id)

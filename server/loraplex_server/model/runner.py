@@ -219,7 +219,8 @@ class ModelRunner:
 
     def _launch(self, spans: Sequence[Span]) -> _Launched:
         staged = self._mirror.stage(spans)
-        self._cache.clear_blocks(staged.fresh_blocks)
+        if self._attention.needs_clean_blocks:
+            self._cache.clear_blocks(staged.fresh_blocks)
         keepers = [i for i, row in enumerate(staged.rows) if row.sequence.keeps_hidden and staged.spans[i].num_samples]
         logits, hidden = self._replay(staged, keepers) or self._forward(staged, capture=bool(keepers))
         samples = self._sample(staged, logits)

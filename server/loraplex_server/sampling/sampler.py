@@ -11,7 +11,7 @@ once per step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +26,8 @@ from loraplex_server.sampling.processors import History, add_bias, ban, flatten,
 from loraplex_server.sampling.rows import RowTable
 from loraplex_server.sampling.truncation import DrawRows
 from loraplex_server.scheduler.plan import NewSequence, TokenLogprobs
+
+Argmax = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +90,14 @@ class PackedSamples:
 
 
 class Sampler:
-    """The parameters of `max_rows` rows, and the draws. `device` is where the logits are."""
+    """The parameters of `max_rows` rows, and the draws. `device` is where the logits are; `argmax` gives the largest
+    value of each row and its index, the lowest one on ties, and NaN where there is one."""
 
-    def __init__(self, max_rows: int, vocab_size: int, device: torch.device | str) -> None:
+    def __init__(
+        self, max_rows: int, vocab_size: int, device: torch.device | str, *, argmax: Argmax = row_argmax
+    ) -> None:
         self._device = torch.device(device)
+        self._argmax = argmax
         self._rows = RowTable(max_rows, vocab_size)
         self._noise = NoiseField(vocab_size, self._device)
 
@@ -118,7 +124,7 @@ class Sampler:
         token_ids = torch.zeros(num_samples, dtype=torch.int64, device=self._device)
         bad = torch.zeros(num_samples, dtype=torch.bool, device=self._device)
         if len(special) < num_samples:
-            best, token_ids = row_argmax(logits)
+            best, token_ids = self._argmax(logits)
             bad = ~best.isfinite()
         if special:
             step = _Step(special, features, host_rows, host_positions, tokens)
@@ -160,7 +166,7 @@ class Sampler:
     def _draw(self, scores: Tensor, members: list[int], step: _Step, kind: int) -> tuple[Tensor, Tensor]:
         """Of samples which all draw in the same way."""
         if kind == 0:
-            best, token_ids = row_argmax(scores)
+            best, token_ids = self._argmax(scores)
             return token_ids, best
         rows = [step.rows[i] for i in members]
         draw_rows = self._draw_rows(rows, [step.positions[i] for i in members], scores.dtype)

@@ -149,6 +149,7 @@ LP_API void lp_dense(lp::Pool* pool, int dtype, const void* x, int64_t x_stride,
         kernels.store(type, c + r * kWidth, width, lp::at(y, (row + r) * y_stride + output, type));
       }
     }
+    kernels.end_products();
   });
 }
 
@@ -170,5 +171,13 @@ LP_API void lp_rms_norm(lp::Pool* pool, int dtype, const void* x, const void* we
     for (int64_t row = chunk * 8; row < std::min(num_rows, (chunk + 1) * 8); row++)
       kernels.rms_norm(type, lp::at(x, row * n, type), weight, n, eps, lp::at(y, row * n, type));
   });
+}
+
+// The largest value of each row of x [num_rows][n], and where it is first.
+LP_API void lp_argmax(lp::Pool* pool, int dtype, const void* x, int num_rows, int64_t n, float* best, int64_t* where) {
+  std::lock_guard<std::mutex> turn(pool->turn());
+  const lp::Kernels& kernels = *lp::current_kernels();
+  const DType type = DType(dtype);
+  pool->run(num_rows, [&](int row, int) { kernels.argmax(type, lp::at(x, row * n, type), n, best + row, where + row); });
 }
 }

@@ -46,7 +46,7 @@ struct Kernels {
   // c[m][32] = (adds ? c : 0) + x[m][k] @ band; m <= kRows.
   void (*product)(DType, const void* x, int64_t x_stride, int m, const void* band, int64_t k, bool adds, float* c,
                   int64_t c_stride);
-  void (*end_products)();  // after a thread's last product of a task
+  void (*end_products)();  // after a thread's last product or shrink of a chunk
 
   // h[m][rank] = alpha * x[m][k] @ a[rank][k].T
   void (*shrink)(DType, const void* x, int64_t x_stride, int m, const void* a, int64_t k, int rank, float alpha, float* h,
@@ -65,6 +65,9 @@ struct Kernels {
   void (*store)(DType, const float* c, int n, void* out);          // out = c
   void (*add_to)(DType, const float* c, int n, void* inout);       // inout += c
   void (*add_bias)(DType, const void* bias, int n, float* c);      // c += bias
+
+  // The largest of x[n] and where it is first; NaN if there is one.
+  void (*argmax)(DType, const void* x, int64_t n, float* best, int64_t* at);
 
   void (*attend)(DType, const AttendTask&, float* scratch);
 };

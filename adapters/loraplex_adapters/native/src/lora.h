@@ -11,7 +11,7 @@ inline bool has_table(const LpTable& table) { return table.ranks != nullptr; }
 // memory gives them. Where many rows share the factors, the products' epilogue adds the update block by block.
 constexpr int kKeptRows = 4;     // of a run
 constexpr int kKeptInAll = 128;  // rows of the step up to which there is memory for it
-constexpr int kPieceRows = 16;   // rows of a run that are one chunk's
+constexpr int kPieceRows = 32;   // rows of a run that are one chunk's
 
 // One module of a group.
 struct Target {
@@ -68,6 +68,7 @@ class Updates {
         keep(x, k, module, piece, part, num_parts);
       else
         shrink(x, k, module, piece, part, num_parts);
+      kernels_.end_products();
     });
   }
 
@@ -135,7 +136,7 @@ class Updates {
     const LpTable& table = *targets_[module].table;
     float* h = inner(module, piece.start);
     for_uses(table, piece.run, [&](int slot, int rank, float alpha) {
-      const int width = ceil_div(rank, num_parts * 8) * 8, first = part * width, last = std::min(first + width, rank);
+      const int width = ceil_div(rank, num_parts * 16) * 16, first = part * width, last = std::min(first + width, rank);
       if (first < last)
         kernels_.shrink(dtype_, at(x, piece.start * k, dtype_), k, piece.end - piece.start,
                         at(a(table, slot), first * k, dtype_), k, last - first, alpha, h + first, runs_.max_rank);

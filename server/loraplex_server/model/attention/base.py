@@ -44,6 +44,11 @@ class PagedAttention(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def needs_clean_blocks(self) -> bool:
+        """Whether it reads positions that nobody has written yet, and multiplies what is there by zero."""
+        ...
+
     def plan(self, batch: AttentionBatch, dtype: torch.dtype, device: torch.device) -> Any:
         """Everything that the step's layers share. Once per step; host work, no device synchronisation."""
         ...

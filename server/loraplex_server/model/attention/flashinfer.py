@@ -76,6 +76,7 @@ class FlashInferAttention:
     """Implements ReplayableAttention for a model with layers as in `specs`. A plan holds until the next one is made."""
 
     name = "flashinfer"
+    needs_clean_blocks = True
 
     def __init__(self, specs: Sequence[AttentionSpec], flashinfer: Any, write: WritePages) -> None:
         """`write` stores keys and values, and leaves out tokens whose slot is -1."""

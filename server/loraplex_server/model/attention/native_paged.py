@@ -41,6 +41,7 @@ class NativePagedAttention:
     """Implements PagedAttention."""
 
     name = "native"
+    needs_clean_blocks = False
 
     def __init__(self, kernels: NativeKernels) -> None:
         self._kernels = kernels

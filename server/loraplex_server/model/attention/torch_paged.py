@@ -61,6 +61,7 @@ class TorchPagedAttention:
     """Implements PagedAttention."""
 
     name = "torch"
+    needs_clean_blocks = True
 
     def plan(self, batch: AttentionBatch, dtype: torch.dtype, device: torch.device) -> Plan:
         return Plan(batch, dtype, device, [_group(batch, spans, device) for spans in _partition(batch)])

@@ -53,6 +53,7 @@ class TritonPagedAttention:
     """Implements ReplayableAttention for a model with layers as in `specs`."""
 
     name = "triton"
+    needs_clean_blocks = True
 
     def __init__(self, specs: Sequence[AttentionSpec]) -> None:
         self._specs = tuple(dict.fromkeys(specs))

@@ -142,6 +142,33 @@ static void add_bias(DType dtype, const void* bias, int n, float* c) {
     bias_row<BF16>((const bf16*)bias, n, c);
 }
 
+template <class D>
+static void argmax_row(const typename D::T* x, int64_t n, float* best, int64_t* at) {
+  __m512 top = _mm512_set1_ps(-__builtin_inff());
+  __m512i where = _mm512_setzero_si512();
+  const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  __mmask16 nan = 0;
+  for (int64_t i = 0; i < n; i += 16) {
+    const __mmask16 mask = first((int)(n - i > 16 ? 16 : n - i));
+    const __m512 v = D::load(x + i, mask);
+    nan |= _mm512_mask_cmp_ps_mask(mask, v, v, _CMP_UNORD_Q);
+    const __mmask16 larger = _mm512_mask_cmp_ps_mask(mask, v, top, _CMP_GT_OQ);
+    top = _mm512_mask_mov_ps(top, larger, v);
+    where = _mm512_mask_add_epi32(where, larger, lanes, _mm512_set1_epi32((int)i));
+  }
+  const float found = _mm512_reduce_max_ps(top);
+  *best = nan ? __builtin_nanf("") : found;
+  const __mmask16 winners = _mm512_cmp_ps_mask(top, _mm512_set1_ps(found), _CMP_EQ_OQ);
+  *at = nan ? 0 : _mm512_mask_reduce_min_epi32(winners, where);
+}
+
+static void argmax(DType dtype, const void* x, int64_t n, float* best, int64_t* at) {
+  if (dtype == DType::F32)
+    argmax_row<F32>((const float*)x, n, best, at);
+  else
+    argmax_row<BF16>((const bf16*)x, n, best, at);
+}
+
 }  // namespace LP_ISA
 }  // namespace lp
 #endif

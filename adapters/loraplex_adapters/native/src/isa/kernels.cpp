@@ -14,8 +14,9 @@
 // In this order: each knows the ones before.
 #include "attention.h"
 #include "elementwise.h"
-#include "lora.h"
 #include "product.h"
+//
+#include "lora.h"
 
 #define LP_JOIN2(a, b) a##b
 #define LP_JOIN(a, b) LP_JOIN2(a, b)
@@ -25,7 +26,7 @@ namespace LP_ISA {
 
 #if LP_CAN
 static const Kernels table = {
-    product, end_products, shrink, expand, rms_norm, rms_norm_f32, rotate, gated, store, add_to, add_bias, attend,
+    product, end_products, shrink, expand, rms_norm, rms_norm_f32, rotate, gated, store, add_to, add_bias, argmax, attend,
 };
 #endif
 

@@ -69,10 +69,107 @@ static void shrink_rows(const typename D::T* x, int64_t x_stride, int m, const t
   }
 }
 
+#ifdef __AMX_BF16__
+// Columns of v become rows: pairs of inputs by pairs of inputs, as tiles want them.
+static inline void transpose_pairs(__m512i* v) {
+  __m512i w[16];
+  for (int i = 0; i < 16; i += 2) {
+    w[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
+    w[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    v[i] = _mm512_unpacklo_epi64(w[i], w[i + 2]);
+    v[i + 1] = _mm512_unpackhi_epi64(w[i], w[i + 2]);
+    v[i + 2] = _mm512_unpacklo_epi64(w[i + 1], w[i + 3]);
+    v[i + 3] = _mm512_unpackhi_epi64(w[i + 1], w[i + 3]);
+  }
+  // v[4i + j], quarter q: pair 4q + j of rows 4i to 4i + 3
+  for (int j = 0; j < 4; j++) {
+    const __m512i a = _mm512_shuffle_i32x4(v[j], v[4 + j], 0x88), b = _mm512_shuffle_i32x4(v[8 + j], v[12 + j], 0x88);
+    const __m512i c = _mm512_shuffle_i32x4(v[j], v[4 + j], 0xdd), d = _mm512_shuffle_i32x4(v[8 + j], v[12 + j], 0xdd);
+    w[j] = _mm512_shuffle_i32x4(a, b, 0x88);
+    w[8 + j] = _mm512_shuffle_i32x4(a, b, 0xdd);
+    w[4 + j] = _mm512_shuffle_i32x4(c, d, 0x88);
+    w[12 + j] = _mm512_shuffle_i32x4(c, d, 0xdd);
+  }
+  for (int i = 0; i < 16; i++) v[i] = w[i];
+}
+
+// The same with tiles, whatever the number of rows is, so that a row's sums are the same among any others: the products of
+// a pair of tiles are added up in one order, whichever of them is which. At most 16 ranks; k is a multiple of 32.
+//
+// Of few rows, the factors are the left tile, which is read as it lies, and a row of x is the right one.
+static void shrink_row(const bf16* x, const bf16* a, int64_t k, int rank, float alpha, float* h) {
+  alignas(64) float c[16];
+  configure_row(rank);
+  _tile_zero(0);
+  for (int64_t i = 0; i < k; i += 32) {
+    _tile_loadd(4, a + i, k * 2);
+    _tile_loadd(6, x + i, 4);
+    _tile_dpbf16ps(0, 4, 6);
+  }
+  _tile_stored(0, c, 4);
+  _mm512_mask_storeu_ps(h, first(rank), _mm512_mul_ps(_mm512_load_ps(c), _mm512_set1_ps(alpha)));
+}
+
+// Of up to kRows rows, x is the left tile, and factors are transposed to be the right one.
+static void shrink_tiles(const bf16* x, int64_t x_stride, int m, const bf16* a, int64_t k, int rank, float alpha, float* h,
+                         int64_t h_stride) {
+  const int kSteps = 4;  // that are transposed ahead of their products
+  alignas(64) bf16 b[kSteps][16 * 32];
+  alignas(64) float c[kRows * 16];
+  configure(m);
+  _tile_zero(0);
+  if (m > 16) _tile_zero(2);
+  for (int64_t i = 0; i < k; i += 32 * kSteps) {
+    const int steps = k - i < 32 * kSteps ? (int)(k - i) / 32 : kSteps;
+    for (int s = 0; s < steps; s++) {
+      __m512i v[16];
+      for (int r = 0; r < 16; r++)
+        v[r] = r < rank ? _mm512_loadu_si512(a + r * k + i + 32 * s) : _mm512_setzero_si512();
+      transpose_pairs(v);
+      for (int r = 0; r < 16; r++) _mm512_store_si512(b[s] + r * 32, v[r]);
+    }
+    for (int s = 0; s < steps; s++) {
+      _tile_loadd(6, b[s], 64);
+      _tile_loadd(4, x + i + 32 * s, x_stride * 2);
+      _tile_dpbf16ps(0, 4, 6);
+      if (m <= 16) continue;
+      _tile_loadd(5, x + 16 * x_stride + i + 32 * s, x_stride * 2);
+      _tile_dpbf16ps(2, 5, 6);
+    }
+  }
+  _tile_stored(0, c, 64);
+  if (m > 16) _tile_stored(2, c + 16 * 16, 64);
+  for (int row = 0; row < m; row++)
+    _mm512_mask_storeu_ps(h + row * h_stride, first(rank),
+                          _mm512_mul_ps(_mm512_load_ps(c + row * 16), _mm512_set1_ps(alpha)));
+}
+
+static const int kFewRows = 4;
+
+static void shrink_by_tiles(const bf16* x, int64_t x_stride, int m, const bf16* a, int64_t k, int rank, float alpha, float* h,
+                            int64_t h_stride) {
+  for (int r = 0; r < rank; r += 16) {
+    const int part = rank - r < 16 ? rank - r : 16;
+    const bf16* factors = a + r * k;
+    for (int row = 0; m <= kFewRows && row < m; row++)
+      shrink_row(x + row * x_stride, factors, k, part, alpha, h + row * h_stride + r);
+    for (int row = 0; m > kFewRows && row < m; row += kRows)
+      shrink_tiles(x + row * x_stride, x_stride, m - row < kRows ? m - row : kRows, factors, k, part, alpha,
+                   h + row * h_stride + r, h_stride);
+  }
+}
+#endif
+
 static void shrink(DType dtype, const void* x, int64_t x_stride, int m, const void* a, int64_t k, int rank, float alpha,
                    float* h, int64_t h_stride) {
   if (dtype == DType::F32)
     shrink_rows<F32>((const float*)x, x_stride, m, (const float*)a, k, rank, alpha, h, h_stride);
+#ifdef __AMX_BF16__
+  else if (k % 32 == 0)
+    shrink_by_tiles((const bf16*)x, x_stride, m, (const bf16*)a, k, rank, alpha, h, h_stride);
+#endif
   else
     shrink_rows<BF16>((const bf16*)x, x_stride, m, (const bf16*)a, k, rank, alpha, h, h_stride);
 }

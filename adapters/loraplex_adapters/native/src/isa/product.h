@@ -79,9 +79,9 @@ struct TileConfig {
   uint8_t rows[16];
 };
 
-// Tiles 0-3: results, 4-5: rows of x, 6-7: the band's two panels.
-static __thread int configured = 0;  // for how many rows; 0 between tasks, when other code may use the tiles
+static __thread int configured = 0;  // for what; 0 between tasks, when other code may use the tiles
 
+// Tiles 0-3: results, 4-5: up to 32 rows of x, 6-7: 16 outputs each.
 static inline void configure(int m) {
   if (configured == m) return;
   configured = m;
@@ -92,6 +92,19 @@ static inline void configure(int m) {
   config.rows[0] = config.rows[1] = config.rows[4] = (uint8_t)upper;
   config.rows[2] = config.rows[3] = config.rows[5] = (uint8_t)lower;
   config.rows[6] = config.rows[7] = 16;
+  _tile_loadconfig(&config);
+}
+
+// The other way round. Tile 0: results, 4: up to 16 outputs, 6: one row of x, as a column of pairs.
+static inline void configure_row(int num_outputs) {
+  if (configured == -num_outputs) return;
+  configured = -num_outputs;
+  alignas(64) TileConfig config = {};
+  config.palette = 1;
+  config.rows[0] = config.rows[4] = (uint8_t)num_outputs;
+  config.rows[6] = 16;
+  config.bytes[0] = config.bytes[6] = 4;
+  config.bytes[4] = 64;
   _tile_loadconfig(&config);
 }
 
