@@ -10,9 +10,10 @@ rolled: always, with probability 0.6, never. Nothing else of a step is changed, 
 given.
 
 `demo`: the demo's own world on held-out records, with its own heads and draft models; acceptance is what it is, texts
-are checked against those without speculation, and tokens per target step are printed. Lookup searches in earlier
-outputs too: each run has a cache salt of its own, so it never finds those of the same records from the run before, and
-is preceded by `--earlier` requests for other records, under that salt.
+are checked against those without speculation, and tokens per target step are printed. The records are the copy-heavy
+ones of those that are drawn (`--drawn`): whose right answer repeats most of its prompt, which is known before
+anything runs. Lookup searches in earlier outputs too: each run has a cache salt of its own, so it never finds those
+of the same records from the run before, and is preceded by `--earlier` requests for other records, under that salt.
 
 Runs with and without speculation take turns in one process; each line is the ratio of medians.
 """
@@ -44,6 +45,7 @@ from loraplex_server.config import (
     ModelConfig,
     SpeculationConfig,
 )
+from loraplex_server.demo.formats import FORMATS
 from loraplex_server.demo.world import MAX_NEW_TOKENS, Case, committed_world
 from loraplex_server.engine.build import build_engine
 from loraplex_server.engine.core import Engine
@@ -282,6 +284,15 @@ def synthetic(args: argparse.Namespace) -> None:
 # --- demo -------------------------------------------------------------------------------------------------------------
 
 
+def copied_share(source: Sequence[int], text: Sequence[int], length: int = 3) -> float:
+    """The share of a text's tokens which lie in a run of `length` that `source` has too."""
+    runs = {tuple(source[i : i + length]) for i in range(len(source) - length + 1)}
+    copied = {
+        i + k for i in range(len(text) - length + 1) if tuple(text[i : i + length]) in runs for k in range(length)
+    }
+    return len(copied) / max(1, len(text))
+
+
 def demo(args: argparse.Namespace) -> None:
     world = committed_world()
     drafts = tuple(f"{draft.name}={world.draft_path(draft.name)}" for draft in world.drafts)
@@ -295,7 +306,7 @@ def demo(args: argparse.Namespace) -> None:
             speculation=SpeculationConfig(draft_models=drafts),
         )
         engine = build_engine(config, lambda text: None, lambda: None)
-        cases = world.cases(args.cases, "benchmark")
+        drawn = world.cases(max(args.cases, args.drawn), "benchmark")
         others = world.cases(max(args.earlier), "earlier")
         kinds = {
             **{f"medusa {h.name}": (h.adapter, SpeculationParams("medusa", medusa_id=h.name)) for h in world.heads},
@@ -303,6 +314,13 @@ def demo(args: argparse.Namespace) -> None:
             **{f"draft {d.name}": ("json", SpeculationParams("draft_model", draft_name=d.name)) for d in world.drafts},
             "auto": ("json", SpeculationParams("auto")),
         }
+
+        def copy_heavy(adapter_id: str) -> list[Case]:
+            def share(case: Case) -> float:
+                expected = case.expected(adapter_id) if adapter_id in FORMATS else case.expected()
+                return copied_share(tokenizer(case.prompt)["input_ids"], tokenizer(expected)["input_ids"])
+
+            return sorted(drawn, key=share, reverse=True)[: args.cases]
 
         def prompts(cases: Sequence[Case], adapter_id: str) -> list[Prompt]:
             texts = [tuple(tokenizer(case.prompt)["input_ids"]) for case in cases]
@@ -312,7 +330,7 @@ def demo(args: argparse.Namespace) -> None:
             for name, (adapter_id, params) in kinds.items():
                 if args.only and name not in args.only:
                     continue
-                asked = prompts(cases, adapter_id)
+                asked = prompts(copy_heavy(adapter_id), adapter_id)
                 batches = [asked[i : i + num_prompts] for i in range(0, len(asked) - num_prompts + 1, num_prompts)]
                 for num_earlier in args.earlier if params.kind in ("prompt_lookup", "auto") else (0,):
                     earlier = prompts(others[:num_earlier], adapter_id)
@@ -352,6 +370,7 @@ def main() -> None:
     shown.set_defaults(run=demo)
     shown.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     shown.add_argument("--cases", type=int, default=16)
+    shown.add_argument("--drawn", type=int, default=64, help="records of which the copy-heavy ones are taken")
     shown.add_argument("--repeat", type=int, default=3)
     shown.add_argument("--only", nargs="+", help="cases by name, such as: lookup")
     shown.add_argument("--earlier", type=int, nargs="+", default=[0, 10], help="outputs that lookup may search in")

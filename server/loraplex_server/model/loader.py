@@ -123,7 +123,7 @@ def adopt_model(
         make_base = native_linears(native, make_base)
         found = find_stack(model, probe.attention, native, context)
         if found is not None:
-            make_base = absorbing(found.absorbed, make_base)
+            make_base = absorbing(make_base)
     targets = adapt_modules(model, probe, context, dtype, make_base)
     layers: list[AttentionLayer] = []
     for module, spec in probe.attention:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor
 
 from loraplex_adapters.native.kernels import NativeKernels
@@ -47,10 +45,10 @@ class AbsorbedLinear:
         raise AssertionError("this linear is computed by the stack of layers that it is part of")
 
 
-def absorbing(absorbed: set[int], otherwise: BaseLinearFactory) -> Callable[[Tensor, Tensor | None], BaseLinear]:
-    """Makes nothing of the weights in `absorbed` (by address)."""
+def absorbing(otherwise: BaseLinearFactory) -> BaseLinearFactory:
+    """Makes nothing of weights that a stack has taken."""
 
     def make(weight: Tensor, bias: Tensor | None) -> BaseLinear:
-        return AbsorbedLinear() if weight.data_ptr() in absorbed else otherwise(weight, bias)
+        return AbsorbedLinear() if weight.is_meta else otherwise(weight, bias)
 
     return make

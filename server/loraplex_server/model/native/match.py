@@ -52,17 +52,12 @@ TOLERANCE: Final = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 
 @dataclass(frozen=True, slots=True)
 class FoundStack:
-    """A model's layers and the stack that computes the same."""
+    """A model's layers, whose linears have no weights any more, and the stack that computes the same."""
 
     path: str  # of the list of layers
     layers: list[nn.Module]
     stack: NativeStack
     norm: tuple[str, NativeNorm] | None  # what follows the layers
-
-    @property
-    def absorbed(self) -> set[int]:
-        """Addresses of the weights that the stack has copies of."""
-        return {cast(Tensor, layer.get_submodule(name).weight).data_ptr() for layer in self.layers for name in LINEARS}
 
     def install(self, model: PreTrainedModel, attention: tuple[AttentionLayer, ...]) -> None:
         """Puts the stack in the place of the layers, in which linears have been replaced by adapted ones by now."""
@@ -90,16 +85,16 @@ def find_stack(
         path, layers = _list_of_layers(model, len(attention))
         specs = _specs(layers, attention)
         shape = _shape(layers[0], specs[0])
-        weights = [_pack(layer, spec, shape, kernels) for layer, spec in zip(layers, specs, strict=True)]
-        for idx, (layer, packed) in enumerate(zip(layers, weights, strict=True)):
-            _prove(idx, model, layer, packed, shape, kernels)
+        for idx, (layer, spec) in enumerate(zip(layers, specs, strict=True)):
+            _prove(idx, model, layer, _pack(layer, spec, shape, kernels), shape, kernels)
             if shape.dtype != torch.float32:
                 wide, wide_shape = copy.deepcopy(layer).float(), replace(shape, dtype=torch.float32)
-                wide_weights = _pack(wide, packed.attention, wide_shape, kernels)
-                _prove(idx, model, wide, wide_weights, wide_shape, kernels)
+                _prove(idx, model, wide, _pack(wide, spec, wide_shape, kernels), wide_shape, kernels)
     except _NoMatch as reason:
         log.info("layers are run one operation at a time: %s", reason)
         return None
+    # Only now, and one by one: until all are proven the model may have to stay as it is, and its memory is not doubled.
+    weights = [_take(layer, spec, shape, kernels) for layer, spec in zip(layers, specs, strict=True)]
     return FoundStack(path, layers, NativeStack(kernels, shape, weights, context), _final_norm(model, path, kernels))
 
 
@@ -183,6 +178,15 @@ def _pack(layer: nn.Module, spec: AttentionSpec, shape: StackShape, kernels: Nat
         qk_eps=_one_eps([norms[name] for name in HEAD_NORMS if name in norms]),
         attention=spec,
     )
+
+
+def _take(layer: nn.Module, spec: AttentionSpec, shape: StackShape, kernels: NativeKernels) -> LayerWeights:
+    """Packs a layer's weights and lets the plain ones go; their shapes stay for whoever asks."""
+    weights = _pack(layer, spec, shape, kernels)
+    for name in LINEARS:
+        linear = cast(nn.Linear, layer.get_submodule(name))
+        linear.weight = nn.Parameter(linear.weight.to("meta"), requires_grad=False)
+    return weights
 
 
 def _head_norms(layer: nn.Module) -> tuple[str, ...]:
