@@ -11,6 +11,7 @@ import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -88,11 +89,24 @@ def train_medusa(
 @contextmanager
 def _term_as_interrupt() -> Generator[None]:
     """What a supervisor ends is left as tidy as after Ctrl-C."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    was_stopped = False
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        nonlocal was_stopped
+        was_stopped = True
+        signal.default_int_handler(signum, frame)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
+    except Exception:
+        # Code in C that is interrupted may make another error of it.
+        if was_stopped:
+            raise KeyboardInterrupt from None
+        raise
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _run(
