@@ -112,7 +112,7 @@ def assemble(
     manager = _manager(loaded, config.adapters, slots, heads, notify, served.heads)
     speculator = build_speculator(
         config,
-        Target(loaded, served, runner, manager, heads),
+        Target(loaded, served, runner, manager, heads, native),
         measure_runner(runner, max_rows=batch.max_running, num_blocks=num_blocks, block_size=block_size),
         progress,
     )

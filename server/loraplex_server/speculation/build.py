@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from loraplex_adapters.cache.api import AdapterCache
 from loraplex_adapters.key import AdapterKey
+from loraplex_adapters.native.kernels import NativeKernels
 from loraplex_proto.errors import AdapterNotFound, InvalidArgument
 from loraplex_server.config import EngineConfig
 from loraplex_server.model.cuda_capture import CudaCapture
@@ -44,6 +45,7 @@ class Target:
     runner: ModelRunner
     cache: AdapterCache
     heads: HeadSlots
+    native: NativeKernels | None = None  # draft models run on what the target runs on
 
 
 def build_speculator(
@@ -87,7 +89,7 @@ def _draft_models(config: EngineConfig, target: Target, progress: Callable[[str]
             tokenizer_path=draft.tokenizer or "",
             device=str(loaded.device),
         )
-        model = load_draft(source, draft_target, memory, make_base=packed_linear)
+        model = load_draft(source, draft_target, memory, make_base=packed_linear, native=target.native)
         if loaded.device.type == "cuda" and config.model.cuda_graphs:
             shapes = graph_shapes(config.batch.max_running, max_drafted=0)
             model.drafter.runner.capture(shapes, CudaCapture(loaded.device), progress)

@@ -15,6 +15,7 @@ from typing import cast
 
 from transformers import PreTrainedModel
 
+from loraplex_adapters.native.kernels import NativeKernels
 from loraplex_proto.errors import AdapterInvalid, AdapterNotFound, FailedPrecondition, UnsafeFormat, UnsupportedModel
 from loraplex_server.model.linear import BaseLinearFactory, PlainLinear
 from loraplex_server.model.loader import load_model
@@ -67,7 +68,12 @@ class DraftModel:
 
 
 def load_draft(
-    source: DraftSource, target: DraftTarget, memory: DraftMemory, *, make_base: BaseLinearFactory = PlainLinear
+    source: DraftSource,
+    target: DraftTarget,
+    memory: DraftMemory,
+    *,
+    make_base: BaseLinearFactory = PlainLinear,
+    native: NativeKernels | None = None,
 ) -> DraftModel:
     """Raises UnsupportedModel, FailedPrecondition on a vocabulary that nothing leads to, AdapterNotFound,
     AdapterInvalid, InvalidArgument on a bad dtype or device, or OutOfMemory."""
@@ -79,6 +85,7 @@ def load_draft(
             dtype=source.dtype,
             device=source.device,
             make_base=make_base,
+            native=native,
             amend=(lambda model: _merge(model, source)) if source.adapter_path else None,
         )
     except UnsupportedModel as error:

@@ -6,10 +6,6 @@
 namespace lp {
 namespace LP_ISA {
 
-static inline __m512 dot_step(const float* a, const float* b, __m512 acc, __mmask16 mask) {
-  return _mm512_fmadd_ps(_mm512_maskz_loadu_ps(mask, a), _mm512_maskz_loadu_ps(mask, b), acc);
-}
-
 template <class D>
 struct Dot;
 
