@@ -43,11 +43,17 @@ class World:
 
 
 def make_world(
-    root: Path, family: str, ops: SegmentedLora, dtype: torch.dtype = torch.float64, max_rows: int = 6
+    root: Path,
+    family: str,
+    ops: SegmentedLora,
+    dtype: torch.dtype = torch.float64,
+    max_rows: int = 6,
+    *,
+    joins: bool = False,
 ) -> World:
     base = make_dense(random_model(family, dtype))
     peft = [save_adapter(base, spec, root / spec.name, seed) for seed, spec in enumerate(SPECS)]
-    loaded = adopt_model(copy.deepcopy(base), model_id=family)
+    loaded = adopt_model(copy.deepcopy(base), model_id=family, joins=joins)
     targets = loaded.base_targets(max_rank=16)
     weights = [load_lora(root, spec.name, targets) for spec in SPECS]
     rig = make_rig(loaded, ops=ops, seed=4, max_rows=max_rows)
@@ -66,10 +72,10 @@ def mixed_jobs(num_adapters: int) -> list[tuple[int | None, Job]]:
     ]
 
 
-@pytest.mark.parametrize("ops", OPS)
+@pytest.mark.parametrize(("ops", "joins"), [("reference", False), ("reference", True), ("cpu", False)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_mixed_batch_equals_peft(family: str, ops: str, tmp_path: Path) -> None:
-    world = make_world(tmp_path, family, OPS[ops]())
+def test_mixed_batch_equals_peft(family: str, ops: str, joins: bool, tmp_path: Path) -> None:
+    world = make_world(tmp_path, family, OPS[ops](), joins=joins)
     jobs = mixed_jobs(len(SPECS))
     world.rig.run([job for _, job in jobs])
     for owner, job in jobs:

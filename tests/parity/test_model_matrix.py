@@ -18,9 +18,9 @@ NUM_TOKENS = 12
 TOLERANCE = {"deepseek_v3": 1e-6}
 
 
-def check_family(family: str, seed: int, *, num_prompts: int = 7, longest: int = 19) -> None:
+def check_family(family: str, seed: int, *, num_prompts: int = 7, longest: int = 19, joins: bool = False) -> None:
     model = random_model(family, seed=seed)
-    rig = make_rig(adopt_model(copy.deepcopy(model)), seed=seed)
+    rig = make_rig(adopt_model(copy.deepcopy(model), joins=joins), seed=seed)
     prompts = random_prompts(num_prompts, VOCAB_SIZE, seed=seed, longest=longest)
     jobs = [Job(prompt, NUM_TOKENS) for prompt in prompts]
     rig.run(jobs)
@@ -41,6 +41,12 @@ def check_family(family: str, seed: int, *, num_prompts: int = 7, longest: int =
 @pytest.mark.parametrize("family", ZOO)
 def test_equals_generate(family: str) -> None:
     check_family(family, seed=3)
+
+
+@pytest.mark.parametrize("family", ZOO)
+def test_equals_generate_with_joint_products(family: str) -> None:
+    """As on CUDA, where linears that read one input are computed at once."""
+    check_family(family, seed=6, num_prompts=3, longest=9, joins=True)
 
 
 @pytest.mark.slow

@@ -121,6 +121,15 @@ class SegmentedLora(Protocol):
 
 
 @runtime_checkable
+class SiblingLora(SegmentedLora, Protocol):
+    """One that has fewer launches for modules that read the same input than `apply` for each of them."""
+
+    def apply_siblings(self, y: Tensor, x: Tensor, tables: Sequence[FactorTable], prepared: PreparedSegments) -> None:
+        """`apply` for each table in turn, on its columns of y [num_rows, sum of outputs]: the same to the last bit."""
+        ...
+
+
+@runtime_checkable
 class ReplayableLora(SegmentedLora, Protocol):
     """One whose launches can be captured in a CUDA graph and replayed with other segments and other factors.
 

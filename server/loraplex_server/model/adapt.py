@@ -93,7 +93,8 @@ class AdapterSlots:
     """The factor tables of all targets, and which adapter is in which slot.
 
     What kernels read (pointers, ranks, scales) is one tensor [num_modules, num_slots] for all modules, of which each
-    table sees its row: putting an adapter in is four copies to the device and not four per module.
+    table sees its row: putting an adapter in is four copies to the device and not four per module. Rows of siblings lie
+    one below the other, so that a kernel reaches those of all.
     """
 
     def __init__(
@@ -103,14 +104,14 @@ class AdapterSlots:
         self.num_slots = num_slots
         self.max_rank = 0  # of anything that is installed
         self._ranks_by_slot = [0] * num_slots
-        self._targets = targets
+        self._targets = _side_by_side(targets)
         self._installed: list[AdapterWeights | None] = [None] * num_slots  # keeps the tensors alive
         shape = (len(targets), num_slots)
         self._a_ptrs = torch.zeros(shape, dtype=torch.int64, device=device)
         self._b_ptrs = torch.zeros(shape, dtype=torch.int64, device=device)
         self._ranks = torch.zeros(shape, dtype=torch.int32, device=device)
         self._scales = torch.zeros(shape, dtype=torch.float32, device=device)
-        for idx, module in enumerate(targets.values()):
+        for idx, module in enumerate(self._targets.values()):
             table = FactorTable(num_slots, module.in_features, module.out_features, device)
             table.a_ptrs, table.b_ptrs = self._a_ptrs[idx], self._b_ptrs[idx]
             table.ranks, table.scales = self._ranks[idx], self._scales[idx]
@@ -140,6 +141,18 @@ class AdapterSlots:
         self._installed[slot] = weights
         self._ranks_by_slot[slot] = max((f.rank for f in chosen if f), default=0)
         self.max_rank = max(self._ranks_by_slot)
+
+
+def _side_by_side(targets: dict[str, AdaptedModule]) -> dict[str, AdaptedModule]:
+    """The same, with siblings one after the other as they are called."""
+    paths = {id(module): path for path, module in targets.items()}
+    ordered: dict[str, AdaptedModule] = {}
+    for path, module in targets.items():
+        joint = module.joint if isinstance(module, AdaptedLinear) else None
+        for member in joint.members if joint is not None else ():
+            ordered.setdefault(paths[id(member)], member)
+        ordered.setdefault(path, module)
+    return ordered
 
 
 def _column(values: Iterable[float], like: Tensor) -> Tensor:

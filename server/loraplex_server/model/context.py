@@ -6,17 +6,20 @@ architecture hands on.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from loraplex_adapters.ops.base import PreparedSegments
 
+if TYPE_CHECKING:
+    from loraplex_server.model.siblings import JointOutput
+
 
 class StepContext:
-    """The current step. Owned and written by the runner; modules only read, the head also leaves its input here."""
+    """The current step. Owned and written by the runner; modules only read, but for what they leave for each other."""
 
-    __slots__ = ("attention", "capture_head_input", "head_input", "head_segments", "token_segments")
+    __slots__ = ("attention", "capture_head_input", "head_input", "head_segments", "joint", "token_segments")
 
     def __init__(self) -> None:
         # Adapter segments of the step's token rows, and of the rows that reach the head. None: nobody has an adapter.
@@ -27,6 +30,8 @@ class StepContext:
         # Post-norm hidden states of the head's rows [num_head_rows, hidden], for whoever drafts from them.
         self.capture_head_input = False
         self.head_input: Tensor | None = None
+        # What the first of some siblings has computed for the others.
+        self.joint: JointOutput | None = None
 
     def clear(self) -> None:
         """Between steps nothing is referenced: a step that raised must not leak its tensors into the next."""
@@ -35,3 +40,4 @@ class StepContext:
         self.attention = None
         self.capture_head_input = False
         self.head_input = None
+        self.joint = None

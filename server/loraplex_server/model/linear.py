@@ -6,7 +6,7 @@ take its place. The weights are those of the module that was replaced, never cop
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch.nn.functional as F
@@ -46,6 +46,17 @@ class PlainLinear:
 BaseLinearFactory = Callable[[Tensor, Tensor | None], BaseLinear]
 
 
+class JointProduct(Protocol):
+    """Computes for several linears at once, see siblings.py."""
+
+    @property
+    def members(self) -> Sequence[AdaptedLinear]: ...
+
+    def output(self, member: AdaptedLinear, x: Tensor) -> Tensor | None:
+        """What `member` answers to x [..., in], adapters included: [..., out]. None: it computes alone this time."""
+        ...
+
+
 class AdaptedLinear(nn.Module):
     """Stands where an `nn.Linear` or a Transformers `Conv1D` stood.
 
@@ -74,6 +85,7 @@ class AdaptedLinear(nn.Module):
         self.table: FactorTable | None = None
         self.ops: SegmentedLora | None = None
         self.num_installed = 0
+        self.joint: JointProduct | None = None
 
     def drop_weight(self) -> None:
         """Frees the plain weight where the base product has a copy; its shape and dtype stay for whoever asks."""
@@ -85,6 +97,8 @@ class AdaptedLinear(nn.Module):
         return self.context.token_segments
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.joint is not None and (found := self.joint.output(self, x)) is not None:
+            return found
         y = self.base(x)
         if self.num_installed:
             segments = self.segments()

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from loraplex_adapters.native.kernels import NativeKernels
 from loraplex_proto.errors import InvalidArgument, Unimplemented, UnsupportedModel
-from loraplex_server.model.adapt import adapt_modules
+from loraplex_server.model.adapt import AdaptedModule, adapt_modules
 from loraplex_server.model.attention import interface
 from loraplex_server.model.attention.base import AttentionLayer
 from loraplex_server.model.context import StepContext
@@ -24,8 +24,9 @@ from loraplex_server.model.linear import BaseLinearFactory, PlainLinear
 from loraplex_server.model.loaded import LoadedModel
 from loraplex_server.model.native.linear import absorbing, native_linears
 from loraplex_server.model.native.match import find_stack
-from loraplex_server.model.probe import probe_model
+from loraplex_server.model.probe import Probe, probe_model, run_again
 from loraplex_server.model.refuse import refuse_class, refuse_config
+from loraplex_server.model.siblings import join_siblings, keep_if_same
 from loraplex_server.model.spec import ModelSpec, ShardSpec
 from loraplex_server.model.verify import reference_logits, verify_loaded
 
@@ -94,11 +95,13 @@ def adopt_model(
     max_context_tokens: int | None = None,
     make_base: BaseLinearFactory = PlainLinear,
     native: NativeKernels | None = None,
+    joins: bool | None = None,
     verify: bool = True,
 ) -> LoadedModel:
     """Prepares a model that is in memory already. It is changed in place and belongs to the result from here on.
 
-    `native`: the CPU kernels in C++, if they are to be used; `make_base` is for what they do not know.
+    `native`: the CPU kernels in C++, if they are to be used; `make_base` is for what they do not know. `joins`: whether
+    linears that read the same input become one product; by default on CUDA.
     `verify` compares a few tokens with Transformers' own attention.
     """
     model_id = model_id or model.config.name_or_path or model.config.model_type
@@ -125,6 +128,8 @@ def adopt_model(
         if found is not None:
             make_base = absorbing(make_base)
     targets = adapt_modules(model, probe, context, dtype, make_base)
+    if joins if joins is not None else device.type == "cuda":
+        _join(model, probe, targets, context)
     layers: list[AttentionLayer] = []
     for module, spec in probe.attention:
         layer = AttentionLayer(spec, context)
@@ -147,6 +152,15 @@ def adopt_model(
     if reference is not None:
         verify_loaded(loaded, reference)
     return loaded
+
+
+def _join(model: PreTrainedModel, probe: Probe, targets: dict[str, AdaptedModule], context: StepContext) -> None:
+    once = [[path for path in run if len(probe.rows.get(path, ())) == 1] for run in probe.runs]
+    siblings = join_siblings(model, once, targets, context)
+    assert probe.logits is not None
+    keep_if_same(siblings, lambda: run_again(model), probe.logits)
+    context.clear()
+    model.set_attn_implementation(interface.SERVING)
 
 
 def resolve_device(name: str) -> torch.device:

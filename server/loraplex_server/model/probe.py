@@ -34,7 +34,10 @@ class Probe:
     attention: list[tuple[nn.Module, AttentionSpec]] = field(default_factory=list[tuple[nn.Module, AttentionSpec]])
     # Rows that each linear and embedding was given, by path; several entries where it was called several times.
     rows: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
+    # Linears that were called one after the other with the very same tensor, which nobody changed meanwhile, by path.
+    runs: list[list[str]] = field(default_factory=list[list[str]])
     num_logits: int = 0
+    logits: Tensor | None = None  # [1, len(KEPT), num_logits] of the first run
 
 
 class Refusal(Exception):
@@ -133,18 +136,16 @@ def _probe(model: PreTrainedModel, max_context_tokens: int) -> Probe:
     model.set_attn_implementation(interface.PROBING)
     if getattr(model.config, "_attn_implementation", None) != interface.PROBING:
         raise Refusal("its attention does not use Transformers' attention interface")
-    device = next(model.parameters()).device
-    vocab_size = cast(Tensor, model.get_input_embeddings().weight).shape[0]
-    ids = torch.arange(NUM_TOKENS, device=device).remainder(max(1, vocab_size - 1)).unsqueeze(0)
-    positions = torch.arange(NUM_TOKENS, device=device).unsqueeze(0)
+    ids, positions = _inputs(model)
+    vocab_size = _vocab_size(model)
 
     first = _Recording(text)
     probe = Probe()
-    with _rows_recorded(model, probe.rows):
+    with _rows_recorded(model, probe.rows), _runs_recorded(model, probe.runs):
         logits = _forward(model, first, ids, positions)
     if not bool(logits.isfinite().all()):
         raise Refusal("a trial run gave NaN or Inf: its weights are damaged, or its dtype is too narrow (see --dtype)")
-    probe.attention, probe.num_logits = first.attention, logits.shape[-1]
+    probe.attention, probe.num_logits, probe.logits = first.attention, logits.shape[-1], logits
     num_layers = getattr(text, "num_hidden_layers", None)
     if len(first.attention) != num_layers:
         raise Refusal(
@@ -165,6 +166,23 @@ def _probe(model: PreTrainedModel, max_context_tokens: int) -> Probe:
         if not _same(logits[0, 0], other[0, 0]) or not all(map(_same, first.states, second.states)):
             raise Refusal(f"{what}, so requests in one step would change each other's text")
     return probe
+
+
+def run_again(model: PreTrainedModel) -> Tensor:
+    """The probe's first run once more, for whoever has changed the model: what it computes is to be `Probe.logits`.
+    Raises what the model raises. To be called before attention is in its place."""
+    model.set_attn_implementation(interface.PROBING)
+    return _forward(model, _Recording(model.config.get_text_config()), *_inputs(model))
+
+
+def _inputs(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
+    """Token ids and positions, both [1, NUM_TOKENS]."""
+    positions = torch.arange(NUM_TOKENS, device=next(model.parameters()).device).unsqueeze(0)
+    return positions.remainder(max(1, _vocab_size(model) - 1)), positions
+
+
+def _vocab_size(model: PreTrainedModel) -> int:
+    return cast(Tensor, model.get_input_embeddings().weight).shape[0]
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
@@ -212,6 +230,31 @@ def _rows_recorded(model: nn.Module, rows: dict[str, list[int]]) -> Generator[No
         for path, module in model.named_modules():
             if not any(True for _ in module.children()) and any(True for _ in module.parameters(recurse=False)):
                 handles.append(module.register_forward_pre_hook(watch(path)))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _runs_recorded(model: nn.Module, runs: list[list[str]]) -> Generator[None]:
+    """Records which linears are called one after the other with one input."""
+    last: tuple[Tensor, Tensor] | None = None  # the input, and what it was
+
+    def watch(path: str) -> Any:
+        def hook(_module: nn.Module, args: tuple[Any, ...]) -> None:
+            nonlocal last
+            x = args[0] if args and isinstance(args[0], Tensor) else None
+            if x is not None and last is not None and last[0] is x and torch.equal(last[1], x):
+                runs[-1].append(path)
+                return
+            last = (x, x.clone()) if x is not None else None
+            runs.append([path])
+
+        return hook
+
+    handles = [m.register_forward_pre_hook(watch(p)) for p, m in model.named_modules() if isinstance(m, nn.Linear)]
+    try:
         yield
     finally:
         for handle in handles:

@@ -54,7 +54,7 @@ def test_texts_from_replays_over_the_kernels() -> None:
     model = random_model("llama", dtype=torch.float32)
 
     def rig_of(*, replays: bool) -> tuple[Rig, list[int]]:
-        loaded = adopt_model(copy.deepcopy(model))
+        loaded = adopt_model(copy.deepcopy(model), joins=replays)
         attention = TritonPagedAttention(loaded.spec.layers) if replays else "torch"
         ops = TritonOps(max_rank=8) if replays else None
         rig = make_rig(loaded, max_rows=3, max_chunk=4, ops=ops, attention=attention, num_slots=3)
