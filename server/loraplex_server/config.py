@@ -252,6 +252,12 @@ class WorkerConfig:
     tls_key: Path | None = option(None, "TLS key (PEM).", "--tls-key")
     max_message_bytes: int = option(4 << 20, "Largest message that is accepted.", "--max-message", is_bytes=True)
     max_unread_tokens: int = option(16384, "Tokens buffered for a slow reader before it is cut off.", "--max-unread")
+    max_stream_wait_s: float = option(
+        0.1,
+        "Seconds that tokens of a stream may wait to be sent with the next ones, when sending each at once would take "
+        "too much of the CPU; 0 sends them as they come.",
+        "--stream-wait",
+    )
     drain_s: float = option(30.0, "Seconds that running requests get to end on shutdown.", "--drain")
     announce_s: float = option(2.0, "On SIGTERM, seconds of NOT_SERVING before requests are refused.", "--announce")
 
@@ -260,6 +266,7 @@ class WorkerConfig:
             (0 <= self.port <= 65535, "--port", "must be 0 (any free port) to 65535"),
             (self.metrics_port is None or 0 <= self.metrics_port <= 65535, "--metrics-port", "must be 0 to 65535"),
             ((self.tls_cert is None) == (self.tls_key is None), "--tls-cert", "and --tls-key come together"),
+            (self.max_stream_wait_s >= 0, "--stream-wait", "must not be negative"),
             (self.drain_s >= 0, "--drain", "must not be negative"),
             (self.announce_s >= 0, "--announce", "must not be negative"),
         )

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from loraplex_adapters.cache.api import AdapterInfo, CacheUsage
-from loraplex_proto.errors import ClientTooSlow, EngineLost, Internal, LoraplexError
+from loraplex_proto.errors import EngineLost, Internal, LoraplexError
 from loraplex_server.config import EngineConfig
 from loraplex_server.engine.messages import (
     Abandon,
@@ -35,63 +35,15 @@ from loraplex_server.engine.messages import (
     Stopped,
     Submit,
 )
+from loraplex_server.engine.pacing import Pacer, delivery_share
 from loraplex_server.engine.process import EngineBuilder, engine_process, engine_thread
-from loraplex_server.events import CompletionEnd, Event, RequestFailed, Tokens
+from loraplex_server.engine.streams import HeldStreams, RequestStream
+from loraplex_server.events import RequestFailed
 from loraplex_server.request import Request
 
 log = logging.getLogger(__name__)
 
 AdapterVerb = Literal["load", "unload", "get", "list"]
-
-
-class RequestStream:
-    """One request's events, in order. Bounded: a reader that falls too far behind loses the request, not the engine."""
-
-    def __init__(self, request: Request, client: EngineClient, max_unread_tokens: int) -> None:
-        self.request = request
-        self._client = client
-        self._max_unread_tokens = max_unread_tokens
-        self._num_unread_tokens = 0
-        self._events: list[Event] = []
-        self._ready = asyncio.Event()
-        self._num_open = request.n
-        self.is_over = False
-
-    def push(self, event: Event) -> None:
-        if self.is_over:
-            return
-        match event:
-            case Tokens():
-                self._num_unread_tokens += len(event.token_ids)
-                if self._num_unread_tokens > self._max_unread_tokens:
-                    self._client.cancel(self, _too_slow(self._max_unread_tokens))
-                    return
-            case CompletionEnd():
-                self._num_open -= 1
-                self.is_over = self._num_open == 0
-            case RequestFailed():
-                self.is_over = True
-            case _:
-                pass
-        self._events.append(event)
-        self._ready.set()
-
-    @property
-    def is_read(self) -> bool:
-        """Over, and nothing is left to read. Being over alone says nothing of that: the end may have come meanwhile."""
-        return self.is_over and not self._events
-
-    async def next(self) -> list[Event]:
-        """Waits for news and returns all there is: what piled up while the reader was busy comes together."""
-        await self._ready.wait()
-        self._ready.clear()
-        events, self._events = self._events, []
-        self._num_unread_tokens = 0
-        return events
-
-
-def _too_slow(limit: int) -> ClientTooSlow:
-    return ClientTooSlow(f"more than {limit} tokens were left unread; read the stream faster or ask for less at a time")
 
 
 @dataclass
@@ -106,9 +58,12 @@ class EngineState:
 class EngineClient:
     """Starts an engine, submits requests, routes its events. `lost` is set when the engine ends unasked."""
 
-    def __init__(self, config: EngineConfig, *, max_unread_tokens: int = 16384) -> None:
+    def __init__(self, config: EngineConfig, *, max_unread_tokens: int = 16384, max_stream_wait_s: float = 0.0) -> None:
+        """Tokens of a stream may wait up to `max_stream_wait_s` for later ones, where sending them costs too much."""
         self._config = config
         self._max_unread_tokens = max_unread_tokens
+        self._max_stream_wait_s = max_stream_wait_s
+        self._held = HeldStreams(Pacer(delivery_share("cpu")), max_stream_wait_s)
         self._streams: dict[str, RequestStream] = {}
         self._operations: dict[int, asyncio.Future[tuple[AdapterInfo, ...]]] = {}
         self._operation_ids = itertools.count(1)
@@ -161,7 +116,7 @@ class EngineClient:
         """Hands the request over; its id must not be in use. Raises EngineLost."""
         assert request.request_id not in self._streams, "request ids are unique while in use"
         self._check_alive()
-        stream = RequestStream(request, self, self._max_unread_tokens)
+        stream = RequestStream(request, self.cancel, self._max_unread_tokens)
         self._streams[request.request_id] = stream
         self._send(Submit(request))
         return stream
@@ -247,6 +202,7 @@ class EngineClient:
             case Starting(text):
                 self._on_progress(text)
             case Ready(info):
+                self._held = HeldStreams(Pacer(delivery_share(info.device)), self._max_stream_wait_s)
                 if self._started is not None and not self._started.done():
                     self._started.set_result(info)
             case StartFailed(error):
@@ -267,8 +223,10 @@ class EngineClient:
             if stream is None:
                 continue  # cancelled here already; the engine's last words on it
             stream.push(event)
+            self._held.add(stream)
             if stream.is_over:
                 self._streams.pop(event.request_id, None)
+        self._held.release_when_due()
         for reply in batch.replies:
             self._on_reply(reply)
         self.state.load = batch.load

@@ -98,7 +98,9 @@ async def start_worker(
     # Nobody wants to hear of it when the model is loaded.
     check_free(config.host, config.port)
     check_free(config.metrics_host or config.host, config.metrics_port or 0)
-    engine = EngineClient(config.engine, max_unread_tokens=config.max_unread_tokens)
+    engine = EngineClient(
+        config.engine, max_unread_tokens=config.max_unread_tokens, max_stream_wait_s=config.max_stream_wait_s
+    )
     info = await engine.start(on_progress, inline=inline, builder=builder)
     try:
         if tokenizer is None:

@@ -12,8 +12,9 @@ from support.engine_fakes import build_fake, build_for_ever, build_losing, build
 
 from loraplex_proto.errors import AdapterNotFound, Cancelled, ClientTooSlow, EngineLost, UnsupportedModel
 from loraplex_server.config import EngineConfig, ModelConfig
-from loraplex_server.engine.client import EngineClient, RequestStream
+from loraplex_server.engine.client import EngineClient
 from loraplex_server.engine.process import EngineBuilder
+from loraplex_server.engine.streams import RequestStream
 from loraplex_server.events import Event, RequestFailed, Tokens
 from loraplex_server.request import Request, StoppingParams
 
