@@ -28,6 +28,7 @@ class Admitted:
     num_prompt_tokens: int  # estimated
     num_output_tokens: int  # at most, of all completions together
     shows_tokens: bool
+    draft_model: str | None = None  # that it speculates with; empty where any will do
 
     @property
     def work_tokens(self) -> int:
@@ -56,7 +57,12 @@ def admit_generate(raw: bytes, identity: Identity, max_context_tokens: int) -> A
         num_prompt_tokens=num_prompt_tokens,
         num_output_tokens=min(wanted, room) * max(1, request.n),
         shows_tokens=not request.output.omit_token_ids,
+        draft_model=_draft_model(request.speculation),
     )
+
+
+def _draft_model(speculation: inference_pb2.Speculation) -> str | None:
+    return speculation.draft_model.name if speculation.WhichOneof("kind") == "draft_model" else None
 
 
 def _num_prompt_tokens(request: inference_pb2.GenerateRequest) -> int:

@@ -72,7 +72,9 @@ class Proxy:
             async def attempt(upstream: Upstream, flight: Flight) -> bytes:
                 return await self._ask(upstream, call, "Generate", admitted.raw)
 
-            return await self._try_workers(call, admitted.adapter_ids, admitted.work_tokens, attempt)
+            return await self._try_workers(
+                call, admitted.adapter_ids, admitted.work_tokens, attempt, draft_model=admitted.draft_model
+            )
 
         return await self._calls.run("Generate", context, body)
 
@@ -83,7 +85,9 @@ class Proxy:
             async def attempt(upstream: Upstream, flight: Flight) -> None:
                 await self._relay_stream(upstream, flight, call, admitted)
 
-            await self._try_workers(call, admitted.adapter_ids, admitted.work_tokens, attempt)
+            await self._try_workers(
+                call, admitted.adapter_ids, admitted.work_tokens, attempt, draft_model=admitted.draft_model
+            )
 
         await self._calls.run("GenerateStream", context, body)
 
@@ -118,6 +122,7 @@ class Proxy:
         adapter_ids: tuple[str, ...],
         work_tokens: int,
         attempt: Callable[[Upstream, Flight], Awaitable[T]],
+        draft_model: str | None = None,
     ) -> T:
         """Picks workers until one has answered, each once at most. Raises what the last one said, or NoWorker."""
         key = routing_key(adapter_ids)
@@ -126,7 +131,8 @@ class Proxy:
         error: UpstreamFailure | LoraplexError | None = None
         while True:
             route = Route(adapter_ids, self._replicas.work_in_flight_tokens(key))
-            worker_id = choose(route, self._replicas.views(excluded=tried), self._config.policy, self._random)
+            views = self._replicas.views(excluded=tried, draft_model=draft_model)
+            worker_id = choose(route, views, self._config.policy, self._random)
             if worker_id is None:
                 raise error or no_worker(self._replicas)
             tried.add(worker_id)

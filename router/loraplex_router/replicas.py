@@ -67,6 +67,11 @@ class Replica:
     def view(self) -> WorkerView:
         return WorkerView(self.worker_id, self.work_tokens, self.tiers)
 
+    def has_draft_model(self, name: str) -> bool:
+        """Whether it has that draft model; any, where the name is empty."""
+        known = self.info.draft_models if self.info is not None else ()
+        return name in known if name else bool(known)
+
 
 class Replicas:
     """All workers, by address. `on_change` is called whenever one becomes routable or stops being so."""
@@ -88,9 +93,13 @@ class Replicas:
         """Those that report: draining ones too, which take nothing new, neither requests nor commands."""
         return [replica for replica in self._replicas.values() if replica.is_connected]
 
-    def views(self, excluded: Collection[str] = ()) -> list[WorkerView]:
-        """Those that can take a request."""
-        return [r.view for r in self._replicas.values() if r.is_routable and r.worker_id not in excluded]
+    def views(self, excluded: Collection[str] = (), draft_model: str | None = None) -> list[WorkerView]:
+        """Those that can take a request. One that wants a draft model goes where there is that model; if that is
+        nowhere, any worker can say so."""
+        routable = [replica for replica in self._replicas.values() if replica.is_routable]
+        if draft_model is not None:
+            routable = [replica for replica in routable if replica.has_draft_model(draft_model)] or routable
+        return [replica.view for replica in routable if replica.worker_id not in excluded]
 
     @property
     def num_routable(self) -> int:

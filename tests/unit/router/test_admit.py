@@ -87,3 +87,11 @@ def test_speculation_is_checked_before_a_worker_is_asked() -> None:
     with pytest.raises(InvalidArgument) as caught:
         admit_generate(Generate(text="x", speculation={"max_draft_tokens": 65}).SerializeToString(), EVERYBODY, 9)
     assert caught.value.field == "speculation.max_draft_tokens"
+
+
+def test_the_draft_model_that_a_request_names() -> None:
+    named = Generate(text="x", speculation={"draft_model": {"name": "tiny"}})
+    assert admit_generate(named.SerializeToString(), EVERYBODY, 9).draft_model == "tiny"
+    any_one = Generate(text="x", speculation={"draft_model": {}})
+    assert admit_generate(any_one.SerializeToString(), EVERYBODY, 9).draft_model == ""
+    assert admit_generate(Generate(text="x").SerializeToString(), EVERYBODY, 9).draft_model is None

@@ -43,6 +43,21 @@ def test_excluded_workers_are_no_candidates() -> None:
     assert [view.worker_id for view in replicas.views(excluded={A})] == [B]
 
 
+def test_a_request_for_a_draft_model_goes_where_that_is() -> None:
+    replicas = Replicas([A, B])
+    for worker_id, names in ((A, ["tiny"]), (B, [])):
+        replicas.on_info(worker_id, inference_pb2.GetInfoResponse(draft_models=names))
+        replicas.on_report(worker_id, report(), 1.0)
+
+    def views(draft_model: str | None, excluded: str = "") -> list[str]:
+        return [view.worker_id for view in replicas.views({excluded}, draft_model)]
+
+    assert views(None) == [A, B]
+    assert views("tiny") == views("") == [A]
+    assert views("tiny", excluded=A) == []  # another worker would only hide what this one said
+    assert views("other") == [A, B]
+
+
 def test_what_was_sent_counts_until_a_report_knows_of_it() -> None:
     replicas = Replicas([A])
     replicas.on_report(A, report(100), 1.0)
