@@ -236,7 +236,7 @@ def always_match() -> None:
 
     def some_match(self: PromptLookupProposer, candidate: Candidate, params: SpeculationParams) -> Match:
         found = match(self, candidate, params) or Match(1, 0)
-        return replace(found, num_tokens=max(3, found.num_tokens))
+        return found._replace(num_tokens=max(3, found.num_tokens))
 
     def some_tokens(self: PromptLookupProposer, asks: Sequence[Ask]) -> list[tuple[int, ...]]:
         drafts = propose(self, asks)

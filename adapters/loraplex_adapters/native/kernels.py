@@ -147,11 +147,17 @@ class NativeKernels:
             *(y.data_ptr(), y.shape[1], y.stride(0)),
         )
 
-    def dense(self, x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor) -> None:
-        """y [rows, out] = x [rows, in] @ weight.T + bias with a weight as it lies, [out, in]; for few rows."""
+    def dense(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, start: int = 0, end: int | None = None
+    ) -> None:
+        """y [rows, out] = x [rows, in] @ weight.T + bias, in rows start..end, with a weight as it lies, [out, in]; for
+        few rows."""
+        x_stride, y_stride, item_bytes = x.stride(0), y.stride(0), x.element_size()
+        end = x.shape[0] if end is None else end
         self._functions.lp_dense(
-            *(self._pool, DTYPES[x.dtype], x.data_ptr(), x.stride(0), x.shape[0], x.shape[1], weight.data_ptr()),
-            *(weight.shape[0], bias.data_ptr() if bias is not None else None, y.data_ptr(), y.stride(0)),
+            *(self._pool, DTYPES[x.dtype], x.data_ptr() + start * x_stride * item_bytes, x_stride, end - start),
+            *(x.shape[1], weight.data_ptr(), weight.shape[0], bias.data_ptr() if bias is not None else None),
+            *(y.data_ptr() + start * y_stride * item_bytes, y_stride),
         )
 
     def attend(

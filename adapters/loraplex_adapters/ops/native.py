@@ -26,13 +26,13 @@ from loraplex_adapters.ops.segments import check_segments
 MAX_DENSE_ROWS = 16
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class NativeSegments:
-    """What `prepare` makes: runs for the kernels, and the torch implementation's own for other dtypes."""
+    """What `prepare` makes."""
 
     runs: RunsOfRows
-    fallback: PreparedSegments
     num_slots: int  # that they were checked against
+    torch: PreparedSegments | None = None  # made for the first module of another dtype
 
 
 class NativeOps:
@@ -57,15 +57,16 @@ class NativeOps:
             if is_same and cast(NativeSegments, recent.data).num_slots == num_slots:
                 return recent
         check_segments(segments, num_rows, num_slots)
-        fallback = self._fallback.prepare(segments, num_rows, num_slots, device)
-        prepared = PreparedSegments(key, num_rows, NativeSegments(runs_of(segments), fallback, num_slots))
+        prepared = PreparedSegments(key, num_rows, NativeSegments(runs_of(segments), num_slots))
         self._recent = [prepared, *self._recent[:3]]
         return prepared
 
     def apply(self, y: Tensor, x: Tensor, table: FactorTable, prepared: PreparedSegments) -> None:
         data = cast(NativeSegments, prepared.data)
         if x.dtype not in DTYPES:
-            self._fallback.apply(y, x, table, data.fallback)
+            if data.torch is None:
+                data.torch = self._fallback.prepare(prepared.segments, prepared.num_rows, data.num_slots, x.device)
+            self._fallback.apply(y, x, table, data.torch)
             return
         if table.derived is None:
             table.derived = _Native(table_of(table), int(table.ranks.max()))
@@ -147,9 +148,8 @@ class NativeDense:
             dense = table.get(segment.slot)
             if dense is None:
                 continue
-            rows = slice(segment.start, segment.end)
             if segment.end - segment.start > MAX_DENSE_ROWS:
                 alone = PreparedSegments((segment,), prepared.num_rows)
                 self._fallback.apply(y, x, table, alone)
             else:
-                self._kernels.dense(x[rows], dense.weight, dense.bias, y[rows])
+                self._kernels.dense(x, dense.weight, dense.bias, y, segment.start, segment.end)

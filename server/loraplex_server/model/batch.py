@@ -79,6 +79,8 @@ class BatchMirror:
         self.block_size = block_size
         self.device = device
         self.tokens = torch.zeros(max_rows, max_len, dtype=torch.int64, device=device)
+        # The same memory where the host can write to it: of a handful of tokens a tensor operation is most of the cost.
+        self._on_host: Ints | None = self.tokens.view(-1).numpy() if device.type == "cpu" else None
         self._block_tables: Ints = np.zeros((max_rows, -(-max_len // block_size)), dtype=np.int64)
         self._rows: list[Row | None] = [None] * max_rows
 
@@ -250,7 +252,11 @@ class BatchMirror:
             rows, positions = [rows[i] for i in kept], [positions[i] for i in kept]
             token_ids = token_ids.index_select(0, upload(torch.tensor(kept), self.device))
         places = [row * self.max_len + position for row, position in zip(rows, positions, strict=True)]
-        self.tokens.view(-1).index_copy_(0, upload(torch.tensor(places, dtype=torch.int64), self.device), token_ids)
+        if self._on_host is not None:
+            self._on_host[places] = token_ids.numpy()
+        else:
+            at = upload(torch.tensor(places, dtype=torch.int64), self.device)
+            self.tokens.view(-1).index_copy_(0, at, token_ids)
 
     def commit(self, staged: StagedStep) -> None:
         """The step counts: its blocks are attached, and where no draft was checked the drawn token is known."""
@@ -282,7 +288,9 @@ class BatchMirror:
         self._put(places, values)
 
     def _put(self, places: Sequence[int], values: Sequence[int]) -> None:
-        if places:
+        if places and self._on_host is not None:
+            self._on_host[places] = values
+        elif places:
             packed = upload(torch.tensor([places, values], dtype=torch.int64), self.device)
             self.tokens.view(-1).index_copy_(0, packed[0], packed[1])
 

@@ -8,10 +8,11 @@ rows. Deliberately knows no sequences and no tokens that were accepted: rows of 
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, takewhile
 from operator import attrgetter
 from typing import NamedTuple, cast
 
@@ -21,21 +22,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from loraplex_adapters.ops.base import Segment
+from loraplex_adapters.ops.base import PreparedSegments, Segment
 from loraplex_adapters.ops.dense import DenseTable, DenseWeight, SegmentedDense
 from loraplex_adapters.weights import AdapterWeights, MedusaHead
 from loraplex_server.model.adapt import AdapterSlots
 from loraplex_server.model.linear import AdaptedHead
 from loraplex_server.model.loaded import LoadedModel
+from loraplex_server.sampling.sampler import Argmax
 
 NOT_A_NUMBER = -1  # in the place of a token id
 # numpy finds a largest float32 in a fifth of torch's time, conversion from bfloat16 included: 20 us against 97 for four
 # rows of 32,000. So many rows at once stay in the CPU's cache.
 HOST_ROWS = 8
+MAX_LAYOUTS = 64
 
 
-@dataclass(frozen=True, slots=True)
-class HeadAsk:
+class HeadAsk(NamedTuple):
     """Up to `num_tokens` guesses are wanted from the heads in `slot`."""
 
     slot: int
@@ -55,17 +57,37 @@ class _Guess(NamedTuple):
     head_idx: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """How the rows of one combination of asks lie, and what is done with them. Right until a slot changes."""
+
+    num_tokens: tuple[int, ...]  # of each ask's guess
+    rows: Tensor  # [num_guesses] the ask that each row is of
+    layers: tuple[tuple[DenseTable, PreparedSegments], ...]
+    shared: slice | Tensor  # rows that go through the model's own head,
+    lora_segments: tuple[Segment, ...]  # with these LoRAs in it
+    own: slice | Tensor  # rows whose head has a projection of its own
+    own_segments: PreparedSegments | None
+    # Of the rows in the order `shared`, `own`: which ask's, which of its tokens, and what the columns are called.
+    places: tuple[tuple[int, int, npt.NDArray[np.int64] | None], ...]
+
+
 _DEPTH, _UNIT, _LORA_SLOT = attrgetter("depth"), attrgetter("unit"), attrgetter("lora_slot")
 
 
 class HeadSlots:
     """Which Medusa heads are in which slot, and their guesses. Changed between steps only."""
 
-    def __init__(self, loaded: LoadedModel, slots: AdapterSlots, dense: SegmentedDense) -> None:
+    def __init__(
+        self, loaded: LoadedModel, slots: AdapterSlots, dense: SegmentedDense, *, argmax: Argmax | None = None
+    ) -> None:
+        """`argmax`: as the sampler's; by default torch's and numpy's."""
         self._head = cast(nn.Module, loaded.model.get_output_embeddings())
         self._context = loaded.context
         self._slots = slots
         self._dense = dense
+        self._argmax = argmax or host_argmax
+        self._device = loaded.device
         self._hidden_size = loaded.spec.hidden_size
         self._vocab_size = loaded.spec.vocab_size
         self._dtype = loaded.dtype
@@ -76,6 +98,7 @@ class HeadSlots:
         self._layers: list[DenseTable] = []  # by block, each by unit
         self._projections = DenseTable(self._hidden_size)  # by unit
         self._token_ids: dict[int, npt.NDArray[np.int64]] = {}  # by unit: the token of each row of its projection
+        self._layouts: dict[tuple[tuple[HeadAsk, ...], bool], _Layout] = {}  # the oldest first
 
     # --- what is where ------------------------------------------------------------------------------------------------
 
@@ -89,6 +112,7 @@ class HeadSlots:
         heads = weights.heads if weights is not None else ()
         for idx, head in enumerate(heads):
             self._check(idx, head)
+        self._layouts.clear()
         for idx in range(max(len(heads), len(self.heads(slot)))):
             self._put(self._unit(slot, idx), heads[idx] if idx < len(heads) else None)
         self._installed[slot] = weights
@@ -140,22 +164,30 @@ class HeadSlots:
 
         Empty where the slot has no heads or they compute NaN; ends before a token that the model does not know.
         """
-        guesses = self._lay_out(asks)
-        chains = [[NOT_A_NUMBER] * self._num_wanted(ask) for ask in asks]
-        if guesses:
+        layout = self._layout(tuple(asks))
+        chains = [[NOT_A_NUMBER] * num_tokens for num_tokens in layout.num_tokens]
+        if layout.places:
             with torch.inference_mode():
-                rows = torch.tensor([guess.ask_idx for guess in guesses], dtype=torch.int64).to(hidden.device)
-                x = hidden.index_select(0, rows)  # [num_guesses, hidden], a copy
-                self._run_blocks(x, guesses)
-                token_ids = self._best(x, guesses)
-            for guess, token_id in zip(guesses, token_ids, strict=True):
-                chains[guess.ask_idx][guess.head_idx] = token_id
+                x = hidden.index_select(0, layout.rows)  # [num_guesses, hidden], a copy
+                self._run_blocks(x, layout)
+                columns = self._best(x, layout)
+            for (ask_idx, head_idx, names), column in zip(layout.places, columns, strict=True):
+                if names is not None and column != NOT_A_NUMBER:
+                    column = int(names[column])
+                chains[ask_idx][head_idx] = column
         return [self._chain(chain) for chain in chains]
 
-    def _num_wanted(self, ask: HeadAsk) -> int:
-        return min(ask.num_tokens, len(self.heads(ask.slot)))
+    def _layout(self, asks: tuple[HeadAsk, ...]) -> _Layout:
+        """Decoding asks for the same again and again."""
+        has_lora = isinstance(self._head, AdaptedHead) and self._head.num_installed > 0
+        layout = self._layouts.get((asks, has_lora))
+        if layout is None:
+            if len(self._layouts) >= MAX_LAYOUTS:
+                del self._layouts[next(iter(self._layouts))]
+            layout = self._layouts[asks, has_lora] = self._lay_out(asks, has_lora)
+        return layout
 
-    def _lay_out(self, asks: Sequence[HeadAsk]) -> list[_Guess]:
+    def _lay_out(self, asks: Sequence[HeadAsk], has_lora: bool) -> _Layout:
         """Only heads that somebody wants, and of each only the rows of those who do."""
         guesses = [
             _Guess(*place, -1 if ask.lora_slot is None else ask.lora_slot, ask_idx, head_idx)
@@ -163,74 +195,97 @@ class HeadSlots:
             for head_idx, place in enumerate(self._places[ask.slot][: ask.num_tokens])
         ]
         guesses.sort()
-        return guesses
+        shared = [i for i, guess in enumerate(guesses) if not guess.is_own]
+        own = [i for i, guess in enumerate(guesses) if guess.is_own]
+        if has_lora:
+            shared.sort(key=lambda i: guesses[i].lora_slot)
+        found = [guesses[i] for i in (*shared, *own)]
+        return _Layout(
+            num_tokens=tuple(min(ask.num_tokens, len(self.heads(ask.slot))) for ask in asks),
+            rows=torch.tensor([guess.ask_idx for guess in guesses], dtype=torch.int64).to(self._device),
+            layers=self._layers_of(guesses),
+            shared=self._selected(shared),
+            lora_segments=tuple(_segments([guesses[i] for i in shared], _LORA_SLOT)) if has_lora else (),
+            own=self._selected(own),
+            own_segments=self._prepared([guesses[i] for i in own]) if own else None,
+            places=tuple((guess.ask_idx, guess.head_idx, self._token_ids.get(guess.unit)) for guess in found),
+        )
 
-    def _run_blocks(self, x: Tensor, guesses: Sequence[_Guess]) -> None:
-        """x [num_guesses, hidden] becomes what the projections read, in place."""
-        prepared = None
+    def _layers_of(self, guesses: Sequence[_Guess]) -> tuple[tuple[DenseTable, PreparedSegments], ...]:
+        """Each layer's weights, and its rows: those of heads with more blocks than that."""
+        layers: list[tuple[DenseTable, PreparedSegments]] = []
         for layer, table in enumerate(self._layers):
-            num_rows = bisect_left(guesses, -layer, key=_DEPTH)  # of heads with more blocks than that
+            num_rows = bisect_left(guesses, -layer, key=_DEPTH)
             if num_rows == 0:
-                return
-            if prepared is None or prepared.num_rows != num_rows:
-                segments = _segments(guesses[:num_rows], _UNIT)
-                prepared = self._dense.prepare(segments, num_rows, self._num_units, x.device)
-            rows = x[:num_rows]
+                break
+            is_same = layers and layers[-1][1].num_rows == num_rows
+            layers.append((table, layers[-1][1] if is_same else self._prepared(guesses[:num_rows])))
+        return tuple(layers)
+
+    def _prepared(self, guesses: Sequence[_Guess]) -> PreparedSegments:
+        return self._dense.prepare(_segments(guesses, _UNIT), len(guesses), self._num_units, self._device)
+
+    def _selected(self, rows: Sequence[int]) -> slice | Tensor:
+        """Rows as what they are looked up by: without a copy where they lie together."""
+        if not rows:
+            return slice(0, 0)
+        if list(rows) == list(range(rows[0], rows[-1] + 1)):
+            return slice(rows[0], rows[-1] + 1)
+        return torch.tensor(rows, dtype=torch.int64).to(self._device)
+
+    def _run_blocks(self, x: Tensor, layout: _Layout) -> None:
+        """x [num_guesses, hidden] becomes what the projections read, in place."""
+        for table, prepared in layout.layers:
+            rows = x if prepared.num_rows == len(x) else x[: prepared.num_rows]
             inner = torch.empty_like(rows)
             self._dense.apply(inner, rows, table, prepared)
             rows += F.silu(inner, inplace=True)
 
-    def _best(self, x: Tensor, guesses: Sequence[_Guess]) -> list[int]:
-        """The most likely token of each guess, or NOT_A_NUMBER. One transfer to the host."""
-        shared = [i for i, guess in enumerate(guesses) if not guess.is_own]
-        own = [i for i, guess in enumerate(guesses) if guess.is_own]
-        if self._head_has_lora:
-            shared.sort(key=lambda i: guesses[i].lora_slot)
-        found: list[Tensor] = []
-        if shared:
-            found.append(_argmax(self._base_logits(_rows(x, shared), [guesses[i] for i in shared])))
-        if own:
-            found.append(_argmax(self._own_logits(_rows(x, own), [guesses[i] for i in own])))
-        columns: list[int] = (found[0] if len(found) == 1 else torch.cat(found)).tolist()
-        best = [NOT_A_NUMBER] * len(guesses)
-        for i, column in zip([*shared, *own], columns, strict=True):
-            names = self._token_ids.get(guesses[i].unit)
-            best[i] = column if names is None or column == NOT_A_NUMBER else int(names[column])
-        return best
+    def _best(self, x: Tensor, layout: _Layout) -> list[int]:
+        """The column of the largest logit of each of the layout's places, or NOT_A_NUMBER. Each kind of projection
+        sends it to the host once."""
+        found: list[int] = []
+        if _num_selected(layout.shared):
+            found += self._columns(self._base_logits(_select(x, layout.shared), layout.lora_segments))
+        if layout.own_segments is not None:
+            found += self._columns(self._own_logits(_select(x, layout.own), layout.own_segments))
+        return found
 
-    @property
-    def _head_has_lora(self) -> bool:
-        return isinstance(self._head, AdaptedHead) and self._head.num_installed > 0
+    def _columns(self, logits: Tensor) -> list[int]:
+        """[num_rows, columns] -> the first largest of each row, NOT_A_NUMBER where any is NaN."""
+        best, columns = self._argmax(logits)
+        if self._device.type != "cpu":
+            return columns.masked_fill_(best.isnan(), NOT_A_NUMBER).tolist()
+        pairs = zip(best.tolist(), columns.tolist(), strict=True)
+        return [NOT_A_NUMBER if math.isnan(value) else column for value, column in pairs]
 
-    def _base_logits(self, x: Tensor, guesses: Sequence[_Guess]) -> Tensor:
+    def _base_logits(self, x: Tensor, segments: Sequence[Segment]) -> Tensor:
         """Of the model's own head, with each row's LoRA where that reaches so far [num_rows, num_logits]."""
+        if not segments:
+            return self._head(x)
         try:
-            if self._head_has_lora:
-                segments = _segments(guesses, _LORA_SLOT)
-                if segments:
-                    ops, num_slots = self._slots.ops, self._slots.num_slots
-                    self._context.head_segments = ops.prepare(segments, len(guesses), num_slots, x.device)
+            ops, num_slots = self._slots.ops, self._slots.num_slots
+            self._context.head_segments = ops.prepare(segments, len(x), num_slots, x.device)
             return self._head(x)
         finally:
             self._context.clear()
 
-    def _own_logits(self, x: Tensor, guesses: Sequence[_Guess]) -> Tensor:
+    def _own_logits(self, x: Tensor, prepared: PreparedSegments) -> Tensor:
         """Of the heads' own projections [num_rows, columns of the largest]; a smaller one ends in -inf."""
-        segments = _segments(guesses, _UNIT)
-        projections = [self._projections.get(segment.slot) for segment in segments]
+        projections = [self._projections.get(segment.slot) for segment in prepared.segments]
         sizes = {projection.num_outputs for projection in projections if projection is not None}
         logits = x.new_empty(x.shape[0], max(sizes))
         if len(sizes) > 1:
             logits.fill_(-torch.inf)
-        prepared = self._dense.prepare(segments, x.shape[0], self._num_units, x.device)
         self._dense.apply(logits, x, self._projections, prepared)
         return logits
 
     def _chain(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """Up to the first token that the model does not know; nothing where a head has computed NaN."""
         if NOT_A_NUMBER in token_ids:
             return ()
-        known = [0 <= token_id < self._vocab_size for token_id in token_ids]
-        return tuple(token_ids[: known.index(False) if False in known else None])
+        vocab_size = self._vocab_size
+        return tuple(takewhile(lambda token_id: 0 <= token_id < vocab_size, token_ids))
 
 
 def _segments(guesses: Sequence[_Guess], slot_of: Callable[[_Guess], int]) -> list[Segment]:
@@ -245,25 +300,26 @@ def _segments(guesses: Sequence[_Guess], slot_of: Callable[[_Guess], int]) -> li
     return segments
 
 
-def _rows(x: Tensor, rows: Sequence[int]) -> Tensor:
-    """Without a copy where they lie together."""
-    first, last = rows[0], rows[-1]
-    if list(rows) == list(range(first, last + 1)):
-        return x[first : last + 1]
-    return x.index_select(0, torch.tensor(rows, dtype=torch.int64).to(x.device))
+def _num_selected(rows: slice | Tensor) -> int:
+    return len(rows) if isinstance(rows, Tensor) else rows.stop - rows.start
 
 
-def _argmax(logits: Tensor) -> Tensor:
-    """[num_rows, columns] -> [num_rows] int64: the first largest, NOT_A_NUMBER where any is NaN."""
+def _select(x: Tensor, rows: slice | Tensor) -> Tensor:
+    if isinstance(rows, Tensor):
+        return x.index_select(0, rows)
+    return x if rows.stop - rows.start == len(x) else x[rows]
+
+
+def host_argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """[num_rows, columns] -> each row's largest and where it is first; NaN where any is."""
     if logits.device.type != "cpu":
-        values, columns = logits.max(dim=-1)
-        return columns.masked_fill_(values.isnan(), NOT_A_NUMBER)
-    found = [_host_argmax(part) for part in logits.split(HOST_ROWS)]
-    return torch.from_numpy(found[0] if len(found) == 1 else np.concatenate(found))
-
-
-def _host_argmax(logits: Tensor) -> npt.NDArray[np.int64]:
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).numpy()
-    columns = wide.argmax(axis=-1)  # of the first NaN, where there is one
-    columns[np.isnan(wide[np.arange(len(columns)), columns])] = NOT_A_NUMBER
-    return columns
+        found = logits.max(dim=-1)
+        return found.values, found.indices
+    values: list[Tensor] = []
+    columns: list[Tensor] = []
+    for part in logits.split(HOST_ROWS):
+        wide = part.to(torch.promote_types(part.dtype, torch.float32)).numpy()
+        best = wide.argmax(axis=-1)  # of the first NaN, where there is one
+        columns.append(torch.from_numpy(best))
+        values.append(torch.from_numpy(wide[np.arange(len(best)), best]))
+    return (values[0], columns[0]) if len(values) == 1 else (torch.cat(values), torch.cat(columns))

@@ -115,7 +115,10 @@ class ModelRunner:
         return self._mirror
 
     def last_hidden(self, rows: Sequence[int]) -> Tensor:
-        """[len(rows), hidden]: what the head made each row's latest token of. Of sequences that keep it only."""
+        """[len(rows), hidden]: what the head made each row's latest token of. Of sequences that keep it only, and as it
+        is until the next step."""
+        if len(rows) == 1:
+            return self._hidden[rows[0] : rows[0] + 1]
         return self._hidden.index_select(0, upload(torch.tensor(rows, dtype=torch.int64), self._device))
 
     def execute(self, plan: StepPlan) -> FinishedStep | StepUnderWay:
@@ -241,6 +244,9 @@ class ModelRunner:
         """Of each keeper the state behind its last token that counts: rejected drafts come after it."""
         rows = [staged.spans[i].row for i in keepers]
         found = [staged.head_starts[i] + staged.num_prompt_rows[i] + max(0, len(new_tokens[i]) - 1) for i in keepers]
+        if len(rows) == 1:
+            self._hidden[rows[0]].copy_(hidden[found[0]])
+            return
         packed = upload(torch.tensor([rows, found], dtype=torch.int64), self._device)
         self._hidden.index_copy_(0, packed[0], hidden.index_select(0, packed[1]))
 

@@ -8,8 +8,7 @@ from the engine's loop, between two steps, and must not wait for anything that i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from loraplex_adapters.key import AdapterKey
 from loraplex_server.request import SpeculationParams
@@ -21,8 +20,7 @@ DRAFT_MODEL = "draft_model"
 UNIVERSAL = "universal"
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(NamedTuple):
     """A draft of at most `num_tokens` tokens, 1 or more, is wanted for `candidate`."""
 
     candidate: Candidate

@@ -9,8 +9,8 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median
+from typing import NamedTuple
 
 DEFAULT_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 LIMIT_S = 2.0
@@ -95,8 +95,7 @@ def measure_step_costs(
     return StepCosts({size: median(runs[1:] or runs) for size, runs in times_s.items()})
 
 
-@dataclass(frozen=True, slots=True)
-class ProposerCost:
+class ProposerCost(NamedTuple):
     """What one call of a proposer costs beside the step."""
 
     per_call_s: float = 0.0

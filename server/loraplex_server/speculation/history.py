@@ -15,7 +15,7 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 MAX_NAMESPACES = 256
 MAX_FULL = 64
@@ -36,8 +36,7 @@ _END = -1  # of an output; no token
 _TOKEN_BITS = 32
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """Where earlier outputs may go on like the sequence does."""
 
     position: int  # of the token that followed

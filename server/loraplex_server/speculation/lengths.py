@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import NamedTuple
 
 from loraplex_server.speculation.base import DRAFT_MODEL, MEDUSA, PROMPT_LOOKUP, UNIVERSAL
 from loraplex_server.speculation.costs import FREE, ProposerCost, StepCosts
@@ -71,36 +73,45 @@ class AcceptancePool:
         self.prior = tuple(prior[min(level, len(prior) - 1)] for level in range(_NUM_LEVELS))
         self._accepted = [0.0] * _NUM_LEVELS
         self._tried = [0.0] * _NUM_LEVELS
+        self._news: list[tuple[int, int, bool]] = []  # what has been observed since the step began
         self._forgot_step = 0
-        self._rates: Sequence[float] = self.prior
-        self._rates_step = -1
-        self._is_stale = False
+        # Up to the level that somebody has asked for, without and with bounds.
+        self._estimates: list[float] = []
+        self._rates: list[float] = []
+        self._step = -1
 
     @classmethod
     def of(cls, proposer: str, source: str = "") -> AcceptancePool:
         """One with the prior of that kind of proposer, and of where it found its draft."""
         return cls(HISTORY_PRIORS.get(source) or PRIORS.get(proposer, DEFAULT_PRIOR))
 
-    def rates(self, step: int) -> Sequence[float]:
-        """By level, the chance that a draft token is accepted when those before it are. The same all through a step."""
-        if step != self._rates_step:
+    def rates(self, step: int, num_levels: int = _NUM_LEVELS) -> Sequence[float]:
+        """The chance that a draft token is accepted when those before it are, of the first `num_levels` levels at
+        least. The same all through a step."""
+        if step != self._step:
+            self._step = step
+            self._take_news()
             self._forget(step)
-            if self._is_stale:
-                self._rates = self._estimate()
-                self._is_stale = False
-            self._rates_step = step
+        if len(self._rates) < num_levels:
+            self._estimate(min(num_levels, _NUM_LEVELS))
         return self._rates
 
     def observe(self, level: int, num_accepted: int, *, is_rejected: bool) -> None:
         """From `level` on that many tokens were accepted one after another, and the next one was rejected or not."""
-        for idx in range(level, level + num_accepted + is_rejected):
-            at = min(idx, _NUM_LEVELS - 1)
-            if self._tried[at] >= _MOST_TRIALS:
-                self._tried[at] *= 0.5
-                self._accepted[at] *= 0.5
-            self._tried[at] += 1.0
-            self._accepted[at] += idx < level + num_accepted
-        self._is_stale = True
+        self._news.append((level, num_accepted, is_rejected))
+
+    def _take_news(self) -> None:
+        accepted, tried = self._accepted, self._tried
+        for level, num_accepted, is_rejected in self._news:
+            for idx in range(level, level + num_accepted + is_rejected):
+                at = idx if idx < _NUM_LEVELS else _NUM_LEVELS - 1
+                if tried[at] >= _MOST_TRIALS:
+                    tried[at] *= 0.5
+                    accepted[at] *= 0.5
+                tried[at] += 1.0
+                accepted[at] += idx < level + num_accepted
+            self._drop_estimates(min(level, _NUM_LEVELS - 1))
+        self._news.clear()
 
     def _forget(self, step: int) -> None:
         num_steps = step - self._forgot_step
@@ -110,16 +121,21 @@ class AcceptancePool:
         self._tried = [count * kept for count in self._tried]
         self._accepted = [count * kept for count in self._accepted]
         self._forgot_step = step
-        self._is_stale = True
+        self._drop_estimates(0)
 
-    def _estimate(self) -> Sequence[float]:
-        rates: list[float] = []
-        rate = 0.0
-        for prior, num_accepted, num_tried in zip(self.prior, self._accepted, self._tried, strict=True):
+    def _drop_estimates(self, level: int) -> None:
+        """What is known of one level is expected of those behind it."""
+        del self._estimates[level:], self._rates[level:]
+
+    def _estimate(self, num_levels: int) -> None:
+        estimates, rates = self._estimates, self._rates
+        rate = estimates[-1] if estimates else 0.0
+        for level in range(len(estimates), num_levels):
             # Where the level before does better than expected, so may this one: nobody knows before it is tried.
-            rate = (num_accepted + _PRIOR_TRIALS * max(rate, prior)) / (num_tried + _PRIOR_TRIALS)
+            expected = max(rate, self.prior[level])
+            rate = (self._accepted[level] + _PRIOR_TRIALS * expected) / (self._tried[level] + _PRIOR_TRIALS)
+            estimates.append(rate)
             rates.append(min(max(rate, _LEAST), _MOST))
-        return rates
 
 
 class Acceptance:
@@ -141,14 +157,17 @@ class Acceptance:
         Of a probe: if the proposer is still as good as one hopes before knowing anything.
         """
         shift = math.exp(self._faded(step))
-        rates, prior = self.pool.rates(step), self.pool.prior
+        rates, prior = self.pool.rates(step, evidence + num_tokens), self.pool.prior
         curve: list[float] = []
         chance = 1.0
         for level in range(evidence, evidence + num_tokens):
             at = level if level < _NUM_LEVELS else _NUM_LEVELS - 1
-            odds = shift * rates[at]
-            rate = odds / (1.0 - rates[at] + odds)
-            chance *= max(rate, prior[at]) if is_probe else rate
+            rate = rates[at]
+            odds = shift * rate
+            rate = odds / (1.0 - rate + odds)
+            if is_probe and rate < prior[at]:
+                rate = prior[at]
+            chance *= rate
             curve.append(chance)
         return tuple(curve)
 
@@ -156,7 +175,7 @@ class Acceptance:
         """`num_drafted` tokens were verified. Those behind the first that was rejected say nothing."""
         if num_drafted <= 0:
             return
-        rates = self.pool.rates(step)
+        rates = self.pool.rates(step, evidence + num_accepted + 1)
         skill = self._faded(step)
         shift = math.exp(skill)
         for idx in range(min(num_accepted + 1, num_drafted)):
@@ -190,7 +209,7 @@ class Backoff:
         """How many of `num_tokens` draft tokens may be tried."""
         if self._last_step is None:
             self._last_step = step
-        if not self._is_dry:
+        if not self.is_dry:
             return num_tokens
         if self.is_probe(step, max_pause):
             return min(num_tokens, _NUM_PROBED)
@@ -203,7 +222,7 @@ class Backoff:
         """
         if self._last_step is None:
             return False
-        pause = self._pause(max_pause) if self._is_dry else MAX_PAUSE
+        pause = self._pause(max_pause) if self.is_dry else MAX_PAUSE
         return step >= (self._last_step // pause + 1) * pause
 
     def observe(self, step: int, num_drafted: int, num_accepted: int, evidence: int = 0, *, rate: float = 0.5) -> None:
@@ -221,11 +240,12 @@ class Backoff:
         self._failed_evidence = max(evidence, self._failed_evidence // 2)
         self._num_misses += 1
         self._doubt += max(-math.log1p(-min(rate, _MOST)), _NO_CHANCE / _MOST_MISSES)
-        if self._is_dry:
+        if self.is_dry:
             self._num_pauses = min(self._num_pauses + 1, _NUM_DOUBLINGS + 1)
 
     @property
-    def _is_dry(self) -> bool:
+    def is_dry(self) -> bool:
+        """Whether there are pauses, up to a `max_pause`, now."""
         return self._num_misses >= _LEAST_MISSES and self._doubt > _NO_CHANCE * 0.999
 
     def _pause(self, max_pause: int) -> int:
@@ -254,6 +274,11 @@ class TrackRecord:
     def new(cls, pool: AcceptancePool) -> TrackRecord:
         return cls(Acceptance(pool))
 
+    @property
+    def is_dry(self) -> bool:
+        """Whether it matters how long pauses may be."""
+        return self.backoff.is_dry
+
     def survival(
         self,
         step: int,
@@ -275,13 +300,13 @@ class TrackRecord:
 
     def observe(self, step: int, num_drafted: int, num_accepted: int, evidence: int = 0) -> None:
         """A draft was verified, of which `num_drafted` tokens had room; with none nothing is learned."""
-        rate = self.acceptance.pool.rates(step)[min(evidence, _NUM_LEVELS - 1)]
+        at = min(evidence, _NUM_LEVELS - 1)
+        rate = self.acceptance.pool.rates(step, at + 1)[at]
         self.backoff.observe(step, num_drafted, num_accepted, evidence, rate=rate)
         self.acceptance.observe(step, num_drafted, num_accepted, evidence)
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
+class Offer(NamedTuple):
     """What a sequence could be drafted in the next step."""
 
     proposer: str
@@ -322,6 +347,11 @@ def choose_lengths(
 class _Group:
     """The offers of one proposer, and how many of their positions are taken."""
 
+    __slots__ = (
+        *("cost", "cost_s", "fixed_gain", "gain", "num_fixed", "num_fixed_rounds", "num_others", "num_taken"),
+        *("num_tokens", "positions"),
+    )
+
     def __init__(self, cost: ProposerCost) -> None:
         self.cost = cost
         self.positions: list[tuple[float, int, int]] = []  # survival, how deep, which offer: likeliest first
@@ -350,15 +380,18 @@ class _Step:
 
     def improve(self, group: _Group) -> bool:
         """Takes the best number of the group's positions, given the other groups'; whether that is another number."""
-        others = sum(each.num_tokens for each in self._groups if each is not group)
+        others, others_s, without = 0, 0.0, self._gain + group.fixed_gain
+        for each in self._groups:
+            if each is not group:
+                others += each.num_tokens
+                others_s += each.cost_s
+                without += each.gain
         if others == group.num_others:
             return False  # seen before
         group.num_others = others
         num_before = group.num_taken
         group.take(0, 0.0, 0)
         num_rows = self._num_rows + others + group.num_fixed
-        without = self._gain + sum(each.gain for each in self._groups)
-        others_s = sum(each.cost_s for each in self._groups if each is not group)
         times_s = self._step_costs.span(num_rows, len(group.positions))
         best_rate = without / (times_s[0] + others_s + group.cost_s)
         best = (0, 0.0, 0)
@@ -396,11 +429,12 @@ def _grouped(offers: Sequence[Offer], proposer_costs: Mapping[str, ProposerCost]
         # Stable: where survival does not fall, what comes first in a draft stays first.
         group.positions.sort(key=_survival, reverse=True)
         group.take(0, 0.0, 0)
+    if len(groups) == 1:
+        return list(groups.values())
     return sorted(groups.values(), key=lambda group: group.cost.per_call_s + group.cost.per_round_s)
 
 
-def _survival(position: tuple[float, int, int]) -> float:
-    return position[0]
+_survival: Callable[[tuple[float, int, int]], float] = itemgetter(0)
 
 
 def _cut(offers: Sequence[Offer], lengths: list[int], budget: int) -> None:

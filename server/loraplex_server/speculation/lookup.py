@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from loraplex_server.request import SpeculationParams
 from loraplex_server.scheduler.plan import Candidate
@@ -36,8 +36,7 @@ _TOKEN_BITS = 32
 Source = Literal["own", "history", "resumed"]
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(NamedTuple):
     """Where the sequence's last tokens stood before: the longest run of them, and of its places the latest.
 
     A single token is a match only where it stands once in the prompt: names and numbers do, and are copied; of words
@@ -64,14 +63,14 @@ class PromptLookupProposer:
 
     def match(self, candidate: Candidate, params: SpeculationParams) -> Match | None:
         """What a draft would continue, None where there would be no draft. Asked again at once, it is known."""
-        bounds = _bounds(params)
         text = self._texts.get(candidate.sequence_id)
+        if text is not None and text.params is params and text.index.num_indexed == len(candidate.token_ids):
+            return text.match
+        bounds = _bounds(params)
         if text is None or text.index.bounds != bounds or text.index.num_indexed > len(candidate.token_ids):
             index = _Index(bounds, candidate.num_prompt_tokens, self._window)
-            text = self._texts[candidate.sequence_id] = _Text(index, Reader(), candidate)
-        elif text.index.num_indexed == len(candidate.token_ids):
-            return text.match
-        text.candidate = candidate
+            text = self._texts[candidate.sequence_id] = _Text(index, Reader(), candidate, params)
+        text.candidate, text.params = candidate, params
         text.index.extend(candidate.token_ids)
         text.match = self._better(text.index.find(candidate.token_ids), text, bounds)
         return text.match
@@ -148,6 +147,7 @@ class _Text:
     index: _Index
     reader: Reader
     candidate: Candidate
+    params: SpeculationParams
     match: Match | None = None
 
 

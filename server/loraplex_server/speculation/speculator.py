@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from loraplex_adapters.key import AdapterKey
 from loraplex_server.config import SpeculationConfig
@@ -21,7 +22,14 @@ from loraplex_server.speculation.base import MEDUSA, PROMPT_LOOKUP, Ask, Propose
 from loraplex_server.speculation.choice import Choice, brings_heads, choose
 from loraplex_server.speculation.costs import ProposerCost, ProposerCosts, StepCosts
 from loraplex_server.speculation.history import History
-from loraplex_server.speculation.lengths import AcceptancePool, Offer, TrackRecord, choose_lengths, longest_pause
+from loraplex_server.speculation.lengths import (
+    MAX_PAUSE,
+    AcceptancePool,
+    Offer,
+    TrackRecord,
+    choose_lengths,
+    longest_pause,
+)
 from loraplex_server.speculation.lookup import PromptLookupProposer, Source
 
 log = logging.getLogger(__name__)
@@ -43,8 +51,7 @@ class _Sequence:
     evidence: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Option:
+class _Option(NamedTuple):
     """The proposer that promises the most for one sequence in this step."""
 
     candidate: Candidate
@@ -90,7 +97,8 @@ class Speculator:
         self._num_heads: dict[AdapterKey, int] = {}  # where a draft was shorter than asked for
         self._num_failures: Counter[str] = Counter()  # of each proposer's calls
         self._step = 0
-        # Of the present step, by proposer.
+        # Of the present step, by proposer, those that somebody has asked for.
+        self._candidates: Sequence[Candidate] = ()
         self._costs: dict[str, ProposerCost] = {}
         self._pauses: dict[str, int] = {}
         self.drafted: Counter[str] = Counter()  # tokens by the proposer's own name, since the start
@@ -133,9 +141,9 @@ class Speculator:
         """Drafts by sequence id, for those of the candidates that a draft pays for."""
         self._step += 1
         self._forget_all_but({candidate.sequence_id for candidate in candidates})
-        now_s = self._clock()
-        self._costs = {name: self._proposer_costs.cost(name, now_s) for name in self._proposers}
-        self._pauses = self._longest_pauses(candidates)
+        self._candidates = candidates
+        self._costs.clear()
+        self._pauses.clear()
         drafts: dict[str, Draft] = {}
         # By sequence, who had nothing to say in this step, such as heads that are on their way: the next best is asked.
         silent: dict[str, set[str]] = {}
@@ -179,7 +187,7 @@ class Speculator:
 
     def _forget_all_but(self, sequence_ids: set[str]) -> None:
         """One that ended, or waits again: nothing is lost that could not be made anew."""
-        for sequence_id in [known for known in self._sequences if known not in sequence_ids]:
+        for sequence_id in self._sequences.keys() - sequence_ids:
             sequence = self._sequences.pop(sequence_id)
             for name in sequence.choice.proposers:
                 try:
@@ -187,16 +195,21 @@ class Speculator:
                 except Exception:
                     self._note_failure(name, "could not forget a sequence")
 
-    def _longest_pauses(self, candidates: Sequence[Candidate]) -> dict[str, int]:
-        """By proposer: those that may use it probe together when nothing is accepted."""
-        users: Counter[str] = Counter()
-        for candidate in candidates:
-            choice = self._requests.get(candidate.request.request_id)
-            users.update(choice.proposers if choice is not None else ())
-        return {
-            name: longest_pause(len(candidates), num_users, self._step_costs, self._costs[name])
-            for name, num_users in users.items()
-        }
+    def _cost(self, name: str) -> ProposerCost:
+        cost = self._costs.get(name)
+        if cost is None:
+            cost = self._costs[name] = self._proposer_costs.cost(name, self._clock())
+        return cost
+
+    def _longest_pause(self, name: str) -> int:
+        """Of all that may use the proposer: they probe together when nothing is accepted."""
+        pause = self._pauses.get(name)
+        if pause is None:
+            choices = [self._requests.get(candidate.request.request_id) for candidate in self._candidates]
+            num_users = sum(choice is not None and name in choice.proposers for choice in choices)
+            pause = longest_pause(len(choices), num_users, self._step_costs, self._cost(name))
+            self._pauses[name] = pause
+        return pause
 
     def _sized_options(
         self,
@@ -220,7 +233,7 @@ class Speculator:
             num_tokens=num_rows,
             budget=self._max_step_tokens - num_rows - num_drafted,
             step_costs=self._step_costs,
-            proposer_costs=self._costs,
+            proposer_costs={one.proposer: self._cost(one.proposer) for one in options},
         )
         return [(option, num) for option, num in zip(options, lengths, strict=True) if num > 0]
 
@@ -243,7 +256,7 @@ class Speculator:
         def value(option: _Option) -> float:
             """Tokens that it promises, less for the time that they take to draft."""
             num_tokens = len(option.survival)
-            cost_s = self._costs[option.proposer].seconds(num_tokens, num_tokens)
+            cost_s = self._cost(option.proposer).seconds(num_tokens, num_tokens)
             return sum(option.survival) / (1.0 + cost_s / step_s)
 
         return max(options, key=value)
@@ -262,9 +275,9 @@ class Speculator:
         elif name == MEDUSA and heads is not None:
             num_tokens = min(num_tokens, self._num_heads.get(heads, num_tokens))
         record = self._record(sequence, name, source)
-        survival = record.survival(
-            self._step, num_tokens, evidence, max_pause=self._pauses[name], holds_back=not params.fixed_length
-        )
+        holds_back = not params.fixed_length
+        max_pause = self._longest_pause(name) if holds_back and record.is_dry else MAX_PAUSE
+        survival = record.survival(self._step, num_tokens, evidence, max_pause=max_pause, holds_back=holds_back)
         return _Option(candidate, sequence, name, survival, source, evidence) if survival else None
 
     def _record(self, sequence: _Sequence, name: str, source: Source) -> TrackRecord:
@@ -311,6 +324,8 @@ class Speculator:
     def _usable(self, token_ids: Sequence[int], num_tokens: int) -> tuple[int, ...]:
         """As much of a draft as was asked for, up to a token that the target does not have: it cannot even be run."""
         draft = tuple(token_ids[:num_tokens])
+        if not draft or (min(draft) >= 0 and max(draft) < self._num_token_ids):
+            return draft
         for idx, token_id in enumerate(draft):
             if not 0 <= token_id < self._num_token_ids:
                 return draft[:idx]
