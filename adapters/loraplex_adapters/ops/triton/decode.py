@@ -23,19 +23,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from loraplex_adapters.ops.triton.loads import pointer_to, sum_of_ranks
-
-
-@triton.jit
-def sibling_of(column_block, end_0, end_1, out_features, BLOCK_OUT: tl.constexpr):
-    """Of a block of columns its sibling, the block's number in it, and the sibling's first and last column."""
-    num_0 = tl.cdiv(end_0, BLOCK_OUT)
-    num_1 = tl.cdiv(end_1 - end_0, BLOCK_OUT)
-    sibling = (column_block >= num_0).to(tl.int32) + (column_block >= num_0 + num_1).to(tl.int32)
-    before = tl.where(sibling == 0, 0, tl.where(sibling == 1, num_0, num_0 + num_1))
-    start = tl.where(sibling == 0, 0, tl.where(sibling == 1, end_0, end_1))
-    end = tl.where(sibling == 0, end_0, tl.where(sibling == 1, end_1, out_features))
-    return sibling, column_block - before, start, end
+from loraplex_adapters.ops.triton.loads import block_at, pointer_to, sibling_of, sum_of_ranks
 
 
 # Numbers that change from step to step must not compile the kernel anew when one happens to be a multiple of 16.
@@ -63,16 +51,12 @@ def shrink_rows_kernel(
 ):
     if OVERLAPS:
         gdc_launch_dependents()
-    block = tl.program_id(0)
     split = tl.program_id(1)
     lane = tl.program_id(2) % NUM_LANES
     sibling = tl.program_id(2) // NUM_LANES
-    num_rows = tl.load(blocks_ptr + block * 4 + 1)
+    first, num_rows, first_term, num_terms = block_at(blocks_ptr, tl.program_id(0))
     if num_rows == 0:
         return
-    first = tl.load(blocks_ptr + block * 4)
-    first_term = tl.load(blocks_ptr + block * 4 + 2)
-    num_terms = tl.load(blocks_ptr + block * 4 + 3)
     k = split * BLOCK_IN + tl.arange(0, BLOCK_IN)
     term = 0
     while term < num_terms:
@@ -150,11 +134,7 @@ def expand_rows_kernel(
     IS_ALIGNED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    block = tl.program_id(0)
-    num_rows = tl.load(blocks_ptr + block * 4 + 1)
-    first = tl.load(blocks_ptr + block * 4)
-    first_term = tl.load(blocks_ptr + block * 4 + 2)
-    num_terms = tl.load(blocks_ptr + block * 4 + 3)
+    first, num_rows, first_term, num_terms = block_at(blocks_ptr, tl.program_id(0))
     if OVERLAPS:  # whoever ends at once too: what comes next waits for these programs only
         gdc_wait()
     if num_rows == 0:
@@ -223,13 +203,9 @@ def fused_rows_kernel(
     NUM_STAGES: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
 ):
-    block = tl.program_id(0)
-    num_rows = tl.load(blocks_ptr + block * 4 + 1)
+    first, num_rows, first_term, num_terms = block_at(blocks_ptr, tl.program_id(0))
     if num_rows == 0:
         return
-    first = tl.load(blocks_ptr + block * 4)
-    first_term = tl.load(blocks_ptr + block * 4 + 2)
-    num_terms = tl.load(blocks_ptr + block * 4 + 3)
     sibling, column_block, out_start, out_end = sibling_of(tl.program_id(1), end_0, end_1, out_features, BLOCK_OUT)
     table = sibling * table_stride
     if sum_of_ranks(ranks_ptr + table, term_slots_ptr, first_term, num_terms) == 0:

@@ -28,3 +28,22 @@ def sum_of_ranks(ranks_ptr, term_slots_ptr, first_term, num_terms):
         total += tl.load(ranks_ptr + tl.load(term_slots_ptr + first_term + term))
         term += 1
     return total
+
+
+@triton.jit
+def block_at(blocks_ptr, block):
+    """Of a block its first position, number of rows, first term, number of terms."""
+    at = blocks_ptr + block * 4
+    return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+
+
+@triton.jit
+def sibling_of(column_block, end_0, end_1, out_features, BLOCK_OUT: tl.constexpr):
+    """Of a block of columns its sibling, the block's number in it, and the sibling's first and last column."""
+    num_0 = tl.cdiv(end_0, BLOCK_OUT)
+    num_1 = tl.cdiv(end_1 - end_0, BLOCK_OUT)
+    sibling = (column_block >= num_0).to(tl.int32) + (column_block >= num_0 + num_1).to(tl.int32)
+    before = tl.where(sibling == 0, 0, tl.where(sibling == 1, num_0, num_0 + num_1))
+    start = tl.where(sibling == 0, 0, tl.where(sibling == 1, end_0, end_1))
+    end = tl.where(sibling == 0, end_0, tl.where(sibling == 1, end_1, out_features))
+    return sibling, column_block - before, start, end

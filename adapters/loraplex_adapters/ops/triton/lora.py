@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,7 +23,7 @@ from loraplex_adapters.ops.segments import check_segments
 from loraplex_adapters.ops.triton.decode import expand_rows_kernel, fused_rows_kernel, shrink_rows_kernel
 from loraplex_adapters.ops.triton.plan import KernelPlan, build_plan, refill_plan, reserve_plan
 from loraplex_adapters.ops.triton.prefill import expand_tiles_kernel, shrink_tiles_kernel
-from loraplex_adapters.ops.triton.variants import FEW_ROWS, Launch, Variant, choose_block_rows, choose_launch
+from loraplex_adapters.ops.triton.variants import Launch, Variant, choose_block_rows, choose_launch
 
 # Their types know neither launch options nor that a plain int becomes a constant.
 _shrink_rows: Any = shrink_rows_kernel
@@ -82,6 +82,11 @@ class Call:
         ends = list(accumulate(table.out_features for table in self.tables))
         return ends[0], ends[min(1, len(ends) - 1)], ends[-1]
 
+    def constants(self) -> dict[str, int]:
+        """That all kernels of the two halves have."""
+        launch = self.launch
+        return {"NUM_SPLITS": launch.num_splits, "BLOCK_RANK": launch.block_rank, "IS_ALIGNED": self.is_aligned}
+
     def num_column_blocks(self) -> int:
         return sum(-(-table.out_features // self.launch.block_out) for table in self.tables)
 
@@ -127,11 +132,8 @@ class TritonOps:
     def apply_siblings(self, y: Tensor, x: Tensor, tables: Sequence[FactorTable], prepared: PreparedSegments) -> None:
         """`apply` for modules that read the same x and whose outputs lie side by side in y [num_rows, sum of outputs],
         in as few launches as one module takes where the tables are evenly spaced (AdapterSlots makes them so)."""
-        plan: KernelPlan = prepared.data
-        # Long steps have work enough for launches of each.
-        is_short = x.dtype in SUPPORTED and plan.block_rows <= FEW_ROWS
-        if is_short and len(tables) <= MAX_SIBLINGS and _spacing(tables) > 0:
-            self._launch(y, x, tables, plan)
+        if x.dtype in SUPPORTED and len(tables) <= MAX_SIBLINGS and _spacing(tables) > 0:
+            self._launch(y, x, tables, prepared.data)
             return
         start = 0
         for table in tables:
@@ -169,12 +171,10 @@ class TritonOps:
             self._variant,
         )
         call = Call(y, x, tables, plan, max_rank, is_aligned, launch)
-        if launch.variant == "tiles":
-            _run_tiles(call)
-        elif launch.variant == "fused":
+        if launch.variant == "fused":
             _run_fused(call)
         else:
-            _run_rows(call, self._overlaps)
+            _run_halves(call, self._overlaps)
 
 
 def _known(table: FactorTable) -> _Known:
@@ -202,130 +202,61 @@ def _spacing(tables: Sequence[FactorTable]) -> int:
     return found.pop() if len(found) == 1 and min(found) > 0 else 0
 
 
-def _run_rows(call: Call, overlaps: bool) -> None:
+def _run_halves(call: Call, overlaps: bool) -> None:
+    """Shrink and expand, by rows or by tiles."""
     plan, launch, table = call.plan, call.launch, call.tables[0]
+    is_tiled = launch.variant == "tiles"
+    options = _tile_options(call) if is_tiled else _row_options(call, overlaps)
     inner = call.inner()
-    _shrink_rows[(plan.num_blocks, launch.num_splits, launch.num_lanes * len(call.tables))](
-        call.x,
-        inner,
-        plan.rows,
-        plan.blocks,
-        plan.term_slots,
-        table.a_ptrs,
-        table.ranks,
-        table.in_features,
-        call.x.stride(0),
-        plan.num_positions,
-        call.max_rank,
-        call.inner_stride,
-        call.table_stride,
-        NUM_SPLITS=launch.num_splits,
+    step = (plan.rows, plan.blocks, plan.term_slots)
+    sizes = (plan.num_positions, call.max_rank, call.inner_stride, call.table_stride)
+    shrink, expand = (_shrink_tiles, _expand_tiles) if is_tiled else (_shrink_rows, _expand_rows)
+    shrink[(plan.num_blocks, launch.num_splits, launch.num_lanes * len(call.tables))](
+        *(call.x, inner, *step, table.a_ptrs, table.ranks, table.in_features, call.x.stride(0), *sizes),
         NUM_LANES=launch.num_lanes,
-        BLOCK_RANK=launch.block_rank,
         BLOCK_IN=launch.block_in,
-        IS_ALIGNED=call.is_aligned,
-        OVERLAPS=overlaps,
+        **call.constants(),
+        **options.shrink,
     )
-    _expand_rows[(plan.num_blocks, call.num_column_blocks())](
-        call.y,
-        inner,
-        plan.rows,
-        plan.blocks,
-        plan.term_slots,
-        plan.term_weights,
-        table.b_ptrs,
-        table.ranks,
-        table.scales,
-        *call.ends(),
-        call.y.stride(0),
-        plan.num_positions,
-        call.max_rank,
-        call.inner_stride,
-        call.table_stride,
-        NUM_SPLITS=launch.num_splits,
-        SPLITS=triton.next_power_of_2(launch.num_splits),
-        BLOCK_RANK=launch.block_rank,
+    expand[(plan.num_blocks, call.num_column_blocks())](
+        *(call.y, inner, *step, plan.term_weights, table.b_ptrs, table.ranks, table.scales, *call.ends()),
+        *(call.y.stride(0), *sizes),
         BLOCK_OUT=launch.block_out,
-        IS_ALIGNED=call.is_aligned,
-        OVERLAPS=overlaps,
-        launch_pdl=overlaps,
+        **call.constants(),
+        **options.expand,
     )
+
+
+class _Options(NamedTuple):
+    """What only one kind of kernels knows."""
+
+    shrink: dict[str, Any]
+    expand: dict[str, Any]
+
+
+def _row_options(call: Call, overlaps: bool) -> _Options:
+    splits = triton.next_power_of_2(call.launch.num_splits)
+    return _Options({"OVERLAPS": overlaps}, {"OVERLAPS": overlaps, "SPLITS": splits, "launch_pdl": overlaps})
+
+
+def _tile_options(call: Call) -> _Options:
+    launch = call.launch
+    both = {"BLOCK_ROWS": call.plan.block_rows, "UPCAST": INTERPRETED, "num_warps": launch.num_warps}
+    # Pipelined, Hopper's wgmma with its left operand in registers (inner, narrowed here) is miscompiled by ptxas before
+    # 13.3.
+    return _Options({**both, "NUM_STEPS": launch.num_steps, "num_stages": launch.num_stages}, {**both, "num_stages": 1})
 
 
 def _run_fused(call: Call) -> None:
     plan, launch, table = call.plan, call.launch, call.tables[0]
     _fused_rows[(plan.num_blocks, call.num_column_blocks())](
-        call.y,
-        call.x,
-        plan.rows,
-        plan.blocks,
-        plan.term_slots,
-        plan.term_weights,
-        table.a_ptrs,
-        table.b_ptrs,
-        table.ranks,
-        table.scales,
-        table.in_features,
-        *call.ends(),
-        call.x.stride(0),
-        call.y.stride(0),
-        call.table_stride,
+        *(call.y, call.x, plan.rows, plan.blocks, plan.term_slots, plan.term_weights),
+        *(table.a_ptrs, table.b_ptrs, table.ranks, table.scales, table.in_features, *call.ends()),
+        *(call.x.stride(0), call.y.stride(0), call.table_stride),
         NUM_STEPS=launch.num_steps,
         BLOCK_RANK=launch.block_rank,
         BLOCK_IN=launch.block_in,
         BLOCK_OUT=launch.block_out,
         NUM_STAGES=launch.num_stages,
         IS_ALIGNED=call.is_aligned,
-    )
-
-
-def _run_tiles(call: Call) -> None:
-    plan, launch, (table,) = call.plan, call.launch, call.tables
-    inner = call.inner()
-    _shrink_tiles[(plan.num_blocks, launch.num_splits, launch.num_lanes)](
-        call.x,
-        inner,
-        plan.rows,
-        plan.blocks,
-        plan.term_slots,
-        table.a_ptrs,
-        table.ranks,
-        table.in_features,
-        call.x.stride(0),
-        plan.num_positions,
-        call.max_rank,
-        call.inner_stride,
-        NUM_STEPS=launch.num_steps,
-        NUM_LANES=launch.num_lanes,
-        BLOCK_ROWS=plan.block_rows,
-        BLOCK_RANK=launch.block_rank,
-        BLOCK_IN=launch.block_in,
-        IS_ALIGNED=call.is_aligned,
-        UPCAST=INTERPRETED,
-        num_stages=launch.num_stages,
-    )
-    _expand_tiles[(plan.num_blocks, call.num_column_blocks())](
-        call.y,
-        inner,
-        plan.rows,
-        plan.blocks,
-        plan.term_slots,
-        plan.term_weights,
-        table.b_ptrs,
-        table.ranks,
-        table.scales,
-        table.out_features,
-        call.y.stride(0),
-        plan.num_positions,
-        call.max_rank,
-        call.inner_stride,
-        NUM_SPLITS=launch.num_splits,
-        BLOCK_ROWS=plan.block_rows,
-        BLOCK_RANK=launch.block_rank,
-        BLOCK_OUT=launch.block_out,
-        IS_ALIGNED=call.is_aligned,
-        UPCAST=INTERPRETED,
-        # Pipelined, Hopper's wgmma with its left operand in registers (inner, narrowed here) is miscompiled by ptxas
-        # before 13.3.
-        num_stages=1,
     )

@@ -4,36 +4,38 @@
     expand_tiles   y[rows] += sum over terms of weight * scale * (sum over splits of inner) @ b.T
 
 A block's rows have the same terms (adapters). Ranks are each adapter's own, read on the device, as are pointers. Splits
-are stored apart and added by the second half: deterministic, unlike atomic adds.
+are stored apart and added by the second half: deterministic, unlike atomic adds. Siblings are as in decode.py.
 """
 
 # Triton evaluates annotations, so parameters have none but `constexpr`; constants are upper case by its custom.
 # Loops over numbers that were loaded are `while`: the interpreter cannot take such a number as a range's end.
-# pyright: reportMissingParameterType=false
+# pyright: reportMissingParameterType=false, reportGeneralTypeIssues=false
 # ruff: noqa: N803
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from loraplex_adapters.ops.triton.loads import pointer_to, sum_of_ranks
+from loraplex_adapters.ops.triton.loads import block_at, pointer_to, sibling_of, sum_of_ranks
 
 
 # Numbers that change from step to step must not compile the kernel anew when one happens to be a multiple of 16.
-@triton.jit(do_not_specialize=["num_positions", "max_rank", "inner_stride"])
+@triton.jit(do_not_specialize=["num_positions", "max_rank", "inner_stride", "table_stride"])
 def shrink_tiles_kernel(
     x_ptr,  # [num_rows, in_features], last dimension contiguous
-    inner_ptr,  # float32 [splits, num_positions, inner_stride]
+    inner_ptr,  # float32 [siblings, splits, num_positions, inner_stride]
     rows_ptr,  # int32 [num_positions]
     blocks_ptr,  # int32 [num_blocks, 4]
     term_slots_ptr,  # int32 [num_terms]
-    a_ptrs,  # int64 [num_slots]
-    ranks_ptr,  # int32 [num_slots]
+    a_ptrs,  # int64 [siblings, num_slots]
+    ranks_ptr,  # int32 [siblings, num_slots]
     in_features,
     x_stride,
     num_positions,
     max_rank,
     inner_stride,  # terms times max_rank
+    table_stride,
+    NUM_SPLITS: tl.constexpr,
     NUM_STEPS: tl.constexpr,
     NUM_LANES: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -42,26 +44,23 @@ def shrink_tiles_kernel(
     IS_ALIGNED: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    block = tl.program_id(0)
     split = tl.program_id(1)
-    lane = tl.program_id(2)
-    num_rows = tl.load(blocks_ptr + block * 4 + 1)
+    lane = tl.program_id(2) % NUM_LANES
+    sibling = tl.program_id(2) // NUM_LANES
+    first, num_rows, first_term, num_terms = block_at(blocks_ptr, tl.program_id(0))
     if num_rows == 0:
         return
-    first = tl.load(blocks_ptr + block * 4)
-    first_term = tl.load(blocks_ptr + block * 4 + 2)
-    num_terms = tl.load(blocks_ptr + block * 4 + 3)
     m = tl.arange(0, BLOCK_ROWS)
     k = tl.arange(0, BLOCK_IN)
     # 64-bit: rows times features pass 2**31 in long prefills of wide modules.
     row = tl.load(rows_ptr + first + m, mask=m < num_rows, other=0).to(tl.int64)
     x_at = x_ptr + row[:, None] * x_stride + k[None, :]
-    inner_row = (split * num_positions + first + m).to(tl.int64)
+    inner_row = ((sibling * NUM_SPLITS + split) * num_positions + first + m).to(tl.int64)
     term = 0
     while term < num_terms:
-        slot = tl.load(term_slots_ptr + first_term + term)
-        rank = tl.load(ranks_ptr + slot)
-        a_ptr = pointer_to(tl.load(a_ptrs + slot), x_ptr, IS_ALIGNED)
+        at = sibling * table_stride + tl.load(term_slots_ptr + first_term + term)
+        rank = tl.load(ranks_ptr + at)
+        a_ptr = pointer_to(tl.load(a_ptrs + at), x_ptr, IS_ALIGNED)
         start = lane * BLOCK_RANK
         while start < rank:
             r = start + tl.arange(0, BLOCK_RANK)
@@ -82,22 +81,25 @@ def shrink_tiles_kernel(
         term += 1
 
 
-@triton.jit(do_not_specialize=["num_positions", "max_rank", "inner_stride"])
+@triton.jit(do_not_specialize=["num_positions", "max_rank", "inner_stride", "table_stride", "end_0", "end_1"])
 def expand_tiles_kernel(
     y_ptr,  # [num_rows, out_features], last dimension contiguous
-    inner_ptr,  # float32 [num_splits, num_positions, inner_stride]
+    inner_ptr,  # float32 [siblings, NUM_SPLITS, num_positions, inner_stride]
     rows_ptr,  # int32 [num_positions]
     blocks_ptr,  # int32 [num_blocks, 4]
     term_slots_ptr,  # int32 [num_terms]
     term_weights_ptr,  # float32 [num_terms]
-    b_ptrs,  # int64 [num_slots]
-    ranks_ptr,  # int32 [num_slots]
-    scales_ptr,  # float32 [num_slots]
+    b_ptrs,  # int64 [siblings, num_slots]
+    ranks_ptr,  # int32 [siblings, num_slots]
+    scales_ptr,  # float32 [siblings, num_slots]
+    end_0,
+    end_1,
     out_features,
     y_stride,
     num_positions,
     max_rank,
     inner_stride,
+    table_stride,
     NUM_SPLITS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
@@ -105,26 +107,25 @@ def expand_tiles_kernel(
     IS_ALIGNED: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    block = tl.program_id(0)
-    num_rows = tl.load(blocks_ptr + block * 4 + 1)
+    first, num_rows, first_term, num_terms = block_at(blocks_ptr, tl.program_id(0))
     if num_rows == 0:
         return
-    first = tl.load(blocks_ptr + block * 4)
-    first_term = tl.load(blocks_ptr + block * 4 + 2)
-    num_terms = tl.load(blocks_ptr + block * 4 + 3)
-    if sum_of_ranks(ranks_ptr, term_slots_ptr, first_term, num_terms) == 0:
+    sibling, column_block, out_start, out_end = sibling_of(tl.program_id(1), end_0, end_1, out_features, BLOCK_OUT)
+    table = sibling * table_stride
+    if sum_of_ranks(ranks_ptr + table, term_slots_ptr, first_term, num_terms) == 0:
         return
     dtype = y_ptr.dtype.element_ty
     m = tl.arange(0, BLOCK_ROWS)
-    n = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    position = (first + m).to(tl.int64)
+    n = column_block * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    n_mask = n < out_end - out_start
+    position = (sibling * NUM_SPLITS * num_positions + first + m).to(tl.int64)
     total = tl.zeros((BLOCK_ROWS, BLOCK_OUT), dtype=tl.float32)
     term = 0
     while term < num_terms:
-        slot = tl.load(term_slots_ptr + first_term + term)
-        rank = tl.load(ranks_ptr + slot)
-        b_ptr = pointer_to(tl.load(b_ptrs + slot), y_ptr, IS_ALIGNED)
-        factor = tl.load(term_weights_ptr + first_term + term) * tl.load(scales_ptr + slot)
+        at = table + tl.load(term_slots_ptr + first_term + term)
+        rank = tl.load(ranks_ptr + at)
+        b_ptr = pointer_to(tl.load(b_ptrs + at), y_ptr, IS_ALIGNED)
+        factor = tl.load(term_weights_ptr + first_term + term) * tl.load(scales_ptr + at)
         start = 0
         while start < rank:
             r = start + tl.arange(0, BLOCK_RANK)
@@ -137,10 +138,10 @@ def expand_tiles_kernel(
             # The compiler loads a row of b in wide pieces where it knows the rank to be a multiple of 8.
             if rank % 8 == 0:
                 even = (rank // 8) * 8
-                b_mask = (r < even)[:, None] & (n < out_features)[None, :]
+                b_mask = (r < even)[:, None] & n_mask[None, :]
                 b = tl.load(b_ptr + n[None, :] * even + r[:, None], mask=b_mask, other=0.0)
             else:
-                b_mask = (r < rank)[:, None] & (n < out_features)[None, :]
+                b_mask = (r < rank)[:, None] & n_mask[None, :]
                 b = tl.load(b_ptr + n[None, :] * rank + r[:, None], mask=b_mask, other=0.0)
             narrow = inner.to(dtype)
             if UPCAST:
@@ -151,7 +152,7 @@ def expand_tiles_kernel(
         term += 1
 
     row = tl.load(rows_ptr + first + m, mask=m < num_rows, other=0).to(tl.int64)
-    y_at = y_ptr + row[:, None] * y_stride + n[None, :]
-    y_mask = (m < num_rows)[:, None] & (n < out_features)[None, :]
+    y_at = y_ptr + row[:, None] * y_stride + (out_start + n)[None, :]
+    y_mask = (m < num_rows)[:, None] & n_mask[None, :]
     y = tl.load(y_at, mask=y_mask, other=0.0).to(tl.float32)
     tl.store(y_at, (y + total).to(dtype), mask=y_mask)

@@ -50,6 +50,7 @@ class Launch(NamedTuple):
     block_rank: int
     block_out: int
     num_stages: int  # pieces of the loop over inputs that are under way at a time, and the one that is used
+    num_warps: int = 4
 
 
 class DenseLaunch(NamedTuple):
@@ -115,6 +116,8 @@ def _tiles(block_rows: int, in_features: int, max_rank: int, element_bytes: int)
         # Many rows read B once per 64 of them; few have too few programs with wide blocks.
         block_out=128 if block_rows == MANY_ROWS else 64,
         num_stages=3,
+        # With fewer a thread has more of a large tile than it has registers for (which the compiler says).
+        num_warps=8 if block_rows == MANY_ROWS else 4,
     )
 
 

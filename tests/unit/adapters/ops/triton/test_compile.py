@@ -5,8 +5,10 @@ The interpreter runs a kernel as Python and accepts what the compiler does not; 
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -62,35 +64,45 @@ def has_wide_loads(ptx: str) -> bool:
     return "ld.global.v4.b32" in ptx or bool(re.search(r"cp\.async\.cg\.shared\.global.* 0x10", ptx))
 
 
-@pytest.mark.parametrize(("dtype", "arch"), TARGETS)
-@pytest.mark.parametrize("name", ["shrink_rows", "expand_rows", "fused_rows"])
-def test_kernels_for_few_rows(name: str, dtype: str, arch: int) -> None:
-    from loraplex_adapters.ops.triton import decode
-    from loraplex_adapters.ops.triton.variants import FEW_ROWS, choose_launch
-
-    variant = "fused" if name == "fused_rows" else "rows"
-    launch = choose_launch(FEW_ROWS, 8, 4096, 4096, 64, BYTES[dtype], variant)
-    constants: dict[str, object] = {
+def constants_of(launch: Any, block_rows: int) -> dict[str, object]:
+    """What the launcher gives the kernels; each takes what it has."""
+    return {
         "NUM_STEPS": launch.num_steps,
         "NUM_SPLITS": launch.num_splits,
-        "SPLITS": launch.num_splits,
+        "SPLITS": triton.next_power_of_2(launch.num_splits),
         "NUM_LANES": launch.num_lanes,
+        "BLOCK_ROWS": block_rows,
         "BLOCK_RANK": launch.block_rank,
         "BLOCK_IN": launch.block_in,
         "BLOCK_OUT": launch.block_out,
         "NUM_STAGES": launch.num_stages,
         "IS_ALIGNED": True,
         "OVERLAPS": False,
+        "UPCAST": False,
     }
-    ptx = compiled(getattr(decode, f"{name}_kernel"), constants, dtype, arch).asm["ptx"]
+
+
+def tile_options(name: str, launch: Any) -> dict[str, int]:
+    return {"num_stages": launch.num_stages if name == "shrink_tiles" else 1, "num_warps": launch.num_warps}
+
+
+@pytest.mark.parametrize(("dtype", "arch"), TARGETS)
+@pytest.mark.parametrize("name", ["shrink_rows", "expand_rows", "fused_rows"])
+def test_kernels_for_few_rows(name: str, dtype: str, arch: int) -> None:
+    from loraplex_adapters.ops.triton import decode
+    from loraplex_adapters.ops.triton.variants import FEW_ROWS, choose_launch
+
+    kernel = getattr(decode, f"{name}_kernel")
+    variant = "fused" if name == "fused_rows" else "rows"
+    constants = constants_of(choose_launch(FEW_ROWS, 8, 4096, 4096, 64, BYTES[dtype], variant), FEW_ROWS)
+    ptx = compiled(kernel, constants, dtype, arch).asm["ptx"]
     assert has_wide_loads(ptx)
     assert "mma" not in ptx
     if name != "fused_rows":
-        narrow = compiled(getattr(decode, f"{name}_kernel"), {**constants, "IS_ALIGNED": False}, dtype, arch).asm["ptx"]
+        narrow = compiled(kernel, {**constants, "IS_ALIGNED": False}, dtype, arch).asm["ptx"]
         # Of inner, which is always aligned, or of x; but of no factor.
         assert ptx.count("ld.global.v4") > narrow.count("ld.global.v4")
     if name != "fused_rows" and arch >= 90:
-        kernel = getattr(decode, f"{name}_kernel")
         ptx = compiled(kernel, {**constants, "OVERLAPS": True}, dtype, arch, launch_pdl=True).asm["ptx"]
         assert ("griddepcontrol.launch_dependents" if name == "shrink_rows" else "griddepcontrol.wait") in ptx
 
@@ -103,22 +115,54 @@ def test_kernels_for_many_rows(name: str, block_rows: int, dtype: str, arch: int
     from loraplex_adapters.ops.triton.variants import choose_launch
 
     launch = choose_launch(block_rows, 8, 4096, 4096, 64, BYTES[dtype])
-    constants: dict[str, object] = {
-        "NUM_STEPS": launch.num_steps,
-        "NUM_SPLITS": launch.num_splits,
-        "NUM_LANES": launch.num_lanes,
-        "BLOCK_ROWS": block_rows,
-        "BLOCK_RANK": launch.block_rank,
-        "BLOCK_IN": launch.block_in,
-        "BLOCK_OUT": launch.block_out,
-        "IS_ALIGNED": True,
-        "UPCAST": False,
-    }
-    options = {"num_stages": launch.num_stages} if name == "shrink_tiles" else {"num_stages": 1}
-    ptx = compiled(getattr(prefill, f"{name}_kernel"), constants, dtype, arch, **options).asm["ptx"]
+    kernel = getattr(prefill, f"{name}_kernel")
+    ptx = compiled(kernel, constants_of(launch, block_rows), dtype, arch, **tile_options(name, launch)).asm["ptx"]
     # Half precision must reach the tensor cores; float32 must not be rounded to TF32 there.
     assert ("mma" in ptx) == (dtype != "fp32")
     assert has_wide_loads(ptx)
+
+
+FEW_BYTES = 32  # put aside once by a thread, and not in every round of a loop
+# Llama-3.1-8B's: q, k and v together; gate and up; o; down.
+SHAPES = ((4096, 6144), (4096, 28672), (4096, 4096), (14336, 4096))
+
+
+@pytest.mark.parametrize("arch", [90, pytest.param(80, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("max_rank", [16, 256])
+def test_no_kernel_of_a_served_model_spills(max_rank: int, arch: int, tmp_path: Path) -> None:
+    """Every kernel that the tables choose for a model in bfloat16, whatever the step. What does not fit the registers
+    goes through memory, several times as slowly."""
+    from loraplex_adapters.ops.triton import decode, prefill
+    from loraplex_adapters.ops.triton.variants import FEW_ROWS, MANY_ROWS, ONE_ROW, SOME_ROWS, choose_launch
+
+    done: set[tuple[Any, ...]] = set()
+    for (num_in, num_out), block_rows in itertools.product(SHAPES, (ONE_ROW, FEW_ROWS, SOME_ROWS, MANY_ROWS)):
+        launch = choose_launch(block_rows, 64, num_in, num_out, max_rank, 2)
+        assert launch.variant != "fused", "A is too large for that"
+        constants = constants_of(launch, block_rows)
+        for half in ("shrink", "expand"):
+            name = f"{half}_{launch.variant}"
+            kernel = getattr(prefill if launch.variant == "tiles" else decode, f"{name}_kernel")
+            used = (name, *((key, value) for key, value in constants.items() if key in kernel.arg_names))
+            if used not in done:
+                done.add(used)
+                options = tile_options(name, launch) if launch.variant == "tiles" else {}
+                found = stack_bytes(compiled(kernel, constants, "bf16", arch, **options), tmp_path)
+                assert found <= FEW_BYTES, used
+    assert len(done) <= 12, "each is compiled once, at a start or in the middle of serving"
+
+
+def stack_bytes(result: Any, folder: Path) -> int:
+    """What a thread keeps outside of its registers, as the tool that comes with Triton reads it."""
+    import triton.backends.nvidia as backend
+
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(result.asm["cubin"])
+    tool = Path(backend.__file__).parent / "bin/cuobjdump"
+    said = subprocess.run([tool, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"STACK:(\d+)", said)
+    assert found, said
+    return int(found[1])
 
 
 @pytest.mark.parametrize(("dtype", "arch"), TARGETS)
