@@ -1,4 +1,4 @@
-"""What the build of the native kernels takes from the environment. The only place here that reads it."""
+"""What the native kernels and their build take from the environment. The only place here that reads it."""
 
 from __future__ import annotations
 
@@ -9,3 +9,9 @@ import shlex
 def compiler_from_environment() -> tuple[str, ...]:
     """$CXX as words (it may hold arguments, or ccache in front), none where it is not set."""
     return tuple(shlex.split(os.environ.get("CXX", "")))
+
+
+def threads_from_environment() -> int | None:
+    """$OMP_NUM_THREADS; of a list (one number for each level of nesting) the first. None where there is no number."""
+    first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(first) if first.isdecimal() and int(first) > 0 else None

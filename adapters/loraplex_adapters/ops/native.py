@@ -32,7 +32,7 @@ class NativeSegments:
 
     runs: RunsOfRows
     num_slots: int  # that they were checked against
-    torch: PreparedSegments | None = None  # made for the first module of another dtype
+    fallback: PreparedSegments | None = None  # torch's, made for the first module of another dtype
 
 
 class NativeOps:
@@ -64,9 +64,9 @@ class NativeOps:
     def apply(self, y: Tensor, x: Tensor, table: FactorTable, prepared: PreparedSegments) -> None:
         data = cast(NativeSegments, prepared.data)
         if x.dtype not in DTYPES:
-            if data.torch is None:
-                data.torch = self._fallback.prepare(prepared.segments, prepared.num_rows, data.num_slots, x.device)
-            self._fallback.apply(y, x, table, data.torch)
+            if data.fallback is None:
+                data.fallback = self._fallback.prepare(prepared.segments, prepared.num_rows, data.num_slots, x.device)
+            self._fallback.apply(y, x, table, data.fallback)
             return
         if table.derived is None:
             table.derived = _Native(table_of(table), int(table.ranks.max()))

@@ -16,6 +16,7 @@ from loraplex_adapters.cache.config import AdapterCacheConfig
 from loraplex_adapters.cache.manager import AdapterManager
 from loraplex_adapters.native.kernels import NativeKernels
 from loraplex_adapters.native.library import load as load_native
+from loraplex_adapters.native.threads import default_num_threads
 from loraplex_adapters.ops.registry import choose_dense, choose_ops
 from loraplex_adapters.sources.chain import make_source
 from loraplex_adapters.sources.directory import FolderSource
@@ -26,8 +27,6 @@ from loraplex_server.engine.core import Engine
 from loraplex_server.engine.messages import ModelInfo
 from loraplex_server.kv.blocks import BlockPool
 from loraplex_server.model.adapt import AdapterSlots
-from loraplex_server.model.attention.base import PagedAttention
-from loraplex_server.model.attention.native_paged import NativePagedAttention, reason_against
 from loraplex_server.model.attention.registry import make_attention
 from loraplex_server.model.cuda_capture import CudaCapture
 from loraplex_server.model.graphs import Shape, graph_bytes, graph_shapes
@@ -57,9 +56,9 @@ CPU_KV_BYTES = 4 << 30
 def build_engine(config: EngineConfig, progress: Callable[[str], None], notify: Callable[[], None]) -> Engine:
     """Loads everything. Raises the typed error of what cannot be had."""
     logging.getLogger("loraplex_server").setLevel(config.log_level.upper())
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
-    native = _native_kernels(config, progress)
+    num_threads = config.num_threads or default_num_threads()
+    torch.set_num_threads(num_threads)  # an engine before this one may have lowered it
+    native = _native_kernels(config, num_threads, progress)
     progress(f"loading {config.model.model}")
     with served_model(config.model.model, config.model.revision) as served:
         loaded = load_model(
@@ -70,6 +69,8 @@ def build_engine(config: EngineConfig, progress: Callable[[str], None], notify: 
             max_context_tokens=config.model.max_context_tokens,
             make_base=packed_linear,
             native=native,
+            # They do their own attention, so another one that was asked for would never be called.
+            stacks=config.model.attention in ("auto", "native"),
         )
         if loaded.stack is not None:
             # What is left to torch is small, and its threads would spin on the cores that the kernels' threads need.
@@ -95,14 +96,15 @@ def assemble(
     spec, batch, block_size = loaded.spec, config.batch, config.kv.block_size
     ops = choose_ops(loaded.device, native, config.adapters.max_rank)
     slots = loaded.adapter_slots(ops, config.adapters.num_device_slots)
-    heads = HeadSlots(loaded, slots, choose_dense(loaded.device, native))
+    argmax = native_argmax(native) if native is not None else None
+    heads = HeadSlots(loaded, slots, choose_dense(loaded.device, native), argmax=argmax)
     num_blocks = _num_blocks(config, loaded)
     progress(f"{num_blocks * block_size:,} tokens of KV cache in {loaded.dtype_name} on {loaded.device}")
     max_context_tokens = _max_context_tokens(spec.max_context_tokens, num_blocks, block_size, progress)
     runner = ModelRunner(
         loaded,
         KvCache(spec, num_blocks, block_size, loaded.dtype, loaded.device),
-        _attention(loaded, config.model.attention, native),
+        make_attention(config.model.attention, loaded.device, spec.layers, loaded.dtype, native),
         slots,
         Sampler(batch.max_running, spec.num_logits, loaded.device, argmax=native_argmax(native)),
         max_rows=batch.max_running,
@@ -151,7 +153,7 @@ def captured_shapes(config: EngineConfig, device: torch.device) -> list[Shape]:
     return graph_shapes(config.batch.max_running, config.speculation.max_num_tokens)
 
 
-def _native_kernels(config: EngineConfig, progress: Callable[[str], None]) -> NativeKernels | None:
+def _native_kernels(config: EngineConfig, num_threads: int, progress: Callable[[str], None]) -> NativeKernels | None:
     """The native kernels, where the model runs on a CPU and they can be used. Raises InvalidArgument where they have to
     be used and cannot."""
     if config.cpu_kernels == "torch" or resolve_device(config.model.device).type != "cpu":
@@ -159,20 +161,13 @@ def _native_kernels(config: EngineConfig, progress: Callable[[str], None]) -> Na
     library, status = load_native()
     if library is not None:
         progress(f"native CPU kernels for {status.isa}")
-        return NativeKernels(library, torch.get_num_threads())
+        return NativeKernels(library, num_threads)
     if config.cpu_kernels == "native":
         raise InvalidArgument(
             f"--cpu-kernels native: {status.reason}; with --cpu-kernels auto torch does the work", field="--cpu-kernels"
         )
     progress(f"no native CPU kernels, torch does their work: {status.reason}")
     return None
-
-
-def _attention(loaded: LoadedModel, name: str, native: NativeKernels | None) -> PagedAttention:
-    layers = loaded.spec.layers
-    if name in ("auto", "native") and native is not None and not any(reason_against(s, loaded.dtype) for s in layers):
-        return NativePagedAttention(native)
-    return make_attention(name, loaded.device, layers, loaded.dtype)
 
 
 def _manager(

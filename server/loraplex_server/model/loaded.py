@@ -63,6 +63,14 @@ class LoadedModel:
         """Connects the attention layers to their pages."""
         for layer, kv in zip(self.attention, cache.layers, strict=True):
             layer.bind(backend, kv)
+        if self.stack is not None:
+            self.stack.bind(cache.layers)
+
+    def unbind_kv(self) -> None:
+        for layer in self.attention:
+            layer.unbind()
+        if self.stack is not None:
+            self.stack.bind(())
 
     def adapter_slots(self, ops: SegmentedLora, num_slots: int) -> AdapterSlots:
         """Makes the modules' factor tables; once per model."""

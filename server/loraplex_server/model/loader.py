@@ -48,6 +48,7 @@ def load_model(
     max_context_tokens: int | None = None,
     make_base: BaseLinearFactory = PlainLinear,
     native: NativeKernels | None = None,
+    stacks: bool = True,
     shard: ShardSpec | None = None,
     verify: bool = True,
     amend: Callable[[PreTrainedModel], PreTrainedModel] | None = None,
@@ -84,6 +85,7 @@ def load_model(
         max_context_tokens=max_context_tokens,
         make_base=make_base,
         native=native,
+        stacks=stacks,
         verify=verify,
     )
 
@@ -95,13 +97,15 @@ def adopt_model(
     max_context_tokens: int | None = None,
     make_base: BaseLinearFactory = PlainLinear,
     native: NativeKernels | None = None,
+    stacks: bool = True,
     joins: bool | None = None,
     verify: bool = True,
 ) -> LoadedModel:
     """Prepares a model that is in memory already. It is changed in place and belongs to the result from here on.
 
-    `native`: the CPU kernels in C++, if they are to be used; `make_base` is for what they do not know. `joins`: whether
-    linears that read the same input become one product; by default on CUDA.
+    `native`: the CPU kernels in C++, if they are to be used; `make_base` is for what they do not know.
+    `stacks`: whether they may compute all layers in one call, their own attention included. `joins`: whether linears
+    that read the same input become one product; by default on CUDA.
     `verify` compares a few tokens with Transformers' own attention.
     """
     model_id = model_id or model.config.name_or_path or model.config.model_type
@@ -124,7 +128,8 @@ def adopt_model(
     found = None
     if native is not None:
         make_base = native_linears(native, make_base)
-        found = find_stack(model, probe.attention, native, context)
+        if stacks:
+            found = find_stack(model, probe.attention, native, context)
         if found is not None:
             make_base = absorbing(make_base)
     targets = adapt_modules(model, probe, context, dtype, make_base)
@@ -136,7 +141,7 @@ def adopt_model(
         setattr(module, interface.HANDLE, layer)
         layers.append(layer)
     if found is not None:
-        found.install(model, tuple(layers))
+        found.install(model)
     spec = ModelSpec(
         layers=tuple(spec for _, spec in probe.attention),
         vocab_size=embedding.shape[0],

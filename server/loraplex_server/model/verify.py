@@ -92,8 +92,7 @@ def relative_error(loaded: LoadedModel, reference: Tensor) -> float:
             begin = starts[span.row] + span.start
             got[begin : begin + span.num_tokens] = out.logits[0, place : place + span.num_tokens]
             place += span.num_tokens
-    for layer in loaded.attention:
-        layer.unbind()
+    loaded.unbind_kv()
     difference = (got.double() - reference.double()).norm() / reference.double().norm().clamp_min(1e-30)
     return float(difference)
 

@@ -95,7 +95,7 @@ def load_draft(
     if shares_ids:
         longest = target.spec.max_context_tokens
         memory = replace(memory, max_len=longest if memory.max_len is None else min(memory.max_len, longest))
-    drafter = Drafter(loaded, memory, model_digest=f"{source.path} {source.adapter_path}")
+    drafter = Drafter(loaded, memory, model_digest=f"{source.path} {source.adapter_path}", native=native)
     return DraftModel(source.name, drafter, None if shares_ids else tokenizer)
 
 

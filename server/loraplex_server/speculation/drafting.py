@@ -13,6 +13,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from loraplex_adapters.native.kernels import NativeKernels
 from loraplex_adapters.ops.reference import ReferenceOps
 from loraplex_proto.errors import OutOfMemory
 from loraplex_server.engine.isolation import execute_isolated
@@ -63,9 +64,16 @@ class _Run:
 class Drafter:
     """One draft model with all that it needs to run."""
 
-    def __init__(self, loaded: LoadedModel, memory: DraftMemory, *, model_digest: str = "") -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        memory: DraftMemory,
+        *,
+        model_digest: str = "",
+        native: NativeKernels | None = None,
+    ) -> None:
         """Raises OutOfMemory when the KV cache would hold next to nothing. `model_digest`: what it is, adapter
-        included."""
+        included. `native`: the CPU kernels in C++, if they are to be used."""
         spec = loaded.spec
         num_blocks = num_blocks_for(spec, memory.block_size, loaded.dtype, memory.kv_bytes)
         if num_blocks < 3:
@@ -83,7 +91,7 @@ class Drafter:
         self.runner = ModelRunner(
             loaded,
             cache,
-            make_attention("auto", loaded.device, spec.layers, loaded.dtype),
+            make_attention("auto", loaded.device, spec.layers, loaded.dtype, native),
             loaded.adapter_slots(ReferenceOps(), 1),  # nothing is ever put into it
             Sampler(memory.max_rows, spec.num_logits, loaded.device),
             max_rows=memory.max_rows,

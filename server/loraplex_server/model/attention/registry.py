@@ -15,7 +15,10 @@ from typing import Any, Final
 
 import torch
 
+from loraplex_adapters.native.kernels import NativeKernels
+from loraplex_adapters.native.library import load as load_native
 from loraplex_proto.errors import InvalidArgument
+from loraplex_server.model.attention import native_paged
 from loraplex_server.model.attention.base import AttentionBackend, PagedAttention
 from loraplex_server.model.attention.torch_paged import TorchPagedAttention
 from loraplex_server.model.spec import AttentionSpec
@@ -30,13 +33,18 @@ class Wanted:
     device: torch.device | None = None
     specs: tuple[AttentionSpec, ...] = ()
     dtype: torch.dtype | None = None
+    kernels: NativeKernels | None = None  # on a CPU: those that are in use
 
 
 def available_attention(
-    device: torch.device | None = None, specs: Sequence[AttentionSpec] = (), dtype: torch.dtype | None = None
+    device: torch.device | None = None,
+    specs: Sequence[AttentionSpec] = (),
+    dtype: torch.dtype | None = None,
+    kernels: NativeKernels | None = None,
 ) -> list[AttentionBackend]:
-    """All back ends, best first, for the attention layers of a model in `dtype` on `device`."""
-    wanted = Wanted(device, tuple(dict.fromkeys(specs)), dtype)
+    """All back ends, best first, for the attention layers of a model in `dtype` on `device`, with the native CPU
+    `kernels` that are in use. Without a device: what this machine has."""
+    wanted = Wanted(device, tuple(dict.fromkeys(specs)), dtype, kernels)
     return [describe(wanted) for describe in BACKENDS]
 
 
@@ -45,9 +53,10 @@ def make_attention(
     device: torch.device | None = None,
     specs: Sequence[AttentionSpec] = (),
     dtype: torch.dtype | None = None,
+    kernels: NativeKernels | None = None,
 ) -> PagedAttention:
     """The back end called `name`, or the best usable one, for the layers of one model. Raises InvalidArgument."""
-    backends = available_attention(device, specs, dtype)
+    backends = available_attention(device, specs, dtype, kernels)
     for backend in backends:
         if backend.name == name or (name == "auto" and backend.is_usable):
             if backend.make is None or not backend.is_usable:
@@ -90,6 +99,27 @@ def _triton(wanted: Wanted) -> AttentionBackend:
     return AttentionBackend("triton", True, "own kernels, for CUDA devices", TritonPagedAttention)
 
 
+def _native(wanted: Wanted) -> AttentionBackend:
+    def no(reason: str) -> AttentionBackend:
+        return AttentionBackend("native", False, reason)
+
+    if wanted.device is not None and wanted.device.type != "cpu":
+        return no(f"it is for the CPU, not for {wanted.device.type}")
+    kernels, isa = wanted.kernels, wanted.kernels.isa if wanted.kernels is not None else ""
+    if kernels is None:
+        status = load_native().status
+        if not status.usable:
+            return no(f"the native CPU kernels are missing: {status.reason}")
+        if wanted.device is not None:
+            return no("the native CPU kernels are not in use")
+        isa = status.isa
+    for spec in wanted.specs:
+        if problem := native_paged.reason_against(spec, wanted.dtype):
+            return no(problem)
+    make = (lambda _: native_paged.NativePagedAttention(kernels)) if kernels is not None else None
+    return AttentionBackend("native", True, f"own kernels, for the CPU, {isa}", make)
+
+
 def _torch(wanted: Wanted) -> AttentionBackend:
     return AttentionBackend("torch", True, "plain torch, any device", lambda _: TorchPagedAttention())
 
@@ -107,4 +137,4 @@ def _cuda_problem(wanted: Wanted) -> str:
 
 
 # Best first. What cannot be used on a device says so.
-BACKENDS: Final[tuple[Callable[[Wanted], AttentionBackend], ...]] = (_flashinfer, _triton, _torch)
+BACKENDS: Final[tuple[Callable[[Wanted], AttentionBackend], ...]] = (_flashinfer, _triton, _native, _torch)

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from loraplex_adapters.native.kernels import DTYPES, NativeKernels
 from loraplex_server.model.attention import interface
-from loraplex_server.model.attention.base import AttentionBatch, AttentionLayer
+from loraplex_server.model.attention.base import AttentionBatch
 from loraplex_server.model.attention.native_paged import Plan, reason_against
 from loraplex_server.model.context import StepContext
 from loraplex_server.model.kv import LayerKv
@@ -59,12 +59,9 @@ class FoundStack:
     stack: NativeStack
     norm: tuple[str, NativeNorm] | None  # what follows the layers
 
-    def install(self, model: PreTrainedModel, attention: tuple[AttentionLayer, ...]) -> None:
+    def install(self, model: PreTrainedModel) -> None:
         """Puts the stack in the place of the layers, in which linears have been replaced by adapted ones by now."""
-        own = [getattr(layer.get_submodule("self_attn"), interface.HANDLE) for layer in self.layers]
-        assert all(handle in attention for handle in own)
-        linears = [[_adapted(layer.get_submodule(name)) for name in LINEARS] for layer in self.layers]
-        self.stack.connect(own, linears)
+        self.stack.connect([[_adapted(layer.get_submodule(name)) for name in LINEARS] for layer in self.layers])
         model.set_submodule(self.path, nn.ModuleList([self.stack]))
         if self.norm is not None:
             model.set_submodule(*self.norm)
@@ -123,12 +120,10 @@ def _is_common(layer: nn.Module) -> bool:
 
 
 def _specs(layers: list[nn.Module], attention: list[tuple[nn.Module, AttentionSpec]]) -> list[AttentionSpec]:
-    by_module = {id(module): spec for module, spec in attention}
-    found = [by_module.get(id(layer.get_submodule("self_attn"))) for layer in layers]
-    specs = [spec for spec in found if spec is not None]
-    if len(specs) != len(layers):
-        raise _NoMatch("attention is not in its usual place")
-    return specs
+    own = [layer.get_submodule("self_attn") for layer in layers]
+    if any(module is not seen for module, (seen, _) in zip(own, attention, strict=True)):
+        raise _NoMatch("attention is not in its usual place, or in another order")
+    return [spec for _, spec in attention]
 
 
 def _shape(layer: nn.Module, spec: AttentionSpec) -> StackShape:
@@ -284,10 +279,8 @@ def _difference(
             if not isinstance(expected, Tensor):
                 raise _NoMatch("they answer with more than their states")
             twin = NativeStack(kernels, shape, [weights], context)
-            handle = AttentionLayer(spec, context)
             pages = torch.zeros(1, NUM_TOKENS, spec.num_kv_heads, spec.k_dim, dtype=shape.dtype)
-            handle.kv = LayerKv(pages, pages.clone())
-            twin.connect([handle], [[None] * len(LINEARS)])
+            twin.bind([LayerKv(pages, pages.clone())])
             context.attention = Plan(_one_span())
             got = twin(states.clone(), position_embeddings=embeddings)
     except (TypeError, ValueError, KeyError, RuntimeError, AttributeError) as error:  # model-specific code

@@ -7,6 +7,7 @@ stand for, and the proof that it computes the same, is in match.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,7 +17,6 @@ from torch import Tensor, nn
 from loraplex_adapters.native.kernels import DTYPES, NO_RUNS, NativeKernels, PackedWeight, RunsOfRows
 from loraplex_adapters.native.prototypes import Layer, Stack, Step
 from loraplex_adapters.ops.native import NativeSegments, table_of
-from loraplex_server.model.attention.base import AttentionLayer
 from loraplex_server.model.attention.native_paged import spans_of
 from loraplex_server.model.context import StepContext
 from loraplex_server.model.kv import LayerKv
@@ -83,16 +83,20 @@ class NativeStack(nn.Module):
             *(DTYPES[shape.dtype], len(layers), shape.hidden_size, shape.num_heads, shape.num_kv_heads),
             *(shape.head_dim, shape.ffn_size, shape.act, self._layers),
         )
-        self._attention: list[AttentionLayer] = []
         self._linears: list[list[AdaptedLinear | None]] = []
-        self._pages: list[LayerKv | None] = [None] * len(layers)
+        self._pages: tuple[LayerKv, ...] = ()
         self._slots: RankedSlots | None = None
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
-    def connect(self, attention: list[AttentionLayer], linears: list[list[AdaptedLinear | None]]) -> None:
-        """What the layers were made of: attention handles, and by layer the linears of PARTS that may be adapted."""
-        self._attention = attention
+    def connect(self, linears: list[list[AdaptedLinear | None]]) -> None:
+        """By layer the linears of PARTS that may be adapted."""
         self._linears = linears
+
+    def bind(self, pages: Sequence[LayerKv]) -> None:
+        """The layers' pages from here on; none unbinds."""
+        self._pages = tuple(pages)
+        for layer, kv in zip(self._layers, self._pages, strict=bool(pages)):
+            layer.k_pages, layer.v_pages = kv.k.data_ptr(), kv.v.data_ptr()
 
     def use(self, slots: RankedSlots) -> None:
         """The linears have their factor tables now, which `slots` fills."""
@@ -104,7 +108,7 @@ class NativeStack(nn.Module):
 
     def forward(self, hidden_states: Tensor, *_: Any, position_embeddings: tuple[Tensor, Tensor], **__: Any) -> Tensor:
         """hidden_states [1, num_tokens, hidden] -> the same shape."""
-        self._take_pages()
+        assert self._pages, "no KV cache is bound to the model"
         hidden = hidden_states if hidden_states.is_contiguous() else hidden_states.contiguous()
         num_tokens = hidden.shape[1]
         cos, sin = (rotary.to(torch.float32).contiguous() for rotary in position_embeddings)
@@ -128,15 +132,6 @@ class NativeStack(nn.Module):
             return NO_RUNS
         assert isinstance(prepared.data, NativeSegments), "a native stack needs native segments"
         return prepared.data.runs
-
-    def _take_pages(self) -> None:
-        """Follows the cache that the attention handles are bound to."""
-        for idx, attention in enumerate(self._attention):
-            kv = attention.kv
-            assert kv is not None, "no KV cache is bound to the model"
-            if self._pages[idx] is not kv:
-                self._pages[idx] = kv
-                self._layers[idx].k_pages, self._layers[idx].v_pages = kv.k.data_ptr(), kv.v.data_ptr()
 
 
 class NativeNorm(nn.Module):

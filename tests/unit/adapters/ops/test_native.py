@@ -5,8 +5,9 @@ whatever lies beside them, and a row has the same bits in any company and with a
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from support.lora_cases import RANKS, Problem, bits, random_factors, random_prob
 from support.native_kernels import isas, native_kernels, using
 from torch import Tensor
 
-from loraplex_adapters.ops.base import FactorTable, LoraFactors, Segment
+from loraplex_adapters.ops.base import FactorTable, LoraFactors, PreparedSegments, Segment
 from loraplex_adapters.ops.cpu import CpuOps
 from loraplex_adapters.ops.native import NativeOps, runs_of
 
@@ -206,3 +207,23 @@ def test_runs_are_in_order_and_apart(isa: str) -> None:
         by_row = {row: [slot for slot, _ in uses] for start, end, uses in found for row in range(start, end)}
         for row in range(50):
             assert by_row.get(row, []) == [s.slot for s in segments if s.start <= row < s.end]
+
+
+def test_other_dtypes_cost_nothing_until_one_comes(ops: NativeOps, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then all modules of the step share what torch prepares."""
+    prepared_with: list[int] = []
+    real = CpuOps.prepare
+
+    def prepare(self: CpuOps, segments: Sequence[Segment], num_rows: int, *others: Any) -> PreparedSegments:
+        prepared_with.append(num_rows)
+        return real(self, segments, num_rows, *others)
+
+    monkeypatch.setattr(CpuOps, "prepare", prepare)
+    segments = [Segment(0, 3, 0), Segment(3, 4, 1)]
+    prepared = ops.prepare(segments, 5, 2, CPU)
+    for dtype, expected in ((torch.bfloat16, []), (torch.float32, []), (torch.float64, [5]), (torch.float64, [5])):
+        problem = random_problem(segments, random_table([4, 7], 32, 24, dtype), 5, dtype)
+        y = problem.y.clone()
+        ops.apply(y, problem.x, problem.table, prepared)
+        problem.check(y)
+        assert prepared_with == expected

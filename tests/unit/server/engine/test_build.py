@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.native_kernels import native_kernels
+from support.native_models import native_model
 from support.replay import calls_again
 from support.zoo import MAX_LEN, random_model
 
@@ -157,7 +159,7 @@ def test_cpu_kernels(
     monkeypatch.setattr(build, "NativeKernels", lambda library, num_threads: object())
     said: list[str] = []
     config = EngineConfig(ModelConfig("m", device=device), cpu_kernels=wanted)
-    assert (build._native_kernels(config, said.append) is not None) == is_used
+    assert (build._native_kernels(config, 1, said.append) is not None) == is_used
     assert said == [says] * bool(says)
 
 
@@ -171,4 +173,59 @@ def test_cpu_kernels_that_must_be_native_and_cannot(monkeypatch: pytest.MonkeyPa
 def test_a_gpu_needs_no_cpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "resolve_device", lambda name: torch.device("cuda"))
     config = EngineConfig(ModelConfig("m", device="cuda"), cpu_kernels="native")
-    assert build._native_kernels(config, lambda text: pytest.fail(text)) is None
+    assert build._native_kernels(config, 1, lambda text: pytest.fail(text)) is None
+
+
+@pytest.fixture(scope="module")
+def stackable(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a model whose layers the native kernels compute in one call."""
+    native_kernels()  # or skip
+    folder = tmp_path_factory.mktemp("model")
+    native_model("llama").save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("attention", "is_stack", "name"), [("auto", True, "native"), ("native", True, "native"), ("torch", False, "torch")]
+)
+def test_the_attention_that_is_asked_for_is_the_one_that_runs(
+    attention: str, is_stack: bool, name: str, stackable: Path, tmp_path: Path
+) -> None:
+    """A stack of layers attends by itself, so there is none where it may not."""
+    config = config_on_cpu(stackable, tmp_path, attention)
+    engine = build.build_engine(config, lambda text: None, lambda: None)
+    try:
+        runner = engine._runner
+        assert (runner._loaded.stack is not None) == is_stack
+        assert runner._attention.name == name
+    finally:
+        engine.close()
+
+
+def test_an_engine_gets_its_threads_whatever_ran_before_it(
+    stackable: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a stack of layers torch keeps one thread, of which the next engine must know nothing."""
+    monkeypatch.setattr(build, "default_num_threads", lambda: 3)
+    made: list[int] = []
+    real = build.NativeKernels
+    monkeypatch.setattr(build, "NativeKernels", lambda library, num: made.append(num) or real(library, num))
+    before = torch.get_num_threads()
+    try:
+        for attention, num_torch_threads in (("auto", 1), ("torch", 3), ("auto", 1)):
+            config = config_on_cpu(stackable, tmp_path, attention)
+            build.build_engine(config, lambda text: None, lambda: None).close()
+            assert torch.get_num_threads() == num_torch_threads
+        build.build_engine(replace(config, num_threads=2), lambda text: None, lambda: None).close()
+    finally:
+        torch.set_num_threads(before)
+    assert made == [3, 3, 3, 2]
+
+
+def config_on_cpu(model: Path, store: Path, attention: str) -> EngineConfig:
+    return EngineConfig(
+        ModelConfig(str(model), device="cpu", attention=attention),
+        KvConfig(block_size=BLOCK_SIZE, memory_bytes=1 << 20),
+        BatchConfig(2, 64),
+        replace(ADAPTERS, store_dir=store),
+    )

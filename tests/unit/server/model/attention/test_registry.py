@@ -9,7 +9,9 @@ from types import ModuleType
 import pytest
 import torch
 from support.attention_cases import CPU, spec_of
+from support.native_kernels import native_kernels
 
+from loraplex_adapters.native.library import Loaded, NativeStatus
 from loraplex_proto.errors import InvalidArgument
 from loraplex_server.model.attention import registry
 from loraplex_server.model.attention.registry import available_attention, make_attention
@@ -89,3 +91,31 @@ def test_one_that_does_not_fit_cannot_be_forced(monkeypatch: pytest.MonkeyPatch)
         make_attention("flashinfer", CUDA, [spec_of(k_dim=80, v_dim=80)], BF16)
     with pytest.raises(InvalidArgument, match=r"known are: auto, .*torch"):
         make_attention("flash", CUDA)
+
+
+def test_native_kernels_attend_where_they_are_in_use() -> None:
+    kernels = native_kernels()
+    assert make_attention("auto", CPU, FITTING, BF16, kernels).name == "native"
+    assert make_attention("native", CPU, FITTING, BF16, kernels).name == "native"
+    assert make_attention("torch", CPU, FITTING, BF16, kernels).name == "torch"
+    assert make_attention("auto", CPU, FITTING, torch.float64, kernels).name == "torch"
+    assert make_attention("auto", CPU, [*FITTING, spec_of(k_dim=48, v_dim=48)], BF16, kernels).name == "torch"
+    with pytest.raises(InvalidArgument, match="'native' cannot be used here: heads of 48 and 48"):
+        make_attention("native", CPU, [*FITTING, spec_of(k_dim=48, v_dim=48)], BF16, kernels)
+    with pytest.raises(InvalidArgument, match="'native' cannot be used here: it is for the CPU, not for cuda"):
+        make_attention("native", CUDA, FITTING, BF16, kernels)
+
+
+def test_native_attention_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    status = NativeStatus(False, "not built; with a C++ compiler, this builds it", "")
+    monkeypatch.setattr(registry, "load_native", lambda: Loaded(None, status))
+    assert make_attention("auto", CPU, FITTING, BF16).name == "torch"
+    with pytest.raises(InvalidArgument, match="the native CPU kernels are missing: not built; with a C"):
+        make_attention("native", CPU, FITTING, BF16)
+    assert "not built" in reasons()["native"]
+    monkeypatch.setattr(registry, "load_native", lambda: Loaded(None, NativeStatus(True, "", "avx512")))
+    with pytest.raises(InvalidArgument, match="the native CPU kernels are not in use"):
+        make_attention("native", CPU, FITTING, BF16)
+    described = {one.name: one for one in available_attention()}["native"]
+    assert described.is_usable
+    assert described.reason == "own kernels, for the CPU, avx512"

@@ -26,7 +26,7 @@ from loraplex_adapters.weights import AdapterWeights
 from loraplex_server.model.adapt import AdapterSlots
 from loraplex_server.model.attention.base import AttentionBatch
 from loraplex_server.model.attention.native_paged import NativePagedAttention
-from loraplex_server.model.kv import LayerKv
+from loraplex_server.model.kv import KvCache, LayerKv
 from loraplex_server.model.loaded import LoadedModel
 from loraplex_server.model.loader import adopt_model
 
@@ -65,8 +65,9 @@ class Bench:
         return [LayerKv(*(torch.full(shape, float("nan")).to(self.dtype) for _ in range(2))) for _ in range(2)]
 
     def bind(self, pages: list[LayerKv]) -> None:
-        for layer, kv in zip(self.loaded.attention, pages, strict=True):
-            layer.bind(self.backend, kv)
+        cache = KvCache(self.loaded.spec, NUM_BLOCKS, BLOCK_SIZE, self.dtype, CPU)
+        cache.layers = tuple(pages)
+        self.loaded.bind_kv(cache, self.backend)
 
     def install(self, slot: int, rank: int, parts: tuple[str, ...] = ("",)) -> AdapterWeights:
         """Random factors for the modules whose paths hold one of `parts`; rank 0 clears the slot."""
@@ -158,7 +159,7 @@ def test_it_follows_the_cache_that_is_bound(kernels: NativeKernels) -> None:
 
 def test_without_a_cache_it_says_so(kernels: NativeKernels) -> None:
     bench = Bench(kernels, torch.float32)
-    bench.loaded.attention[1].unbind()
+    bench.loaded.unbind_kv()
     with pytest.raises(AssertionError, match="no KV cache is bound"):
         bench.run(bench.states(1))
 
