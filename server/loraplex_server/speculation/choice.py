@@ -45,7 +45,6 @@ def choose(
         kind = "auto" if heads is not None or config.num_tokens > 0 else "off"
     if kind == "off":
         return Choice()
-    draft = _draft_name(params, draft_names) if kind in ("draft_model", "auto") else ""
     match kind:
         case "medusa":
             if heads is None:
@@ -58,12 +57,12 @@ def choose(
         case "prompt_lookup":
             proposers = (PROMPT_LOOKUP,)
         case "draft_model":
-            proposers = (draft_key(draft),)
+            proposers = (draft_key(_draft_name(params, draft_names)),)
         case _:
             proposers = (
                 *((MEDUSA,) if heads is not None else ()),
                 PROMPT_LOOKUP,
-                *((draft_key(draft),) if draft else ()),
+                *(draft_key(name) for name in draft_names),
             )
     return Choice(proposers, _filled(params, config), heads if MEDUSA in proposers else None)
 
@@ -74,8 +73,6 @@ def draft_key(name: str) -> str:
 
 
 def _draft_name(params: SpeculationParams, names: Collection[str]) -> str:
-    if params.kind != "draft_model":
-        return next(iter(names), "")  # the first one that the operator named
     if not names:
         raise FailedPrecondition(
             "this server has no draft model (--draft-model); leave `speculation.draft_model` out",

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from loraplex_adapters.key import AdapterKey
 from loraplex_server.config import SpeculationConfig
@@ -34,8 +34,11 @@ from loraplex_server.speculation.lookup import PromptLookupProposer, Source
 
 log = logging.getLogger(__name__)
 
-# Sets of heads whose acceptance is remembered beyond their sequences.
+# Sets of heads of which something is remembered beyond their sequences.
 MAX_POOLS = 4096
+
+_K = TypeVar("_K")
+_V = TypeVar("_V")
 
 
 @dataclass(slots=True)
@@ -287,9 +290,8 @@ class Speculator:
             place = (name, source, sequence.choice.heads if name == MEDUSA else None)
             pool = self._pools.get(place)
             if pool is None:
-                if len(self._pools) >= MAX_POOLS:
-                    del self._pools[next(iter(self._pools))]
-                pool = self._pools[place] = AcceptancePool.of(self._proposers[name].name, source)
+                pool = AcceptancePool.of(self._proposers[name].name, source)
+                _remember(self._pools, place, pool)
             record = sequence.records[name, source] = TrackRecord.new(pool)
         return record
 
@@ -313,7 +315,7 @@ class Speculator:
         for (option, num_tokens), token_ids in zip(asked, proposed, strict=True):
             heads = option.sequence.choice.heads
             if name == MEDUSA and heads is not None and 0 < len(token_ids) < num_tokens:
-                self._num_heads[heads] = len(token_ids)
+                _remember(self._num_heads, heads, len(token_ids))
             option.sequence.asked.add(name)
             if token_ids:
                 option.sequence.proposer = name
@@ -337,3 +339,10 @@ class Speculator:
         num_failures = self._num_failures[name]
         if num_failures & (num_failures - 1) == 0:
             log.exception("%s %s (failure %d)", name, what, num_failures)
+
+
+def _remember(known: dict[_K, _V], key: _K, value: _V) -> None:
+    """In place of what has been known for the longest, where there is too much."""
+    if key not in known and len(known) >= MAX_POOLS:
+        del known[next(iter(known))]
+    known[key] = value

@@ -39,15 +39,15 @@ def wanted(
     kind: SpeculationKind | None, heads: AdapterKey | None, num_tokens: int, drafts: tuple[str, ...]
 ) -> tuple[str, ...] | None:
     """The proposers in words of their own; None where there is nothing that was asked for."""
-    first_draft = tuple(draft_key(name) for name in drafts[:1])
-    everything = ((MEDUSA,) if heads else ()) + (PROMPT_LOOKUP, *first_draft)
+    all_drafts = tuple(draft_key(name) for name in drafts)
+    everything = ((MEDUSA,) if heads else ()) + (PROMPT_LOOKUP, *all_drafts)
     table: dict[SpeculationKind | None, tuple[str, ...] | None] = {
         None: everything if heads or num_tokens else (),
         "off": (),
         "auto": everything,
         "medusa": (MEDUSA,) if heads else None,
         "prompt_lookup": (PROMPT_LOOKUP,),
-        "draft_model": first_draft if len(drafts) == 1 else None,  # it does not say which of two
+        "draft_model": all_drafts if len(drafts) == 1 else None,  # it does not say which of two
     }
     return table[kind]
 

@@ -20,6 +20,7 @@ from loraplex_server.request import Request, SamplingParams, SpeculationKind, Sp
 from loraplex_server.scheduler.plan import Candidate, Draft, Span, SpanResult, StepPlan, StepResult
 from loraplex_server.speculation import speculator as module
 from loraplex_server.speculation.base import DRAFT_MODEL, MEDUSA, PROMPT_LOOKUP, Ask
+from loraplex_server.speculation.choice import draft_key
 from loraplex_server.speculation.costs import StepCosts
 from loraplex_server.speculation.speculator import Speculator
 
@@ -72,15 +73,23 @@ class Fake:
 class Table:
     """A speculator with heads and a draft model, and requests of one sequence each."""
 
-    def __init__(self, config: SpeculationConfig | None = None, costs: StepCosts = FLAT, **options: Any) -> None:
+    def __init__(
+        self,
+        config: SpeculationConfig | None = None,
+        costs: StepCosts = FLAT,
+        others: Sequence[str] = (),
+        **options: Any,
+    ) -> None:
+        """`others`: draft models beside the small one."""
         self.clock = Clock()
         self.medusa = Fake(MEDUSA, self.clock)
         self.small = Fake(DRAFT_MODEL, self.clock)
+        self.others = {name: Fake(DRAFT_MODEL, self.clock) for name in others}
         self.speculator = Speculator(
             config or SpeculationConfig(),
-            {MEDUSA: self.medusa, SMALL: self.small},
+            {MEDUSA: self.medusa, SMALL: self.small, **{draft_key(name): one for name, one in self.others.items()}},
             costs,
-            draft_names=("small",),
+            draft_names=("small", *others),
             clock=self.clock,
             **options,
         )
@@ -347,6 +356,36 @@ def test_auto_goes_with_what_is_accepted() -> None:
         assert Counter(last[-20:])[right] >= 18, (right, last)
 
 
+@pytest.mark.parametrize("right", [0, 1, 2])
+def test_auto_goes_with_the_draft_model_whose_drafts_are_accepted(right: int) -> None:
+    """Whichever the operator named first. What a sequence has learned of them the next one knows."""
+    table = Table(others=("tiny", "other"))
+    models = [table.small, *table.others.values()]
+    for model in models:
+        model.seconds = 0.01
+    for name in ("a", "b"):
+        table.begin(name, "auto")
+        chosen: list[int] = []
+        for _ in range(60):
+            num_calls = [len(model.calls) for model in models]
+            drafts = table.propose(name)
+            asked = [idx for idx, model in enumerate(models) if len(model.calls) > num_calls[idx]]
+            table.observe(drafts, 4 if right in asked else 0)
+            chosen += asked
+        assert Counter(chosen[-20:])[right] >= 18, chosen
+        table.speculator.end(name)
+    assert chosen[:10].count(right) >= 8
+
+
+def test_auto_goes_with_the_cheaper_of_two_draft_models_that_are_as_good() -> None:
+    table = Table(others=("tiny",))
+    table.small.seconds, table.others["tiny"].seconds = 0.9, 0.1
+    table.begin("a", "auto")
+    for _ in range(40):
+        table.step("a", num_accepted=8)
+    assert len(table.others["tiny"].calls) > len(table.small.calls)
+
+
 def test_without_a_match_auto_takes_another_way() -> None:
     table = Table()
     table.begin("a", "auto", BOTH)
@@ -520,4 +559,6 @@ def test_what_is_known_of_heads_is_bounded(monkeypatch: pytest.MonkeyPatch) -> N
     for idx in range(10):
         table.begin(f"{idx}", "medusa", AdapterKey("medusa", f"{idx:064x}"))
         table.step(f"{idx}")
+        table.medusa.answer = lambda ask: (1, 2)
     assert len(table.speculator._pools) == 3
+    assert len(table.speculator._num_heads) == 3
