@@ -253,6 +253,7 @@ def synthetic(args: argparse.Namespace) -> None:
         heads = make_heads(work / "adapters", args.inputs / "model")
         make_draft(work / "draft", args.inputs / "model")
         config = EngineConfig(
+            num_threads=args.threads,
             model=ModelConfig(str(args.inputs / "model"), device="cpu"),
             kv=KvConfig(prefix_caching=False, memory_bytes=2 << 30),
             batch=BatchConfig(max_running=32, max_step_tokens=2048),
@@ -299,6 +300,7 @@ def demo(args: argparse.Namespace) -> None:
     tokenizer = AutoTokenizer.from_pretrained(world.base_path)
     with tempfile.TemporaryDirectory() as directory:
         config = EngineConfig(
+            num_threads=args.threads,
             model=ModelConfig(str(world.base_path), device="cpu"),
             kv=KvConfig(prefix_caching=False, memory_bytes=256 << 20),
             batch=BatchConfig(max_running=32, max_step_tokens=2048),
@@ -375,8 +377,6 @@ def main() -> None:
     shown.add_argument("--only", nargs="+", help="cases by name, such as: lookup")
     shown.add_argument("--earlier", type=int, nargs="+", default=[0, 10], help="outputs that lookup may search in")
     args = parser.parse_args()
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
     args.run(args)
 
 
