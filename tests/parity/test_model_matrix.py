@@ -11,6 +11,7 @@ from support.dense import dense_logits, greedy, make_dense
 from support.driver import Job, make_rig, random_prompts
 from support.zoo import VOCAB_SIZE, ZOO, random_model
 
+from loraplex_server.model.fused.base import ReferenceFused
 from loraplex_server.model.loader import adopt_model
 
 NUM_TOKENS = 12
@@ -18,9 +19,10 @@ NUM_TOKENS = 12
 TOLERANCE = {"deepseek_v3": 1e-6}
 
 
-def check_family(family: str, seed: int, *, num_prompts: int = 7, longest: int = 19, joins: bool = False) -> None:
+def check_family(family: str, seed: int, *, num_prompts: int = 7, longest: int = 19, as_on_cuda: bool = False) -> None:
     model = random_model(family, seed=seed)
-    rig = make_rig(adopt_model(copy.deepcopy(model), joins=joins), seed=seed)
+    fused = ReferenceFused() if as_on_cuda else None
+    rig = make_rig(adopt_model(copy.deepcopy(model), joins=as_on_cuda, fused=fused), seed=seed)
     prompts = random_prompts(num_prompts, VOCAB_SIZE, seed=seed, longest=longest)
     jobs = [Job(prompt, NUM_TOKENS) for prompt in prompts]
     rig.run(jobs)
@@ -44,9 +46,9 @@ def test_equals_generate(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ZOO)
-def test_equals_generate_with_joint_products(family: str) -> None:
-    """As on CUDA, where linears that read one input are computed at once."""
-    check_family(family, seed=6, num_prompts=3, longest=9, joins=True)
+def test_equals_generate_as_on_cuda(family: str) -> None:
+    """Where linears that read one input are computed at once, and norms and rotary embeddings by fused operations."""
+    check_family(family, seed=6, num_prompts=3, longest=9, as_on_cuda=True)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ Owns nothing after loading; a LoadedModel belongs to whoever asked for it. Knows
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import cast
@@ -20,15 +21,20 @@ from loraplex_server.model.adapt import AdaptedModule, adapt_modules
 from loraplex_server.model.attention import interface
 from loraplex_server.model.attention.base import AttentionLayer
 from loraplex_server.model.context import StepContext
+from loraplex_server.model.fused.base import FusedOps
+from loraplex_server.model.fused.find import fuse, separate
+from loraplex_server.model.fused.registry import fused_ops_for
 from loraplex_server.model.linear import BaseLinearFactory, PlainLinear
 from loraplex_server.model.loaded import LoadedModel
 from loraplex_server.model.native.linear import absorbing, native_linears
 from loraplex_server.model.native.match import find_stack
 from loraplex_server.model.probe import Probe, probe_model, run_again
 from loraplex_server.model.refuse import refuse_class, refuse_config
-from loraplex_server.model.siblings import join_siblings, keep_if_same
+from loraplex_server.model.siblings import join_siblings
 from loraplex_server.model.spec import ModelSpec, ShardSpec
 from loraplex_server.model.verify import reference_logits, verify_loaded
+
+log = logging.getLogger(__name__)
 
 DTYPES: Mapping[str, torch.dtype] = {
     "float64": torch.float64,
@@ -99,6 +105,7 @@ def adopt_model(
     native: NativeKernels | None = None,
     stacks: bool = True,
     joins: bool | None = None,
+    fused: FusedOps | None = None,
     verify: bool = True,
 ) -> LoadedModel:
     """Prepares a model that is in memory already. It is changed in place and belongs to the result from here on.
@@ -135,6 +142,8 @@ def adopt_model(
     targets = adapt_modules(model, probe, context, dtype, make_base)
     if joins if joins is not None else device.type == "cuda":
         _join(model, probe, targets, context)
+    if (fused := fused or fused_ops_for(device)) is not None:
+        _fuse(model, probe, fused, context)
     layers: list[AttentionLayer] = []
     for module, spec in probe.attention:
         layer = AttentionLayer(spec, context)
@@ -162,10 +171,33 @@ def adopt_model(
 def _join(model: PreTrainedModel, probe: Probe, targets: dict[str, AdaptedModule], context: StepContext) -> None:
     once = [[path for path in run if len(probe.rows.get(path, ())) == 1] for run in probe.runs]
     siblings = join_siblings(model, once, targets, context)
-    assert probe.logits is not None
-    keep_if_same(siblings, lambda: run_again(model), probe.logits)
-    context.clear()
-    model.set_attn_implementation(interface.SERVING)
+    if problem := _difference(model, probe, context):
+        log.info("linears are computed one by one: %s", problem)
+        for group in siblings:
+            group.separate()
+
+
+def _fuse(model: PreTrainedModel, probe: Probe, fused: FusedOps, context: StepContext) -> None:
+    changed = fuse(model, [module for module, _ in probe.attention], fused)
+    if problem := _difference(model, probe, context):
+        log.info("norms and rotary embeddings are the model's own: %s", problem)
+        separate(changed)
+
+
+def _difference(model: PreTrainedModel, probe: Probe, context: StepContext) -> str:
+    """What the model does otherwise than when it was probed; empty if nothing."""
+    try:
+        got = run_again(model)
+    except Exception as failure:  # model-specific code
+        return f"{type(failure).__name__}: {failure}"
+    finally:
+        context.clear()
+        model.set_attn_implementation(interface.SERVING)
+    for before, now in zip(probe.seen, got, strict=True):
+        error = float((now.double() - before.double()).norm() / before.double().norm().clamp_min(1e-30))
+        if not error <= (1e-4 if now.dtype.itemsize >= 4 else 3e-2):
+            return f"what it computes is {error:.1%} off"
+    return ""
 
 
 def resolve_device(name: str) -> torch.device:

@@ -37,7 +37,8 @@ class Probe:
     # Linears that were called one after the other with the very same tensor, which nobody changed meanwhile, by path.
     runs: list[list[str]] = field(default_factory=list[list[str]])
     num_logits: int = 0
-    logits: Tensor | None = None  # [1, len(KEPT), num_logits] of the first run
+    # Of the first run: logits [1, len(KEPT), num_logits], and queries and keys of each layer.
+    seen: list[Tensor] = field(default_factory=list[Tensor])
 
 
 class Refusal(Exception):
@@ -145,7 +146,7 @@ def _probe(model: PreTrainedModel, max_context_tokens: int) -> Probe:
         logits = _forward(model, first, ids, positions)
     if not bool(logits.isfinite().all()):
         raise Refusal("a trial run gave NaN or Inf: its weights are damaged, or its dtype is too narrow (see --dtype)")
-    probe.attention, probe.num_logits, probe.logits = first.attention, logits.shape[-1], logits
+    probe.attention, probe.num_logits, probe.seen = first.attention, logits.shape[-1], [logits, *first.states]
     num_layers = getattr(text, "num_hidden_layers", None)
     if len(first.attention) != num_layers:
         raise Refusal(
@@ -168,11 +169,12 @@ def _probe(model: PreTrainedModel, max_context_tokens: int) -> Probe:
     return probe
 
 
-def run_again(model: PreTrainedModel) -> Tensor:
-    """The probe's first run once more, for whoever has changed the model: what it computes is to be `Probe.logits`.
+def run_again(model: PreTrainedModel) -> list[Tensor]:
+    """The probe's first run once more, for whoever has changed the model: what it computes is to be `Probe.seen`.
     Raises what the model raises. To be called before attention is in its place."""
     model.set_attn_implementation(interface.PROBING)
-    return _forward(model, _Recording(model.config.get_text_config()), *_inputs(model))
+    recording = _Recording(model.config.get_text_config())
+    return [_forward(model, recording, *_inputs(model)), *recording.states]
 
 
 def _inputs(model: PreTrainedModel) -> tuple[Tensor, Tensor]:

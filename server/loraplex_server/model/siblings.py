@@ -10,8 +10,7 @@ Owns the joint weights, of which the members' own are rows: nothing is in memory
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -22,8 +21,6 @@ from torch import Tensor, nn
 from loraplex_adapters.ops.base import SiblingLora
 from loraplex_server.model.context import StepContext
 from loraplex_server.model.linear import AdaptedHead, AdaptedLinear, PlainLinear
-
-log = logging.getLogger(__name__)
 
 
 class JointOutput(NamedTuple):
@@ -103,21 +100,6 @@ def join_siblings(
     if found and device.type == "cuda":
         torch.cuda.empty_cache()  # what the members' own weights have left is no room for the KV cache otherwise
     return found
-
-
-def keep_if_same(siblings: Sequence[Siblings], run: Callable[[], Tensor], expected: Tensor) -> bool:
-    """Separates all of them again where `run`, the model, raises or answers something else than it did before."""
-    try:
-        got = run()
-        error = float((got.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30))
-        reason = "" if error <= (1e-4 if got.dtype.itemsize >= 4 else 3e-2) else f"logits are {error:.1%} off"
-    except Exception as failure:  # model-specific code
-        reason = f"{type(failure).__name__}: {failure}"
-    if reason:
-        log.info("linears are computed one by one: %s", reason)
-        for group in siblings:
-            group.separate()
-    return not reason
 
 
 def _of_one_parent(run: Sequence[str]) -> list[list[str]]:

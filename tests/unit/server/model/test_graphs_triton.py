@@ -49,12 +49,15 @@ def test_texts_from_replays_over_the_kernels() -> None:
     """Ranks that differ, rows without adapters, a mixture, drafts of different lengths, modules left alone."""
     from loraplex_adapters.ops.triton.lora import TritonOps
     from loraplex_server.model.attention.triton_paged import TritonPagedAttention
+    from loraplex_server.model.fused.triton_ops import TritonFused
 
     torch.set_num_threads(1)
     model = random_model("llama", dtype=torch.float32)
 
     def rig_of(*, replays: bool) -> tuple[Rig, list[int]]:
-        loaded = adopt_model(copy.deepcopy(model), joins=replays)
+        fused = TritonFused() if replays else None
+        loaded = adopt_model(copy.deepcopy(model), joins=replays, fused=fused)
+        assert replays == any("forward" in module.__dict__ for module in loaded.model.modules())
         attention = TritonPagedAttention(loaded.spec.layers) if replays else "torch"
         ops = TritonOps(max_rank=8) if replays else None
         rig = make_rig(loaded, max_rows=3, max_chunk=4, ops=ops, attention=attention, num_slots=3)
