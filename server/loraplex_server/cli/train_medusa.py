@@ -44,7 +44,12 @@ def train_medusa(
     ] = False,
     num_heads: Annotated[int, typer.Option(min=1, max=16, help="Tokens that are drafted beyond the next one.")] = 4,
     num_layers: Annotated[int, typer.Option(min=1, max=8, help="Residual blocks in each head.")] = 1,
-    epochs: Annotated[int, typer.Option(min=1, help="How often each position is learned.")] = 2,
+    epochs: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="How often each position is learned; if not given, 2 to 20 times, by how many there are."
+        ),
+    ] = None,
     lr: Annotated[float, typer.Option(help="Highest learning rate of AdamW. Small models take 0.01.")] = 1e-3,
     max_new_tokens: Annotated[int, typer.Option(min=4, help="Length of an answer to a prompt, at most.")] = 256,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts or texts that the model runs at once.")] = 32,

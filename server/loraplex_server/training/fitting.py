@@ -24,13 +24,19 @@ _LOGITS_BYTES = 256 << 20  # of float32 logits at a time; their gradient takes a
 _WARMUP_SHARE = 0.05
 _FINAL_RATE = 0.03
 _LOSS_MEMORY = 0.95
+_ENOUGH_STEPS = 1500
+_MIN_EPOCHS, _MAX_EPOCHS = 2, 20  # more would have the heads learn few examples by heart
 
 
 @dataclass(frozen=True, slots=True)
 class FitRecipe:
-    """How heads are fitted. `batch_rows` positions make one step."""
+    """How heads are fitted. `batch_rows` positions make one step.
 
-    epochs: int = 2
+    `epochs` None: at least twice, and as often as it takes to get to `_ENOUGH_STEPS`. What a few thousand short
+    answers give would otherwise be over while the heads still know little, and states that are cached cost nothing.
+    """
+
+    epochs: int | None = None
     lr: float = 1e-3
     batch_rows: int = 1024
     seed: int = 0
@@ -47,7 +53,19 @@ class Accuracy:
 
 
 def num_steps(cache: StateCache, recipe: FitRecipe) -> int:
-    return recipe.epochs * sum(math.ceil(rows / recipe.batch_rows) for rows in cache.piece_rows)
+    return num_epochs(cache, recipe) * _steps_per_epoch(cache, recipe)
+
+
+def num_epochs(cache: StateCache, recipe: FitRecipe) -> int:
+    """How often each position is learned."""
+    if recipe.epochs is not None:
+        return recipe.epochs
+    wanted = math.ceil(_ENOUGH_STEPS / max(1, _steps_per_epoch(cache, recipe)))
+    return min(max(wanted, _MIN_EPOCHS), _MAX_EPOCHS)
+
+
+def _steps_per_epoch(cache: StateCache, recipe: FitRecipe) -> int:
+    return sum(math.ceil(rows / recipe.batch_rows) for rows in cache.piece_rows)
 
 
 def fit_heads(heads: MedusaHeads, frozen: FrozenHead, cache: StateCache, recipe: FitRecipe, on_step: Advance) -> None:
@@ -71,7 +89,7 @@ def _batches(cache: StateCache, recipe: FitRecipe) -> Iterator[tuple[Tensor, Ten
     """Epoch after epoch: the pieces in a new order, and the rows of each in a new order."""
     generator = torch.Generator().manual_seed(recipe.seed)
     num_pieces = len(cache.piece_rows)
-    for _ in range(recipe.epochs):
+    for _ in range(num_epochs(cache, recipe)):
         for piece_idx in torch.randperm(num_pieces, generator=generator).tolist():
             piece = cache.read(piece_idx)
             order = torch.randperm(piece.labels.shape[0], generator=generator)

@@ -77,12 +77,25 @@ def test_the_batch_may_be_computed_in_parts(tmp_path: Path, monkeypatch: pytest.
     assert made[0].abs().sum() > 0
 
 
+def test_few_positions_are_learned_more_often(tmp_path: Path) -> None:
+    cache = circle_cache(tmp_path, 2)  # 234 positions
+    assert num_steps(cache, FitRecipe(epochs=3, batch_rows=100)) == 9
+    assert num_steps(cache, FitRecipe(batch_rows=1000)) == 20  # as often as is allowed
+    assert num_steps(cache, FitRecipe(batch_rows=2)) == 13 * 117  # as often as needed for 1,500 steps
+    assert num_steps(cache, FitRecipe(batch_rows=1)) == 7 * 234
+    for _ in range(11):
+        cache.add(circle(202, 0), states_of(circle(202, 0)))
+    cache.flush()
+    assert num_steps(cache, FitRecipe(batch_rows=1)) == 2 * (234 + 2200)  # twice at least
+
+
 def test_the_same_seed_gives_the_same_heads(tmp_path: Path) -> None:
     cache = circle_cache(tmp_path, 2)
     made: dict[int, list[torch.Tensor]] = {0: [], 1: []}
     for seed in (0, 0, 1):
         heads = MedusaHeads(2, 1, HIDDEN)
-        fit_heads(heads, frozen_head(), cache, FitRecipe(batch_rows=16, seed=seed), lambda detail="", steps=1: None)
+        recipe = FitRecipe(epochs=2, batch_rows=16, seed=seed)
+        fit_heads(heads, frozen_head(), cache, recipe, lambda detail="", steps=1: None)
         made[seed].append(heads.weight.detach())
     assert torch.equal(made[0][0], made[0][1])
     assert not torch.equal(made[0][0], made[1][0])
