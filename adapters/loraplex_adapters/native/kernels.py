@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from loraplex_adapters.native.library import Library
-from loraplex_adapters.native.prototypes import Runs, Spans, Stack, Step, Table
+from loraplex_adapters.native.prototypes import Guesses, GuessScratch, Head, Runs, Spans, Stack, Step, Table
 
 DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}  # lp::DType
 K_MULTIPLE: Final = {torch.float32: 1, torch.bfloat16: 32}  # of a packed weight's inputs
@@ -158,6 +158,13 @@ class NativeKernels:
             *(self._pool, DTYPES[x.dtype], x.data_ptr() + start * x_stride * item_bytes, x_stride, end - start),
             *(x.shape[1], weight.data_ptr(), weight.shape[0], bias.data_ptr() if bias is not None else None),
             *(y.data_ptr() + start * y_stride * item_bytes, y_stride),
+        )
+
+    def guess(self, guesses: Guesses, head: Head, hidden: Tensor, scratch: GuessScratch, best: Any, where: Any) -> None:
+        """What heads that share the model's own guess from hidden [states, features], into arrays of C."""
+        self._functions.lp_guess(
+            *(self._pool, ctypes.byref(guesses), ctypes.byref(head), hidden.data_ptr(), ctypes.byref(scratch)),
+            *(best, where),
         )
 
     def attend(

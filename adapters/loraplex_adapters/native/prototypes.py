@@ -9,7 +9,7 @@ import ctypes
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
-ABI_VERSION: Final = 1  # kAbiVersion in src/version.cpp
+ABI_VERSION: Final = 2  # kAbiVersion in src/version.cpp
 
 
 class Prototype(NamedTuple):
@@ -107,6 +107,33 @@ class Step(ctypes.Structure):
     )
 
 
+class Block(ctypes.Structure):
+    """LpBlock: the residual block of some rows of guesses."""
+
+    _fields_ = (("start", ctypes.c_int32), ("end", ctypes.c_int32), ("weight", _POINTER), ("bias", _POINTER))
+
+
+class Guesses(ctypes.Structure):
+    """LpGuesses: how a batch of guesses lies."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("dtype", "num_rows", "num_layers")),
+        *((name, _POINTER) for name in ("sources", "num_blocks", "blocks")),
+    )
+
+
+class Head(ctypes.Structure):
+    """LpHead: the model's own head."""
+
+    _fields_ = (("features", _LONG), ("num_outputs", _LONG), ("packed", _POINTER), ("bias", _POINTER))
+
+
+class GuessScratch(ctypes.Structure):
+    """LpGuessScratch."""
+
+    _fields_ = (("x", _POINTER), ("inner", _POINTER), ("logits", _POINTER))
+
+
 KERNELS: Final[Mapping[str, Prototype]] = {
     "lp_use_isa": Prototype(_INT, (ctypes.c_char_p,)),
     "lp_pool_new": Prototype(_POINTER, (_INT,)),
@@ -147,6 +174,14 @@ KERNELS: Final[Mapping[str, Prototype]] = {
     "lp_rms_norm": Prototype(None, (_POINTER, _INT, _POINTER, _POINTER, _INT, _LONG, _FLOAT, _POINTER)),
     # pool, dtype, x, rows, features, largest, where
     "lp_argmax": Prototype(None, (_POINTER, _INT, _POINTER, _INT, _LONG, _POINTER, _POINTER)),
+    # pool, guesses, head, hidden states, scratch, largest, where
+    "lp_guess": Prototype(
+        None,
+        (
+            *(_POINTER, ctypes.POINTER(Guesses), ctypes.POINTER(Head), _POINTER, ctypes.POINTER(GuessScratch)),
+            *(_POINTER, _POINTER),
+        ),
+    ),
     "lp_stack_scratch_bytes": Prototype(_LONG, (ctypes.POINTER(Stack), _LONG, _LONG)),
     "lp_stack_run": Prototype(None, (_POINTER, ctypes.POINTER(Stack), ctypes.POINTER(Step))),
 }

@@ -36,6 +36,7 @@ from loraplex_server.model.loader import LoadedModel, load_model, resolve_device
 from loraplex_server.model.medusa_model import MODEL_HEADS, ServedModel, served_model
 from loraplex_server.model.memory import step_bytes
 from loraplex_server.model.native.argmax import native_argmax
+from loraplex_server.model.native.guessing import native_guesser
 from loraplex_server.model.packed import packed_linear
 from loraplex_server.model.runner import ModelRunner
 from loraplex_server.sampling.sampler import Sampler
@@ -97,7 +98,8 @@ def assemble(
     ops = choose_ops(loaded.device, native, config.adapters.max_rank)
     slots = loaded.adapter_slots(ops, config.adapters.num_device_slots)
     argmax = native_argmax(native) if native is not None else None
-    heads = HeadSlots(loaded, slots, choose_dense(loaded.device, native), argmax=argmax)
+    guesser = native_guesser(native, loaded)
+    heads = HeadSlots(loaded, slots, choose_dense(loaded.device, native), argmax=argmax, guesser=guesser)
     num_blocks = _num_blocks(config, loaded)
     progress(f"{num_blocks * block_size:,} tokens of KV cache in {loaded.dtype_name} on {loaded.device}")
     max_context_tokens = _max_context_tokens(spec.max_context_tokens, num_blocks, block_size, progress)

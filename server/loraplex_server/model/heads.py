@@ -28,6 +28,7 @@ from loraplex_adapters.weights import AdapterWeights, MedusaHead
 from loraplex_server.model.adapt import AdapterSlots
 from loraplex_server.model.linear import AdaptedHead
 from loraplex_server.model.loaded import LoadedModel
+from loraplex_server.model.native.guessing import BlockRows, GuessPlan, NativeGuesser
 from loraplex_server.sampling.sampler import Argmax
 
 NOT_A_NUMBER = -1  # in the place of a token id
@@ -68,6 +69,7 @@ class _Layout:
     lora_segments: tuple[Segment, ...]  # with these LoRAs in it
     own: slice | Tensor  # rows whose head has a projection of its own
     own_segments: PreparedSegments | None
+    plan: GuessPlan | None  # in place of all these
     # Of the rows in the order `shared`, `own`: which ask's, which of its tokens, and what the columns are called.
     places: tuple[tuple[int, int, npt.NDArray[np.int64] | None], ...]
 
@@ -79,14 +81,21 @@ class HeadSlots:
     """Which Medusa heads are in which slot, and their guesses. Changed between steps only."""
 
     def __init__(
-        self, loaded: LoadedModel, slots: AdapterSlots, dense: SegmentedDense, *, argmax: Argmax | None = None
+        self,
+        loaded: LoadedModel,
+        slots: AdapterSlots,
+        dense: SegmentedDense,
+        *,
+        argmax: Argmax | None = None,
+        guesser: NativeGuesser | None = None,
     ) -> None:
-        """`argmax`: as the sampler's; by default torch's and numpy's."""
+        """`argmax`: as the sampler's; by default torch's and numpy's. `guesser`: used where it can be."""
         self._head = cast(nn.Module, loaded.model.get_output_embeddings())
         self._context = loaded.context
         self._slots = slots
         self._dense = dense
         self._argmax = argmax or host_argmax
+        self._guesser = guesser
         self._device = loaded.device
         self._hidden_size = loaded.spec.hidden_size
         self._vocab_size = loaded.spec.vocab_size
@@ -167,11 +176,7 @@ class HeadSlots:
         layout = self._layout(tuple(asks))
         chains = [[NOT_A_NUMBER] * num_tokens for num_tokens in layout.num_tokens]
         if layout.places:
-            with torch.inference_mode():
-                x = hidden.index_select(0, layout.rows)  # [num_guesses, hidden], a copy
-                self._run_blocks(x, layout)
-                columns = self._best(x, layout)
-            for (ask_idx, head_idx, names), column in zip(layout.places, columns, strict=True):
+            for (ask_idx, head_idx, names), column in zip(layout.places, self._columns(hidden, layout), strict=True):
                 if names is not None and column != NOT_A_NUMBER:
                     column = int(names[column])
                 chains[ask_idx][head_idx] = column
@@ -200,14 +205,17 @@ class HeadSlots:
         if has_lora:
             shared.sort(key=lambda i: guesses[i].lora_slot)
         found = [guesses[i] for i in (*shared, *own)]
+        lora_segments = tuple(_segments([guesses[i] for i in shared], _LORA_SLOT)) if has_lora else ()
+        layers = self._layers_of(guesses)
         return _Layout(
             num_tokens=tuple(min(ask.num_tokens, len(self.heads(ask.slot))) for ask in asks),
             rows=torch.tensor([guess.ask_idx for guess in guesses], dtype=torch.int64).to(self._device),
-            layers=self._layers_of(guesses),
+            layers=layers,
             shared=self._selected(shared),
-            lora_segments=tuple(_segments([guesses[i] for i in shared], _LORA_SLOT)) if has_lora else (),
+            lora_segments=lora_segments,
             own=self._selected(own),
             own_segments=self._prepared([guesses[i] for i in own]) if own else None,
+            plan=self._plan(guesses, layers) if shared and not own and not lora_segments else None,
             places=tuple((guess.ask_idx, guess.head_idx, self._token_ids.get(guess.unit)) for guess in found),
         )
 
@@ -222,6 +230,21 @@ class HeadSlots:
             layers.append((table, layers[-1][1] if is_same else self._prepared(guesses[:num_rows])))
         return tuple(layers)
 
+    def _plan(
+        self, guesses: Sequence[_Guess], layers: Sequence[tuple[DenseTable, PreparedSegments]]
+    ) -> GuessPlan | None:
+        if self._guesser is None:
+            return None
+        rows = [
+            [
+                BlockRows(segment.start, segment.end, weight)
+                for segment in prepared.segments
+                if (weight := table.get(segment.slot)) is not None
+            ]
+            for table, prepared in layers
+        ]
+        return self._guesser.plan([guess.ask_idx for guess in guesses], rows)
+
     def _prepared(self, guesses: Sequence[_Guess]) -> PreparedSegments:
         return self._dense.prepare(_segments(guesses, _UNIT), len(guesses), self._num_units, self._device)
 
@@ -233,6 +256,16 @@ class HeadSlots:
             return slice(rows[0], rows[-1] + 1)
         return torch.tensor(rows, dtype=torch.int64).to(self._device)
 
+    def _columns(self, hidden: Tensor, layout: _Layout) -> list[int]:
+        """Of each of the layout's places the column of its largest logit, or NOT_A_NUMBER."""
+        if layout.plan is not None:
+            assert self._guesser is not None
+            return _numbers(*self._guesser.run(hidden, layout.plan))
+        with torch.inference_mode():
+            x = hidden.index_select(0, layout.rows)  # [num_guesses, hidden], a copy
+            self._run_blocks(x, layout)
+            return self._best(x, layout)
+
     def _run_blocks(self, x: Tensor, layout: _Layout) -> None:
         """x [num_guesses, hidden] becomes what the projections read, in place."""
         for table, prepared in layout.layers:
@@ -242,22 +275,22 @@ class HeadSlots:
             rows += F.silu(inner, inplace=True)
 
     def _best(self, x: Tensor, layout: _Layout) -> list[int]:
-        """The column of the largest logit of each of the layout's places, or NOT_A_NUMBER. Each kind of projection
-        sends it to the host once."""
+        """As `_columns`, of what the blocks have made of the hidden states. Each kind of projection sends it to the
+        host once."""
         found: list[int] = []
         if _num_selected(layout.shared):
-            found += self._columns(self._base_logits(_select(x, layout.shared), layout.lora_segments))
+            logits = self._base_logits(_select(x, layout.shared), layout.lora_segments)
+            found += self._largest(logits)
         if layout.own_segments is not None:
-            found += self._columns(self._own_logits(_select(x, layout.own), layout.own_segments))
+            found += self._largest(self._own_logits(_select(x, layout.own), layout.own_segments))
         return found
 
-    def _columns(self, logits: Tensor) -> list[int]:
+    def _largest(self, logits: Tensor) -> list[int]:
         """[num_rows, columns] -> the first largest of each row, NOT_A_NUMBER where any is NaN."""
         best, columns = self._argmax(logits)
         if self._device.type != "cpu":
             return columns.masked_fill_(best.isnan(), NOT_A_NUMBER).tolist()
-        pairs = zip(best.tolist(), columns.tolist(), strict=True)
-        return [NOT_A_NUMBER if math.isnan(value) else column for value, column in pairs]
+        return _numbers(best.tolist(), columns.tolist())
 
     def _base_logits(self, x: Tensor, segments: Sequence[Segment]) -> Tensor:
         """Of the model's own head, with each row's LoRA where that reaches so far [num_rows, num_logits]."""
@@ -308,6 +341,10 @@ def _select(x: Tensor, rows: slice | Tensor) -> Tensor:
     if isinstance(rows, Tensor):
         return x.index_select(0, rows)
     return x if rows.stop - rows.start == len(x) else x[rows]
+
+
+def _numbers(best: Sequence[float], columns: Sequence[int]) -> list[int]:
+    return [NOT_A_NUMBER if math.isnan(value) else column for value, column in zip(best, columns, strict=True)]
 
 
 def host_argmax(logits: Tensor) -> tuple[Tensor, Tensor]:

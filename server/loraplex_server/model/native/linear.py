@@ -12,16 +12,16 @@ from loraplex_server.model.packed import packed_linear
 class NativeLinear:
     """`x @ W.T + bias` from a packed copy of W. A row's result does not depend on how many rows there are."""
 
-    __slots__ = ("_bias", "_kernels", "_packed")
+    __slots__ = ("_kernels", "bias", "packed")
     is_copy = True
 
     def __init__(self, kernels: NativeKernels, weight: Tensor, bias: Tensor | None) -> None:
         self._kernels = kernels
-        self._packed = kernels.pack([weight])
-        self._bias = bias.detach().contiguous() if bias is not None else None
+        self.packed = kernels.pack([weight])
+        self.bias = bias.detach().contiguous() if bias is not None else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._kernels.linear(x, self._packed, self._bias)
+        return self._kernels.linear(x, self.packed, self.bias)
 
 
 def native_linears(kernels: NativeKernels, otherwise: BaseLinearFactory = packed_linear) -> BaseLinearFactory:
