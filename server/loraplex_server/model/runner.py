@@ -104,8 +104,9 @@ class ModelRunner:
         self.overlaps = loaded.device.type == "cuda" if overlaps is None else overlaps
         self._graphs: StepGraphs | None = None
         self._mirror = BatchMirror(max_rows, max_len or loaded.spec.max_context_tokens, cache.block_size, loaded.device)
-        # The post-norm hidden state that each row's latest token was sampled from; see `last_hidden`.
-        self._hidden = torch.zeros(max_rows, loaded.spec.hidden_size, dtype=loaded.dtype, device=loaded.device)
+        # What each row's latest token was sampled from, of those who keep it: post-norm hidden states of a step
+        # [num_head_rows, hidden], and which one. See `last_hidden`.
+        self._hidden: list[tuple[Tensor, int] | None] = [None] * max_rows
         # Sequences that could not enter; their spans answer with this.
         self._refused: dict[int, LoraplexError] = {}
         loaded.bind_kv(cache, attention)
@@ -115,11 +116,17 @@ class ModelRunner:
         return self._mirror
 
     def last_hidden(self, rows: Sequence[int]) -> Tensor:
-        """[len(rows), hidden]: what the head made each row's latest token of. Of sequences that keep it only, and as it
-        is until the next step."""
-        if len(rows) == 1:
-            return self._hidden[rows[0] : rows[0] + 1]
-        return self._hidden.index_select(0, upload(torch.tensor(rows, dtype=torch.int64), self._device))
+        """[len(rows), hidden]: what the head made each row's latest token of. Of sequences that keep it only."""
+        kept = [self._hidden[row] for row in rows]
+        found = [state for state in kept if state is not None]
+        assert len(found) == len(kept), "a sequence whose hidden state is not kept"
+        hidden, idx = found[0]
+        if len(found) == 1:
+            return hidden[idx : idx + 1]
+        if all(states is hidden for states, _ in found):
+            places = torch.tensor([idx for _, idx in found], dtype=torch.int64)
+            return hidden.index_select(0, upload(places, self._device))
+        return torch.stack([states[idx] for states, idx in found])
 
     def execute(self, plan: StepPlan) -> FinishedStep | StepUnderWay:
         """Runs a step. May raise; nothing of the step is committed then. See engine.isolation.Execute."""
@@ -197,6 +204,7 @@ class ModelRunner:
     def _release(self, row: int) -> None:
         self._mirror.release(row)
         self._sampler.clear_row(row)
+        self._hidden[row] = None
         self._refused.pop(row, None)
 
     def _enter(self, sequence: NewSequence) -> None:
@@ -242,13 +250,9 @@ class ModelRunner:
         self, staged: StagedStep, keepers: Sequence[int], new_tokens: Sequence[Sequence[int]], hidden: Tensor
     ) -> None:
         """Of each keeper the state behind its last token that counts: rejected drafts come after it."""
-        rows = [staged.spans[i].row for i in keepers]
-        found = [staged.head_starts[i] + staged.num_prompt_rows[i] + max(0, len(new_tokens[i]) - 1) for i in keepers]
-        if len(rows) == 1:
-            self._hidden[rows[0]].copy_(hidden[found[0]])
-            return
-        packed = upload(torch.tensor([rows, found], dtype=torch.int64), self._device)
-        self._hidden.index_copy_(0, packed[0], hidden.index_select(0, packed[1]))
+        for i in keepers:
+            place = staged.head_starts[i] + staged.num_prompt_rows[i] + max(0, len(new_tokens[i]) - 1)
+            self._hidden[staged.spans[i].row] = hidden, place
 
     def _replay(self, staged: StagedStep, keepers: Sequence[int]) -> tuple[Tensor, Tensor | None] | None:
         """As `_forward`, from a graph; None where the step does not fit one."""

@@ -21,6 +21,7 @@ from loraplex_server.kv.blocks import BlockPool
 from loraplex_server.model.attention.registry import make_attention
 from loraplex_server.model.kv import KvCache, num_blocks_for
 from loraplex_server.model.loaded import LoadedModel
+from loraplex_server.model.native.argmax import native_argmax
 from loraplex_server.model.runner import ModelRunner
 from loraplex_server.sampling.sampler import Sampler
 from loraplex_server.scheduler.plan import Span, SpanResult, StepPlan
@@ -93,7 +94,7 @@ class Drafter:
             cache,
             make_attention("auto", loaded.device, spec.layers, loaded.dtype, native),
             loaded.adapter_slots(ReferenceOps(), 1),  # nothing is ever put into it
-            Sampler(memory.max_rows, spec.num_logits, loaded.device),
+            Sampler(memory.max_rows, spec.num_logits, loaded.device, argmax=native_argmax(native)),
             max_rows=memory.max_rows,
             max_len=max_len,
         )
