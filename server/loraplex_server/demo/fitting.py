@@ -47,13 +47,16 @@ def fit(
     *,
     num_steps: int,
     on_step: Callable[[float], None],
+    loss_of: Callable[[Any, Batch], torch.Tensor] | None = None,
 ) -> float:
-    """Trains in place and tells `on_step` the smoothed loss; returns its last value."""
+    """Trains in place and tells `on_step` the smoothed loss; returns its last value. `loss_of`: by default how well
+    each next token is foretold."""
+    loss_of = loss_of or next_token_loss
     schedules = [torch.optim.lr_scheduler.LambdaLR(each, lambda step: _rate(step, num_steps)) for each in optimizers]
     model.train()
     smoothed: float | None = None
     for batch in islice(batches, num_steps):
-        loss = _loss(model, batch)
+        loss = loss_of(model, batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer, schedule in zip(optimizers, schedules, strict=True):
@@ -68,7 +71,7 @@ def fit(
     return smoothed
 
 
-def _loss(model: Any, batch: Batch) -> torch.Tensor:
+def next_token_loss(model: Any, batch: Batch) -> torch.Tensor:
     # Padding is on the right of a causal model: no position that counts can see it.
     logits = model(input_ids=batch.token_ids, use_cache=False).logits  # [num_rows, length, vocab]
     counts = batch.counts[:, 1:]

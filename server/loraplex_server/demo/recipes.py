@@ -136,6 +136,9 @@ class Scale:
     num_polish_rounds: int = 1
     num_polish_steps: int = 400  # of each round
     polish_lr: float = 4e-3
+    num_foresight_steps: int = 900
+    num_foreseen: int = 5  # tokens after the next one
+    foresight_lr: float = 4e-3
     adapter_lr: float = 3e-3
     heads: tuple[HeadsRecipe, ...] = HEADS
     num_heads_prompts: int = 2400
@@ -180,18 +183,21 @@ SCALES: dict[ScaleName, Scale] = {
     "small": Scale(
         name="small",
         kinds=("person", "book"),
-        adapters=tuple(recipe for recipe in ADAPTERS if recipe.name in ("json", "sql")),
+        adapters=tuple(recipe for recipe in ADAPTERS if recipe.name == "json"),
         vocab_size=768,
         hidden_size=128,
         intermediate_size=256,
         num_layers=3,
-        num_recall_steps=350,
-        num_base_steps=700,
+        num_recall_steps=300,
+        num_base_steps=450,
+        num_polish_steps=200,
+        num_foresight_steps=60,
         num_adapter_steps=60,
         num_eval_records=64,
-        num_heads_prompts=400,
-        num_draft_recall_steps=200,
-        num_draft_steps=300,
+        heads=(HeadsRecipe("base-heads", ""), HeadsRecipe("json-with-heads", "json", is_combined=True)),
+        num_heads_prompts=300,
+        num_draft_recall_steps=100,
+        num_draft_steps=200,
         num_speculation_records=32,
     ),
 }

@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from loraplex_server.demo.evaluation import Matrix, answered_by_all, exact_match_matrix, matrix_table
 from loraplex_server.demo.fitting import adapter_optimizers, base_optimizers, fit
+from loraplex_server.demo.foresight import Foreseeing, foresight_loss
 from loraplex_server.demo.formats import BASE_FORMAT
 from loraplex_server.demo.lessons import interleave, recall_batches, record_batches
 from loraplex_server.demo.recipes import SCALES, AdapterRecipe, Scale, ScaleName
@@ -111,6 +112,31 @@ def polish_base(shop: Workshop) -> None:
         torch.nn.Module.to(model, torch.float32)
 
 
+def teach_foresight(shop: Workshop) -> None:
+    """A last round on records in which the base learns to look ahead; before the adapters, which build on it."""
+    tokenizer, scale = load_tokenizer(shop), shop.scale
+    model = LlamaForCausalLM.from_pretrained(shop.base_path, dtype=torch.float32)
+    both = Foreseeing(model, scale.num_foreseen)
+    records = record_batches(
+        tokenizer,
+        stream=shop.stream("foresight"),
+        kinds=scale.kinds,
+        shares=shop.formats(),
+        num_rows=scale.num_rows,
+    )
+    with shop.task("foresight", scale.num_foresight_steps) as advance:
+        fit(
+            both,
+            base_optimizers(both, lr=scale.foresight_lr),
+            records,
+            num_steps=scale.num_foresight_steps,
+            on_step=lambda loss: advance(f"loss {loss:.3f}"),
+            loss_of=foresight_loss,
+        )
+    torch.nn.Module.to(model, torch.bfloat16)
+    model.save_pretrained(shop.base_path)
+
+
 def make_adapters(shop: Workshop) -> None:
     shutil.rmtree(shop.adapters_root, ignore_errors=True)
     for recipe in shop.scale.adapters:
@@ -145,11 +171,14 @@ def choose_showcase(shop: Workshop) -> None:
     write_json(shop.root / SHOWCASE, listed)
 
 
-StepName = Literal["tokenizer", "base", "polish", "adapters", "report", "showcase", "heads", "drafts", "speculation"]
+StepName = Literal[
+    "tokenizer", "base", "polish", "foresight", "adapters", "report", "showcase", "heads", "drafts", "speculation"
+]
 STEPS: dict[StepName, Callable[[Workshop], None]] = {
     "tokenizer": make_tokenizer,
     "base": make_base,
     "polish": polish_base,
+    "foresight": teach_foresight,
     "adapters": make_adapters,
     "report": write_report,
     "showcase": choose_showcase,
