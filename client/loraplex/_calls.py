@@ -5,6 +5,7 @@ Both clients send what this module makes, so they cannot differ in anything but 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
@@ -15,7 +16,7 @@ from google.protobuf.message import Message as ProtobufMessage
 from loraplex import _answers, _requests
 from loraplex._settings import Settings, checked_timeout
 from loraplex.types import Adapter, CallOptions, Chunk, GenerateOptions, Generation, Message, ServerInfo, Tokenization
-from loraplex_proto.errors import Cancelled, DeadlineExceeded, LoraplexError, Unavailable
+from loraplex_proto.errors import Cancelled, DeadlineExceeded, LoraplexError, ResourceExhausted, Unavailable
 from loraplex_proto.status import from_rpc_error
 from loraplex_proto.v1 import adapter_pb2, inference_pb2
 
@@ -23,6 +24,10 @@ _Answer = TypeVar("_Answer")
 
 _INFERENCE: Final = "/loraplex.v1.InferenceService/"
 _ADAPTERS: Final = "/loraplex.v1.AdapterService/"
+
+# What gRPC itself says.
+_CLOSED_CHANNEL: Final = "Channel closed"
+_TOO_LARGE: Final = re.compile(r"SERVER: Received message larger than max \((\d+) vs\. (\d+)\)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +48,19 @@ class Call(Generic[_Answer]):
         is_local = "grpc_code" in typed.metadata  # no server of ours said it
         if is_local and type(typed) is Unavailable:
             why = typed.message.rpartition("Failed to connect to remote host: ")[2]
-            typed.message = f"the server at {self.target} cannot be reached: {why}"
+            typed.message = (
+                f"the server at {self.target} cannot be reached: {why}; see that it runs there, with TLS or without "
+                "as this side"
+            )
         elif is_local and type(typed) is DeadlineExceeded and self.timeout_s is not None:
-            typed.message = f"no complete answer within {self.timeout_s:g} s; allow more with timeout_s"
+            typed.message = f"no complete answer within {self.timeout_s:g} s; allow more (timeout_s, --timeout)"
+        elif is_local and type(typed) is Cancelled and _CLOSED_CHANNEL in typed.message:
+            return self.closed()
+        elif is_local and type(typed) is ResourceExhausted and (sizes := _TOO_LARGE.search(typed.message)):
+            typed.message = (
+                f"the request has {sizes[1]} bytes, and the server takes {sizes[2]}; send less, or start the server "
+                "with a larger --max-message"
+            )
         typed.args = (typed.message,)
         if self.request_id is not None:
             typed.metadata.setdefault("request_id", self.request_id)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, TypeVar, cast
 
 from loraplex.types import (
     AnySpeculation,
@@ -53,6 +53,13 @@ _FIELDS: Final[dict[str, str]] = {
 }
 _OTHER_OPTIONS: Final = frozenset({"messages", "omit_generation_prompt", "adapters", "speculation", "timeout_s"})
 
+_AboutAdapter = TypeVar(
+    "_AboutAdapter",
+    adapter_pb2.LoadAdapterRequest,
+    adapter_pb2.UnloadAdapterRequest,
+    adapter_pb2.GetAdapterRequest,
+)
+
 _WITHOUT_MESSAGES: Final = "omit_generation_prompt goes with messages"
 
 
@@ -77,7 +84,10 @@ def generate_request(prompt: str | None, options: GenerateOptions) -> inference_
         if name in given:
             value: Any = given[name]
             _assign(request, path, [value] if name == "stop" and isinstance(value, str) else value)
-    for adapter_id, weight in given.get("adapters", {}).items():
+    mixture: Any = given.get("adapters", {})
+    if not isinstance(mixture, Mapping):
+        raise InvalidArgument(f"adapters takes {{name: weight}}, not {_shown(mixture)}", field="adapters")
+    for adapter_id, weight in cast("Mapping[str, float]", mixture).items():
         entry = request.adapters.add()
         _assign(entry, "id", adapter_id, shown_as="adapters.id")
         _assign(entry, "weight", weight, shown_as="adapters.weight")
@@ -107,15 +117,23 @@ def tokenize_request(
 
 
 def load_request(adapter_id: str, pin: bool) -> adapter_pb2.LoadAdapterRequest:
-    return adapter_pb2.LoadAdapterRequest(adapter_id=check_adapter_id(adapter_id), pin=pin)
+    request = adapter_pb2.LoadAdapterRequest()
+    _assign(request, "pin", pin)
+    return _naming(request, adapter_id)
 
 
 def unload_request(adapter_id: str) -> adapter_pb2.UnloadAdapterRequest:
-    return adapter_pb2.UnloadAdapterRequest(adapter_id=check_adapter_id(adapter_id))
+    return _naming(adapter_pb2.UnloadAdapterRequest(), adapter_id)
 
 
 def get_request(adapter_id: str) -> adapter_pb2.GetAdapterRequest:
-    return adapter_pb2.GetAdapterRequest(adapter_id=check_adapter_id(adapter_id))
+    return _naming(adapter_pb2.GetAdapterRequest(), adapter_id)
+
+
+def _naming(request: _AboutAdapter, adapter_id: str) -> _AboutAdapter:
+    _assign(request, "adapter_id", adapter_id)
+    check_adapter_id(request.adapter_id)
+    return request
 
 
 def call_options(options: CallOptions) -> CallOptions:
@@ -133,6 +151,11 @@ def _given(options: GenerateOptions | CallOptions, known: frozenset[str]) -> dic
 
 def _put_messages(chat: inference_pb2.Chat, messages: Sequence[Message], omit_generation_prompt: bool | None) -> None:
     chat.SetInParent()
+    given: Any = messages  # a caller without a type checker gives anything
+    if isinstance(given, (str, Mapping)) or not isinstance(given, Iterable) or not all(map(_is_mapping, messages)):
+        raise InvalidArgument(
+            f"messages takes a list of {{'role': ..., 'content': ...}}, not {_shown(messages)}", field="chat.messages"
+        )
     for one in messages:
         message = chat.messages.add()
         for name in ("role", "content"):
@@ -204,6 +227,10 @@ def _assign(message: Any, path: str, value: Any, *, shown_as: str = "") -> None:
     except (TypeError, ValueError, AttributeError) as error:  # what protobuf raises; UnicodeEncodeError is a ValueError
         field = shown_as or path
         raise InvalidArgument(f"`{field}` cannot be {_shown(value)}", field=field) from error
+
+
+def _is_mapping(value: object) -> bool:
+    return isinstance(value, Mapping)
 
 
 def _shown(value: object) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import grpc
 
@@ -41,6 +41,12 @@ class Tls:
     client_certificate: bytes | None = None
     server_name: str | None = None  # the name in the server's certificate, where it is not the address
 
+    def __post_init__(self) -> None:
+        for name in ("root_certificates", "client_key", "client_certificate"):
+            pem = getattr(self, name)
+            if pem is not None and b"-----BEGIN" not in pem:
+                raise InvalidArgument(f"{name} is no PEM: it has no line -----BEGIN ...-----", field=name)
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -54,8 +60,11 @@ class Settings:
     def __post_init__(self) -> None:
         object.__setattr__(self, "target", _checked_target(self.target))
         checked_timeout(self.timeout_s)
-        if self.token is not None and not _TOKEN.match(self.token):
+        given: Any = self  # a caller without a type checker gives anything
+        if given.token is not None and not (isinstance(given.token, str) and _TOKEN.match(given.token)):
             raise InvalidArgument("the token must be printable ASCII without spaces", field="token")
+        if given.tls is not None and not isinstance(given.tls, Tls):
+            raise InvalidArgument(f"tls takes True, False or a loraplex.Tls, not {given.tls!a}", field="tls")
 
     def metadata(self, adapter_id: str) -> tuple[tuple[str, str], ...]:
         """What goes with a call besides the message. The adapter's name lets a proxy route without parsing."""
@@ -85,17 +94,20 @@ def checked_timeout(timeout_s: float | None) -> float | None:
     """Seconds, or None for no deadline. Raises InvalidArgument."""
     if timeout_s is None or timeout_s == math.inf:
         return None
-    if not timeout_s > 0:  # NaN too
+    given: Any = timeout_s
+    if not (isinstance(given, (int, float)) and given > 0):  # NaN too
         raise InvalidArgument(
-            f"timeout_s must be above 0, or None for no deadline; it is {timeout_s}", field="timeout_s"
+            f"timeout_s must be above 0, or None for no deadline; it is {timeout_s!a}", field="timeout_s"
         )
     return float(timeout_s)
 
 
 def _checked_target(target: str) -> str:
-    if not target or _WEB_ADDRESS.match(target) or any(c.isspace() for c in target):
+    given: Any = target
+    if not isinstance(given, str) or not given or _WEB_ADDRESS.match(given) or any(c.isspace() for c in given):
+        shown = ascii(given if not isinstance(given, str) else given[:80])
         raise InvalidArgument(
-            f"{target[:80]!a} is not a server's address: write it as host:port, for example localhost:{DEFAULT_PORT}",
+            f"{shown} is not a server's address: write it as host:port, for example localhost:{DEFAULT_PORT}",
             field="target",
         )
     return f"{target}:{DEFAULT_PORT}" if _BARE_HOST.match(target) else target

@@ -44,6 +44,7 @@ class LoraplexError(Exception):
 
     code: ClassVar[Code] = Code.INTERNAL
     reason: ClassVar[str] = "INTERNAL"
+    exit_code: ClassVar[int] = 1  # of a command that ends with it
 
     def __init__(
         self,
@@ -93,6 +94,7 @@ class InvalidArgument(LoraplexError):
 
     code = Code.INVALID_ARGUMENT
     reason = "INVALID_ARGUMENT"
+    exit_code = 2  # as for any other command line that can never work
 
 
 class InvalidAdapterId(InvalidArgument):

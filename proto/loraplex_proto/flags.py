@@ -1,6 +1,7 @@
-"""Command line flags out of configuration dataclasses, so that a setting is written down once.
+"""Command line flags out of dataclasses, so that a setting is written down once.
 
-`flags_of` lists the flags of a class and of the dataclasses in its fields; `configure` builds the instance from what
+`with_flags` makes a command of a function that takes such dataclasses. What needs the raw flags too takes the pieces:
+`flags_of` lists the flags of a class and of the dataclasses in its fields, `configure` builds the instance from what
 the command line gave. Pure; typer sees an ordinary signature.
 """
 
@@ -8,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any
@@ -29,6 +29,11 @@ class Flag:
     default: Any
     is_bytes: bool
     aliases: tuple[str, ...] = ()  # other names of the flag
+    parse: Callable[[str], Any] | None = None  # from the command line's text to the value
+    off: str = ""  # the flag of a switch's opposite, where it is not --no-FLAG
+    metavar: str | None = None
+    env: str | None = None  # environment variable
+    panel: str | None = None  # of the help
 
     @property
     def parameter(self) -> str:
@@ -40,18 +45,10 @@ def flags_of(cls: type, prefix: tuple[str, ...] = ()) -> Iterator[Flag]:
     hints = typing.get_type_hints(cls)
     for one in dataclasses.fields(cls):
         kind = hints[one.name]
-        if dataclasses.is_dataclass(kind):
+        if "flag" in one.metadata:
+            yield Flag(path=(*prefix, one.name), type=kind, default=one.default, **one.metadata)
+        elif dataclasses.is_dataclass(kind):
             yield from flags_of(typing.cast(type, kind), (*prefix, one.name))
-        elif "flag" in one.metadata:
-            yield Flag(
-                path=(*prefix, one.name),
-                flag=one.metadata["flag"],
-                help=one.metadata["help"],
-                type=kind,
-                default=one.default,
-                is_bytes=one.metadata["is_bytes"],
-                aliases=one.metadata["aliases"],
-            )
 
 
 def parameters_of(flags: list[Flag]) -> list[inspect.Parameter]:
@@ -61,7 +58,16 @@ def parameters_of(flags: list[Flag]) -> list[inspect.Parameter]:
             flag.parameter,
             inspect.Parameter.KEYWORD_ONLY,
             default=_shown(flag),
-            annotation=Annotated[_command_line_type(flag), typer.Option(*_names(flag), help=flag.help)],
+            annotation=Annotated[
+                _command_line_type(flag),
+                typer.Option(
+                    *_names(flag),
+                    help=flag.help,
+                    metavar=flag.metavar,
+                    envvar=flag.env,
+                    rich_help_panel=flag.panel,
+                ),
+            ],
         )
         for flag in flags
     ]
@@ -72,9 +78,12 @@ def configure(cls: type, flags: list[Flag], given: Mapping[str, Any], fixed: Map
     values: dict[tuple[str, ...], Any] = dict(fixed)
     for flag in flags:
         value = given[flag.parameter]
+        parse = parse_bytes if flag.is_bytes else flag.parse
         if _is_repeated(flag):
             value = tuple(typing.cast(list[str], value or ()))
-        values[flag.path] = parse_bytes(value) if flag.is_bytes and isinstance(value, str) else value
+        elif parse is not None and isinstance(value, str):
+            value = parse(value)
+        values[flag.path] = value
     return _build(cls, values, ())
 
 
@@ -82,11 +91,39 @@ def command(
     flags: list[Flag], own: list[inspect.Parameter], body: Callable[..., None], doc: str
 ) -> Callable[..., None]:
     """A function for typer with the parameters `own` and then one for each flag; all reach `body` by keyword."""
+    return _with_signature(body, [*own, *parameters_of(flags)], "", doc)
 
+
+def with_flags(body: Callable[..., None]) -> Callable[..., None]:
+    """For typer: in the place of each parameter of `body` that is such a dataclass, its fields' flags. Raises what the
+    dataclasses raise for values that they do not take."""
+    hints = typing.get_type_hints(body, include_extras=True)
+    groups: dict[str, tuple[type, list[Flag]]] = {}
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(body).parameters.items():
+        kind = hints[name]
+        if dataclasses.is_dataclass(kind):
+            flags = list(flags_of(typing.cast(type, kind)))
+            groups[name] = typing.cast(type, kind), flags
+            parameters += parameters_of(flags)
+        else:
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=kind))
+
+    def run(**given: Any) -> None:
+        for name, (cls, flags) in groups.items():
+            given[name] = configure(cls, flags, {flag.parameter: given.pop(flag.parameter) for flag in flags}, {})
+        body(**given)
+
+    return _with_signature(run, parameters, body.__name__, body.__doc__)
+
+
+def _with_signature(
+    body: Callable[..., None], parameters: list[inspect.Parameter], name: str, doc: str | None
+) -> Callable[..., None]:
     def run(**given: Any) -> None:
         body(**given)
 
-    parameters = [*own, *parameters_of(flags)]
+    run.__name__ = name or run.__name__
     run.__doc__ = doc
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in parameters}
@@ -95,26 +132,30 @@ def command(
 
 def _names(flag: Flag) -> list[str]:
     names = [flag.flag, *flag.aliases]
-    return [f"{name}/--no-{name[2:]}" for name in names] if flag.type is bool else names
+    if flag.off:
+        return [f"{names[0]}/{flag.off}", *names[1:]]
+    return [f"{name}/--no-{name[2:]}" for name in names] if flag.default is True else names
 
 
 def _command_line_type(flag: Flag) -> Any:
     if _is_repeated(flag):
         return list[str]
-    if not flag.is_bytes:
+    if not flag.is_bytes and flag.parse is None:
         return flag.type
-    return str | None if isinstance(flag.type, types.UnionType) else str
+    return str | None if flag.default is None else str
 
 
 def _is_repeated(flag: Flag) -> bool:
     """Whether the flag may be given several times."""
-    return typing.get_origin(flag.type) is tuple
+    return flag.parse is None and typing.get_origin(flag.type) is tuple
 
 
 def _shown(flag: Flag) -> Any:
     """The default as the help shows it."""
     if flag.default == ():
         return None
+    if flag.parse is not None and flag.default is not None:
+        return str(flag.default)
     if not flag.is_bytes or flag.default is None:
         return flag.default
     size, units = flag.default, ["", "KiB", "MiB", "GiB", "TiB"]
@@ -128,8 +169,8 @@ def _build(cls: type, values: Mapping[tuple[str, ...], Any], prefix: tuple[str, 
     arguments: dict[str, Any] = {}
     for one in dataclasses.fields(cls):
         path = (*prefix, one.name)
-        if dataclasses.is_dataclass(hints[one.name]):
-            arguments[one.name] = _build(typing.cast(type, hints[one.name]), values, path)
-        elif path in values:
+        if path in values:
             arguments[one.name] = values[path]
+        elif dataclasses.is_dataclass(hints[one.name]):
+            arguments[one.name] = _build(typing.cast(type, hints[one.name]), values, path)
     return cls(**arguments)

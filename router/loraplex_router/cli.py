@@ -3,35 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import typer
-
-from loraplex_proto.errors import InvalidArgument, LoraplexError
-from loraplex_proto.flags import command, configure, flags_of
+from loraplex_proto.flags import with_flags
 from loraplex_router.config import RouterConfig, quieten_grpc
 
 if TYPE_CHECKING:
     from loraplex_router.server import Router
 
-FLAGS = list(flags_of(RouterConfig))
 
+@with_flags
+def router(config: RouterConfig) -> None:
+    """Start a router: one address in front of several workers.
 
-def _router(**given: Any) -> None:
-    try:
-        config: RouterConfig = configure(RouterConfig, FLAGS, given, {})
-        # Late: what only prints help needs no gRPC.
-        from loraplex_proto.telemetry import setup_logging
+    It sends each request to a worker that has its adapter and is not too busy, and relays the answer.
 
-        quieten_grpc()
-        from loraplex_router.server import run_router
+    Example: loraplex router --worker 10.0.0.1:50051 --worker 10.0.0.2:50051
+    """
+    # Late: what only prints help needs no gRPC.
+    from loraplex_proto.telemetry import setup_logging
 
-        setup_logging(config.log_level, config.log_format)
-        asyncio.run(run_router(config, _print_ready))
-    except LoraplexError as error:
-        print(f"error: {error.message}", file=sys.stderr)
-        raise typer.Exit(2 if isinstance(error, InvalidArgument) else 1) from None
+    quieten_grpc()
+    from loraplex_router.server import run_router
+
+    setup_logging(config.log_level, config.log_format)
+    asyncio.run(run_router(config, _print_ready))
 
 
 def _print_ready(running: Router) -> None:
@@ -40,13 +36,3 @@ def _print_ready(running: Router) -> None:
     if running.metrics_endpoint is not None:
         line += f", metrics on port {running.metrics_endpoint.port}"
     print(line + ")", flush=True)
-
-
-router = command(
-    FLAGS,
-    [],
-    _router,
-    "Start a router: one address in front of several workers.\n\n"
-    "It sends each request to a worker that has its adapter and is not too busy, and relays the answer.\n\n"
-    "Example: loraplex router --worker 10.0.0.1:50051 --worker 10.0.0.2:50051",
-)

@@ -106,16 +106,17 @@ class DirectoryFiles:
 
 class FolderSource:
     """One adapter, whatever its folder is called: a model's own directory with Medusa heads in it, say. The operator
-    names the folder, and links in it are followed."""
+    names the folder, and links in it are followed unless `follows_links` says otherwise."""
 
-    def __init__(self, adapter_id: str, folder: Path) -> None:
+    def __init__(self, adapter_id: str, folder: Path, follows_links: bool = True) -> None:
         self._adapter_id = adapter_id
         self._folder = folder
+        self._follows_links = follows_links
 
     def open(self, adapter_id: str) -> DirectoryFiles:
         if adapter_id != self._adapter_id:
             raise not_found(adapter_id)
-        return open_folder(self._folder, adapter_id)
+        return open_folder(self._folder, adapter_id, self._follows_links)
 
     def list(self) -> Sequence[str]:
         return [self._adapter_id]
@@ -183,13 +184,13 @@ def open_files(fd: int, adapter_id: str, follows_links: bool = False) -> Directo
         raise
 
 
-def open_folder(folder: Path, adapter_id: str = "") -> DirectoryFiles:
+def open_folder(folder: Path, adapter_id: str = "", follows_links: bool = True) -> DirectoryFiles:
     """The files of a folder that the operator has named. Raises SourceUnavailable when it cannot be opened."""
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
         raise _unavailable(f"the folder of {adapter_id!a} cannot be opened", error) from error
-    return open_files(fd, adapter_id, follows_links=True)
+    return open_files(fd, adapter_id, follows_links)
 
 
 def _holds_adapter(fd: int, adapter_id: str) -> bool:

@@ -8,11 +8,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import repeat
 from random import Random
+from typing import Final
 
-from loraplex.bench.popularity import Popularity, choices
+from loraplex.bench.popularity import KINDS_HELP, Popularity, choices, parse_popularity
 from loraplex_proto.errors import InvalidArgument
+from loraplex_proto.options import option
+
+DEFAULT_DURATION_S: Final = 30.0
+
+_arrivals = partial(option, panel="Arrivals")
+_adapters = partial(option, panel="Adapters")
+_requests = partial(option, panel="Requests")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,22 +50,43 @@ def parse_lengths(text: str, *, field: str) -> Lengths:
 
 @dataclass(frozen=True, slots=True)
 class LoadSpec:
-    """Everything that decides what is sent."""
+    """Everything that decides what is sent. What has arrived by the end is served to its end."""
 
-    rate: float  # requests per second; inf: all at once
-    cv: float = 1.0  # coefficient of variation of the gaps: 0 evenly spaced, 1 Poisson, more comes in bursts
-    duration_s: float | None = None  # of the arrivals; what has arrived is served to its end
-    num_requests: int | None = None
-    popularity: Popularity = Popularity()
+    rate: float = _arrivals(1.0, "Requests per second; inf sends all at once.", "--rate")
+    cv: float = _arrivals(
+        1.0,
+        "How irregular arrivals are (coefficient of variation of the gaps, Gamma-distributed): 0 evenly spaced, 1 "
+        "Poisson, more comes in bursts.",
+        "--cv",
+    )
+    duration_s: float | None = _arrivals(
+        None, f"Seconds of arrivals. Default: {DEFAULT_DURATION_S:g}, without --num-requests.", "--duration"
+    )
+    num_requests: int | None = _arrivals(None, "End after this many arrivals.", "--num-requests")
+    popularity: Popularity = _adapters(Popularity(), KINDS_HELP, "--popularity", metavar="KIND", parse=parse_popularity)
     adapter_ids: tuple[str, ...] = ()  # the most popular first; none: the base model
-    prompt_tokens: Lengths = Lengths(64, 64)
-    output_tokens: Lengths = Lengths(64, 64)
+    prompt_tokens: Lengths = _requests(
+        Lengths(64, 64),
+        "Random tokens of a prompt.",
+        "--prompt-tokens",
+        metavar="N[-M]",
+        parse=partial(parse_lengths, field="--prompt-tokens"),
+    )
+    output_tokens: Lengths = _requests(
+        Lengths(64, 64),
+        "New tokens of a request, at most.",
+        "--output-tokens",
+        metavar="N[-M]",
+        parse=partial(parse_lengths, field="--output-tokens"),
+    )
     texts: tuple[str, ...] = field(default=(), repr=False)  # prompts to draw from, instead of random token ids
     vocab_size: int = 0  # of the random token ids
     excluded_ids: frozenset[int] = frozenset()  # not among them
-    seed: int = 0
+    seed: int = option(0, "The same seed sends the same load again.", "--seed")
 
     def __post_init__(self) -> None:
+        if self.duration_s is None and self.num_requests is None and self.rate < math.inf:
+            object.__setattr__(self, "duration_s", DEFAULT_DURATION_S)
         checks = (
             (self.rate > 0, "--rate", "must be above 0"),
             (0 <= self.cv < math.inf, "--cv", "must be 0 or above"),

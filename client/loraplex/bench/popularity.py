@@ -13,6 +13,10 @@ from loraplex_proto.errors import InvalidArgument
 
 KINDS: Final = ("identical", "distinct", "uniform", "skewed", "zipf")
 SKEW: Final = 1.5  # "skewed": each adapter is this many times as popular as the next one
+KINDS_HELP: Final = (
+    f"identical (all ask for the first), distinct (in turns), uniform (drawn, equally likely), skewed (each {SKEW} "
+    "times as likely as the next), or zipf:S (the k-th in proportion to k to the power of -S)."
+)
 
 
 @dataclass(frozen=True, slots=True)

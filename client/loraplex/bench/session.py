@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 from loraplex.aio import AsyncClient
@@ -12,6 +13,9 @@ from loraplex.bench.arrivals import LoadSpec, plan
 from loraplex.bench.driver import Recording, run_load
 from loraplex.types import GenerateOptions, ServerInfo
 from loraplex_proto.errors import InvalidArgument
+from loraplex_proto.options import option
+
+_option = partial(option, panel="Adapters")
 
 # A server that lists its adapters for the first time may still be looking: asked so often, a little apart.
 _NUM_LOOKS: Final = 5
@@ -22,12 +26,19 @@ _LOOK_PAUSE_S: Final = 0.3
 class Selection:
     """Which adapters to ask for: those that are named, else those that the server lists."""
 
-    named: tuple[str, ...] = ()
-    prefix: str = ""  # of what is listed
-    num_adapters: int | None = None  # the first so many; None: all
-    base_only: bool = False
+    named: tuple[str, ...] = _option(
+        (),
+        "Adapter to ask for, the most popular first; may be given several times. Default: all that the server lists.",
+        "--adapter",
+        "-a",
+    )
+    prefix: str = _option("", "Of what the server lists, only names that begin so.", "--adapters-prefix")
+    num_adapters: int | None = _option(None, "Only the first so many of them.", "--num-adapters")
+    base_only: bool = _option(False, "Ask for no adapter at all.", "--base")
 
     def __post_init__(self) -> None:
+        if self.num_adapters is not None and self.num_adapters < 1:
+            raise InvalidArgument("--num-adapters must be at least 1; --base asks for none", field="--num-adapters")
         if self.base_only and (self.named or self.prefix or self.num_adapters):
             raise InvalidArgument(
                 "--base asks for no adapter; leave out --adapter, --adapters-prefix and --num-adapters", field="--base"

@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import Annotated, Any, cast
 
 import typer
 
 from loraplex import Adapter, InvalidAdapterId, InvalidArgument, LoraplexError
 from loraplex.cli import terminal
-from loraplex.cli.connection import (
-    DEFAULT_SERVER,
-    DEFAULT_TIMEOUT_S,
-    CaCertOption,
-    JsonOption,
-    ServerOption,
-    TimeoutOption,
-    TlsOption,
-    TokenOption,
-    connect,
-)
+from loraplex.cli.connection import DEFAULT_SERVER, Connection, JsonOption, ServerOption
+from loraplex_proto.flags import with_flags
 from loraplex_proto.ids import check_adapter_id
-
-if TYPE_CHECKING:
-    from loraplex_adapters.sources.base import AdapterFiles
 
 adapters = typer.Typer(
     help="List, load, unload and verify adapters.\n\n"
@@ -39,48 +26,45 @@ NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="The adapter's
 
 
 @adapters.command("list")
+@with_flags
 def list_(
+    *,
     server: ServerOption = DEFAULT_SERVER,
     show_all: Annotated[bool, typer.Option("--all", help="Also those that were never loaded.")] = False,
     as_json: JsonOption = False,
-    token: TokenOption = None,
-    timeout_s: TimeoutOption = DEFAULT_TIMEOUT_S,
-    tls: TlsOption = False,
-    ca_cert: CaCertOption = None,
+    connection: Connection,
 ) -> None:
     """List the adapters that a server has loaded."""
-    with connect(server, token, timeout_s, tls, ca_cert) as client:
+    with connection.client(server) as client:
         _show(client.adapters.list(include_unloaded=show_all), as_json=as_json)
 
 
 @adapters.command()
+@with_flags
 def load(
     name: NameArgument,
+    *,
     server: ServerOption = DEFAULT_SERVER,
     pin: Annotated[bool, typer.Option("--pin", help="Keep it in memory until it is unloaded.")] = False,
     as_json: JsonOption = False,
-    token: TokenOption = None,
-    timeout_s: TimeoutOption = DEFAULT_TIMEOUT_S,
-    tls: TlsOption = False,
-    ca_cert: CaCertOption = None,
+    connection: Connection,
 ) -> None:
     """Load an adapter ahead of its first request, or again after its files have changed."""
-    with connect(server, token, timeout_s, tls, ca_cert) as client:
+    with connection.client(server) as client:
         _show(client.adapters.load(name, pin=pin), as_json=as_json)
 
 
 @adapters.command()
+@with_flags
 def unload(
     name: NameArgument,
+    *,
     server: ServerOption = DEFAULT_SERVER,
     as_json: JsonOption = False,
-    token: TokenOption = None,
-    timeout_s: TimeoutOption = DEFAULT_TIMEOUT_S,
-    tls: TlsOption = False,
-    ca_cert: CaCertOption = None,
+    connection: Connection,
 ) -> None:
     """Unload an adapter. Requests that use it end as they began."""
-    with connect(server, token, timeout_s, tls, ca_cert) as client:
+    with connection.client(server) as client:
         _show(client.adapters.unload(name), as_json=as_json)
 
 
@@ -105,7 +89,7 @@ def verify(
         if not as_json:
             raise
         terminal.write_json({"valid": False, "reason": error.reason, "message": error.message})
-        raise typer.Exit(1) from error
+        raise typer.Exit(error.exit_code) from error
     if as_json:
         terminal.write_json(report)
     else:
@@ -120,11 +104,13 @@ def _verify(folder: Path, base: str, dtype: str, max_rank: int | None) -> dict[s
     from loraplex_adapters.cache.loader import check_adapter, import_adapter
     from loraplex_adapters.formats.detect import detect_kind
     from loraplex_adapters.pace import no_pace
+    from loraplex_adapters.sources.directory import FolderSource
     from loraplex_adapters.store import AdapterStore
     from loraplex_server.config import AdaptersConfig
     from loraplex_server.model.loader import load_model
 
-    name, source = folder.resolve().name, _OneFolder(folder)
+    name = folder.resolve().name
+    source = FolderSource(name, folder, follows_links=False)  # as a server with this folder below its --adapters
     with source.open(name) as files:
         detect_kind(files.names)  # before the base model is loaded for nothing
     with terminal.progress(f"loading {base}"):
@@ -152,25 +138,6 @@ def _verify(folder: Path, base: str, dtype: str, max_rank: int | None) -> dict[s
         "dtype": targets.dtype,
         "warnings": warnings,
     }
-
-
-class _OneFolder:
-    """The one adapter in a folder, whatever the folder is called. Implements loraplex_adapters' AdapterSource."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def open(self, adapter_id: str) -> AdapterFiles:
-        from loraplex_adapters.sources.directory import open_files
-
-        try:
-            fd = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError as error:
-            raise InvalidArgument(f"cannot read {self._folder}: {error.strerror}", field="DIR") from error
-        return open_files(fd, adapter_id)
-
-    def list(self) -> Sequence[str]:
-        return ()
 
 
 def _words(value: object) -> str:

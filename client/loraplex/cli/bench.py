@@ -3,132 +3,63 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, cast
 
 import typer
 
-from loraplex import AsyncClient, GenerateOptions, InvalidArgument
-from loraplex.bench.arrivals import LoadSpec, parse_lengths
+from loraplex import AsyncClient, InvalidArgument
+from loraplex.bench.arrivals import LoadSpec
 from loraplex.bench.outcomes import Distribution, Summary
-from loraplex.bench.popularity import parse_popularity
 from loraplex.bench.session import Selection, Session
 from loraplex.cli import terminal
-from loraplex.cli.connection import (
-    DEFAULT_SERVER,
-    DEFAULT_TIMEOUT_S,
-    CaCertOption,
-    JsonOption,
-    TimeoutOption,
-    TlsOption,
-    TokenOption,
-    connect_async,
-)
-from loraplex.cli.speculation import parse_speculation
+from loraplex.cli.connection import DEFAULT_SERVER, Connection, JsonOption, ServerArgument
+from loraplex.cli.request import Drafting, options_of
+from loraplex_proto.flags import with_flags
+from loraplex_proto.options import option
 
-_ARRIVALS = "Arrivals"
-_ADAPTERS = "Adapters"
-_REQUESTS = "Requests"
-_DEFAULT_DURATION_S = 30.0
 _LATE_S = 0.005  # what sending may lag behind before it is worth a word
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What each answer is to be like. Fields are called as the SDK's options are."""
+
+    ignore_eos: bool = option(
+        True, "Go on to --output-tokens in any case, or not.", "--ignore-eos", off="--stop-at-eos", panel="Requests"
+    )
+    temperature: float | None = option(
+        None, "0 takes the likeliest token, the default.", "--temperature", panel="Requests"
+    )
+
+
+@with_flags
 def bench(
-    server: Annotated[
-        str, typer.Argument(metavar="ADDR", envvar="LORAPLEX_SERVER", help="Address of a router or worker.")
-    ] = DEFAULT_SERVER,
-    rate: Annotated[
-        float, typer.Option(help="Requests per second; inf sends all at once.", rich_help_panel=_ARRIVALS)
-    ] = 1.0,
-    cv: Annotated[
-        float,
-        typer.Option(
-            help="How irregular arrivals are (coefficient of variation of the gaps, Gamma-distributed): 0 evenly "
-            "spaced, 1 Poisson, more comes in bursts.",
-            rich_help_panel=_ARRIVALS,
-        ),
-    ] = 1.0,
-    duration: Annotated[
-        float | None,
-        typer.Option(help="Seconds of arrivals. Default: 30, without --num-requests.", rich_help_panel=_ARRIVALS),
-    ] = None,
-    num_requests: Annotated[
-        int | None, typer.Option(help="End after this many arrivals.", rich_help_panel=_ARRIVALS)
-    ] = None,
+    server: ServerArgument = DEFAULT_SERVER,
+    *,
+    load: LoadSpec,
     max_inflight: Annotated[
         int,
         typer.Option(
             min=1,
             help="Requests under way at most; more wait on this side. Their wait counts as latency.",
-            rich_help_panel=_ARRIVALS,
+            rich_help_panel="Arrivals",
         ),
     ] = 1024,
-    adapter: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--adapter",
-            "-a",
-            help="Adapter to ask for, the most popular first; may be given several times. Default: all that the server "
-            "lists.",
-            rich_help_panel=_ADAPTERS,
-        ),
-    ] = None,
-    adapters_prefix: Annotated[
-        str, typer.Option(help="Of what the server lists, only names that begin so.", rich_help_panel=_ADAPTERS)
-    ] = "",
-    num_adapters: Annotated[
-        int | None, typer.Option(min=1, help="Only the first so many of them.", rich_help_panel=_ADAPTERS)
-    ] = None,
-    base: Annotated[bool, typer.Option("--base", help="Ask for no adapter at all.", rich_help_panel=_ADAPTERS)] = False,
-    popularity: Annotated[
-        str,
-        typer.Option(
-            metavar="KIND",
-            help="identical (all ask for the first), distinct (in turns), uniform (drawn, equally likely), skewed "
-            "(each 1.5 times as likely as the next), or zipf:S (the k-th in proportion to k to the power of -S).",
-            rich_help_panel=_ADAPTERS,
-        ),
-    ] = "uniform",
-    prompt_tokens: Annotated[
-        str, typer.Option(metavar="N[-M]", help="Random tokens of a prompt.", rich_help_panel=_REQUESTS)
-    ] = "64",
-    output_tokens: Annotated[
-        str, typer.Option(metavar="N[-M]", help="New tokens of a request, at most.", rich_help_panel=_REQUESTS)
-    ] = "64",
+    selection: Selection,
     prompts: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
             help="Text file with a prompt per line, to draw from instead of random tokens.",
-            rich_help_panel=_REQUESTS,
+            rich_help_panel="Requests",
         ),
     ] = None,
-    ignore_eos: Annotated[
-        bool,
-        typer.Option(
-            "--ignore-eos/--stop-at-eos",
-            help="Go on to --output-tokens in any case, or not.",
-            rich_help_panel=_REQUESTS,
-        ),
-    ] = True,
-    temperature: Annotated[
-        float | None, typer.Option(help="0 takes the likeliest token, the default.", rich_help_panel=_REQUESTS)
-    ] = None,
-    speculation: Annotated[
-        str | None,
-        typer.Option(
-            metavar="KIND[:NAME]",
-            help="As `loraplex generate` takes it. Default: as the server and the adapter have it.",
-            rich_help_panel=_REQUESTS,
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="The same seed sends the same load again.")] = 0,
+    wanted: Wanted,
+    drafting: Drafting,
     as_json: JsonOption = False,
-    token: TokenOption = None,
-    timeout_s: TimeoutOption = DEFAULT_TIMEOUT_S,
-    tls: TlsOption = False,
-    ca_cert: CaCertOption = None,
+    connection: Connection,
 ) -> None:
     """Put a server under load, and print how soon it answers and how much it gets done.
 
@@ -137,30 +68,13 @@ def bench(
 
     Example: loraplex bench localhost:50051 --rate 4 --popularity zipf:1
     """
-    if num_requests is None and duration is None:
-        duration = _DEFAULT_DURATION_S
-    spec = LoadSpec(
-        rate,
-        cv,
-        duration,
-        num_requests,
-        parse_popularity(popularity),
-        prompt_tokens=parse_lengths(prompt_tokens, field="--prompt-tokens"),
-        output_tokens=parse_lengths(output_tokens, field="--output-tokens"),
-        texts=() if prompts is None else _read_prompts(prompts),
-        seed=seed,
-    )
-    options: GenerateOptions = {
-        "ignore_eos": ignore_eos or None,
-        "temperature": temperature,
-        "speculation": None if speculation is None else parse_speculation(speculation),
-    }
-    selection = Selection(tuple(adapter or ()), adapters_prefix, num_adapters, base)
-    session = Session(spec, selection, options, max_in_flight=max_inflight)
-    client = connect_async(server, token, timeout_s, tls, ca_cert)
+    if prompts is not None:
+        load = replace(load, texts=_read_prompts(prompts))
+    session = Session(load, selection, options_of(wanted, drafting), max_in_flight=max_inflight)
+    client = connection.async_client(server)
     was_interrupted = False
     try:
-        with terminal.progress(f"{rate:g} requests per second to {server}"):
+        with terminal.progress(f"{load.rate:g} requests/s to {server}"):
             asyncio.run(_run(session, client))
     except KeyboardInterrupt:
         if not session.recording.outcomes:

@@ -3,128 +3,74 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Annotated
 
 import typer
 
-from loraplex import (
-    Chunk,
-    Client,
-    GenerateOptions,
-    Generation,
-    InvalidArgument,
-    Timings,
-    Usage,
-)
+from loraplex import Chunk, Client, GenerateOptions, Generation, InvalidArgument, Timings, Usage
 from loraplex.cli import terminal
-from loraplex.cli.connection import (
-    DEFAULT_SERVER,
-    DEFAULT_TIMEOUT_S,
-    CaCertOption,
-    JsonOption,
-    ServerOption,
-    TimeoutOption,
-    TlsOption,
-    TokenOption,
-    connect,
-)
-from loraplex.cli.speculation import parse_speculation
-
-_SAMPLING = "Sampling"
-_SPECULATION = "Speculation: the same text, sooner"
+from loraplex.cli.connection import DEFAULT_SERVER, Connection, JsonOption, ServerOption
+from loraplex.cli.request import Drafting, Sampling, options_of
+from loraplex_proto.flags import with_flags
+from loraplex_proto.options import option
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What the answer is to be like. Fields are called as the SDK's options are."""
+
+    adapter_id: str = option("", "Adapter to use, by name. Default: none, the base model.", "--adapter", "-a")
+    max_tokens: int | None = option(
+        None, "Stop after this many tokens. Default: when the context is full.", "--max-tokens"
+    )
+    stop: tuple[str, ...] = option((), "End before this string. May be given several times.", "--stop")
+    ignore_eos: bool = option(False, "Go on where the model would end.", "--ignore-eos")
+    n: int = option(1, "How many answers to the same prompt.", "-n")
+    logprobs: bool = option(False, "With --json: log probability of each token.", "--logprobs")
+
+    def __post_init__(self) -> None:
+        if self.n < 1:
+            raise InvalidArgument("-n must be at least 1", field="-n")
+
+
+@with_flags
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to go on from; `-` reads it from standard input.")],
+    *,
     server: ServerOption = DEFAULT_SERVER,
-    adapter: Annotated[
-        str, typer.Option("--adapter", "-a", help="Adapter to use, by name. Default: none, the base model.")
-    ] = "",
-    max_tokens: Annotated[
-        int | None, typer.Option(help="Stop after this many tokens. Default: when the context is full.")
-    ] = None,
+    wanted: Wanted,
     chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a user's message in a chat.")] = False,
     system: Annotated[str | None, typer.Option(help="System message in front of it. Implies --chat.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="End before this string. May be given several times.")] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on where the model would end.")] = False,
     stream: Annotated[
         bool | None, typer.Option("--stream/--no-stream", help="Print as it is made. Default: on a terminal.")
     ] = None,
     as_json: JsonOption = False,
-    n: Annotated[int, typer.Option("-n", help="How many answers to the same prompt.")] = 1,
-    logprobs: Annotated[bool, typer.Option("--logprobs", help="With --json: log probability of each token.")] = False,
-    temperature: Annotated[
-        float | None,
-        typer.Option(help="0 takes the likeliest token, the default; higher varies more.", rich_help_panel=_SAMPLING),
-    ] = None,
-    top_p: Annotated[
-        float | None, typer.Option(help="Choose among the tokens that make up this share.", rich_help_panel=_SAMPLING)
-    ] = None,
-    top_k: Annotated[int | None, typer.Option(help="Choose among this many tokens.", rich_help_panel=_SAMPLING)] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="The same seed gives the same text again.", rich_help_panel=_SAMPLING)
-    ] = None,
-    speculation: Annotated[
-        str | None,
-        typer.Option(
-            metavar="KIND[:NAME]",
-            help="Who guesses the tokens that the model then checks: prompt_lookup (copies from the text so far), "
-            "medusa (extra heads; with medusa:ADAPTER those of that adapter), draft_model (a smaller model; with "
-            "draft_model:NAME one of several), auto or off. Default: as the server and the adapter have it.",
-            rich_help_panel=_SPECULATION,
-        ),
-    ] = None,
-    max_draft_tokens: Annotated[
-        int | None, typer.Option(help="Guess this many tokens at a time at most.", rich_help_panel=_SPECULATION)
-    ] = None,
-    fixed_length: Annotated[
-        bool,
-        typer.Option(
-            "--fixed-length",
-            help="Always guess as many, instead of fewer where guesses miss.",
-            rich_help_panel=_SPECULATION,
-        ),
-    ] = False,
-    token: TokenOption = None,
-    timeout_s: TimeoutOption = DEFAULT_TIMEOUT_S,
-    tls: TlsOption = False,
-    ca_cert: CaCertOption = None,
+    sampling: Sampling,
+    drafting: Drafting,
+    connection: Connection,
 ) -> None:
     """Send a prompt to a server and print what it writes.
 
     The text goes to standard output, everything about it to standard error.
     """
-    text = _read(prompt)
-    options: GenerateOptions = {
-        "adapter_id": adapter,
-        "max_tokens": max_tokens,
-        "stop": stop or None,
-        "ignore_eos": ignore_eos or None,
-        "n": n,
-        "logprobs": logprobs or None,
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "seed": seed,
-        "speculation": None if speculation is None else parse_speculation(speculation),
-        "max_draft_tokens": max_draft_tokens,
-        "fixed_draft_length": fixed_length or None,
-    }
-    if chat or system is not None:
-        options["messages"] = [{"role": "user", "content": text}]
-        if system is not None:
-            options["messages"] = [{"role": "system", "content": system}, *options["messages"]]
-    prompt_text = None if "messages" in options else text
     # Several texts at once would run into one another; as JSON lines they can be told apart.
-    is_stream = stream if stream is not None else terminal.is_terminal() and not as_json and n == 1
-    if is_stream and n > 1 and not as_json:
+    is_stream = stream if stream is not None else terminal.is_terminal() and not as_json and wanted.n == 1
+    if is_stream and wanted.n > 1 and not as_json:
         raise InvalidArgument("--stream prints one answer only; take -n 1, or add --json", field="--stream")
-    with connect(server, token, timeout_s, tls, ca_cert) as client:
+    if wanted.logprobs and not as_json:
+        raise InvalidArgument("--logprobs has nowhere to go; add --json", field="--logprobs")
+    text: str | None = _read(prompt)
+    options = options_of(wanted, sampling, drafting)
+    if chat or system is not None:
+        before = [] if system is None else [("system", system)]
+        options["messages"] = [{"role": role, "content": said} for role, said in (*before, ("user", text))]
+        text = None
+    with connection.client(server) as client:
         if is_stream:
-            _stream(client, prompt_text, options, as_json=as_json)
+            _stream(client, text, options, as_json=as_json)
         else:
-            _whole(client.generate(prompt_text, **options), as_json=as_json)
+            _whole(client.generate(text, **options), as_json=as_json)
 
 
 def _read(prompt: str) -> str:

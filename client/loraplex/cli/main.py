@@ -1,11 +1,12 @@
 """`loraplex`: finds the subcommands by their entry points and runs the one that is called.
 
-Owns how a command ends: exit code 0, 1 with one sentence on stderr, 2 for a wrong command line, 130 for Ctrl-C. Imports
-only what is called, so that `loraplex --help` answers at once and needs no extra.
+Owns how a command ends: exit code 0, 1 with one sentence on stderr, 2 for what was asked for and can never be, 130 for
+Ctrl-C. Imports only what is called, so that `loraplex --help` answers at once and needs no extra.
 """
 
 from __future__ import annotations
 
+import errno
 import io
 import sys
 from collections.abc import Sequence
@@ -34,6 +35,9 @@ class Known:
     target: str
     summary: str
 
+
+# What the user's files and disks can say wherever something is written.
+_STORAGE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
 
 # In the order of the help. pyproject.toml declares the same entry points (a test compares); this table gives them their
 # line in the help, and stands in for them in a source tree that was never installed.
@@ -75,6 +79,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except LoraplexError as error:
         complain(error.message)
+        return error.exit_code
+    except OSError as error:
+        if error.errno not in _STORAGE and error.filename is None:
+            raise  # a bug of ours
+        complain(_storage(error))
         return 1
     except ModuleNotFoundError as error:
         missing = error.name or ""
@@ -128,6 +137,11 @@ def _listed_only() -> None:
 def _summary(entry: EntryPoint) -> str:
     known = KNOWN.get(entry.name)
     return known.summary if known is not None else f"From {entry.module}."
+
+
+def _storage(error: OSError) -> str:
+    where = "" if error.filename is None else f"{error.filename}: "
+    return f"{where}{error.strerror or 'cannot be used'}; make room, or name another place"
 
 
 def _missing(entry: EntryPoint, module: str) -> str:

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.status import Status
 
 from loraplex_proto.ending import HOW_TO_HURRY
-from loraplex_proto.errors import InvalidArgument, LoraplexError
+from loraplex_proto.errors import LoraplexError
 
 
 class Report:
@@ -62,13 +62,13 @@ class Report:
             self._console.print(f"{self._what} is draining: {what} under way ({HOW_TO_HURRY})")
 
     def failed(self, error: LoraplexError) -> int:
-        """Says why, and returns the exit status: 2 where the command line is wrong, 1 for anything else."""
+        """Says why, and returns the exit status."""
         self._stop_spinner()
         if self._as_json:
             self._line(event="failed", reason=error.reason, message=error.message)
         else:
-            self._console.print(f"[red]error[/red] {escape(error.message)}", soft_wrap=True)
-        return 2 if isinstance(error, InvalidArgument) else 1
+            self._console.print(f"[red]error:[/red] {escape(error.message)}", soft_wrap=True)
+        return error.exit_code
 
     def _stop_spinner(self) -> None:
         if self._status is not None:

@@ -42,12 +42,10 @@ async def serving(
     None when the end was asked for before everything ran. Raises what the first start of a worker raised, and what the
     router raises when it cannot listen.
     """
-    from loraplex_proto.listen import check_free  # late: printing help needs no gRPC
-    from loraplex_router.server import start_router
+    from loraplex_router.server import start_router  # late: printing help needs no gRPC
+    from loraplex_server.grpc.door import check_door
 
-    # Nobody wants to hear of it when the models are loaded.
-    check_free(config.host, config.port)
-    check_free(config.metrics_host or config.host, config.metrics_port or 0)
+    check_door(config)
     ending = ending or Ending()
     children = Children(spec, num_workers, on_progress)
     try:
@@ -86,7 +84,8 @@ def worker_arguments(model: str, given: Mapping[str, Any]) -> list[str]:
         if flag.parameter in ROUTER_ONLY or value is None:
             continue
         if isinstance(value, bool):
-            arguments.append(flag.flag if value else f"--no-{flag.flag[2:]}")
+            if value is not flag.default:
+                arguments.append(flag.flag if value else f"--no-{flag.flag[2:]}")
             continue
         for one in value if isinstance(value, (list, tuple)) else [value]:
             arguments += [flag.flag, str(one.absolute() if isinstance(one, Path) else one)]

@@ -18,13 +18,14 @@ from grpc_reflection.v1alpha import reflection
 from loraplex_proto import auth, telemetry
 from loraplex_proto.ending import Ending
 from loraplex_proto.health import Health
-from loraplex_proto.listen import bind, check_free, exposure_warnings, join_address
+from loraplex_proto.listen import bind, exposure_warnings, join_address
 from loraplex_proto.v1 import adapter_pb2, inference_pb2, worker_pb2
 from loraplex_server.config import WorkerConfig
 from loraplex_server.engine.client import EngineClient
 from loraplex_server.engine.messages import ModelInfo
 from loraplex_server.engine.process import EngineBuilder
 from loraplex_server.grpc.adapters import AdapterServicer
+from loraplex_server.grpc.door import check_door
 from loraplex_server.grpc.edge import Edge, add_service
 from loraplex_server.grpc.inference import InferenceServicer
 from loraplex_server.grpc.load import WorkerServicer
@@ -95,9 +96,7 @@ async def start_worker(
     tokenizer: TextTokenizer | None = None,
 ) -> Worker:
     """Starts the engine, then listens. Raises the typed error of whatever cannot be had (model, port, files)."""
-    # Nobody wants to hear of it when the model is loaded.
-    check_free(config.host, config.port)
-    check_free(config.metrics_host or config.host, config.metrics_port or 0)
+    check_door(config)
     engine = EngineClient(
         config.engine, max_unread_tokens=config.max_unread_tokens, max_stream_wait_s=config.max_stream_wait_s
     )

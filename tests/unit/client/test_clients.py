@@ -312,6 +312,23 @@ def test_a_closed_client_says_so(connect: Connect, fake: Any) -> None:
             call()
 
 
+def test_a_client_that_is_closed_meanwhile_says_so(connect: Connect, fake: Any) -> None:
+    fake.is_endless = True
+    client = connect(fake.address)
+    stream = client.stream("a")
+    next(stream)
+    client.close()
+    with pytest.raises(loraplex.Cancelled, match="the client was closed before the answer was complete"):
+        list(stream)
+
+
+def test_a_request_that_is_too_large_says_how_large_it_may_be(connect: Connect, fake: Any) -> None:
+    says = pytest.raises(loraplex.ResourceExhausted, match="the server takes 4194304; send less")
+    with connect(fake.address) as client, says as caught:
+        client.generate("a" * (5 << 20))
+    assert "--max-message" in caught.value.message
+
+
 # --- ending a stream early ------------------------------------------------------------------------------------------
 
 

@@ -65,7 +65,7 @@ def test_options_reach_the_request(fake: Any) -> None:
         "--seed",
         "7",
     ]
-    argv += ["--stop", "a", "--stop", "b", "--ignore-eos", "-n", "2", "--speculation", "off", "--logprobs"]
+    argv += ["--stop", "a", "--stop", "b", "--ignore-eos", "-n", "2", "--speculation", "off", "--logprobs", "--json"]
     assert main(argv) == 0
     request = fake.seen[0].request
     assert (request.sampling.temperature, request.sampling.top_p, request.sampling.top_k) == (0.5, 0.9, 5)
@@ -113,8 +113,22 @@ def test_json_stream_is_a_line_per_chunk(fake: Any, capsys: Capture) -> None:
 
 
 def test_several_streams_at_once_are_refused(fake: Any, capsys: Capture) -> None:
-    assert main(["generate", "hello", "-s", fake.address, "--stream", "-n", "2"]) == 1
+    assert main(["generate", "hello", "-s", fake.address, "--stream", "-n", "2"]) == 2
     assert "--json" in capsys.readouterr().err
+    assert fake.seen == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--logprobs"], "--logprobs has nowhere to go; add --json"),
+        (["-n", "0"], "-n must be at least 1"),
+        (["--timeout", "-1"], "--timeout must be 0, for ever, or above"),
+    ],
+)
+def test_flags_that_mean_nothing_are_refused(fake: Any, capsys: Capture, argv: list[str], says: str) -> None:
+    assert main(["generate", "hello", "-s", fake.address, *argv]) == 2
+    assert says in capsys.readouterr().err
     assert fake.seen == []
 
 
@@ -127,7 +141,7 @@ def test_prompt_from_stdin(fake: Any, monkeypatch: pytest.MonkeyPatch, given: st
 
 def test_stdin_that_is_no_text(fake: Any, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe\xff"), encoding="utf-8"))
-    assert main(["generate", "-", "-s", fake.address]) == 1
+    assert main(["generate", "-", "-s", fake.address]) == 2
     assert "UTF-8" in capsys.readouterr().err
 
 
@@ -162,7 +176,7 @@ def test_token_and_server_from_the_environment(fake: Any, monkeypatch: pytest.Mo
 
 
 def test_a_certificate_that_cannot_be_read(tmp_path: Path, capsys: Capture) -> None:
-    assert main(["generate", "x", "--ca-cert", str(tmp_path / "none.pem")]) == 1
+    assert main(["generate", "x", "--ca-cert", str(tmp_path / "none.pem")]) == 2
     assert "none.pem" in capsys.readouterr().err
 
 
@@ -242,7 +256,7 @@ def test_the_length_of_drafts(fake: Any) -> None:
 
 @pytest.mark.parametrize("given", ["fast", "", "off:x", "auto:", "prompt_lookup:3", "Medusa", ":tiny", "medusa:"])
 def test_speculation_that_there_is_not(fake: Any, capsys: Capture, given: str) -> None:
-    assert main(["generate", "x", "-s", fake.address, "--speculation", given]) == 1
+    assert main(["generate", "x", "-s", fake.address, "--speculation", given]) == 2
     err = capsys.readouterr().err
     assert "--speculation takes off, auto" in err
     assert repr(given) in err
@@ -322,7 +336,7 @@ def test_adapters_as_json(fake: Any, make_adapter: Callable[..., Any], capsys: C
 
 
 def test_an_adapter_name_that_is_none(fake: Any, capsys: Capture) -> None:
-    assert main(["adapters", "load", "../etc", "-s", fake.address]) == 1
+    assert main(["adapters", "load", "../etc", "-s", fake.address]) == 2
     assert "not a valid name" in capsys.readouterr().err
     assert fake.seen == []
 

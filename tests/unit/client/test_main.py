@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 import tomllib
@@ -16,7 +17,7 @@ from typer.testing import CliRunner
 
 from loraplex.cli import doctor, main
 from loraplex.cli.main import KNOWN, build_app, find_commands
-from loraplex_proto.errors import QueueFull
+from loraplex_proto.errors import InvalidAdapterId, QueueFull
 
 ROOT = Path(__file__).resolve().parents[3]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -190,6 +191,19 @@ def ends_with(error: BaseException, extra_command: ModuleType) -> int:
 def test_typed_errors_are_one_sentence(extra_command: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert ends_with(QueueFull("too many wait;\n try again in 2 s\x1b[2J"), extra_command) == 1
     assert capsys.readouterr().err == "error: too many wait; try again in 2 s\\x1b[2J\n"
+
+
+def test_what_can_never_work_is_2(extra_command: ModuleType) -> None:
+    assert ends_with(InvalidAdapterId("'../x' is not a name"), extra_command) == 2
+
+
+def test_a_full_disk_is_one_sentence(extra_command: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ends_with(OSError(errno.ENOSPC, "No space left on device"), extra_command) == 1
+    assert capsys.readouterr().err == "error: No space left on device; make room, or name another place\n"
+    assert ends_with(PermissionError(errno.EACCES, "Permission denied", "/x"), extra_command) == 1
+    assert capsys.readouterr().err.startswith("error: /x: Permission denied")
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        ends_with(OSError(errno.EBADF, "Bad file descriptor"), extra_command)
 
 
 def test_ctrl_c_is_130(extra_command: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

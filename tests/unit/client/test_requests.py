@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any, get_type_hints
 
 import pytest
@@ -243,3 +244,33 @@ def test_adapter_ids_are_checked_before_they_reach_a_header(adapter_id: str) -> 
 def test_the_sdk_needs_no_torch() -> None:
     code = "import sys, loraplex; sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'typer', 'rich')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("messages", ["hi", ["hi"], {"role": "user", "content": "hi"}, 5, [5]])
+def test_messages_that_are_none_say_what_they_take(messages: Any) -> None:
+    with pytest.raises(InvalidArgument, match="messages takes a list") as caught:
+        _requests.generate_request(None, {"messages": messages})
+    assert caught.value.field == "chat.messages"
+
+
+@pytest.mark.parametrize("adapters", ["sql", ["sql"], 5])
+def test_a_mixture_that_is_none_says_what_it_takes(adapters: Any) -> None:
+    with pytest.raises(InvalidArgument, match="adapters takes") as caught:
+        _requests.generate_request("x", {"adapters": adapters})
+    assert caught.value.field == "adapters"
+
+
+@pytest.mark.parametrize(
+    "make", [lambda name: _requests.load_request(name, False), _requests.unload_request, _requests.get_request]
+)
+def test_names_of_another_type(make: Callable[[Any], object]) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        make(5)
+    assert caught.value.field == "adapter_id"
+
+
+def test_pin_is_a_switch() -> None:
+    pin: Any = "yes"
+    with pytest.raises(InvalidArgument) as caught:
+        _requests.load_request("sql", pin)
+    assert caught.value.field == "pin"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -41,7 +43,7 @@ def test_tokens_that_are_no_header_are_refused_and_not_shown(token: str) -> None
 
 
 def test_secrets_are_not_in_the_repr() -> None:
-    settings = Settings("host:1", "s3cret", tls=Tls(client_key=b"k3y"))
+    settings = Settings("host:1", "s3cret", tls=Tls(client_key=b"-----BEGIN k3y"))
     assert "s3cret" not in repr(settings)
     assert "k3y" not in repr(settings)
 
@@ -70,3 +72,25 @@ def test_keepalive_and_server_name() -> None:
     assert options["grpc.keepalive_permit_without_calls"] == 0
     assert options["grpc.ssl_target_name_override"] == "other"
     assert "grpc.ssl_target_name_override" not in dict(Settings("h:1").channel_options())
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"target": 5}, "target"),
+        ({"target": None}, "target"),
+        ({"target": "host:1", "token": 5}, "token"),
+        ({"target": "host:1", "timeout_s": "5"}, "timeout_s"),
+        ({"target": "host:1", "tls": "yes"}, "tls"),
+    ],
+)
+def test_values_of_another_type_are_told_by_name(given: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        Client(**given)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("name", ["root_certificates", "client_key", "client_certificate"])
+def test_certificates_that_are_none(name: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"{name} is no PEM"):
+        replace(Tls(), **{name: b"\x30\x82"})

@@ -106,7 +106,14 @@ def test_in_words(adapter: Path, tiny_world: TinyWorld, tmp_path: Path, capsys: 
     as_pickle(adapter)
     assert main(["adapters", "verify", str(adapter), "--base", str(tiny_world.model)]) == 1
     assert "error: adapter_model.bin is a pickle" in capsys.readouterr().err
-    assert main(["adapters", "verify", str(tmp_path / "none"), "--base", str(tiny_world.model)]) == 1
+    assert main(["adapters", "verify", str(tmp_path / "none"), "--base", str(tiny_world.model)]) == 2
     assert "is not a folder" in capsys.readouterr().err
     assert main(["adapters", "verify", str(tiny_world.adapters / "a001"), "--base", str(tmp_path / "none")]) == 1
     assert "cannot be loaded" in capsys.readouterr().err
+
+
+def test_links_are_not_followed_as_a_server_would_not(adapter: Path, tiny_world: TinyWorld, capsys: Capture) -> None:
+    elsewhere = (adapter / WEIGHTS).rename(adapter.parent / "elsewhere.safetensors")
+    (adapter / WEIGHTS).symlink_to(elsewhere)
+    code, report = verify(adapter, tiny_world, capsys)
+    assert (code, report["valid"]) == (1, False)

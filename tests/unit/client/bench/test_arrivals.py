@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from loraplex.bench.arrivals import Lengths, LoadSpec, gaps, parse_lengths, plan
+from loraplex.bench.arrivals import DEFAULT_DURATION_S, Lengths, LoadSpec, gaps, parse_lengths, plan
 from loraplex_proto.errors import InvalidArgument
 
 SPEC = LoadSpec(rate=10, duration_s=20, adapter_ids=("a", "b", "c"), vocab_size=50, excluded_ids=frozenset({2}))
@@ -87,10 +87,15 @@ def test_lengths_that_are_none(text: str) -> None:
         ({"cv": -1}, "--cv"),
         ({"duration_s": 0}, "--duration"),
         ({"num_requests": 0}, "--num-requests"),
-        ({"duration_s": None}, "--num-requests"),
         ({"rate": float("inf")}, "--num-requests"),
     ],
 )
 def test_loads_that_there_are_not(change: dict[str, float], flag: str) -> None:
     with pytest.raises(InvalidArgument, match=flag):
         replace(SPEC, **change)
+
+
+def test_a_load_that_nothing_else_limits_has_a_duration() -> None:
+    assert LoadSpec(rate=5).duration_s == DEFAULT_DURATION_S
+    assert LoadSpec(rate=5, num_requests=3).duration_s is None
+    assert LoadSpec(rate=5, duration_s=2).duration_s == 2

@@ -75,6 +75,8 @@ def test_failures_are_listed_with_their_codes(fake: Any, capsys: Capture) -> Non
     ("argv", "says"),
     [
         (["--rate", "0"], "--rate must be above 0"),
+        (["--num-adapters", "0"], "--num-adapters must be at least 1"),
+        (["--timeout", "-1"], "--timeout must be 0"),
         (["--rate", "inf"], "--num-requests is needed"),
         (["--popularity", "even"], "--popularity takes identical"),
         (["--output-tokens", "0"], "--output-tokens takes a number"),
@@ -89,7 +91,7 @@ def test_loads_that_there_are_not(
     fake: Any, make_adapter: Callable[..., Any], capsys: Capture, argv: list[str], says: str
 ) -> None:
     fake.adapters = [make_adapter()]
-    assert main(["bench", fake.address, *argv]) == 1
+    assert main(["bench", fake.address, *argv]) == 2
     captured = capsys.readouterr()
     assert says in captured.err
     assert captured.out == ""

@@ -60,8 +60,8 @@ def test_one_json_object(
     assert (out / "adapter_model.safetensors").exists()
 
 
-def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    assert main.main(["train-medusa", *argv]) == 1
+def refusal(argv: list[str], capsys: pytest.CaptureFixture[str], code: int = 2) -> str:
+    assert main.main(["train-medusa", *argv]) == code
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "Traceback" not in captured.err
@@ -80,9 +80,9 @@ def test_what_is_wrong_is_said_in_a_sentence(
     assert "cannot be read" in refusal([model, "--out", out, "--prompts", str(tmp_path / "none.txt")], capsys)
     assert "no dtype" in refusal([*given, "--dtype", "int3"], capsys)
     assert "no device" in refusal([*given, "--device", "abacus"], capsys)
-    assert "there is no adapter" in refusal([*given, "--adapter", str(tmp_path / "none")], capsys)
+    assert "there is no adapter" in refusal([*given, "--adapter", str(tmp_path / "none")], capsys, 1)
     assert "exists already" in refusal([model, "--out", str(tmp_path), "--prompts", str(prompts)], capsys)
-    assert "cannot be loaded" in refusal([str(tmp_path), "--out", out, "--prompts", str(prompts)], capsys)
+    assert "cannot be loaded" in refusal([str(tmp_path), "--out", out, "--prompts", str(prompts)], capsys, 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["prompts.txt"]
 
 
