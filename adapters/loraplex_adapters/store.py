@@ -83,8 +83,13 @@ class AdapterStore:
         self._entries: OrderedDict[AdapterKey, _Entry] = OrderedDict()  # least recently used first
         self._num_bytes = 0  # of the entries, and what is being written
         self._num_written = 0
-        root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._lock_fd = os.open(root / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            root.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._lock_fd = os.open(root / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise FailedPrecondition(
+                f"the adapter store {root} cannot be used: {error.strerror}; name another directory (--adapter-store)"
+            ) from error
         try:
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

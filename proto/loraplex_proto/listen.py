@@ -59,8 +59,6 @@ def bind(server: grpc.aio.Server, host: str, port: int, tls_cert: Path | None, t
 
 def check_free(host: str, port: int) -> None:
     """Raises FailedPrecondition where `bind` would: for who has much to do before it listens. Not for shared ports."""
-    if port == 0:
-        return
     refused: OSError | None = None
     try:
         for family, kind, protocol, _, address in socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM):

@@ -21,7 +21,7 @@ from loraplex_proto.auth import ServerInterceptor, load_credentials
 from loraplex_proto.ending import HOW_TO_HURRY, Ending
 from loraplex_proto.errors import InvalidArgument
 from loraplex_proto.health import Health
-from loraplex_proto.listen import bind, exposure_warnings, join_address, read_file
+from loraplex_proto.listen import bind, check_free, exposure_warnings, join_address, read_file
 from loraplex_proto.telemetry import MetricsEndpoint, new_registry
 from loraplex_router.adapters import AdapterFanOut
 from loraplex_router.calls import Calls
@@ -98,6 +98,8 @@ async def start_router(config: RouterConfig) -> Router:
     _add_services(server, proxy, fan_out, health)
     endpoint: MetricsEndpoint | None = None
     try:
+        if not config.server.reuse_port:
+            check_free(config.host, config.port)  # gRPC finds out as well, but writes a line of its own
         port = bind(server, config.host, config.port, config.tls_cert, config.tls_key)
         if registry is not None and config.metrics_port is not None:
             WorkersCollector(registry, replicas)

@@ -241,3 +241,9 @@ def test_stores_of_killed_processes_are_removed_and_nothing_else(tmp_path: Path)
     left = sorted(path.name for path in tmp_path.iterdir())
     assert left == ["other-killed", "store-file", "store-link", "store-new", "store-running", "store-young"]
     assert len(files(tmp_path / "store-running")) == 1
+
+
+def test_a_place_that_cannot_be_used_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(FailedPrecondition, match=r"cannot be used: Not a directory; name another .*--adapter-store"):
+        AdapterStore(tmp_path / "file" / "store", 1 << 20)

@@ -56,6 +56,11 @@ async def test_a_taken_port_is_known_beforehand() -> None:
     await server.stop(None)
 
 
+def test_a_free_port_needs_an_address_too() -> None:
+    with pytest.raises(FailedPrecondition, match=r"cannot listen on 192\.0\.2\.1:0"):
+        check_free("192.0.2.1", 0)
+
+
 @pytest.mark.parametrize("host", ["192.0.2.1", "2001:db8::1"])
 def test_an_address_of_others(host: str) -> None:
     with pytest.raises(FailedPrecondition, match="cannot listen"):
