@@ -25,6 +25,15 @@ def linears(loaded: LoadedModel) -> dict[str, AdaptedLinear]:
     }
 
 
+def products(loaded: LoadedModel) -> list[tuple[AdaptedLinear, ...]]:
+    """The same by what is computed at once: siblings together, others alone."""
+    found: dict[int, tuple[AdaptedLinear, ...]] = {}
+    for module in linears(loaded).values():
+        members = (module,) if module.joint is None else tuple(module.joint.members)
+        found.setdefault(id(members[0]), members)
+    return list(found.values())
+
+
 def make_adapter(loaded: LoadedModel, rank: int, seed: int) -> AdapterWeights:
     """One allocation with factors for every linear, as the adapter cache would have made it."""
     modules = linears(loaded)

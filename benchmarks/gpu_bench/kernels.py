@@ -11,12 +11,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_bench.adapters import choose_slots, linears
+from gpu_bench.adapters import choose_slots, linears, products
 from gpu_bench.deadline import Deadline
 from gpu_bench.floors import kv_bytes
 from gpu_bench.machine import Timing, time_call
 from gpu_bench.stepper import BLOCK_SIZE, Stepper
-from loraplex_adapters.ops.base import PreparedSegments, ReplayableLora, Segment, SegmentedLora
+from loraplex_adapters.ops.base import (
+    FactorTable,
+    PreparedSegments,
+    ReplayableLora,
+    Segment,
+    SegmentedLora,
+    SiblingLora,
+)
 from loraplex_adapters.ops.dense import DenseTable, DenseWeight
 from loraplex_adapters.ops.registry import available_ops, choose_dense, choose_punica
 from loraplex_adapters.ops.segments import join_neighbours
@@ -85,10 +92,24 @@ def _all_work(stepper: Stepper, sizes: Sequence[int]) -> Iterator[_Work]:
     yield _sampler_work(stepper, sizes[-1])
 
 
-def _by_shape(stepper: Stepper) -> dict[tuple[int, int], list[AdaptedLinear]]:
-    found: dict[tuple[int, int], list[AdaptedLinear]] = {}
-    for module in linears(stepper.loaded).values():
-        found.setdefault((module.in_features, module.out_features), []).append(module)
+Group = tuple[AdaptedLinear, ...]  # computed at once: siblings, or a linear by itself
+
+
+class _Sizes(NamedTuple):
+    """Of a group's inputs and outputs."""
+
+    num_in: int
+    outs: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.num_in}->{'+'.join(map(str, self.outs))}"
+
+
+def _by_sizes(stepper: Stepper) -> dict[_Sizes, list[Group]]:
+    found: dict[_Sizes, list[Group]] = {}
+    for group in products(stepper.loaded):
+        sizes = _Sizes(group[0].in_features, tuple(member.out_features for member in group))
+        found.setdefault(sizes, []).append(group)
     return found
 
 
@@ -98,41 +119,51 @@ def _punica() -> list[SegmentedLora]:
 
 
 def _lora_work(stepper: Stepper, batch: int) -> Iterator[_Work]:
-    """Down and up together, by shape of the module: as launched for one step, and as a graph launches it for whatever
-    comes. Punica beside it where it is installed."""
+    """Down and up together, by sizes of what is computed at once: as launched for one step, and as a graph launches it
+    for whatever comes. Punica beside it where it is installed."""
     loaded = stepper.loaded
     stepper.install(batch)
     own = next(iter(linears(loaded).values())).ops
     assert own is not None
     for ops in (own, *_punica()):
-        for (num_in, num_out), modules in _by_shape(stepper).items():
+        for sizes, groups in _by_sizes(stepper).items():
             for popularity in POPULARITIES:
                 slots = choose_slots(popularity, batch)
                 segments = join_neighbours([Segment(row, row + 1, slot) for row, slot in enumerate(slots)])
-                x = torch.randn(batch, num_in, device=loaded.device).to(loaded.dtype)
-                y = torch.zeros(batch, num_out, device=loaded.device, dtype=loaded.dtype)
-                factors = [m.table.factors[slot] for m in modules if m.table is not None for slot in set(slots)]
+                x = torch.randn(batch, sizes.num_in, device=loaded.device).to(loaded.dtype)
+                y = torch.zeros(batch, sum(sizes.outs), device=loaded.device, dtype=loaded.dtype)
+                tables = [_tables(group) for group in groups]
+                factors = [table.factors[slot] for of_group in tables for table in of_group for slot in set(slots)]
                 num_bytes = sum(f.a.nbytes + f.b.nbytes for f in factors if f is not None)
-                num_bytes += len(modules) * (x.nbytes + 2 * y.nbytes)
-                case = f"{num_in}->{num_out}, batch {batch}, {popularity}"
+                num_bytes += len(groups) * (x.nbytes + 2 * y.nbytes)
+                case = f"{sizes}, batch {batch}, {popularity}"
                 num_slots = stepper.shape.max_batch
                 prepared = ops.prepare(segments, batch, num_slots, loaded.device)
-                call = _lora_call(ops, modules, prepared, x, y)
-                yield _Work(f"lora ({ops.name})", case, len(modules), num_bytes, call, ops is own)
+                call = _lora_call(ops, tables, prepared, x, y)
+                yield _Work(f"lora ({ops.name})", case, len(groups), num_bytes, call, ops is own)
                 if isinstance(ops, ReplayableLora):
                     reserved = ops.reserve(batch, num_slots, loaded.device)
                     ops.refill(reserved, segments)
-                    call = _lora_call(ops, modules, reserved, x, y)
-                    yield _Work(f"lora ({ops.name}, reserved)", case, len(modules), num_bytes, call)
+                    call = _lora_call(ops, tables, reserved, x, y)
+                    yield _Work(f"lora ({ops.name}, reserved)", case, len(groups), num_bytes, call)
+
+
+def _tables(group: Group) -> list[FactorTable]:
+    return [member.table for member in group if member.table is not None]
 
 
 def _lora_call(
-    ops: SegmentedLora, modules: Sequence[AdaptedLinear], prepared: PreparedSegments, x: Tensor, y: Tensor
+    ops: SegmentedLora, tables: Sequence[Sequence[FactorTable]], prepared: PreparedSegments, x: Tensor, y: Tensor
 ) -> Callable[[], None]:
     def call() -> None:
-        for module in modules:
-            assert module.table is not None
-            ops.apply(y, x, module.table, prepared)
+        for of_group in tables:
+            if isinstance(ops, SiblingLora) and len(of_group) > 1:
+                ops.apply_siblings(y, x, of_group, prepared)
+                continue
+            start = 0
+            for table in of_group:
+                ops.apply(y[:, start : start + table.out_features], x, table, prepared)
+                start += table.out_features
 
     return call
 
@@ -140,15 +171,16 @@ def _lora_call(
 def _base_work(stepper: Stepper, batch: int) -> Iterator[_Work]:
     """The base's products, for comparison."""
     loaded = stepper.loaded
-    for (num_in, num_out), modules in _by_shape(stepper).items():
-        x = torch.randn(batch, num_in, device=loaded.device).to(loaded.dtype)
-        num_bytes = len(modules) * (num_in * num_out + batch * (num_in + num_out)) * x.itemsize
+    for sizes, groups in _by_sizes(stepper).items():
+        x = torch.randn(batch, sizes.num_in, device=loaded.device).to(loaded.dtype)
+        num_out = sum(sizes.outs)
+        num_bytes = len(groups) * (sizes.num_in * num_out + batch * (sizes.num_in + num_out)) * x.itemsize
 
-        def call(x: Tensor = x, modules: Sequence[AdaptedLinear] = modules) -> None:
-            for module in modules:
-                module.base(x)
+        def call(x: Tensor = x, groups: Sequence[Group] = groups) -> None:
+            for first, *_ in groups:
+                (first.joint or first).base(x)
 
-        yield _Work("base product", f"{num_in}->{num_out}, batch {batch}", len(modules), num_bytes, call)
+        yield _Work("base product", f"{sizes}, batch {batch}", len(groups), num_bytes, call)
 
 
 def _attention_work(stepper: Stepper, batch: int, query_len: int) -> _Work:

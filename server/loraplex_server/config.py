@@ -17,6 +17,7 @@ from loraplex_proto.options import option
 MAX_DRAFT_TOKENS: Final = 64  # per step; requests cannot ask for more either
 MAX_LOOKUP_HISTORY: Final = 1 << 20  # tokens of one namespace
 CPU_KERNELS: Final = ("auto", "native", "torch")
+LORA_KERNELS: Final = ("auto", "triton", "punica", "reference")
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +180,12 @@ class EngineConfig:
         "can be used.",
         "--cpu-kernels",
     )
+    lora_kernels: str = option(
+        "auto",
+        "What computes LoRA adapters on a GPU: triton, punica (where that package is installed; not in CUDA graphs), "
+        "reference (slow), or auto: the fastest that loraplex doctor names.",
+        "--lora-kernels",
+    )
     log_level: str = option("info", "debug, info, warning or error.", "--log-level")
 
     def __post_init__(self) -> None:
@@ -192,8 +199,12 @@ class EngineConfig:
             ),
             (self.batch.max_queued >= 1, "--max-queued", "must be at least 1"),
             (self.adapters.num_device_slots >= 1, "--adapter-slots", "must be at least 1"),
+            (self.adapters.device_bytes >= 1, "--adapter-device-memory", "must be at least 1 byte"),
+            (self.adapters.host_bytes >= 1, "--adapter-host-memory", "must be at least 1 byte"),
+            (self.adapters.disk_bytes >= 1, "--adapter-disk", "must be at least 1 byte"),
             (1 <= self.adapters.max_rank <= 4096, "--max-lora-rank", "must be 1 to 4096"),
             (self.num_threads is None or self.num_threads >= 1, "--threads", "must be at least 1"),
+            (self.lora_kernels in LORA_KERNELS, "--lora-kernels", f"must be {', '.join(LORA_KERNELS)}"),
             (self.cpu_kernels in CPU_KERNELS, "--cpu-kernels", f"must be {', '.join(CPU_KERNELS)}"),
             (
                 self.model.dtype in {"auto", "float32", "bfloat16", "float16", "float64"},
@@ -266,6 +277,8 @@ class WorkerConfig:
             (0 <= self.port <= 65535, "--port", "must be 0 (any free port) to 65535"),
             (self.metrics_port is None or 0 <= self.metrics_port <= 65535, "--metrics-port", "must be 0 to 65535"),
             ((self.tls_cert is None) == (self.tls_key is None), "--tls-cert", "and --tls-key come together"),
+            (self.max_message_bytes >= 1024, "--max-message", "must be at least 1024 bytes"),
+            (self.max_unread_tokens >= 1, "--max-unread", "must be at least 1"),
             (self.max_stream_wait_s >= 0, "--stream-wait", "must not be negative"),
             (self.drain_s >= 0, "--drain", "must not be negative"),
             (self.announce_s >= 0, "--announce", "must not be negative"),

@@ -7,12 +7,15 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.as_on_cuda import build_as_on_cuda
+
+from loraplex_server.model.fused.base import ReferenceFused
 
 ROOT = Path(__file__).resolve().parents[2]
 # What a machine with a GPU need not have.
@@ -149,12 +152,16 @@ def test_the_benchmark_as_on_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     importlib.import_module("gpu_check").provide_bench()
     main = importlib.import_module("gpu_bench.main")
     build_as_on_cuda(monkeypatch)
+    monkeypatch.setattr(main, "adopt_model", partial(main.adopt_model, joins=True, fused=ReferenceFused()))
     main.run("tiny", torch.device("cpu"), tmp_path, limit_s=100.0, max_rank=8)
     report = json.loads((tmp_path / "bench.json").read_text())
     assert report["problems"] == []
     assert report["num_graphs"] > 10
     assert report["max_rank"] == 8
     assert any("reserved" in row["kernel"] for row in report["kernels"])
+    of_base = {row["case"]: row["calls"] for row in report["kernels"] if row["kernel"] == "base product"}
+    sizes = ("64->64+32+32", "64->64", "64->128+128", "128->64")
+    assert of_base == {f"{found}, batch 2": 2 for found in sizes}, "a layer is four products"
     assert len(report["steps"]) == 14
 
 

@@ -20,7 +20,7 @@ def _captured_shapes(config: EngineConfig, device: torch.device) -> list[Shape]:
 
 def build_as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "choose_ops", lambda *_: ReplayableReference())
-    monkeypatch.setattr(build, "_attention", lambda *_: ReplayableTorch())
+    monkeypatch.setattr(build, "make_attention", lambda *_: ReplayableTorch())
     monkeypatch.setattr(build, "captured_shapes", _captured_shapes)
     monkeypatch.setattr(build, "CudaCapture", lambda _: calls_again)
     monkeypatch.setattr(build, "ModelRunner", partial(ModelRunner, overlaps=True))

@@ -32,17 +32,22 @@ def available_ops() -> list[OpsStatus]:
     problem, punica, native = _triton_problem(), _punica_problem(), load_native().status
     return [
         OpsStatus("triton", not problem, problem or "for CUDA devices"),
-        OpsStatus("punica", not punica, punica or "for CUDA devices, where it is asked for by name"),
+        OpsStatus("punica", not punica, punica or "for CUDA devices, with --lora-kernels punica"),
         OpsStatus("native", native.usable, native.reason or f"for the CPU, {native.isa}"),
         OpsStatus("cpu", True, "for the CPU"),
         OpsStatus("reference", True, "for every device, slow; what the others are tested against"),
     ]
 
 
-def choose_ops(device: torch.device | str, native: NativeKernels | None = None, max_rank: int = 256) -> SegmentedLora:
-    """The fastest implementation that works for tensors on `device`. `native`: the CPU kernels in C++, if they are to
-    be used. `max_rank`: of any adapter that will come; what is captured in CUDA graphs has room for it."""
+def choose_ops(
+    device: torch.device | str, native: NativeKernels | None = None, max_rank: int = 256, name: str = "auto"
+) -> SegmentedLora:
+    """The fastest implementation that works for tensors on `device`, or the one called `name`, which is for GPUs.
+    `native`: the CPU kernels in C++, if they are to be used. `max_rank`: of any adapter that will come; what is
+    captured in CUDA graphs has room for it. Raises InvalidArgument where the one asked for cannot be used."""
     kind = torch.device(device).type
+    if name != "auto":
+        return _ops_called(name, kind, max_rank)
     if kind == "cpu":
         return NativeOps(native) if native is not None else CpuOps()
     if kind == "cuda" and not _triton_problem():
@@ -53,11 +58,26 @@ def choose_ops(device: torch.device | str, native: NativeKernels | None = None, 
     return ReferenceOps()
 
 
+def _ops_called(name: str, kind: str, max_rank: int) -> SegmentedLora:
+    field = "--lora-kernels"
+    if kind == "cpu":
+        raise InvalidArgument(f"{field} {name} is for GPUs; on a CPU --cpu-kernels says what computes", field=field)
+    if name == "reference":
+        return ReferenceOps()
+    if name == "punica":
+        return choose_punica()
+    if name != "triton":
+        raise InvalidArgument(f"{field} takes auto, triton, punica or reference, not {name!a}", field=field)
+    if problem := _triton_problem():
+        raise InvalidArgument(f"{field} triton: {problem}", field=field)
+    return choose_ops(kind, max_rank=max_rank)
+
+
 def choose_punica() -> SegmentedLora:
     """The Punica package's operators, and for what they do not compute what CUDA gets otherwise. Never chosen by
     itself: its calls cannot be part of a CUDA graph. Raises InvalidArgument where it cannot be used."""
     if problem := _punica_problem():
-        raise InvalidArgument(f"Punica's kernels cannot be used: {problem}")
+        raise InvalidArgument(f"Punica's kernels cannot be used: {problem}", field="--lora-kernels")
     return PunicaOps(cast(PunicaFunctions, import_module("punica.ops")), choose_ops("cuda"))
 
 

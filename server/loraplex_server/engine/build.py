@@ -95,7 +95,7 @@ def assemble(
     CPU kernels in C++, None where torch does the work."""
     served = served or ServedModel(config.model.model)
     spec, batch, block_size = loaded.spec, config.batch, config.kv.block_size
-    ops = choose_ops(loaded.device, native, config.adapters.max_rank)
+    ops = choose_ops(loaded.device, native, config.adapters.max_rank, config.lora_kernels)
     slots = loaded.adapter_slots(ops, config.adapters.num_device_slots)
     argmax = native_argmax(native) if native is not None else None
     guesser = native_guesser(native, loaded)
@@ -111,6 +111,8 @@ def assemble(
         Sampler(batch.max_running, spec.num_logits, loaded.device, argmax=native_argmax(native)),
         max_rows=batch.max_running,
     )
+    if loaded.device.type == "cuda":
+        runner.warm_up(batch.max_step_tokens, progress)
     if shapes := captured_shapes(config, loaded.device):
         runner.capture(shapes, CudaCapture(loaded.device), progress)
     manager = _manager(loaded, config.adapters, slots, heads, notify, served.heads)

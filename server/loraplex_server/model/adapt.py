@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
 from typing import cast
 
 import torch
@@ -157,3 +158,15 @@ def _side_by_side(targets: dict[str, AdaptedModule]) -> dict[str, AdaptedModule]
 
 def _column(values: Iterable[float], like: Tensor) -> Tensor:
     return upload(torch.tensor(list(values), dtype=like.dtype), like.device)
+
+
+@contextmanager
+def as_if_installed(targets: Mapping[str, AdaptedModule]) -> Generator[None]:
+    """Every one of these modules launches its adapter kernels, also those that no adapter changes yet."""
+    for module in targets.values():
+        module.num_installed += 1
+    try:
+        yield
+    finally:
+        for module in targets.values():
+            module.num_installed -= 1

@@ -18,8 +18,7 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from loraplex_adapters.ops.base import PreparedSegments, ReplayableLora, Segment
-from loraplex_server.model.adapt import AdaptedModule, AdapterSlots
+from loraplex_server.model.adapt import AdaptedModule, AdapterSlots, as_if_installed
 from loraplex_server.model.attention.base import ReplayableAttention
 from loraplex_server.model.batch import BatchMirror, Ints, StagedStep
 from loraplex_server.model.kv import KvCache
@@ -231,7 +230,7 @@ class StepGraphs:
         """The step, on what is in the buffers. The model's own logits, of which there is a copy in the buffer."""
         context, num_tokens = self._loaded.context, bucket.shape.num_tokens
         places, positions, head_rows = self._inputs[: 3 * num_tokens].view(3, num_tokens)
-        with _as_if_installed(self._loaded if adapted else None):
+        with as_if_installed(self._loaded.targets if adapted else {}):
             try:
                 context.capture_head_input = True
                 context.attention = bucket.attention
@@ -361,16 +360,3 @@ def capture_and_report(
     else:
         progress(f"{num_wanted} CUDA graphs in {time.perf_counter() - start_s:.1f} s")
     return graphs.num_graphs > 0
-
-
-@contextmanager
-def _as_if_installed(loaded: LoadedModel | None) -> Generator[None]:
-    """Every module launches its adapter kernels, also those that no adapter changes yet."""
-    modules = loaded.targets.values() if loaded is not None else ()
-    for module in modules:
-        module.num_installed += 1
-    try:
-        yield
-    finally:
-        for module in modules:
-            module.num_installed -= 1

@@ -29,6 +29,7 @@ from loraplex_server.model.adapt import AdapterSlots
 from loraplex_server.model.linear import AdaptedHead
 from loraplex_server.model.loaded import LoadedModel
 from loraplex_server.model.native.guessing import BlockRows, GuessPlan, NativeGuesser
+from loraplex_server.model.transfer import upload
 from loraplex_server.sampling.sampler import Argmax
 
 NOT_A_NUMBER = -1  # in the place of a token id
@@ -209,7 +210,7 @@ class HeadSlots:
         layers = self._layers_of(guesses)
         return _Layout(
             num_tokens=tuple(min(ask.num_tokens, len(self.heads(ask.slot))) for ask in asks),
-            rows=torch.tensor([guess.ask_idx for guess in guesses], dtype=torch.int64).to(self._device),
+            rows=upload(torch.tensor([guess.ask_idx for guess in guesses], dtype=torch.int64), self._device),
             layers=layers,
             shared=self._selected(shared),
             lora_segments=lora_segments,
@@ -254,7 +255,7 @@ class HeadSlots:
             return slice(0, 0)
         if list(rows) == list(range(rows[0], rows[-1] + 1)):
             return slice(rows[0], rows[-1] + 1)
-        return torch.tensor(rows, dtype=torch.int64).to(self._device)
+        return upload(torch.tensor(rows, dtype=torch.int64), self._device)
 
     def _columns(self, hidden: Tensor, layout: _Layout) -> list[int]:
         """Of each of the layout's places the column of its largest logit, or NOT_A_NUMBER."""

@@ -52,6 +52,10 @@ class JointProduct(Protocol):
     @property
     def members(self) -> Sequence[AdaptedLinear]: ...
 
+    def base(self, x: Tensor) -> Tensor:
+        """x [..., in] -> the base products of all members, side by side [..., sum of outputs]."""
+        ...
+
     def output(self, member: AdaptedLinear, x: Tensor) -> Tensor | None:
         """What `member` answers to x [..., in], adapters included: [..., out]. None: it computes alone this time."""
         ...

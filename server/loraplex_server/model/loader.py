@@ -118,6 +118,8 @@ def adopt_model(
     model_id = model_id or model.config.name_or_path or model.config.model_type
     refuse_config(model.config, model_id)
     interface.register()
+    if model.device.type == "cuda":
+        torch.cuda.set_device(model.device)  # this thread's kernels and copies go to its current device
     model.eval().requires_grad_(False)
     embedding = cast(Tensor, model.get_input_embeddings().weight)  # [vocab, hidden]
     head = model.get_output_embeddings()
@@ -210,6 +212,8 @@ def resolve_device(name: str) -> torch.device:
         raise InvalidArgument(f"{name!r} is no device; use auto, cpu, cuda or cuda:N", field="--device") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise InvalidArgument(f"--device {name}: this PyTorch sees no CUDA GPU", field="--device")
+    if device.type == "cuda" and (device.index or 0) >= (num_devices := torch.cuda.device_count()):
+        raise InvalidArgument(f"--device {name}: PyTorch sees {num_devices} GPUs, from cuda:0 on", field="--device")
     return device
 
 

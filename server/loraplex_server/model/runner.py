@@ -28,6 +28,7 @@ from loraplex_server.model.graphs import Capture, Shape, StepGraphs, capture_and
 from loraplex_server.model.kv import KvCache
 from loraplex_server.model.loaded import LoadedModel
 from loraplex_server.model.transfer import Download, download, upload
+from loraplex_server.model.warm_up import warm_up
 from loraplex_server.sampling.logprobs import Logprobs, prompt_logprobs
 from loraplex_server.sampling.sampler import HostSampled, PackedSamples, Sampler
 from loraplex_server.sampling.verify import verify_chain
@@ -183,6 +184,10 @@ class ModelRunner:
             with_adapters=with_adapters,
         )
         self._graphs = graphs if capture_and_report(graphs, shapes, capture, progress) else None
+
+    def warm_up(self, max_tokens: int, progress: Callable[[str], None]) -> None:
+        """Compiles what steps of up to `max_tokens` tokens are made of. Before the first request only."""
+        warm_up(self._loaded, self._cache, self._attention, self._slots, max_tokens, progress)
 
     def clear_blocks(self, block_ids: Sequence[int]) -> None:
         """Lets blocks be read that nothing was written to. For whoever measures steps."""

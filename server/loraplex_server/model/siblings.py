@@ -70,8 +70,11 @@ class Siblings:
         self._context.joint = found._replace(next_idx=idx + 1) if idx + 1 < len(self.members) else None
         return found.y[..., self._ends[idx] - member.out_features : self._ends[idx]]
 
+    def base(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
     def _compute(self, x: Tensor) -> Tensor:
-        y = F.linear(x, self.weight, self.bias)
+        y = self.base(x)
         segments, first = self._context.token_segments, self.members[0]
         if segments is None or first.ops is None or not any(member.num_installed for member in self.members):
             return y

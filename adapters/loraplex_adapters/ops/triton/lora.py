@@ -97,7 +97,7 @@ class TritonOps:
     def __init__(self, max_rank: int = 256, variant: Variant | None = None, *, overlaps: bool = False) -> None:
         """`variant` is for tests and measurements: None takes what the table says. `overlaps` lets the second of two
         launches begin before the first has ended, which takes compute capability 9 (not measured yet, so off)."""
-        self.max_rank = max_rank  # of whatever is installed while a reserved plan is in use
+        self.max_rank = max_rank  # of whatever is installed; more than that only in what is prepared
         self._variant: Variant | None = variant
         self._overlaps = overlaps
         self._reference = ReferenceOps()
@@ -148,17 +148,17 @@ class TritonOps:
             return
         known = [_known(table) for table in tables]
         max_rank, is_aligned = max(k.max_rank for k in known), all(k.is_aligned for k in known)
-        if plan.slots is None:
-            if max_rank > self.max_rank or not is_aligned:
-                raise ValueError(
-                    f"a reserved plan takes ranks up to {self.max_rank} and factors that begin at a multiple of "
-                    f"{ALIGN_BYTES} bytes; here is rank {max_rank}"
-                )
-            max_rank = self.max_rank
-        elif not any(table.factors[slot] is not None for table in tables for slot in plan.slots):
+        if plan.slots is not None and not any(
+            table.factors[slot] is not None for table in tables for slot in plan.slots
+        ):
             return
-        if max_rank == 0:
-            return
+        if plan.slots is None and (max_rank > self.max_rank or not is_aligned):
+            raise ValueError(
+                f"a reserved plan takes ranks up to {self.max_rank} and factors that begin at a multiple of "
+                f"{ALIGN_BYTES} bytes; here is rank {max_rank}"
+            )
+        # Kernels for what may come, and not for what is there: fewer kinds of them, and none that a new adapter needs.
+        max_rank = max(max_rank, self.max_rank)
         if x.stride(1) != 1:
             x = x.contiguous()
         launch = choose_launch(

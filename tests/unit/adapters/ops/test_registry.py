@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from loraplex_adapters.ops import registry
+from loraplex_proto.errors import InvalidArgument
 
 WITHOUT_TRITON = """
 import sys
@@ -43,6 +44,33 @@ def test_cuda_gets_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert registry.available_ops()[0] == ("triton", True, "for CUDA devices")
     assert registry.choose_ops("cuda:0").name == "triton"
+
+
+def test_one_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert registry.choose_ops("cuda", None, 16, "auto").name == "triton"
+    ops = registry.choose_ops("cuda", None, 16, "triton")
+    assert (ops.name, ops.max_rank) == ("triton", 16)  # type: ignore[attr-defined]
+    assert registry.choose_ops("cuda", None, 16, "reference").name == "reference"
+
+
+@pytest.mark.parametrize(
+    ("device", "name", "why"),
+    [
+        ("cpu", "reference", "is for GPUs; on a CPU --cpu-kernels says"),
+        ("cuda", "triton", "--lora-kernels triton: no CUDA device|not installed"),
+        ("cuda", "punica", "Punica's kernels cannot be used: the package punica is not installed"),
+        ("cuda", "native", "takes auto, triton, punica or reference, not 'native'"),
+    ],
+)
+def test_one_that_cannot_be_used_is_refused_by_its_flag(
+    device: str, name: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(InvalidArgument, match=why) as raised:
+        registry.choose_ops(device, None, 16, name)
+    assert raised.value.field == "--lora-kernels"
 
 
 def test_everything_imports_where_triton_is_missing() -> None:

@@ -61,6 +61,7 @@ def test_every_kind_of_flag(tmp_path: Path) -> None:
         (("--max-running", "100", "--max-step-tokens", "50"), "--max-step-tokens"),
         (("--dtype", "int3"), "--dtype"),
         (("--cpu-kernels", "fast"), "--cpu-kernels must be auto, native, torch"),
+        (("--lora-kernels", "fast"), "--lora-kernels must be auto, triton, punica, reference"),
         (("--kv-block-size", "100000"), "--kv-block-size"),
         (("--speculate", "-1"), "--speculate must be at least 0"),
         (("--speculative-tokens", "17"), "--speculate must be at most --max-draft-tokens, 16"),

@@ -12,6 +12,7 @@ import torch
 from support.medusa_cases import expected_draft, head_logits, head_weights, random_head
 from support.zoo import VOCAB_SIZE, random_model
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from loraplex_adapters.ops.base import LoraFactors, PreparedSegments, Segment, SegmentedLora
@@ -136,6 +137,49 @@ def test_one_product_per_layer_whoever_asks(loaded: LoadedModel) -> None:
     own = sum(ask.num_tokens for ask in asks if ask.slot == 1)
     assert [prepared.num_rows for prepared in dense.applied] == [deep + own, deep, own]
     assert all(len(prepared.segments) <= 6 for prepared in dense.applied)
+
+
+class Nothing(CountingDense):
+    """Launches one kernel, in which nothing happens."""
+
+    def apply(self, y: Tensor, x: Tensor, table: DenseTable, prepared: PreparedSegments) -> None:
+        self.applied.append(prepared)
+        y.zero_()
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations, but for those that only look at memory in another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func).removeprefix("aten.").partition(".")[0]
+        if not func.is_view and name not in ("empty", "empty_like", "detach", "_to_copy", "lift_fresh"):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """As on CUDA, in one launch."""
+    best = logits.max(dim=-1)
+    return best.values, best.indices
+
+
+def test_a_guess_is_few_launches_however_many_heads_guess(loaded: LoadedModel) -> None:
+    """So few that there is nothing for a CUDA graph to save."""
+    slots = HeadSlots(loaded, loaded.adapter_slots(ReferenceOps(), NUM_SLOTS), Nothing(), argmax=largest)
+    for slot in range(NUM_SLOTS):
+        slots.install(slot, head_weights(str(slot), [random_head(HIDDEN) for _ in range(5)]))
+    counts: list[int] = []
+    for asks in ([HeadAsk(0, 1)], [HeadAsk(slot, 5) for slot in range(NUM_SLOTS)]):
+        hidden = states(len(asks))
+        slots.guess(hidden, asks)  # what is laid out is kept
+        with Launches() as launches:
+            slots.guess(hidden, asks)
+        counts.append(len(launches.names))
+    assert counts[0] == counts[1] <= 10, launches.names
 
 
 def test_heads_that_nobody_wants_are_not_computed(model: PreTrainedModel, loaded: LoadedModel) -> None:

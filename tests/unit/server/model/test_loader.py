@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from loraplex_proto.errors import InvalidArgument, Unimplemented, UnsupportedModel
 from loraplex_server.model.attention import interface
 from loraplex_server.model.linear import AdaptedEmbedding, AdaptedHead, AdaptedLinear
-from loraplex_server.model.loader import adopt_model, load_model
+from loraplex_server.model.loader import adopt_model, load_model, resolve_device
 from loraplex_server.model.spec import AttentionSpec, ModelSpec, ShardSpec, kv_block_bytes
 
 SMALL: dict[str, Any] = {
@@ -275,3 +275,11 @@ def test_serving_builds_no_masks() -> None:
 )
 def test_masks_are_told_apart(function: Any, found: object) -> None:
     assert interface.describe_mask(function) == found
+
+
+def test_a_gpu_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert resolve_device("cuda:1") == torch.device("cuda:1")
+    with pytest.raises(InvalidArgument, match=r"cuda:2: PyTorch sees 2 GPUs, from cuda:0 on"):
+        resolve_device("cuda:2")
