@@ -32,7 +32,8 @@ class RequestStream:
 
     def push(self, event: Event) -> None:
         """Takes an event in. First tokens and ends, which somebody waits for, wake the reader; other tokens do when
-        they are released, or together with the next such event."""
+        they are released, together with the next such event, or when so many are held that a quick reader would be
+        taken for a slow one."""
         if self.is_over:
             return
         wakes = False
@@ -42,7 +43,7 @@ class RequestStream:
                 if self._num_unread_tokens > self._max_unread_tokens:
                     self._cancel(self, _too_slow(self._max_unread_tokens))
                     return
-                wakes = event.index not in self._begun
+                wakes = event.index not in self._begun or 2 * self._num_unread_tokens > self._max_unread_tokens
                 self._begun.add(event.index)
             case CompletionEnd():
                 self._num_open -= 1
