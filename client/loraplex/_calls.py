@@ -49,8 +49,8 @@ class Call(Generic[_Answer]):
         if is_local and type(typed) is Unavailable:
             why = typed.message.rpartition("Failed to connect to remote host: ")[2]
             typed.message = (
-                f"the server at {self.target} cannot be reached: {why}; see that it runs there, with TLS or without "
-                "as this side"
+                f"the server at {self.target} cannot be reached: {why}; see that one runs there, and that both sides "
+                "use TLS or neither does"
             )
         elif is_local and type(typed) is DeadlineExceeded and self.timeout_s is not None:
             typed.message = f"no complete answer within {self.timeout_s:g} s; allow more (timeout_s, --timeout)"

@@ -101,6 +101,8 @@ def _verify(folder: Path, base: str, dtype: str, max_rank: int | None) -> dict[s
     if not folder.is_dir():
         raise InvalidArgument(f"{folder} is not a folder", field="DIR")
     # Late, because they bring torch.
+    from transformers.utils.logging import disable_progress_bar
+
     from loraplex_adapters.cache.loader import check_adapter, import_adapter
     from loraplex_adapters.formats.detect import detect_kind
     from loraplex_adapters.pace import no_pace
@@ -113,6 +115,7 @@ def _verify(folder: Path, base: str, dtype: str, max_rank: int | None) -> dict[s
     source = FolderSource(name, folder, follows_links=False)  # as a server with this folder below its --adapters
     with source.open(name) as files:
         detect_kind(files.names)  # before the base model is loaded for nothing
+    disable_progress_bar()  # it would tear ours apart
     with terminal.progress(f"loading {base}"):
         model = load_model(base, dtype=dtype, device="cpu")
     targets = model.base_targets(max_rank or AdaptersConfig().max_rank)

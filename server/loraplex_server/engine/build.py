@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from transformers.utils.logging import disable_progress_bar
 
 from loraplex_adapters.cache.config import AdapterCacheConfig
 from loraplex_adapters.cache.manager import AdapterManager
@@ -59,6 +60,7 @@ def build_engine(config: EngineConfig, progress: Callable[[str], None], notify: 
     logging.getLogger("loraplex_server").setLevel(config.log_level.upper())
     num_threads = config.num_threads or default_num_threads()
     torch.set_num_threads(num_threads)  # an engine before this one may have lowered it
+    disable_progress_bar()  # what happens is told through `progress`; a second voice on the terminal would garble it
     native = _native_kernels(config, num_threads, progress)
     progress(f"loading {config.model.model}")
     with served_model(config.model.model, config.model.revision) as served:
