@@ -16,15 +16,15 @@ extern "C" __attribute__((visibility("default"))) const char* lp_source_hash() {
     return marked + 15;
 }
 extern "C" __attribute__((visibility("default"))) int lp_has_kernels() {
-#ifdef LP_HAVE_AVX2
+#ifdef LP_HAVE_AVX512
     return 1;
 #else
     return 0;
 #endif
 }
 extern "C" __attribute__((visibility("default"))) const char* lp_isa() {
-#ifdef LP_HAVE_AVX2
-    return "avx2";
+#ifdef LP_HAVE_AVX512
+    return "avx512";
 #else
     return "none";
 #endif
@@ -34,10 +34,14 @@ extern "C" __attribute__((visibility("default"))) const char* lp_isa() {
 PROBE = """
 #include "probe.h"
 extern "C" __attribute__((visibility("default"))) int NAMED(lp_probe_, LP_ISA)() {
-#ifdef __AVX512F__
-    return 512;
+#if defined(__AMX_BF16__)
+    return 3;
+#elif defined(__AVX512BF16__)
+    return 2;
+#elif defined(__AVX512F__)
+    return 1;
 #else
-    return 256;
+    return 0;
 #endif
 }
 """

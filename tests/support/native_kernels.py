@@ -11,7 +11,7 @@ import pytest
 from loraplex_adapters.native.kernels import NativeKernels
 from loraplex_adapters.native.library import Library, Loaded, load
 
-VARIANTS = ("avx2", "avx512", "avx512bf16", "amx")  # from the least to the best
+VARIANTS = ("avx512", "avx512bf16", "amx")  # from the least to the best
 
 
 @cache

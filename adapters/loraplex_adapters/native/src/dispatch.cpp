@@ -18,13 +18,13 @@ const Kernels* kernels_avx512();
 const Kernels* current_kernels() {
   switch (isa_level()) {
 #ifdef LP_HAVE_AMX
-    case 4: return kernels_amx();
+    case 3: return kernels_amx();
 #endif
 #ifdef LP_HAVE_AVX512BF16
-    case 3: return kernels_avx512bf16();
+    case 2: return kernels_avx512bf16();
 #endif
 #ifdef LP_HAVE_AVX512
-    case 2: return kernels_avx512();
+    case 1: return kernels_avx512();
 #endif
     default: return nullptr;
   }

@@ -21,7 +21,7 @@ constexpr int kRows = 32;  // rows that a product computes at once
 
 static inline int64_t band_bytes(DType dtype, int64_t k) { return k * kBand * item_bytes(dtype); }
 
-// Where a query block of one span finds its keys and values.
+// Where a block of queries of one span finds its keys and values.
 struct AttendTask {
   const void* q;          // [rows][...] first query's first head of the KV head
   int64_t q_token_stride; // elements between tokens
@@ -34,7 +34,7 @@ struct AttendTask {
   const int64_t* blocks;  // the span's block table
   int32_t block_size;
   int32_t num_tokens;     // queries
-  int32_t group;          // query heads of the KV head
+  int32_t group;          // query heads of the KV head; times num_tokens at most what attend_rows says
   int32_t dim;            // a multiple of 32
   int64_t first_position; // of the first query
   int64_t window;         // 0: none
@@ -70,10 +70,18 @@ struct Kernels {
   void (*argmax)(DType, const void* x, int64_t n, float* best, int64_t* at);
 
   void (*attend)(DType, const AttendTask&, float* scratch);
+  int (*attend_rows)(DType);  // queries times heads that are fastest together
 };
 
+constexpr int kAttendKeys = 128;  // that are attended to at once, where tiles do it
+constexpr int kAttendRows = 128;
+
 // Elements of float that `attend` needs for a context of `length` tokens.
-static inline int64_t attend_scratch(int64_t length, int64_t dim) { return 16 * (length + 16) + 16 * dim + 64; }
+static inline int64_t attend_scratch(int64_t length, int64_t dim) {
+  const int64_t by_vectors = 16 * (length + 16) + 20 * dim;
+  const int64_t by_tiles = (3 * kAttendKeys / 2 + 3 * kAttendRows / 2 + 32) * dim + 24 * kAttendKeys + 2 * kAttendRows;
+  return (by_vectors > by_tiles ? by_vectors : by_tiles) + 64;
+}
 
 const Kernels* current_kernels();  // nullptr: none of the variants can run here
 

@@ -48,6 +48,8 @@ class Updates {
         memory_(memory),
         pieces_(pieces_of(runs)) {}
 
+  const std::vector<Piece>& pieces() const { return pieces_; }
+
   // x [num_rows][k] of the next group.
   void prepare(const void* x, int64_t k, const Target* targets, int num_modules) {
     if (pieces_.empty()) return;

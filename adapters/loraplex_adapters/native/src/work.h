@@ -108,11 +108,20 @@ struct Heads {
   int64_t window;
 };
 
+// Rows of a task: as many as are fastest together, but enough tasks for all threads.
+inline int attend_rows(const Pool& pool, const Kernels& kernels, DType dtype, int64_t all) {
+  int rows = kernels.attend_rows(dtype);
+  while (rows > 16 && all < 4 * int64_t(rows) * pool.num_threads()) rows /= 2;
+  return rows;
+}
+
 // q, out [num_tokens][num_heads][dim]; keys and values are in their pages already.
 inline void attend_all(Pool& pool, const Kernels& kernels, DType dtype, const void* q, void* out, const Pages& pages,
                        const Heads& heads, const LpSpans& spans) {
   const int group = heads.num_heads / heads.num_kv_heads;
-  const int part = std::min(group, 16), num_parts = ceil_div(group, part), per_block = 16 / part;
+  const int part = std::min(group, 16), num_parts = ceil_div(group, part);
+  const int64_t num_rows = spans.query_starts[spans.num_spans] * heads.num_heads;
+  const int per_block = attend_rows(pool, kernels, dtype, num_rows) / part;
   struct Block {
     int span;
     int64_t start;
@@ -124,7 +133,7 @@ inline void attend_all(Pool& pool, const Kernels& kernels, DType dtype, const vo
   const int per_token = heads.num_kv_heads * num_parts;
   pool.run(int(blocks.size()) * per_token, [&](int chunk, int) {
     static thread_local std::vector<float> scratch;
-    const Block& block = blocks[chunk / per_token];
+    const Block& block = blocks[blocks.size() - 1 - size_t(chunk / per_token)];  // the end of a prompt takes longest
     const int kv_head = chunk % per_token / num_parts, offset = chunk % num_parts * part;
     const int64_t query_end = spans.query_starts[block.span + 1];
     AttendTask task;

@@ -65,6 +65,8 @@ def reason_against(spec: AttentionSpec, dtype: torch.dtype | None) -> str:
         return f"not in {str(dtype).removeprefix('torch.')}"
     if spec.k_dim != spec.v_dim or spec.k_dim % DIM_MULTIPLE or spec.k_dim > 256:
         return f"heads of {spec.k_dim} and {spec.v_dim}; it needs the same multiple of {DIM_MULTIPLE} up to 256"
+    if spec.scaling <= 0:
+        return f"scores times {spec.scaling}; it needs a factor above 0"
     return ""
 
 

@@ -14,7 +14,7 @@ from loraplex_adapters.native.build import Compiler, Machine, find_compiler
 from loraplex_adapters.native.library import Loaded, NativeStatus, load
 from loraplex_adapters.native.prototypes import ABI_VERSION, Prototype
 
-PROBES = {"lp_probe_avx2": Prototype(ctypes.c_int)}
+PROBES = {"lp_probe_avx512": Prototype(ctypes.c_int)}
 AGAIN = "python -m loraplex_adapters.native.build"
 
 
@@ -39,12 +39,12 @@ def refused(loaded: Loaded) -> str:
 def test_a_library_that_fits(compiler: Compiler, sources: Path, tmp_path: Path) -> None:
     out = build.build(tmp_path / "out.so", sources=sources, compiler=compiler)
     library, status = load(out, sources, PROBES)
-    assert status == NativeStatus(True, "", "avx2")
+    assert status == NativeStatus(True, "", "avx512")
     assert library is not None
-    assert library.isa == "avx2"
-    assert library.functions.lp_probe_avx2() == 256
+    assert library.isa == "avx512"
+    assert library.functions.lp_probe_avx512() == 1
     with pytest.raises(ctypes.ArgumentError):
-        library.functions.lp_probe_avx2("not", object())
+        library.functions.lp_probe_avx512("not", object())
 
 
 def test_not_built(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

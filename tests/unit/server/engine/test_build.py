@@ -140,15 +140,15 @@ def test_a_cache_that_is_large_enough_changes_nothing(loaded: LoadedModel) -> No
 def library_or(reason: str) -> Loaded:
     if reason:
         return Loaded(None, NativeStatus(False, reason, ""))
-    return Loaded(Library(None, Path("a library")), NativeStatus(True, "", "avx2"))
+    return Loaded(Library(None, Path("a library")), NativeStatus(True, "", "avx512"))
 
 
 @pytest.mark.parametrize(
     ("wanted", "device", "reason", "is_used", "says"),
     [
-        ("auto", "cpu", "", True, "native CPU kernels for avx2"),
+        ("auto", "cpu", "", True, "native CPU kernels for avx512"),
         ("auto", "cpu", "it rains", False, "no native CPU kernels, torch does their work: it rains"),
-        ("native", "cpu", "", True, "native CPU kernels for avx2"),
+        ("native", "cpu", "", True, "native CPU kernels for avx512"),
         ("torch", "cpu", "", False, ""),
     ],
 )

@@ -1,31 +1,8 @@
 // Attention of a block of queries of one span and one KV head over its pages: scores, softmax, values.
 #pragma once
 
-#if LP_CAN
-
 namespace lp {
 namespace LP_ISA {
-
-// Walks over a span's rows of keys or values, position by position.
-template <class D>
-struct Cursor {
-  const typename D::T* pages;
-  const AttendTask& task;
-  int64_t block, offset;
-
-  Cursor(const void* base, const AttendTask& t, int64_t position)
-      : pages((const typename D::T*)base), task(t), block(position / t.block_size), offset(position % t.block_size) {}
-
-  const typename D::T* row() const { return pages + task.blocks[block] * task.block_stride + offset * task.token_stride; }
-
-  void next() {
-    if (++offset == task.block_size) offset = 0, block++;
-  }
-};
-
-static inline void fetch_early(const void* row, int num_bytes) {
-  for (int i = 0; i < num_bytes; i += 64) _mm_prefetch((const char*)row + i, _MM_HINT_T0);
-}
 
 static inline __m512 dot_dim(const float* a, const float* b, int dim, __m512 acc) {
   for (int i = 0; i < dim; i += 16) acc = _mm512_fmadd_ps(_mm512_loadu_ps(a + i), _mm512_loadu_ps(b + i), acc);
@@ -123,6 +100,26 @@ static void weigh(const AttendTask& t, const float* weights, int64_t stride, int
     for (int c = 0; c < C; c++) _mm512_storeu_ps(out + r * t.dim + column + 16 * c, acc[r][c]);
 }
 
+// out[4][dim] = weights[4] . values of keys [begin, end)
+template <class D>
+static void weigh_rows(const AttendTask& t, const float* weights, int64_t stride, int64_t begin, int64_t end, float* out) {
+  int column = 0;
+  for (; column + 64 <= t.dim; column += 64) weigh<D, 4>(t, weights, stride, begin, end, column, out);
+  for (; column < t.dim; column += 32) weigh<D, 2>(t, weights, stride, begin, end, column, out);
+}
+
+static inline bool is_finite(const float* x, int n) {
+  __mmask16 wild = 0;
+  for (int i = 0; i < n; i += 16) wild |= _mm512_fpclass_ps_mask(_mm512_loadu_ps(x + i), 0x99);  // NaN, infinity
+  return wild == 0;
+}
+
+// The first key that a query sees, counted from `begin`.
+static inline int64_t first_seen(const AttendTask& t, int64_t position, int64_t begin) {
+  const int64_t from = t.window > 0 ? position - t.window + 1 - begin : 0;
+  return from < 0 ? 0 : from;
+}
+
 template <class D>
 static void attend_block(const AttendTask& t, float* scratch) {
   typedef typename D::T T;
@@ -134,7 +131,7 @@ static void attend_block(const AttendTask& t, float* scratch) {
   begin &= ~15;
   const int64_t length = last - begin, stride = (length + 15) & ~15;
   float* scores = scratch;
-  float* sums = scratch + 16 * stride;  // [16][dim]; before that the queries
+  float* sums = scratch + 16 * stride;  // [16][dim] and 4 more; before that the queries
   T* q = (T*)sums;
   for (int r = 0; r < padded; r++) {
     const int from = r < num_rows ? r : 0;
@@ -144,16 +141,16 @@ static void attend_block(const AttendTask& t, float* scratch) {
   score<D>(t, q, padded, begin, last, scores, stride);
   for (int r = 0; r < padded; r++) {
     const int64_t position = t.first_position + (r < num_rows ? r / t.group : 0);
-    int64_t from = t.window > 0 ? position - t.window + 1 - begin : 0;
-    if (from < 0) from = 0;
-    soften(scores + r * stride, from, position + 1 - begin, stride, t.softcap);
+    soften(scores + r * stride, first_seen(t, position, begin), position + 1 - begin, stride, t.softcap);
   }
-  for (int r = 0; r < padded; r += 4) {
-    int column = 0;
-    for (; column + 64 <= t.dim; column += 64)
-      weigh<D, 4>(t, scores + r * stride, stride, begin, last, column, sums + r * t.dim);
-    for (; column < t.dim; column += 32)
-      weigh<D, 2>(t, scores + r * stride, stride, begin, last, column, sums + r * t.dim);
+  for (int r = 0; r < padded; r += 4) weigh_rows<D>(t, scores + r * stride, stride, begin, last, sums + r * t.dim);
+  for (int r = 0; r < num_rows; r++) {
+    if (is_finite(sums + r * t.dim, t.dim)) continue;
+    // A weight of 0 does not keep out what is not finite: once more, of what the row sees and nothing else.
+    const int64_t position = t.first_position + r / t.group, from = first_seen(t, position, begin);
+    float* alone = sums + 16 * t.dim;
+    weigh_rows<D>(t, scores + r * stride + from, 0, begin + from, position + 1, alone);
+    __builtin_memcpy(sums + r * t.dim, alone, (size_t)t.dim * sizeof(float));
   }
   for (int r = 0; r < num_rows; r++) {
     T* out = (T*)t.out + (r / t.group) * t.out_token_stride + (r % t.group) * t.dim;
@@ -165,9 +162,20 @@ static void attend(DType dtype, const AttendTask& t, float* scratch) {
   if (dtype == DType::F32)
     attend_block<F32>(t, scratch);
   else
+#ifdef __AMX_BF16__
+    attend_by_tiles(t, scratch);
+#else
     attend_block<BF16>(t, scratch);
+#endif
+}
+
+static int attend_rows(DType dtype) {
+#ifdef __AMX_BF16__
+  if (dtype == DType::BF16) return kAttendRows;
+#endif
+  (void)dtype;
+  return 16;
 }
 
 }  // namespace LP_ISA
 }  // namespace lp
-#endif

@@ -1,8 +1,6 @@
 // Norms, rotary positions, activations, and the ways of results into the model's dtype.
 #pragma once
 
-#if LP_CAN
-
 namespace lp {
 namespace LP_ISA {
 
@@ -171,4 +169,3 @@ static void argmax(DType dtype, const void* x, int64_t n, float* best, int64_t* 
 
 }  // namespace LP_ISA
 }  // namespace lp
-#endif

@@ -2,16 +2,15 @@
 //
 // Everything here is static and nothing of the standard library is instantiated: code that was compiled for a newer CPU
 // must not end up in functions that the linker shares with others.
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
-#define LP_CAN 1
-#else
-#define LP_CAN 0
-#endif
-
 #include "../kernels.h"
 
 #include "vector.h"
 // In this order: each knows the ones before.
+#include "pages.h"
+#include "tiles.h"
+//
+#include "attention_tiles.h"
+//
 #include "attention.h"
 #include "elementwise.h"
 #include "product.h"
@@ -24,20 +23,13 @@
 namespace lp {
 namespace LP_ISA {
 
-#if LP_CAN
 static const Kernels table = {
-    product, end_products, shrink, expand, rms_norm, rms_norm_f32, rotate, gated, store, add_to, add_bias, argmax, attend,
+    product, end_products, shrink,   expand, rms_norm, rms_norm_f32, rotate,
+    gated,   store,        add_to,   add_bias, argmax, attend,       attend_rows,
 };
-#endif
 
 }  // namespace LP_ISA
 
-const Kernels* LP_JOIN(kernels_, LP_ISA)() {
-#if LP_CAN
-  return &LP_ISA::table;
-#else
-  return nullptr;
-#endif
-}
+const Kernels* LP_JOIN(kernels_, LP_ISA)() { return &LP_ISA::table; }
 
 }  // namespace lp

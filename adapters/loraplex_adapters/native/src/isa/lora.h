@@ -1,8 +1,6 @@
 // The two halves of a low-rank update, for rows of one adapter. Factors are read where they lie.
 #pragma once
 
-#if LP_CAN
-
 namespace lp {
 namespace LP_ISA {
 
@@ -66,31 +64,6 @@ static void shrink_rows(const typename D::T* x, int64_t x_stride, int m, const t
 }
 
 #ifdef __AMX_BF16__
-// Columns of v become rows: pairs of inputs by pairs of inputs, as tiles want them.
-static inline void transpose_pairs(__m512i* v) {
-  __m512i w[16];
-  for (int i = 0; i < 16; i += 2) {
-    w[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
-    w[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
-  }
-  for (int i = 0; i < 16; i += 4) {
-    v[i] = _mm512_unpacklo_epi64(w[i], w[i + 2]);
-    v[i + 1] = _mm512_unpackhi_epi64(w[i], w[i + 2]);
-    v[i + 2] = _mm512_unpacklo_epi64(w[i + 1], w[i + 3]);
-    v[i + 3] = _mm512_unpackhi_epi64(w[i + 1], w[i + 3]);
-  }
-  // v[4i + j], quarter q: pair 4q + j of rows 4i to 4i + 3
-  for (int j = 0; j < 4; j++) {
-    const __m512i a = _mm512_shuffle_i32x4(v[j], v[4 + j], 0x88), b = _mm512_shuffle_i32x4(v[8 + j], v[12 + j], 0x88);
-    const __m512i c = _mm512_shuffle_i32x4(v[j], v[4 + j], 0xdd), d = _mm512_shuffle_i32x4(v[8 + j], v[12 + j], 0xdd);
-    w[j] = _mm512_shuffle_i32x4(a, b, 0x88);
-    w[8 + j] = _mm512_shuffle_i32x4(a, b, 0xdd);
-    w[4 + j] = _mm512_shuffle_i32x4(c, d, 0x88);
-    w[12 + j] = _mm512_shuffle_i32x4(c, d, 0xdd);
-  }
-  for (int i = 0; i < 16; i++) v[i] = w[i];
-}
-
 // The same with tiles, whatever the number of rows is, so that a row's sums are the same among any others: the products of
 // a pair of tiles are added up in one order, whichever of them is which. At most 16 ranks; k is a multiple of 32.
 //
@@ -175,20 +148,11 @@ static void shrink(DType dtype, const void* x, int64_t x_stride, int m, const vo
 // t[rank] = the 16 outputs' factors of that rank, of 16 ranks in bfloat16: rows i and i + 8 share a register, and pairs of
 // ranks are transposed.
 static inline void transpose_16x16(const bf16* b, int64_t stride, __m512* t) {
-  __m512i v[8], w[8];
+  __m512i v[8];
   for (int i = 0; i < 8; i++)
     v[i] = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)(b + i * stride))),
                               _mm256_loadu_si256((const __m256i*)(b + (i + 8) * stride)), 1);
-  for (int i = 0; i < 8; i += 2) {
-    w[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
-    w[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
-  }
-  for (int i = 0; i < 8; i += 4) {
-    v[i] = _mm512_unpacklo_epi64(w[i], w[i + 2]);
-    v[i + 1] = _mm512_unpackhi_epi64(w[i], w[i + 2]);
-    v[i + 2] = _mm512_unpacklo_epi64(w[i + 1], w[i + 3]);
-    v[i + 3] = _mm512_unpackhi_epi64(w[i + 1], w[i + 3]);
-  }
+  transpose_fours<8>(v);
   // v[i] and v[i + 4]: in each quarter one pair of four outputs; quarters 0, 2 are outputs 0-3 (4-7) and 8-11 (12-15).
   const __m512i low = _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13), high = _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15);
   const __m512i mask = _mm512_set1_epi32(0xffff0000);
@@ -303,4 +267,3 @@ static void expand(DType dtype, const float* h, int64_t h_stride, int m, const v
 
 }  // namespace LP_ISA
 }  // namespace lp
-#endif

@@ -1,8 +1,6 @@
 // Products of a few rows with a band of packed weights.
 #pragma once
 
-#if LP_CAN
-
 namespace lp {
 namespace LP_ISA {
 
@@ -73,41 +71,6 @@ static inline void rows_bf16(const bf16* x, int64_t x_stride, const bf16* band, 
 // --- bfloat16 with tiles -----------------------------------------------------------------------------------------------
 
 #ifdef __AMX_BF16__
-struct TileConfig {
-  uint8_t palette, start_row, reserved[14];
-  uint16_t bytes[16];
-  uint8_t rows[16];
-};
-
-static __thread int configured = 0;  // for what; 0 between tasks, when other code may use the tiles
-
-// Tiles 0-3: results, 4-5: up to 32 rows of x, 6-7: 16 outputs each.
-static inline void configure(int m) {
-  if (configured == m) return;
-  configured = m;
-  alignas(64) TileConfig config = {};
-  const int upper = m > 16 ? 16 : m, lower = m > 16 ? m - 16 : 1;
-  config.palette = 1;
-  for (int i = 0; i < 8; i++) config.bytes[i] = 64;
-  config.rows[0] = config.rows[1] = config.rows[4] = (uint8_t)upper;
-  config.rows[2] = config.rows[3] = config.rows[5] = (uint8_t)lower;
-  config.rows[6] = config.rows[7] = 16;
-  _tile_loadconfig(&config);
-}
-
-// The other way round. Tile 0: results, 4: up to 16 outputs, 6: one row of x, as a column of pairs.
-static inline void configure_row(int num_outputs) {
-  if (configured == -num_outputs) return;
-  configured = -num_outputs;
-  alignas(64) TileConfig config = {};
-  config.palette = 1;
-  config.rows[0] = config.rows[4] = (uint8_t)num_outputs;
-  config.rows[6] = 16;
-  config.bytes[0] = config.bytes[6] = 4;
-  config.bytes[4] = 64;
-  _tile_loadconfig(&config);
-}
-
 static void tiles_bf16(const bf16* x, int64_t x_stride, int m, const bf16* band, int64_t k, bool adds, float* c,
                        int64_t c_stride) {
   const int64_t x_bytes = x_stride * 2, c_bytes = c_stride * 4;
@@ -167,13 +130,5 @@ static void product(DType dtype, const void* x, int64_t x_stride, int m, const v
 #endif
 }
 
-static void end_products() {
-#ifdef __AMX_BF16__
-  _tile_release();
-  configured = 0;
-#endif
-}
-
 }  // namespace LP_ISA
 }  // namespace lp
-#endif

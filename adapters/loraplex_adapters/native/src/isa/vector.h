@@ -1,7 +1,6 @@
 // Vectors of 16 floats: loads and stores of both dtypes, sums, exp.
 #pragma once
 
-#if LP_CAN
 #include <immintrin.h>
 #include <stdint.h>
 
@@ -71,6 +70,22 @@ static inline __m512 sums16(const __m512* v) {
   return _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x88), _mm512_shuffle_f32x4(c, d, 0xdd));
 }
 
+// In each quarter of 4 vectors of pairs, columns become rows.
+template <int N>
+static inline void transpose_fours(__m512i* v) {
+  __m512i w[N];
+  for (int i = 0; i < N; i += 2) {
+    w[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
+    w[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
+  }
+  for (int i = 0; i < N; i += 4) {
+    v[i] = _mm512_unpacklo_epi64(w[i], w[i + 2]);
+    v[i + 1] = _mm512_unpackhi_epi64(w[i], w[i + 2]);
+    v[i + 2] = _mm512_unpacklo_epi64(w[i + 1], w[i + 3]);
+    v[i + 3] = _mm512_unpackhi_epi64(w[i + 1], w[i + 3]);
+  }
+}
+
 // exp(x): range reduction by ln 2 in two parts, then a polynomial; relative error below 2e-7. Where it would be smaller
 // than the smallest normal number it is 0, so too of -inf: one such number takes longer than all the rest of a row.
 static inline __m512 exp_ps(__m512 x) {
@@ -98,4 +113,3 @@ static inline __m512 tanh_ps(__m512 x) {
 
 }  // namespace LP_ISA
 }  // namespace lp
-#endif

@@ -27,6 +27,7 @@ STEPS = {
     "prompts": [(0, 7), (0, 40), (0, 1)],
     "chunks": [(64, 33), (3, 6), (131, 20)],
     "verification": [(10, 4), (200, 4), (6, 4)],
+    "long prompts": [(0, 290), (140, 150), (250, 9)],
     "everything": [(5, 1), (0, 13), (150, 1), (17, 5), (12, 12), (100, 1)],
 }
 # heads, KV heads: groups of 1, 2, 3, 5, 7, all in one, exactly 16, and more than the 16 that are computed at once
@@ -185,6 +186,42 @@ def test_a_bad_query_stays_alone(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("window", [None, 9, 140])
+@pytest.mark.parametrize("is_value", [True, False])
+def test_a_bad_token_is_seen_by_none_before_it(
+    backend: NativePagedAttention, dtype: torch.dtype, bad: float, window: int | None, is_value: bool
+) -> None:
+    """Nor by those whose window has left it behind; and a prompt's queries are computed many at a time."""
+    one, at = spec(6, 2, 96, window=window), 150
+    good = make_problem([(20, 300)], one, dtype).run(backend)
+    problem = make_problem([(20, 300)], one, dtype)
+    tokens = problem.value if is_value else problem.key
+    tokens[at] = bad
+    got = problem.run(backend)
+    blind = torch.ones(300, dtype=torch.bool)
+    blind[at : at + (window or 300)] = False
+    assert torch.equal(bits(got[blind]), bits(good[blind]))
+    if bad != bad or is_value:
+        assert not got[~blind].isfinite().any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_largest_score_may_come_last(backend: NativePagedAttention, dtype: torch.dtype) -> None:
+    """What was added up before it then counts for next to nothing, and for nothing."""
+    for growth in (0.02, 0.3):
+        problem = make_problem([(0, 400)], spec(2, 1, 32), dtype)
+        problem.query[:] = 1.0
+        problem.key[:] = (growth * torch.arange(400.0))[:, None, None].to(dtype)
+        positions = torch.arange(400)
+        scores = problem.key[:, 0, :].double().sum(-1) * problem.spec.scaling
+        weights = scores.repeat(400, 1).masked_fill(positions > positions[:, None], -torch.inf).softmax(-1)
+        want = (weights @ problem.value[:, 0].double())[:, None].expand(-1, 2, -1)
+        tolerance = 2 * max(TOLERANCES[dtype], 6e-8 * float(scores.max()))  # float32 rounds scores of that size
+        torch.testing.assert_close(problem.run(backend).double(), want, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_scores_far_apart(backend: NativePagedAttention, dtype: torch.dtype) -> None:
     """One key wins by more than exp can tell, and all lose alike."""
     problem = make_problem([(40, 1), (0, 9)], spec(scaling=40.0), dtype)
@@ -220,6 +257,7 @@ def test_spans_are_found_in_other_plans_too() -> None:
         (spec(dim=48), torch.float32, "heads of 48 and 48"),
         (spec(dim=288), torch.float32, "heads of 288 and 288"),
         (replace(spec(), v_dim=64), torch.float32, "heads of 32 and 64"),
+        (spec(scaling=-1.0), torch.float32, "scores times -1.0"),
         (spec(), torch.float16, "not in float16"),
     ],
 )

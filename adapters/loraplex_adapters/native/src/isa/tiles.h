@@ -1,0 +1,68 @@
+// The tiles of AMX: how they are set up, and what brings data into their layout.
+#pragma once
+
+namespace lp {
+namespace LP_ISA {
+
+#ifdef __AMX_BF16__
+struct TileConfig {
+  uint8_t palette, start_row, reserved[14];
+  uint16_t bytes[16];
+  uint8_t rows[16];
+};
+
+static __thread int configured = 0;  // for what; 0 between tasks, when other code may use the tiles
+
+// Tiles 0-3: results, 4-5: up to 32 rows of x, 6-7: 16 outputs each.
+static inline void configure(int m) {
+  if (configured == m) return;
+  configured = m;
+  alignas(64) TileConfig config = {};
+  const int upper = m > 16 ? 16 : m, lower = m > 16 ? m - 16 : 1;
+  config.palette = 1;
+  for (int i = 0; i < 8; i++) config.bytes[i] = 64;
+  config.rows[0] = config.rows[1] = config.rows[4] = (uint8_t)upper;
+  config.rows[2] = config.rows[3] = config.rows[5] = (uint8_t)lower;
+  config.rows[6] = config.rows[7] = 16;
+  _tile_loadconfig(&config);
+}
+
+// The other way round. Tile 0: results, 4: up to 16 outputs, 6: one row of x, as a column of pairs.
+static inline void configure_row(int num_outputs) {
+  if (configured == -num_outputs) return;
+  configured = -num_outputs;
+  alignas(64) TileConfig config = {};
+  config.palette = 1;
+  config.rows[0] = config.rows[4] = (uint8_t)num_outputs;
+  config.rows[6] = 16;
+  config.bytes[0] = config.bytes[6] = 4;
+  config.bytes[4] = 64;
+  _tile_loadconfig(&config);
+}
+
+// Columns of v become rows: pairs of inputs by pairs of inputs, as tiles want them.
+static inline void transpose_pairs(__m512i* v) {
+  __m512i w[16];
+  transpose_fours<16>(v);
+  // v[4i + j], quarter q: pair 4q + j of rows 4i to 4i + 3
+  for (int j = 0; j < 4; j++) {
+    const __m512i a = _mm512_shuffle_i32x4(v[j], v[4 + j], 0x88), b = _mm512_shuffle_i32x4(v[8 + j], v[12 + j], 0x88);
+    const __m512i c = _mm512_shuffle_i32x4(v[j], v[4 + j], 0xdd), d = _mm512_shuffle_i32x4(v[8 + j], v[12 + j], 0xdd);
+    w[j] = _mm512_shuffle_i32x4(a, b, 0x88);
+    w[8 + j] = _mm512_shuffle_i32x4(a, b, 0xdd);
+    w[4 + j] = _mm512_shuffle_i32x4(c, d, 0x88);
+    w[12 + j] = _mm512_shuffle_i32x4(c, d, 0xdd);
+  }
+  for (int i = 0; i < 16; i++) v[i] = w[i];
+}
+#endif
+
+static void end_products() {
+#ifdef __AMX_BF16__
+  _tile_release();
+  configured = 0;
+#endif
+}
+
+}  // namespace LP_ISA
+}  // namespace lp
