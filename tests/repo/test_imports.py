@@ -27,7 +27,6 @@ ALLOWED = {
 COMMAND_EXCEPTIONS = {
     ("client/loraplex/cli/doctor.py", "loraplex_adapters"),
     ("client/loraplex/cli/doctor.py", "loraplex_server"),
-    ("client/loraplex/cli/adapters.py", "loraplex_adapters"),
     ("client/loraplex/cli/adapters.py", "loraplex_server"),
     ("server/loraplex_server/cli/serve.py", "loraplex_router"),
     ("server/loraplex_server/cli/serving.py", "loraplex_router"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -10,11 +9,10 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from loraplex import Adapter, InvalidAdapterId, InvalidArgument, LoraplexError
+from loraplex import Adapter, InvalidArgument, LoraplexError
 from loraplex.cli import terminal
 from loraplex.cli.connection import DEFAULT_SERVER, Connection, JsonOption, ServerOption
 from loraplex_proto.flags import with_flags
-from loraplex_proto.ids import check_adapter_id
 
 adapters = typer.Typer(
     help="List, load, unload and verify adapters.\n\n"
@@ -100,47 +98,9 @@ def _verify(folder: Path, base: str, dtype: str, max_rank: int | None) -> dict[s
     """Raises the error that a server would answer with."""
     if not folder.is_dir():
         raise InvalidArgument(f"{folder} is not a folder", field="DIR")
-    # Late, because they bring torch.
-    from transformers.utils.logging import disable_progress_bar
+    from loraplex_server.cli.verify import verify_adapter  # late, because it brings torch
 
-    from loraplex_adapters.cache.loader import check_adapter, import_adapter
-    from loraplex_adapters.formats.detect import detect_kind
-    from loraplex_adapters.pace import no_pace
-    from loraplex_adapters.sources.directory import FolderSource
-    from loraplex_adapters.store import AdapterStore
-    from loraplex_server.config import AdaptersConfig
-    from loraplex_server.model.loader import load_model
-
-    name = folder.resolve().name
-    source = FolderSource(name, folder, follows_links=False)  # as a server with this folder below its --adapters
-    with source.open(name) as files:
-        detect_kind(files.names)  # before the base model is loaded for nothing
-    disable_progress_bar()  # it would tear ours apart
-    with terminal.progress(f"loading {base}"):
-        model = load_model(base, dtype=dtype, device="cpu")
-    targets = model.base_targets(max_rank or AdaptersConfig().max_rank)
-    plan = check_adapter(name, source, targets, no_pace)
-    with tempfile.TemporaryDirectory(prefix="loraplex-verify-") as scratch, terminal.progress(f"reading {name}"):
-        store = AdapterStore(Path(scratch), budget_bytes=1 << 50)
-        try:
-            imported = import_adapter(name, source, targets, store, no_pace)
-        finally:
-            store.close()
-    warnings = list(plan.warnings)
-    try:
-        check_adapter_id(name)
-    except InvalidAdapterId as error:
-        warnings.append(f"a server would not serve it under this folder's name: {error.message}")
-    return {
-        "valid": True,
-        "kind": imported.key.kind,
-        "digest": imported.key.digest,
-        "rank": imported.rank,
-        "modules": len(plan.modules),
-        "num_bytes": imported.num_bytes,
-        "dtype": targets.dtype,
-        "warnings": warnings,
-    }
+    return verify_adapter(folder, base, dtype, max_rank, terminal.progress)
 
 
 def _words(value: object) -> str:

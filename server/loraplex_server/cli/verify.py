@@ -1,0 +1,65 @@
+"""What `loraplex adapters verify` does: loads an adapter as a server does, without one.
+
+Owns the sequence of checks and what is reported; how that is shown is the command's.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from transformers.utils.logging import disable_progress_bar
+
+from loraplex_adapters.cache.loader import check_adapter, import_adapter
+from loraplex_adapters.formats.detect import detect_kind
+from loraplex_adapters.key import check_adapter_id
+from loraplex_adapters.pace import no_pace
+from loraplex_adapters.sources.directory import FolderSource
+from loraplex_adapters.store import AdapterStore
+from loraplex_proto.errors import InvalidAdapterId
+from loraplex_server.config import AdaptersConfig
+from loraplex_server.model.loader import load_model
+
+
+def verify_adapter(
+    folder: Path,
+    base: str,
+    dtype: str,
+    max_rank: int | None,
+    progress: Callable[[str], AbstractContextManager[None]],
+) -> dict[str, Any]:
+    """What the adapter in `folder` is, as plain data. Raises the error that a server would answer with. `progress`
+    shows what is done while its block runs."""
+    name = folder.resolve().name
+    source = FolderSource(name, folder, follows_links=False)  # as a server with this folder below its --adapters
+    with source.open(name) as files:
+        detect_kind(files.names)  # before the base model is loaded for nothing
+    disable_progress_bar()  # it would tear ours apart
+    with progress(f"loading {base}"):
+        model = load_model(base, dtype=dtype, device="cpu")
+    targets = model.base_targets(max_rank or AdaptersConfig().max_rank)
+    plan = check_adapter(name, source, targets, no_pace)
+    with tempfile.TemporaryDirectory(prefix="loraplex-verify-") as scratch, progress(f"reading {name}"):
+        store = AdapterStore(Path(scratch), budget_bytes=1 << 50)
+        try:
+            imported = import_adapter(name, source, targets, store, no_pace)
+        finally:
+            store.close()
+    warnings = list(plan.warnings)
+    try:
+        check_adapter_id(name)
+    except InvalidAdapterId as error:
+        warnings.append(f"a server would not serve it under this folder's name: {error.message}")
+    return {
+        "valid": True,
+        "kind": imported.key.kind,
+        "digest": imported.key.digest,
+        "rank": imported.rank,
+        "modules": len(plan.modules),
+        "num_bytes": imported.num_bytes,
+        "dtype": targets.dtype,
+        "warnings": warnings,
+    }
