@@ -56,13 +56,14 @@ class Load:
         spec = LoadSpec(
             math.inf,
             num_requests=num_requests,
+            max_in_flight=self._in_flight,
             popularity=parse_popularity(popularity),
             prompt_tokens=prompt,
             output_tokens=output,
             seed=seed,
         )
         selection = Selection(tuple(names), base_only=not names)
-        session = Session(spec, selection, {"ignore_eos": True}, max_in_flight=self._in_flight)
+        session = Session(spec, selection, {"ignore_eos": True})
         asyncio.run(_run(session, address))
         summary = session.recording.summary()
         if summary.errors:

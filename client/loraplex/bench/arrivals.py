@@ -63,6 +63,11 @@ class LoadSpec:
         None, f"Seconds of arrivals. Default: {DEFAULT_DURATION_S:g}, without --num-requests.", "--duration"
     )
     num_requests: int | None = _arrivals(None, "End after this many arrivals.", "--num-requests")
+    max_in_flight: int = _arrivals(
+        1024,
+        "Requests under way at most; more wait on this side. Their wait counts as latency.",
+        "--max-inflight",
+    )
     popularity: Popularity = _adapters(Popularity(), KINDS_HELP, "--popularity", metavar="KIND", parse=parse_popularity)
     adapter_ids: tuple[str, ...] = ()  # the most popular first; none: the base model
     prompt_tokens: Lengths = _requests(
@@ -92,6 +97,7 @@ class LoadSpec:
             (0 <= self.cv < math.inf, "--cv", "must be 0 or above"),
             (self.duration_s is None or 0 < self.duration_s < math.inf, "--duration", "must be above 0"),
             (self.num_requests is None or self.num_requests >= 1, "--num-requests", "must be at least 1"),
+            (self.max_in_flight >= 1, "--max-inflight", "must be at least 1"),
             (
                 self.num_requests is not None or (self.duration_s is not None and self.rate < math.inf),
                 "--num-requests",

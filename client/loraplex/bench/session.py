@@ -76,14 +76,11 @@ async def _list(client: AsyncClient) -> list[str]:
 class Session:
     """Owns the recording, which is good at any moment; `run` once."""
 
-    def __init__(
-        self, spec: LoadSpec, selection: Selection, options: GenerateOptions, *, max_in_flight: int = 1024
-    ) -> None:
+    def __init__(self, spec: LoadSpec, selection: Selection, options: GenerateOptions) -> None:
         self.recording = Recording()
         self._spec = spec  # without what the server says, until it has said it
         self._selection = selection
         self._options = options
-        self._max_in_flight = max_in_flight
         self._info: ServerInfo | None = None
 
     async def run(self, client: AsyncClient) -> None:
@@ -99,7 +96,7 @@ class Session:
         arrivals = plan(self._spec)
         if not arrivals:
             raise InvalidArgument("no request arrives within --duration; raise it, or --rate", field="--duration")
-        await run_load(client, arrivals, self._options, self.recording, max_in_flight=self._max_in_flight)
+        await run_load(client, arrivals, self._options, self.recording, max_in_flight=self._spec.max_in_flight)
 
     def described(self) -> dict[str, Any]:
         """What was sent, and to whom, as plain data."""
@@ -117,6 +114,6 @@ class Session:
                 "num_texts": len(spec.texts),
                 "output_tokens": str(spec.output_tokens),
                 "seed": spec.seed,
-                "max_inflight": self._max_in_flight,
+                "max_inflight": spec.max_in_flight,
             },
         }

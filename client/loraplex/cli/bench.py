@@ -39,14 +39,6 @@ def bench(
     server: ServerArgument = DEFAULT_SERVER,
     *,
     load: LoadSpec,
-    max_inflight: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            help="Requests under way at most; more wait on this side. Their wait counts as latency.",
-            rich_help_panel="Arrivals",
-        ),
-    ] = 1024,
     selection: Selection,
     prompts: Annotated[
         Path | None,
@@ -70,7 +62,7 @@ def bench(
     """
     if prompts is not None:
         load = replace(load, texts=_read_prompts(prompts))
-    session = Session(load, selection, options_of(wanted, drafting), max_in_flight=max_inflight)
+    session = Session(load, selection, options_of(wanted, drafting))
     client = connection.async_client(server)
     was_interrupted = False
     try:
