@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from loraplex_proto.errors import LoraplexError
 from loraplex_server.request import OutputParams, Request, SamplingParams
@@ -23,8 +24,7 @@ class AdapterUse:
     weight: float = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A running sequence that decodes in the next step: what whoever drafts for it may know."""
 
     sequence_id: str

@@ -296,6 +296,8 @@ class TrackRecord:
         if not holds_back:
             return self.acceptance.survival(step, num_tokens, evidence)
         num_tokens = self.backoff.limit(step, num_tokens, evidence, max_pause)
+        if num_tokens == 0:
+            return ()
         return self.acceptance.survival(step, num_tokens, evidence, is_probe=self.backoff.is_probe(step, max_pause))
 
     def observe(self, step: int, num_drafted: int, num_accepted: int, evidence: int = 0) -> None:

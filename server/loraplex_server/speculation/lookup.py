@@ -31,6 +31,7 @@ MAX_INDEXED_NGRAM = 8
 WINDOW = 16_384
 
 _TOKEN_BITS = 32
+_FEW = 8
 
 # The sequence's own text, earlier outputs, or the place in one of them that the sequence left a little before.
 Source = Literal["own", "history", "resumed"]
@@ -95,7 +96,7 @@ class PromptLookupProposer:
 
     def _better(self, own: Match | None, text: _Text, bounds: tuple[int, int]) -> Match | None:
         """The longer match; of equal ones the sequence's own, but for a single token, which says less than a place."""
-        outputs = self._history.outputs(_namespace(text.candidate))
+        outputs = self._history.outputs(_namespace(text.candidate)) if self._history.num_namespaces else None
         place = text.reader.find(outputs, text.candidate.token_ids) if outputs is not None else None
         if place is None or place.num_tokens < bounds[0] or bounds[1] < MIN_RUN:
             return own
@@ -213,6 +214,9 @@ class _Index:
 
     def _add(self, token_ids: Sequence[int], begin: int, end: int) -> None:
         """The runs that end before positions `begin` to `end`, of every length: later ones replace earlier ones."""
+        if end - begin <= _FEW:
+            self._add_few(token_ids, begin, end)
+            return
         keys = list(token_ids[begin - 1 : end - 1])
         positions = list(range(begin, end))  # one integer for all lengths
         for length in range(2, min(self._longest, end - 1) + 1):
@@ -223,6 +227,15 @@ class _Index:
             keys = [key | token_id << shift for key, token_id in zip(keys[-len(added) :], added, strict=True)]
             if length >= self._shortest:
                 self._young[length].update(zip(keys, islice(positions, first - begin, None), strict=True))
+
+    def _add_few(self, token_ids: Sequence[int], begin: int, end: int) -> None:
+        """The same for what a step adds: of few tokens, lists of keys are most of the work."""
+        for position in range(begin, end):
+            key = token_ids[position - 1]
+            for length in range(2, min(self._longest, position) + 1):
+                key |= token_ids[position - length] << (_TOKEN_BITS * (length - 1))
+                if length >= self._shortest:
+                    self._young[length][key] = position
 
     def _find_names(self, token_ids: Sequence[int]) -> dict[int, int]:
         if self._shortest > 1:

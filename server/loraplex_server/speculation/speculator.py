@@ -37,6 +37,9 @@ log = logging.getLogger(__name__)
 # Sets of heads of which something is remembered beyond their sequences.
 MAX_POOLS = 4096
 
+# A sequence for which nothing is accepted is looked at in every fourth step: pauses that matter are multiples of that.
+_REST = 4
+
 _K = TypeVar("_K")
 _V = TypeVar("_V")
 
@@ -48,10 +51,19 @@ class _Sequence:
     choice: Choice
     records: dict[tuple[str, Source], TrackRecord] = field(default_factory=dict[tuple[str, Source], TrackRecord])
     asked: set[str] = field(default_factory=set[str])  # proposers that have seen it
+    rests_until: int = 0  # the step in which it is looked at again
     # Of the draft under way.
     proposer: str = ""
     source: Source = "own"
     evidence: int = 0
+
+    @property
+    def is_dry(self) -> bool:
+        """Whether all that it could be drafted by are in a pause, as far as they have been tried."""
+        if self.choice.params.fixed_length or not self.records:
+            return False
+        tried = {name for name, _ in self.records}
+        return len(tried) == len(self.choice.proposers) and all(record.is_dry for record in self.records.values())
 
 
 class _Option(NamedTuple):
@@ -247,11 +259,15 @@ class Speculator:
         sequence = self._sequences.get(candidate.sequence_id)
         if sequence is None:
             sequence = self._sequences[candidate.sequence_id] = _Sequence(choice)
+        if self._step < sequence.rests_until:
+            return None
         options = [
             option
             for name in choice.proposers
             if name not in silent and (option := self._option(candidate, sequence, name))
         ]
+        if not options and sequence.is_dry:
+            sequence.rests_until = (self._step // _REST + 1) * _REST
         if len(options) < 2:
             return options[0] if options else None
         step_s = self._step_costs.seconds(num_rows)

@@ -22,6 +22,7 @@ from loraplex_server.speculation import speculator as module
 from loraplex_server.speculation.base import DRAFT_MODEL, MEDUSA, PROMPT_LOOKUP, Ask
 from loraplex_server.speculation.choice import draft_key
 from loraplex_server.speculation.costs import StepCosts
+from loraplex_server.speculation.lookup import Match, PromptLookupProposer
 from loraplex_server.speculation.speculator import Speculator
 
 LORA = AdapterKey("lora", "1" * 64)
@@ -335,6 +336,32 @@ def test_heads_are_asked_for_as_many_tokens_as_they_have() -> None:
     table.begin("another", "medusa", BOTH, fixed_length=True)
     table.propose("another")
     assert table.medusa.lengths == {"another": 2}
+
+
+@pytest.mark.parametrize("is_fixed", [False, True])
+def test_where_nothing_is_accepted_few_steps_look(monkeypatch: pytest.MonkeyPatch, is_fixed: bool) -> None:
+    looked: list[int] = []
+    match = PromptLookupProposer.match
+
+    def counted(self: PromptLookupProposer, candidate: Candidate, params: SpeculationParams) -> Match | None:
+        looked.append(len(candidate.token_ids))
+        return match(self, candidate, params)
+
+    monkeypatch.setattr(PromptLookupProposer, "match", counted)
+    table = Table()
+    table.begin("a", "prompt_lookup", max_draft_tokens=4, fixed_length=is_fixed)
+    tokens = [7, 8, 9] * 4
+    for _ in range(200):
+        table.observe(table.propose("a", tokens=tokens), 0)
+        tokens.append(7 + len(tokens) % 3)
+    num_lengths = len({length for length in looked if length >= 112})  # of the last 100 steps
+    assert num_lengths == 100 if is_fixed else 20 <= num_lengths <= 40
+    # What is accepted again is noticed within a pause, and from then on one looks in every step.
+    looked.clear()
+    for _ in range(200):
+        table.observe(table.propose("a", tokens=tokens), 4)
+        tokens.append(7 + len(tokens) % 3)
+    assert len(set(looked)) >= 60
 
 
 # --- auto -------------------------------------------------------------------------------------------------------------
