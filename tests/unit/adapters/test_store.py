@@ -243,6 +243,15 @@ def test_stores_of_killed_processes_are_removed_and_nothing_else(tmp_path: Path)
     assert len(files(tmp_path / "store-running")) == 1
 
 
+def test_the_order_of_use_survives_a_restart_however_quick_it_was(tmp_path: Path) -> None:
+    first = AdapterStore(tmp_path, 1 << 20)
+    keys = [put(first, value) for value in range(5)]
+    for key in reversed(keys):
+        first.open(key)
+    first.close()
+    assert AdapterStore(tmp_path, 1 << 20).keys() == keys[::-1]
+
+
 def test_a_place_that_cannot_be_used_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(FailedPrecondition, match=r"cannot be used: Not a directory; name another .*--adapter-store"):
