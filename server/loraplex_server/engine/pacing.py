@@ -2,8 +2,8 @@
 
 Sending costs about the same per message, whether it carries one token or ten, and where the engine computes on the same
 cores it is the engine that pays. So messages are sent as often as they may take a share of the CPU, and no oftener:
-with few streams at once, with many as tokens of two or three steps together. Pure but for its clocks; knows neither
-streams nor the event loop.
+with few streams at once, with many, or a model whose steps are short, as tokens of several steps together. Pure but for
+its clocks; knows neither streams nor the event loop.
 """
 
 from __future__ import annotations
