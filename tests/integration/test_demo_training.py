@@ -1,4 +1,7 @@
-"""The script that made the committed world still makes one: small, but trained from nothing and judged."""
+"""The script that made the committed world still makes one: small, but trained from nothing and judged.
+
+With one adapter, and as few steps as the bars allow: five minutes of one core.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from loraplex_server.demo.train import make_world
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(1200)
 def test_a_small_world_reaches_the_bar(tmp_path: Path) -> None:
     world = make_world(tmp_path, scale="small", seed=0)
     report = json.loads(world.report_path.read_text())
@@ -25,4 +28,4 @@ def test_a_small_world_reaches_the_bar(tmp_path: Path) -> None:
     for heads in world.heads:
         assert found[heads.name][heads.adapter] >= 1.5, (heads.name, found)
     for draft in world.drafts:
-        assert min(found[draft.name].values()) > 1.1, (draft.name, found)
+        assert min(found[draft.name].values()) >= 2, (draft.name, found)
