@@ -92,8 +92,9 @@ struct Block {
   bool is_finite;                      // all values are
 };
 
-// Values of `count` positions from `from` on, in pairs of keys, filled up with zeros to 32. Whether all are finite.
-static bool take_values(const AttendTask& t, int64_t from, int count, bf16* v) {
+// Values of `count` positions from `from` on, in pairs of keys, filled up with zeros to 32. Whether all are finite. Keys
+// that will be read in their pages are fetched on the way.
+static bool take_values(const AttendTask& t, int64_t from, int count, const Block& block, bool copies, bf16* v) {
   const __m512i zero = _mm512_setzero_si512(), exponent = _mm512_set1_epi16(0x7f80);
   const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5,
                                        36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
@@ -106,6 +107,7 @@ static bool take_values(const AttendTask& t, int64_t from, int count, bf16* v) {
     for (int j = 0; j < 2 && i + j < count; j++) {
       rows[j] = value.row();
       value.next();
+      if (!copies) fetch_early(block.keys[(i + j) / 16] + (i + j) % 16 * t.token_stride, t.dim * 2);
       if (i + j + ahead < count) fetch_early(early.row(), t.dim * 2), early.next();
     }
     bf16* to = v + i / 32 * (t.dim / 16 * kTile) + i % 32 * 16;
@@ -142,10 +144,9 @@ static Block take_block(const AttendTask& t, int64_t from, int count, bool copie
   for (int i = 0; i < ((count + 31) & ~31); i += 16) {
     const bf16* first = Cursor<BF16>(t.k, t, from + (i < count ? i : 0)).row();
     block.keys[i / 16] = copies ? m.k + i * t.dim : first;
-    for (int j = 0; j < 16 && i + j < count && !copies; j++) fetch_early(first + j * t.token_stride, t.dim * 2);
   }
   if (copies) take_keys(t, from, count, m.k);
-  block.is_finite = take_values(t, from, count, m.v);
+  block.is_finite = take_values(t, from, count, block, copies, m.v);
   return block;
 }
 
