@@ -27,13 +27,15 @@ class RequestStream:
         self._events: list[Event] = []
         self._ready = asyncio.Event()
         self._begun: set[int] = set()  # completions whose first tokens have come
+        # The reader finds stop strings: until it has looked, the engine writes on.
+        self._is_watched = bool(request.stopping.stop)
         self._num_open = request.n
         self.is_over = False
 
     def push(self, event: Event) -> None:
-        """Takes an event in. First tokens and ends, which somebody waits for, wake the reader; other tokens do when
-        they are released, together with the next such event, or when so many are held that a quick reader would be
-        taken for a slow one."""
+        """Takes an event in. First tokens and ends, which somebody waits for, wake the reader, as does what may bring a
+        stop string; other tokens do when they are released, together with the next such event, or when so many are
+        held that a quick reader would be taken for a slow one."""
         if self.is_over:
             return
         wakes = False
@@ -43,7 +45,11 @@ class RequestStream:
                 if self._num_unread_tokens > self._max_unread_tokens:
                     self._cancel(self, _too_slow(self._max_unread_tokens))
                     return
-                wakes = event.index not in self._begun or 2 * self._num_unread_tokens > self._max_unread_tokens
+                is_first, is_much = (
+                    event.index not in self._begun,
+                    2 * self._num_unread_tokens > self._max_unread_tokens,
+                )
+                wakes = is_first or is_much or self._is_watched
                 self._begun.add(event.index)
             case CompletionEnd():
                 self._num_open -= 1
