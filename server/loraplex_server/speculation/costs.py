@@ -9,7 +9,6 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from statistics import median
 from typing import NamedTuple
 
 DEFAULT_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -59,7 +58,8 @@ class StepCosts:
         for idx in range(1, len(self.sizes)):
             low, high = self.sizes[idx - 1], self.sizes[idx]
             step_s = (self.times_s[idx] - self.times_s[idx - 1]) / (high - low)
-            table += [self.times_s[idx - 1] + step_s * num for num in range(1, high - low + 1)]
+            # Rounded, the sum may come out above what it leads to.
+            table += [min(self.times_s[idx - 1] + step_s * num, self.times_s[idx]) for num in range(1, high - low + 1)]
         return table
 
     def _last_slope(self) -> float:
@@ -79,7 +79,8 @@ def measure_step_costs(
     limit_s: float = LIMIT_S,
     clock: Callable[[], float] = time.monotonic,
 ) -> StepCosts:
-    """Runs a step of each size to warm up, then all sizes `num_repeats` times in turn, of which the medians count.
+    """Runs a step of each size to warm up, then all sizes `num_repeats` times in turn, of which the shortest counts:
+    whatever else happens on a machine makes a step longer.
 
     `run` runs one step of so many token rows and returns how long it took. When `limit_s` have passed nothing new is
     begun, but that the two smallest sizes are run in any case: without them there is no slope.
@@ -92,7 +93,7 @@ def measure_step_costs(
                 break
             times_s.setdefault(size, []).append(run(size))
     # A first run counts only where there is no other.
-    return StepCosts({size: median(runs[1:] or runs) for size, runs in times_s.items()})
+    return StepCosts({size: min(runs[1:] or runs) for size, runs in times_s.items()})
 
 
 class ProposerCost(NamedTuple):

@@ -43,9 +43,9 @@ def watch(rig: Rig) -> list[StepPlan]:
 @pytest.mark.parametrize(
     ("max_rows", "num_blocks", "sizes"),
     [
-        (5, 40, (1, 2, 4, 8, 16)),  # 20 rows at most
-        (2, 40, (1, 2, 4, 8)),
-        (5, 2, (1, 2, 4, 8)),  # fewer blocks than rows
+        (5, 40, (1, 2, 4, 5, 6, 8, 16)),  # 20 rows at most
+        (2, 40, (1, 2, 3, 4, 8)),
+        (5, 2, (1, 2, 4, 5, 6, 8)),  # fewer blocks than rows
         (1, 1, (1, 2, 4)),
     ],
 )
@@ -71,7 +71,7 @@ def test_no_longer_than_the_context() -> None:
     rig = make_rig(loaded, max_rows=2, num_blocks=8)
     watch(rig)
     costs = measure_runner(rig.runner, max_rows=2, num_blocks=8, block_size=BLOCK_SIZE)
-    assert costs.sizes == (1, 2, 4)
+    assert costs.sizes == (1, 2, 3, 4)
 
 
 def test_slow_steps_end_the_measuring(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
