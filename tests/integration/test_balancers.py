@@ -88,14 +88,14 @@ def test_streams_through_a_balancer(
         wait_for_port(port, process)
         with Client(routers[0].address) as direct, Client(f"127.0.0.1:{port}") as client:
             for adapter_id in ("", *tiny_world.names[:3]):
-                expected = direct.generate("hello", adapter_id=adapter_id, max_tokens=24, ignore_eos=True).text
-                chunks = list(client.stream("hello", adapter_id=adapter_id, max_tokens=24, ignore_eos=True))
+                expected = direct.generate("hello", adapter_id=adapter_id, max_tokens=96, ignore_eos=True).text
+                chunks = list(client.stream("hello", adapter_id=adapter_id, max_tokens=96, ignore_eos=True))
                 assert len(chunks) > 3, "tokens come as they are made, not at the end"
                 assert "".join(chunk.text for chunk in chunks) == expected
             # One router dies: not a single call is lost, the first ones included that come before anybody has noticed.
             routers[1].kill()
             for _ in range(10):
-                assert client.generate("hello", adapter_id=adapter_id, max_tokens=24, ignore_eos=True).text == expected
+                assert client.generate("hello", adapter_id=adapter_id, max_tokens=96, ignore_eos=True).text == expected
     finally:
         process.terminate()
         process.wait(20)

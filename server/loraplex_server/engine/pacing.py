@@ -15,10 +15,16 @@ from collections.abc import Callable
 # Of all cores where the engine computes on them too, of one core where it does not.
 CPU_SHARE = 0.025
 DEVICE_SHARE = 0.5
+FIRST_MESSAGE_S = 2e-4  # taken for granted until there is a median
+MEDIAN_STEP = 0.1
 
 
 class Pacer:
-    """Weighs the CPU time that this process has taken since tokens were last sent against the time that has passed."""
+    """Weighs the CPU time that sending takes against the time that has passed since tokens were last sent.
+
+    What one message takes is a running median of what this process has spent from one sending to the next: the CPU time
+    of other things, such as a request that comes in, holds no tokens back for longer than twice that.
+    """
 
     def __init__(
         self,
@@ -30,15 +36,25 @@ class Pacer:
         self._share = share
         self._clock = clock
         self._cpu_clock = cpu_clock
-        self.sent()
+        self._message_s = FIRST_MESSAGE_S
+        self._num_messages = 0
+        self._sent_at_s, self._cpu_at_s = clock(), cpu_clock()
 
     def is_due(self) -> bool:
         """Whether sending has not taken more than its share since the last time."""
-        return self._cpu_clock() - self._cpu_at_s <= self._share * (self._clock() - self._sent_at_s)
+        spent_s = min(self._spent_s(), 2 * self._message_s * self._num_messages)
+        return spent_s <= self._share * (self._clock() - self._sent_at_s)
 
-    def sent(self) -> None:
+    def sent(self, num_messages: int) -> None:
         """Tokens are being sent now; what that costs counts from here."""
+        if self._num_messages:
+            is_more = self._spent_s() > self._message_s * self._num_messages
+            self._message_s *= 1 + MEDIAN_STEP if is_more else 1 - MEDIAN_STEP
+        self._num_messages = num_messages
         self._sent_at_s, self._cpu_at_s = self._clock(), self._cpu_clock()
+
+    def _spent_s(self) -> float:
+        return self._cpu_clock() - self._cpu_at_s
 
 
 def delivery_share(device: str) -> float:

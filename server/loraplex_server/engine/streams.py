@@ -45,10 +45,8 @@ class RequestStream:
                 if self._num_unread_tokens > self._max_unread_tokens:
                     self._cancel(self, _too_slow(self._max_unread_tokens))
                     return
-                is_first, is_much = (
-                    event.index not in self._begun,
-                    2 * self._num_unread_tokens > self._max_unread_tokens,
-                )
+                is_first = event.index not in self._begun
+                is_much = 2 * self._num_unread_tokens > self._max_unread_tokens
                 wakes = is_first or is_much or self._is_watched
                 self._begun.add(event.index)
             case CompletionEnd():
@@ -95,6 +93,7 @@ class HeldStreams:
         self._max_wait_s = max_wait_s
         self._held: set[RequestStream] = set()
         self._timer: asyncio.TimerHandle | None = None
+        self._called_at_s = 0.0
 
     def add(self, stream: RequestStream) -> None:
         if stream.is_held:
@@ -102,18 +101,21 @@ class HeldStreams:
 
     def release_when_due(self) -> None:
         """To be called after each step's events: now, or when they have waited long enough."""
+        loop = asyncio.get_running_loop()
+        step_s, self._called_at_s = loop.time() - self._called_at_s, loop.time()
         if not self._held:
             return
-        if self._max_wait_s <= 0 or self._pacer.is_due():
+        # Nothing is gained by waiting for a step that comes too late.
+        if step_s >= self._max_wait_s or self._pacer.is_due():
             self._release()
         elif self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(self._max_wait_s, self._release)
+            self._timer = loop.call_later(self._max_wait_s, self._release)
 
     def _release(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self._pacer.sent()
+        self._pacer.sent(len(self._held))
         for stream in self._held:
             stream.release()
         self._held.clear()

@@ -98,7 +98,10 @@ async def start_worker(
     """Starts the engine, then listens. Raises the typed error of whatever cannot be had (model, port, files)."""
     check_door(config)
     engine = EngineClient(
-        config.engine, max_unread_tokens=config.max_unread_tokens, max_stream_wait_s=config.max_stream_wait_s
+        config.engine,
+        max_unread_tokens=config.max_unread_tokens,
+        # What sending takes cannot be told from what an engine takes in this process.
+        max_stream_wait_s=0.0 if inline else config.max_stream_wait_s,
     )
     info = await engine.start(on_progress, inline=inline, builder=builder)
     try:

@@ -20,6 +20,7 @@ def pacer(share: float) -> tuple[Pacer, Clocks]:
 
 def test_sending_waits_until_it_has_taken_no_more_than_its_share() -> None:
     paced, clocks = pacer(0.05)
+    paced.sent(32)
     clocks.pass_by(0.030, 0.003)  # a tenth of a core
     assert not paced.is_due()
     clocks.pass_by(0.031, 0.0)
@@ -28,9 +29,10 @@ def test_sending_waits_until_it_has_taken_no_more_than_its_share() -> None:
 
 def test_what_was_sent_before_counts_no_longer() -> None:
     paced, clocks = pacer(0.05)
+    paced.sent(32)
     clocks.pass_by(0.1, 0.1)
     assert not paced.is_due()
-    paced.sent()
+    paced.sent(32)
     clocks.pass_by(0.1, 0.004)
     assert paced.is_due()
 
@@ -40,7 +42,31 @@ def test_few_streams_are_sent_at_once() -> None:
     for _ in range(100):
         clocks.pass_by(0.017, 0.0004)
         assert paced.is_due()
-        paced.sent()
+        paced.sent(1)
+
+
+def test_what_else_takes_cpu_time_holds_nothing_back_for_long() -> None:
+    paced, clocks = pacer(0.05)
+    for _ in range(10):
+        paced.sent(1)
+        clocks.pass_by(0.01, 0.0002)
+    paced.sent(1)
+    clocks.pass_by(0.01, 0.01)  # a request came in
+    assert clocks.cpu_s - 3.0 > 0.01
+    clocks.pass_by(0.01, 0.0)
+    assert paced.is_due()
+
+
+def test_what_a_message_costs_is_learned() -> None:
+    paced, clocks = pacer(0.05)
+    for _ in range(100):
+        paced.sent(1)
+        clocks.pass_by(0.2, 0.002)
+    paced.sent(1)
+    clocks.pass_by(0.03, 0.002)
+    assert not paced.is_due()  # 40 ms
+    clocks.pass_by(0.011, 0.0)
+    assert paced.is_due()
 
 
 def test_an_engine_on_another_device_leaves_the_cpu_to_sending() -> None:

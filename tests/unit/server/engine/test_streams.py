@@ -38,17 +38,15 @@ def tokens(*token_ids: int, index: int = 0) -> Tokens:
 END = CompletionEnd("r", 0, FinishReason.LENGTH, None, 2, 0)
 
 
-def pacer(is_due: bool) -> Pacer:
-    """One that always, or never, finds that sending took its share already."""
-    spent_s = iter([0.0] if is_due else [0.0, *range(1, 1000)])
-    last = 0.0
+class FixedPacer(Pacer):
+    """One that always, or never, finds that sending took no more than its share."""
 
-    def cpu_clock() -> float:
-        nonlocal last
-        last = next(spent_s, last)
-        return last
+    def __init__(self, is_due: bool) -> None:
+        super().__init__(1.0)
+        self._is_due = is_due
 
-    return Pacer(0.0, lambda: 0.0, cpu_clock)
+    def is_due(self) -> bool:
+        return self._is_due
 
 
 async def test_first_tokens_of_each_completion_and_ends_wake_the_reader_at_once() -> None:
@@ -86,7 +84,7 @@ async def begun() -> RequestStream:
 
 
 async def test_tokens_go_out_as_they_come_while_that_is_cheap() -> None:
-    stream, held = await begun(), HeldStreams(pacer(is_due=True), 60.0)
+    stream, held = await begun(), HeldStreams(FixedPacer(is_due=True), 60.0)
     stream.push(tokens(2))
     held.add(stream)
     held.release_when_due()
@@ -94,7 +92,8 @@ async def test_tokens_go_out_as_they_come_while_that_is_cheap() -> None:
 
 
 async def test_tokens_wait_for_later_ones_where_sending_costs_too_much() -> None:
-    stream, held = await begun(), HeldStreams(pacer(is_due=False), 0.05)
+    stream, held = await begun(), HeldStreams(FixedPacer(is_due=False), 0.05)
+    held.release_when_due()  # of the step before
     for token_id in (2, 3, 4):
         stream.push(tokens(token_id))
         held.add(stream)
@@ -103,8 +102,19 @@ async def test_tokens_wait_for_later_ones_where_sending_costs_too_much() -> None
     assert await asyncio.wait_for(stream.next(), 5) == [tokens(2), tokens(3), tokens(4)]
 
 
+async def test_tokens_do_not_wait_for_steps_that_are_longer_than_they_may_wait() -> None:
+    stream, held = await begun(), HeldStreams(FixedPacer(is_due=False), 0.02)
+    for token_id in (2, 3):
+        await asyncio.sleep(0.03)
+        stream.push(tokens(token_id))
+        held.add(stream)
+        held.release_when_due()
+        assert not stream.is_held
+        await stream.next()
+
+
 async def test_a_wait_of_zero_sends_each_at_once() -> None:
-    stream, held = await begun(), HeldStreams(pacer(is_due=False), 0.0)
+    stream, held = await begun(), HeldStreams(FixedPacer(is_due=False), 0.0)
     stream.push(tokens(2))
     held.add(stream)
     held.release_when_due()
@@ -112,7 +122,7 @@ async def test_a_wait_of_zero_sends_each_at_once() -> None:
 
 
 async def test_an_idle_stream_is_not_woken() -> None:
-    stream, held = await begun(), HeldStreams(pacer(is_due=True), 60.0)
+    stream, held = await begun(), HeldStreams(FixedPacer(is_due=True), 60.0)
     held.add(stream)
     held.release_when_due()
     waiting = asyncio.ensure_future(stream.next())
@@ -134,7 +144,7 @@ async def test_whatever_comes_between_every_event_is_read_once_and_in_order(seed
     """Steps, timers, readers that are busy, and completions that end at different times."""
     rng = random.Random(seed)
     streams = [stream_of(n=3) for _ in range(4)]
-    held = HeldStreams(pacer(is_due=bool(seed % 2)), rng.choice([0.0, 0.001, 0.01]))
+    held = HeldStreams(FixedPacer(is_due=bool(seed % 2)), rng.choice([0.0, 0.001, 0.01]))
     sent: list[list[Event]] = [[] for _ in streams]
 
     async def read(stream: RequestStream) -> list[Event]:
