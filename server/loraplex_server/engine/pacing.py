@@ -20,10 +20,11 @@ MEDIAN_STEP = 0.1
 
 
 class Pacer:
-    """Weighs the CPU time that sending takes against the time that has passed since tokens were last sent.
+    """Weighs the CPU time that sending took against the time that has passed since.
 
-    What one message takes is a running median of what this process has spent from one sending to the next: the CPU time
-    of other things, such as a request that comes in, holds no tokens back for longer than twice that.
+    It is what this process spent from a sending to the next look, which comes with the next step's tokens: what later
+    steps take to arrive is not a matter of sending. A running median of what one message takes keeps other things, such
+    as a request that came in just then, from holding tokens back.
     """
 
     def __init__(
@@ -38,23 +39,25 @@ class Pacer:
         self._cpu_clock = cpu_clock
         self._message_s = FIRST_MESSAGE_S
         self._num_messages = 0
+        self._due_at_s: float | None = 0.0  # None until it is known what the last sending took
         self._sent_at_s, self._cpu_at_s = clock(), cpu_clock()
 
     def is_due(self) -> bool:
-        """Whether sending has not taken more than its share since the last time."""
-        spent_s = min(self._spent_s(), 2 * self._message_s * self._num_messages)
-        return spent_s <= self._share * (self._clock() - self._sent_at_s)
+        """Whether sending has taken no more than its share since the last time."""
+        if self._due_at_s is None:
+            self._due_at_s = self._sent_at_s + self._cost_s() / self._share
+        return self._clock() >= self._due_at_s
 
     def sent(self, num_messages: int) -> None:
-        """Tokens are being sent now; what that costs counts from here."""
-        if self._num_messages:
-            is_more = self._spent_s() > self._message_s * self._num_messages
-            self._message_s *= 1 + MEDIAN_STEP if is_more else 1 - MEDIAN_STEP
-        self._num_messages = num_messages
+        """Tokens are being sent now; what that takes counts from here."""
+        self._num_messages, self._due_at_s = num_messages, None
         self._sent_at_s, self._cpu_at_s = self._clock(), self._cpu_clock()
 
-    def _spent_s(self) -> float:
-        return self._cpu_clock() - self._cpu_at_s
+    def _cost_s(self) -> float:
+        """What the last sending took."""
+        spent_s, usual_s = self._cpu_clock() - self._cpu_at_s, self._message_s * self._num_messages
+        self._message_s *= 1 + MEDIAN_STEP if spent_s > usual_s else 1 - MEDIAN_STEP
+        return min(spent_s, 2 * usual_s)
 
 
 def delivery_share(device: str) -> float:

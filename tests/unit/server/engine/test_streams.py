@@ -183,7 +183,7 @@ async def reluctant(
     monkeypatch: pytest.MonkeyPatch, builder: EngineBuilder, wait_s: float, *, inline: bool = True
 ) -> AsyncIterator[EngineClient]:
     """A client that finds every message too expensive, so that tokens wait as long as they may."""
-    monkeypatch.setattr(client_module, "delivery_share", lambda device: -1.0)
+    monkeypatch.setattr(client_module, "delivery_share", lambda device: 1e-9)
     client = EngineClient(EngineConfig(ModelConfig("fake")), max_stream_wait_s=wait_s)
     await client.start(inline=inline, builder=builder)
     try:
