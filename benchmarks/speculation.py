@@ -246,37 +246,43 @@ def always_match() -> None:
     PromptLookupProposer.propose = some_tokens
 
 
+KINDS = {
+    "lookup": SpeculationParams(kind="prompt_lookup", min_ngram=1),
+    "medusa": SpeculationParams(kind="medusa"),
+    "draft": SpeculationParams(kind="draft_model"),
+}
+
+
+def synthetic_engine(inputs: Path, work: Path, num_threads: int | None, *, adaptive: bool) -> Engine:
+    """With heads and a draft model that are made in `work`."""
+    heads = make_heads(work / "adapters", inputs / "model")
+    make_draft(work / "draft", inputs / "model")
+    config = EngineConfig(
+        num_threads=num_threads,
+        model=ModelConfig(str(inputs / "model"), device="cpu"),
+        kv=KvConfig(prefix_caching=False, memory_bytes=2 << 30),
+        batch=BatchConfig(max_running=32, max_step_tokens=2048),
+        adapters=AdaptersConfig(root=work / "adapters", store_dir=work / "store"),
+        speculation=SpeculationConfig(
+            default_medusa=heads,
+            draft_models=(f"small={work / 'draft'}",),
+            adaptive=adaptive,
+            lookup_history=0,  # the same prompts come again and again
+        ),
+    )
+    return build_engine(config, lambda text: None, lambda: None)
+
+
 def synthetic(args: argparse.Namespace) -> None:
     always_match()
     with tempfile.TemporaryDirectory() as directory:
-        work = Path(directory)
-        heads = make_heads(work / "adapters", args.inputs / "model")
-        make_draft(work / "draft", args.inputs / "model")
-        config = EngineConfig(
-            num_threads=args.threads,
-            model=ModelConfig(str(args.inputs / "model"), device="cpu"),
-            kv=KvConfig(prefix_caching=False, memory_bytes=2 << 30),
-            batch=BatchConfig(max_running=32, max_step_tokens=2048),
-            adapters=AdaptersConfig(root=work / "adapters", store_dir=work / "store"),
-            speculation=SpeculationConfig(
-                default_medusa=heads,
-                draft_models=(f"small={work / 'draft'}",),
-                adaptive=args.adaptive,
-                lookup_history=0,  # the same prompts come again and again
-            ),
-        )
-        engine = build_engine(config, lambda text: None, lambda: None)
-        kinds = {
-            "lookup": SpeculationParams(kind="prompt_lookup", min_ngram=1),
-            "medusa": SpeculationParams(kind="medusa"),
-            "draft": SpeculationParams(kind="draft_model"),
-        }
+        engine = synthetic_engine(args.inputs, Path(directory), args.threads, adaptive=args.adaptive)
         items = read_workload(args.inputs, "base-32")
         for num_prompts in args.batch:
             prompts = [Prompt(item.prompt_ids, max_tokens=args.output) for item in items[:num_prompts]]
             for kind in args.proposers:
                 for share in args.accept:
-                    params = replace(kinds[kind], max_draft_tokens=args.draft_tokens, fixed_length=not args.adaptive)
+                    params = replace(KINDS[kind], max_draft_tokens=args.draft_tokens, fixed_length=not args.adaptive)
                     row = compare(engine, prompts, params, share=share, repeat=args.repeat, name=kind)
                     print(json.dumps(row), flush=True)
         engine.close()

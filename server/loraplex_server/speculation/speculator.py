@@ -270,15 +270,17 @@ class Speculator:
             sequence.rests_until = (self._step // _REST + 1) * _REST
         if len(options) < 2:
             return options[0] if options else None
-        step_s = self._step_costs.seconds(num_rows)
+        return max(options, key=lambda option: self._speed(option, num_rows))
 
-        def value(option: _Option) -> float:
-            """Tokens that it promises, less for the time that they take to draft."""
-            num_tokens = len(option.survival)
-            cost_s = self._cost(option.proposer).seconds(num_tokens, num_tokens)
-            return sum(option.survival) / (1.0 + cost_s / step_s)
-
-        return max(options, key=value)
+    def _speed(self, option: _Option, num_rows: int) -> float:
+        """Tokens per second that it promises at best, if all rows of the step had the same."""
+        cost = self._cost(option.proposer)
+        tokens, best = 1.0, 1.0 / self._step_costs.seconds(num_rows)
+        for num, survival in enumerate(option.survival, start=1):
+            tokens += survival
+            taken_s = self._step_costs.seconds(num_rows * (1 + num)) + cost.seconds(num, num * num_rows)
+            best = max(best, tokens / taken_s)
+        return best
 
     def _option(self, candidate: Candidate, sequence: _Sequence, name: str) -> _Option | None:
         """None where it has nothing to offer in this step."""
