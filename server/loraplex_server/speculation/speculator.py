@@ -18,18 +18,12 @@ from loraplex_server.config import SpeculationConfig
 from loraplex_server.events import Tokens
 from loraplex_server.request import Request
 from loraplex_server.scheduler.plan import Candidate, Draft, StepPlan, StepResult
+from loraplex_server.speculation.acceptance import MAX_PAUSE, AcceptancePool, TrackRecord
 from loraplex_server.speculation.base import MEDUSA, PROMPT_LOOKUP, Ask, Proposer
 from loraplex_server.speculation.choice import Choice, brings_heads, choose
 from loraplex_server.speculation.costs import ProposerCost, ProposerCosts, StepCosts
 from loraplex_server.speculation.history import History
-from loraplex_server.speculation.lengths import (
-    MAX_PAUSE,
-    AcceptancePool,
-    Offer,
-    TrackRecord,
-    choose_lengths,
-    longest_pause,
-)
+from loraplex_server.speculation.lengths import Offer, choose_lengths, longest_pause
 from loraplex_server.speculation.lookup import PromptLookupProposer, Source
 
 log = logging.getLogger(__name__)
