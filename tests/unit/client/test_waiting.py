@@ -50,11 +50,11 @@ async def test_cancelling_the_task_cancels_the_request(fake: Any) -> None:
     fake.delay_s = 30.0
     async with AsyncClient(fake.address) as client:
         task = asyncio.create_task(client.generate("a"))
-        assert await asyncio.to_thread(fake.arrived.wait, 3)
+        assert await asyncio.to_thread(fake.arrived.wait, 20)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert await asyncio.to_thread(fake.cancelled.wait, 3)
+        assert await asyncio.to_thread(fake.cancelled.wait, 20)
 
 
 async def test_cancelling_the_task_cancels_the_stream(fake: Any) -> None:
@@ -66,11 +66,11 @@ async def test_cancelling_the_task_cancels_the_stream(fake: Any) -> None:
 
     async with AsyncClient(fake.address) as client:
         task = asyncio.create_task(consume(client))
-        assert await asyncio.to_thread(fake.arrived.wait, 3)
+        assert await asyncio.to_thread(fake.arrived.wait, 20)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert await asyncio.to_thread(fake.cancelled.wait, 3)
+        assert await asyncio.to_thread(fake.cancelled.wait, 20)
 
 
 async def test_closing_from_another_task_ends_the_stream(fake: Any) -> None:
@@ -85,7 +85,7 @@ async def test_closing_from_another_task_ends_the_stream(fake: Any) -> None:
         await asyncio.sleep(0.2)
         await stream.aclose()
         assert await asyncio.wait_for(task, 3) == []
-        assert await asyncio.to_thread(fake.cancelled.wait, 3)
+        assert await asyncio.to_thread(fake.cancelled.wait, 20)
 
 
 async def test_many_at_once(fake: Any) -> None:
