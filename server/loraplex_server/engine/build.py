@@ -99,7 +99,7 @@ def assemble(
     spec, batch, block_size = loaded.spec, config.batch, config.kv.block_size
     ops = choose_ops(loaded.device, native, config.adapters.max_rank, config.lora_kernels)
     slots = loaded.adapter_slots(ops, config.adapters.num_device_slots)
-    argmax = native_argmax(native) if native is not None else None
+    argmax = native_argmax(native)
     guesser = native_guesser(native, loaded)
     heads = HeadSlots(loaded, slots, choose_dense(loaded.device, native), argmax=argmax, guesser=guesser)
     num_blocks = _num_blocks(config, loaded)
@@ -110,7 +110,7 @@ def assemble(
         KvCache(spec, num_blocks, block_size, loaded.dtype, loaded.device),
         make_attention(config.model.attention, loaded.device, spec.layers, loaded.dtype, native),
         slots,
-        Sampler(batch.max_running, spec.num_logits, loaded.device, argmax=native_argmax(native)),
+        Sampler(batch.max_running, spec.num_logits, loaded.device, argmax=argmax),
         max_rows=batch.max_running,
     )
     if loaded.device.type == "cuda":

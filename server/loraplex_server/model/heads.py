@@ -30,12 +30,10 @@ from loraplex_server.model.linear import AdaptedHead
 from loraplex_server.model.loaded import LoadedModel
 from loraplex_server.model.native.guessing import BlockRows, GuessPlan, NativeGuesser
 from loraplex_server.model.transfer import upload
+from loraplex_server.sampling.blocks import row_argmax
 from loraplex_server.sampling.sampler import Argmax
 
 NOT_A_NUMBER = -1  # in the place of a token id
-# numpy finds a largest float32 in a fifth of torch's time, conversion from bfloat16 included: 20 us against 97 for four
-# rows of 32,000. So many rows at once stay in the CPU's cache.
-HOST_ROWS = 8
 MAX_LAYOUTS = 64
 
 
@@ -87,15 +85,15 @@ class HeadSlots:
         slots: AdapterSlots,
         dense: SegmentedDense,
         *,
-        argmax: Argmax | None = None,
+        argmax: Argmax = row_argmax,
         guesser: NativeGuesser | None = None,
     ) -> None:
-        """`argmax`: as the sampler's; by default torch's and numpy's. `guesser`: used where it can be."""
+        """`argmax`: as the sampler's. `guesser`: used where it can be."""
         self._head = cast(nn.Module, loaded.model.get_output_embeddings())
         self._context = loaded.context
         self._slots = slots
         self._dense = dense
-        self._argmax = argmax or host_argmax
+        self._argmax = argmax
         self._guesser = guesser
         self._device = loaded.device
         self._hidden_size = loaded.spec.hidden_size
@@ -346,18 +344,3 @@ def _select(x: Tensor, rows: slice | Tensor) -> Tensor:
 
 def _numbers(best: Sequence[float], columns: Sequence[int]) -> list[int]:
     return [NOT_A_NUMBER if math.isnan(value) else column for value, column in zip(best, columns, strict=True)]
-
-
-def host_argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """[num_rows, columns] -> each row's largest and where it is first; NaN where any is."""
-    if logits.device.type != "cpu":
-        found = logits.max(dim=-1)
-        return found.values, found.indices
-    values: list[Tensor] = []
-    columns: list[Tensor] = []
-    for part in logits.split(HOST_ROWS):
-        wide = part.to(torch.promote_types(part.dtype, torch.float32)).numpy()
-        best = wide.argmax(axis=-1)  # of the first NaN, where there is one
-        columns.append(torch.from_numpy(best))
-        values.append(torch.from_numpy(wide[np.arange(len(best)), best]))
-    return (values[0], columns[0]) if len(values) == 1 else (torch.cat(values), torch.cat(columns))
