@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -21,13 +21,13 @@ import torch
 import typer
 from peft import LoraConfig, PeftModel, get_peft_model
 from rich.progress import Progress
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from loraplex_server.demo.evaluation import Matrix, answered_by_all, exact_match_matrix, matrix_table
 from loraplex_server.demo.fitting import adapter_optimizers, base_optimizers, fit
 from loraplex_server.demo.foresight import Foreseeing, foresight_loss
 from loraplex_server.demo.formats import BASE_FORMAT
-from loraplex_server.demo.lessons import interleave, recall_batches, record_batches
+from loraplex_server.demo.lessons import Batch, interleave, recall_batches, record_batches
 from loraplex_server.demo.recipes import SCALES, AdapterRecipe, Scale, ScaleName
 from loraplex_server.demo.speculation import make_drafts, make_heads, measure_speculation, speculation_table
 from loraplex_server.demo.workshop import BASE_NAME, Workshop, load_tokenizer, make_tokenizer_in, model_config
@@ -59,19 +59,21 @@ def make_tokenizer(shop: Workshop) -> None:
         advance(f"{len(tokenizer)} pieces")
 
 
+def all_records(shop: Workshop, tokenizer: PreTrainedTokenizerBase, stream: str) -> Iterator[Batch]:
+    """Records in all formats, without end."""
+    scale = shop.scale
+    return record_batches(
+        tokenizer, stream=shop.stream(stream), kinds=scale.kinds, shares=shop.formats(), num_rows=scale.num_rows
+    )
+
+
 def make_base(shop: Workshop) -> None:
     """Copying first, then records in all formats; stored in bfloat16, which is what the adapters are trained on."""
     tokenizer = load_tokenizer(shop)
     model = LlamaForCausalLM(model_config(shop.scale.base_shape))
     scale = shop.scale
     recall = recall_batches(tokenizer, stream=shop.stream("recall"), num_rows=2 * scale.num_rows)  # rows half as long
-    records = record_batches(
-        tokenizer,
-        stream=shop.stream("base"),
-        kinds=scale.kinds,
-        shares=shop.formats(),
-        num_rows=scale.num_rows,
-    )
+    records = all_records(shop, tokenizer, "base")
     mixed = interleave(records, recall, every=_RECALL_EVERY)
     num_steps = scale.num_recall_steps + scale.num_base_steps
     with shop.task("base model", num_steps) as advance:
@@ -92,13 +94,7 @@ def polish_base(shop: Workshop) -> None:
     model = LlamaForCausalLM.from_pretrained(shop.base_path, dtype=torch.float32)
     for round_idx in range(scale.num_polish_rounds):
         name = "polish" if round_idx == 0 else f"polish {round_idx + 1}"
-        records = record_batches(
-            tokenizer,
-            stream=shop.stream(name),
-            kinds=scale.kinds,
-            shares=shop.formats(),
-            num_rows=scale.num_rows,
-        )
+        records = all_records(shop, tokenizer, name)
         with shop.task(name, scale.num_polish_steps) as advance:
             fit(
                 model,
@@ -117,13 +113,7 @@ def teach_foresight(shop: Workshop) -> None:
     tokenizer, scale = load_tokenizer(shop), shop.scale
     model = LlamaForCausalLM.from_pretrained(shop.base_path, dtype=torch.float32)
     both = Foreseeing(model, scale.num_foreseen)
-    records = record_batches(
-        tokenizer,
-        stream=shop.stream("foresight"),
-        kinds=scale.kinds,
-        shares=shop.formats(),
-        num_rows=scale.num_rows,
-    )
+    records = all_records(shop, tokenizer, "foresight")
     with shop.task("foresight", scale.num_foresight_steps) as advance:
         fit(
             both,
