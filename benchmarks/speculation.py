@@ -55,7 +55,8 @@ from loraplex_server.model import runner as runner_module
 from loraplex_server.request import Request, SpeculationParams, StoppingParams
 from loraplex_server.scheduler.plan import Candidate
 from loraplex_server.speculation.base import Ask
-from loraplex_server.speculation.lookup import Match, PromptLookupProposer
+from loraplex_server.speculation.copying import Piece
+from loraplex_server.speculation.lookup import PromptLookupProposer
 
 Verify = Callable[[Sequence[int], Sequence[int]], tuple[int, ...]]
 OFF = SpeculationParams(kind="off")
@@ -231,18 +232,20 @@ def make_draft(path: Path, model: Path) -> None:
 
 def always_match() -> None:
     """Random text has nothing to look up: every lookup finds a match, and gives as many tokens as are wanted."""
-    match = PromptLookupProposer.match
+    find = PromptLookupProposer.pieces
     propose = PromptLookupProposer.propose
 
-    def some_match(self: PromptLookupProposer, candidate: Candidate, params: SpeculationParams) -> Match:
-        found = match(self, candidate, params) or Match(1, 0)
-        return found._replace(num_tokens=max(3, found.num_tokens))
+    def some_pieces(
+        self: PromptLookupProposer, candidate: Candidate, params: SpeculationParams, num_tokens: int
+    ) -> tuple[Piece, ...]:
+        found = find(self, candidate, params, num_tokens)
+        return (Piece("own", num_tokens, max(3, found[0].evidence if found else 0)),)
 
     def some_tokens(self: PromptLookupProposer, asks: Sequence[Ask]) -> list[tuple[int, ...]]:
         drafts = propose(self, asks)
         return [(*draft, *([1] * ask.num_tokens))[: ask.num_tokens] for draft, ask in zip(drafts, asks, strict=True)]
 
-    PromptLookupProposer.match = some_match
+    PromptLookupProposer.pieces = some_pieces
     PromptLookupProposer.propose = some_tokens
 
 

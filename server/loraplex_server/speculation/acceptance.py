@@ -21,11 +21,14 @@ PRIORS: Mapping[str, tuple[float, ...]] = {
     DRAFT_MODEL: (0.9,),
     UNIVERSAL: (0.9,),
 }
-# Of a lookup in earlier outputs, by where it found its match: what those have in common is copied, and then a value
-# comes that is another one.
-HISTORY_PRIORS: Mapping[str, tuple[float, ...]] = {
+# Of what a lookup copies from elsewhere than its own text: what earlier outputs have in common is copied, and then a
+# value comes that is another one; and behind a value or a key, where the draft goes on in another text.
+SOURCE_PRIORS: Mapping[str, tuple[float, ...]] = {
     "history": (0.3, 0.3, 0.5, 0.8, 0.8, 0.7),
     "resumed": (0.3, 0.6, 0.8, 0.6),
+    "behind": (0.7, 0.6, 0.8, 0.5),
+    "value": (0.6, 0.8, 0.9),
+    "mark": (0.5,),
 }
 DEFAULT_PRIOR = (0.9,)
 
@@ -72,7 +75,7 @@ class AcceptancePool:
     @classmethod
     def of(cls, proposer: str, source: str = "") -> AcceptancePool:
         """One with the prior of that kind of proposer, and of where it found its draft."""
-        return cls(HISTORY_PRIORS.get(source) or PRIORS.get(proposer, DEFAULT_PRIOR))
+        return cls(SOURCE_PRIORS.get(source) or PRIORS.get(proposer, DEFAULT_PRIOR))
 
     def rates(self, step: int, num_levels: int = _NUM_LEVELS) -> Sequence[float]:
         """The chance that a draft token is accepted when those before it are, of the first `num_levels` levels at

@@ -56,6 +56,11 @@ def choose_lengths(
     step's without drafts: token rows, and tokens that come out of it. Each proposer takes its positions in order of
     survival, as many as serve the step best given what the others take, the cheapest proposer first.
     """
+    if len(offers) == 1 and not offers[0].is_fixed:
+        (offer,) = offers
+        most = min(len(offer.survival), budget)
+        cost = proposer_costs.get(offer.proposer, FREE)
+        return [_one_length(offer.survival[:most], num_rows, float(num_tokens), step_costs, cost)]
     groups = _grouped(offers, proposer_costs)
     step = _Step(num_rows, float(num_tokens), step_costs, groups)
     adaptive = [group for group in groups if group.positions]
@@ -69,6 +74,25 @@ def choose_lengths(
             lengths[idx] = depth
     _cut(offers, lengths, budget)
     return lengths
+
+
+def _one_length(
+    survival: Sequence[float], num_rows: int, gain: float, step_costs: StepCosts, cost: ProposerCost
+) -> int:
+    """The same for one offer alone, which is most steps of a server with little to do."""
+    times_s = step_costs.span(num_rows, len(survival))
+    best, best_rate = 0, gain / times_s[0]
+    per_token_s = cost.per_round_s + cost.per_token_s
+    cost_s = cost.per_call_s
+    for length, chance in enumerate(survival, start=1):
+        if chance < _MIN_SURVIVAL:
+            break
+        gain += chance
+        cost_s += per_token_s
+        rate = gain / (times_s[length] + cost_s)
+        if rate > best_rate:
+            best, best_rate = length, rate
+    return best
 
 
 class _Group:

@@ -10,15 +10,17 @@ was found and how long it is.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from loraplex_server.request import SpeculationParams
 from loraplex_server.scheduler.plan import Candidate
 from loraplex_server.speculation.base import PROMPT_LOOKUP, Ask
-from loraplex_server.speculation.history import MAX_MATCH, MIN_RUN, History, Place, Reader
+from loraplex_server.speculation.copying import Known, Piece, Source, weave
+from loraplex_server.speculation.history import MAX_MATCH, MIN_RUN, History, Outputs, Reader
+from loraplex_server.speculation.marks import Marks
 
 # Measured on records whose answers copy names and numbers out of the prompt: nothing above 4 changes a draft, and a
 # floor of 2 misses the first token of most copies. Single tokens pay because of the rule in `Match`.
@@ -30,11 +32,11 @@ MAX_INDEXED_NGRAM = 8
 # Runs that end in the last this many tokens can be found, and up to twice as many: some 400 bytes each.
 WINDOW = 16_384
 
+# A copy of so many tokens was no chance: what comes instead of the next one is a mark.
+MIN_COPIED = 3
+
 _TOKEN_BITS = 32
 _FEW = 8
-
-# The sequence's own text, earlier outputs, or the place in one of them that the sequence left a little before.
-Source = Literal["own", "history", "resumed"]
 
 
 class Match(NamedTuple):
@@ -64,54 +66,112 @@ class PromptLookupProposer:
 
     def match(self, candidate: Candidate, params: SpeculationParams) -> Match | None:
         """What a draft would continue, None where there would be no draft. Asked again at once, it is known."""
-        text = self._texts.get(candidate.sequence_id)
-        if text is not None and text.params is params and text.index.num_indexed == len(candidate.token_ids):
-            return text.match
-        bounds = _bounds(params)
-        if text is None or text.index.bounds != bounds or text.index.num_indexed > len(candidate.token_ids):
-            index = _Index(bounds, candidate.num_prompt_tokens, self._window)
-            text = self._texts[candidate.sequence_id] = _Text(index, Reader(), candidate, params)
-        text.candidate, text.params = candidate, params
-        text.index.extend(candidate.token_ids)
-        text.match = self._better(text.index.find(candidate.token_ids), text, bounds)
-        return text.match
+        return self._text(candidate, params).match
 
     def match_len(self, candidate: Candidate, params: SpeculationParams) -> int:
-        """How many tokens the match is long, 0 for none: the evidence that `lengths` asks for."""
+        """How many tokens the match is long, 0 for none."""
         match = self.match(candidate, params)
         return match.num_tokens if match is not None else 0
 
+    def pieces(self, candidate: Candidate, params: SpeculationParams, num_tokens: int) -> tuple[Piece, ...]:
+        """Of what a draft of `num_tokens` tokens at most would be made: the evidence that `lengths` asks for."""
+        return self._woven(self._text(candidate, params), num_tokens)[1]
+
     def propose(self, asks: Sequence[Ask]) -> Sequence[tuple[int, ...]]:
-        return [self._draft(ask) for ask in asks]
+        return [self._woven(self._text(ask.candidate, ask.params), ask.num_tokens)[0][: ask.num_tokens] for ask in asks]
 
     def forget(self, sequence_id: str) -> None:
         text = self._texts.pop(sequence_id, None)
         if text is not None:
             candidate = text.candidate
-            self._history.add(_namespace(candidate), candidate.token_ids, candidate.num_prompt_tokens)
+            namespace = _namespace(candidate)
+            self._history.add(namespace, candidate.token_ids, candidate.num_prompt_tokens, text.marks)
 
     def close(self) -> None:
         self._texts.clear()
         self._history.clear()
 
+    def _text(self, candidate: Candidate, params: SpeculationParams) -> _Text:
+        """What is known of the sequence, with all its tokens and their match."""
+        text = self._texts.get(candidate.sequence_id)
+        num_tokens = len(candidate.token_ids)
+        if text is not None and text.params is params and text.index.num_indexed == num_tokens:
+            return text
+        bounds = _bounds(params)
+        namespace = _namespace(candidate)
+        outputs = self._history.outputs(namespace) if self._history.num_namespaces else None
+        if text is None or text.index.bounds != bounds or text.index.num_indexed > num_tokens:
+            index = _Index(bounds, candidate.num_prompt_tokens, self._window)
+            marks = outputs.marks if outputs is not None else Marks()
+            text = self._texts[candidate.sequence_id] = _Text(index, Reader(), marks, candidate, params)
+        num_known = max(text.index.num_indexed, candidate.num_prompt_tokens)
+        text.candidate, text.params, text.outputs = candidate, params, outputs
+        if text.woven is not None:
+            self._review(text, *text.woven, num_known)
+        text.marks.write(candidate.token_ids[num_known:])
+        text.index.extend(candidate.token_ids)
+        own = text.index.find(candidate.token_ids)
+        if own is not None:
+            self._learn(text, own)
+        text.match = self._better(own, text, bounds)
+        text.woven = None
+        return text
+
+    def _review(self, text: _Text, drafted: Sequence[int], pieces: Sequence[Piece], start: int) -> None:
+        """What the sequence made of the last draft, which began at `start`: how far it has come in the earlier outputs,
+        and what came in place of the token at which it left the prompt."""
+        token_ids = text.candidate.token_ids
+        for piece in pieces:
+            num_left = min(piece.num_tokens, len(token_ids) - start)
+            num_right = 0
+            while num_right < num_left and drafted[num_right] == token_ids[start + num_right]:
+                num_right += 1
+            position, start = piece.position + num_right, start + num_right
+            if piece.is_earlier:
+                if num_right:
+                    text.reader.move(position, start)
+            elif (
+                num_right < num_left
+                and num_right + piece.evidence >= MIN_COPIED
+                and position < text.candidate.num_prompt_tokens
+            ):
+                text.marks.learn(token_ids[position], token_ids[start])
+            if num_right < piece.num_tokens:
+                break
+            drafted = drafted[num_right:]
+
+    def _learn(self, text: _Text, own: Match) -> None:
+        """In front of what is being copied out of the prompt."""
+        token_ids = text.candidate.token_ids
+        there, here = own.position - 1 - own.num_tokens, len(token_ids) - 1 - own.num_tokens
+        if there >= 0 and own.position <= text.candidate.num_prompt_tokens <= here:
+            text.marks.learn(token_ids[there], token_ids[here])
+
     def _better(self, own: Match | None, text: _Text, bounds: tuple[int, int]) -> Match | None:
         """The longer match; of equal ones the sequence's own, but for a single token, which says less than a place."""
-        outputs = self._history.outputs(_namespace(text.candidate)) if self._history.num_namespaces else None
-        place = text.reader.find(outputs, text.candidate.token_ids) if outputs is not None else None
+        place = text.reader.find(text.outputs, text.candidate.token_ids) if text.outputs is not None else None
         if place is None or place.num_tokens < bounds[0] or bounds[1] < MIN_RUN:
             return own
         if own is not None and own.num_tokens >= max(place.num_tokens, MIN_RUN):
             return own
-        return Match(place.position, place.num_tokens, _source(place))
+        return Match(place.position, place.num_tokens, "resumed" if place.is_resumed else "history")
 
-    def _draft(self, ask: Ask) -> tuple[int, ...]:
-        match = self.match(ask.candidate, ask.params)
-        if match is None:
-            return ()
-        if match.source == "own":
-            return continuation(ask.candidate.token_ids, match.position, ask.num_tokens)
-        outputs = self._history.outputs(_namespace(ask.candidate))
-        return outputs.continuation(match.position, ask.num_tokens) if outputs is not None else ()
+    def _woven(self, text: _Text, num_tokens: int) -> tuple[tuple[int, ...], tuple[Piece, ...]]:
+        """A draft of `num_tokens` tokens or more, and its pieces. What is known is made once."""
+        if text.woven is None or text.num_woven < num_tokens:
+            text.num_woven = num_tokens
+            text.woven = ((), ())
+            match = text.match
+            if match is not None:
+                candidate = text.candidate
+                names = text.index.names
+                known = Known(candidate.token_ids, candidate.num_prompt_tokens, names, text.marks, text.outputs)
+                is_own = match.source == "own"
+                place = text.reader.position if is_own else match.position
+                text.woven = weave(
+                    known, match.source, match.num_tokens, match.position if is_own else None, place, num_tokens
+                )
+        return text.woven
 
 
 def _namespace(candidate: Candidate) -> tuple[str, str, str]:
@@ -119,19 +179,6 @@ def _namespace(candidate: Candidate) -> tuple[str, str, str]:
     the adapter's name, whose texts are as good a guess."""
     request = candidate.request
     return request.tenant, request.cache_salt, request.adapter_id
-
-
-def _source(place: Place) -> Source:
-    return "resumed" if place.is_resumed else "history"
-
-
-def continuation(token_ids: Sequence[int], position: int, num_tokens: int) -> tuple[int, ...]:
-    """What follows if the text repeats itself from `position` on; past its end, what it has just repeated, again."""
-    copied = tuple(token_ids[position : position + num_tokens])
-    period = len(token_ids) - position
-    if num_tokens <= period:
-        return copied
-    return (copied * (num_tokens // period + 1))[:num_tokens]
 
 
 def _bounds(params: SpeculationParams) -> tuple[int, int]:
@@ -147,9 +194,13 @@ class _Text:
 
     index: _Index
     reader: Reader
+    marks: Marks  # shared by all of its namespace
     candidate: Candidate
     params: SpeculationParams
+    outputs: Outputs | None = None
     match: Match | None = None
+    woven: tuple[tuple[int, ...], tuple[Piece, ...]] | None = None
+    num_woven: int = 0
 
 
 class _Index:
@@ -170,6 +221,11 @@ class _Index:
         self._young = self._new_generation()
         self._old = self._new_generation()
         self._num_young = 0
+
+    @property
+    def names(self) -> Mapping[int, int]:
+        """Tokens that stand once in the prompt, and the position behind them."""
+        return self._names or {}
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Takes in what has been appended since. A run is in once it is known what followed."""

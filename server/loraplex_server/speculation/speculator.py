@@ -21,10 +21,11 @@ from loraplex_server.scheduler.plan import Candidate, Draft, StepPlan, StepResul
 from loraplex_server.speculation.acceptance import MAX_PAUSE, AcceptancePool, TrackRecord
 from loraplex_server.speculation.base import MEDUSA, PROMPT_LOOKUP, Ask, Proposer
 from loraplex_server.speculation.choice import Choice, brings_heads, choose
+from loraplex_server.speculation.copying import STARTS, Piece, Source
 from loraplex_server.speculation.costs import ProposerCost, ProposerCosts, StepCosts
 from loraplex_server.speculation.history import History
 from loraplex_server.speculation.lengths import Offer, choose_lengths, longest_pause
-from loraplex_server.speculation.lookup import PromptLookupProposer, Source
+from loraplex_server.speculation.lookup import PromptLookupProposer
 
 log = logging.getLogger(__name__)
 
@@ -48,8 +49,7 @@ class _Sequence:
     rests_until: int = 0  # the step in which it is looked at again
     # Of the draft under way.
     proposer: str = ""
-    source: Source = "own"
-    evidence: int = 0
+    pieces: Sequence[Piece] = ()
 
     @property
     def is_dry(self) -> bool:
@@ -57,7 +57,9 @@ class _Sequence:
         if self.choice.params.fixed_length or not self.records:
             return False
         tried = {name for name, _ in self.records}
-        return len(tried) == len(self.choice.proposers) and all(record.is_dry for record in self.records.values())
+        return len(tried) == len(self.choice.proposers) and all(
+            record.is_dry for (_, source), record in self.records.items() if source in STARTS
+        )
 
 
 class _Option(NamedTuple):
@@ -66,9 +68,8 @@ class _Option(NamedTuple):
     candidate: Candidate
     sequence: _Sequence
     proposer: str
-    survival: tuple[float, ...]
-    source: Source = "own"  # of a lookup, what is copied
-    evidence: int = 0
+    survival: Sequence[float]
+    pieces: Sequence[Piece]  # of a lookup, what is copied
 
 
 class Speculator:
@@ -174,9 +175,7 @@ class Speculator:
             out = result.spans.get(span.sequence_id)
             if sequence is None or out is None or not out.token_ids:
                 continue
-            num_drafted, num_accepted = len(span.draft), len(out.token_ids) - 1
-            record = self._record(sequence, sequence.proposer, sequence.source)
-            record.observe(self._step, num_drafted, num_accepted, sequence.evidence)
+            self._learn(sequence, len(span.draft), len(out.token_ids) - 1)
 
     def count(self, tokens: Tokens) -> None:
         """Takes in what the client is told, so that the sums are those of all answers: where a draft runs beyond the
@@ -280,20 +279,41 @@ class Speculator:
         """None where it has nothing to offer in this step."""
         params, heads = sequence.choice.params, sequence.choice.heads
         num_tokens = min(params.max_draft_tokens, candidate.num_room)
-        source: Source = "own"
-        evidence = 0
         if name == PROMPT_LOOKUP:
-            match = self._lookup.match(candidate, params)
-            if match is None:
+            pieces = self._lookup.pieces(candidate, params, num_tokens)
+            if not pieces:
                 return None
-            source, evidence = match.source, match.num_tokens
-        elif name == MEDUSA and heads is not None:
-            num_tokens = min(num_tokens, self._num_heads.get(heads, num_tokens))
-        record = self._record(sequence, name, source)
-        holds_back = not params.fixed_length
-        max_pause = self._longest_pause(name) if holds_back and record.is_dry else MAX_PAUSE
-        survival = record.survival(self._step, num_tokens, evidence, max_pause=max_pause, holds_back=holds_back)
-        return _Option(candidate, sequence, name, survival, source, evidence) if survival else None
+        else:
+            if name == MEDUSA and heads is not None:
+                num_tokens = min(num_tokens, self._num_heads.get(heads, num_tokens))
+            pieces = (Piece("own", num_tokens),)
+        survival = self._survival(sequence, name, pieces)
+        return _Option(candidate, sequence, name, survival, pieces) if survival else None
+
+    def _survival(self, sequence: _Sequence, name: str, pieces: Sequence[Piece]) -> Sequence[float]:
+        """The chances of the tokens of a draft, as many as may be tried."""
+        holds_back = not sequence.choice.params.fixed_length
+        curve: list[float] = []
+        chance = 1.0
+        for source, num_tokens, evidence, _ in pieces:
+            record = self._record(sequence, name, source)
+            max_pause = self._longest_pause(name) if holds_back and record.is_dry else MAX_PAUSE
+            found = record.survival(self._step, num_tokens, evidence, max_pause=max_pause, holds_back=holds_back)
+            curve += found if chance == 1.0 else [chance * survival for survival in found]
+            if len(found) < num_tokens:
+                break
+            chance = curve[-1]
+        return curve
+
+    def _learn(self, sequence: _Sequence, num_drafted: int, num_accepted: int) -> None:
+        """Each piece of a draft stands for its source, as far as those before it were right."""
+        for source, num_tokens, evidence, _ in sequence.pieces:
+            num = min(num_tokens, num_drafted)
+            self._record(sequence, sequence.proposer, source).observe(self._step, num, min(num, num_accepted), evidence)
+            num_drafted -= num
+            num_accepted -= num
+            if num_drafted <= 0 or num_accepted < 0:
+                break
 
     def _record(self, sequence: _Sequence, name: str, source: Source) -> TrackRecord:
         """One for each source: a match in an earlier output is not worth what one in the own text is."""
@@ -319,7 +339,8 @@ class Speculator:
             return {}
         end_s = self._clock()
         # What comes for the first time is read first, and heads may be on their way: that is not what drafting costs.
-        is_usual = all(name in one.sequence.asked for one, _ in asked) and any(proposed)
+        # A lookup has found its drafts before it is asked.
+        is_usual = name != PROMPT_LOOKUP and all(name in one.sequence.asked for one, _ in asked) and any(proposed)
         if is_usual:
             lengths = [ask.num_tokens for ask in asks]
             self._proposer_costs.observe(name, max(lengths), sum(lengths), end_s - start_s, end_s)
@@ -331,7 +352,7 @@ class Speculator:
             option.sequence.asked.add(name)
             if token_ids:
                 option.sequence.proposer = name
-                option.sequence.source, option.sequence.evidence = option.source, option.evidence
+                option.sequence.pieces = option.pieces
                 drafts[option.candidate.sequence_id] = Draft(token_ids, proposer.name)
         return drafts
 

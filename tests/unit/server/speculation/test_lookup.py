@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from loraplex_server.request import Request, SamplingParams, SpeculationParams, StoppingParams
 from loraplex_server.scheduler.plan import Candidate
 from loraplex_server.speculation.base import Ask, Proposer
+from loraplex_server.speculation.copying import continuation
 from loraplex_server.speculation.lookup import (
     DEFAULT_MAX_NGRAM,
     MAX_INDEXED_NGRAM,
     MAX_MATCH,
     Match,
     PromptLookupProposer,
-    continuation,
 )
 
 # Few different tokens, so that everything has been here before.

@@ -21,8 +21,9 @@ from loraplex_server.scheduler.plan import Candidate, Draft, Span, SpanResult, S
 from loraplex_server.speculation import speculator as module
 from loraplex_server.speculation.base import DRAFT_MODEL, MEDUSA, PROMPT_LOOKUP, Ask
 from loraplex_server.speculation.choice import draft_key
+from loraplex_server.speculation.copying import Piece
 from loraplex_server.speculation.costs import StepCosts
-from loraplex_server.speculation.lookup import Match, PromptLookupProposer
+from loraplex_server.speculation.lookup import PromptLookupProposer
 from loraplex_server.speculation.speculator import Speculator
 
 LORA = AdapterKey("lora", "1" * 64)
@@ -341,13 +342,15 @@ def test_heads_are_asked_for_as_many_tokens_as_they_have() -> None:
 @pytest.mark.parametrize("is_fixed", [False, True])
 def test_where_nothing_is_accepted_few_steps_look(monkeypatch: pytest.MonkeyPatch, is_fixed: bool) -> None:
     looked: list[int] = []
-    match = PromptLookupProposer.match
+    pieces = PromptLookupProposer.pieces
 
-    def counted(self: PromptLookupProposer, candidate: Candidate, params: SpeculationParams) -> Match | None:
+    def counted(
+        self: PromptLookupProposer, candidate: Candidate, params: SpeculationParams, num_tokens: int
+    ) -> tuple[Piece, ...]:
         looked.append(len(candidate.token_ids))
-        return match(self, candidate, params)
+        return pieces(self, candidate, params, num_tokens)
 
-    monkeypatch.setattr(PromptLookupProposer, "match", counted)
+    monkeypatch.setattr(PromptLookupProposer, "pieces", counted)
     table = Table()
     table.begin("a", "prompt_lookup", max_draft_tokens=4, fixed_length=is_fixed)
     tokens = [7, 8, 9] * 4

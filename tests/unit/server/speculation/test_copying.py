@@ -1,0 +1,131 @@
+"""Drafts that go round marks: a record in one punctuation becomes the same record in another one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loraplex_server.request import Request, SamplingParams, SpeculationParams, StoppingParams
+from loraplex_server.scheduler.plan import Candidate
+from loraplex_server.speculation.base import Ask
+from loraplex_server.speculation.copying import Known, Piece, continuation, weave
+from loraplex_server.speculation.history import History, Outputs
+from loraplex_server.speculation.lookup import PromptLookupProposer
+from loraplex_server.speculation.marks import Marks
+
+PARAMS = SpeculationParams("prompt_lookup")
+EQUALS, SEMICOLON, DONE = 1, 2, 3  # of prompts
+COLON, COMMA, OPEN, CLOSE = 11, 12, 13, 14  # of answers
+NAME, AGE, CITY = 21, 22, 23
+
+
+def prompt_of(*fields: tuple[int, Sequence[int]]) -> list[int]:
+    tokens: list[int] = []
+    for key, value in fields:
+        tokens += [key, EQUALS, *value, SEMICOLON]
+    return [*tokens[:-1], DONE]
+
+
+def answer_of(*fields: tuple[int, Sequence[int]]) -> list[int]:
+    tokens = [OPEN]
+    for key, value in fields:
+        tokens += [key, COLON, *value, COMMA]
+    return [*tokens[:-1], CLOSE]
+
+
+def candidate(tokens: Sequence[int], num_prompt: int, sequence_id: str) -> Candidate:
+    request = Request(sequence_id, tuple(tokens[:num_prompt]), StoppingParams(max_tokens=1000))
+    return Candidate(sequence_id, 0, tokens, num_prompt, 1000, request, SamplingParams(seed=0), None)
+
+
+def known(prompt: Sequence[int], output: Sequence[int], outputs: Outputs | None = None) -> Known:
+    marks = outputs.marks if outputs is not None else Marks()
+    marks.learn(EQUALS, COLON)
+    marks.learn(SEMICOLON, COMMA)
+    names = {token_id: idx + 1 for idx, token_id in enumerate(prompt) if list(prompt).count(token_id) == 1}
+    return Known([*prompt, *output], len(prompt), names, marks, outputs)
+
+
+def test_a_copy_writes_what_came_instead_of_marks() -> None:
+    prompt = prompt_of((NAME, (50, 51)), (AGE, (60,)))
+    drafted, pieces = weave(known(prompt, [OPEN, NAME]), "own", 1, 1, None, 6)
+    assert drafted == (COLON, 50, 51, COMMA, AGE, COLON)
+    assert pieces == (
+        *(Piece("mark", 1, 0, 1), Piece("value", 2, 0, 2), Piece("mark", 1, 0, 4)),
+        *(Piece("value", 1, 0, 5), Piece("mark", 1, 0, 6)),
+    )
+    assert weave(known(prompt, [OPEN, NAME]), "own", 1, 1, None, 1) == ((COLON,), (Piece("mark", 1, 0, 1),))
+
+
+def test_behind_a_value_an_earlier_output_goes_on_and_behind_a_key_the_prompt() -> None:
+    earlier = answer_of((NAME, (70, 71, 72)), (CITY, (73,)), (AGE, (74,)))
+    outputs = Outputs(100)
+    outputs.add([9, *earlier], 1)
+    prompt = prompt_of((AGE, (60,)), (CITY, (80, 81)), (NAME, (50, 51)))
+    here = known(prompt, [OPEN, NAME, COLON, 50], outputs)
+    place = 4  # of 70, where the sequence left it: [9, OPEN, NAME, COLON, 70, ...
+    drafted, pieces = weave(here, "own", 1, prompt.index(50) + 1, place, 12)
+    assert drafted[0] == 51
+    assert drafted[1:] != ()
+    # `DONE` was not known as a mark yet, so that this copy ran on into it.
+    here.marks.learn(DONE, CLOSE)
+    drafted, pieces = weave(here, "own", 1, prompt.index(50) + 1, place, 12)
+    assert drafted == (51, COMMA, CITY, COLON, 80, 81, COMMA, AGE, COLON, 60, CLOSE)
+    assert [piece.source for piece in pieces] == ["own", "behind", "value", "behind", "value", "behind"]
+    assert sum(piece.num_tokens for piece in pieces) == len(drafted)
+
+
+def test_the_second_record_of_a_kind_is_guessed_nearly_whole() -> None:
+    """End to end: what marks are is learned from the first one."""
+    proposer = PromptLookupProposer(history=History(1000))
+    records = [
+        [(NAME, (50, 51)), (AGE, (60,)), (CITY, (80, 81))],
+        [(NAME, (52, 53)), (AGE, (61,)), (CITY, (82, 83))],
+        [(NAME, (54, 55)), (AGE, (62,)), (CITY, (84, 85))],
+    ]
+    steps: list[int] = []
+    for number, fields in enumerate(records):
+        prompt, answer = prompt_of(*reversed(fields)), answer_of(*fields)
+        steps.append(run(proposer, prompt, answer, f"r{number}"))
+    assert steps[2] <= 3 < steps[0]
+
+
+def run(proposer: PromptLookupProposer, prompt: Sequence[int], answer: Sequence[int], sequence_id: str) -> int:
+    """The steps that a target takes which answers like that."""
+    tokens, end = [*prompt, answer[0]], len(prompt) + len(answer)
+    num_steps = 0
+    while len(tokens) < end:
+        (draft,) = proposer.propose([Ask(candidate(tokens, len(prompt), sequence_id), 8, PARAMS)])
+        rest = answer[len(tokens) - len(prompt) :]
+        num_right = 0
+        while num_right < min(len(draft), len(rest) - 1) and draft[num_right] == rest[num_right]:
+            num_right += 1
+        tokens += rest[: num_right + 1]
+        num_steps += 1
+    proposer.forget(sequence_id)
+    return num_steps
+
+
+texts = st.lists(st.integers(0, 4), min_size=1, max_size=12)
+
+
+@given(st.lists(st.tuples(texts, texts), min_size=1, max_size=5), st.integers(1, 9))
+def test_pieces_say_where_each_token_comes_from(records: list[tuple[list[int], list[int]]], num_tokens: int) -> None:
+    proposer = PromptLookupProposer(history=History(200))
+    for number, (prompt, output) in enumerate(records):
+        for end in range(len(prompt), len(prompt) + len(output) + 1):
+            asked = candidate([*prompt, *output][:end], len(prompt), f"s{number}")
+            pieces = proposer.pieces(asked, PARAMS, num_tokens)
+            (draft,) = proposer.propose([Ask(asked, num_tokens, PARAMS)])
+            assert sum(piece.num_tokens for piece in pieces) == len(draft) <= num_tokens
+            assert all(piece.num_tokens > 0 for piece in pieces)
+            assert bool(pieces) == bool(draft)
+            done = 0
+            for piece in pieces:
+                token_ids = draft[done : done + piece.num_tokens]
+                if piece.source in ("own", "value"):
+                    assert token_ids == continuation(asked.token_ids, piece.position, piece.num_tokens)
+                done += piece.num_tokens
+        proposer.forget(f"s{number}")
