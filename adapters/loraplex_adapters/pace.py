@@ -1,8 +1,9 @@
-"""How background work shares the interpreter with the step loop.
+"""How background work shares the machine with the step loop.
 
-A thread that runs Python without a pause makes every torch call of another thread wait up to a switch interval (5 ms)
-to get the interpreter back, hundreds of times per step. So loops over an adapter's hundreds of modules call `pace()`,
-which pauses whenever a short spell of work has passed. Without other threads it costs a few milliseconds per adapter.
+Compute threads take a step in lockstep: whoever takes a core from one of them makes all of them wait. And a thread that
+runs Python without a pause makes every torch call of another one wait up to a switch interval (5 ms) to get the
+interpreter back, hundreds of times per step. So whatever loads an adapter calls `pace()` between small pieces of work:
+beside busy threads it works in short spells and takes a fixed share of one core; alone it hardly pauses.
 """
 
 from __future__ import annotations
@@ -12,8 +13,12 @@ from collections.abc import Callable
 
 Pace = Callable[[], None]
 
-WORK_S = 0.0003
-PAUSE_S = 0.0005
+SHARE = 0.2  # of a core, beside threads that work
+SPELL_S = 0.0003
+ALONE_SPELL_S = 0.005
+MAX_PAUSE_S = 0.002
+# Of a pause in which the process's other threads have used less than this part, nobody was there to make room for.
+IDLE_SHARE = 0.25
 
 
 def no_pace() -> None:
@@ -21,12 +26,20 @@ def no_pace() -> None:
 
 
 class GentlePace:
-    """One per thread. Call it often; it pauses when `WORK_S` have passed since the last pause."""
+    """One per thread. Call it often; it pauses when a spell of work is over. Work is CPU time of this thread: what it
+    waits for costs nobody anything."""
 
     def __init__(self) -> None:
-        self._started_s = time.perf_counter()
+        self._spell_s = SPELL_S
+        self._started_s = time.thread_time()
 
     def __call__(self) -> None:
-        if time.perf_counter() - self._started_s >= WORK_S:
-            time.sleep(PAUSE_S)
-            self._started_s = time.perf_counter()
+        worked_s = time.thread_time() - self._started_s
+        if worked_s < self._spell_s:
+            return
+        pause_s = min(worked_s * (1 / SHARE - 1), MAX_PAUSE_S)
+        before_s = time.process_time()
+        time.sleep(pause_s)
+        is_alone = time.process_time() - before_s < IDLE_SHARE * pause_s
+        self._spell_s = ALONE_SPELL_S if is_alone else SPELL_S
+        self._started_s = time.thread_time()

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loraplex_adapters.formats.safetensors_header import DTYPE_BYTES, TensorInfo
+from loraplex_adapters.pace import Pace, no_pace
 from loraplex_adapters.sources.base import SourceFile
 from loraplex_proto.errors import AdapterUnsupported, NonFinite
 
@@ -57,29 +58,46 @@ def check_float(tensor: TensorInfo) -> None:
         raise AdapterUnsupported(f"{tensor.where} has dtype {tensor.dtype}; {', '.join(FILE_DTYPES)} are served")
 
 
-def float_pieces(
-    tensor: TensorInfo, file: SourceFile, dtype: str, start: int = 0, count: int | None = None
-) -> Iterator[Tensor]:
-    """The tensor's elements in order (`count` of them from `start` on), converted to `dtype` and finite. A piece is
-    valid until the next one. Raises NonFinite, or what the file raises."""
-    itemsize = DTYPE_BYTES[tensor.dtype]
-    source_dtype = DTYPES[FILE_DTYPES[tensor.dtype]]
-    end = tensor.num_bytes // itemsize if count is None else start + count
-    buffer = bytearray(min(end - start, PIECE_ELEMENTS) * itemsize)
-    for begin in range(start, end, PIECE_ELEMENTS):
-        num = min(PIECE_ELEMENTS, end - begin)
-        file.read_into(memoryview(buffer)[: num * itemsize], tensor.offset + begin * itemsize)
-        piece = torch.frombuffer(buffer, dtype=source_dtype, count=num).to(DTYPES[dtype])
-        _check_finite(piece, tensor, dtype)
-        yield piece
+class PieceReader:
+    """Reads tensors piece by piece, each into the memory of the one before. Owns that memory, and calls `pace` after
+    every piece."""
 
+    def __init__(self, pace: Pace = no_pace) -> None:
+        self.pace = pace
+        self._source = bytearray()
+        self._target = torch.empty(0)
 
-def sha256_of(tensor: TensorInfo, file: SourceFile, dtype: str) -> str:
-    """Of the tensor's bytes in `dtype`: comparable with TargetModule.weight_sha256."""
-    digest = hashlib.sha256()
-    for piece in float_pieces(tensor, file, dtype):
-        digest.update(bytes_of(piece))
-    return digest.hexdigest()
+    def pieces(
+        self, tensor: TensorInfo, file: SourceFile, dtype: str, start: int = 0, count: int | None = None
+    ) -> Iterator[Tensor]:
+        """The tensor's elements in order (`count` of them from `start` on), converted to `dtype` and finite. A piece is
+        valid until the next one is asked for. Raises NonFinite, or what the file raises."""
+        itemsize = DTYPE_BYTES[tensor.dtype]
+        end = tensor.num_bytes // itemsize if count is None else start + count
+        for begin in range(start, end, PIECE_ELEMENTS):
+            num = min(PIECE_ELEMENTS, end - begin)
+            source, target = self._memory(DTYPES[FILE_DTYPES[tensor.dtype]], DTYPES[dtype], num)
+            file.read_into(memoryview(self._source)[: num * itemsize], tensor.offset + begin * itemsize)
+            target.copy_(source)
+            _check_finite(target, tensor, dtype)
+            yield target
+            self.pace()
+
+    def sha256(self, tensor: TensorInfo, file: SourceFile, dtype: str) -> str:
+        """Of the tensor's bytes in `dtype`: comparable with TargetModule.weight_sha256."""
+        digest = hashlib.sha256()
+        for piece in self.pieces(tensor, file, dtype):
+            digest.update(bytes_of(piece))
+        return digest.hexdigest()
+
+    def _memory(self, source: torch.dtype, target: torch.dtype, num: int) -> tuple[Tensor, Tensor]:
+        """`num` elements as they are read and as they are given out. New memory for every piece would be cleared for
+        every piece, which takes longer than the work."""
+        if len(self._source) < num * source.itemsize:
+            self._source = bytearray(num * source.itemsize)
+        if self._target.dtype != target or self._target.numel() < num:
+            self._target = torch.empty(num, dtype=target)
+        return torch.frombuffer(self._source, dtype=source, count=num), self._target[:num]
 
 
 def weight_sha256(weight: Tensor) -> str:

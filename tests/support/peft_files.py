@@ -19,6 +19,7 @@ from loraplex_adapters.key import AdapterKey
 from loraplex_adapters.layout import weights_at
 from loraplex_adapters.lora.convert import write_payload
 from loraplex_adapters.pace import no_pace
+from loraplex_adapters.pieces import PieceReader
 from loraplex_adapters.sources.directory import DirectorySource
 from loraplex_adapters.targets import BaseTargets
 from loraplex_adapters.weights import AdapterWeights
@@ -108,6 +109,6 @@ def load_lora(root: Path, name: str, targets: BaseTargets) -> AdapterWeights:
     data = bytearray()
     with source.open(name) as files:
         assert plan.lora is not None
-        write_payload(plan.lora, files.open(plan.lora.file), lambda piece: data.extend(piece))
+        write_payload(plan.lora, files.open(plan.lora.file), lambda piece: data.extend(piece), PieceReader())
     storage: Tensor = torch.frombuffer(data, dtype=torch.uint8)
     return weights_at(AdapterKey("lora", f"{abs(hash(name)):064x}"[-64:]), plan.layout, storage)

@@ -20,7 +20,7 @@ from loraplex_adapters.key import AdapterKey
 from loraplex_adapters.lora.convert import check_base_copies, write_payload
 from loraplex_adapters.medusa.convert import without_base_head, write_heads
 from loraplex_adapters.pace import GentlePace, Pace
-from loraplex_adapters.pieces import WriteFn
+from loraplex_adapters.pieces import PieceReader, WriteFn
 from loraplex_adapters.sources.base import AdapterSource
 from loraplex_adapters.store import AdapterStore
 from loraplex_adapters.targets import BaseTargets
@@ -46,22 +46,23 @@ def import_adapter(
     adapter_id: str, source: AdapterSource, targets: BaseTargets, store: AdapterStore, pace: Pace
 ) -> Imported:
     """Reads the source, checks everything, stores. Raises a typed error, and then nothing is left behind."""
+    reader = PieceReader(pace)
     with source.open(adapter_id) as found:
         files = OpenedFiles(found)
         plan = plan_adapter(files, targets, pace)
         for warning in plan.warnings:
             log.warning("adapter %s %s", ascii(adapter_id), warning)
         if plan.heads is not None:
-            plan = plan.with_heads(without_base_head(plan.heads, files.opened, targets))
+            plan = plan.with_heads(without_base_head(plan.heads, files.opened, targets, reader))
         layout = plan.layout
 
         def fill(write: WriteFn) -> None:
             if plan.lora is not None:
                 file = files.opened[plan.lora.file]
-                check_base_copies(plan.lora, file)
-                write_payload(plan.lora, file, write)
+                check_base_copies(plan.lora, file, reader)
+                write_payload(plan.lora, file, write, reader)
             if plan.heads is not None and layout.heads is not None:
-                write_heads(plan.heads, layout.heads, files.opened, targets.vocab_size, write, pace)
+                write_heads(plan.heads, layout.heads, files.opened, targets.vocab_size, write, reader)
             files.check_unchanged()
 
         key = store.put(layout.kind, layout.to_json(), layout.num_bytes, fill)

@@ -271,7 +271,7 @@ class AdapterManager:
         started_s = time.perf_counter()
         key = move.key
         try:
-            host = host or self._tiers.stage(key)
+            host = host or self._tiers.stage(key, pace)
             weights = self._tiers.promote(host, pace) if host and isinstance(move, Promote) else None
         except Exception as error:
             failure = typed(error, "moving an adapter's weights")

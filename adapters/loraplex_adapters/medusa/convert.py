@@ -16,8 +16,7 @@ from torch import Tensor
 from loraplex_adapters.formats.medusa import HeadsPlan
 from loraplex_adapters.formats.safetensors_header import TensorInfo
 from loraplex_adapters.medusa.layout import HeadsLayout
-from loraplex_adapters.pace import Pace, no_pace
-from loraplex_adapters.pieces import PieceWriter, WriteFn, float_pieces, sha256_of
+from loraplex_adapters.pieces import PieceReader, PieceWriter, WriteFn
 from loraplex_adapters.sources.base import SourceFile
 from loraplex_adapters.targets import BaseTargets
 from loraplex_proto.errors import AdapterInvalid
@@ -26,7 +25,7 @@ Files = Mapping[str, SourceFile]  # the open ones, by name
 
 
 def write_heads(
-    plan: HeadsPlan, layout: HeadsLayout, files: Files, vocab_size: int, write: WriteFn, pace: Pace = no_pace
+    plan: HeadsPlan, layout: HeadsLayout, files: Files, vocab_size: int, write: WriteFn, reader: PieceReader
 ) -> None:
     """Writes the bytes from the end of the LoRA to the end of the layout. Raises NonFinite, AdapterInvalid, or what
     the files raise."""
@@ -35,13 +34,13 @@ def write_heads(
     for layer in range(layout.shape.num_layers):
         out.pad_to(layout.weights[layer])
         for head in plan.blocks:
-            _copy(head[layer].weight, files, dtype, out)
+            _copy(head[layer].weight, files, dtype, out, reader)
         if layout.shape.has_bias:
             out.pad_to(layout.biases[layer])
             for head in plan.blocks:
                 bias = head[layer].bias
                 assert bias is not None, "a plan with biases has all of them"
-                _copy(bias, files, dtype, out)
+                _copy(bias, files, dtype, out, reader)
     token_ids: NDArray[np.int64] | None = None
     if plan.token_map is not None:
         out.pad_to(layout.token_ids)
@@ -50,15 +49,14 @@ def write_heads(
     out.pad_to(layout.projections)
     for projection in plan.projections:
         if token_ids is not None and projection.shape[0] != token_ids.size:
-            for piece in _rows(projection, token_ids, files, dtype):
-                pace()  # tens of thousands of rows
+            for piece in _rows(projection, token_ids, files, dtype, reader):
                 out.write(piece)
         else:
-            _copy(projection, files, dtype, out)
+            _copy(projection, files, dtype, out, reader)
     out.pad_to(layout.end)
 
 
-def without_base_head(plan: HeadsPlan, files: Files, targets: BaseTargets) -> HeadsPlan:
+def without_base_head(plan: HeadsPlan, files: Files, targets: BaseTargets, reader: PieceReader) -> HeadsPlan:
     """The plan without its projections when they are copies of the base model's own head, as vLLM's `original_lm_head`
     makes them: then the base model's head does, and all such adapters share it."""
     if plan.token_map is not None or not plan.projections or plan.shape.num_layers == 0:
@@ -69,20 +67,22 @@ def without_base_head(plan: HeadsPlan, files: Files, targets: BaseTargets) -> He
         for module in targets.modules.values()
         if module.kind == "linear" and module.weight_sha256 and (module.out_features, module.in_features) == shape
     }
-    if digests and all(sha256_of(p, files[p.file], targets.dtype) in digests for p in plan.projections):
+    if digests and all(reader.sha256(p, files[p.file], targets.dtype) in digests for p in plan.projections):
         return plan.without_projections()
     return plan
 
 
-def _copy(tensor: TensorInfo, files: Files, dtype: str, out: PieceWriter) -> None:
-    for piece in float_pieces(tensor, files[tensor.file], dtype):
+def _copy(tensor: TensorInfo, files: Files, dtype: str, out: PieceWriter, reader: PieceReader) -> None:
+    for piece in reader.pieces(tensor, files[tensor.file], dtype):
         out.write(piece)
 
 
-def _rows(tensor: TensorInfo, token_ids: NDArray[np.int64], files: Files, dtype: str) -> Iterator[Tensor]:
+def _rows(
+    tensor: TensorInfo, token_ids: NDArray[np.int64], files: Files, dtype: str, reader: PieceReader
+) -> Iterator[Tensor]:
     hidden = tensor.shape[1]
     for token_id in token_ids.tolist():
-        yield from float_pieces(tensor, files[tensor.file], dtype, token_id * hidden, hidden)
+        yield from reader.pieces(tensor, files[tensor.file], dtype, token_id * hidden, hidden)
 
 
 def _token_ids(tensor: TensorInfo, file: SourceFile, vocab_size: int) -> NDArray[np.int64]:

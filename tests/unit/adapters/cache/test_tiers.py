@@ -16,10 +16,10 @@ from support.adapter_files import DOWN_PROJ, PREFIX, Q_PROJ, base_targets, lora_
 
 from loraplex_adapters.cache import tiers as tiers_module
 from loraplex_adapters.cache.loader import import_adapter
-from loraplex_adapters.cache.tiers import Tiers, pinned_sizes
+from loraplex_adapters.cache.tiers import Blocks, Tiers, pinned_sizes
 from loraplex_adapters.key import AdapterKey
 from loraplex_adapters.lora.layout import FactorShape, LoraLayout, place
-from loraplex_adapters.pace import GentlePace, no_pace
+from loraplex_adapters.pace import SHARE, GentlePace, no_pace
 from loraplex_adapters.sources.directory import DirectorySource
 from loraplex_adapters.store import AdapterStore, WriteFn
 
@@ -127,6 +127,33 @@ def test_a_store_that_drops_what_is_staged(tmp_path: Path) -> None:
     assert tiers.promote(host, no_pace) is None
 
 
+def test_a_block_comes_back_with_the_last_view_of_it() -> None:
+    """And not before: what somebody still looks into is never given out again."""
+    blocks = Blocks()
+    first = blocks.take(8192)
+    address = first.data_ptr()
+    first.fill_(7)
+    view = first[4096:].view(torch.float32)
+    del first
+    second = blocks.take(8192)
+    assert second.data_ptr() != address
+    second.fill_(8)
+    assert view.view(torch.uint8).tolist() == [7] * 4096
+    del view
+    assert blocks.take(8192).data_ptr() == address
+
+
+def test_a_spare_block_is_only_for_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiers_module, "MAX_SPARE_BYTES", 8192)
+    blocks = Blocks()
+    blocks.take(8192)  # comes back at once
+    assert blocks.spare_bytes == 8192
+    assert blocks.take(4096).numel() == 4096
+    assert blocks.spare_bytes == 4096  # and the one that did not fit is gone
+    blocks.take(8193)
+    assert blocks.spare_bytes == 0  # too large to be kept
+
+
 @contextlib.contextmanager
 def few_files(num_free: int) -> Generator[None]:
     """The process may open `num_free` more files, at least."""
@@ -205,13 +232,53 @@ def test_a_layout_from_anywhere_else_is_refused(value: dict[str, object]) -> Non
         LoraLayout.from_json(value)
 
 
-def test_pace_pauses_only_after_some_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    pauses: list[float] = []
-    now = [0.0]
-    monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    monkeypatch.setattr("time.sleep", pauses.append)
+class FakeClocks:
+    """CPU time of the thread and of its process; while it sleeps the other threads work as much as `others` says."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, others: float) -> None:
+        self.thread_s = self.process_s = 0.0
+        self.pauses: list[float] = []
+        self._others = others
+        monkeypatch.setattr("time.thread_time", lambda: self.thread_s)
+        monkeypatch.setattr("time.process_time", lambda: self.process_s)
+        monkeypatch.setattr("time.sleep", self._sleep)
+
+    def work(self, seconds: float) -> None:
+        self.thread_s += seconds
+        self.process_s += seconds
+
+    def _sleep(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        self.process_s += self._others * seconds
+
+
+def test_beside_busy_threads_it_takes_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks = FakeClocks(monkeypatch, others=1.9)
+    pace = GentlePace()
+    for _ in range(100):
+        clocks.work(0.0001)
+        pace()
+    assert len(clocks.pauses) >= 20  # in short spells
+    assert 0.01 / (0.01 + sum(clocks.pauses)) == pytest.approx(SHARE, rel=0.15)
+
+
+def test_alone_it_hardly_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks = FakeClocks(monkeypatch, others=0.01)
+    pace = GentlePace()
+    for _ in range(300):
+        clocks.work(0.0001)
+        pace()
+    assert 0.03 / (0.03 + sum(clocks.pauses)) > 0.65
+    assert max(clocks.pauses) <= 0.002
+
+
+def test_waiting_is_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading a slow disk costs the steps nothing."""
+    clocks = FakeClocks(monkeypatch, others=1.0)
+    now_s = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now_s[0])
     pace = GentlePace()
     for _ in range(10):
-        now[0] += 0.0001
+        now_s[0] += 1.0
         pace()
-    assert 1 <= len(pauses) <= 4
+    assert clocks.pauses == []
