@@ -17,7 +17,8 @@ static inline int64_t item_bytes(DType dtype) { return dtype == DType::BF16 ? 2 
 // [16 pairs of inputs][16 outputs][2], which is what AMX and AVX512-BF16 read as it is. Outputs are padded with zeros.
 constexpr int kBand = 32;
 constexpr int kPanel = 16;
-constexpr int kRows = 32;  // rows that a product computes at once
+constexpr int kRows = 32;     // rows that a product computes at once
+constexpr int kFetches = 16;  // products that fetch what the next slab of weights is
 
 static inline int64_t band_bytes(DType dtype, int64_t k) { return k * kBand * item_bytes(dtype); }
 
@@ -43,9 +44,10 @@ struct AttendTask {
 };
 
 struct Kernels {
-  // c[m][32] = (adds ? c : 0) + x[m][k] @ band; m <= kRows.
+  // c[m][32] = (adds ? c : 0) + x[m][k] @ band; m <= kRows. Meanwhile it may fetch as much as 1 / kFetches of its band from
+  // `soon`, if not null.
   void (*product)(DType, const void* x, int64_t x_stride, int m, const void* band, int64_t k, bool adds, float* c,
-                  int64_t c_stride);
+                  int64_t c_stride, const void* soon);
   void (*end_products)();  // after a thread's last product or shrink of a chunk
 
   // h[m][rank] = alpha * x[m][k] @ a[rank][k].T
@@ -62,8 +64,13 @@ struct Kernels {
   void (*rotate)(float* x, const float* cos, const float* sin, int dim);
   // out[n] = act(gate[n]) * up[n]
   void (*gated)(DType, int act, const float* gate, const float* up, int n, void* out);
+  // The same of m rows and up to two bands, which hold 16 of gate and the same 16 of up. `streams`: past the caches.
+  void (*gated_bands)(DType, int act, const float* c, int64_t stride, int m, int n, void* out, int64_t out_stride,
+                      bool streams);
   void (*store)(DType, const float* c, int n, void* out);          // out = c
   void (*add_to)(DType, const float* c, int n, void* inout);       // inout += c
+  // inout[m][n] += c[m][n]
+  void (*add_rows)(DType, const float* c, int64_t stride, int m, int n, void* inout, int64_t inout_stride);
   void (*add_bias)(DType, const void* bias, int n, float* c);      // c += bias
 
   // The largest of x[n] and where it is first; NaN if there is one.

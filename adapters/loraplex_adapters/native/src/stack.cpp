@@ -174,28 +174,26 @@ class StackRun {
                const int64_t output = int64_t(band) * kBand;
                const int width = int(std::min<int64_t>(kBand, n - output));
                updates_.add(0, output, width, row, m, c, stride);
-               for (int64_t r = 0; r < m; r++) {
-                 if (bias != nullptr) kernels_.add_bias(dtype_, at(bias, output, dtype_), width, c + r * stride);
-                 kernels_.add_to(dtype_, c + r * stride, width, at(step_.hidden, (row + r) * n + output, dtype_));
-               }
+               for (int64_t r = 0; bias != nullptr && r < m; r++)
+                 kernels_.add_bias(dtype_, at(bias, output, dtype_), width, c + r * stride);
+               kernels_.add_rows(dtype_, c, stride, m, width, at(step_.hidden, row * n + output, dtype_), n);
              });
   }
 
   void gate(const LpLayer& layer) {
     const int64_t n = stack_.ffn;
+    const bool streams = step_.num_tokens * n * item_bytes(dtype_) > kStreamedBytes;
     products(pool_, kernels_, dtype_, scratch_.normed, stack_.hidden, step_.num_tokens, stack_.hidden, layer.gate_up,
              ceil_div(n, kPanel), 2, [&](int first, int row, int m, float* c, int64_t stride) {
-               for (int i = 0; i < 2; i++) {
-                 const int64_t output = int64_t(first + i) * kPanel;
-                 if (output >= n) break;
-                 float* block = c + i * kBand;
+               const int64_t start = int64_t(first) * kPanel, end = std::min(start + 2 * kPanel, n);
+               for (int64_t output = start; output < end; output += kPanel) {
+                 float* block = c + 2 * (output - start);
                  const int width = int(std::min<int64_t>(kPanel, n - output));
                  updates_.add(0, output, width, row, m, block, stride);
                  updates_.add(1, output, width, row, m, block + kPanel, stride);
-                 for (int64_t r = 0; r < m; r++)
-                   kernels_.gated(dtype_, stack_.act, block + r * stride, block + r * stride + kPanel, width,
-                                  at(scratch_.act, (row + r) * n + output, dtype_));
                }
+               kernels_.gated_bands(dtype_, stack_.act, c, stride, m, int(end - start),
+                                    at(scratch_.act, row * n + start, dtype_), n, streams);
              });
   }
 

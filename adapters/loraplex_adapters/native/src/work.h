@@ -43,9 +43,13 @@ struct LpSpans {
 
 namespace lp {
 
-// What stays in a core's second cache of activations, and in its first of a band of weights.
-constexpr int64_t kRowsBytes = 3 << 18;
-constexpr int64_t kSlabBytes = 1 << 16;
+// Of many rows, a slab of a band is multiplied with part of them before the next one is: the slab stays in a core's first
+// cache, what the rows have of it in the second, where the next slab is fetched to meanwhile.
+constexpr int64_t kSlabBytes = 1 << 14;
+constexpr int kPartRows = 512;
+// Results of more than this are no longer in a second cache when they are read again. (Stores past the caches are done
+// before whatever follows a chunk: taking the next one is a locked instruction.)
+constexpr int64_t kStreamedBytes = 2 << 20;
 
 inline const char* at(const void* base, int64_t offset, DType dtype) {
   return static_cast<const char*>(base) + offset * item_bytes(dtype);
@@ -59,9 +63,12 @@ inline int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) 
 
 constexpr int kMaxBands = 8;  // that a chunk computes beside each other
 
-// Shares out x [num_rows][k] @ bands. Bands come in units of `unit`; of many rows, a chunk is several units and as many rows
-// as stay cached, which multiply one slab of a band after the other. Calls epilogue(first_band, row, m, c, c_stride) for
-// each unit and each block c [m][unit * 32] of at most kRows rows.
+struct alignas(64) Line {
+  float floats[16];
+};
+
+// Shares out x [num_rows][k] @ bands. Bands come in units of `unit`; of many rows, a chunk is several units and part of the
+// rows. Calls epilogue(first_band, row, m, c, c_stride) for each unit and each block c [m][unit * 32] of at most kRows rows.
 template <class Epilogue>
 void products(Pool& pool, const Kernels& kernels, DType dtype, const void* x, int64_t x_stride, int num_rows, int64_t k,
               const void* packed, int num_bands, int unit, const Epilogue& epilogue) {
@@ -69,29 +76,38 @@ void products(Pool& pool, const Kernels& kernels, DType dtype, const void* x, in
   const bool many = num_rows > 2 * kRows;
   const int num_units = ceil_div(num_bands, unit), enough = 4 * pool.num_threads();
   const int per_chunk = many ? unit * std::clamp(num_units / enough, 1, std::max(1, kMaxBands / unit)) : unit;
-  const int64_t slab = many ? std::min(k, kSlabBytes / (kBand * item_bytes(dtype))) : k;
-  const int64_t fit = std::max<int64_t>(kRows, kRowsBytes / (slab * item_bytes(dtype)) / kRows * kRows);
-  const int num_parts = ceil_div(num_rows, fit);
+  const int64_t slab = many ? std::min(k, kSlabBytes / band_bytes(dtype, 1)) : k;
+  const int num_parts = ceil_div(num_rows, kPartRows);
   const int part_rows = ceil_div(ceil_div(num_rows, num_parts), kRows) * kRows;
   const int num_groups = ceil_div(num_bands, per_chunk);
-  const int64_t stride = int64_t(per_chunk) * kBand;
+  const int64_t stride = int64_t(unit) * kBand;
   pool.run(num_parts * num_groups, [&](int chunk, int) {
-    static thread_local std::vector<float> results;
+    static thread_local std::vector<Line> lines;
     const int first = chunk % num_groups * per_chunk, last = std::min(first + per_chunk, num_bands);
     const int begin = chunk / num_groups * part_rows, end = std::min(begin + part_rows, num_rows);
-    const size_t needed = size_t((end - begin) * stride);
-    if (results.size() < needed) results.resize(needed);
+    const size_t needed = size_t(end - begin) * size_t(per_chunk) * kBand / 16;
+    if (lines.size() < needed) lines.resize(needed);
+    // Those of a unit lie one below the other, so that each is in one piece.
+    const auto block = [&](int band, int row) {
+      return lines[0].floats + ((band - first) / unit * (end - begin) + row - begin) * stride + (band - first) % unit * kBand;
+    };
     for (int64_t i = 0; i < k; i += slab)
-      for (int band = first; band < last; band++)
-        for (int row = begin; row < end; row += kRows)
+      for (int band = first; band < last; band++) {
+        const int64_t inputs = std::min(slab, k - i), slab_bytes = band_bytes(dtype, inputs);
+        const char* next = nullptr;
+        if (many && band + 1 < last) next = at(packed, ((band + 1) * k + i) * kBand, dtype);
+        if (many && band + 1 == last && i + slab < k) next = at(packed, (first * k + i + slab) * kBand, dtype);
+        for (int row = begin; row < end; row += kRows) {
+          const int64_t fetched = (row - begin) / kRows * slab_bytes / kFetches;
           kernels.product(dtype, at(x, row * x_stride + i, dtype), x_stride, std::min(kRows, end - row),
-                          at(packed, (band * k + i) * kBand, dtype), std::min(slab, k - i), i > 0,
-                          results.data() + (row - begin) * stride + (band - first) * kBand, stride);
+                          at(packed, (band * k + i) * kBand, dtype), inputs, i > 0, block(band, row), stride,
+                          next != nullptr && fetched < slab_bytes ? next + fetched : nullptr);
+        }
+      }
     kernels.end_products();
-    for (int band = first; band < last; band += unit)
-      for (int row = begin; row < end; row += kRows)
-        epilogue(band, row, std::min(kRows, end - row),
-                 results.data() + (row - begin) * stride + (band - first) * kBand, stride);
+    for (int row = begin; row < end; row += kRows)
+      for (int band = first; band < last; band += unit)
+        epilogue(band, row, std::min(kRows, end - row), block(band, row), stride);
   });
 }
 

@@ -157,6 +157,17 @@ def test_a_row_has_the_same_bits_in_any_company(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(320, 40), (32, 1100)])
+def test_so_many_rows_that_they_go_in_parts(isa: str, dtype: torch.dtype, num_inputs: int, num_outputs: int) -> None:
+    weight, x = random(num_outputs, num_inputs, dtype=dtype), random(1100, num_inputs, dtype=dtype)
+    kernels = native_kernels(2)
+    packed = kernels.pack([weight])
+    few = torch.cat([kernels.linear(rows, packed, None) for rows in x.split(16)])
+    for num_rows in (512, 513, 1029, 1100):
+        assert torch.equal(bits(kernels.linear(x[:num_rows], packed, None)), bits(few[:num_rows])), num_rows
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num_rows", [3, 20, 40, 70])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_bad_row_stays_alone(kernels: NativeKernels, dtype: torch.dtype, num_rows: int, bad: float) -> None:

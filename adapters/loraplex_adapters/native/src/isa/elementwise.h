@@ -94,6 +94,25 @@ static void gated(DType dtype, int act, const float* gate, const float* up, int 
     gated_row<BF16>(act, gate, up, n, (bf16*)out);
 }
 
+// A whole line of the cache at once, which then needs not be read before it is written.
+static void stream_gated(int act, const float* c, bf16* out) {
+  alignas(64) bf16 line[2 * kPanel];
+  for (int i = 0; i < 2; i++) gated_row<BF16>(act, c + i * kBand, c + i * kBand + kPanel, kPanel, line + i * kPanel);
+  _mm512_stream_si512((__m512i*)out, _mm512_load_si512(line));
+}
+
+static void gated_bands(DType dtype, int act, const float* c, int64_t stride, int m, int n, void* out, int64_t out_stride,
+                        bool streams) {
+  const bool lines = dtype == DType::BF16 && n == 2 * kPanel && ((uintptr_t)out | (uintptr_t)out_stride * 2) % 64 == 0;
+  for (int64_t r = 0; r < m; r++, c += stride)
+    if (streams && lines)
+      stream_gated(act, c, (bf16*)out + r * out_stride);
+    else
+      for (int i = 0; i < n; i += kPanel)
+        gated(dtype, act, c + 2 * i, c + 2 * i + kPanel, n - i < kPanel ? n - i : kPanel,
+              (char*)out + (r * out_stride + i) * item_bytes(dtype));
+}
+
 template <class D>
 static void store_row(const float* c, int n, typename D::T* out) {
   for (int i = 0; i < n; i += 16) {
@@ -123,6 +142,14 @@ static void add_to(DType dtype, const float* c, int n, void* inout) {
     add_row<F32>(c, n, (float*)inout);
   else
     add_row<BF16>(c, n, (bf16*)inout);
+}
+
+static void add_rows(DType dtype, const float* c, int64_t stride, int m, int n, void* inout, int64_t inout_stride) {
+  for (int64_t r = 0; r < m; r++, c += stride)
+    if (dtype == DType::F32)
+      add_row<F32>(c, n, (float*)inout + r * inout_stride);
+    else
+      add_row<BF16>(c, n, (bf16*)inout + r * inout_stride);
 }
 
 template <class D>

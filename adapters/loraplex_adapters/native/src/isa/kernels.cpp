@@ -24,8 +24,8 @@ namespace lp {
 namespace LP_ISA {
 
 static const Kernels table = {
-    product, end_products, shrink,   expand, rms_norm, rms_norm_f32, rotate,
-    gated,   store,        add_to,   add_bias, argmax, attend,       attend_rows,
+    product,     end_products, shrink, expand,   rms_norm, rms_norm_f32, rotate, gated,
+    gated_bands, store,        add_to, add_rows, add_bias, argmax,       attend, attend_rows,
 };
 
 }  // namespace LP_ISA

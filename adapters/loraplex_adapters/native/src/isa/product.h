@@ -71,9 +71,37 @@ static inline void rows_bf16(const bf16* x, int64_t x_stride, const bf16* band, 
 // --- bfloat16 with tiles -----------------------------------------------------------------------------------------------
 
 #ifdef __AMX_BF16__
+static inline void rows16(const bf16* x, int64_t x_bytes, const bf16* band, int64_t k) {
+  for (int64_t i = 0; i < k; i += 32, band += 32 * kBand) {
+    _tile_loadd(4, x + i, x_bytes);
+    _tile_loadd(6, band, 64);
+    _tile_loadd(7, band + 512, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+  }
+}
+
+// `Fetches`: bytes of `soon` for each of its 32 inputs.
+template <int Fetches>
+static inline void rows32(const bf16* x, int64_t x_bytes, const bf16* band, int64_t k, const char* soon) {
+  const bf16* lower = x + 8 * x_bytes;
+  for (int64_t i = 0; i < k; i += 32, band += 32 * kBand, soon += Fetches) {
+    _tile_loadd(6, band, 64);
+    _tile_loadd(4, x + i, x_bytes);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, band + 512, 64);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_loadd(5, lower + i, x_bytes);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+    for (int line = 0; line < Fetches; line += 64) _mm_prefetch(soon + line, _MM_HINT_T1);
+  }
+}
+
 static void tiles_bf16(const bf16* x, int64_t x_stride, int m, const bf16* band, int64_t k, bool adds, float* c,
-                       int64_t c_stride) {
+                       int64_t c_stride, const void* soon) {
   const int64_t x_bytes = x_stride * 2, c_bytes = c_stride * 4;
+  float* lower = c + 16 * c_stride;
   configure(m);
   if (adds) {
     _tile_loadd(0, c, c_bytes);
@@ -83,34 +111,21 @@ static void tiles_bf16(const bf16* x, int64_t x_stride, int m, const bf16* band,
     _tile_zero(1);
   }
   if (m <= 16) {
-    for (int64_t i = 0; i < k; i += 32, band += 32 * kBand) {
-      _tile_loadd(4, x + i, x_bytes);
-      _tile_loadd(6, band, 64);
-      _tile_loadd(7, band + 512, 64);
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_dpbf16ps(1, 4, 7);
-    }
+    rows16(x, x_bytes, band, k);
   } else {
-    const bf16* lower = x + 16 * x_stride;
     if (adds) {
-      _tile_loadd(2, c + 16 * c_stride, c_bytes);
-      _tile_loadd(3, c + 16 * c_stride + 16, c_bytes);
+      _tile_loadd(2, lower, c_bytes);
+      _tile_loadd(3, lower + 16, c_bytes);
     } else {
       _tile_zero(2);
       _tile_zero(3);
     }
-    for (int64_t i = 0; i < k; i += 32, band += 32 * kBand) {
-      _tile_loadd(6, band, 64);
-      _tile_loadd(4, x + i, x_bytes);
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_loadd(7, band + 512, 64);
-      _tile_dpbf16ps(1, 4, 7);
-      _tile_loadd(5, lower + i, x_bytes);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
-    }
-    _tile_stored(2, c + 16 * c_stride, c_bytes);
-    _tile_stored(3, c + 16 * c_stride + 16, c_bytes);
+    if (soon != nullptr)
+      rows32<32 * kBand * sizeof(bf16) / kFetches>(x, x_bytes, band, k, (const char*)soon);
+    else
+      rows32<0>(x, x_bytes, band, k, nullptr);
+    _tile_stored(2, lower, c_bytes);
+    _tile_stored(3, lower + 16, c_bytes);
   }
   _tile_stored(0, c, c_bytes);
   _tile_stored(1, c + 16, c_bytes);
@@ -118,14 +133,15 @@ static void tiles_bf16(const bf16* x, int64_t x_stride, int m, const bf16* band,
 #endif
 
 static void product(DType dtype, const void* x, int64_t x_stride, int m, const void* band, int64_t k, bool adds, float* c,
-                    int64_t c_stride) {
+                    int64_t c_stride, const void* soon) {
   if (dtype == DType::F32) {
     LP_BY_ROWS(rows_f32, float)
     return;
   }
 #ifdef __AMX_BF16__
-  tiles_bf16((const bf16*)x, x_stride, m, (const bf16*)band, k, adds, c, c_stride);
+  tiles_bf16((const bf16*)x, x_stride, m, (const bf16*)band, k, adds, c, c_stride, soon);
 #else
+  (void)soon;
   LP_BY_ROWS(rows_bf16, bf16)
 #endif
 }

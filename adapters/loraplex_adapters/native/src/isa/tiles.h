@@ -13,6 +13,11 @@ struct TileConfig {
 
 static __thread int configured = 0;  // for what; 0 between tasks, when other code may use the tiles
 
+static inline void load(const TileConfig& config) {
+  asm volatile("" : : "r"(&config) : "memory");  // GCC 12 takes it that only the first 8 bytes are read
+  _tile_loadconfig(&config);
+}
+
 // Tiles 0-3: results, 4-5: up to 32 rows of x, 6-7: 16 outputs each.
 static inline void configure(int m) {
   if (configured == m) return;
@@ -24,7 +29,7 @@ static inline void configure(int m) {
   config.rows[0] = config.rows[1] = config.rows[4] = (uint8_t)upper;
   config.rows[2] = config.rows[3] = config.rows[5] = (uint8_t)lower;
   config.rows[6] = config.rows[7] = 16;
-  _tile_loadconfig(&config);
+  load(config);
 }
 
 // The other way round. Tile 0: results, 4: up to 16 outputs, 6: one row of x, as a column of pairs.
@@ -37,7 +42,7 @@ static inline void configure_row(int num_outputs) {
   config.rows[6] = 16;
   config.bytes[0] = config.bytes[6] = 4;
   config.bytes[4] = 64;
-  _tile_loadconfig(&config);
+  load(config);
 }
 
 // Columns of v become rows: pairs of inputs by pairs of inputs, as tiles want them.

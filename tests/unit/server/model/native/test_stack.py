@@ -14,7 +14,7 @@ import torch
 from support.guarded_memory import at_end, at_start
 from support.lora_cases import bits, random_factors
 from support.native_kernels import isas, native_kernels, using
-from support.native_models import native_model
+from support.native_models import SIZES, native_model
 from torch import Tensor
 
 from loraplex_adapters.key import AdapterKey
@@ -52,8 +52,16 @@ def adapter(factors: Mapping[str, LoraFactors]) -> AdapterWeights:
 class Bench:
     """A stack whose steps are made by hand: one sequence per step, from its first token on."""
 
-    def __init__(self, kernels: NativeKernels, dtype: torch.dtype, family: str = "llama", num_slots: int = 4) -> None:
-        self.loaded: LoadedModel = adopt_model(native_model(family, dtype), native=kernels)
+    def __init__(
+        self,
+        kernels: NativeKernels,
+        dtype: torch.dtype,
+        family: str = "llama",
+        num_slots: int = 4,
+        ffn_size: int = SIZES["intermediate_size"],
+    ) -> None:
+        model = native_model(family, dtype, intermediate_size=ffn_size)
+        self.loaded: LoadedModel = adopt_model(model, native=kernels)
         self.dtype = dtype
         self.ops = NativeOps(kernels)
         self.slots: AdapterSlots = self.loaded.adapter_slots(self.ops, num_slots)
@@ -252,6 +260,18 @@ def test_what_is_cleared_is_gone(kernels: NativeKernels) -> None:
     assert not torch.equal(adapted, want)
     bench.install(2, 0)
     assert torch.equal(bits(bench.run(states.clone(), segments)), bits(want))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_have_the_same_bits_where_activations_outgrow_the_caches(
+    kernels: NativeKernels, dtype: torch.dtype
+) -> None:
+    bench = Bench(kernels, dtype, ffn_size=8224)
+    bench.install(1, 8)
+    states = bench.states(150)
+    many = bench.run(states.clone(), [Segment(20, 100, 1)])
+    few = bench.run(states[:40].clone(), [Segment(20, 40, 1)])
+    assert torch.equal(bits(many[:40]), bits(few))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
