@@ -18,7 +18,7 @@ from support.zoo import MAX_LEN, VOCAB_SIZE, random_model
 
 from loraplex_server.engine.isolation import StepHandle
 from loraplex_server.request import OutputParams, Request, SamplingParams, SpeculationParams, StoppingParams
-from loraplex_server.scheduler.plan import StepPlan
+from loraplex_server.scheduler.plan import Candidate, StepPlan
 from loraplex_server.speculation.base import Ask
 
 EOS = 48
@@ -134,6 +134,9 @@ class Adversary:
                 return iter(answers)
             case _:
                 return answers
+
+    def num_behind(self, candidate: Candidate) -> int:
+        return 0
 
     def forget(self, sequence_id: str) -> None:
         if self.kind == "does not forget":

@@ -19,7 +19,7 @@ from loraplex_proto.errors import Cancelled, DeadlineExceeded, OutOfMemory
 from loraplex_server.config import SpeculationConfig
 from loraplex_server.events import CompletionEnd, Event, RequestFailed, Tokens
 from loraplex_server.request import Request, SpeculationParams
-from loraplex_server.scheduler.plan import StepPlan
+from loraplex_server.scheduler.plan import Candidate, StepPlan
 from loraplex_server.speculation.base import DRAFT_MODEL, MEDUSA, PROMPT_LOOKUP, Ask
 from loraplex_server.speculation.costs import StepCosts
 from loraplex_server.speculation.speculator import Speculator
@@ -70,6 +70,9 @@ class Moody:
             "no ids": (*truth[: dice.randint(0, 2)], dice.choice([-1, VOCAB_SIZE, 1 << 65]), *truth),
         }
         return answers.get(mood, ())
+
+    def num_behind(self, candidate: Candidate) -> int:
+        return 0
 
     def forget(self, sequence_id: str) -> None:
         self.known.discard(sequence_id)

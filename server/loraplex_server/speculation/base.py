@@ -45,6 +45,11 @@ class Proposer(Protocol):
         """
         ...
 
+    def num_behind(self, candidate: Candidate) -> int:
+        """How many tokens would have to be read before its first draft: all of a sequence that is new to a draft model,
+        none where only what the last steps brought is missing. Read once, they are no part of what drafting costs."""
+        ...
+
     def forget(self, sequence_id: str) -> None:
         """The sequence has ended, or will not be asked for again for a while. Harmless for one that is not known."""
         ...

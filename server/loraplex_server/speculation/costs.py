@@ -21,7 +21,8 @@ _LEARNING_RATE = 0.2
 _MAX_SURPRISE = 3.0
 # What has not been seen for this long is believed to cost half. An estimate that keeps a proposer from being used
 # keeps itself from being corrected, so it must fade.
-_HALF_LIFE_S = 3.0
+_HALF_LIFE_S = 20.0
+_CATCH_UP_HALF_LIFE_S = 60.0
 # The first observations are believed in part: they tend to be the slow ones.
 _NUM_TO_TRUST = 4
 # Tokens beside rounds, in what a difference is put down to: drafting for more sequences at once is cheap.
@@ -136,6 +137,8 @@ class ProposerCosts:
         if expected > 0.0:
             seconds = min(seconds, _MAX_SURPRISE * expected)
         gain = 1.0 - (1.0 - _LEARNING_RATE) * self._trust(proposer, now_s)
+        if seconds > expected and self._num_seen[proposer] >= _NUM_TO_TRUST:
+            gain = _LEARNING_RATE  # after a while without it nothing of it is in the caches
         self._costs[proposer] = _corrected(known, num_rounds, num_tokens, gain * (seconds - expected))
         self._seen_s[proposer] = now_s
         self._num_seen[proposer] += 1
@@ -151,6 +154,39 @@ class ProposerCosts:
             return 0.0
         age_s = max(0.0, now_s - self._seen_s[proposer])
         return min(1.0, self._num_seen[proposer] / _NUM_TO_TRUST) * 0.5 ** (age_s / _HALF_LIFE_S)
+
+
+class CatchUpCosts:
+    """What it takes each proposer to read a token of a sequence that is new to it. Owns running averages, which fade as
+    those above do, but more slowly: what they are for is asked once per sequence, not in every step.
+
+    The first observation says nothing: whatever runs for the first time takes ten times as long.
+    """
+
+    def __init__(self) -> None:
+        self._per_token_s: dict[str, float] = {}
+        self._seen_s: dict[str, float] = {}
+        self._num_seen: Counter[str] = Counter()
+
+    def observe(self, proposer: str, num_tokens: int, seconds: float, now_s: float) -> None:
+        """Reading `num_tokens` tokens took `seconds`, drafting not included."""
+        self._num_seen[proposer] += 1
+        num_before = self._num_seen[proposer] - 2
+        if num_before < 0:
+            return
+        seen_s, known_s = max(0.0, seconds) / num_tokens, self._per_token_s.get(proposer, 0.0)
+        if known_s > 0.0:
+            seen_s = min(seen_s, _MAX_SURPRISE * known_s)
+        self._per_token_s[proposer] = known_s + (seen_s - known_s) * max(_LEARNING_RATE, 1.0 / (1 + num_before))
+        self._seen_s[proposer] = now_s
+
+    def seconds(self, proposer: str, num_tokens: int, now_s: float) -> float:
+        """Of reading so many tokens: nothing where that is not known, so that it gets known."""
+        known_s = self._per_token_s.get(proposer)
+        if known_s is None:
+            return 0.0
+        age_s = max(0.0, now_s - self._seen_s[proposer])
+        return known_s * num_tokens * 0.5 ** (age_s / _CATCH_UP_HALF_LIFE_S)
 
 
 def _corrected(cost: ProposerCost, num_rounds: int, num_tokens: int, difference_s: float) -> ProposerCost:

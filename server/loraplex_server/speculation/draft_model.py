@@ -32,6 +32,9 @@ class DraftModelProposer:
         drafts = self._drafter.draft([self._want(ask) for ask in asks])
         return [self._within_vocabulary(draft) for draft in drafts]
 
+    def num_behind(self, candidate: Candidate) -> int:
+        return self._drafter.num_behind(candidate.sequence_id, len(candidate.token_ids))
+
     def forget(self, sequence_id: str) -> None:
         self._drafter.forget(sequence_id)
 

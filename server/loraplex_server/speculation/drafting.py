@@ -120,6 +120,14 @@ class Drafter:
         self._num_failures = 0
         return found
 
+    def num_behind(self, sequence_id: str, num_known: int) -> int:
+        """How many tokens of a prompt are to be read before the sequence's first draft: of one that is not here all
+        that are known, though the prefix cache may have some of them."""
+        seq = self.rows.get(sequence_id)
+        if seq is None:
+            return num_known
+        return seq.num_missing if seq.num_missing > _CATCH_UP_TOKENS else 0
+
     def has_refused(self, sequence_id: str) -> bool:
         """No draft will come for it."""
         return self.rows.has_refused(sequence_id)

@@ -7,7 +7,8 @@ neither requests nor proposers, and not whether what it found was right.
 
 Memory: at most `num_tokens` tokens in one namespace and `MAX_FULL` times that in all, in `MAX_NAMESPACES` namespaces;
 what was used least recently goes first. A token takes some 25 bytes in texts that repeat each other, 160 where
-no two runs are equal, never 200: with 16,384 tokens that is at most 3.3 MB a namespace and 210 MB in all.
+no two runs are equal, never 200: with 16,384 tokens that is at most 3.3 MB a namespace and 210 MB in all, and 0.2 MB a
+namespace for its marks (see marks.py).
 """
 
 from __future__ import annotations

@@ -80,12 +80,15 @@ class PromptLookupProposer:
     def propose(self, asks: Sequence[Ask]) -> Sequence[tuple[int, ...]]:
         return [self._woven(self._text(ask.candidate, ask.params), ask.num_tokens)[0][: ask.num_tokens] for ask in asks]
 
+    def num_behind(self, candidate: Candidate) -> int:
+        """What is new is indexed when a match is looked for, whoever drafts then."""
+        return 0
+
     def forget(self, sequence_id: str) -> None:
         text = self._texts.pop(sequence_id, None)
         if text is not None:
             candidate = text.candidate
-            namespace = _namespace(candidate)
-            self._history.add(namespace, candidate.token_ids, candidate.num_prompt_tokens, text.marks)
+            self._history.add(text.namespace, candidate.token_ids, candidate.num_prompt_tokens, text.marks)
 
     def close(self) -> None:
         self._texts.clear()
@@ -97,13 +100,13 @@ class PromptLookupProposer:
         num_tokens = len(candidate.token_ids)
         if text is not None and text.params is params and text.index.num_indexed == num_tokens:
             return text
-        bounds = _bounds(params)
-        namespace = _namespace(candidate)
+        bounds = _bounds(params) if text is None or text.params is not params else text.index.bounds
+        namespace = text.namespace if text is not None else _namespace(candidate)
         outputs = self._history.outputs(namespace) if self._history.num_namespaces else None
         if text is None or text.index.bounds != bounds or text.index.num_indexed > num_tokens:
             index = _Index(bounds, candidate.num_prompt_tokens, self._window)
             marks = outputs.marks if outputs is not None else Marks()
-            text = self._texts[candidate.sequence_id] = _Text(index, Reader(), marks, candidate, params)
+            text = self._texts[candidate.sequence_id] = _Text(index, Reader(), marks, namespace, candidate, params)
         num_known = max(text.index.num_indexed, candidate.num_prompt_tokens)
         text.candidate, text.params, text.outputs = candidate, params, outputs
         if text.woven is not None:
@@ -195,6 +198,7 @@ class _Text:
     index: _Index
     reader: Reader
     marks: Marks  # shared by all of its namespace
+    namespace: tuple[str, str, str]
     candidate: Candidate
     params: SpeculationParams
     outputs: Outputs | None = None

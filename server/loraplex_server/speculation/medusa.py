@@ -14,6 +14,7 @@ from torch import Tensor
 
 from loraplex_adapters.key import AdapterKey
 from loraplex_server.model.heads import HeadAsk, HeadSlots
+from loraplex_server.scheduler.plan import Candidate
 from loraplex_server.speculation.base import MEDUSA, Ask
 
 log = logging.getLogger(__name__)
@@ -65,6 +66,10 @@ class MedusaProposer:
             for idx, guess in zip(wanted, guesses, strict=True):
                 drafts[idx] = guess
         return drafts
+
+    def num_behind(self, candidate: Candidate) -> int:
+        """Heads read what the target has left."""
+        return 0
 
     def forget(self, sequence_id: str) -> None:
         """Nothing is kept."""

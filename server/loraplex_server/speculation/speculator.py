@@ -1,7 +1,8 @@
 """Drafts for a step: who drafts for which sequence, and how much. Counts what was drafted and what was accepted.
 
 Owns what each speculating request may use, what each sequence's drafts have come to so far, and the proposers. Decides
-with `choice` (once per request) and `lengths` (once per step); never touches a tensor. Called by the engine's loop.
+with `choice` (once per request), `options` and `lengths` (once per step); never touches a tensor. Called by the
+engine's loop.
 """
 
 from __future__ import annotations
@@ -10,66 +11,21 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
 
 from loraplex_adapters.key import AdapterKey
 from loraplex_server.config import SpeculationConfig
 from loraplex_server.events import Tokens
 from loraplex_server.request import Request
 from loraplex_server.scheduler.plan import Candidate, Draft, StepPlan, StepResult
-from loraplex_server.speculation.acceptance import MAX_PAUSE, AcceptancePool, TrackRecord
 from loraplex_server.speculation.base import MEDUSA, PROMPT_LOOKUP, Ask, Proposer
 from loraplex_server.speculation.choice import Choice, brings_heads, choose
-from loraplex_server.speculation.copying import STARTS, Piece, Source
-from loraplex_server.speculation.costs import ProposerCost, ProposerCosts, StepCosts
+from loraplex_server.speculation.costs import StepCosts
 from loraplex_server.speculation.history import History
-from loraplex_server.speculation.lengths import Offer, choose_lengths, longest_pause
+from loraplex_server.speculation.lengths import Offer, choose_lengths
 from loraplex_server.speculation.lookup import PromptLookupProposer
+from loraplex_server.speculation.options import DraftedFor, Option, Options
 
 log = logging.getLogger(__name__)
-
-# Sets of heads of which something is remembered beyond their sequences.
-MAX_POOLS = 4096
-
-# A sequence for which nothing is accepted is looked at in every fourth step: pauses that matter are multiples of that.
-_REST = 4
-
-_K = TypeVar("_K")
-_V = TypeVar("_V")
-
-
-@dataclass(slots=True)
-class _Sequence:
-    """What drafting for one sequence has come to."""
-
-    choice: Choice
-    records: dict[tuple[str, Source], TrackRecord] = field(default_factory=dict[tuple[str, Source], TrackRecord])
-    asked: set[str] = field(default_factory=set[str])  # proposers that have seen it
-    rests_until: int = 0  # the step in which it is looked at again
-    # Of the draft under way.
-    proposer: str = ""
-    pieces: Sequence[Piece] = ()
-
-    @property
-    def is_dry(self) -> bool:
-        """Whether all that it could be drafted by are in a pause, as far as they have been tried."""
-        if self.choice.params.fixed_length or not self.records:
-            return False
-        tried = {name for name, _ in self.records}
-        return len(tried) == len(self.choice.proposers) and all(
-            record.is_dry for (_, source), record in self.records.items() if source in STARTS
-        )
-
-
-class _Option(NamedTuple):
-    """The proposer that promises the most for one sequence in this step."""
-
-    candidate: Candidate
-    sequence: _Sequence
-    proposer: str
-    survival: Sequence[float]
-    pieces: Sequence[Piece]  # of a lookup, what is copied
 
 
 class Speculator:
@@ -94,7 +50,7 @@ class Speculator:
         self._lookup = PromptLookupProposer(history=History(config.lookup_history))
         self._proposers: dict[str, Proposer] = {**proposers, PROMPT_LOOKUP: self._lookup}
         self._step_costs = step_costs
-        self._proposer_costs = ProposerCosts()
+        self._options = Options(self._proposers, self._lookup, step_costs, clock)
         self._draft_names = tuple(draft_names)
         self._default_heads = default_heads
         self._drafts_by_default = drafts_by_default or config.num_tokens > 0
@@ -102,15 +58,8 @@ class Speculator:
         self._max_step_tokens = max_step_tokens
         self._clock = clock
         self._requests: dict[str, Choice] = {}  # those that speculate
-        self._sequences: dict[str, _Sequence] = {}
-        self._pools: dict[tuple[str, Source, AdapterKey | None], AcceptancePool] = {}
-        self._num_heads: dict[AdapterKey, int] = {}  # where a draft was shorter than asked for
+        self._sequences: dict[str, DraftedFor] = {}
         self._num_failures: Counter[str] = Counter()  # of each proposer's calls
-        self._step = 0
-        # Of the present step, by proposer, those that somebody has asked for.
-        self._candidates: Sequence[Candidate] = ()
-        self._costs: dict[str, ProposerCost] = {}
-        self._pauses: dict[str, int] = {}
         self.drafted: Counter[str] = Counter()  # tokens by the proposer's own name, since the start
         self.accepted: Counter[str] = Counter()
 
@@ -149,11 +98,8 @@ class Speculator:
 
     def propose(self, candidates: Sequence[Candidate]) -> dict[str, Draft]:
         """Drafts by sequence id, for those of the candidates that a draft pays for."""
-        self._step += 1
         self._forget_all_but({candidate.sequence_id for candidate in candidates})
-        self._candidates = candidates
-        self._costs.clear()
-        self._pauses.clear()
+        self._options.begin([self._requests.get(candidate.request.request_id) for candidate in candidates])
         drafts: dict[str, Draft] = {}
         # By sequence, who had nothing to say in this step, such as heads that are on their way: the next best is asked.
         silent: dict[str, set[str]] = {}
@@ -166,6 +112,10 @@ class Speculator:
             for option in unanswered:
                 silent.setdefault(option.candidate.sequence_id, set()).add(option.proposer)
             waiting = [option.candidate for option in unanswered]
+        self._options.note_step(
+            len(candidates),
+            ((self._sequences[sequence_id].proposer, len(draft.token_ids)) for sequence_id, draft in drafts.items()),
+        )
         return drafts
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
@@ -175,7 +125,7 @@ class Speculator:
             out = result.spans.get(span.sequence_id)
             if sequence is None or out is None or not out.token_ids:
                 continue
-            self._learn(sequence, len(span.draft), len(out.token_ids) - 1)
+            self._options.learn(sequence, len(span.draft), len(out.token_ids) - 1)
 
     def count(self, tokens: Tokens) -> None:
         """Takes in what the client is told, so that the sums are those of all answers: where a draft runs beyond the
@@ -203,29 +153,13 @@ class Speculator:
                 except Exception:
                     self._note_failure(name, "could not forget a sequence")
 
-    def _cost(self, name: str) -> ProposerCost:
-        cost = self._costs.get(name)
-        if cost is None:
-            cost = self._costs[name] = self._proposer_costs.cost(name, self._clock())
-        return cost
-
-    def _longest_pause(self, name: str) -> int:
-        """Of all that may use the proposer: they probe together when nothing is accepted."""
-        pause = self._pauses.get(name)
-        if pause is None:
-            choices = [self._requests.get(candidate.request.request_id) for candidate in self._candidates]
-            num_users = sum(choice is not None and name in choice.proposers for choice in choices)
-            pause = longest_pause(len(choices), num_users, self._step_costs, self._cost(name))
-            self._pauses[name] = pause
-        return pause
-
     def _sized_options(
         self,
         candidates: Sequence[Candidate],
         silent: Mapping[str, Collection[str]],
         num_rows: int,
         drafts: Mapping[str, Draft],
-    ) -> list[tuple[_Option, int]]:
+    ) -> list[tuple[Option, int]]:
         """Whom to ask for which of these, and for how many tokens. `num_rows`: of the step, beside `drafts`."""
         options = [
             option
@@ -241,95 +175,27 @@ class Speculator:
             num_tokens=num_rows,
             budget=self._max_step_tokens - num_rows - num_drafted,
             step_costs=self._step_costs,
-            proposer_costs={one.proposer: self._cost(one.proposer) for one in options},
+            proposer_costs={one.proposer: self._options.cost(one.proposer) for one in options},
         )
+        for option, num in zip(options, lengths, strict=True):
+            if num == 0:
+                self._options.rest(option)
         return [(option, num) for option, num in zip(options, lengths, strict=True) if num > 0]
 
-    def _best_option(self, candidate: Candidate, num_rows: int, silent: Collection[str]) -> _Option | None:
+    def _best_option(self, candidate: Candidate, num_rows: int, silent: Collection[str]) -> Option | None:
         choice = self._requests.get(candidate.request.request_id)
         if choice is None or candidate.num_room < 1:
             return None
         sequence = self._sequences.get(candidate.sequence_id)
         if sequence is None:
-            sequence = self._sequences[candidate.sequence_id] = _Sequence(choice)
-        if self._step < sequence.rests_until:
-            return None
-        options = [
-            option
-            for name in choice.proposers
-            if name not in silent and (option := self._option(candidate, sequence, name))
-        ]
-        if not options and sequence.is_dry:
-            sequence.rests_until = (self._step // _REST + 1) * _REST
-        if len(options) < 2:
-            return options[0] if options else None
-        return max(options, key=lambda option: self._speed(option, num_rows))
+            sequence = self._sequences[candidate.sequence_id] = DraftedFor(choice)
+        return self._options.best(candidate, sequence, num_rows, silent)
 
-    def _speed(self, option: _Option, num_rows: int) -> float:
-        """Tokens per second that it promises at best, if all rows of the step had the same."""
-        cost = self._cost(option.proposer)
-        tokens, best = 1.0, 1.0 / self._step_costs.seconds(num_rows)
-        for num, survival in enumerate(option.survival, start=1):
-            tokens += survival
-            taken_s = self._step_costs.seconds(num_rows * (1 + num)) + cost.seconds(num, num * num_rows)
-            best = max(best, tokens / taken_s)
-        return best
-
-    def _option(self, candidate: Candidate, sequence: _Sequence, name: str) -> _Option | None:
-        """None where it has nothing to offer in this step."""
-        params, heads = sequence.choice.params, sequence.choice.heads
-        num_tokens = min(params.max_draft_tokens, candidate.num_room)
-        if name == PROMPT_LOOKUP:
-            pieces = self._lookup.pieces(candidate, params, num_tokens)
-            if not pieces:
-                return None
-        else:
-            if name == MEDUSA and heads is not None:
-                num_tokens = min(num_tokens, self._num_heads.get(heads, num_tokens))
-            pieces = (Piece("own", num_tokens),)
-        survival = self._survival(sequence, name, pieces)
-        return _Option(candidate, sequence, name, survival, pieces) if survival else None
-
-    def _survival(self, sequence: _Sequence, name: str, pieces: Sequence[Piece]) -> Sequence[float]:
-        """The chances of the tokens of a draft, as many as may be tried."""
-        holds_back = not sequence.choice.params.fixed_length
-        curve: list[float] = []
-        chance = 1.0
-        for source, num_tokens, evidence, _ in pieces:
-            record = self._record(sequence, name, source)
-            max_pause = self._longest_pause(name) if holds_back and record.is_dry else MAX_PAUSE
-            found = record.survival(self._step, num_tokens, evidence, max_pause=max_pause, holds_back=holds_back)
-            curve += found if chance == 1.0 else [chance * survival for survival in found]
-            if len(found) < num_tokens:
-                break
-            chance = curve[-1]
-        return curve
-
-    def _learn(self, sequence: _Sequence, num_drafted: int, num_accepted: int) -> None:
-        """Each piece of a draft stands for its source, as far as those before it were right."""
-        for source, num_tokens, evidence, _ in sequence.pieces:
-            num = min(num_tokens, num_drafted)
-            self._record(sequence, sequence.proposer, source).observe(self._step, num, min(num, num_accepted), evidence)
-            num_drafted -= num
-            num_accepted -= num
-            if num_drafted <= 0 or num_accepted < 0:
-                break
-
-    def _record(self, sequence: _Sequence, name: str, source: Source) -> TrackRecord:
-        """One for each source: a match in an earlier output is not worth what one in the own text is."""
-        record = sequence.records.get((name, source))
-        if record is None:
-            place = (name, source, sequence.choice.heads if name == MEDUSA else None)
-            pool = self._pools.get(place)
-            if pool is None:
-                pool = AcceptancePool.of(self._proposers[name].name, source)
-                _remember(self._pools, place, pool)
-            record = sequence.records[name, source] = TrackRecord.new(pool)
-        return record
-
-    def _ask(self, name: str, asked: Sequence[tuple[_Option, int]]) -> dict[str, Draft]:
+    def _ask(self, name: str, asked: Sequence[tuple[Option, int]]) -> dict[str, Draft]:
         proposer = self._proposers[name]
+        options = [option for option, _ in asked]
         asks = [Ask(one.candidate, num, one.sequence.choice.params, one.sequence.choice.heads) for one, num in asked]
+        num_behind = self._options.num_behind(name, options)
         start_s = self._clock()
         try:
             answers = zip(asks, proposer.propose(asks), strict=True)
@@ -337,20 +203,18 @@ class Speculator:
         except Exception:
             self._note_failure(name, "could not draft; the step goes on without")
             return {}
-        end_s = self._clock()
-        # What comes for the first time is read first, and heads may be on their way: that is not what drafting costs.
-        # A lookup has found its drafts before it is asked.
-        is_usual = name != PROMPT_LOOKUP and all(name in one.sequence.asked for one, _ in asked) and any(proposed)
-        if is_usual:
-            lengths = [ask.num_tokens for ask in asks]
-            self._proposer_costs.observe(name, max(lengths), sum(lengths), end_s - start_s, end_s)
+        taken_s = self._clock() - start_s
+        # What comes for the first time is read first: that is not what drafting costs.
+        if num_behind and (num_read := num_behind - self._options.num_behind(name, options)) > 0:
+            self._options.note_catch_up(name, num_read, proposed, taken_s)
+        elif all(name in option.sequence.asked for option in options):
+            self._options.note_call(name, [ask.num_tokens for ask in asks], proposed, taken_s)
         drafts: dict[str, Draft] = {}
         for (option, num_tokens), token_ids in zip(asked, proposed, strict=True):
-            heads = option.sequence.choice.heads
-            if name == MEDUSA and heads is not None and 0 < len(token_ids) < num_tokens:
-                _remember(self._num_heads, heads, len(token_ids))
             option.sequence.asked.add(name)
             if token_ids:
+                if len(token_ids) < num_tokens:
+                    self._options.note_num_heads(option, len(token_ids))
                 option.sequence.proposer = name
                 option.sequence.pieces = option.pieces
                 drafts[option.candidate.sequence_id] = Draft(token_ids, proposer.name)
@@ -372,10 +236,3 @@ class Speculator:
         num_failures = self._num_failures[name]
         if num_failures & (num_failures - 1) == 0:
             log.exception("%s %s (failure %d)", name, what, num_failures)
-
-
-def _remember(known: dict[_K, _V], key: _K, value: _V) -> None:
-    """In place of what has been known for the longest, where there is too much."""
-    if key not in known and len(known) >= MAX_POOLS:
-        del known[next(iter(known))]
-    known[key] = value

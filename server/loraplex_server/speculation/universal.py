@@ -64,6 +64,9 @@ class UniversalProposer:
             for ask, text in zip(asks, texts, strict=True)
         ]
 
+    def num_behind(self, candidate: Candidate) -> int:
+        return self._drafter.num_behind(candidate.sequence_id, len(candidate.token_ids))
+
     def forget(self, sequence_id: str) -> None:
         self._texts.pop(sequence_id, None)
         self._drafter.forget(sequence_id)

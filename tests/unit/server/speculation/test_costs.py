@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraplex_server.speculation.costs import FREE, ProposerCost, ProposerCosts, StepCosts, measure_step_costs
+from loraplex_server.speculation.costs import (
+    FREE,
+    CatchUpCosts,
+    ProposerCost,
+    ProposerCosts,
+    StepCosts,
+    measure_step_costs,
+)
 
 tables = st.dictionaries(st.integers(1, 300), st.floats(0.0, 1.0), min_size=1, max_size=8)
 
@@ -119,7 +126,7 @@ def test_who_was_never_seen_is_free_and_what_is_old_fades() -> None:
     for idx in range(5):
         costs.observe("medusa", 4, 4, 0.5, now_s=0.01 * idx)
     costs.observe("medusa", 0, 0, 7.0, now_s=0.05)  # asked for nothing: says nothing
-    now, later, long_after = (costs.cost("medusa", now_s).seconds(4, 4) for now_s in (0.04, 3.04, 60.0))
+    now, later, long_after = (costs.cost("medusa", now_s).seconds(4, 4) for now_s in (0.04, 20.04, 400.0))
     assert now == pytest.approx(0.5)
     assert later == pytest.approx(0.25)
     assert long_after < 0.001
@@ -132,6 +139,16 @@ def test_a_slow_first_call_does_not_stay() -> None:
     for idx in range(20):
         costs.observe("draft_model", 4, 4, 0.02, now_s=0.1 * idx)
     assert costs.cost("draft_model", 2.0).seconds(4, 4) < 0.04
+
+
+def test_one_slow_call_after_a_long_time_counts_for_little() -> None:
+    """Nothing of it is in the caches then. One that is quicker than was thought is believed."""
+    for seconds, least, most in ((0.04, 0.02, 0.026), (0.005, 0.004, 0.01)):
+        costs = ProposerCosts()
+        for idx in range(10):
+            costs.observe("draft_model", 4, 4, 0.02, now_s=0.1 * idx)
+        costs.observe("draft_model", 4, 4, seconds, now_s=200.0)
+        assert least < costs.cost("draft_model", 200.0).seconds(4, 4) < most
 
 
 def test_a_hiccup_counts_for_little() -> None:
@@ -149,3 +166,28 @@ def test_no_cost_is_ever_negative(observed: list[tuple[int, int, float]]) -> Non
         costs.observe("medusa", num_rounds, num_tokens, seconds, now_s=0.0)
         cost = costs.cost("medusa", 0.0)
         assert min(cost.per_call_s, cost.per_round_s, cost.per_token_s) >= 0.0
+
+
+def test_what_catching_up_costs_is_known_from_the_second_time_on() -> None:
+    costs = CatchUpCosts()
+    assert costs.seconds("a", 100, 0.0) == 0.0
+    costs.observe("a", 10, 50.0, 0.0)  # whatever runs for the first time
+    assert costs.seconds("a", 100, 0.0) == 0.0
+    costs.observe("a", 10, 1.0, 0.0)
+    assert costs.seconds("a", 100, 0.0) == pytest.approx(10.0)
+    costs.observe("a", 10, 2.0, 1.0)
+    assert costs.seconds("a", 100, 1.0) == pytest.approx(15.0)
+    costs.observe("a", 10, 1e6, 1.0)  # a pause of the machine
+    assert costs.seconds("a", 100, 1.0) < 40.0
+    assert costs.seconds("b", 100, 1.0) == 0.0
+    for _ in range(50):
+        costs.observe("a", 10, -1.0, 1.0)
+    assert costs.seconds("a", 100, 1.0) < 0.1
+
+
+def test_what_catching_up_has_cost_fades() -> None:
+    costs = CatchUpCosts()
+    for _ in range(2):
+        costs.observe("a", 1, 1.0, 0.0)
+    assert costs.seconds("a", 1, 5.0) > 0.9
+    assert costs.seconds("a", 1, 600.0) < 0.01

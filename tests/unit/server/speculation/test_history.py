@@ -358,7 +358,7 @@ def test_misses_in_earlier_outputs_say_nothing_about_the_own_text() -> None:
     speculator = Speculator(SpeculationConfig(), {}, FREE_ROWS)
     for idx in range(40):  # each begins like the one before, and goes on differently
         run(speculator, f"{idx}", [1, 2, 3, 100 + idx, 200 + idx], kind="prompt_lookup", tenant="t")
-    pools = {source: pool for (_, source, _), pool in speculator._pools.items()}
+    pools = {source: pool for (_, source, _), pool in speculator._options._pools.items()}
     assert set(pools) == {"history"}
     repeating = [5, 6, 7, 8, 9, 10] * 4
     assert run(speculator, "repeats", repeating, kind="prompt_lookup", tenant="u") <= 6 + 4

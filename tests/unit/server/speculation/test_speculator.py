@@ -18,7 +18,7 @@ from loraplex_server.config import SpeculationConfig
 from loraplex_server.events import Tokens
 from loraplex_server.request import Request, SamplingParams, SpeculationKind, SpeculationParams, StoppingParams
 from loraplex_server.scheduler.plan import Candidate, Draft, Span, SpanResult, StepPlan, StepResult
-from loraplex_server.speculation import speculator as module
+from loraplex_server.speculation import options as module
 from loraplex_server.speculation.base import DRAFT_MODEL, MEDUSA, PROMPT_LOOKUP, Ask
 from loraplex_server.speculation.choice import draft_key
 from loraplex_server.speculation.copying import Piece
@@ -51,6 +51,7 @@ class Fake:
     clock: Clock
     answer: Callable[[Ask], Any] = lambda ask: tuple(range(1, 1 + ask.num_tokens))
     seconds: float = 0.0
+    behind: Callable[[Candidate], int] = lambda candidate: 0
     calls: list[list[Ask]] = field(default_factory=list[list[Ask]])
     forgotten: list[str] = field(default_factory=list[str])
     num_closed: int = 0
@@ -59,6 +60,9 @@ class Fake:
         self.calls.append(list(asks))
         self.clock.now_s += self.seconds
         return [self.answer(ask) for ask in asks]
+
+    def num_behind(self, candidate: Candidate) -> int:
+        return self.behind(candidate)
 
     def forget(self, sequence_id: str) -> None:
         self.forgotten.append(sequence_id)
@@ -411,9 +415,78 @@ def test_auto_goes_with_the_cheaper_of_two_draft_models_that_are_as_good() -> No
     table = Table(others=("tiny",))
     table.small.seconds, table.others["tiny"].seconds = 0.9, 0.1
     table.begin("a", "auto")
+    num_tokens = 3
     for _ in range(40):
-        table.step("a", num_accepted=8)
+        drafts = table.step("a", tokens=range(100, 100 + num_tokens), num_accepted=8)
+        num_tokens += 1 + len(drafts["a"].token_ids)
     assert len(table.others["tiny"].calls) > len(table.small.calls)
+
+
+@pytest.mark.parametrize("num_room", [5, 500])
+def test_what_a_draft_model_has_to_read_first_counts(num_room: int) -> None:
+    """It reads a second a token before its first draft, which is right as all that follow. A step takes a second."""
+    table = Table()
+    behind = {"num": 10}
+    table.small.behind = lambda candidate: behind["num"]
+
+    def answer(ask: Ask) -> Any:
+        table.clock.now_s += behind["num"]
+        behind["num"] = 0
+        return (1, 2, 3)[: ask.num_tokens]
+
+    table.small.answer = answer
+    num_asked: list[int] = []
+    for idx in range(8):  # after two it is known what that costs
+        name, behind["num"] = f"{idx}", 10
+        table.begin(name, "draft_model", max_draft_tokens=3)
+        num_before = len(table.small.calls)
+        for _ in range(3):
+            table.step(name, num_accepted=3, num_room=num_room)
+        num_asked.append(len(table.small.calls) - num_before)
+    assert num_asked[:2] == [3, 3]
+    assert num_asked[-1] == (3 if num_room > 100 else 0)
+
+
+def test_auto_waits_until_what_a_draft_model_would_have_saved_pays_for_what_it_reads() -> None:
+    table = Table()
+    behind = {"num": 20}
+    table.small.behind = lambda candidate: behind["num"]
+
+    def answer(ask: Ask) -> Any:
+        table.clock.now_s += 0.5 * behind["num"]
+        behind["num"] = 0
+        return (1, 2, 3)[: ask.num_tokens]
+
+    table.small.answer = answer
+    first_asked: list[int] = []
+    for idx in range(8):
+        name, behind["num"], num_tokens = f"{idx}", 20, 3
+        table.begin(name, "auto", max_draft_tokens=3)
+        num_before = len(table.small.calls)
+        for step in range(40):
+            drafts = table.step(name, tokens=range(100, 100 + num_tokens), num_accepted=3, num_room=500)
+            num_tokens += 1 + sum(len(draft.token_ids) for draft in drafts.values())
+            if len(table.small.calls) > num_before:
+                first_asked.append(step)
+                break
+    assert first_asked[0] == 0  # nobody knows yet
+    assert 4 <= first_asked[-1] <= 30
+
+
+def test_who_cannot_pay_is_looked_at_now_and_then() -> None:
+    """A draft is right, and takes ten times as long as the steps that it saves."""
+    table = Table(costs=STEEP)
+    table.small.seconds = 100.0
+    looked: list[int] = []
+    table.small.behind = lambda candidate: looked.append(1) or 0  # type: ignore[func-returns-value]
+    table.begin("a", "draft_model", max_draft_tokens=4)
+    for _ in range(20):
+        table.step("a", num_accepted=4)
+    looked.clear()
+    for _ in range(160):
+        table.clock.now_s -= table.clock.now_s - 1000.0  # nothing fades
+        table.step("a", num_accepted=4)
+    assert 5 <= len(looked) <= 40
 
 
 def test_without_a_match_auto_takes_another_way() -> None:
@@ -463,8 +536,9 @@ def test_a_proposer_that_takes_too_long_is_left_out() -> None:
     num_calls = len(table.small.calls)
     assert num_calls < 8
     table.clock.now_s += 600.0
-    table.propose("slow", "quick")
-    assert len(table.small.calls) == num_calls + 1
+    while len(table.small.calls) == num_calls:
+        table.step("slow", "quick", num_accepted=3)
+        assert table.speculator._options._step <= 32
 
 
 def test_the_first_ask_of_a_sequence_is_not_what_drafting_costs() -> None:
@@ -590,5 +664,5 @@ def test_what_is_known_of_heads_is_bounded(monkeypatch: pytest.MonkeyPatch) -> N
         table.begin(f"{idx}", "medusa", AdapterKey("medusa", f"{idx:064x}"))
         table.step(f"{idx}")
         table.medusa.answer = lambda ask: (1, 2)
-    assert len(table.speculator._pools) == 3
-    assert len(table.speculator._num_heads) == 3
+    assert len(table.speculator._options._pools) == 3
+    assert len(table.speculator._options._num_heads) == 3
