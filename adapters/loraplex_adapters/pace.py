@@ -3,7 +3,7 @@
 Compute threads take a step in lockstep: whoever takes a core from one of them makes all of them wait. And a thread that
 runs Python without a pause makes every torch call of another one wait up to a switch interval (5 ms) to get the
 interpreter back, hundreds of times per step. So whatever loads an adapter calls `pace()` between small pieces of work:
-beside busy threads it works in short spells and takes a fixed share of one core; alone it hardly pauses.
+beside busy threads it works in spells and takes a fixed share of one core; alone it hardly pauses.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from collections.abc import Callable
 
 Pace = Callable[[], None]
 
-SHARE = 0.2  # of a core, beside threads that work
-SPELL_S = 0.0003
-ALONE_SPELL_S = 0.005
-MAX_PAUSE_S = 0.002
+SHARE = 0.25  # of a core, beside threads that work
+# Shorter spells take more of the machine: after every pause the caches are full of other things. Longer ones keep the
+# core for so long that the system moves the compute threads together on another.
+SPELL_S = 0.002
+MAX_PAUSE_S = 0.008
+ALONE_SPELL_S, ALONE_PAUSE_S = 0.005, 0.001
 # Of a pause in which the process's other threads have used less than this part, nobody was there to make room for.
 IDLE_SHARE = 0.25
 
@@ -30,16 +32,22 @@ class GentlePace:
     waits for costs nobody anything."""
 
     def __init__(self) -> None:
-        self._spell_s = SPELL_S
+        self._is_alone = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self._started_at_s = time.perf_counter()
         self._started_s = time.thread_time()
 
     def __call__(self) -> None:
+        spell_s = ALONE_SPELL_S if self._is_alone else SPELL_S
+        if time.perf_counter() - self._started_at_s < spell_s:
+            return  # a thread works no longer than time passes, and this clock costs little to read
         worked_s = time.thread_time() - self._started_s
-        if worked_s < self._spell_s:
+        if worked_s < spell_s:
             return
-        pause_s = min(worked_s * (1 / SHARE - 1), MAX_PAUSE_S)
+        pause_s = ALONE_PAUSE_S if self._is_alone else min(worked_s * (1 / SHARE - 1), MAX_PAUSE_S)
         before_s = time.process_time()
         time.sleep(pause_s)
-        is_alone = time.process_time() - before_s < IDLE_SHARE * pause_s
-        self._spell_s = ALONE_SPELL_S if is_alone else SPELL_S
-        self._started_s = time.thread_time()
+        self._is_alone = time.process_time() - before_s < IDLE_SHARE * pause_s
+        self._begin()

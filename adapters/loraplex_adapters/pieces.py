@@ -1,7 +1,8 @@
 """An adapter file's tensors, read, converted and written in small pieces.
 
-Pieces bound the memory of a load, whatever the adapter's size, and keep torch's element-wise kernels on the loader's
-own thread (they fan out from 32,768 elements on, and a second team of threads would fight the step loop for the cores).
+Pieces bound the memory of a load, whatever the adapter's size. They fit into a core's cache and are no smaller,
+because the loader pauses after each and finds the cache full of other things. torch converts them in parts, on the
+loader's own thread: it fans out from 32,768 elements on, and more threads would fight the step loop for the cores.
 Reading, converting, hashing and writing a piece all release the interpreter lock. Knows nothing of what tensors mean.
 """
 
@@ -21,7 +22,8 @@ from loraplex_adapters.pace import Pace, no_pace
 from loraplex_adapters.sources.base import SourceFile
 from loraplex_proto.errors import AdapterUnsupported, NonFinite
 
-PIECE_ELEMENTS = 32_000
+SERIAL_ELEMENTS = 32_000  # that torch's element-wise kernels work on without other threads
+PIECE_ELEMENTS = 2 * SERIAL_ELEMENTS
 DTYPES: Mapping[str, torch.dtype] = {
     "float64": torch.float64,
     "float32": torch.float32,
@@ -78,8 +80,9 @@ class PieceReader:
             num = min(PIECE_ELEMENTS, end - begin)
             source, target = self._memory(DTYPES[FILE_DTYPES[tensor.dtype]], DTYPES[dtype], num)
             file.read_into(memoryview(self._source)[: num * itemsize], tensor.offset + begin * itemsize)
-            target.copy_(source)
-            _check_finite(target, tensor, dtype)
+            for part, converted in zip(source.split(SERIAL_ELEMENTS), target.split(SERIAL_ELEMENTS), strict=True):
+                converted.copy_(part)
+                _check_finite(converted, tensor, dtype)
             yield target
             self.pace()
 

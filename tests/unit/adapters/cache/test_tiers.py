@@ -240,6 +240,7 @@ class FakeClocks:
         self.pauses: list[float] = []
         self._others = others
         monkeypatch.setattr("time.thread_time", lambda: self.thread_s)
+        monkeypatch.setattr("time.perf_counter", lambda: self.thread_s + sum(self.pauses))
         monkeypatch.setattr("time.process_time", lambda: self.process_s)
         monkeypatch.setattr("time.sleep", self._sleep)
 
@@ -255,11 +256,11 @@ class FakeClocks:
 def test_beside_busy_threads_it_takes_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     clocks = FakeClocks(monkeypatch, others=1.9)
     pace = GentlePace()
-    for _ in range(100):
+    for _ in range(1000):
         clocks.work(0.0001)
         pace()
-    assert len(clocks.pauses) >= 20  # in short spells
-    assert 0.01 / (0.01 + sum(clocks.pauses)) == pytest.approx(SHARE, rel=0.15)
+    assert len(clocks.pauses) >= 40  # in short spells
+    assert 0.1 / (0.1 + sum(clocks.pauses)) == pytest.approx(SHARE, rel=0.15)
 
 
 def test_alone_it_hardly_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,7 +270,7 @@ def test_alone_it_hardly_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
         clocks.work(0.0001)
         pace()
     assert 0.03 / (0.03 + sum(clocks.pauses)) > 0.65
-    assert max(clocks.pauses) <= 0.002
+    assert max(clocks.pauses[1:]) <= 0.001
 
 
 def test_waiting_is_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
