@@ -24,7 +24,7 @@ from loraplex_server.model.packed import packed_linear
 from loraplex_server.model.runner import ModelRunner
 from loraplex_server.speculation.base import MEDUSA, Proposer
 from loraplex_server.speculation.choice import draft_key
-from loraplex_server.speculation.costs import StepCosts
+from loraplex_server.speculation.costs import LeastCost, StepCosts
 from loraplex_server.speculation.draft_loading import DraftSource, DraftTarget, load_draft, make_proposer
 from loraplex_server.speculation.drafting import DraftMemory
 from loraplex_server.speculation.medusa import MedusaProposer
@@ -34,6 +34,8 @@ from loraplex_server.text.tokenizer import TextTokenizer
 log = logging.getLogger(__name__)
 
 POLL_S = 0.005
+# Of a draft model with another tokenizer, whose tokens may be longer, for one token of the target's.
+MIN_ROUNDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ def build_speculator(
     """Raises what draft models and default heads raise when they cannot be had."""
     speculation = config.speculation
     proposers: dict[str, Proposer] = {MEDUSA: MedusaProposer(target.runner, target.cache, target.heads)}
-    drafts = _draft_models(config, target, progress) if speculation.drafts else {}
+    drafts, least_costs = _draft_models(config, target, progress) if speculation.drafts else ({}, {})
     proposers |= {draft_key(name): proposer for name, proposer in drafts.items()}
     heads_id = speculation.default_medusa or (MODEL_HEADS if target.served.heads is not None else "")
     default_heads = None
@@ -66,6 +68,7 @@ def build_speculator(
         proposers,
         step_costs,
         draft_names=tuple(drafts),
+        least_costs={draft_key(name): least for name, least in least_costs.items()},
         default_heads=default_heads,
         drafts_by_default=target.served.heads is not None,
         num_token_ids=min(target.loaded.spec.vocab_size, target.loaded.spec.num_logits),
@@ -73,13 +76,16 @@ def build_speculator(
     )
 
 
-def _draft_models(config: EngineConfig, target: Target, progress: Callable[[str], None]) -> dict[str, Proposer]:
-    """By name. They run where the target does, in a dtype of their own."""
+def _draft_models(
+    config: EngineConfig, target: Target, progress: Callable[[str], None]
+) -> tuple[dict[str, Proposer], dict[str, LeastCost]]:
+    """By name, and what each costs at least. They run where the target does, in a dtype of their own."""
     loaded = target.loaded
     tokenizer = TextTokenizer.from_pretrained(target.served.base, revision=target.served.revision)
     draft_target = DraftTarget(loaded.spec, tokenizer)
     memory = DraftMemory(config.batch.max_running, config.speculation.draft_kv_bytes, config.kv.block_size)
     proposers: dict[str, Proposer] = {}
+    least_costs: dict[str, LeastCost] = {}
     for draft in config.speculation.drafts:
         progress(f"loading draft model {draft.name}")
         source = DraftSource(
@@ -93,8 +99,9 @@ def _draft_models(config: EngineConfig, target: Target, progress: Callable[[str]
         if loaded.device.type == "cuda" and config.model.cuda_graphs:
             shapes = graph_shapes(config.batch.max_running, max_drafted=0)
             model.drafter.runner.capture(shapes, CudaCapture(loaded.device), progress)
+        least_costs[draft.name] = LeastCost.of(model.drafter.measure(), MIN_ROUNDS if model.tokenizer else 1.0)
         proposers[draft.name] = make_proposer(model, draft_target)
-    return proposers
+    return proposers, least_costs
 
 
 def bring_up_heads(cache: AdapterCache, adapter_id: str) -> AdapterKey:

@@ -113,13 +113,31 @@ class ProposerCost(NamedTuple):
 FREE = ProposerCost()
 
 
+class LeastCost(NamedTuple):
+    """What the steps of a draft model take when nothing else is done. Drafting with it never costs less."""
+
+    per_round_s: float = 0.0
+    per_read_token_s: float = 0.0  # of a text that is new to it
+
+    @classmethod
+    def of(cls, step_costs: StepCosts, num_rounds: float = 1.0) -> LeastCost:
+        """From steps that were measured at the start. `num_rounds`: for one token of the target's."""
+        one_s, num_rows = step_costs.seconds(1), step_costs.sizes[-1]
+        read_s = (step_costs.seconds(num_rows) - one_s) / max(1, num_rows - 1)
+        return cls(one_s * num_rounds, read_s * num_rounds)
+
+
+_NO_LEAST: Mapping[str, LeastCost] = {}
+
+
 class ProposerCosts:
     """Running averages of what each proposer costs. Owns them; `now_s` is anybody's monotonic clock, always the same.
 
-    A proposer that nobody has observed is free, so that it gets used and observed.
+    A proposer that nobody has observed costs the least that it can, so that it gets used and observed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, least: Mapping[str, LeastCost] = _NO_LEAST) -> None:
+        self._least = least
         self._costs: dict[str, ProposerCost] = {}
         self._seen_s: dict[str, float] = {}
         self._num_seen: Counter[str] = Counter()
@@ -146,7 +164,10 @@ class ProposerCosts:
     def cost(self, proposer: str, now_s: float) -> ProposerCost:
         known = self._costs.get(proposer, FREE)
         trust = self._trust(proposer, now_s)
-        return ProposerCost(known.per_call_s * trust, known.per_round_s * trust, known.per_token_s * trust)
+        round_s = known.per_round_s * trust
+        if proposer in self._least:
+            round_s = max(round_s, self._least[proposer].per_round_s)
+        return ProposerCost(known.per_call_s * trust, round_s, known.per_token_s * trust)
 
     def _trust(self, proposer: str, now_s: float) -> float:
         """1 for what has just been observed, not for the first time, fading to 0."""
@@ -163,7 +184,8 @@ class CatchUpCosts:
     The first observation says nothing: whatever runs for the first time takes ten times as long.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, least: Mapping[str, LeastCost] = _NO_LEAST) -> None:
+        self._least = least
         self._per_token_s: dict[str, float] = {}
         self._seen_s: dict[str, float] = {}
         self._num_seen: Counter[str] = Counter()
@@ -181,12 +203,12 @@ class CatchUpCosts:
         self._seen_s[proposer] = now_s
 
     def seconds(self, proposer: str, num_tokens: int, now_s: float) -> float:
-        """Of reading so many tokens: nothing where that is not known, so that it gets known."""
-        known_s = self._per_token_s.get(proposer)
-        if known_s is None:
-            return 0.0
-        age_s = max(0.0, now_s - self._seen_s[proposer])
-        return known_s * num_tokens * 0.5 ** (age_s / _CATCH_UP_HALF_LIFE_S)
+        """Of reading so many tokens: the least where that is not known, so that it gets known."""
+        token_s = self._least[proposer].per_read_token_s if proposer in self._least else 0.0
+        if proposer in self._per_token_s:
+            age_s = max(0.0, now_s - self._seen_s[proposer])
+            token_s = max(token_s, self._per_token_s[proposer] * 0.5 ** (age_s / _CATCH_UP_HALF_LIFE_S))
+        return token_s * num_tokens
 
 
 def _corrected(cost: ProposerCost, num_rounds: int, num_tokens: int, difference_s: float) -> ProposerCost:

@@ -25,7 +25,9 @@ from loraplex_server.model.native.argmax import native_argmax
 from loraplex_server.model.runner import ModelRunner
 from loraplex_server.sampling.sampler import Sampler
 from loraplex_server.scheduler.plan import Span, SpanResult, StepPlan
+from loraplex_server.speculation.costs import StepCosts
 from loraplex_server.speculation.draft_rows import DraftedSequence, DraftRows, Wanted
+from loraplex_server.speculation.measure import measure_runner
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +103,7 @@ class Drafter:
         pool = BlockPool(num_blocks, memory.block_size, prefix_caching=memory.prefix_caching)
         self.rows = DraftRows(pool, memory.max_rows, max_len, spec.vocab_size, f"draft {model_digest}")
         self._max_len = max_len
+        self._max_rows = memory.max_rows
         self._max_prompt_tokens = memory.max_prompt_tokens
         self._num_steps = 0
         self._num_failures = 0  # in a row
@@ -119,6 +122,12 @@ class Drafter:
             return [[] for _ in wants]
         self._num_failures = 0
         return found
+
+    def measure(self) -> StepCosts:
+        """What the model's steps take, up to two blocks of tokens. Before the first draft only."""
+        pool = self.rows.pool
+        num_rows = min(2, self._max_rows)
+        return measure_runner(self.runner, max_rows=num_rows, num_blocks=pool.num_blocks, block_size=pool.block_size)
 
     def num_behind(self, sequence_id: str, num_known: int) -> int:
         """How many tokens of a prompt are to be read before the sequence's first draft: of one that is not here all

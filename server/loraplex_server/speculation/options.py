@@ -16,7 +16,7 @@ from loraplex_server.speculation.acceptance import MAX_PAUSE, AcceptancePool, Tr
 from loraplex_server.speculation.base import MEDUSA, PROMPT_LOOKUP, Proposer
 from loraplex_server.speculation.choice import Choice
 from loraplex_server.speculation.copying import STARTS, Piece, Source
-from loraplex_server.speculation.costs import CatchUpCosts, ProposerCost, ProposerCosts, StepCosts
+from loraplex_server.speculation.costs import CatchUpCosts, LeastCost, ProposerCost, ProposerCosts, StepCosts
 from loraplex_server.speculation.lengths import longest_pause
 from loraplex_server.speculation.lookup import PromptLookupProposer
 
@@ -127,14 +127,15 @@ class Options:
         proposers: Mapping[str, Proposer],
         lookup: PromptLookupProposer,
         step_costs: StepCosts,
+        least_costs: Mapping[str, LeastCost],
         clock: Callable[[], float],
     ) -> None:
         self._proposers = proposers
         self._lookup = lookup
         self._step_costs = step_costs
         self._clock = clock
-        self._proposer_costs = ProposerCosts()
-        self._catch_up_costs = CatchUpCosts()
+        self._proposer_costs = ProposerCosts(least_costs)
+        self._catch_up_costs = CatchUpCosts(least_costs)
         self._paces = Paces()
         self._pools: dict[tuple[str, Source, AdapterKey | None], AcceptancePool] = {}
         self._num_heads: dict[AdapterKey, int] = {}  # where a draft was shorter than asked for

@@ -19,13 +19,15 @@ from loraplex_server.request import Request
 from loraplex_server.scheduler.plan import Candidate, Draft, StepPlan, StepResult
 from loraplex_server.speculation.base import MEDUSA, PROMPT_LOOKUP, Ask, Proposer
 from loraplex_server.speculation.choice import Choice, brings_heads, choose
-from loraplex_server.speculation.costs import StepCosts
+from loraplex_server.speculation.costs import LeastCost, StepCosts
 from loraplex_server.speculation.history import History
 from loraplex_server.speculation.lengths import Offer, choose_lengths
 from loraplex_server.speculation.lookup import PromptLookupProposer
 from loraplex_server.speculation.options import DraftedFor, Option, Options
 
 log = logging.getLogger(__name__)
+
+_NO_COSTS: Mapping[str, LeastCost] = {}
 
 
 class Speculator:
@@ -38,19 +40,20 @@ class Speculator:
         step_costs: StepCosts,
         *,
         draft_names: Sequence[str] = (),
+        least_costs: Mapping[str, LeastCost] = _NO_COSTS,
         default_heads: AdapterKey | None = None,
         drafts_by_default: bool = False,
         num_token_ids: int = 1 << 31,
         max_step_tokens: int = 1 << 30,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`drafts_by_default`: whether requests that do not say use the default heads. `num_token_ids`: token ids below
-        it can go into the target and come out of it."""
+        """`least_costs`: of draft models, as measured. `drafts_by_default`: whether requests that do not say use the
+        default heads. `num_token_ids`: token ids below it can go into the target and come out of it."""
         self._config = config
         self._lookup = PromptLookupProposer(history=History(config.lookup_history))
         self._proposers: dict[str, Proposer] = {**proposers, PROMPT_LOOKUP: self._lookup}
         self._step_costs = step_costs
-        self._options = Options(self._proposers, self._lookup, step_costs, clock)
+        self._options = Options(self._proposers, self._lookup, step_costs, least_costs, clock)
         self._draft_names = tuple(draft_names)
         self._default_heads = default_heads
         self._drafts_by_default = drafts_by_default or config.num_tokens > 0

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from loraplex_server.speculation.costs import (
     FREE,
     CatchUpCosts,
+    LeastCost,
     ProposerCost,
     ProposerCosts,
     StepCosts,
@@ -191,3 +192,23 @@ def test_what_catching_up_has_cost_fades() -> None:
         costs.observe("a", 1, 1.0, 0.0)
     assert costs.seconds("a", 1, 5.0) > 0.9
     assert costs.seconds("a", 1, 600.0) < 0.01
+
+
+def test_a_draft_model_never_costs_less_than_its_own_steps() -> None:
+    least = LeastCost.of(StepCosts({1: 1.0, 2: 1.1, 32: 4.1}))
+    assert least.per_round_s == pytest.approx(1.0)
+    assert least.per_read_token_s == pytest.approx(0.1)
+    assert LeastCost.of(StepCosts({1: 1.0})) == LeastCost(1.0, 0.0)
+    assert LeastCost.of(StepCosts({1: 1.0, 11: 2.0}), 0.5) == pytest.approx((0.5, 0.05))
+    costs, reading = ProposerCosts({"a": least}), CatchUpCosts({"a": least})
+    assert costs.cost("a", 0.0).seconds(3, 3) == pytest.approx(3.0)
+    assert reading.seconds("a", 100, 0.0) == pytest.approx(10.0)
+    assert costs.cost("b", 0.0) == FREE
+    assert reading.seconds("b", 100, 0.0) == 0.0
+    for _ in range(6):
+        costs.observe("a", 2, 2, 8.0, 0.0)
+        reading.observe("a", 10, 5.0, 0.0)
+    assert costs.cost("a", 0.0).seconds(2, 2) > 6.0
+    assert costs.cost("a", 1e4).seconds(2, 2) == pytest.approx(2.0)
+    assert reading.seconds("a", 10, 0.0) == pytest.approx(5.0)
+    assert reading.seconds("a", 10, 1e4) == pytest.approx(1.0)
