@@ -27,7 +27,7 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """New tokens of one completion (those of one step)."""
+    """New tokens of one completion, those of one step or of several."""
 
     request_id: str
     index: int
@@ -36,6 +36,16 @@ class Tokens:
     num_drafted: int = 0
     num_accepted: int = 0
     proposer: str = ""  # of the drafted ones
+    num_steps: int = 1
+    # Neither the completion's first ones nor such as may end it by a stop string: nobody misses them for a moment.
+    can_wait: bool = False
+
+    def __reduce__(self) -> tuple[type[Tokens], tuple[object, ...]]:
+        """They cross the process border by the thousand, and what dataclasses do to be pickled takes twice as long."""
+        return Tokens, (
+            *(self.request_id, self.index, self.token_ids, self.logprobs, self.num_drafted, self.num_accepted),
+            *(self.proposer, self.num_steps, self.can_wait),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,6 +73,8 @@ class RequestLog:
                 assert self.admitted is not None
                 assert event.index not in self.ends
                 assert event.token_ids
+                is_first = not self.tokens[event.index]
+                assert event.can_wait == (not is_first and not self.request.stopping.stop)
                 assert len(event.logprobs) == len(event.token_ids)
                 assert not self.request.output.prompt_logprobs or self.prompt_logprobs is not None
                 self.tokens[event.index] += event.token_ids

@@ -25,6 +25,7 @@ from loraplex_server.engine.messages import (
     Command,
     FromEngine,
     LoadNumbers,
+    MessageTakes,
     ModelInfo,
     Ready,
     Reply,
@@ -35,9 +36,9 @@ from loraplex_server.engine.messages import (
     Stopped,
     Submit,
 )
-from loraplex_server.engine.pacing import Pacer, delivery_share
+from loraplex_server.engine.pacing import SendingMeter
 from loraplex_server.engine.process import EngineBuilder, engine_process, engine_thread
-from loraplex_server.engine.streams import HeldStreams, RequestStream
+from loraplex_server.engine.streams import RequestStream
 from loraplex_server.events import RequestFailed
 from loraplex_server.request import Request
 
@@ -63,7 +64,7 @@ class EngineClient:
         self._config = config
         self._max_unread_tokens = max_unread_tokens
         self._max_stream_wait_s = max_stream_wait_s
-        self._held = HeldStreams(Pacer(delivery_share("cpu")), max_stream_wait_s)
+        self._meter = SendingMeter()
         self._streams: dict[str, RequestStream] = {}
         self._operations: dict[int, asyncio.Future[tuple[AdapterInfo, ...]]] = {}
         self._operation_ids = itertools.count(1)
@@ -90,7 +91,7 @@ class EngineClient:
         self._on_progress = on_progress
         context = multiprocessing.get_context("spawn")
         self._conn, theirs = context.Pipe(duplex=True)
-        args = (theirs, self._config, builder)
+        args = (theirs, self._config, self._max_stream_wait_s, builder)
         if inline:
             self._worker = threading.Thread(target=engine_thread, args=args, name="engine", daemon=True)
             self._worker.start()
@@ -202,7 +203,6 @@ class EngineClient:
             case Starting(text):
                 self._on_progress(text)
             case Ready(info):
-                self._held = HeldStreams(Pacer(delivery_share(info.device)), self._max_stream_wait_s)
                 if self._started is not None and not self._started.done():
                     self._started.set_result(info)
             case StartFailed(error):
@@ -218,15 +218,17 @@ class EngineClient:
                 self._on_lost()  # nothing follows
 
     def _on_batch(self, batch: Batch) -> None:
+        message_s = self._meter.look()
+        if message_s is not None:
+            self._send(MessageTakes(message_s))
         for event in batch.events:
             stream = self._streams.get(event.request_id)
             if stream is None:
                 continue  # cancelled here already; the engine's last words on it
             stream.push(event)
-            self._held.add(stream)
             if stream.is_over:
                 self._streams.pop(event.request_id, None)
-        self._held.release_when_due()
+        self._meter.sent(len(batch.events))
         for reply in batch.replies:
             self._on_reply(reply)
         self.state.load = batch.load

@@ -54,6 +54,13 @@ class Abandon:
 
 
 @dataclass(frozen=True, slots=True)
+class MessageTakes:
+    """What a message to a client takes of the front end's CPU: how often to send is decided by it."""
+
+    cpu_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Wake:
     """Nothing to do but to look again (a load has finished)."""
 
@@ -63,7 +70,7 @@ class Shutdown:
     """End the loop; what is still running fails as Draining."""
 
 
-Command = Submit | Cancel | StopCompletion | AdapterCommand | Abandon | Wake | Shutdown
+Command = Submit | Cancel | StopCompletion | AdapterCommand | Abandon | MessageTakes | Wake | Shutdown
 
 # --- from the engine ------------------------------------------------------------------------------------------------
 
@@ -130,7 +137,7 @@ class LoadNumbers:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Everything that one turn of the loop has to say."""
+    """Everything that one turn of the loop has to say, or several that were sent together."""
 
     events: tuple[Event, ...] = ()
     replies: tuple[Reply, ...] = ()

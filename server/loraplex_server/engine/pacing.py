@@ -1,9 +1,10 @@
-"""When tokens that have come are sent on.
+"""How often tokens that have come are sent on.
 
-Sending costs about the same per message, whether it carries one token or ten, and where the engine computes on the same
-cores it is the engine that pays. So messages are sent as often as they may take a share of the CPU, and no oftener:
-with few streams at once, with many, or a model whose steps are short, as tokens of several steps together. Pure but for
-its clocks; knows neither streams nor the event loop.
+Sending costs about the same per message, whether it carries one token or ten, and waking up for it more than that;
+where the engine computes on the same cores it is the engine that pays. So tokens are sent as often as that may take a
+share of the CPU, and no oftener: with few streams at once, with many, or a model whose steps are short, those of
+several steps together. The front end, which sends, measures; in the engine, which has the tokens, they wait. Pure but
+for a clock; knows neither streams nor threads.
 """
 
 from __future__ import annotations
@@ -12,56 +13,62 @@ import os
 import time
 from collections.abc import Callable
 
-# Of all cores where the engine computes on them too, of one core where it does not.
-CPU_SHARE = 0.025
+# Of all cores where the engine computes on them too, of one core where it does not. Clients and routers on the same
+# machine take about as much again, each.
+CPU_SHARE = 0.0125
 DEVICE_SHARE = 0.5
-FIRST_MESSAGE_S = 2e-4  # taken for granted until there is a median
+FIRST_MESSAGE_S = 1e-4  # taken for granted until there is a median
 MEDIAN_STEP = 0.1
+# Waking up, and what is done once for all streams, takes as long as so many messages.
+MESSAGES_PER_WAKE = 8
+TOLD_CHANGE = 1.25  # what has changed by less is not worth telling
 
 
-class Pacer:
-    """Weighs the CPU time that sending took against the time that has passed since.
+class SendingMeter:
+    """What one message takes of the CPU: what this process spent from a sending to the next look.
 
-    It is what this process spent from a sending to the next look, which comes with the next step's tokens: what later
-    steps take to arrive is not a matter of sending. A running median of what one message takes keeps other things, such
-    as a request that came in just then, from holding tokens back.
+    A running median, so that other things, such as a request that came in just then, do not count.
     """
 
-    def __init__(
-        self,
-        share: float,
-        clock: Callable[[], float] = time.monotonic,
-        cpu_clock: Callable[[], float] = time.process_time,
-    ) -> None:
-        """`share` of one core may be taken; the clocks count seconds."""
-        self._share = share
-        self._clock = clock
+    def __init__(self, cpu_clock: Callable[[], float] = time.process_time) -> None:
         self._cpu_clock = cpu_clock
-        self._message_s = FIRST_MESSAGE_S
+        self._message_s = self._told_s = FIRST_MESSAGE_S
         self._num_messages = 0
-        self._due_at_s: float | None = 0.0  # None until it is known what the last sending took
-        self._sent_at_s, self._cpu_at_s = clock(), cpu_clock()
-
-    def is_due(self) -> bool:
-        """Whether sending has taken no more than its share since the last time."""
-        if self._due_at_s is None:
-            self._due_at_s = self._sent_at_s + self._cost_s() / self._share
-        return self._clock() >= self._due_at_s
+        self._cpu_at_s = 0.0
 
     def sent(self, num_messages: int) -> None:
         """Tokens are being sent now; what that takes counts from here."""
-        self._num_messages, self._due_at_s = num_messages, None
-        self._sent_at_s, self._cpu_at_s = self._clock(), self._cpu_clock()
+        self._num_messages, self._cpu_at_s = num_messages, self._cpu_clock()
 
-    def _cost_s(self) -> float:
-        """What the last sending took."""
-        spent_s, usual_s = self._cpu_clock() - self._cpu_at_s, self._message_s * self._num_messages
-        self._message_s *= 1 + MEDIAN_STEP if spent_s > usual_s else 1 - MEDIAN_STEP
-        return min(spent_s, 2 * usual_s)
+    def look(self) -> float | None:
+        """To be called when the next tokens have come. What a message takes, if that has changed since it was told."""
+        if not self._num_messages:
+            return None
+        usual_s = self._message_s * (MESSAGES_PER_WAKE + self._num_messages)
+        self._message_s *= 1 + MEDIAN_STEP if self._cpu_clock() - self._cpu_at_s > usual_s else 1 - MEDIAN_STEP
+        self._num_messages = 0
+        if 1 / TOLD_CHANGE < self._message_s / self._told_s < TOLD_CHANGE:
+            return None
+        self._told_s = self._message_s
+        return self._message_s
+
+
+class Pacer:
+    """How long to pause between sendings. `message_s` is what one message takes, as the front end says."""
+
+    def __init__(self, share: float, max_wait_s: float) -> None:
+        """`share` of one core may be taken; no token waits longer than `max_wait_s`."""
+        self.message_s = FIRST_MESSAGE_S
+        self._share = share
+        self._max_wait_s = max_wait_s
+
+    def pause_s(self, num_messages: int) -> float:
+        """From a sending of so many messages to the next one."""
+        return min(self._max_wait_s, self.message_s * (MESSAGES_PER_WAKE + num_messages) / self._share)
 
 
 def delivery_share(device: str) -> float:
-    """What of one core this process may take for sending, beside an engine on `device`."""
+    """What of one core the front end may take for sending, beside an engine on `device`."""
     if not device.startswith("cpu"):
         return DEVICE_SHARE
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

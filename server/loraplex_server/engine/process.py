@@ -1,4 +1,4 @@
-"""Runs an engine behind a pipe: commands in, one batch of events per turn out.
+"""Runs an engine behind a pipe: commands in, batches of events out.
 
 The loop's thread never touches the pipe. A reader thread fills the inbox and a writer thread empties the outbox, so
 that neither a slow front end nor pickling stands between two steps. Owns inbox, outbox and the two threads.
@@ -22,7 +22,7 @@ from loraplex_server.engine.core import Engine
 from loraplex_server.engine.messages import (
     Command,
     Connection,
-    FromEngine,
+    MessageTakes,
     Ready,
     Shutdown,
     StartFailed,
@@ -30,6 +30,8 @@ from loraplex_server.engine.messages import (
     Stopped,
     Wake,
 )
+from loraplex_server.engine.outbox import Outbox
+from loraplex_server.engine.pacing import Pacer, delivery_share
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +39,9 @@ log = logging.getLogger(__name__)
 EngineBuilder = Callable[[EngineConfig, Callable[[str], None], Callable[[], None]], Engine]
 
 
-def engine_process(conn: Connection, config: EngineConfig, builder: EngineBuilder | None = None) -> None:
+def engine_process(
+    conn: Connection, config: EngineConfig, max_stream_wait_s: float, builder: EngineBuilder | None = None
+) -> None:
     """Entry point of the spawned process; does not return."""
     # Ctrl-C reaches the whole process group, and a SIGTERM aimed at the group too; the front end decides when the
     # engine ends, and a front end that is gone shows as the end of the pipe.
@@ -48,7 +52,7 @@ def engine_process(conn: Connection, config: EngineConfig, builder: EngineBuilde
         from tqdm import tqdm
 
         tqdm.set_lock(threading.RLock())  # its own is a semaphore between processes, which would outlive this one
-    serve_engine(conn, config, builder or _default_builder())
+    serve_engine(conn, config, max_stream_wait_s, builder or _default_builder())
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -56,9 +60,11 @@ def engine_process(conn: Connection, config: EngineConfig, builder: EngineBuilde
     os._exit(0)
 
 
-def engine_thread(conn: Connection, config: EngineConfig, builder: EngineBuilder | None = None) -> None:
+def engine_thread(
+    conn: Connection, config: EngineConfig, max_stream_wait_s: float, builder: EngineBuilder | None = None
+) -> None:
     """The same in a thread of the front end's process, for tests."""
-    serve_engine(conn, config, builder or _default_builder())
+    serve_engine(conn, config, max_stream_wait_s, builder or _default_builder())
 
 
 def _default_builder() -> EngineBuilder:
@@ -67,16 +73,20 @@ def _default_builder() -> EngineBuilder:
     return build_engine
 
 
-def serve_engine(conn: Connection, config: EngineConfig, builder: EngineBuilder) -> None:
-    """Builds the engine, then turns it until Shutdown or until the other end of the pipe is gone."""
+def serve_engine(conn: Connection, config: EngineConfig, max_stream_wait_s: float, builder: EngineBuilder) -> None:
+    """Builds the engine, then turns it until Shutdown or until the other end of the pipe is gone.
+
+    Tokens of a stream may wait up to `max_stream_wait_s` for later ones, where sending them costs too much.
+    """
     inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
-    outbox: queue.SimpleQueue[FromEngine | None] = queue.SimpleQueue()
+    outbox = Outbox()
     writer = threading.Thread(target=_write, args=(conn, outbox), name="engine-writer", daemon=True)
     writer.start()
     engine: Engine | None = None
     integrity = ""  # of an engine that broke off nothing can be said
     try:
         engine = builder(config, lambda text: outbox.put(Starting(text)), lambda: inbox.put(Wake()))
+        outbox.pacer = Pacer(delivery_share(engine.info.device), max_stream_wait_s)
         outbox.put(Ready(engine.info))
         threading.Thread(target=_read, args=(conn, inbox), name="engine-reader", daemon=True).start()
         _loop(engine, inbox, outbox)
@@ -90,7 +100,7 @@ def serve_engine(conn: Connection, config: EngineConfig, builder: EngineBuilder)
         if engine is not None:
             _close(engine)
             outbox.put(Stopped(integrity))
-        outbox.put(None)
+        outbox.close()
         writer.join(timeout=10)
         with contextlib.suppress(OSError):
             conn.close()
@@ -103,14 +113,17 @@ def _close(engine: Engine) -> None:
         log.exception("the engine could not be closed")
 
 
-def _loop(engine: Engine, inbox: queue.SimpleQueue[Command], outbox: queue.SimpleQueue[FromEngine | None]) -> None:
+def _loop(engine: Engine, inbox: queue.SimpleQueue[Command], outbox: Outbox) -> None:
     while True:
         timeout_s = 0.0 if engine.can_step else engine.idle_timeout_s()
         for command in _take(inbox, timeout_s):
             if isinstance(command, Shutdown):
                 outbox.put(engine.abort_all())
                 return
-            engine.handle(command)
+            if isinstance(command, MessageTakes):
+                outbox.pacer.message_s = command.cpu_s
+            else:
+                engine.handle(command)
         batch = engine.turn()
         if batch is not None:
             outbox.put(batch)
@@ -136,9 +149,10 @@ def _read(conn: Connection, inbox: queue.SimpleQueue[Command]) -> None:
         inbox.put(Shutdown())
 
 
-def _write(conn: Connection, outbox: queue.SimpleQueue[FromEngine | None]) -> None:
-    while (message := outbox.get()) is not None:
-        try:
-            conn.send(message)
-        except (BrokenPipeError, OSError):
-            return  # the front end is gone; the reader sees it too and ends the loop
+def _write(conn: Connection, outbox: Outbox) -> None:
+    try:
+        while messages := outbox.take():
+            for message in messages:
+                conn.send(message)
+    except (BrokenPipeError, OSError):
+        return  # the front end is gone; the reader sees it too and ends the loop

@@ -106,7 +106,7 @@ class CompletionAssembler:
             return Delta(self._index)
         text, num_kept = self._text_of(event.token_ids)
         self._num_tokens += num_kept
-        self._num_steps += 1
+        self._num_steps += event.num_steps
         num_accepted = min(event.num_accepted, num_kept)  # what is dropped was of no use
         if event.num_drafted:
             before = self._drafts.get(event.proposer, Drafts(event.proposer, 0, 0))

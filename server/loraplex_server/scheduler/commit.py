@@ -117,6 +117,7 @@ class Committer:
     ) -> None:
         request = seq.request
         request_id = request.request.request_id
+        is_first = len(seq.token_ids) - len(kept) == seq.num_prompt_tokens
         if request.request.output.prompt_logprobs and not request.prompt_logprobs_sent:
             request.prompt_logprobs_sent = True
             self._emit(PromptLogprobs(request_id, tuple(request.prompt_logprobs)))
@@ -129,6 +130,8 @@ class Committer:
                 num_drafted=len(span.draft),
                 num_accepted=min(num_accepted, len(kept)),
                 proposer=span.proposer,
+                # Stop strings are found by whoever reads; until then the sequence would write on.
+                can_wait=not is_first and not request.request.stopping.stop,
             )
         )
 

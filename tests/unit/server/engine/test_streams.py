@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 import signal
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
@@ -10,13 +9,12 @@ from contextlib import aclosing, asynccontextmanager
 import pytest
 from support.engine_fakes import build_losing, build_slow
 
-from loraplex_proto.errors import Cancelled, EngineLost, LoraplexError
+from loraplex_proto.errors import Cancelled, ClientTooSlow, EngineLost, LoraplexError
 from loraplex_server.config import EngineConfig, ModelConfig
-from loraplex_server.engine import client as client_module
+from loraplex_server.engine import process as process_module
 from loraplex_server.engine.client import EngineClient
-from loraplex_server.engine.pacing import Pacer
 from loraplex_server.engine.process import EngineBuilder
-from loraplex_server.engine.streams import HeldStreams, RequestStream
+from loraplex_server.engine.streams import RequestStream
 from loraplex_server.events import Admitted, CompletionEnd, Event, FinishReason, RequestFailed, Tokens
 from loraplex_server.frontend.completion import CompletionAssembler, Delta
 from loraplex_server.frontend.generation import Progress, generate
@@ -38,141 +36,39 @@ def tokens(*token_ids: int, index: int = 0) -> Tokens:
 END = CompletionEnd("r", 0, FinishReason.LENGTH, None, 2, 0)
 
 
-class FixedPacer(Pacer):
-    """One that always, or never, finds that sending took no more than its share."""
-
-    def __init__(self, is_due: bool) -> None:
-        super().__init__(1.0)
-        self._is_due = is_due
-
-    def is_due(self) -> bool:
-        return self._is_due
-
-
-async def test_first_tokens_of_each_completion_and_ends_wake_the_reader_at_once() -> None:
+async def test_whatever_comes_wakes_the_reader() -> None:
     stream = stream_of(n=2)
-    stream.push(Admitted("r", "", 0.0))
-    assert stream.is_held
-    stream.push(tokens(5))
-    assert len(await asyncio.wait_for(stream.next(), 1)) == 2
-    stream.push(tokens(6))
-    assert stream.is_held
-    stream.push(tokens(7, index=1))
-    assert not stream.is_held
-    assert await asyncio.wait_for(stream.next(), 1) == [tokens(6), tokens(7, index=1)]
-    stream.push(tokens(8))
-    stream.push(END)
-    assert await asyncio.wait_for(stream.next(), 1) == [tokens(8), END]
+    for event in (Admitted("r", "", 0.0), tokens(5), tokens(7, index=1), END):
+        stream.push(event)
+        assert await asyncio.wait_for(stream.next(), 1) == [event]
+    assert not stream.is_over
 
 
-async def test_a_failure_brings_what_was_held_before_it() -> None:
-    stream = stream_of()
-    stream.push(tokens(5))
-    await stream.next()
-    stream.push(tokens(6))
-    failure = RequestFailed("r", Cancelled("gone"))
-    stream.push(failure)
-    assert await asyncio.wait_for(stream.next(), 1) == [tokens(6), failure]
+async def test_what_piled_up_comes_together_and_a_failure_last() -> None:
+    stream, failure = stream_of(), RequestFailed("r", Cancelled("gone"))
+    for event in (tokens(5), tokens(6), failure):
+        stream.push(event)
+    assert not stream.is_read
+    assert await asyncio.wait_for(stream.next(), 1) == [tokens(5), tokens(6), failure]
     assert stream.is_read
 
 
-async def begun() -> RequestStream:
-    stream = stream_of()
-    stream.push(tokens(1))
-    await stream.next()
-    return stream
-
-
-async def test_tokens_go_out_as_they_come_while_that_is_cheap() -> None:
-    stream, held = await begun(), HeldStreams(FixedPacer(is_due=True), 60.0)
-    stream.push(tokens(2))
-    held.add(stream)
-    held.release_when_due()
-    assert await asyncio.wait_for(stream.next(), 1) == [tokens(2)]
-
-
-async def test_tokens_wait_for_later_ones_where_sending_costs_too_much() -> None:
-    stream, held = await begun(), HeldStreams(FixedPacer(is_due=False), 0.05)
-    held.release_when_due()  # of the step before
-    for token_id in (2, 3, 4):
-        stream.push(tokens(token_id))
-        held.add(stream)
-        held.release_when_due()
-        assert stream.is_held
-    assert await asyncio.wait_for(stream.next(), 5) == [tokens(2), tokens(3), tokens(4)]
-
-
-async def test_tokens_do_not_wait_for_steps_that_are_longer_than_they_may_wait() -> None:
-    stream, held = await begun(), HeldStreams(FixedPacer(is_due=False), 0.02)
-    for token_id in (2, 3):
-        await asyncio.sleep(0.03)
-        stream.push(tokens(token_id))
-        held.add(stream)
-        held.release_when_due()
-        assert not stream.is_held
-        await stream.next()
-
-
-async def test_a_wait_of_zero_sends_each_at_once() -> None:
-    stream, held = await begun(), HeldStreams(FixedPacer(is_due=False), 0.0)
-    stream.push(tokens(2))
-    held.add(stream)
-    held.release_when_due()
-    assert not stream.is_held
-
-
-async def test_an_idle_stream_is_not_woken() -> None:
-    stream, held = await begun(), HeldStreams(FixedPacer(is_due=True), 60.0)
-    held.add(stream)
-    held.release_when_due()
-    waiting = asyncio.ensure_future(stream.next())
-    await asyncio.sleep(0.01)
-    assert not waiting.done()
-    waiting.cancel()
-
-
-async def test_held_tokens_do_not_make_a_quick_reader_a_slow_one() -> None:
+async def test_much_at_once_does_not_make_a_quick_reader_a_slow_one() -> None:
     stream = stream_of(max_unread_tokens=4)
-    for token_id in range(50):
+    for _ in range(5):
+        stream.push(tokens(*range(50)))
+        await asyncio.wait_for(stream.next(), 1)
+
+
+async def test_a_slow_reader_is_cut_off() -> None:
+    cut: list[LoraplexError] = []
+    request = Request("r", (1, 2), StoppingParams(max_tokens=9))
+    stream = RequestStream(request, lambda stream, error: cut.append(error), 4)
+    for token_id in range(5):
         stream.push(tokens(token_id))
-        if not stream.is_held:
-            await asyncio.wait_for(stream.next(), 1)
-
-
-@pytest.mark.parametrize("seed", range(20))
-async def test_whatever_comes_between_every_event_is_read_once_and_in_order(seed: int) -> None:
-    """Steps, timers, readers that are busy, and completions that end at different times."""
-    rng = random.Random(seed)
-    streams = [stream_of(n=3) for _ in range(4)]
-    held = HeldStreams(FixedPacer(is_due=bool(seed % 2)), rng.choice([0.0, 0.001, 0.01]))
-    sent: list[list[Event]] = [[] for _ in streams]
-
-    async def read(stream: RequestStream) -> list[Event]:
-        events: list[Event] = []
-        while not stream.is_read:
-            events += await stream.next()
-            await asyncio.sleep(rng.choice([0, 0, 0.002]))
-        return events
-
-    def push(idx: int, event: Event) -> None:
-        sent[idx].append(event)
-        streams[idx].push(event)
-        held.add(streams[idx])
-
-    reading = asyncio.gather(*map(read, streams))
-    lengths = {(idx, index): rng.randint(1, 12) for idx in range(len(streams)) for index in range(3)}
-    while lengths:
-        for (idx, index), length in list(lengths.items()):
-            if rng.random() < 0.3:
-                continue
-            push(idx, tokens(length, index=index))
-            lengths[idx, index] -= 1
-            if length == 1:
-                push(idx, CompletionEnd("r", index, FinishReason.LENGTH, None, 2, 0))
-                del lengths[idx, index]
-        held.release_when_due()
-        await asyncio.sleep(rng.choice([0, 0.001]))
-    assert await asyncio.wait_for(reading, 5) == sent
+        assert not cut
+    stream.push(tokens(5))
+    assert isinstance(cut[0], ClientTooSlow)
 
 
 # --- with an engine whose tokens are never due ----------------------------------------------------------------------
@@ -183,7 +79,7 @@ async def reluctant(
     monkeypatch: pytest.MonkeyPatch, builder: EngineBuilder, wait_s: float, *, inline: bool = True
 ) -> AsyncIterator[EngineClient]:
     """A client that finds every message too expensive, so that tokens wait as long as they may."""
-    monkeypatch.setattr(client_module, "delivery_share", lambda device: 1e-9)
+    monkeypatch.setattr(process_module, "delivery_share", lambda device: 1e-9)
     client = EngineClient(EngineConfig(ModelConfig("fake")), max_stream_wait_s=wait_s)
     await client.start(inline=inline, builder=builder)
     try:
@@ -234,7 +130,6 @@ async def test_a_cancelled_reader_hears_it_at_once(monkeypatch: pytest.MonkeyPat
         client.cancel(stream, Cancelled("gone"))
         events = await rest_of(stream)
         assert isinstance(events[-1], RequestFailed)
-        assert any(isinstance(event, Tokens) for event in events), "what was held comes before it"
     assert client.integrity == ""
 
 

@@ -51,6 +51,15 @@ def made(stop: tuple[str, ...] = ()) -> CompletionAssembler:
     return assembler(Request("r", (1,), StoppingParams(max_tokens=9, stop=stop)), 0)
 
 
+def test_tokens_of_several_steps_count_as_such() -> None:
+    completion = made()
+    completion.push(tokens(10))
+    completion.push(Tokens("r", 0, (11, 12, 13), num_steps=2))
+    end = completion.end(END).end
+    assert end is not None
+    assert (end.num_completion_tokens, end.num_steps) == (4, 3)
+
+
 def test_what_is_held_back_comes_at_the_end() -> None:
     one = made()
     assert one.push(tokens(10, 11)).text == "a"

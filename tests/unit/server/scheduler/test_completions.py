@@ -7,6 +7,7 @@ from support.scheduler_fakes import adapter
 from support.scheduler_harness import Harness, make_request
 
 from loraplex_proto.errors import Cancelled
+from loraplex_server.request import StoppingParams
 
 PROMPT = tuple(range(1, 11))  # two and a half blocks of four
 
@@ -28,6 +29,15 @@ def test_the_prompt_is_computed_once(prefix_caching: bool, depth: int) -> None:
     assert len({copy.source for copy in copies}) == 1
     texts = {tuple(tokens) for tokens in harness.logs["r"].tokens.values()}
     assert len(texts) == 4, "siblings have seeds of their own"
+
+
+@pytest.mark.parametrize("stop", [(), ("END",)])
+def test_tokens_can_wait_unless_they_are_first_or_may_bring_a_stop_string(stop: tuple[str, ...]) -> None:
+    """What the harness asks of every event."""
+    harness = Harness()
+    harness.add(make_request("r", PROMPT, n=2, stopping=StoppingParams(6, stop=stop, ignore_eos=True)))
+    harness.run()
+    assert {len(tokens) for tokens in harness.logs["r"].tokens.values()} == {6}
 
 
 def test_siblings_share_full_blocks_and_own_the_rest() -> None:
