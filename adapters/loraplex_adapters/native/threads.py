@@ -16,7 +16,7 @@ CPUS: Final = Path("/sys/devices/system/cpu")
 
 def default_num_threads() -> int:
     """$OMP_NUM_THREADS where it is set, as torch reads it, or the number of cores."""
-    return threads_from_environment() or num_cores(_own_cpus())
+    return threads_from_environment() or num_cores(own_cpus())
 
 
 def num_cores(cpus: set[int], root: Path = CPUS) -> int:
@@ -24,7 +24,8 @@ def num_cores(cpus: set[int], root: Path = CPUS) -> int:
     return len({_core(cpu, root) for cpu in cpus})
 
 
-def _own_cpus() -> set[int]:
+def own_cpus() -> set[int]:
+    """The logical CPUs that this process may use."""
     try:
         return os.sched_getaffinity(0)
     except AttributeError:  # not on Linux

@@ -9,9 +9,10 @@ for a clock; knows neither streams nor threads.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
+
+from loraplex_adapters.native.threads import own_cpus
 
 # Of all cores where the engine computes on them too, of one core where it does not. Clients and routers on the same
 # machine take about as much again, each.
@@ -71,5 +72,4 @@ def delivery_share(device: str) -> float:
     """What of one core the front end may take for sending, beside an engine on `device`."""
     if not device.startswith("cpu"):
         return DEVICE_SHARE
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(DEVICE_SHARE, CPU_SHARE * num_cores)
+    return min(DEVICE_SHARE, CPU_SHARE * len(own_cpus()))
