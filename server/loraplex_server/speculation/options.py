@@ -29,6 +29,8 @@ _REST = 4
 _LONG_REST = 16
 # The same where others do better, and it would have to read the text first.
 _BEHIND_REST = 8
+# Matches that do not pay until lookups are made in every fourth step only: of many sequences they take time.
+_MANY_REFUSED = 8
 # Tokens of others that a sequence's pace begins with, and what is kept of a pace from step to step.
 _PACE_TOKENS = 8.0
 _PACE_KEPT = 0.99
@@ -46,6 +48,7 @@ class DraftedFor:
     asked: set[str] = field(default_factory=set[str])  # proposers that have seen it
     rests_until: int = 0  # the step in which it is looked at again
     rests: dict[str, int] = field(default_factory=dict[str, int])  # the same of a proposer
+    num_refused: int = 0  # matches that did not pay, since the last one that was right
     missed_s: dict[str, float] = field(default_factory=dict[str, float])  # what one that is behind would have saved
     num_tokens: int = 0  # when it was last looked at, and when it was first
     num_first: int = 0
@@ -211,6 +214,8 @@ class Options:
 
     def learn(self, sequence: DraftedFor, num_drafted: int, num_accepted: int) -> None:
         """Each piece of a draft stands for its source, as far as those before it were right."""
+        if num_accepted and sequence.proposer == PROMPT_LOOKUP:
+            sequence.num_refused = 0
         for source, num_tokens, evidence, _ in sequence.pieces:
             num = min(num_tokens, num_drafted)
             self._record(sequence, sequence.proposer, source).observe(self._step, num, min(num, num_accepted), evidence)
@@ -241,8 +246,16 @@ class Options:
 
     def rest(self, option: Option, num_steps: int = _LONG_REST) -> None:
         """It does not pay, and is not looked at for a while; but the next match of a lookup may be a better one."""
-        if option.proposer != PROMPT_LOOKUP:
-            option.sequence.rests[option.proposer] = (self._step // num_steps + 1) * num_steps
+        sequence = option.sequence
+        if option.proposer == PROMPT_LOOKUP:
+            sequence.num_refused += 1
+            if sequence.num_refused < _MANY_REFUSED:
+                return
+            num_steps = _REST
+        until = (self._step // num_steps + 1) * num_steps
+        sequence.rests[option.proposer] = until
+        if len(sequence.choice.proposers) == 1:
+            sequence.rests_until = until
 
     def _best_of(self, options: Sequence[Option], num_rows: int) -> Option | None:
         """The one of most value; of those that are behind, only one that can make up for that: at best with all that

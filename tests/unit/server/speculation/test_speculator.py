@@ -371,6 +371,30 @@ def test_where_nothing_is_accepted_few_steps_look(monkeypatch: pytest.MonkeyPatc
     assert len(set(looked)) >= 60
 
 
+def test_lookups_that_never_pay_are_made_in_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text repeats itself, but a row costs as much as a step; where it costs nothing, every match is tried."""
+    looked: list[int] = []
+    pieces = PromptLookupProposer.pieces
+
+    def counted(
+        self: PromptLookupProposer, candidate: Candidate, params: SpeculationParams, num_tokens: int
+    ) -> tuple[Piece, ...]:
+        looked.append(1)
+        return pieces(self, candidate, params, num_tokens)
+
+    monkeypatch.setattr(PromptLookupProposer, "pieces", counted)
+    numbers: list[int] = []
+    for costs in (STEEP, FLAT):
+        table = Table(costs=costs)
+        table.begin("a", "prompt_lookup", max_draft_tokens=4)
+        looked.clear()
+        for num in range(100):
+            table.step("a", tokens=([7, 8, 9] * 50)[: 12 + num], num_accepted=4)
+        numbers.append(len(looked))
+    assert 20 <= numbers[0] <= 40
+    assert numbers[1] >= 100
+
+
 # --- auto -------------------------------------------------------------------------------------------------------------
 
 REPEATING = [7, 8, 9, 4, 5, 6, 7, 8, 9, 4, 5, 6, 7, 8, 9]
