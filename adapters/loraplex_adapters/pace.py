@@ -3,7 +3,8 @@
 Compute threads take a step in lockstep: whoever takes a core from one of them makes all of them wait. And a thread that
 runs Python without a pause makes every torch call of another one wait up to a switch interval (5 ms) to get the
 interpreter back, hundreds of times per step. So whatever loads an adapter calls `pace()` between small pieces of work:
-beside busy threads it works in spells and takes a fixed share of one core; alone it hardly pauses.
+beside busy threads it works in spells and takes a share of one core, more of it the more loads wait for this one;
+alone it hardly pauses.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from collections.abc import Callable
 
 Pace = Callable[[], None]
 
-SHARE = 0.25  # of a core, beside threads that work
+# Of a core, beside threads that work, for each load that is under way or waits: steps that are longer cost less than
+# requests that wait for their adapters.
+SHARE = 0.25
 # Shorter spells take more of the machine: after every pause the caches are full of other things. Longer ones keep the
 # core for so long that the system moves the compute threads together on another.
 SPELL_S = 0.002
@@ -31,7 +34,9 @@ class GentlePace:
     """One per thread. Call it often; it pauses when a spell of work is over. Work is CPU time of this thread: what it
     waits for costs nobody anything."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_waiting: Callable[[], int] = lambda: 0) -> None:
+        """`num_waiting`: loads behind the present one."""
+        self._num_waiting = num_waiting
         self._is_alone = False
         self._begin()
 
@@ -46,7 +51,8 @@ class GentlePace:
         worked_s = time.thread_time() - self._started_s
         if worked_s < spell_s:
             return
-        pause_s = ALONE_PAUSE_S if self._is_alone else min(worked_s * (1 / SHARE - 1), MAX_PAUSE_S)
+        share = min(1.0, SHARE * (1 + self._num_waiting()))
+        pause_s = ALONE_PAUSE_S if self._is_alone else min(worked_s * (1 / share - 1), MAX_PAUSE_S)
         before_s = time.process_time()
         time.sleep(pause_s)
         self._is_alone = time.process_time() - before_s < IDLE_SHARE * pause_s

@@ -115,7 +115,7 @@ class BackgroundThread:
         # Gives way to the step loop, where the system lets each thread have a priority of its own.
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BACKGROUND_NICENESS)
-        pace = GentlePace()
+        pace = GentlePace(self._jobs.qsize)
         while True:
             job = self._jobs.get()
             if job is None:

@@ -253,14 +253,16 @@ class FakeClocks:
         self.process_s += self._others * seconds
 
 
-def test_beside_busy_threads_it_takes_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_waiting", [0, 1, 3, 20])
+def test_beside_busy_threads_it_takes_its_share(monkeypatch: pytest.MonkeyPatch, num_waiting: int) -> None:
     clocks = FakeClocks(monkeypatch, others=1.9)
-    pace = GentlePace()
+    pace = GentlePace(lambda: num_waiting)
     for _ in range(1000):
         clocks.work(0.0001)
         pace()
     assert len(clocks.pauses) >= 40  # in short spells
-    assert 0.1 / (0.1 + sum(clocks.pauses)) == pytest.approx(SHARE, rel=0.15)
+    share = min(1.0, SHARE * (1 + num_waiting))
+    assert 0.1 / (0.1 + sum(clocks.pauses)) == pytest.approx(share, rel=0.15)
 
 
 def test_alone_it_hardly_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
