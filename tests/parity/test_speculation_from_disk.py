@@ -133,7 +133,7 @@ def test_everything_that_flags_bring(world: TinyWorld, twins: Bench) -> None:
         draft_models=(f"same={world.model}", f"turned={world.model.parent / 'turned'}"),
     )
     ways = {
-        MEDUSA: SpeculationParams("medusa"),
+        MEDUSA: SpeculationParams("medusa", fixed_length=True),
         PROMPT_LOOKUP: SpeculationParams("prompt_lookup", fixed_length=True),
         DRAFT_MODEL: SpeculationParams("draft_model", draft_name="same", fixed_length=True),
         UNIVERSAL: SpeculationParams("draft_model", draft_name="turned", fixed_length=True),
