@@ -124,6 +124,7 @@ LP_API void lp_lora(lp::Pool* pool, int dtype, const void* x, int64_t k, int num
     const int width = int(std::min<int64_t>(kWidth, num_outputs - output)), m = piece.end - piece.start;
     std::memset(c, 0, size_t(m) * kWidth * sizeof(float));
     updates.add(0, output, width, piece.start, m, c, kWidth);
+    kernels.end_products();
     for (int64_t r = 0; r < m; r++)
       kernels.add_to(type, c + r * kWidth, width, lp::at(y, (piece.start + r) * y_stride + output, type));
   });

@@ -43,19 +43,32 @@ struct AttendTask {
   float softcap;          // 0: none
 };
 
+// Brings a line into the second cache; the first has no room for what is read later. The compiler takes its own prefetch
+// for something without effect, and leaves out functions that do nothing else.
+static inline void fetch_line(const void* address) {
+#if defined(__x86_64__)
+  asm volatile("prefetcht1 (%0)" : : "r"(address));
+#else
+  __builtin_prefetch(address, 0, 2);
+#endif
+}
+
 struct Kernels {
   // c[m][32] = (adds ? c : 0) + x[m][k] @ band; m <= kRows. Meanwhile it may fetch as much as 1 / kFetches of its band from
   // `soon`, if not null.
   void (*product)(DType, const void* x, int64_t x_stride, int m, const void* band, int64_t k, bool adds, float* c,
                   int64_t c_stride, const void* soon);
-  void (*end_products)();  // after a thread's last product or shrink of a chunk
+  void (*end_products)();  // after a thread's last product, shrink or expand of a chunk
 
   // h[m][rank] = alpha * x[m][k] @ a[rank][k].T
   void (*shrink)(DType, const void* x, int64_t x_stride, int m, const void* a, int64_t k, int rank, float alpha, float* h,
                  int64_t h_stride);
-  // c[m][num_outputs] += h[m][rank] @ b[num_outputs][rank].T
-  void (*expand)(DType, const float* h, int64_t h_stride, int m, const void* b, int rank, int num_outputs, float* c,
-                 int64_t c_stride);
+  // Inner products as expand reads them, which need as much memory. In bfloat16 they become two terms each, of which the second
+  // is what the first one lacks: together they have 16 bits, the output has eight. A row is all first terms, then all second ones.
+  void (*split)(DType, const float* h, int64_t h_stride, int m, int rank, void* out, int64_t out_stride);
+  // c[m][num_outputs] = (adds ? c : 0) + h[m][rank] @ b[num_outputs][rank].T, h as `split` leaves it
+  void (*expand)(DType, const void* h, int64_t h_stride, int m, const void* b, int rank, int num_outputs, bool adds,
+                 float* c, int64_t c_stride);
 
   // y[n] = weight * (x / rms(x)), rounded as the model's own code rounds.
   void (*rms_norm)(DType, const void* x, const void* weight, int64_t n, float eps, void* y);

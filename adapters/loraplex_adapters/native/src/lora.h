@@ -8,7 +8,8 @@ namespace lp {
 inline bool has_table(const LpTable& table) { return table.ranks != nullptr; }
 
 // Of a run of few rows, the update is computed at once and kept: the adapter's factors are read in one go, as fast as
-// memory gives them. Where many rows share the factors, the products' epilogue adds the update block by block.
+// memory gives them. Where many rows share the factors, the inner products are kept, and the update is added to each band of
+// a product for itself.
 constexpr int kKeptRows = 4;     // of a run
 constexpr int kKeptInAll = 128;  // rows of the step up to which there is memory for it
 constexpr int kPieceRows = 32;   // rows of a run that are one chunk's
@@ -58,37 +59,51 @@ class Updates {
     starts_[0] = 0;
     for (int i = 0; i < num_modules; i++) starts_[i + 1] = starts_[i] + targets[i].num_outputs;
     stride_ = starts_[num_modules];
+    for (int i = 0; i < num_modules; i++) find_spans(i);
     const int num_pieces = int(pieces_.size());
     // Parts of a module's outputs are chunks of their own where there are few pieces; each of them computes the inner
-    // product anew, which is the smaller half.
+    // product anew, which is the smaller half. Of many rows, all modules read a piece while it is cached.
     const int num_parts = std::clamp(4 * pool_.num_threads() / (num_pieces * num_modules), 1, 8);
-    pool_.run(num_pieces * num_modules * num_parts, [&](int chunk, int) {
-      const int part = chunk % num_parts, module = chunk / num_parts % num_modules;
-      const Piece& piece = pieces_[size_t(chunk / num_parts / num_modules)];
-      if (!has_table(*targets_[module].table)) return;
-      if (keeps(piece.run))
-        keep(x, k, module, piece, part, num_parts);
-      else
-        shrink(x, k, module, piece, part, num_parts);
+    const int at_once = num_rows_ > kKeptInAll ? num_modules : 1, num_groups = num_modules / at_once;
+    pool_.run(num_pieces * num_groups * num_parts, [&](int chunk, int) {
+      const int part = chunk % num_parts, group = chunk / num_parts % num_groups;
+      const Piece& piece = pieces_[size_t(chunk / num_parts / num_groups)];
+      for (int module = group * at_once; module < (group + 1) * at_once; module++) {
+        if (!has_table(*targets_[module].table)) continue;
+        if (keeps(piece.run))
+          keep(x, k, module, piece, part, num_parts);
+        else
+          shrink(x, k, module, piece, part, num_parts);
+      }
       kernels_.end_products();
+    });
+  }
+
+  // Brings nearer what `add` will read for these rows, from the other core or from memory: while their product is computed.
+  void fetch(int module, int64_t output, int64_t width, int row, int m) const {
+    for_spans(module, row, m, [&](const Span& span, int start, int end) {
+      if (span.run < 0) {
+        const float* from = kept_ + starts_[module] + output;
+        for (int r = start; r < end; r++) fetch_lines(from + r * stride_, width * int64_t(sizeof(float)));
+        return;
+      }
+      const LpTable& table = *targets_[module].table;
+      for_uses(table, span.run, [&](int slot, int rank, float) {
+        fetch_lines(at(b(table, slot), output * rank, dtype_), width * rank * item_bytes(dtype_));
+      });
     });
   }
 
   // c [m][width] += the update of a module's outputs from `output` on, for rows from `row` on.
   void add(int module, int64_t output, int width, int row, int m, float* c, int64_t c_stride) const {
-    if (pieces_.empty() || !has_table(*targets_[module].table)) return;
-    int run = int(std::upper_bound(runs_.ends, runs_.ends + runs_.num_runs, row) - runs_.ends);
-    for (; run < runs_.num_runs && runs_.starts[run] < row + m; run++) {
-      const int start = std::max(runs_.starts[run], row), end = std::min(runs_.ends[run], row + m);
+    for_spans(module, row, m, [&](const Span& span, int start, int end) {
       float* to = c + int64_t(start - row) * c_stride;
-      if (!has_update(module, run)) continue;
-      if (!keeps(run)) {
-        expand(module, run, output, width, start, end - start, to, c_stride);
-        continue;
-      }
-      for (int64_t r = 0; r < end - start; r++)
-        kernels_.add_to(DType::F32, kept_ + (start + r) * stride_ + starts_[module] + output, width, to + r * c_stride);
-    }
+      if (span.run < 0)
+        kernels_.add_rows(DType::F32, kept_ + start * stride_ + starts_[module] + output, stride_, end - start, width, to,
+                          c_stride);
+      else
+        expand(module, span.run, output, width, start, end - start, to, c_stride);
+    });
   }
 
   // Whether any of a run's adapters has factors in this module.
@@ -99,9 +114,46 @@ class Updates {
   }
 
  private:
+  // Rows with an update in a module: of one run, or of several whose updates are kept.
+  struct Span {
+    int start, end;
+    int run;  // -1: kept
+  };
+
+  void find_spans(int module) {
+    std::vector<Span>& spans = spans_[module];
+    spans.clear();
+    if (!has_table(*targets_[module].table)) return;
+    for (int run = 0; run < runs_.num_runs; run++) {
+      const int start = runs_.starts[run], end = runs_.ends[run], kept = keeps(run) ? -1 : run;
+      if (!has_update(module, run)) continue;
+      if (kept < 0 && !spans.empty() && spans.back().run < 0 && spans.back().end == start)
+        spans.back().end = end;
+      else
+        spans.push_back({start, end, kept});
+    }
+  }
+
+  // Calls body(span, start, end) for the parts of spans that rows from `row` on are of.
+  template <class Body>
+  void for_spans(int module, int row, int m, const Body& body) const {
+    if (pieces_.empty()) return;
+    const std::vector<Span>& spans = spans_[module];
+    auto span = std::upper_bound(spans.begin(), spans.end(), row, [](int at, const Span& one) { return at < one.end; });
+    for (; span != spans.end() && span->start < row + m; ++span)
+      body(*span, std::max(span->start, row), std::min(span->end, row + m));
+  }
+
+  static void fetch_lines(const void* from, int64_t num_bytes) {
+    for (int64_t i = 0; i < num_bytes; i += 64) fetch_line(static_cast<const char*>(from) + i);
+  }
+
   bool keeps(int run) const { return num_rows_ <= kKeptInAll && runs_.ends[run] - runs_.starts[run] <= kKeptRows; }
 
-  float* inner(int module, int64_t row) const { return memory_ + (int64_t(module) * num_rows_ + row) * runs_.max_rank; }
+  // A row's inner products, from one on.
+  void* inner(int module, int64_t row, int rank) const {
+    return at(static_cast<void*>(memory_ + (int64_t(module) * num_rows_ + row) * runs_.max_rank), rank, dtype_);
+  }
 
   const void* a(const LpTable& table, int slot) const { return reinterpret_cast<const void*>(table.a_ptrs[slot]); }
   const void* b(const LpTable& table, int slot) const { return reinterpret_cast<const void*>(table.b_ptrs[slot]); }
@@ -115,6 +167,14 @@ class Updates {
     }
   }
 
+  // Inner products of m rows of x with an adapter's factors, as `expand` reads them.
+  void multiply(const void* x, int64_t k, int m, const void* a, int rank, float alpha, void* h, int64_t h_stride) const {
+    static thread_local std::vector<float> products;
+    if (products.size() < size_t(m) * size_t(rank)) products.resize(size_t(m) * size_t(rank));
+    kernels_.shrink(dtype_, x, k, m, a, k, rank, alpha, products.data(), rank);
+    kernels_.split(dtype_, products.data(), rank, m, rank, h, h_stride);
+  }
+
   // The whole update of a part of the module's outputs.
   void keep(const void* x, int64_t k, int module, const Piece& piece, int part, int num_parts) const {
     static thread_local std::vector<float> h;
@@ -124,39 +184,42 @@ class Updates {
     if (first >= last) return;
     const int m = piece.end - piece.start;
     float* c = kept_ + piece.start * stride_ + starts_[module] + first;
-    for (int64_t r = 0; r < m; r++) std::memset(c + r * stride_, 0, size_t(last - first) * sizeof(float));
+    bool adds = false;
     for_uses(*target.table, piece.run, [&](int slot, int rank, float alpha) {
-      if (h.size() < size_t(rank) * kPieceRows) h.resize(size_t(rank) * kPieceRows);
-      kernels_.shrink(dtype_, at(x, piece.start * k, dtype_), k, m, a(*target.table, slot), k, rank, alpha, h.data(), rank);
-      kernels_.expand(dtype_, h.data(), rank, m, at(b(*target.table, slot), first * rank, dtype_), rank,
-                      int(last - first), c, stride_);
+      if (h.size() < size_t(m) * size_t(rank)) h.resize(size_t(m) * size_t(rank));
+      multiply(at(x, piece.start * k, dtype_), k, m, a(*target.table, slot), rank, alpha, h.data(), rank);
+      kernels_.expand(dtype_, h.data(), rank, m, at(b(*target.table, slot), first * rank, dtype_), rank, int(last - first),
+                      adds, c, stride_);
+      adds = true;
     });
   }
 
   // The inner products only, of a part of the ranks.
   void shrink(const void* x, int64_t k, int module, const Piece& piece, int part, int num_parts) const {
     const LpTable& table = *targets_[module].table;
-    float* h = inner(module, piece.start);
+    int before = 0;
     for_uses(table, piece.run, [&](int slot, int rank, float alpha) {
       const int width = ceil_div(rank, num_parts * 16) * 16, first = part * width, last = std::min(first + width, rank);
       if (first < last)
-        kernels_.shrink(dtype_, at(x, piece.start * k, dtype_), k, piece.end - piece.start,
-                        at(a(table, slot), first * k, dtype_), k, last - first, alpha, h + first, runs_.max_rank);
-      h += rank;
+        multiply(at(x, piece.start * k, dtype_), k, piece.end - piece.start, at(a(table, slot), first * k, dtype_),
+                 last - first, alpha, inner(module, piece.start, before + first), runs_.max_rank);
+      before += rank;
     });
   }
 
   // Added up apart and then put on c at once, like what is kept: a row's sums have one order, however long its run is.
   void expand(int module, int run, int64_t output, int width, int row, int m, float* c, int64_t c_stride) const {
-    static thread_local std::vector<float> sums;
+    static thread_local std::vector<Line> lines;
     const LpTable& table = *targets_[module].table;
-    const float* h = inner(module, row);
-    sums.assign(size_t(m) * size_t(width), 0.0f);
+    const int64_t stride = ceil_div(width, kPanel) * kPanel;
+    if (lines.size() < size_t(m * stride / kPanel)) lines.resize(size_t(m * stride / kPanel));
+    int before = 0;
     for_uses(table, run, [&](int slot, int rank, float) {
-      kernels_.expand(dtype_, h, runs_.max_rank, m, at(b(table, slot), output * rank, dtype_), rank, width, sums.data(), width);
-      h += rank;
+      kernels_.expand(dtype_, inner(module, row, before), runs_.max_rank, m, at(b(table, slot), output * rank, dtype_), rank, width,
+                      before > 0, lines[0].floats, stride);
+      before += rank;
     });
-    for (int64_t r = 0; r < m; r++) kernels_.add_to(DType::F32, sums.data() + r * width, width, c + r * c_stride);
+    kernels_.add_rows(DType::F32, lines[0].floats, stride, m, width, c, c_stride);
   }
 
   Pool& pool_;
@@ -168,6 +231,7 @@ class Updates {
   const std::vector<Piece> pieces_;
   float* kept_ = nullptr;  // [rows][outputs of all modules]
   const Target* targets_ = nullptr;
+  std::vector<Span> spans_[3];  // by module
   int64_t starts_[4] = {};
   int64_t stride_ = 0;
 };

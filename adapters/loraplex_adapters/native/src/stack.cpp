@@ -132,21 +132,46 @@ class StackRun {
     });
   }
 
+  // Products that modules share, with their updates. places(band, body) calls body(module, output, width, column) for the
+  // outputs of each module that a band holds, and the first one's column in it.
+  template <class Places, class Epilogue>
+  void adapted(const void* x, int64_t k, const void* packed, int num_bands, int unit, const Places& places,
+               const Epilogue& epilogue) {
+    products(
+        pool_, kernels_, dtype_, x, k, step_.num_tokens, k, packed, num_bands, unit,
+        [&](int band, int row, int m) {
+          places(band, [&](int module, int64_t output, int width, int) { updates_.fetch(module, output, width, row, m); });
+        },
+        [&](int band, int row, int m, float* c, int64_t stride) {
+          places(band, [&](int module, int64_t output, int width, int column) {
+            updates_.add(module, output, width, row, m, c + column, stride);
+          });
+        },
+        epilogue);
+  }
+
   // A chunk is a head: queries go to scratch, keys and values to their pages.
   void project_qkv(const LpLayer& layer) {
     const int dim = stack_.head_dim, bands = dim / kBand;
     const int num_heads = stack_.num_heads, num_kv = stack_.num_kv_heads;
-    products(pool_, kernels_, dtype_, scratch_.normed, stack_.hidden, step_.num_tokens, stack_.hidden, layer.qkv,
-             (num_heads + 2 * num_kv) * bands, bands, [&](int band, int row, int m, float* c, int64_t stride) {
-               int head = band / bands, part = 0;
-               if (layer.qkv_bias != nullptr)
-                 for (int r = 0; r < m; r++)
-                   kernels_.add_bias(dtype_, at(layer.qkv_bias, int64_t(head) * dim, dtype_), dim, c + r * stride);
-               if (head >= num_heads) head -= num_heads, part = 1;
-               if (part == 1 && head >= num_kv) head -= num_kv, part = 2;
-               updates_.add(part, int64_t(head) * dim, dim, row, m, c, stride);
-               for (int r = 0; r < m; r++) finish_head(layer, part, head, row + r, c + r * stride);
-             });
+    const auto find = [=](int head) {  // its module, and which of that one's heads it is
+      if (head < num_heads) return std::make_pair(0, head);
+      head -= num_heads;
+      return head < num_kv ? std::make_pair(1, head) : std::make_pair(2, head - num_kv);
+    };
+    adapted(
+        scratch_.normed, stack_.hidden, layer.qkv, (num_heads + 2 * num_kv) * bands, bands,
+        [&](int band, const auto& body) {
+          const auto [module, head] = find(band / bands);
+          body(module, int64_t(head * bands + band % bands) * kBand, kBand, 0);
+        },
+        [&](int band, int row, int m, float* c, int64_t stride) {
+          const auto [module, head] = find(band / bands);
+          if (layer.qkv_bias != nullptr)
+            for (int r = 0; r < m; r++)
+              kernels_.add_bias(dtype_, at(layer.qkv_bias, int64_t(band) * kBand, dtype_), dim, c + r * stride);
+          for (int r = 0; r < m; r++) finish_head(layer, module, head, row + r, c + r * stride);
+        });
   }
 
   void finish_head(const LpLayer& layer, int part, int head, int64_t token, float* c) {
@@ -169,32 +194,33 @@ class StackRun {
     const int64_t n = stack_.hidden;
     const Target target{&table, n};
     updates_.prepare(x, k, &target, 1);
-    products(pool_, kernels_, dtype_, x, k, step_.num_tokens, k, packed, ceil_div(n, kBand), 1,
-             [&](int band, int row, int m, float* c, int64_t stride) {
-               const int64_t output = int64_t(band) * kBand;
-               const int width = int(std::min<int64_t>(kBand, n - output));
-               updates_.add(0, output, width, row, m, c, stride);
-               for (int64_t r = 0; bias != nullptr && r < m; r++)
-                 kernels_.add_bias(dtype_, at(bias, output, dtype_), width, c + r * stride);
-               kernels_.add_rows(dtype_, c, stride, m, width, at(step_.hidden, row * n + output, dtype_), n);
-             });
+    const auto width_of = [=](int band) { return int(std::min<int64_t>(kBand, n - int64_t(band) * kBand)); };
+    adapted(
+        x, k, packed, ceil_div(n, kBand), 1,
+        [&](int band, const auto& body) { body(0, int64_t(band) * kBand, width_of(band), 0); },
+        [&](int band, int row, int m, float* c, int64_t stride) {
+          const int64_t output = int64_t(band) * kBand;
+          for (int64_t r = 0; bias != nullptr && r < m; r++)
+            kernels_.add_bias(dtype_, at(bias, output, dtype_), width_of(band), c + r * stride);
+          kernels_.add_rows(dtype_, c, stride, m, width_of(band), at(step_.hidden, row * n + output, dtype_), n);
+        });
   }
 
   void gate(const LpLayer& layer) {
     const int64_t n = stack_.ffn;
     const bool streams = step_.num_tokens * n * item_bytes(dtype_) > kStreamedBytes;
-    products(pool_, kernels_, dtype_, scratch_.normed, stack_.hidden, step_.num_tokens, stack_.hidden, layer.gate_up,
-             ceil_div(n, kPanel), 2, [&](int first, int row, int m, float* c, int64_t stride) {
-               const int64_t start = int64_t(first) * kPanel, end = std::min(start + 2 * kPanel, n);
-               for (int64_t output = start; output < end; output += kPanel) {
-                 float* block = c + 2 * (output - start);
-                 const int width = int(std::min<int64_t>(kPanel, n - output));
-                 updates_.add(0, output, width, row, m, block, stride);
-                 updates_.add(1, output, width, row, m, block + kPanel, stride);
-               }
-               kernels_.gated_bands(dtype_, stack_.act, c, stride, m, int(end - start),
-                                    at(scratch_.act, row * n + start, dtype_), n, streams);
-             });
+    adapted(
+        scratch_.normed, stack_.hidden, layer.gate_up, ceil_div(n, kPanel), 2,
+        [&](int band, const auto& body) {
+          const int64_t output = int64_t(band) * kPanel;
+          for (int module = 0; module < 2; module++)
+            body(module, output, int(std::min<int64_t>(kPanel, n - output)), module * kPanel);
+        },
+        [&](int first, int row, int m, float* c, int64_t stride) {
+          const int64_t start = int64_t(first) * kPanel, end = std::min(start + 2 * kPanel, n);
+          kernels_.gated_bands(dtype_, stack_.act, c, stride, m, int(end - start), at(scratch_.act, row * n + start, dtype_),
+                               n, streams);
+        });
   }
 
   Pool& pool_;

@@ -68,10 +68,14 @@ struct alignas(64) Line {
 };
 
 // Shares out x [num_rows][k] @ bands. Bands come in units of `unit`; of many rows, a chunk is several units and part of the
-// rows. Calls epilogue(first_band, row, m, c, c_stride) for each unit and each block c [m][unit * 32] of at most kRows rows.
-template <class Epilogue>
+// rows. For each chunk it calls
+//
+//   fetch(band, row, m)               for its bands and all its rows, before their products,
+//   add(band, row, m, c, stride)      likewise, when c [m][32] is complete, to add to it,
+//   epilogue(band, row, m, c, stride) last, for the units c [m][unit * 32] that begin with the bands, and at most kRows rows.
+template <class Fetch, class Add, class Epilogue>
 void products(Pool& pool, const Kernels& kernels, DType dtype, const void* x, int64_t x_stride, int num_rows, int64_t k,
-              const void* packed, int num_bands, int unit, const Epilogue& epilogue) {
+              const void* packed, int num_bands, int unit, const Fetch& fetch, const Add& add, const Epilogue& epilogue) {
   if (num_rows <= 0) return;  // of a step that asks for no logits
   const bool many = num_rows > 2 * kRows;
   const int num_units = ceil_div(num_bands, unit), enough = 4 * pool.num_threads();
@@ -91,6 +95,7 @@ void products(Pool& pool, const Kernels& kernels, DType dtype, const void* x, in
     const auto block = [&](int band, int row) {
       return lines[0].floats + ((band - first) / unit * (end - begin) + row - begin) * stride + (band - first) % unit * kBand;
     };
+    for (int band = first; band < last; band++) fetch(band, begin, end - begin);
     for (int64_t i = 0; i < k; i += slab)
       for (int band = first; band < last; band++) {
         const int64_t inputs = std::min(slab, k - i), slab_bytes = band_bytes(dtype, inputs);
@@ -103,12 +108,20 @@ void products(Pool& pool, const Kernels& kernels, DType dtype, const void* x, in
                           at(packed, (band * k + i) * kBand, dtype), inputs, i > 0, block(band, row), stride,
                           next != nullptr && fetched < slab_bytes ? next + fetched : nullptr);
         }
+        if (i + slab >= k) add(band, begin, end - begin, block(band, begin), stride);
       }
     kernels.end_products();
     for (int row = begin; row < end; row += kRows)
       for (int band = first; band < last; band += unit)
         epilogue(band, row, std::min(kRows, end - row), block(band, row), stride);
   });
+}
+
+template <class Epilogue>
+void products(Pool& pool, const Kernels& kernels, DType dtype, const void* x, int64_t x_stride, int num_rows, int64_t k,
+              const void* packed, int num_bands, int unit, const Epilogue& epilogue) {
+  products(pool, kernels, dtype, x, x_stride, num_rows, k, packed, num_bands, unit, [](int, int, int) {},
+           [](int, int, int, float*, int64_t) {}, epilogue);
 }
 
 // --- attention ----------------------------------------------------------------------------------------------------------

@@ -15,7 +15,9 @@
 #include "elementwise.h"
 #include "product.h"
 //
-#include "lora.h"
+#include "shrink.h"
+//
+#include "expand.h"
 
 #define LP_JOIN2(a, b) a##b
 #define LP_JOIN(a, b) LP_JOIN2(a, b)
@@ -24,8 +26,8 @@ namespace lp {
 namespace LP_ISA {
 
 static const Kernels table = {
-    product,     end_products, shrink, expand,   rms_norm, rms_norm_f32, rotate, gated,
-    gated_bands, store,        add_to, add_rows, add_bias, argmax,       attend, attend_rows,
+    product, end_products, shrink, split,  expand,   rms_norm, rms_norm_f32, rotate, gated,
+    gated_bands, store,    add_to, add_rows, add_bias, argmax, attend,       attend_rows,
 };
 
 }  // namespace LP_ISA

@@ -1,0 +1,267 @@
+// The second half of a low-rank update, for rows of one adapter: from inner products to outputs. Factors are read where they
+// lie.
+#pragma once
+
+namespace lp {
+namespace LP_ISA {
+
+// v[8] = pairs of ranks, each of 16 outputs, of up to 16 ranks in bfloat16: rows i and i + 8 share a register.
+static inline void transpose_outputs(const bf16* b, int64_t stride, __mmask16 ranks, __m512i* v) {
+  __m512i w[8];
+  for (int i = 0; i < 8; i++)
+    w[i] = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_maskz_loadu_epi16(ranks, b + i * stride)),
+                              _mm256_maskz_loadu_epi16(ranks, b + (i + 8) * stride), 1);
+  transpose_fours<8>(w);
+  // w[i] and w[i + 4]: in each quarter one pair of four outputs; quarters 0, 2 are outputs 0-3 (4-7) and 8-11 (12-15).
+  const __m512i low = _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13), high = _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15);
+  for (int i = 0; i < 4; i++) {
+    v[i] = _mm512_permutex2var_epi64(w[i], low, w[i + 4]);
+    v[i + 4] = _mm512_permutex2var_epi64(w[i], high, w[i + 4]);
+  }
+}
+
+// t[rank] = the 16 outputs' factors of that rank, of 16 ranks.
+static inline void transpose_16x16(const bf16* b, int64_t stride, __m512* t) {
+  const __m512i mask = _mm512_set1_epi32(0xffff0000);
+  __m512i v[8];
+  transpose_outputs(b, stride, 0xffff, v);
+  for (int i = 0; i < 8; i++) {
+    t[2 * i] = _mm512_castsi512_ps(_mm512_slli_epi32(v[i], 16));
+    t[2 * i + 1] = _mm512_castsi512_ps(_mm512_and_si512(v[i], mask));
+  }
+}
+
+static inline float value(float x) { return x; }
+static inline float value(bf16 x) {
+  uint32_t bits = (uint32_t)x << 16;
+  float f;
+  __builtin_memcpy(&f, &bits, 4);
+  return f;
+}
+
+template <class T>
+static inline void transpose_any(const T* b, int64_t stride, int num_outputs, int rank, float* t) {
+  for (int r = 0; r < rank; r++)
+    for (int o = 0; o < 16; o++) t[r * 16 + o] = o < num_outputs ? value(b[o * stride + r]) : 0.0f;
+}
+
+static inline void gather_f32(const float* b, int64_t stride, int rank, float* t) {
+  const __m512i idx = _mm512_mullo_epi32(_mm512_set1_epi32((int)stride),
+                                         _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+  for (int r = 0; r < rank; r++) _mm512_store_ps(t + r * 16, _mm512_i32gather_ps(idx, b + r, 4));
+}
+
+static inline void gather_pairs(const bf16* b, int64_t stride, int num_pairs, float* t) {
+  const __m512i idx = _mm512_mullo_epi32(_mm512_set1_epi32((int)stride * 2),
+                                         _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+  const __m512i mask = _mm512_set1_epi32(0xffff0000);
+  for (int p = 0; p < num_pairs; p++) {
+    __m512i pair = _mm512_i32gather_epi32(idx, b + 2 * p, 1);
+    _mm512_store_ps(t + 2 * p * 16, _mm512_castsi512_ps(_mm512_slli_epi32(pair, 16)));
+    _mm512_store_ps(t + (2 * p + 1) * 16, _mm512_castsi512_ps(_mm512_and_si512(pair, mask)));
+  }
+}
+
+// t[rank][16] of up to 16 ranks, in any dtype and of any number of outputs up to 16.
+template <class T>
+static inline void transpose_part(const T* b, int64_t stride, int num_outputs, int rank, float* t);
+
+template <>
+[[maybe_unused]] inline void transpose_part<float>(const float* b, int64_t stride, int num_outputs, int rank, float* t) {
+  if (num_outputs < 16)
+    transpose_any(b, stride, num_outputs, rank, t);
+  else
+    gather_f32(b, stride, rank, t);
+}
+
+template <>
+[[maybe_unused]] inline void transpose_part<bf16>(const bf16* b, int64_t stride, int num_outputs, int rank, float* t) {
+  const int pairs = num_outputs < 16 ? 0 : rank / 2;
+  gather_pairs(b, stride, pairs, t);
+  transpose_any(b + 2 * pairs, stride, num_outputs, rank - 2 * pairs, t + 2 * pairs * 16);
+}
+
+// c[16] = (adds ? c : 0) + h[rank] . t[rank][16]: two sums, so that one's latency hides the other's.
+template <class Get>
+static inline void add_ranks(const float* h, int rank, bool adds, float* c, __mmask16 mask, const Get& get) {
+  __m512 even = adds ? _mm512_maskz_loadu_ps(mask, c) : _mm512_setzero_ps(), odd = _mm512_setzero_ps();
+  int r = 0;
+  for (; r + 2 <= rank; r += 2) {
+    even = _mm512_fmadd_ps(_mm512_set1_ps(h[r]), get(r), even);
+    odd = _mm512_fmadd_ps(_mm512_set1_ps(h[r + 1]), get(r + 1), odd);
+  }
+  if (r < rank) even = _mm512_fmadd_ps(_mm512_set1_ps(h[r]), get(r), even);
+  _mm512_mask_storeu_ps(c, mask, _mm512_add_ps(even, odd));
+}
+
+// --- inner products ----------------------------------------------------------------------------------------------------
+
+static void split(DType dtype, const float* h, int64_t h_stride, int m, int rank, void* out, int64_t out_stride) {
+  for (int row = 0; row < m; row++)
+    for (int i = 0; i < rank; i += 16) {
+      const __mmask16 mask = first(rank - i);
+      const __m512 all = _mm512_maskz_loadu_ps(mask, h + row * h_stride + i);
+      float* to = (float*)out + row * out_stride;
+      if (dtype == DType::F32) {
+        _mm512_mask_storeu_ps(to + i, mask, all);
+        continue;
+      }
+      const __m512 high = BF16::round(all);
+      BF16::store((bf16*)to + i, high, mask);
+      BF16::store((bf16*)to + out_stride + i, _mm512_sub_ps(all, high), mask);
+    }
+}
+
+static inline __m512 joined(const float* h, int64_t, __mmask16 mask) { return F32::load(h, mask); }
+
+static inline __m512 joined(const bf16* h, int64_t low, __mmask16 mask) {
+  return _mm512_add_ps(BF16::load(h, mask), BF16::load(h + low, mask));
+}
+
+// --- by vectors --------------------------------------------------------------------------------------------------------
+
+template <class D>
+static void expand_rows(const float* h, int64_t h_stride, int m, const typename D::T* b, int rank, int num_outputs,
+                        bool adds, float* c, int64_t c_stride) {
+  typedef typename D::T T;
+  const int kBytesAhead = 2048;  // the factors are read as one stream, but too little at once for the CPU to notice
+  alignas(64) float wide[16], t[16 * 16];
+  for (int o = 0; o < num_outputs; o += 16) {
+    const int outputs = num_outputs - o < 16 ? num_outputs - o : 16;
+    const __mmask16 mask = first(outputs);
+    const T* block = b + (int64_t)o * rank;
+    for (int i = 0; i < 16 * rank * (int)sizeof(T); i += 64) _mm_prefetch((const char*)block + kBytesAhead + i, _MM_HINT_T0);
+    for (int at = 0; at < rank; at += 16) {
+      const int part = rank - at < 16 ? rank - at : 16;
+      const bool whole = sizeof(T) == 2 && part == 16 && outputs == 16;
+      __m512 registers[16];
+      if (whole)
+        transpose_16x16((const bf16*)block + at, rank, registers);
+      else
+        transpose_part<T>(block + at, rank, outputs, part, t);
+      for (int row = 0; row < m; row++) {
+        _mm512_store_ps(wide, joined((const T*)(h + row * h_stride) + at, h_stride, first(part)));
+        float* to = c + row * c_stride + o;
+        if (whole)
+          add_ranks(wide, 16, adds || at > 0, to, mask, [&](int r) { return registers[r]; });
+        else
+          add_ranks(wide, part, adds || at > 0, to, mask, [&](int r) { return _mm512_load_ps(t + r * 16); });
+      }
+    }
+  }
+}
+
+// --- by tiles ----------------------------------------------------------------------------------------------------------
+
+#ifdef __AMX_BF16__
+// 16 outputs and up to 32 ranks at once. Of few rows the factors are the left tile, which is read as it lies, of many the
+// right one: the sums are the same.
+static const int kTileRanks = 32;
+
+// Of one row. Tile 0: 16 outputs, 4: their factors, 6, 7: the inner products' terms, as columns of pairs.
+static inline void configure_expand_row(int num_pairs) {
+  if (configured == -100 - num_pairs) return;
+  configured = -100 - num_pairs;
+  alignas(64) TileConfig config = {};
+  config.palette = 1;
+  config.rows[0] = config.rows[4] = 16;
+  config.rows[6] = config.rows[7] = (uint8_t)num_pairs;
+  config.bytes[0] = config.bytes[6] = config.bytes[7] = 4;
+  config.bytes[4] = (uint16_t)(num_pairs * 4);
+  load(config);
+}
+
+static void expand_row(const bf16* h, int64_t low, const bf16* b, int64_t stride, int num_pairs, int num_outputs, bool adds,
+                       float* c) {
+  configure_expand_row(num_pairs);
+  _tile_loadd(6, h, 4);
+  _tile_loadd(7, h + low, 4);
+  for (int o = 0; o < num_outputs; o += 16) {
+    if (adds)
+      _tile_loadd(0, c + o, 4);
+    else
+      _tile_zero(0);
+    _tile_loadd(4, b + o * stride, stride * 2);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(0, 4, 7);
+    _tile_stored(0, c + o, 4);
+  }
+}
+
+// Of up to 16 rows. Tile 0: 16 outputs, 4, 5: the rows' inner products' terms, 6: the outputs' factors.
+static inline void configure_expand(int m, int num_pairs) {
+  const int key = (num_pairs << 8) + m;
+  if (configured == key) return;
+  configured = key;
+  alignas(64) TileConfig config = {};
+  config.palette = 1;
+  config.rows[0] = config.rows[4] = config.rows[5] = (uint8_t)m;
+  config.rows[6] = (uint8_t)num_pairs;
+  config.bytes[0] = config.bytes[6] = 64;
+  config.bytes[4] = config.bytes[5] = (uint16_t)(num_pairs * 4);
+  load(config);
+}
+
+static void expand_tiles(const bf16* h, int64_t low, int m, const bf16* b, int64_t stride, int num_pairs, int num_outputs,
+                         bool adds, float* c, int64_t c_stride) {
+  alignas(64) bf16 t[16 * 32];
+  for (int o = 0; o < num_outputs; o += 16) {
+    for (int p = 0; p < num_pairs; p += 8) {
+      __m512i v[8];
+      transpose_outputs(b + o * stride + 2 * p, stride, first(2 * (num_pairs - p)), v);
+      for (int i = 0; i < 8; i++) _mm512_store_si512(t + (p + i) * 32, v[i]);
+    }
+    asm volatile("" : : "r"(t) : "memory");  // loads of tiles do not say that they read memory
+    for (int row = 0; row < m; row += 16) {
+      const bf16* terms = h + 2 * low * row;
+      float* to = c + row * c_stride + o;
+      configure_expand(m - row < 16 ? m - row : 16, num_pairs);
+      _tile_loadd(6, t, 64);
+      _tile_loadd(4, terms, low * 4);
+      _tile_loadd(5, terms + low, low * 4);
+      if (adds)
+        _tile_loadd(0, to, c_stride * 4);
+      else
+        _tile_zero(0);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(0, 5, 6);
+      _tile_stored(0, to, c_stride * 4);
+    }
+  }
+}
+
+// rank is even, num_outputs a multiple of 16.
+static void expand_by_tiles(const float* h, int64_t h_stride, int m, const bf16* b, int rank, int num_outputs, bool adds,
+                            float* c, int64_t c_stride) {
+  for (int at = 0; at < rank; at += kTileRanks, adds = true) {
+    const int pairs = (rank - at < kTileRanks ? rank - at : kTileRanks) / 2;
+    if (m > kFewRows)
+      expand_tiles((const bf16*)h + at, h_stride, m, b + at, rank, pairs, num_outputs, adds, c, c_stride);
+    else
+      for (int row = 0; row < m; row++)
+        expand_row((const bf16*)(h + row * h_stride) + at, h_stride, b + at, rank, pairs, num_outputs, adds,
+                   c + row * c_stride);
+  }
+}
+#endif
+
+// What does not fill tiles goes by vectors, whatever the number of rows is.
+static void expand(DType dtype, const void* inner, int64_t h_stride, int m, const void* b, int rank, int num_outputs, bool adds,
+                   float* c, int64_t c_stride) {
+  const float* h = (const float*)inner;
+  if (dtype == DType::F32) {
+    expand_rows<F32>(h, h_stride, m, (const float*)b, rank, num_outputs, adds, c, c_stride);
+    return;
+  }
+  int done = 0;
+#ifdef __AMX_BF16__
+  if (rank % 2 == 0) done = num_outputs / 16 * 16;
+  if (done > 0) expand_by_tiles(h, h_stride, m, (const bf16*)b, rank, done, adds, c, c_stride);
+#endif
+  if (done < num_outputs)
+    expand_rows<BF16>(h, h_stride, m, (const bf16*)b + (int64_t)done * rank, rank, num_outputs - done, adds, c + done,
+                      c_stride);
+}
+
+}  // namespace LP_ISA
+}  // namespace lp
