@@ -7,9 +7,12 @@ import torch
 from support.world import TinyWorld, make_world
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True)
 def one_thread() -> None:
-    """Tiny tensors gain nothing from threads, and the suite's time should not depend on the machine's cores."""
+    """Tiny tensors gain nothing from threads, and threads of several test processes wait for each other.
+
+    Before every test, since an engine built in one sets what serving wants.
+    """
     torch.set_num_threads(1)
 
 

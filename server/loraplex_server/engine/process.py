@@ -142,9 +142,11 @@ def _take(inbox: queue.SimpleQueue[Command], timeout_s: float | None) -> list[Co
 
 
 def _read(conn: Connection, inbox: queue.SimpleQueue[Command]) -> None:
+    command: Command | None = None
     try:
-        while True:
-            inbox.put(conn.recv())
+        while not isinstance(command, Shutdown):  # nothing counts after it, and the connection is closed soon
+            command = conn.recv()
+            inbox.put(command)
     except (EOFError, OSError):
         inbox.put(Shutdown())
 

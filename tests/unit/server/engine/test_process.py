@@ -1,13 +1,14 @@
 from __future__ import annotations
 
+import multiprocessing
 import queue
 import threading
 import time
 
 import pytest
 
-from loraplex_server.engine.messages import Abandon, Command, Wake
-from loraplex_server.engine.process import _take
+from loraplex_server.engine.messages import Abandon, Command, MessageTakes, Shutdown, Wake
+from loraplex_server.engine.process import _read, _take
 
 
 def inbox_of(*commands: Command) -> queue.SimpleQueue[Command]:
@@ -46,3 +47,23 @@ def test_the_wait_ends_with_the_first_command(timeout_s: float | None) -> None:
     assert _take(inbox, timeout_s) == [Wake()]
     assert 0.04 < time.monotonic() - started_s < 5
     timer.join()
+
+
+def test_nothing_is_read_after_shutdown() -> None:
+    """The connection is closed then, which a read under way would not survive."""
+    theirs, ours = multiprocessing.Pipe()
+    inbox = inbox_of()
+    for command in (Abandon(1), Shutdown(), MessageTakes(1.0)):
+        theirs.send(command)
+    _read(ours, inbox)
+    assert _take(inbox, 0.0) == [Abandon(1), Shutdown()]
+    assert ours.poll()
+
+
+def test_the_end_of_the_connection_is_a_shutdown() -> None:
+    theirs, ours = multiprocessing.Pipe()
+    inbox = inbox_of()
+    theirs.send(Abandon(1))
+    theirs.close()
+    _read(ours, inbox)
+    assert _take(inbox, 0.0) == [Abandon(1), Shutdown()]
