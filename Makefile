@@ -40,7 +40,7 @@ serve: $(STAMP) native  ## serve a model: make serve MODEL=path-or-hub-id
 	$(BIN)/loraplex serve $(MODEL)
 
 test: $(STAMP) native  ## the ordinary suite (under ten minutes on two cores)
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 gpu-tests:  ## on a machine with a GPU: the tests that need one (eight minutes at most, installs nothing)
 	$(PYTHON) scripts/gpu_check.py tests
