@@ -12,57 +12,23 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import tempfile
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
-from speculation import KINDS, OFF, Prompt, always_match, rolled_acceptance, synthetic_engine
-from workloads import read_workload
+from paired import Side, forget, ratios, run
+from speculation import KINDS, OFF, always_match, rolled_acceptance, synthetic_engine
+from workloads import WorkItem, read_workload
 
-from loraplex_server.engine.core import Engine
-from loraplex_server.engine.messages import Submit
-from loraplex_server.events import CompletionEnd, Tokens
 from loraplex_server.request import Request, SpeculationParams, StoppingParams
 
-
-@dataclass
-class Side:
-    """One engine, and its steps."""
-
-    engine: Engine
-    params: SpeculationParams
-    num_open: int = 0
-    num_drafted: int = 0
-    times_s: list[float] = field(default_factory=list[float])
-
-    def submit(self, prompts: Sequence[Prompt], tag: str) -> None:
-        for idx, prompt in enumerate(prompts):
-            stopping = StoppingParams(max_tokens=prompt.max_tokens, ignore_eos=True)
-            request = Request(f"{tag}-{idx}", prompt.token_ids, stopping, speculation=self.params)
-            self.engine.handle(Submit(request))
-        self.num_open = len(prompts)
-
-    def step(self) -> None:
-        start_s = time.perf_counter()
-        batch = self.engine.turn()
-        self.times_s.append(time.perf_counter() - start_s)
-        for event in batch.events if batch is not None else ():
-            if isinstance(event, Tokens):
-                self.num_drafted += event.num_drafted
-            self.num_open -= isinstance(event, CompletionEnd)
+WARM_TOKENS = 24
 
 
-def run(sides: tuple[Side, Side], prompts: Sequence[Prompt], tag: str) -> None:
-    for idx, side in enumerate(sides):
-        side.submit(prompts, f"{tag}-{idx}")
-    while any(side.num_open for side in sides):
-        sides = sides[1], sides[0]  # whoever comes second finds other things in the caches
-        for side in sides:
-            if side.num_open:
-                side.step()
+def requests(items: Sequence[WorkItem], params: SpeculationParams, tag: str, max_tokens: int) -> list[Request]:
+    stopping = StoppingParams(max_tokens=max_tokens, ignore_eos=True)
+    return [Request(f"{tag}-{idx}", item.prompt_ids, stopping, speculation=params) for idx, item in enumerate(items)]
 
 
 def main() -> None:
@@ -78,33 +44,19 @@ def main() -> None:
     items = read_workload(args.inputs, "base-32")
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other, rolled_acceptance(0.0):
         engines = [synthetic_engine(args.inputs, Path(work), args.threads, adaptive=True) for work in (one, other)]
+        plain, spec = Side(engines[0]), Side(engines[1])
         for num_prompts in args.batch:
             for kind in args.proposers:
-                sides = (
-                    Side(engines[0], OFF),
-                    Side(engines[1], replace(KINDS[kind], max_draft_tokens=args.draft_tokens)),
-                )
-                prompts = [Prompt(item.prompt_ids, max_tokens=args.output) for item in items[:num_prompts]]
-                run(sides, [replace(prompt, max_tokens=24) for prompt in prompts], f"{num_prompts}-{kind}-warm")
-                for side in sides:
-                    side.times_s.clear()
-                    side.num_drafted = 0
-                run(sides, prompts, f"{num_prompts}-{kind}")
-                print(json.dumps(figures(kind, num_prompts, *sides)), flush=True)
+                drafting = replace(KINDS[kind], max_draft_tokens=args.draft_tokens)
+                for tag, num_tokens in (("warm", WARM_TOKENS), ("run", args.output)):
+                    forget(plain, spec)
+                    for side, params in ((plain, OFF), (spec, drafting)):
+                        side.submit(requests(items[:num_prompts], params, f"{num_prompts}-{kind}-{tag}", num_tokens))
+                    run(plain, spec)
+                found = {"case": kind, "batch": num_prompts, **ratios(plain, spec), "num_drafted": spec.num_drafted}
+                print(json.dumps(found), flush=True)
         for engine in engines:
             engine.close()
-
-
-def figures(kind: str, num_prompts: int, plain: Side, spec: Side) -> dict[str, object]:
-    medians = [statistics.median(side.times_s) for side in (plain, spec)]
-    return {
-        "case": kind,
-        "batch": num_prompts,
-        "ratio": round(sum(plain.times_s) / sum(spec.times_s), 3),
-        "median_step_ms": [round(1000 * median, 2) for median in medians],
-        "ratio_of_medians": round(medians[0] / medians[1], 3),
-        "num_drafted": spec.num_drafted,
-    }
 
 
 if __name__ == "__main__":

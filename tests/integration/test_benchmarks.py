@@ -83,3 +83,13 @@ def test_memory() -> None:
     assert memory["reached"], memory
     assert throughput["ratio"] > 0
     assert throughput["reached"] == (throughput["ratio"] >= 0.8)
+
+
+def test_engines_that_take_turns(inputs: Path) -> None:
+    for what, workloads in (("unused", ["base-8"]), ("ranks", ["distinct-1", "distinct-8"])):
+        rows = lines(run("paired.py", str(inputs), what, *workloads, "--output", "5", "--rounds", "1"))
+        assert [(row["case"], row["workload"]) for row in rows] == [(what, workload) for workload in workloads]
+        assert all(row["ratio"] > 0 and min(row["median_step_ms"]) > 0 for row in rows)
+    (row,) = lines(run("speculation_paired.py", str(inputs), "--proposers", "lookup", "--batch", "2", "--output", "6"))
+    assert (row["case"], row["batch"]) == ("lookup", 2)
+    assert row["ratio"] > 0

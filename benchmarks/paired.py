@@ -1,0 +1,127 @@
+"""Two engines in one process that take steps in turn, for differences of a percent.
+
+    python benchmarks/paired.py IN_DIR {unused,ranks} [WORKLOAD ...] [--output 256] [--rounds 3]
+
+unused  LoRA switched on, but no request asks for an adapter, against an engine without adapters; default: base-8.
+ranks   adapters of ranks 8, 8, 16, 32 against adapters that are all of rank 16; default: distinct-8.
+
+On a machine that others use too, runs one after the other, and processes of the same code, differ by more than what is
+looked for here; of two steps that follow each other both are disturbed alike. Prints one JSON line per workload: how
+fast the second engine is beside the first. IN_DIR as `serving.py make` leaves it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from inprocess import build
+from workloads import read_workload
+
+from loraplex_server.engine.core import Engine
+from loraplex_server.engine.messages import Submit
+from loraplex_server.events import CompletionEnd, RequestFailed, Tokens
+from loraplex_server.request import Request, StoppingParams
+
+DEFAULTS = {"unused": "base-8", "ranks": "distinct-8"}
+WARM_TOKENS = 24
+
+
+@dataclass
+class Side:
+    """One engine, and its steps."""
+
+    engine: Engine
+    num_open: int = 0
+    num_drafted: int = 0
+    times_s: list[float] = field(default_factory=list[float])
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self.engine.handle(Submit(request))
+        self.num_open = len(requests)
+
+    def step(self) -> None:
+        start_s = time.perf_counter()
+        batch = self.engine.turn()
+        self.times_s.append(time.perf_counter() - start_s)
+        for event in batch.events if batch is not None else ():
+            if isinstance(event, RequestFailed):
+                raise SystemExit(f"{event.request_id}: {event.error}")
+            if isinstance(event, Tokens):
+                self.num_drafted += event.num_drafted
+            self.num_open -= isinstance(event, CompletionEnd)
+
+
+def forget(*sides: Side) -> None:
+    """What has been counted so far."""
+    for side in sides:
+        side.times_s.clear()
+        side.num_drafted = 0
+
+
+def run(first: Side, second: Side) -> None:
+    """Until both are through with what they were given."""
+    sides = first, second
+    while any(side.num_open for side in sides):
+        sides = sides[1], sides[0]  # whoever comes second finds other things in the caches
+        for side in sides:
+            if side.num_open:
+                side.step()
+
+
+def ratios(first: Side, second: Side) -> dict[str, object]:
+    """Of speed, the second beside the first: above 1 it is the faster one."""
+    medians = [statistics.median(side.times_s) for side in (first, second)]
+    return {
+        "ratio": round(sum(first.times_s) / sum(second.times_s), 3),
+        "median_step_ms": [round(1000 * median, 2) for median in medians],
+        "ratio_of_medians": round(medians[0] / medians[1], 3),
+    }
+
+
+# --- adapters ---------------------------------------------------------------------------------------------------------
+
+
+def requests(inputs: Path, workload: str, tag: str, max_tokens: int) -> list[Request]:
+    stopping = StoppingParams(max_tokens=max_tokens, ignore_eos=True)
+    items = read_workload(inputs, workload)
+    return [
+        Request(f"{tag}-{idx}", item.prompt_ids, stopping, adapter_id=item.adapter_id) for idx, item in enumerate(items)
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("inputs", type=Path)
+    parser.add_argument("what", choices=DEFAULTS)
+    parser.add_argument("workloads", nargs="*")
+    parser.add_argument("--output", type=int, default=256, help="tokens of each request")
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    folders = [args.inputs, args.inputs / "mixed-ranks" if args.what == "ranks" else args.inputs]
+    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
+        first = Side(build(folders[0], Path(one), lora=args.what == "ranks"))
+        second = Side(build(folders[1], Path(other), lora=True))
+        for workload in args.workloads or [DEFAULTS[args.what]]:
+            for number in range(args.rounds + 1):  # the first loads what is asked for, and is not counted
+                for side, folder in zip((first, second), folders, strict=True):
+                    num_tokens = args.output if number else WARM_TOKENS
+                    side.submit(requests(folder, workload, f"{workload}-{number}", num_tokens))
+                run(first, second)
+                if number == 0:
+                    forget(first, second)
+            print(json.dumps({"case": args.what, "workload": workload, **ratios(first, second)}), flush=True)
+            forget(first, second)
+        for side in (first, second):
+            side.engine.close()
+
+
+if __name__ == "__main__":
+    main()
