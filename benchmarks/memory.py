@@ -32,7 +32,7 @@ from systems import Server
 from workloads import adapter_names
 
 from loraplex import AsyncClient
-from loraplex.bench.arrivals import Lengths, LoadSpec
+from loraplex.bench.arrivals import LoadSpec, parse_lengths
 from loraplex.bench.popularity import parse_popularity
 from loraplex.bench.session import Selection, Session
 from loraplex_proto.options import parse_bytes
@@ -47,7 +47,7 @@ class Load:
     """What the servers are asked for; every call with a seed of its own."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self._lengths = Lengths(args.prompt, args.prompt), Lengths(args.output, args.output)
+        self._lengths = parse_lengths(args.prompt, field="--prompt"), parse_lengths(args.output, field="--output")
         self._in_flight: int = args.in_flight
 
     def drive(self, address: str, num_requests: int, names: Sequence[str], popularity: str, seed: int) -> float:
@@ -209,8 +209,9 @@ def main() -> None:
     parser.add_argument("--kv-memory", default="64MiB")
     parser.add_argument("--requests", type=int, default=1000, help="of a zipf load")
     parser.add_argument("--in-flight", type=int, default=32)
-    parser.add_argument("--prompt", type=int, default=32, help="tokens")
-    parser.add_argument("--output", type=int, default=32, help="tokens")
+    # Of one length, requests that wait for no adapter would begin and end together, with all prompts in one step.
+    parser.add_argument("--prompt", default="16-48", help="tokens: 32, or 16-48")
+    parser.add_argument("--output", default="16-48", help="tokens")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", choices=("memory", "throughput"))
     parser.add_argument("--work", type=Path, help="where to make files; default: a temporary directory")

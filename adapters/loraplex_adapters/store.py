@@ -25,6 +25,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,6 +35,7 @@ from loraplex_proto.errors import DiskFull, FailedPrecondition
 MAGIC = b"LPXADPT1"
 PAGE_BYTES = 4096
 MAX_HEADER_BYTES = 16 << 20
+REMEMBERED_HEADERS = 16
 _SUFFIX = ".adapter"
 _TEMPORARY = ".incoming-"
 _LOCK = "lock"
@@ -60,8 +62,12 @@ class StoredAdapter:
     It takes a file descriptor for as long as anybody keeps the payload."""
 
     key: AdapterKey
-    layout: Mapping[str, Any]
+    header: bytes  # the same, byte for byte, of adapters of one layout
     payload: memoryview
+
+    @property
+    def layout(self) -> Mapping[str, Any]:
+        return header_content(self.header)["layout"]
 
 
 class AdapterStore:
@@ -315,6 +321,15 @@ def _header(kind: AdapterKind, layout: Mapping[str, Any], payload_bytes: int) ->
     return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
+@lru_cache(maxsize=REMEMBERED_HEADERS)
+def header_content(header: bytes) -> dict[str, Any]:
+    """What `_header` wrote, to be read only. Raises ValueError on anything else."""
+    content = json.loads(header)
+    if not isinstance(content, dict) or content.get("format") != 1 or not isinstance(content.get("layout"), dict):
+        raise ValueError("not a file of the store")
+    return content
+
+
 def _payload_start(header: bytes) -> int:
     return -(-(len(MAGIC) + 8 + len(header)) // PAGE_BYTES) * PAGE_BYTES
 
@@ -331,12 +346,10 @@ def _map(path: Path, key: AdapterKey, check_digest: bool) -> StoredAdapter:
     if bytes(mapped[: len(MAGIC)]) != MAGIC or header_bytes > min(MAX_HEADER_BYTES, mapped.nbytes):
         raise ValueError("not a file of the store")
     header = bytes(mapped[prefix_bytes : prefix_bytes + header_bytes])
-    content = json.loads(header)
+    content = header_content(header)
     start = _payload_start(header)
-    if not isinstance(content, dict) or content.get("format") != 1 or content.get("kind") != key.kind:
-        raise ValueError("not a file of the store")
-    if content.get("payload_bytes") != mapped.nbytes - start or not isinstance(content.get("layout"), dict):
-        raise ValueError("cut short, or without a layout")
+    if content.get("kind") != key.kind or content.get("payload_bytes") != mapped.nbytes - start:
+        raise ValueError("cut short, or another kind of adapter")
     payload = mapped[start:]
     if check_digest:
         digest = hashlib.sha256(header)
@@ -344,7 +357,7 @@ def _map(path: Path, key: AdapterKey, check_digest: bool) -> StoredAdapter:
             digest.update(piece)
         if digest.hexdigest() != key.digest:
             raise ValueError("the content is not what its name says")
-    return StoredAdapter(key, content["layout"], payload)
+    return StoredAdapter(key, header, payload)
 
 
 def _is_bad_file(error: OSError | ValueError) -> bool:

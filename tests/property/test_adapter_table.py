@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from loraplex_adapters.cache.config import AdapterCacheConfig
 from loraplex_adapters.cache.integrity import check_idle, check_names, check_residency
-from loraplex_adapters.cache.residency import OFFER_ROUNDS
+from loraplex_adapters.cache.listing import Listing
+from loraplex_adapters.cache.offers import OFFER_ROUNDS
+from loraplex_adapters.cache.rows import rows, take_changes
 from loraplex_adapters.cache.states import (
     IN_TRANSIT,
     KEY_TRANSITIONS,
@@ -77,6 +79,7 @@ class World:
         self.on_host: set[AdapterKey] = set()
         self.on_device: dict[int, AdapterKey] = {}
         self.has_outcome = False
+        self.listing = Listing()
 
     # --- what can happen (each takes two numbers that choose the details) ---
 
@@ -239,6 +242,8 @@ class World:
         assert sum(bytes_of(key) for key in self.on_device.values() if key not in dropping) <= 384
         dropping = {m.key for m in residency.moves if isinstance(m, DropHost)}
         assert sum(bytes_of(key) for key in self.on_host - dropping) <= 640
+        self.listing.take(take_changes(self.table))
+        assert list(self.listing.rows()) == rows(self.table, ()), "a change that nobody heard of"
 
     def drain(self) -> None:
         """Whatever happened: every request that is left is served or told why not, and in the end nothing is left."""

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from loraplex_adapters.cache.api import AdapterInfo, CacheUsage
+from loraplex_adapters.cache.api import AdapterInfo, CacheUsage, ListingChanges
 from loraplex_adapters.key import AdapterKey
 from loraplex_proto.errors import AdapterNotFound, UnsupportedModel
 from loraplex_server.config import EngineConfig
@@ -106,6 +106,9 @@ class FakeCache:
 
     def list(self, include_unloaded: bool) -> Sequence[AdapterInfo]:
         return [self.get(name) for name in self.known]
+
+    def take_changes(self) -> ListingChanges:
+        return {name: (self.get(name),) for name in self.known}
 
     def usage(self) -> CacheUsage:
         return CacheUsage(0, 1, 0, 1, 2, 0)

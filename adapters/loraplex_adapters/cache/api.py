@@ -38,6 +38,10 @@ class AdapterInfo:
     num_heads: int = 0  # Medusa heads
 
 
+# Rows that have changed, by what they are about: a content, or a name without one yet. No rows: it is gone.
+ListingChanges = dict[AdapterKey | str, tuple[AdapterInfo, ...]]
+
+
 @dataclass(frozen=True, slots=True)
 class CacheUsage:
     """Bytes in use and allowed, by tier, and counters since the start."""
@@ -102,6 +106,10 @@ class AdapterCache(Residency, Protocol):
     def get(self, adapter_id: str) -> AdapterInfo: ...
 
     def list(self, include_unloaded: bool) -> Sequence[AdapterInfo]: ...
+
+    def take_changes(self) -> ListingChanges:
+        """What `list(include_unloaded=False)` shows differently since the last call; at the first one, all it shows."""
+        ...
 
     def usage(self) -> CacheUsage: ...
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from loraplex_adapters.cache import rows
-from loraplex_adapters.cache.api import AdapterInfo, CacheUsage, InstallFn
+from loraplex_adapters.cache.api import AdapterInfo, CacheUsage, InstallFn, ListingChanges
 from loraplex_adapters.cache.config import AdapterCacheConfig
 from loraplex_adapters.cache.integrity import check_idle, check_names, check_residency
 from loraplex_adapters.cache.loader import BackgroundThread, Imported, import_adapter, typed
@@ -147,6 +147,9 @@ class AdapterManager:
         if include_unloaded:
             self._list_source()
         return rows.rows(self._table, self._available if include_unloaded else ())
+
+    def take_changes(self) -> ListingChanges:
+        return rows.take_changes(self._table)
 
     def usage(self) -> CacheUsage:
         return rows.usage_of(self._table, self._load_seconds, self._num_loads)

@@ -1,8 +1,8 @@
-"""What is said of a content that cannot be had. Texts only: who says them, and when, is the tables' matter."""
+"""What is said of a content that cannot be had. When it is said is the tables' matter."""
 
 from __future__ import annotations
 
-from loraplex_adapters.cache.states import KeyRecord
+from loraplex_adapters.cache.states import KeyRecord, KeyState
 from loraplex_proto.errors import AdapterMemoryFull, FailedPrecondition, SourceUnavailable
 
 RETRY_AFTER_S = 1.0
@@ -25,6 +25,16 @@ def no_room_beside_pins(record: KeyRecord) -> AdapterMemoryFull:
         resource=record.last_name,
         retry_after_s=RETRY_AFTER_S,
     )
+
+
+def never_fits(
+    record: KeyRecord, device_budget: int, host_budget: int, fits_beside_pins: bool
+) -> AdapterMemoryFull | None:
+    """Why no waiting would bring it to the device; None where waiting may."""
+    if record.num_bytes > min(device_budget, host_budget):
+        return too_large(record, device_budget, host_budget)
+    has_place = record.state in (KeyState.ON_DEVICE, KeyState.PROMOTING)
+    return None if has_place or fits_beside_pins else no_room_beside_pins(record)
 
 
 def gone_and_changed(name: str) -> FailedPrecondition:

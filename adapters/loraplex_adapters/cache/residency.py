@@ -17,7 +17,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 
-from loraplex_adapters.cache.refusals import gone_and_changed, gone_without_a_name, no_room_beside_pins, too_large
+from loraplex_adapters.cache.offers import Offers
+from loraplex_adapters.cache.refusals import gone_and_changed, gone_without_a_name, never_fits
 from loraplex_adapters.cache.states import (
     IN_TRANSIT,
     DropDevice,
@@ -36,10 +37,6 @@ from loraplex_adapters.cache.victims import Lru, choose_victims, may_leave_devic
 from loraplex_adapters.key import AdapterKey
 from loraplex_proto.errors import AdapterMemoryFull
 
-# A promoted key stays for this many rounds for whoever wanted it, used or not. Without that, two wants for the last
-# slot would push each other out before either is used; without an end, a want that never comes back would keep it.
-OFFER_ROUNDS = 16
-
 
 class ResidencyTable:
     """All contents that anybody has a name for, holds, or moves."""
@@ -48,16 +45,13 @@ class ResidencyTable:
         self.host_budget = host_budget
         self.device_budget = device_budget
         self.num_slots = num_slots
-        self.host_used = 0
-        self.device_used = 0
+        self.host_used = self.device_used = 0
         self.pinned_bytes = 0  # by the operator, on the device or on the way there
-        self.hits = 0
-        self.misses = 0
-        self.host_evictions = 0
-        self.device_evictions = 0
+        self.hits = self.misses = self.host_evictions = self.device_evictions = 0
         self.round = 0
         self.moves: list[Move] = []
         self.refetches: list[Refetch] = []
+        self.changed: set[AdapterKey] = set()  # what a listing shows of them, since somebody emptied this
         self.is_due = False  # a round would do something, or should look again
         self.records: dict[AdapterKey, KeyRecord] = {}
         self._failure_ttl_s = failure_ttl_s
@@ -68,6 +62,7 @@ class ResidencyTable:
         self._borrows: OrderedDict[AdapterKey, None] = OrderedDict()  # since the last round
         self._prefetches: OrderedDict[AdapterKey, None] = OrderedDict()
         self._failed: set[AdapterKey] = set()
+        self._offers = Offers()
         self._pinned: set[AdapterKey] = set()
 
     @property
@@ -92,6 +87,7 @@ class ResidencyTable:
         record = self.records.setdefault(key, KeyRecord(key, num_bytes, rank, num_heads))
         record.names.add(name)
         record.last_name = name
+        self.changed.add(key)
         if record.state is KeyState.FAILED:
             self._retry(record)
 
@@ -99,6 +95,7 @@ class ResidencyTable:
         record = self._get(key)
         self.set_pinned(key, name, False)
         record.names.discard(name)
+        self.changed.add(key)
         self._forget_if_idle(record)
 
     def can_pin(self, key: AdapterKey, num_bytes: int, leaving: AdapterKey | None = None) -> bool:
@@ -113,6 +110,7 @@ class ResidencyTable:
     def set_pinned(self, key: AdapterKey, name: str, is_pinned: bool) -> None:
         """The operator's pin: brought to the device and kept there."""
         record = self._get(key)
+        self.changed.add(key)
         if is_pinned:
             record.pinned_names.add(name)
         else:
@@ -146,7 +144,8 @@ class ResidencyTable:
         self._touch(record)
         if record.state is KeyState.ON_DEVICE:
             record.num_refs += 1
-            record.num_offers = 0
+            self.changed.add(key)
+            self._offers.end(record)
             self.hits += 1
             return record.slot
         if key not in self._wants and self.failure(key) is None:
@@ -159,6 +158,7 @@ class ResidencyTable:
         if record.num_refs == 0:
             raise IllegalTransition(f"{key} has no reference to give back")
         record.num_refs -= 1
+        self.changed.add(key)
         self._touch(record)
         self._withdraw_if_unneeded(record)
         self._forget_if_idle(record)
@@ -191,24 +191,25 @@ class ResidencyTable:
 
     def staged(self, key: AdapterKey) -> None:
         record = self._get(key)
-        record.step(KeyEvent.STAGED)
+        self._step(record, KeyEvent.STAGED)
         self._forget_if_idle(record)
 
     def promoted(self, key: AdapterKey) -> None:
         record = self._get(key)
-        record.step(KeyEvent.PROMOTED)
+        self._step(record, KeyEvent.PROMOTED)
         record.used_round = self.round  # somebody is about to use it
         self._device_lru[key] = record
         self._prefetches.pop(key, None)
         if key in self._wants:
             del self._wants[key]
-            record.num_offers = OFFER_ROUNDS if record.num_pins > 0 else 0
+            if record.num_pins > 0:
+                self._offers.begin(record)
         self._forget_if_idle(record)
 
     def lost(self, key: AdapterKey, now: float) -> None:
         """The store has dropped the bytes. The source may still have the same content under one of its names."""
         record = self._get(key)
-        record.step(KeyEvent.LOST)
+        self._step(record, KeyEvent.LOST)
         self._give_back(record)
         if record.names:
             self.refetches.append(Refetch(key, min(record.names)))
@@ -218,7 +219,7 @@ class ResidencyTable:
     def refetched(self, key: AdapterKey, found: AdapterKey, now: float) -> None:
         record = self._get(key)
         if found == key:
-            record.step(KeyEvent.REFETCHED)
+            self._step(record, KeyEvent.REFETCHED)
             self._forget_if_idle(record)
             return
         record.check(KeyEvent.FAIL)
@@ -237,8 +238,7 @@ class ResidencyTable:
         self.is_due = False
         for key in [key for key in self._failed if self.records[key].failed_until_s <= now]:
             self._retry(self.records[key])
-        for record in self._device_lru.values():
-            record.num_offers = max(0, record.num_offers - 1)
+        self._offers.next_round()
         blocked = self._serve_wants()
         if blocked is None:
             self._serve_borrows()
@@ -247,7 +247,7 @@ class ResidencyTable:
             # Offers run out with the rounds; references are given back through `release`.
             if blocked.state is not KeyState.STAGING:
                 self._prefetches.clear()
-            self.is_due = any(record.num_offers > 0 for record in self._device_lru.values())
+            self.is_due = bool(self._offers)
         self._borrows.clear()
 
     def is_settled(self, key: AdapterKey) -> bool:
@@ -304,7 +304,7 @@ class ResidencyTable:
         for victim in victims:
             self.device_evictions += 1
             self._drop_device(victim)
-        record.step(KeyEvent.PROMOTE)
+        self._step(record, KeyEvent.PROMOTE)
         record.slot = min(self._free_slots)
         self._free_slots.remove(record.slot)
         self.device_used += record.num_bytes
@@ -319,7 +319,7 @@ class ResidencyTable:
         if host_victims is None or (free_only and host_victims):
             return
         self._evict_from_host(host_victims)
-        record.step(KeyEvent.STAGE)
+        self._step(record, KeyEvent.STAGE)
         self._take_host(record)
         self.moves.append(Stage(record.key))
 
@@ -336,6 +336,10 @@ class ResidencyTable:
             raise IllegalTransition(f"{key} is not known")
         return record
 
+    def _step(self, record: KeyRecord, event: KeyEvent) -> None:
+        record.step(event)
+        self.changed.add(record.key)
+
     def _touch(self, record: KeyRecord) -> None:
         record.used_round = self.round
         for lru in (self._host_lru, self._device_lru):
@@ -350,7 +354,7 @@ class ResidencyTable:
     def _withdraw_if_unneeded(self, record: KeyRecord) -> None:
         """Nobody waits for it any more: the queue moves on."""
         if record.num_pins == 0 and record.num_refs == 0:
-            record.num_offers = 0
+            self._offers.end(record)
             self._borrows.pop(record.key, None)
             if not record.pinned_names:
                 self._wants.pop(record.key, None)
@@ -358,15 +362,11 @@ class ResidencyTable:
 
     def _never(self, record: KeyRecord) -> AdapterMemoryFull | None:
         """Why no waiting would bring it to the device."""
-        if record.num_bytes > self.device_budget or record.num_bytes > self.host_budget:
-            return too_large(record, self.device_budget, self.host_budget)
-        has_place = record.state in (KeyState.ON_DEVICE, KeyState.PROMOTING)
-        if not has_place and not self.can_pin(record.key, record.num_bytes):
-            return no_room_beside_pins(record)
-        return None
+        can_pin = self.can_pin(record.key, record.num_bytes)
+        return never_fits(record, self.device_budget, self.host_budget, can_pin)
 
     def _retry(self, record: KeyRecord) -> None:
-        record.step(KeyEvent.RETRY)
+        self._step(record, KeyEvent.RETRY)
         record.error = None
         self._failed.discard(record.key)
         if record.pinned_names:
@@ -374,7 +374,7 @@ class ResidencyTable:
 
     def _fail(self, record: KeyRecord, error: Exception, now: float) -> None:
         self._give_back(record)
-        record.step(KeyEvent.FAIL)
+        self._step(record, KeyEvent.FAIL)
         record.error = error
         record.failed_until_s = now + remembered_s(error, self._failure_ttl_s)
         self._failed.add(record.key)
@@ -410,19 +410,19 @@ class ResidencyTable:
             self._drop_host(victim)
 
     def _drop_host(self, record: KeyRecord) -> None:
-        record.step(KeyEvent.EVICT_HOST)
+        self._step(record, KeyEvent.EVICT_HOST)
         self._release_host(record)
         self.moves.append(DropHost(record.key))
 
     def _drop_device(self, record: KeyRecord) -> None:
         assert record.num_refs == 0, "a running sequence's weights are never dropped"
-        record.step(KeyEvent.EVICT_DEVICE if record.has_host else KeyEvent.EVICT_LAST)
+        self._step(record, KeyEvent.EVICT_DEVICE if record.has_host else KeyEvent.EVICT_LAST)
         self.moves.append(DropDevice(record.key, record.slot))
         self._device_lru.pop(record.key, None)
         self._free_slots.append(record.slot)
         self.device_used -= record.num_bytes
         record.slot = -1
-        record.num_offers = 0
+        self._offers.end(record)
 
     def _forget_if_idle(self, record: KeyRecord) -> None:
         """The last name, pin or reference is gone: so is everything else. A job's outcome is waited for."""
@@ -435,5 +435,6 @@ class ResidencyTable:
         for queue in (self._wants, self._borrows, self._prefetches):
             queue.pop(record.key, None)
         self._failed.discard(record.key)
+        self.changed.add(record.key)
         del self.records[record.key]
         self.is_due = True

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from loraplex_adapters.cache.api import AdapterInfo, AdapterStateName, CacheUsage, TierName
+from loraplex_adapters.cache.api import AdapterInfo, AdapterStateName, CacheUsage, ListingChanges, TierName
+from loraplex_adapters.cache.listing import listing_order
 from loraplex_adapters.cache.states import KeyRecord, KeyState, NameRecord, NameState
 from loraplex_adapters.cache.table import AdapterTable
 from loraplex_adapters.key import AdapterKey
@@ -78,7 +79,27 @@ def rows(table: AdapterTable, available: Collection[str]) -> list[AdapterInfo]:
     listed = [name_row(table, record) for record in known.values()]
     listed += [key_row(r, r.last_name) for r in table.residency.records.values() if not r.names]
     listed += [_bare_row(name, "known", None) for name in available if name not in known]
-    return sorted(listed, key=lambda row: (row.adapter_id, row.state == "draining", row.digest))
+    return sorted(listed, key=listing_order)
+
+
+def take_changes(table: AdapterTable) -> ListingChanges:
+    """Whatever `rows` would show differently now, without the rest of `available`."""
+    changes: ListingChanges = {}
+    for name in table.changed:
+        bound = table.names.get(name)
+        if bound is None or bound.key is not None or _is_unknown(bound):
+            changes[name] = ()  # nobody's, or listed with its content
+        else:
+            changes[name] = (name_row(table, bound),)
+    for key in table.residency.changed:
+        record = table.residency.records.get(key)
+        if record is None:
+            changes[key] = ()
+        else:
+            changes[key] = tuple(key_row(record, name) for name in record.names or (record.last_name,))
+    table.changed.clear()
+    table.residency.changed.clear()
+    return changes
 
 
 def _is_unknown(record: NameRecord) -> bool:

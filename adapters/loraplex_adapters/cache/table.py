@@ -39,6 +39,7 @@ class AdapterTable:
             config.host_bytes, config.device_bytes, config.num_device_slots, config.failure_ttl_s
         )
         self.names: dict[str, NameRecord] = {}
+        self.changed: set[str] = set()  # what a listing shows of names without content, since somebody emptied this
         self.num_fetching = 0  # outcomes that are still to come, those of forgotten names included
         self._max_pending = config.max_pending_loads
         self._failure_ttl_s = config.failure_ttl_s
@@ -97,6 +98,7 @@ class AdapterTable:
         if record is None or record.key is None:
             raise not_found(name)
         self._end_load(record)
+        self.changed.add(name)
         del self.names[name]  # a fetch under way finds nobody with its ticket
         self.residency.unbind(record.key, name)
         return record.key
@@ -186,6 +188,7 @@ class AdapterTable:
         self._last_ticket += 1
         record.ticket = self._last_ticket
         self.num_fetching += 1
+        self.changed.add(record.name)
         self._fetches.append(FetchName(record.name, record.ticket))
 
     def _retry(self, record: NameRecord) -> None:
@@ -245,12 +248,14 @@ class AdapterTable:
     def _bind(self, record: NameRecord, key: AdapterKey, num_bytes: int, rank: int, num_heads: int) -> None:
         previous = record.key
         record.key = key
+        self.changed.add(record.name)
         self.residency.bind(key, record.name, num_bytes, rank, num_heads)
         if previous is not None and previous != key:
             self.residency.unbind(previous, record.name)
 
     def _fail(self, record: NameRecord, error: Exception, now: float) -> None:
         record.step(NameEvent.FAIL)
+        self.changed.add(record.name)
         if record.load is not None:
             record.load.error = error
         if record.state is NameState.FAILED:
@@ -263,6 +268,7 @@ class AdapterTable:
     def _drop_failure(self, name: str) -> None:
         """Forgets it; a load that has not told its result keeps the name's record a little longer."""
         self._failures.pop(name)
+        self.changed.add(name)
         if self.names[name].load is None:
             del self.names[name]
         else:

@@ -15,6 +15,7 @@ import mmap
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -25,7 +26,7 @@ from torch import Tensor
 from loraplex_adapters.key import AdapterKey
 from loraplex_adapters.layout import AdapterLayout, weights_at
 from loraplex_adapters.pace import Pace, no_pace
-from loraplex_adapters.store import AdapterStore, StoredAdapter
+from loraplex_adapters.store import REMEMBERED_HEADERS, AdapterStore, StoredAdapter, header_content
 from loraplex_adapters.weights import AdapterWeights
 
 COPY_PIECE_BYTES = 256 << 10
@@ -132,7 +133,7 @@ class Tiers:
         stored = self._store.open(key)
         if stored is None:
             return None
-        layout = AdapterLayout.from_json(stored.layout)
+        layout = _layout(stored.header)
         if self._memory is None:
             return HostCopy(key, layout)
         pieces = tuple(self._memory.pin(num_bytes) for num_bytes in pinned_sizes(layout.num_bytes))
@@ -156,6 +157,12 @@ class Tiers:
         """Called where the steps run, before the first one that reads the weights."""
         if self._memory is not None:
             self._memory.hand_over(weights.storage)
+
+
+@lru_cache(maxsize=REMEMBERED_HEADERS)
+def _layout(header: bytes) -> AdapterLayout:
+    """Reading it takes as long as copying a small adapter, and most adapters of a server have the same."""
+    return AdapterLayout.from_json(header_content(header)["layout"])
 
 
 def pinned_sizes(num_bytes: int) -> Iterator[int]:

@@ -11,10 +11,11 @@ import logging
 import multiprocessing
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from loraplex_adapters.cache.api import AdapterInfo, CacheUsage
+from loraplex_adapters.cache.listing import Listing
 from loraplex_proto.errors import EngineLost, Internal, LoraplexError
 from loraplex_server.config import EngineConfig
 from loraplex_server.engine.messages import (
@@ -52,8 +53,8 @@ class EngineState:
     """What the engine last said of itself."""
 
     load: LoadNumbers
-    resident: tuple[AdapterInfo, ...] = ()
     usage: CacheUsage | None = None
+    listing: Listing = field(default_factory=Listing)  # adapters that are not just available
 
 
 class EngineClient:
@@ -232,8 +233,8 @@ class EngineClient:
         for reply in batch.replies:
             self._on_reply(reply)
         self.state.load = batch.load
-        if batch.resident is not None:
-            self.state.resident = batch.resident
+        if batch.changes is not None:
+            self.state.listing.take(batch.changes)
         if batch.usage is not None:
             self.state.usage = batch.usage
 

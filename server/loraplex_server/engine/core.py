@@ -310,12 +310,12 @@ class Engine:
         has_news = self._residency_changed or load.num_queued != self._num_queued_reported
         if not self._events and not self._replies and not has_news:
             return None
-        resident = usage = None
+        changes = usage = None
         if self._residency_changed:
-            resident = tuple(self._cache.list(include_unloaded=False))
+            changes = self._cache.take_changes()
             usage = self._cache.usage()
             self._residency_changed = False
-        batch = Batch(tuple(self._events), tuple(self._replies), load, resident, usage)
+        batch = Batch(tuple(self._events), tuple(self._replies), load, changes, usage)
         self._num_queued_reported = load.num_queued
         self._events, self._replies = [], []
         return batch

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from loraplex_adapters.cache.api import AdapterInfo, CacheUsage
+from loraplex_adapters.cache.api import AdapterInfo, CacheUsage, ListingChanges
 from loraplex_proto.errors import LoraplexError
 from loraplex_server.events import Event
 from loraplex_server.request import Request
@@ -142,8 +142,8 @@ class Batch:
     events: tuple[Event, ...] = ()
     replies: tuple[Reply, ...] = ()
     load: LoadNumbers = field(default_factory=LoadNumbers)
-    # Only when the residency has changed since the last batch.
-    resident: tuple[AdapterInfo, ...] | None = None
+    # Of the adapters' listing, since the last batch; only when the residency has changed.
+    changes: ListingChanges | None = None
     usage: CacheUsage | None = None
 
 

@@ -58,8 +58,8 @@ class Outbox:
 
 
 def can_wait(message: FromEngine) -> bool:
-    """Whether nobody misses it for a moment."""
-    if not isinstance(message, Batch) or not message.events or message.replies or message.resident is not None:
+    """Whether nobody misses it for a moment. Who asks what is resident asks several times a second at most."""
+    if not isinstance(message, Batch) or message.replies or not (message.events or message.changes):
         return False
     return all(isinstance(event, Tokens) and event.can_wait for event in message.events)
 
@@ -83,13 +83,13 @@ def join(batches: Sequence[Batch]) -> Batch:
     """One batch that says what these say."""
     if len(batches) == 1:
         return batches[0]
-    last_resident = next((batch for batch in reversed(batches) if batch.resident is not None), batches[-1])
+    changes = [batch.changes for batch in batches if batch.changes is not None]
     return Batch(
         _join_events([event for batch in batches for event in batch.events]),
         tuple(reply for batch in batches for reply in batch.replies),
         batches[-1].load,
-        last_resident.resident,
-        last_resident.usage,
+        {about: rows for one in changes for about, rows in one.items()} if changes else None,
+        next((batch.usage for batch in reversed(batches) if batch.usage is not None), None),
     )
 
 

@@ -142,11 +142,12 @@ def _take(inbox: queue.SimpleQueue[Command], timeout_s: float | None) -> list[Co
 
 
 def _read(conn: Connection, inbox: queue.SimpleQueue[Command]) -> None:
-    command: Command | None = None
     try:
-        while not isinstance(command, Shutdown):  # nothing counts after it, and the connection is closed soon
+        while True:
             command = conn.recv()
             inbox.put(command)
+            if isinstance(command, Shutdown):
+                return  # nothing counts after it, and the connection is closed soon
     except (EOFError, OSError):
         inbox.put(Shutdown())
 

@@ -50,4 +50,4 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     def _load(self) -> worker_pb2.Load:
         state = self._engine.state
-        return convert.load_to_pb(state.load, state.resident, state.usage, self._edge.is_leaving)
+        return convert.load_to_pb(state.load, state.listing.rows(), state.usage, self._edge.is_leaving)

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from loraplex_adapters.ops.base import FactorTable, LoraFactors, SegmentedLora
+from loraplex_adapters.ops.base import FactorTable, SegmentedLora
 from loraplex_adapters.targets import TargetModule
 from loraplex_adapters.weights import AdapterWeights
 from loraplex_server.model.context import StepContext
@@ -127,20 +127,23 @@ class AdapterSlots:
             strangers = [path for path in weights.factors if path not in self._targets]
             if strangers:
                 raise ValueError(f"adapter factors for modules that the model lacks: {', '.join(strangers[:3])}")
-        chosen: list[LoraFactors | None] = []
-        for path, module in self._targets.items():
+        columns = [(0, 0, 0, 0.0)] * len(self._targets)
+        for idx, (path, module) in enumerate(self._targets.items()):
             factors = weights.factors.get(path) if weights is not None else None
             table = module.table
             assert table is not None
-            module.num_installed += (factors is not None) - (table.factors[slot] is not None)
+            had_any = table.factors[slot] is not None
+            if had_any is not (factors is not None):
+                # The module's own way to set it looks for parameters first, and takes longer than all the rest here.
+                object.__setattr__(module, "num_installed", module.num_installed + (-1 if had_any else 1))
             table.put(slot, factors)
-            chosen.append(factors)
-        self._a_ptrs[:, slot] = _column((f.a.data_ptr() if f else 0 for f in chosen), self._a_ptrs)
-        self._b_ptrs[:, slot] = _column((f.b.data_ptr() if f else 0 for f in chosen), self._b_ptrs)
-        self._ranks[:, slot] = _column((f.rank if f else 0 for f in chosen), self._ranks)
-        self._scales[:, slot] = _column((f.scale if f else 0.0 for f in chosen), self._scales)
+            if factors is not None:
+                columns[idx] = factors.a.data_ptr(), factors.b.data_ptr(), factors.rank, factors.scale
+        read = self._a_ptrs, self._b_ptrs, self._ranks, self._scales
+        for tensor, column in zip(read, zip(*columns, strict=True), strict=True):
+            tensor[:, slot] = upload(torch.tensor(column, dtype=tensor.dtype), tensor.device)
         self._installed[slot] = weights
-        self._ranks_by_slot[slot] = max((f.rank for f in chosen if f), default=0)
+        self._ranks_by_slot[slot] = max(rank for _, _, rank, _ in columns)
         self.max_rank = max(self._ranks_by_slot)
 
 
@@ -154,10 +157,6 @@ def _side_by_side(targets: dict[str, AdaptedModule]) -> dict[str, AdaptedModule]
             ordered.setdefault(paths[id(member)], member)
         ordered.setdefault(path, module)
     return ordered
-
-
-def _column(values: Iterable[float], like: Tensor) -> Tensor:
-    return upload(torch.tensor(list(values), dtype=like.dtype), like.device)
 
 
 @contextmanager

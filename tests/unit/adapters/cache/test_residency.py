@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from loraplex_adapters.cache.integrity import check_residency
-from loraplex_adapters.cache.residency import OFFER_ROUNDS, ResidencyTable
+from loraplex_adapters.cache.offers import OFFER_ROUNDS
+from loraplex_adapters.cache.residency import ResidencyTable
 from loraplex_adapters.cache.states import DropDevice, DropHost, KeyState, Promote, Refetch, Stage
 from loraplex_adapters.key import AdapterKey
 from loraplex_proto.errors import AdapterMemoryFull, FailedPrecondition, SourceUnavailable

@@ -103,7 +103,8 @@ async def test_cancelling_frees_and_the_reader_hears_it() -> None:
 
 
 async def test_a_reader_that_falls_behind_loses_its_request_only() -> None:
-    async with client_of(build_fake, max_unread_tokens=50) as client:
+    # Slow, since what comes all at once is not held against the reader.
+    async with client_of(build_slow, max_unread_tokens=50) as client:
         slow = client.submit(request("slow", max_tokens=200))
         quick = client.submit(request("quick", max_tokens=20))
         await read(quick)
@@ -121,7 +122,7 @@ async def test_adapter_operations() -> None:
         assert info.adapter_id == "a"
         with pytest.raises(AdapterNotFound):
             await client.adapters("get", "zzz")
-        assert len(client.state.resident) == 2
+        assert len(client.state.listing.rows()) == 2
 
 
 async def test_an_engine_that_loses_its_device_ends() -> None:

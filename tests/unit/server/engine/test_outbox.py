@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from loraplex_adapters.cache.api import CacheUsage
+from loraplex_adapters.cache.api import AdapterInfo, CacheUsage, ListingChanges
 from loraplex_proto.errors import Cancelled
 from loraplex_server.engine.messages import Batch, FromEngine, LoadNumbers, Reply, Starting
 from loraplex_server.engine.outbox import Outbox, can_wait, join
@@ -34,6 +34,7 @@ def first(*token_ids: int) -> Tokens:
     return Tokens("r", 0, token_ids)
 
 
+ROW = AdapterInfo("a", "lora", "0" * 64, "on_device", "device", 1, 4, 0, pinned=False)
 END = CompletionEnd("r", 0, FinishReason.LENGTH, None, 2, 0)
 URGENT = [
     Batch((first(1),)),
@@ -41,7 +42,7 @@ URGENT = [
     Batch((later(1), RequestFailed("q", Cancelled("gone")))),
     Batch((Admitted("r", "", 0.0),)),
     Batch((later(1),), (Reply(1),)),
-    Batch((later(1),), resident=()),
+    Batch((first(1),), changes={"a": ()}),
     Batch(),  # the queue has changed
     Starting("loading"),
 ]
@@ -94,6 +95,13 @@ def test_what_somebody_waits_for_goes_at_once_and_takes_along_what_is_held(messa
     assert not writer.is_alive()
 
 
+@pytest.mark.parametrize("events", [(later(1),), (later(1), later(2))])
+@pytest.mark.parametrize("changes", [None, {"a": ()}])
+def test_what_nobody_waits_for(events: tuple[Tokens, ...], changes: ListingChanges | None) -> None:
+    assert can_wait(Batch(events, changes=changes))
+    assert can_wait(Batch(changes={"a": (ROW,)}))
+
+
 def test_what_is_held_goes_when_the_pause_is_over_and_starts_another() -> None:
     outbox = reluctant(wait_s=0.05)
     started_s = time.monotonic()
@@ -143,12 +151,12 @@ def test_a_joined_batch_says_what_its_parts_said() -> None:
     usage = CacheUsage(*([0] * len(CacheUsage.__dataclass_fields__)))
     joined = join(
         [
-            Batch((), (Reply(1),), LoadNumbers(1), (), usage),
+            Batch((), (Reply(1),), LoadNumbers(1), {"a": (), "b": ()}, usage),
             Batch((later(1),), (), LoadNumbers(2)),
-            Batch((END,), (Reply(2),), LoadNumbers(3)),
+            Batch((END,), (Reply(2),), LoadNumbers(3), {"b": (ROW,)}),
         ]
     )
-    assert joined == Batch((later(1), END), (Reply(1), Reply(2)), LoadNumbers(3), (), usage)
+    assert joined == Batch((later(1), END), (Reply(1), Reply(2)), LoadNumbers(3), {"a": (), "b": (ROW,)}, usage)
 
 
 def test_tokens_that_are_joined_lose_nothing() -> None:
