@@ -127,7 +127,7 @@ class AdapterSlots:
             strangers = [path for path in weights.factors if path not in self._targets]
             if strangers:
                 raise ValueError(f"adapter factors for modules that the model lacks: {', '.join(strangers[:3])}")
-        columns = [(0, 0, 0, 0.0)] * len(self._targets)
+        rows = [(0, 0, 0, 0.0)] * len(self._targets)
         for idx, (path, module) in enumerate(self._targets.items()):
             factors = weights.factors.get(path) if weights is not None else None
             table = module.table
@@ -138,12 +138,12 @@ class AdapterSlots:
                 object.__setattr__(module, "num_installed", module.num_installed + (-1 if had_any else 1))
             table.put(slot, factors)
             if factors is not None:
-                columns[idx] = factors.a.data_ptr(), factors.b.data_ptr(), factors.rank, factors.scale
+                rows[idx] = factors.a.data_ptr(), factors.b.data_ptr(), factors.rank, factors.scale
         read = self._a_ptrs, self._b_ptrs, self._ranks, self._scales
-        for tensor, column in zip(read, zip(*columns, strict=True), strict=True):
-            tensor[:, slot] = upload(torch.tensor(column, dtype=tensor.dtype), tensor.device)
+        for idx, tensor in enumerate(read):
+            tensor[:, slot] = upload(torch.tensor([row[idx] for row in rows], dtype=tensor.dtype), tensor.device)
         self._installed[slot] = weights
-        self._ranks_by_slot[slot] = max(rank for _, _, rank, _ in columns)
+        self._ranks_by_slot[slot] = max((rank for _, _, rank, _ in rows), default=0)
         self.max_rank = max(self._ranks_by_slot)
 
 
