@@ -146,8 +146,9 @@ def check_matrix(world: World, requests: Sequence[Request], seed: int, **limits:
     outcomes = bench.run(requests, random.Random(seed))
     world.check(outcomes)
     drafted, accepted = sums(list(outcomes.values()))
-    for name in (MEDUSA, PROMPT_LOOKUP, DRAFT_MODEL):
-        assert drafted[name] > accepted[name] > 0, (name, drafted, accepted)
+    # Heads know other texts than these by heart.
+    for name, least in ((MEDUSA, 0), (PROMPT_LOOKUP, 100), (DRAFT_MODEL, 50)):
+        assert drafted[name] > accepted[name] > least, (name, drafted, accepted)
     assert (bench.num_preemptions > 0) == (limits["num_blocks"] < 50)
     assert any(not span.num_samples for plan in bench.plans for span in plan.spans)  # pieces of prompts
     ends = [end for outcome in outcomes.values() for end in outcome.ends.values()]

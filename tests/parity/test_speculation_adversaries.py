@@ -165,6 +165,7 @@ def test_no_proposer_changes_a_text(world: World) -> None:
     for one in asked:
         world.twin(one)  # before anybody is asked for the truth
     bench = make_bench(world.model, world.root, num_blocks=40, max_running=8, max_step_tokens=32, drafts=adversaries)
+    bench.may_fail = True
     bench.load("lora")
     outcomes = bench.run(asked, random.Random(2))
     world.check(outcomes)

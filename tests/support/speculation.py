@@ -154,6 +154,7 @@ class Bench:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.num_operations = 0
+        self.may_fail = False  # whether proposers may
         self.outcomes: dict[str, Outcome] = {}
         self.plans: list[StepPlan] = []
         execute = engine._runner.execute
@@ -230,7 +231,8 @@ class Bench:
         return outcomes
 
     def check_idle(self) -> None:
-        """Everything is accounted for, and drafts are counted alike everywhere."""
+        """Everything is accounted for, drafts are counted alike everywhere, and no proposer failed."""
+        assert self.may_fail or not self.speculator._num_failures
         assert self.engine.integrity_report() == ""
         load = self.engine._scheduler.load()
         assert load.num_free_blocks == load.num_blocks
@@ -276,13 +278,12 @@ def make_bench(
         AdaptersConfig(root, num_device_slots=num_slots),
         SpeculationConfig(default_medusa=default_heads, **speculation),
     )
-    engine = assemble(loaded, config, lambda text: None, lambda: None, native=native)
+    engine = assemble(loaded, config, lambda text: None, lambda: None, native=native, step_costs=step_costs)
     speculator = engine._speculator
     if medusa is not None:
         speculator._proposers[MEDUSA] = medusa
     speculator._proposers |= {draft_key(name): one for name, one in (drafts or {}).items()}
     speculator._draft_names += tuple(drafts or ())
-    speculator._step_costs = step_costs or speculator._step_costs
     return Bench(engine)
 
 

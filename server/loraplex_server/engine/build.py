@@ -44,6 +44,7 @@ from loraplex_server.sampling.sampler import Sampler
 from loraplex_server.scheduler.config import SchedulerConfig
 from loraplex_server.scheduler.scheduler import Scheduler
 from loraplex_server.speculation.build import Target, build_speculator
+from loraplex_server.speculation.costs import StepCosts
 from loraplex_server.speculation.measure import measure_runner
 
 log = logging.getLogger(__name__)
@@ -92,9 +93,10 @@ def assemble(
     notify: Callable[[], None],
     served: ServedModel | None = None,
     native: NativeKernels | None = None,
+    step_costs: StepCosts | None = None,
 ) -> Engine:
     """An engine around a model that is loaded already. `served`: where it came from, None for nowhere. `native`: the
-    CPU kernels in C++, None where torch does the work."""
+    CPU kernels in C++, None where torch does the work. `step_costs`: what steps take, measured where it is None."""
     served = served or ServedModel(config.model.model)
     spec, batch, block_size = loaded.spec, config.batch, config.kv.block_size
     ops = choose_ops(loaded.device, native, config.adapters.max_rank, config.lora_kernels)
@@ -121,7 +123,7 @@ def assemble(
     speculator = build_speculator(
         config,
         Target(loaded, served, runner, manager, heads, native),
-        measure_runner(runner, max_rows=batch.max_running, num_blocks=num_blocks, block_size=block_size),
+        step_costs or measure_runner(runner, max_rows=batch.max_running, num_blocks=num_blocks, block_size=block_size),
         progress,
     )
     scheduler = Scheduler(

@@ -116,11 +116,15 @@ class ModelRunner:
     def mirror(self) -> BatchMirror:
         return self._mirror
 
+    def has_hidden(self, row: int) -> bool:
+        """Whether `last_hidden` knows the row: not before its sequence, of those that keep it, has drawn a token."""
+        return self._hidden[row] is not None
+
     def last_hidden(self, rows: Sequence[int]) -> Tensor:
-        """[len(rows), hidden]: what the head made each row's latest token of. Of sequences that keep it only."""
+        """[len(rows), hidden]: what the head made each row's latest token of. Only of rows that have it."""
         kept = [self._hidden[row] for row in rows]
         found = [state for state in kept if state is not None]
-        assert len(found) == len(kept), "a sequence whose hidden state is not kept"
+        assert len(found) == len(kept), "a row without a hidden state"
         hidden, idx = found[0]
         if len(found) == 1:
             return hidden[idx : idx + 1]

@@ -1,7 +1,8 @@
 """Drafting with Medusa heads: what the heads of each sequence's adapter make of its last hidden state.
 
 Owns nothing. Heads are adapters: the cache has them in device slots, and one is borrowed for the time of a `propose`,
-between two steps, when nothing moves. A sequence whose heads are not there yet gets no draft and runs on.
+between two steps, when nothing moves. A sequence whose heads are not there yet gets no draft and runs on, and so does
+one of whose prompt the last token is still to be computed.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ log = logging.getLogger(__name__)
 
 class HiddenStates(Protocol):
     """What is read of the runner."""
+
+    def has_hidden(self, row: int) -> bool:
+        """Whether there is one: no token has been drawn in a row that still computes its prompt."""
+        ...
 
     def last_hidden(self, rows: Sequence[int]) -> Tensor:
         """[len(rows), hidden]: post-norm, what the head made each row's latest token of."""
@@ -56,7 +61,7 @@ class MedusaProposer:
         head_asks: list[HeadAsk] = []
         for idx, ask in enumerate(asks):
             slot = slots[ask.heads] if ask.heads is not None else None
-            if slot is not None and self._heads.heads(slot):
+            if slot is not None and self._heads.heads(slot) and self._runner.has_hidden(ask.candidate.row):
                 wanted.append(idx)
                 rows.append(ask.candidate.row)
                 head_asks.append(HeadAsk(slot, ask.num_tokens, ask.candidate.slot))

@@ -302,6 +302,7 @@ def test_the_state_behind_the_last_token_that_counts_is_kept(model: PreTrainedMo
     keeper = replace(enter("a", 2, prompt), keeps_hidden=True)
     other = enter("b", 1, [9, 8, 7])
     rig.runner.execute(StepPlan(0, (prefill("a", 2, 4, [5, 6]), prefill("b", 1, 3, [7])), (other, keeper)))
+    assert [rig.runner.has_hidden(row) for row in (0, 1, 2)] == [False, False, True]
     torch.testing.assert_close(rig.runner.last_hidden([2])[0], hidden(model, prompt), rtol=1e-9, atol=1e-9)
     first, second, third = greedy(model, prompt, 3)
     wrong = (third + 1) % 90

@@ -233,6 +233,10 @@ class FakeRunner:
     def __init__(self, states: torch.Tensor) -> None:
         self.states = states
         self.rows: list[int] = []
+        self.without: set[int] = set()
+
+    def has_hidden(self, row: int) -> bool:
+        return row not in self.without
 
     def last_hidden(self, rows: Sequence[int]) -> torch.Tensor:
         self.rows += rows
@@ -265,6 +269,17 @@ def test_it_is_a_proposer_without_memory() -> None:
     assert list(proposer.propose([ask])) == list(first)
     assert runner.rows == [4, 4]
     proposer.close()
+
+
+def test_a_row_that_still_computes_its_prompt_costs_nobody_else_a_draft() -> None:
+    slots, runner, cache, _, key = small()
+    proposer = MedusaProposer(runner, cache, slots)
+    runner.without = {3}
+    before, at_prompt, behind = proposer.propose([ask_for(job_in(row), key) for row in (2, 3, 4)])
+    assert before
+    assert behind
+    assert not at_prompt
+    assert runner.rows == [2, 4]
 
 
 def test_one_loan_for_a_key_and_no_work_without_heads() -> None:
