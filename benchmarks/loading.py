@@ -2,8 +2,9 @@
 
     python benchmarks/loading.py IN_DIR [--rows 8] [--seconds 5] [--rounds 12]
 
-IN_DIR as in workloads.py. `--rows` base requests decode all the time; idle and loading windows take turns, so that both
-see the same machine, and each goes first in every other round, so that both see contexts of all lengths. An adapter
+IN_DIR as in workloads.py. `--rows` base requests decode all the time, each at another place of its text, so that every
+step reads contexts of the same lengths in all. Idle and loading windows take turns, so that both see the same machine,
+and each goes first in every other round. An adapter
 that has come up is unloaded at once, so that the next load of it is as cold as the first (file read, checked,
 converted, stored, copied to its slot). Prints one JSON line: median and 99th percentile of the step times in ms, their
 ratios, how long a load took, and the longest that a turn did anything but compute its step (taking in what has been
@@ -33,6 +34,7 @@ from loraplex_server.request import Request, StoppingParams
 from loraplex_server.scheduler.plan import StepPlan, StepResult
 
 LOAD_EVERY_S = 1.0
+OUTPUT_TOKENS = 1024
 
 
 class TimedRunner:
@@ -87,11 +89,11 @@ class Bench:
         self._ids = count()
         self._loading: dict[int, tuple[str, float]] = {}
         self.load_seconds: list[float] = []
-        for _ in range(num_rows):
-            self._submit()
+        for row in range(num_rows):
+            self._submit(OUTPUT_TOKENS * (row + 1) // num_rows)
 
-    def _submit(self) -> None:
-        stopping = StoppingParams(max_tokens=512, ignore_eos=True)
+    def _submit(self, num_tokens: int = OUTPUT_TOKENS) -> None:
+        stopping = StoppingParams(max_tokens=num_tokens, ignore_eos=True)
         self._engine.handle(Submit(Request(f"r{next(self._ids)}", self._prompt, stopping)))
 
     def window(self, seconds: float, *, loads: bool, into: Turns) -> None:

@@ -30,10 +30,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from loraplex_adapters.key import AdapterKey, AdapterKind
+from loraplex_adapters.once import PAGE_BYTES, ChunkWriter, write_once
 from loraplex_proto.errors import DiskFull, FailedPrecondition
 
 MAGIC = b"LPXADPT1"
-PAGE_BYTES = 4096
 MAX_HEADER_BYTES = 16 << 20
 REMEMBERED_HEADERS = 16
 _SUFFIX = ".adapter"
@@ -120,10 +120,15 @@ class AdapterStore:
             return key in self._entries
 
     def put(
-        self, kind: AdapterKind, layout: Mapping[str, Any], payload_bytes: int, fill: Callable[[WriteFn], None]
+        self,
+        kind: AdapterKind,
+        layout: Mapping[str, Any],
+        payload_bytes: int,
+        fill: Callable[[WriteFn], None],
+        memory: memoryview | None = None,
     ) -> AdapterKey:
-        """Takes in what `fill` writes: exactly `payload_bytes`. Raises DiskFull, or what `fill` raises; then nothing is
-        left behind."""
+        """Takes in what `fill` writes: exactly `payload_bytes`, which are in `memory` too then. Raises DiskFull, or
+        what `fill` raises; then nothing is left behind."""
         header = _header(kind, layout, payload_bytes)
         start = _payload_start(header)
         file_bytes = start + payload_bytes
@@ -136,11 +141,12 @@ class AdapterStore:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             self._allocate(fd, file_bytes)
             digest = hashlib.sha256(header)
-            _write_all(fd, memoryview(MAGIC + len(header).to_bytes(8, "little") + header))
-            os.lseek(fd, start, os.SEEK_SET)
-            sink = _Sink(fd, digest.update)
-            fill(sink)
-            assert sink.num_bytes == payload_bytes, "a payload is as large as its layout says"
+            prefix = MAGIC + len(header).to_bytes(8, "little") + header
+            write_once(fd, memoryview(prefix.ljust(start, b"\0")), 0)
+            write = ChunkWriter(fd, start, digest.update, memory)
+            fill(write)
+            write.flush()
+            assert write.num_bytes == payload_bytes, "a payload is as large as its layout says"
             if self._durable:
                 os.fsync(fd)
             key = AdapterKey(kind, digest.hexdigest())
@@ -287,25 +293,6 @@ def _remove_if_abandoned(root: Path) -> None:
         shutil.rmtree(root, ignore_errors=True)
     finally:
         os.close(fd)
-
-
-class _Sink:
-    """Writes and hashes; counts."""
-
-    def __init__(self, fd: int, update: Callable[[memoryview], None]) -> None:
-        self._fd = fd
-        self._update = update
-        self.num_bytes = 0
-
-    def __call__(self, data: memoryview) -> None:
-        self._update(data)
-        _write_all(self._fd, data)
-        self.num_bytes += data.nbytes
-
-
-def _write_all(fd: int, data: memoryview) -> None:
-    while data.nbytes > 0:
-        data = data[os.write(fd, data) :]
 
 
 def _sync_folder(folder: Path) -> None:

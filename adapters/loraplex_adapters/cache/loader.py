@@ -8,28 +8,25 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import os
 import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from loraplex_adapters.cache.blocks import Landed, Landing
 from loraplex_adapters.formats.adapter import AdapterPlan, plan_adapter
 from loraplex_adapters.formats.model_files import OpenedFiles
 from loraplex_adapters.key import AdapterKey
 from loraplex_adapters.lora.convert import check_base_copies, write_payload
 from loraplex_adapters.medusa.convert import without_base_head, write_heads
 from loraplex_adapters.pace import GentlePace, Pace
-from loraplex_adapters.pieces import PieceReader, WriteFn
+from loraplex_adapters.pieces import PieceReader, WriteFn, bytes_of
 from loraplex_adapters.sources.base import AdapterSource
 from loraplex_adapters.store import AdapterStore
 from loraplex_adapters.targets import BaseTargets
 from loraplex_proto.errors import AdapterMemoryFull, DiskFull, LoraplexError, SourceUnavailable, unexpected
 
 log = logging.getLogger(__name__)
-
-# Beside a busy thread on the same core it gets about a quarter of it: steps come first, and a load still ends soon.
-BACKGROUND_NICENESS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +40,15 @@ class Imported:
 
 
 def import_adapter(
-    adapter_id: str, source: AdapterSource, targets: BaseTargets, store: AdapterStore, pace: Pace
+    adapter_id: str,
+    source: AdapterSource,
+    targets: BaseTargets,
+    store: AdapterStore,
+    pace: Pace,
+    landing: Landing | None = None,
 ) -> Imported:
-    """Reads the source, checks everything, stores. Raises a typed error, and then nothing is left behind."""
+    """Reads the source, checks everything, stores. Raises a typed error, and then nothing is left behind. With a
+    `landing` it stays in memory for its first move."""
     reader = PieceReader(pace)
     with source.open(adapter_id) as found:
         files = OpenedFiles(found)
@@ -65,7 +68,11 @@ def import_adapter(
                 write_heads(plan.heads, layout.heads, files.opened, targets.vocab_size, write, reader)
             files.check_unchanged()
 
-        key = store.put(layout.kind, layout.to_json(), layout.num_bytes, fill)
+        payload = landing.memory(layout.num_bytes) if landing is not None else None
+        memory = None if payload is None else bytes_of(payload)
+        key = store.put(layout.kind, layout.to_json(), layout.num_bytes, fill, memory)
+        if landing is not None and payload is not None:
+            landing.put(Landed(key, layout, payload))
     return Imported(key, layout.num_bytes, layout.max_rank, layout.num_heads)
 
 
@@ -112,9 +119,7 @@ class BackgroundThread:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        # Gives way to the step loop, where the system lets each thread have a priority of its own.
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BACKGROUND_NICENESS)
+        # At the steps' priority: at a lower one a load is under way for longer, and no step is the shorter for it.
         pace = GentlePace(self._jobs.qsize)
         while True:
             job = self._jobs.get()

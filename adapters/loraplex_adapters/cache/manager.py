@@ -229,7 +229,7 @@ class AdapterManager:
     def _fetch(self, fetch: Fetch, pace: Pace) -> None:
         started_s = time.perf_counter()
         try:
-            found = import_adapter(fetch.name, self._source, self._targets, self._store, pace)
+            found = import_adapter(fetch.name, self._source, self._targets, self._store, pace, self._tiers.landing)
         except Exception as error:
             failure = _about(fetch.name, typed(error, f"fetching adapter {fetch.name}"))
             self._finish(lambda now: self._take_failed_fetch(fetch, failure, now))

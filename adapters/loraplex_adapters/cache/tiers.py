@@ -11,8 +11,6 @@ to twice what the host's budget counts, and what is given back it would keep for
 
 from __future__ import annotations
 
-import mmap
-import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,15 +21,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from loraplex_adapters.cache.blocks import Blocks, Landing
 from loraplex_adapters.key import AdapterKey
 from loraplex_adapters.layout import AdapterLayout, weights_at
 from loraplex_adapters.pace import Pace, no_pace
-from loraplex_adapters.store import REMEMBERED_HEADERS, AdapterStore, StoredAdapter, header_content
+from loraplex_adapters.store import REMEMBERED_HEADERS, AdapterStore, header_content
 from loraplex_adapters.weights import AdapterWeights
 
 COPY_PIECE_BYTES = 256 << 10
-# Of an adapter's memory that is kept when it goes, beyond all budgets.
-MAX_SPARE_BYTES = 16 << 20
 # Of pinned memory. The smallest is what an adapter may take beyond its size.
 MAX_PINNED_BYTES, MIN_PINNED_BYTES = 4 << 20, 64 << 10
 
@@ -91,34 +88,6 @@ class CudaMemory:
         storage.record_stream(torch.cuda.current_stream(self._device))
 
 
-class Blocks:
-    """Memory of the CPU for one adapter each. Owns one block that has come back, for the next adapter of that size:
-    new memory is cleared page by page, which takes longer than the copy into it."""
-
-    def __init__(self) -> None:
-        self._spare: mmap.mmap | None = None
-
-    @property
-    def spare_bytes(self) -> int:
-        return 0 if self._spare is None else len(self._spare)
-
-    def take(self, num_bytes: int) -> Tensor:
-        """uint8 [num_bytes], whatever is in it. The block comes back with the last tensor that looks into it."""
-        block, self._spare = self._spare, None
-        if block is None or len(block) != num_bytes:
-            block = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                block.madvise(mmap.MADV_HUGEPAGE)  # fewer pages: faster to clear, faster to read
-        view = memoryview(block)
-        weakref.finalize(view, self._take_back, block).atexit = False
-        return torch.frombuffer(view, dtype=torch.uint8)
-
-    def _take_back(self, block: mmap.mmap) -> None:
-        """Called on whatever thread lets go of the last tensor."""
-        if len(block) <= MAX_SPARE_BYTES:
-            self._spare = block
-
-
 class Tiers:
     """The store and, where the device has memory of its own, that."""
 
@@ -127,17 +96,22 @@ class Tiers:
         self._store = store
         self._memory = memory or (CudaMemory(device) if device.type == "cuda" else None)
         self._blocks = Blocks()
+        self.landing = Landing(self._blocks)
 
     def stage(self, key: AdapterKey, pace: Pace = no_pace) -> HostCopy | None:
-        """From the store. None when it has dropped the adapter."""
-        stored = self._store.open(key)
-        if stored is None:
-            return None
-        layout = _layout(stored.header)
+        """From the store, or from where it has just landed. None when the store has dropped the adapter."""
+        landed = self.landing.find(key)
+        if landed is not None:
+            layout, payload = landed.layout, landed.payload.numpy()
+        else:
+            stored = self._store.open(key)
+            if stored is None:
+                return None
+            layout, payload = _layout(stored.header), np.frombuffer(stored.payload, dtype=np.uint8)
         if self._memory is None:
             return HostCopy(key, layout)
         pieces = tuple(self._memory.pin(num_bytes) for num_bytes in pinned_sizes(layout.num_bytes))
-        _copy([piece.numpy() for piece in pieces], stored, layout.num_bytes, pace)
+        _copy([piece.numpy() for piece in pieces], payload, layout.num_bytes, pace)
         return HostCopy(key, layout, pieces)
 
     def promote(self, host: HostCopy, pace: Pace) -> AdapterWeights | None:
@@ -145,12 +119,14 @@ class Tiers:
         num_bytes = host.layout.num_bytes
         if self._memory is not None:
             storage = self._memory.fetch(host.pinned, num_bytes)
+        elif (landed := self.landing.take(host.key)) is not None:
+            storage = landed.payload
         else:
             stored = self._store.open(host.key)
             if stored is None:
                 return None
             storage = self._blocks.take(num_bytes)
-            _copy([storage.numpy()], stored, num_bytes, pace)
+            _copy([storage.numpy()], np.frombuffer(stored.payload, dtype=np.uint8), num_bytes, pace)
         return weights_at(host.key, host.layout, storage, pace)
 
     def hand_over(self, weights: AdapterWeights) -> None:
@@ -177,9 +153,8 @@ def pinned_sizes(num_bytes: int) -> Iterator[int]:
             size //= 2
 
 
-def _copy(targets: Sequence[NDArray[np.uint8]], stored: StoredAdapter, num_bytes: int, pace: Pace) -> None:
+def _copy(targets: Sequence[NDArray[np.uint8]], source: NDArray[np.uint8], num_bytes: int, pace: Pace) -> None:
     """By numpy and in pieces: without the interpreter lock, and without torch's team of threads."""
-    source = np.frombuffer(stored.payload, dtype=np.uint8)
     assert source.size == num_bytes, "a stored payload is as large as its layout"
     begin = 0
     for target in targets:

@@ -21,6 +21,7 @@ from typing import Self
 from loraplex_adapters.formats.detect import ADAPTER_NAMES, PICKLE_NAMES, has_model_layout
 from loraplex_adapters.formats.model_files import describe_medusa_model
 from loraplex_adapters.key import check_adapter_id
+from loraplex_adapters.once import read_once
 from loraplex_adapters.sources.base import SourceFile, not_found
 from loraplex_proto.errors import AdapterInvalid, InvalidAdapterId, LoraplexError, SourceUnavailable
 
@@ -51,7 +52,7 @@ class OpenFile:
         done = 0
         while done < len(buffer):
             try:
-                count = os.preadv(self._fd, [buffer[done:]], offset + done)
+                count = read_once(self._fd, buffer[done:], offset + done)
             except OSError as error:
                 raise _unavailable(f"{self._name} cannot be read", error) from error
             if count == 0:

@@ -152,9 +152,9 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, where: str, monkeypat
         raise OSError(errno.ENOSPC, "No space left on device")
 
     if where == "write":
-        real = os.write
+        real = os.pwritev
         count = iter(range(100))
-        monkeypatch.setattr(os, "write", lambda fd, data: real(fd, data) if next(count) < 2 else full())
+        monkeypatch.setattr(os, "pwritev", lambda *args: real(*args) if next(count) < 1 else full())
     else:
         monkeypatch.setattr(os, "posix_fallocate" if where == "fallocate" else "fsync", full)
     with pytest.raises(DiskFull):

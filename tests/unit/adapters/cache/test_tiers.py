@@ -16,7 +16,7 @@ from support.adapter_files import DOWN_PROJ, PREFIX, Q_PROJ, base_targets, lora_
 
 from loraplex_adapters.cache import tiers as tiers_module
 from loraplex_adapters.cache.loader import import_adapter
-from loraplex_adapters.cache.tiers import Blocks, Tiers, pinned_sizes
+from loraplex_adapters.cache.tiers import Tiers, pinned_sizes
 from loraplex_adapters.key import AdapterKey
 from loraplex_adapters.lora.layout import FactorShape, LoraLayout, place
 from loraplex_adapters.pace import SHARE, GentlePace, no_pace
@@ -127,31 +127,24 @@ def test_a_store_that_drops_what_is_staged(tmp_path: Path) -> None:
     assert tiers.promote(host, no_pace) is None
 
 
-def test_a_block_comes_back_with_the_last_view_of_it() -> None:
-    """And not before: what somebody still looks into is never given out again."""
-    blocks = Blocks()
-    first = blocks.take(8192)
-    address = first.data_ptr()
-    first.fill_(7)
-    view = first[4096:].view(torch.float32)
-    del first
-    second = blocks.take(8192)
-    assert second.data_ptr() != address
-    second.fill_(8)
-    assert view.view(torch.uint8).tolist() == [7] * 4096
-    del view
-    assert blocks.take(8192).data_ptr() == address
-
-
-def test_a_spare_block_is_only_for_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiers_module, "MAX_SPARE_BYTES", 8192)
-    blocks = Blocks()
-    blocks.take(8192)  # comes back at once
-    assert blocks.spare_bytes == 8192
-    assert blocks.take(4096).numel() == 4096
-    assert blocks.spare_bytes == 4096  # and the one that did not fit is gone
-    blocks.take(8193)
-    assert blocks.spare_bytes == 0  # too large to be kept
+@pytest.mark.parametrize("has_memory", [False, True])
+def test_what_has_just_landed_is_not_read_back(tmp_path: Path, has_memory: bool) -> None:
+    write_adapter(tmp_path / "x", seed=3)
+    store = AdapterStore(tmp_path / "store", 1 << 20)
+    tiers = Tiers(store, torch.device("cpu"), FakeDevice() if has_memory else None)
+    key = import_adapter("x", DirectorySource(tmp_path), base_targets("float32"), store, no_pace, tiers.landing).key
+    stored = store.open(key)
+    assert stored is not None
+    want = bytes(stored.payload)
+    store.remove(key)
+    host = tiers.stage(key)
+    assert host is not None
+    weights = tiers.promote(host, no_pace)
+    assert weights is not None
+    assert bytes(weights.storage.numpy()) == want
+    # On a CPU it is the device's now; the store is asked for another one.
+    assert (tiers.landing.find(key) is None) == (not has_memory)
+    assert has_memory or tiers.stage(key) is None
 
 
 @contextlib.contextmanager

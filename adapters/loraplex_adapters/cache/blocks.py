@@ -1,0 +1,86 @@
+"""Memory of the CPU for whole adapters, and the adapter that was imported last in such memory."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import weakref
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from loraplex_adapters.key import AdapterKey
+from loraplex_adapters.layout import AdapterLayout
+
+# Of an adapter's memory that is kept when it goes, and of the one imported last: both beyond all budgets.
+MAX_SPARE_BYTES = 16 << 20
+
+
+class Blocks:
+    """Memory of the CPU for one adapter each. Owns one block that has come back, for the next adapter of that size:
+    new memory is cleared page by page, which takes longer than the copy into it. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._spare: mmap.mmap | None = None
+
+    @property
+    def spare_bytes(self) -> int:
+        spare = self._spare
+        return 0 if spare is None else len(spare)
+
+    def take(self, num_bytes: int) -> Tensor:
+        """uint8 [num_bytes], whatever is in it. The block comes back with the last tensor that looks into it."""
+        with self._lock:
+            block, self._spare = self._spare, None
+        if block is None or len(block) != num_bytes:
+            block = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                block.madvise(mmap.MADV_HUGEPAGE)  # fewer pages: faster to clear, faster to read
+        view = memoryview(block)
+        weakref.finalize(view, self._take_back, block).atexit = False
+        return torch.frombuffer(view, dtype=torch.uint8)
+
+    def _take_back(self, block: mmap.mmap) -> None:
+        """Called on whatever thread lets go of the last tensor, also while that one is in `take`: no lock."""
+        if len(block) <= MAX_SPARE_BYTES:
+            self._spare = block
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """An adapter in host memory, as the store has it."""
+
+    key: AdapterKey
+    layout: AdapterLayout
+    payload: Tensor  # uint8 [layout.num_bytes]
+
+
+class Landing:
+    """Where imported adapters land on their way to the store: the last one stays in memory, so that its first move need
+    not read it from there. Owns it until it is taken or the next one comes. Thread-safe."""
+
+    def __init__(self, blocks: Blocks) -> None:
+        self._blocks = blocks
+        self._last: Landed | None = None
+
+    def memory(self, num_bytes: int) -> Tensor | None:
+        """For the next one, in place of the last. None for one that is too large."""
+        self._last = None
+        return self._blocks.take(num_bytes) if 0 < num_bytes <= MAX_SPARE_BYTES else None
+
+    def put(self, landed: Landed) -> None:
+        self._last = landed
+
+    def find(self, key: AdapterKey) -> Landed | None:
+        """The last one, if it is this."""
+        last = self._last
+        return last if last is not None and last.key == key else None
+
+    def take(self, key: AdapterKey) -> Landed | None:
+        """The same, to be kept by whoever asks."""
+        found = self.find(key)
+        if found is not None:
+            self._last = None
+        return found
