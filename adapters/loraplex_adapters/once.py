@@ -20,7 +20,7 @@ _UNKNOWN: Final = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS})
 
 PAGE_BYTES: Final = 4096
 # Written at a time: part of a page would be read again for its other part, and more is not done with before more comes.
-CHUNK_BYTES: Final = 128 << 10
+CHUNK_BYTES: Final = 256 << 10
 
 
 def read_once(fd: int, buffer: memoryview, offset: int) -> int:

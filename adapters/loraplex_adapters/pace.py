@@ -16,7 +16,7 @@ Pace = Callable[[], None]
 
 # Of a core, beside threads that work, for each load that is under way or waits. A few steps that are longer cost less
 # than many that are a little longer, and than requests that wait for their adapters.
-SHARE = 0.7
+SHARE = 0.5
 # Shorter spells take more of the machine: after every pause the caches are full of other things. Longer ones keep the
 # core for so long that the system moves the compute threads together on another.
 SPELL_S = 0.002

@@ -1,9 +1,10 @@
 """An adapter file's tensors, read, converted and written in small pieces.
 
 Pieces bound the memory of a load, whatever the adapter's size. They fit into a core's cache and are no smaller,
-because the loader pauses after each and finds the cache full of other things. torch converts them in parts, on the
-loader's own thread: it fans out from 32,768 elements on, and more threads would fight the step loop for the cores.
-Reading, converting, hashing and writing a piece all release the interpreter lock. Knows nothing of what tensors mean.
+because the loader pauses after each and finds the cache full of other things. They end with a page of the file, or the
+page would be read twice. torch converts them in parts, on the loader's own thread: it fans out from 32,768 elements on,
+and more threads would fight the step loop for the cores. Reading, converting, hashing and writing a piece all release
+the interpreter lock. Knows nothing of what tensors mean.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,12 +20,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loraplex_adapters.formats.safetensors_header import DTYPE_BYTES, TensorInfo
+from loraplex_adapters.once import PAGE_BYTES
 from loraplex_adapters.pace import Pace, no_pace
 from loraplex_adapters.sources.base import SourceFile
 from loraplex_proto.errors import AdapterUnsupported, NonFinite
 
-SERIAL_ELEMENTS = 32_000  # that torch's element-wise kernels work on without other threads
-PIECE_ELEMENTS = 2 * SERIAL_ELEMENTS
+SERIAL_ELEMENTS = 30_720  # that torch's element-wise kernels work on without other threads; whole pages
+PIECE_BYTES = 2 * SERIAL_ELEMENTS * 4
 DTYPES: Mapping[str, torch.dtype] = {
     "float64": torch.float64,
     "float32": torch.float32,
@@ -60,6 +63,15 @@ def check_float(tensor: TensorInfo) -> None:
         raise AdapterUnsupported(f"{tensor.where} has dtype {tensor.dtype}; {', '.join(FILE_DTYPES)} are served")
 
 
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """The memory of a piece. Most are of one shape, and the tensors take longer to make than to fill."""
+
+    shape: tuple[torch.dtype, torch.dtype, int]  # as it is read, as it is given out, number of elements
+    target: Tensor
+    parts: tuple[tuple[Tensor, Tensor], ...]  # as read and as given out, SERIAL_ELEMENTS at most
+
+
 class PieceReader:
     """Reads tensors piece by piece, each into the memory of the one before. Owns that memory, and calls `pace` after
     every piece."""
@@ -68,6 +80,7 @@ class PieceReader:
         self.pace = pace
         self._source = bytearray()
         self._target = torch.empty(0)
+        self._piece: _Piece | None = None
 
     def pieces(
         self, tensor: TensorInfo, file: SourceFile, dtype: str, start: int = 0, count: int | None = None
@@ -76,15 +89,17 @@ class PieceReader:
         valid until the next one is asked for. Raises NonFinite, or what the file raises."""
         itemsize = DTYPE_BYTES[tensor.dtype]
         end = tensor.num_bytes // itemsize if count is None else start + count
-        for begin in range(start, end, PIECE_ELEMENTS):
-            num = min(PIECE_ELEMENTS, end - begin)
-            source, target = self._memory(DTYPES[FILE_DTYPES[tensor.dtype]], DTYPES[dtype], num)
-            file.read_into(memoryview(self._source)[: num * itemsize], tensor.offset + begin * itemsize)
-            for part, converted in zip(source.split(SERIAL_ELEMENTS), target.split(SERIAL_ELEMENTS), strict=True):
+        while start < end:
+            offset = tensor.offset + start * itemsize
+            num = min(max(1, (PIECE_BYTES - offset % PAGE_BYTES) // itemsize), end - start)
+            piece = self._memory(DTYPES[FILE_DTYPES[tensor.dtype]], DTYPES[dtype], num)
+            file.read_into(memoryview(self._source)[: num * itemsize], offset)
+            for part, converted in piece.parts:
                 converted.copy_(part)
                 _check_finite(converted, tensor, dtype)
-            yield target
+            yield piece.target
             self.pace()
+            start += num
 
     def sha256(self, tensor: TensorInfo, file: SourceFile, dtype: str) -> str:
         """Of the tensor's bytes in `dtype`: comparable with TargetModule.weight_sha256."""
@@ -93,14 +108,20 @@ class PieceReader:
             digest.update(bytes_of(piece))
         return digest.hexdigest()
 
-    def _memory(self, source: torch.dtype, target: torch.dtype, num: int) -> tuple[Tensor, Tensor]:
+    def _memory(self, source: torch.dtype, target: torch.dtype, num: int) -> _Piece:
         """`num` elements as they are read and as they are given out. New memory for every piece would be cleared for
         every piece, which takes longer than the work."""
+        shape = (source, target, num)
+        if self._piece is not None and self._piece.shape == shape:
+            return self._piece
         if len(self._source) < num * source.itemsize:
             self._source = bytearray(num * source.itemsize)
         if self._target.dtype != target or self._target.numel() < num:
             self._target = torch.empty(num, dtype=target)
-        return torch.frombuffer(self._source, dtype=source, count=num), self._target[:num]
+        read, given = torch.frombuffer(self._source, dtype=source, count=num), self._target[:num]
+        parts = tuple(zip(read.split(SERIAL_ELEMENTS), given.split(SERIAL_ELEMENTS), strict=True))
+        self._piece = _Piece(shape, given, parts)
+        return self._piece
 
 
 def weight_sha256(weight: Tensor) -> str:

@@ -25,7 +25,7 @@ from loraplex_adapters.lora.layout import FactorShape, place
 from loraplex_adapters.medusa.convert import write_heads as write_payload
 from loraplex_adapters.medusa.layout import HeadsShape
 from loraplex_adapters.pace import no_pace
-from loraplex_adapters.pieces import PIECE_ELEMENTS, PieceReader
+from loraplex_adapters.pieces import PIECE_BYTES, PieceReader
 from loraplex_adapters.sources.base import SourceFile
 from loraplex_adapters.sources.directory import DirectorySource
 from loraplex_adapters.targets import BaseTargets
@@ -156,8 +156,8 @@ def test_large_heads_are_read_and_written_in_pieces(has_map: bool, tmp_path: Pat
         watched = {name: Watched(file) for name, file in files.opened.items()}
         write_payload(plan.heads, plan.layout.heads, watched, vocab, write, PieceReader())
     assert len(data) == plan.layout.num_bytes
-    assert largest <= PIECE_ELEMENTS * 8
-    assert max(file.largest for file in watched.values()) <= PIECE_ELEMENTS * 4
+    assert largest <= 2 * PIECE_BYTES
+    assert max(file.largest for file in watched.values()) <= PIECE_BYTES
     weights = weights_at(AdapterKey("medusa", "0" * 64), plan.layout, torch.frombuffer(data, dtype=torch.uint8))
     assert weights.heads[0].projection is not None
     assert torch.equal(weights.heads[0].projection, expected.double())
