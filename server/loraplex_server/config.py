@@ -264,7 +264,7 @@ class WorkerConfig:
     max_message_bytes: int = option(4 << 20, "Largest message that is accepted.", "--max-message", is_bytes=True)
     max_unread_tokens: int = option(16384, "Tokens buffered for a slow reader before it is cut off.", "--max-unread")
     max_stream_wait_s: float = option(
-        0.1,
+        0.2,
         "Seconds that tokens of a stream may wait to be sent with the next ones, when sending each at once would take "
         "too much of the CPU; 0 sends them as they come.",
         "--stream-wait",

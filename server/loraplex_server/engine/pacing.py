@@ -16,7 +16,7 @@ from loraplex_adapters.native.threads import own_cpus
 
 # Of all cores where the engine computes on them too, of one core where it does not. Clients and routers on the same
 # machine take about as much again, each.
-CPU_SHARE = 0.0125
+CPU_SHARE = 0.006
 DEVICE_SHARE = 0.5
 FIRST_MESSAGE_S = 1e-4  # taken for granted until there is a median
 MEDIAN_STEP = 0.1
