@@ -1,10 +1,11 @@
-"""Memory of the CPU for whole adapters, and the adapter that was imported last in such memory."""
+"""Memory of the CPU for whole adapters, and the adapters that were imported last in such memory."""
 
 from __future__ import annotations
 
 import mmap
 import threading
 import weakref
+from collections import OrderedDict
 from dataclasses import dataclass
 
 import torch
@@ -13,8 +14,9 @@ from torch import Tensor
 from loraplex_adapters.key import AdapterKey
 from loraplex_adapters.layout import AdapterLayout
 
-# Of an adapter's memory that is kept when it goes, and of the one imported last: both beyond all budgets.
+# Of an adapter's memory that is kept when it goes, and of those imported last: both beyond all budgets.
 MAX_SPARE_BYTES = 16 << 20
+MAX_LANDED_BYTES = 24 << 20
 
 
 class Blocks:
@@ -58,29 +60,36 @@ class Landed:
 
 
 class Landing:
-    """Where imported adapters land on their way to the store: the last one stays in memory, so that its first move need
-    not read it from there. Owns it until it is taken or the next one comes. Thread-safe."""
+    """Where imported adapters land on their way to the store: the latest stay in memory, so that their first move need
+    not read them from there. Owns them, MAX_LANDED_BYTES at most, until they are taken or others come. Thread-safe."""
 
     def __init__(self, blocks: Blocks) -> None:
         self._blocks = blocks
-        self._last: Landed | None = None
+        self._lock = threading.Lock()
+        self._landed: OrderedDict[AdapterKey, Landed] = OrderedDict()  # the oldest first
 
     def memory(self, num_bytes: int) -> Tensor | None:
-        """For the next one, in place of the last. None for one that is too large."""
-        self._last = None
-        return self._blocks.take(num_bytes) if 0 < num_bytes <= MAX_SPARE_BYTES else None
+        """For the next one, in place of as many of the oldest as it takes. None for one that is too large."""
+        self._make_room(num_bytes)
+        return self._blocks.take(num_bytes) if 0 < num_bytes <= MAX_LANDED_BYTES else None
 
     def put(self, landed: Landed) -> None:
-        self._last = landed
+        with self._lock:
+            self._landed[landed.key] = landed
 
     def find(self, key: AdapterKey) -> Landed | None:
-        """The last one, if it is this."""
-        last = self._last
-        return last if last is not None and last.key == key else None
+        """It stays."""
+        with self._lock:
+            return self._landed.get(key)
 
     def take(self, key: AdapterKey) -> Landed | None:
-        """The same, to be kept by whoever asks."""
-        found = self.find(key)
-        if found is not None:
-            self._last = None
-        return found
+        """To be kept by whoever asks."""
+        with self._lock:
+            return self._landed.pop(key, None)
+
+    def _make_room(self, num_bytes: int) -> None:
+        with self._lock:
+            left = sum(landed.layout.num_bytes for landed in self._landed.values())
+            while self._landed and left + num_bytes > MAX_LANDED_BYTES:
+                _, oldest = self._landed.popitem(last=False)
+                left -= oldest.layout.num_bytes

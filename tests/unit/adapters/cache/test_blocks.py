@@ -50,44 +50,53 @@ def test_a_spare_block_is_only_for_its_size(monkeypatch: pytest.MonkeyPatch) -> 
 # --- what has landed --------------------------------------------------------------------------------------------------
 
 
+NUM_BYTES = adapter_layout(place("float32", [FactorShape("q", 4, 8, 8, 1.0)]), None).num_bytes
+
+
 def landed(landing: Landing, digit: str) -> Landed:
     layout = adapter_layout(place("float32", [FactorShape("q", 4, 8, 8, 1.0)]), None)
-    payload = landing.memory(layout.num_bytes)
+    payload = landing.memory(NUM_BYTES)
     assert payload is not None
     found = Landed(AdapterKey("lora", digit * 64), layout, payload)
     landing.put(found)
     return found
 
 
-def test_the_last_one_is_found_until_it_is_taken() -> None:
+def test_each_is_found_until_it_is_taken() -> None:
     landing = Landing(Blocks())
-    key = landed(landing, "a").key
-    other = AdapterKey("lora", "b" * 64)
-    assert landing.find(other) is None
-    assert landing.take(other) is None
-    found = landing.find(key)
-    assert found is not None
-    assert landing.take(key) is found
-    assert landing.find(key) is None
+    first, second = landed(landing, "a"), landed(landing, "b")
+    assert landing.find(AdapterKey("lora", "c" * 64)) is None
+    assert landing.take(AdapterKey("lora", "c" * 64)) is None
+    assert landing.find(first.key) is first
+    assert landing.take(first.key) is first
+    assert landing.find(first.key) is None
+    assert landing.find(second.key) is second
 
 
-def test_the_next_one_takes_the_memory_of_the_last() -> None:
+def test_the_next_one_takes_the_memory_of_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
     """And never that of one that was taken."""
+    monkeypatch.setattr(blocks_module, "MAX_LANDED_BYTES", 2 * NUM_BYTES)
     landing = Landing(Blocks())
-    address = landed(landing, "a").payload.data_ptr()
-    second = landed(landing, "b")
-    assert landing.find(AdapterKey("lora", "a" * 64)) is None
-    assert second.payload.data_ptr() == address
-    taken = landing.take(second.key)
-    assert taken is second
-    assert landed(landing, "c").payload.data_ptr() != address
+    keys = [landed(landing, "a").key]
+    oldest = landing.find(keys[0])
+    assert oldest is not None
+    address = oldest.payload.data_ptr()
+    del oldest
+    keys.append(landed(landing, "b").key)
+    third = landed(landing, "c")
+    assert landing.find(keys[0]) is None
+    assert landing.find(keys[1]) is not None
+    assert third.payload.data_ptr() == address
+    assert landing.take(third.key) is third
+    for digit in "def":
+        assert landed(landing, digit).payload.data_ptr() != address
 
 
 def test_no_memory_for_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks_module, "MAX_SPARE_BYTES", 8192)
+    monkeypatch.setattr(blocks_module, "MAX_LANDED_BYTES", NUM_BYTES)
     landing = Landing(Blocks())
     key = landed(landing, "a").key
-    assert landing.memory(8193) is None
+    assert landing.memory(NUM_BYTES + 1) is None
     assert landing.find(key) is None  # its memory is not kept beside a large one's
 
 
@@ -98,8 +107,7 @@ def test_an_import_that_fails_leaves_nothing(tmp_path: Path) -> None:
     landing = Landing(Blocks())
     source, targets = DirectorySource(tmp_path), base_targets("float32")
     good = import_adapter("good", source, targets, store, no_pace, landing)
-    assert landing.find(good.key) is not None
     with pytest.raises(NonFinite):
         import_adapter("bad", source, targets, store, no_pace, landing)
-    assert landing.find(good.key) is None
+    assert landing.find(good.key) is not None
     assert store.keys() == [good.key]
