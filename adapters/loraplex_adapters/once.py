@@ -2,30 +2,34 @@
 
 Every page that the system keeps is one that it has to find, and where a virtual machine gives unused memory back to its
 host, each new page costs a fault there: 10 us or more, half of the time of a load. Linux has had a flag for this since
-6.14; what does not know it (an older kernel, a file system in memory) reads and writes as always. What is in the
-system's cache already stays there.
+6.14; what does not know it (an older kernel or C library, a file system in memory) reads and writes as always. What is
+in the system's cache already stays there.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import sys
 from collections.abc import Callable
 from typing import Final
 
-# RWF_DONTCACHE of linux/fs.h, which Python has no name for.
-_ONCE: Final = 0x80 if sys.platform == "linux" else 0
+import numpy as np
+from numpy.typing import NDArray
+
+# RWF_DONTCACHE of linux/fs.h, which Python has no name for. Without preadv2 it knows none of its kind.
+_ONCE: Final = 0x80 if hasattr(os, "RWF_HIPRI") else 0
 _UNKNOWN: Final = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS})
 
 PAGE_BYTES: Final = 4096
 # Written at a time: part of a page would be read again for its other part, and more is not done with before more comes.
 CHUNK_BYTES: Final = 256 << 10
+# Smaller reads are of files of which more is read soon, a part of a page or a row after the other.
+MIN_READ_BYTES: Final = 64 << 10
 
 
 def read_once(fd: int, buffer: memoryview, offset: int) -> int:
     """As os.preadv: how many bytes were read, 0 at the end of the file."""
-    if _ONCE:
+    if _ONCE and buffer.nbytes >= MIN_READ_BYTES:
         try:
             return os.preadv(fd, [buffer], offset, _ONCE)
         except OSError as error:
@@ -62,6 +66,7 @@ class ChunkWriter:
         self._start = start
         self._see = see
         self._memory = memoryview(bytearray(CHUNK_BYTES)) if memory is None else memory
+        self._array: NDArray[np.uint8] = np.frombuffer(self._memory, dtype=np.uint8)
         self._num_written = 0
         self.num_bytes = 0
 
@@ -71,7 +76,8 @@ class ChunkWriter:
             at = self.num_bytes % len(self._memory)
             end = min(self._num_written + CHUNK_BYTES - self.num_bytes + at, len(self._memory))
             num = min(data.nbytes, end - at)
-            self._memory[at : at + num] = data[:num]
+            # By numpy, without the interpreter lock: the system may have to clear memory that is new.
+            np.copyto(self._array[at : at + num], np.frombuffer(data[:num], dtype=np.uint8))
             self.num_bytes += num
             if at + num == end:
                 self.flush()

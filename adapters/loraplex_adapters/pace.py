@@ -17,6 +17,7 @@ Pace = Callable[[], None]
 # Of a core, beside threads that work, for each load that is under way or waits. A few steps that are longer cost less
 # than many that are a little longer, and than requests that wait for their adapters.
 SHARE = 0.5
+MAX_SHARE = 0.8
 # Shorter spells take more of the machine: after every pause the caches are full of other things. Longer ones keep the
 # core for so long that the system moves the compute threads together on another.
 SPELL_S = 0.002
@@ -35,7 +36,7 @@ class GentlePace:
     waits for costs nobody anything."""
 
     def __init__(self, num_waiting: Callable[[], int] = lambda: 0) -> None:
-        """`num_waiting`: loads behind the present one."""
+        """`num_waiting`: jobs behind the present one."""
         self._num_waiting = num_waiting
         self._is_alone = False
         self._begin()
@@ -51,7 +52,7 @@ class GentlePace:
         worked_s = time.thread_time() - self._started_s
         if worked_s < spell_s:
             return
-        share = min(1.0, SHARE * (1 + self._num_waiting()))
+        share = min(MAX_SHARE, SHARE * (1 + self._num_waiting()))
         pause_s = ALONE_PAUSE_S if self._is_alone else min(worked_s * (1 / share - 1), MAX_PAUSE_S)
         before_s = time.process_time()
         time.sleep(pause_s)

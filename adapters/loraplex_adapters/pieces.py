@@ -91,7 +91,7 @@ class PieceReader:
         end = tensor.num_bytes // itemsize if count is None else start + count
         while start < end:
             offset = tensor.offset + start * itemsize
-            num = min(max(1, (PIECE_BYTES - offset % PAGE_BYTES) // itemsize), end - start)
+            num = min((PIECE_BYTES - offset % PAGE_BYTES) // itemsize, end - start)
             piece = self._memory(DTYPES[FILE_DTYPES[tensor.dtype]], DTYPES[dtype], num)
             file.read_into(memoryview(self._source)[: num * itemsize], offset)
             for part, converted in piece.parts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import threading
 import weakref
@@ -39,7 +40,8 @@ class Blocks:
         if block is None or len(block) != num_bytes:
             block = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if hasattr(mmap, "MADV_HUGEPAGE"):
-                block.madvise(mmap.MADV_HUGEPAGE)  # fewer pages: faster to clear, faster to read
+                with contextlib.suppress(OSError):  # a kernel without them
+                    block.madvise(mmap.MADV_HUGEPAGE)  # fewer pages: faster to clear, faster to read
         view = memoryview(block)
         weakref.finalize(view, self._take_back, block).atexit = False
         return torch.frombuffer(view, dtype=torch.uint8)
@@ -69,13 +71,20 @@ class Landing:
         self._landed: OrderedDict[AdapterKey, Landed] = OrderedDict()  # the oldest first
 
     def memory(self, num_bytes: int) -> Tensor | None:
-        """For the next one, in place of as many of the oldest as it takes. None for one that is too large."""
+        """For the next one, in place of as many of the oldest as it takes. None for one that is too large, and where
+        there is no memory."""
         self._make_room(num_bytes)
-        return self._blocks.take(num_bytes) if 0 < num_bytes <= MAX_LANDED_BYTES else None
+        if not 0 < num_bytes <= MAX_LANDED_BYTES:
+            return None
+        try:
+            return self._blocks.take(num_bytes)
+        except OSError:
+            return None
 
     def put(self, landed: Landed) -> None:
         with self._lock:
             self._landed[landed.key] = landed
+            self._landed.move_to_end(landed.key)
 
     def find(self, key: AdapterKey) -> Landed | None:
         """It stays."""
@@ -86,6 +95,11 @@ class Landing:
         """To be kept by whoever asks."""
         with self._lock:
             return self._landed.pop(key, None)
+
+    def clear(self) -> None:
+        """Gives all of them up."""
+        with self._lock:
+            self._landed.clear()
 
     def _make_room(self, num_bytes: int) -> None:
         with self._lock:

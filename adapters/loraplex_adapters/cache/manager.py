@@ -195,6 +195,7 @@ class AdapterManager:
             log.warning("an adapter was still being loaded at the end")
         self._host.clear()
         self._device.clear()
+        self._tiers.landing.clear()
         self._store.close()
         if self._temporary is not None:
             shutil.rmtree(self._temporary, ignore_errors=True)
@@ -231,7 +232,7 @@ class AdapterManager:
         try:
             found = import_adapter(fetch.name, self._source, self._targets, self._store, pace, self._tiers.landing)
         except Exception as error:
-            failure = _about(fetch.name, typed(error, f"fetching adapter {fetch.name}"))
+            failure = _bare(_about(fetch.name, typed(error, f"fetching adapter {fetch.name}")))
             self._finish(lambda now: self._take_failed_fetch(fetch, failure, now))
         else:
             self._finish(lambda now: self._take_fetched(fetch, found, started_s, now))
@@ -277,7 +278,7 @@ class AdapterManager:
             host = host or self._tiers.stage(key, pace)
             weights = self._tiers.promote(host, pace) if host and isinstance(move, Promote) else None
         except Exception as error:
-            failure = typed(error, "moving an adapter's weights")
+            failure = _bare(typed(error, "moving an adapter's weights"))
             self._finish(lambda now: self._table.residency.failed(key, failure, now))
             return
         if host is None or (weights is None and isinstance(move, Promote)):
@@ -325,6 +326,12 @@ def _temporary_store() -> Path:
     """A new folder, and the end of those that killed processes left behind."""
     remove_abandoned(Path(tempfile.gettempdir()), TEMPORARY_STORE)
     return Path(tempfile.mkdtemp(prefix=TEMPORARY_STORE))
+
+
+def _bare(error: LoraplexError) -> LoraplexError:
+    """The same error without the frames that it came through: they hold the memory of the load, and it is kept."""
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)
 
 
 def _about(adapter_id: str, error: LoraplexError) -> LoraplexError:

@@ -1,7 +1,8 @@
 """The copies between tiers: the store, host memory, device memory. Runs on the mover's thread.
 
-On a CPU the host tier is the store's file, in the system's page cache, and the device tier a flat tensor that kernels
-read in place: the file is mapped for the copy only, because every mapping takes a file descriptor. With CUDA the host
+On a CPU the host tier is the store's file, which the system keeps in its page cache from the first copy on, and the
+device tier a flat tensor that kernels read in place: the file is mapped for the copy only, because every mapping takes
+a file descriptor. With CUDA the host
 tier is pinned memory, and the copy to the device runs on a stream of its own, so that it overlaps with steps; it has
 ended before anybody hears of it, so that no step ever waits for one.
 
@@ -100,7 +101,7 @@ class Tiers:
 
     def stage(self, key: AdapterKey, pace: Pace = no_pace) -> HostCopy | None:
         """From the store, or from where it has just landed. None when the store has dropped the adapter."""
-        landed = self.landing.find(key)
+        landed = self.landing.find(key) if self._memory is None else self.landing.take(key)
         if landed is not None:
             layout, payload = landed.layout, landed.payload.numpy()
         else:

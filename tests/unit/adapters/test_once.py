@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from loraplex_adapters import once
-from loraplex_adapters.once import CHUNK_BYTES, ChunkWriter, read_once, write_once
+from loraplex_adapters.once import CHUNK_BYTES, MIN_READ_BYTES, ChunkWriter, read_once, write_once
 
 Calls = list[tuple[int, int]]  # offset and number of bytes
 
 
 @pytest.fixture
-def fd(tmp_path: Path) -> int:
-    return os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT, 0o600)
+def fd(tmp_path: Path) -> Iterator[int]:
+    found = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT, 0o600)
+    yield found
+    os.close(found)
 
 
 def random_bytes(num: int) -> bytes:
@@ -27,27 +30,49 @@ def random_bytes(num: int) -> bytes:
 def test_what_was_written_is_read(fd: int, refusal: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the system does not know the flag, or refuses it."""
     read, write = os.preadv, os.pwritev
+    seen: list[tuple[int, ...]] = []
 
     def refuse(flags: tuple[int, ...]) -> None:
+        seen.append(flags)
         if flags and refusal is not None:
             raise OSError(refusal, "no")
 
     def preadv(fd: int, buffers: list[memoryview], offset: int, *flags: int) -> int:
         refuse(flags)
-        return read(fd, buffers, offset, *flags)
+        return read(fd, buffers, offset)
 
     def pwritev(fd: int, buffers: list[memoryview], offset: int, *flags: int) -> int:
         refuse(flags)
-        return write(fd, [buffers[0][:5000]], offset, *flags)  # never more than that at once
+        return write(fd, [buffers[0][:50_000]], offset)  # never more than that at once
 
     monkeypatch.setattr(os, "preadv", preadv)
     monkeypatch.setattr(os, "pwritev", pwritev)
-    data = random_bytes(20_001)
+    monkeypatch.setattr(once, "_ONCE", 0x80)
+    data = random_bytes(200_001)
     write_once(fd, memoryview(data), 77)
-    buffer = bytearray(30_000)
+    buffer = bytearray(300_000)
     assert read_once(fd, memoryview(buffer), 77) == len(data)
     assert buffer[: len(data)] == data
     assert read_once(fd, memoryview(buffer), 77 + len(data)) == 0
+    assert seen[0] == (0x80,)
+    assert seen[-2 if refusal else -1] == (0x80,)
+    assert (() in seen) == (refusal is not None)
+
+
+def test_small_reads_keep_their_pages(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row after the other would read every page once per row."""
+    write_once(fd, memoryview(b"abc"), 0)
+    monkeypatch.setattr(once, "_ONCE", 1 << 30)  # that no system knows
+    buffer = bytearray(MIN_READ_BYTES - 1)
+    read = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: read(fd, buffers, offset))
+    assert read_once(fd, memoryview(buffer), 0) == 3
+
+
+def test_without_flags_in_python(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(once, "_ONCE", 0)
+    write_once(fd, memoryview(b"abc"), 0)
+    assert read_once(fd, memoryview(bytearray(MIN_READ_BYTES)), 0) == 3
 
 
 def test_other_errors_are_the_callers(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 from pathlib import Path
 
 import pytest
@@ -111,3 +113,28 @@ def test_an_import_that_fails_leaves_nothing(tmp_path: Path) -> None:
         import_adapter("bad", source, targets, store, no_pace, landing)
     assert landing.find(good.key) is not None
     assert store.keys() == [good.key]
+    assert len(list((tmp_path / "store").glob("*.adapter"))) == 1
+    assert not list((tmp_path / "store").glob(".incoming*"))
+
+
+def test_without_memory_nothing_lands(monkeypatch: pytest.MonkeyPatch) -> None:
+    landing = Landing(Blocks())
+
+    def none_left(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.ENOMEM, "no memory")
+
+    monkeypatch.setattr(mmap, "mmap", none_left)
+    assert landing.memory(NUM_BYTES) is None
+
+
+def test_one_that_lands_again_is_the_latest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks_module, "MAX_LANDED_BYTES", 3 * NUM_BYTES)
+    landing = Landing(Blocks())
+    first, second = landed(landing, "a"), landed(landing, "b")
+    landed(landing, "a")
+    landed(landing, "c")
+    landed(landing, "d")
+    assert landing.find(first.key) is not None
+    assert landing.find(second.key) is None
+    landing.clear()
+    assert landing.find(first.key) is None

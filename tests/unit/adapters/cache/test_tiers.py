@@ -19,7 +19,7 @@ from loraplex_adapters.cache.loader import import_adapter
 from loraplex_adapters.cache.tiers import Tiers, pinned_sizes
 from loraplex_adapters.key import AdapterKey
 from loraplex_adapters.lora.layout import FactorShape, LoraLayout, place
-from loraplex_adapters.pace import SHARE, GentlePace, no_pace
+from loraplex_adapters.pace import MAX_SHARE, SHARE, GentlePace, no_pace
 from loraplex_adapters.sources.directory import DirectorySource
 from loraplex_adapters.store import AdapterStore, WriteFn
 
@@ -142,9 +142,8 @@ def test_what_has_just_landed_is_not_read_back(tmp_path: Path, has_memory: bool)
     weights = tiers.promote(host, no_pace)
     assert weights is not None
     assert bytes(weights.storage.numpy()) == want
-    # On a CPU it is the device's now; the store is asked for another one.
-    assert (tiers.landing.find(key) is None) == (not has_memory)
-    assert has_memory or tiers.stage(key) is None
+    assert tiers.landing.find(key) is None  # it has moved on
+    assert tiers.stage(key) is None
 
 
 @contextlib.contextmanager
@@ -254,7 +253,7 @@ def test_beside_busy_threads_it_takes_its_share(monkeypatch: pytest.MonkeyPatch,
         clocks.work(0.0001)
         pace()
     assert len(clocks.pauses) >= 40  # in short spells
-    share = min(1.0, SHARE * (1 + num_waiting))
+    share = min(MAX_SHARE, SHARE * (1 + num_waiting))
     assert 0.1 / (0.1 + sum(clocks.pauses)) == pytest.approx(share, rel=0.15)
 
 
