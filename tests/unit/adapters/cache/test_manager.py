@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from support.adapter_files import DOWN_PROJ, PREFIX, Q_PROJ, Engine, lora_tensors, write_adapter
 
 from loraplex_adapters.cache import manager as manager_module
+from loraplex_adapters.cache.blocks import Landing
 from loraplex_adapters.cache.tiers import Tiers
 from loraplex_adapters.key import AdapterKey
 from loraplex_adapters.sources.base import AdapterFiles
@@ -352,6 +353,32 @@ def test_a_full_store_is_an_error_and_resident_adapters_go_on(make_engine: Calla
         engine.resolve("a1")
     assert raised.value.retry_after_s
     assert engine.cache.acquire(resident) is not None
+
+
+def test_a_load_that_failed_keeps_no_memory(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even until the next collection: the error is kept, and must not keep the frames that it came through."""
+    taken: list[weakref.ref[torch.Tensor]] = []
+    memory = Landing.memory
+
+    def watched(self: Landing, num_bytes: int) -> torch.Tensor | None:
+        found = memory(self, num_bytes)
+        assert found is not None
+        taken.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(Landing, "memory", watched)
+    engine = make_engine(disk_bytes=8192)
+    engine.acquire(engine.resolve("a0"))
+    gc.disable()
+    try:
+        with pytest.raises(DiskFull):
+            engine.resolve("a1")
+        assert len(taken) == 2
+        assert taken[1]() is None
+    finally:
+        gc.enable()
 
 
 def test_a_source_that_is_down(make_engine: Callable[..., Engine], source: CountingSource) -> None:
