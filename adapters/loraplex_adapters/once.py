@@ -29,30 +29,27 @@ MIN_READ_BYTES: Final = 64 << 10
 
 def read_once(fd: int, buffer: memoryview, offset: int) -> int:
     """As os.preadv: how many bytes were read, 0 at the end of the file."""
-    if _ONCE and buffer.nbytes >= MIN_READ_BYTES:
-        try:
-            return os.preadv(fd, [buffer], offset, _ONCE)
-        except OSError as error:
-            if error.errno not in _UNKNOWN:
-                raise
-    return os.preadv(fd, [buffer], offset)
+    if buffer.nbytes < MIN_READ_BYTES:
+        return os.preadv(fd, [buffer], offset)
+    return _once(os.preadv, fd, buffer, offset)
 
 
 def write_once(fd: int, data: memoryview, offset: int) -> None:
     """All of `data`. Raises OSError."""
     while data.nbytes > 0:
-        done = _write(fd, data, offset)
+        done = _once(os.pwritev, fd, data, offset)
         data, offset = data[done:], offset + done
 
 
-def _write(fd: int, data: memoryview, offset: int) -> int:
+def _once(call: Callable[..., int], fd: int, data: memoryview, offset: int) -> int:
+    """os.preadv or os.pwritev with the flag, or without it where the system refuses it."""
     if _ONCE:
         try:
-            return os.pwritev(fd, [data], offset, _ONCE)
+            return call(fd, [data], offset, _ONCE)
         except OSError as error:
             if error.errno not in _UNKNOWN:
                 raise
-    return os.pwritev(fd, [data], offset)
+    return call(fd, [data], offset)
 
 
 class ChunkWriter:
@@ -65,8 +62,7 @@ class ChunkWriter:
         self._fd = fd
         self._start = start
         self._see = see
-        self._memory = memoryview(bytearray(CHUNK_BYTES)) if memory is None else memory
-        self._array: NDArray[np.uint8] = np.frombuffer(self._memory, dtype=np.uint8)
+        self._memory: NDArray[np.uint8] = np.frombuffer(memory or bytearray(CHUNK_BYTES), dtype=np.uint8)
         self._num_written = 0
         self.num_bytes = 0
 
@@ -77,7 +73,7 @@ class ChunkWriter:
             end = min(self._num_written + CHUNK_BYTES - self.num_bytes + at, len(self._memory))
             num = min(data.nbytes, end - at)
             # By numpy, without the interpreter lock: the system may have to clear memory that is new.
-            np.copyto(self._array[at : at + num], np.frombuffer(data[:num], dtype=np.uint8))
+            np.copyto(self._memory[at : at + num], np.frombuffer(data[:num], dtype=np.uint8))
             self.num_bytes += num
             if at + num == end:
                 self.flush()
@@ -89,5 +85,5 @@ class ChunkWriter:
         if num == 0:
             return
         first = self._num_written % len(self._memory)
-        write_once(self._fd, self._memory[first : first + num], self._start + self._num_written)
+        write_once(self._fd, self._memory[first : first + num].data, self._start + self._num_written)
         self._num_written = self.num_bytes

@@ -2,9 +2,8 @@
 
 On a CPU the host tier is the store's file, which the system keeps in its page cache from the first copy on, and the
 device tier a flat tensor that kernels read in place: the file is mapped for the copy only, because every mapping takes
-a file descriptor. With CUDA the host
-tier is pinned memory, and the copy to the device runs on a stream of its own, so that it overlaps with steps; it has
-ended before anybody hears of it, so that no step ever waits for one.
+a file descriptor. With CUDA the host tier is pinned memory, and the copy to the device runs on a stream of its own, so
+that it overlaps with steps; it has ended before anybody hears of it, so that no step ever waits for one.
 
 Pinned memory is asked for in pieces that are powers of two: PyTorch would round anything else up to the next one, to up
 to twice what the host's budget counts, and what is given back it would keep for requests of that size only.
