@@ -48,7 +48,7 @@ class Load(google.protobuf.message.Message):
     host_adapter_budget_bytes: builtins.int
     @property
     def adapters(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ResidentAdapter]:
-        """Adapters that are at least on disk, with their tier; the most recently used first, 1024 at most."""
+        """Adapters that are at least on disk, with their tier; those nearest to the device first, 1024 at most."""
 
     def __init__(
         self,

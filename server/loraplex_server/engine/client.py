@@ -37,6 +37,7 @@ from loraplex_server.engine.messages import (
     Stopped,
     Submit,
 )
+from loraplex_server.engine.news import News
 from loraplex_server.engine.pacing import SendingMeter
 from loraplex_server.engine.process import EngineBuilder, engine_process, engine_thread
 from loraplex_server.engine.streams import RequestStream
@@ -58,7 +59,8 @@ class EngineState:
 
 
 class EngineClient:
-    """Starts an engine, submits requests, routes its events. `lost` is set when the engine ends unasked."""
+    """Starts an engine, submits requests, routes its events. `lost` is set when the engine ends unasked, and `news` tells
+    whoever watches `state`."""
 
     def __init__(self, config: EngineConfig, *, max_unread_tokens: int = 16384, max_stream_wait_s: float = 0.0) -> None:
         """Tokens of a stream may wait up to `max_stream_wait_s` for later ones, where sending them costs too much."""
@@ -75,6 +77,7 @@ class EngineClient:
         self._started: asyncio.Future[ModelInfo] | None = None
         self._on_progress: Callable[[str], None] = lambda text: None
         self.lost = asyncio.Event()
+        self.news = News()
         self.state = EngineState(LoadNumbers())
         self.integrity = ""
 
@@ -237,6 +240,7 @@ class EngineClient:
             self.state.listing.take(batch.changes)
         if batch.usage is not None:
             self.state.usage = batch.usage
+        self.news.spread()
 
     def _on_reply(self, reply: Reply) -> None:
         future = self._operations.get(reply.operation_id)
@@ -253,6 +257,7 @@ class EngineClient:
         asyncio.get_running_loop().remove_reader(self._conn.fileno())
         self._conn.close()
         self.lost.set()
+        self.news.spread()
         error = EngineLost("this worker's engine ended unexpectedly; try again, another worker will take it")
         if not self._stopping:
             log.error("the engine's process is gone; %d requests fail", len(self._streams))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from loraplex_adapters.cache.api import AdapterInfo, CacheUsage
 from loraplex_proto.v1 import adapter_pb2, inference_pb2, worker_pb2
@@ -246,8 +247,17 @@ def adapter_to_pb(info: AdapterInfo) -> adapter_pb2.Adapter:
     )
 
 
+def residents_to_pb(listed: Iterable[AdapterInfo]) -> list[worker_pb2.ResidentAdapter]:
+    """Those that are at least on disk, the nearest to the device first: of too many, those that are left out cost least."""
+    resident = sorted((info for info in listed if info.tier != "source"), key=lambda info: -_TIERS[info.tier])
+    return [
+        worker_pb2.ResidentAdapter(adapter_id=info.adapter_id, digest=info.digest, tier=_TIERS[info.tier])
+        for info in islice(resident, MAX_LISTED_ADAPTERS)
+    ]
+
+
 def load_to_pb(
-    load: LoadNumbers, resident: Iterable[AdapterInfo], usage: CacheUsage | None, draining: bool
+    load: LoadNumbers, resident: Iterable[worker_pb2.ResidentAdapter], usage: CacheUsage | None, draining: bool
 ) -> worker_pb2.Load:
     message = worker_pb2.Load(
         running_requests=load.num_running,
@@ -257,12 +267,8 @@ def load_to_pb(
         free_kv_blocks=load.num_free_blocks,
         max_running_requests=load.max_running,
         draining=draining,
+        adapters=resident,
     )
-    for info in resident:
-        if len(message.adapters) == MAX_LISTED_ADAPTERS:
-            break
-        if info.tier != "source":
-            message.adapters.add(adapter_id=info.adapter_id, digest=info.digest, tier=_TIERS[info.tier])
     if usage is not None:
         message.device_adapter_bytes = usage.device_bytes
         message.device_adapter_budget_bytes = usage.device_budget_bytes

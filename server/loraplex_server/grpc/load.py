@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
+from loraplex_adapters.cache.api import AdapterInfo
 from loraplex_proto import validate
 from loraplex_proto.v1 import worker_pb2, worker_pb2_grpc
 from loraplex_server.engine.client import EngineClient
@@ -16,6 +18,10 @@ Context = Any
 DEFAULT_INTERVAL_S = 0.2
 MIN_INTERVAL_S = 0.02
 HEARTBEAT_INTERVALS = 10
+# With every step there is a little less to do, and where the engine computes on a CPU, telling it takes time from the
+# steps. Less than this, or than this part of what was told, can wait for the heartbeat.
+TOLD_TOKENS = 512
+TOLD_PART = 1 / 8
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
@@ -24,6 +30,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     def __init__(self, engine: EngineClient, edge: Edge) -> None:
         self._engine = engine
         self._edge = edge
+        # The listing as it was last, and how it is told: thousands of adapters take as long as a step.
+        self._listed: tuple[AdapterInfo, ...] = ()
+        self._adapters: list[worker_pb2.ResidentAdapter] = []
 
     @handles_errors
     async def GetLoad(self, request: worker_pb2.GetLoadRequest, context: Context) -> worker_pb2.GetLoadResponse:
@@ -34,20 +43,38 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def WatchLoad(
         self, request: worker_pb2.WatchLoadRequest, context: Context
     ) -> AsyncIterator[worker_pb2.WatchLoadResponse]:
+        """Tells what has changed when the engine says something, so that nobody is woken for this alone."""
         validate.check_watch_load(request)
         interval_s = max(MIN_INTERVAL_S, request.min_interval_s or DEFAULT_INTERVAL_S)
-        last, num_silent = None, 0
+        clock = asyncio.get_running_loop().time
+        told: worker_pb2.Load | None = None
+        due_s = 0.0
         while not self._engine.lost.is_set():
+            change, looked_s = self._engine.news.next(), clock()
             load = self._load()
-            if load.draining and not load.running_requests and not load.queued_requests:
+            is_last = load.draining and not load.running_requests and not load.queued_requests
+            if told is None or is_last or looked_s >= due_s or is_worth_telling(load, told):
                 yield worker_pb2.WatchLoadResponse(load=load)
+                told, due_s = load, looked_s + HEARTBEAT_INTERVALS * interval_s
+            if is_last:
                 return  # an open watch would hold the server for its whole grace period
-            num_silent += 1
-            if load != last or num_silent >= HEARTBEAT_INTERVALS:
-                yield worker_pb2.WatchLoadResponse(load=load)
-                last, num_silent = load, 0
-            await asyncio.sleep(interval_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(due_s):
+                    await change.wait()
+            await asyncio.sleep(looked_s + interval_s - clock())
 
     def _load(self) -> worker_pb2.Load:
         state = self._engine.state
-        return convert.load_to_pb(state.load, state.listing.rows(), state.usage, self._edge.is_leaving)
+        listed = state.listing.rows()
+        if listed is not self._listed:
+            self._listed, self._adapters = listed, convert.residents_to_pb(listed)
+        return convert.load_to_pb(state.load, self._adapters, state.usage, self._edge.is_leaving)
+
+
+def is_worth_telling(load: worker_pb2.Load, told: worker_pb2.Load) -> bool:
+    """Whether a router would choose otherwise if it knew this instead of what it was told."""
+    if abs(load.pending_tokens - told.pending_tokens) > max(TOLD_TOKENS, TOLD_PART * told.pending_tokens):
+        return True
+    others = (load.running_requests, load.queued_requests, load.max_running_requests, load.draining)
+    told_others = (told.running_requests, told.queued_requests, told.max_running_requests, told.draining)
+    return others != told_others or load.adapters != told.adapters

@@ -77,6 +77,7 @@ class Worker:
         """Says for `announce_s` that it is going, then takes no new requests, lets the running ones end for up to
         `drain_s`, and stops. Called again, with less time, it hurries."""
         self.edge.is_leaving = True
+        self.engine.news.spread()
         self.health.begin_drain()
         await asyncio.sleep(announce_s)
         self.edge.is_draining = True
