@@ -59,8 +59,8 @@ class EngineState:
 
 
 class EngineClient:
-    """Starts an engine, submits requests, routes its events. `lost` is set when the engine ends unasked, and `news` tells
-    whoever watches `state`."""
+    """Starts an engine, submits requests, routes its events. `lost` is set when the engine ends unasked, `news` tells
+    who watches `state`."""
 
     def __init__(self, config: EngineConfig, *, max_unread_tokens: int = 16384, max_stream_wait_s: float = 0.0) -> None:
         """Tokens of a stream may wait up to `max_stream_wait_s` for later ones, where sending them costs too much."""

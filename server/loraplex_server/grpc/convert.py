@@ -248,7 +248,7 @@ def adapter_to_pb(info: AdapterInfo) -> adapter_pb2.Adapter:
 
 
 def residents_to_pb(listed: Iterable[AdapterInfo]) -> list[worker_pb2.ResidentAdapter]:
-    """Those that are at least on disk, the nearest to the device first: of too many, those that are left out cost least."""
+    """Those that are at least on disk, the nearest to the device first: of too many, those left out cost least."""
     resident = sorted((info for info in listed if info.tier != "source"), key=lambda info: -_TIERS[info.tier])
     return [
         worker_pb2.ResidentAdapter(adapter_id=info.adapter_id, digest=info.digest, tier=_TIERS[info.tier])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -58,16 +59,19 @@ class Watched:
 async def test_changes_are_told_and_drift_is_not() -> None:
     watched = Watched()
     first = await watched.told()
-    assert first is not None and (first.running_requests, first.pending_tokens) == (2, 8000)
+    assert first is not None
+    assert (first.running_requests, first.pending_tokens) == (2, 8000)
     for _ in range(3):
         watched.say(pending_tokens=watched.engine.state.load.pending_tokens - 100, num_free_blocks=40)
         assert await watched.told(INTERVAL_S) is None
     watched.say(num_running=3)
     load = await watched.told()
-    assert load is not None and (load.running_requests, load.pending_tokens, load.free_kv_blocks) == (3, 7700, 40)
+    assert load is not None
+    assert (load.running_requests, load.pending_tokens, load.free_kv_blocks) == (3, 7700, 40)
     watched.say(pending_tokens=4000)
     load = await watched.told()
-    assert load is not None and load.pending_tokens == 4000
+    assert load is not None
+    assert load.pending_tokens == 4000
 
 
 async def test_not_more_often_than_asked_for() -> None:
@@ -79,7 +83,7 @@ async def test_not_more_often_than_asked_for() -> None:
         watched.say(num_running=running)
         await watched.told()
         times.append(clock())
-    assert all(after - before > 0.8 * INTERVAL_S for before, after in zip(times, times[1:], strict=False))
+    assert all(after - before > 0.8 * INTERVAL_S for before, after in itertools.pairwise(times))
 
 
 async def test_a_heartbeat_when_nothing_happens() -> None:
@@ -94,7 +98,8 @@ async def test_what_changes_while_a_message_is_sent_is_not_missed() -> None:
     await watched.told()  # the handler has not gone on since it gave this
     watched.say(num_queued=5)
     load = await watched.told(HEARTBEAT_INTERVALS * INTERVAL_S / 2)
-    assert load is not None and load.queued_requests == 5
+    assert load is not None
+    assert load.queued_requests == 5
 
 
 async def test_adapters_that_move() -> None:
@@ -103,13 +108,15 @@ async def test_adapters_that_move() -> None:
     watched.engine.state.listing.take({"a": (row("a", "host"),)})
     watched.say()
     load = await watched.told()
-    assert load is not None and [adapter.adapter_id for adapter in load.adapters] == ["a"]
+    assert load is not None
+    assert [adapter.adapter_id for adapter in load.adapters] == ["a"]
     watched.say()
     assert await watched.told(SILENCE_S) is None
     watched.engine.state.listing.take({"a": (row("a"),)})
     watched.say()
     load = await watched.told()
-    assert load is not None and load.adapters[0].tier == 4
+    assert load is not None
+    assert load.adapters[0].tier == 4
 
 
 async def test_the_last_message_of_a_worker_that_leaves() -> None:
@@ -118,10 +125,12 @@ async def test_the_last_message_of_a_worker_that_leaves() -> None:
     watched.edge.is_leaving = True
     watched.engine.news.spread()
     load = await watched.told()
-    assert load is not None and load.draining
+    assert load is not None
+    assert load.draining
     watched.say(num_running=0, pending_tokens=7999)
     load = await watched.told()
-    assert load is not None and not load.running_requests
+    assert load is not None
+    assert not load.running_requests
     with pytest.raises(StopAsyncIteration):
         await anext(watched.stream)
 
