@@ -17,6 +17,7 @@ from loraplex_proto.options import option
 MAX_DRAFT_TOKENS: Final = 64  # per step; requests cannot ask for more either
 MAX_LOOKUP_HISTORY: Final = 1 << 20  # tokens of one namespace
 CPU_KERNELS: Final = ("auto", "native", "torch")
+QUANTIZE: Final = ("none", "int8")
 LORA_KERNELS: Final = ("auto", "triton", "punica", "reference")
 
 
@@ -27,6 +28,12 @@ class ModelConfig:
     model: str
     revision: str | None = option(None, "Hub revision of the base model.", "--revision")
     dtype: str = option("auto", "auto (as the checkpoint has it), float32, bfloat16, float16 or float64.", "--dtype")
+    quantize: str = option(
+        "none",
+        "How the base model's linears are kept: none (as they are) or int8: half the memory and faster, rounded to "
+        "MXINT8; with native CPU kernels only.",
+        "--quantize",
+    )
     device: str = option("auto", "auto (a GPU where there is one), cpu, cuda or cuda:N.", "--device")
     attention: str = option(
         "auto",
@@ -206,6 +213,7 @@ class EngineConfig:
             (self.num_threads is None or self.num_threads >= 1, "--threads", "must be at least 1"),
             (self.lora_kernels in LORA_KERNELS, "--lora-kernels", f"must be {', '.join(LORA_KERNELS)}"),
             (self.cpu_kernels in CPU_KERNELS, "--cpu-kernels", f"must be {', '.join(CPU_KERNELS)}"),
+            (self.model.quantize in QUANTIZE, "--quantize", f"must be {' or '.join(QUANTIZE)}"),
             (
                 self.model.dtype in {"auto", "float32", "bfloat16", "float16", "float64"},
                 "--dtype",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.native_kernels import library_or_skip
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -83,6 +84,16 @@ def test_memory() -> None:
     assert memory["reached"], memory
     assert throughput["ratio"] > 0
     assert throughput["reached"] == (throughput["ratio"] >= 0.8)
+
+
+def test_rounding(inputs: Path) -> None:
+    library_or_skip()
+    (row,) = lines(run("rounding.py", str(inputs / "model")))
+    assert 0 < row["rounded"]["logits_apart"] < 0.1
+    assert 0 <= row["float32"]["divergence_nats"]
+    (row,) = lines(run("rounding.py", "demo", "--cases", "4"))
+    assert row["right"]["json"].keys() == {"as_it_is", "rounded"}
+    assert row["rounded"]["same_token"] > 0.9
 
 
 def test_engines_that_take_turns(inputs: Path) -> None:

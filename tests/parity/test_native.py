@@ -17,7 +17,7 @@ from support.dense import dense_logits, make_dense
 from support.driver import Job, Rig, make_rig, random_prompts
 from support.lora_cases import bits
 from support.native_kernels import isas, native_kernels, using
-from support.native_models import NOT_STACKED, STACKED, native_model, native_rig
+from support.native_models import NOT_STACKED, STACKED, native_model, native_rig, rounded_model
 from support.peft_files import SPECS, load_lora, save_adapter
 from support.speculation import World, draft_proposer, loopy, make_bench, request
 from support.zoo import VOCAB_SIZE
@@ -238,6 +238,34 @@ def test_adapters_come_and_go_while_others_run(isa: str, tmp_path: Path) -> None
         assert same_bits(rig, got, calm, want)
 
 
+# --- weights in eight bits --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "gpt2", "phi3"])
+def test_int8_is_the_rounded_model(isa: str, family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """To the last bit of its logits, adapters and drafts included; in float32 it equals Transformers."""
+    adapted = make_adapted(tmp_path, family, dtype)
+    kernels = native_kernels()
+    rounded = rounded_model(adapted.base, kernels)
+    rigs = native_rig(adapted.base, kernels, int8=True, max_rows=6), native_rig(rounded, kernels, max_rows=6)
+    assert (rigs[0].loaded.stack is not None) == (family in STACKED)
+    ran: list[list[Job]] = []
+    for seed, rig in enumerate(rigs):
+        for slot, weights in enumerate(adapted.load(rig)):
+            rig.slots.install(slot, weights)
+        ran.append(mixed_jobs())
+        for job, twin in zip(ran[-1], ran[0], strict=True):
+            job.propose = drafting(twin, seed) if seed else None
+        rig.run(ran[-1])
+    for job, twin in zip(*ran, strict=True):
+        assert job.error is None
+        if EMBEDDING not in [use.slot for use in job.adapters]:
+            assert same_bits(rigs[0], job, rigs[1], twin)
+        if dtype == torch.float32 and not job.adapters:
+            check_logits(rigs[0].logits(job), dense_logits(rounded, job.prompt, job.tokens), job.tokens)
+
+
 # --- whole engines ----------------------------------------------------------------------------------------------------
 
 KINDS = (
@@ -254,15 +282,20 @@ KINDS = (
 )
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_texts_survive_scheduling_and_every_proposer(isa: str, dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "int8"),
+    [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)],
+    ids=["float32", "bfloat16", "int8"],
+)
+def test_texts_survive_scheduling_and_every_proposer(isa: str, dtype: torch.dtype, int8: bool, tmp_path: Path) -> None:
     """Prefix hits, forks, preemption, drafts of every kind, sampling: token for token, and logprob for logprob, what
-    the same request gets alone."""
+    the same request gets alone. In eight bits, alone from the rounded model."""
     kernels = native_kernels()
     model = make_dense(loopy(native_model("llama", dtype), 0.2))
-    world = World(model, tmp_path, kernels)
+    world = World(rounded_model(model, kernels) if int8 else model, tmp_path, kernels)
     world.add_lora("lora", SPECS[1], seed=1)
-    world.add_lora("head", SPECS[3], seed=2)
+    # PEFT saves a copy of the head beside an adapter of it; an adapter of the rounded head is of another model.
+    world.add_lora("head", SPECS[2 if int8 else 3], seed=2)
     dice = random.Random(3)
     opening = [dice.randrange(2, VOCAB_SIZE) for _ in range(21)]
     asked: list[Request] = []
@@ -285,7 +318,8 @@ def test_texts_survive_scheduling_and_every_proposer(isa: str, dtype: torch.dtyp
     asked = [replace(one, speculation=KINDS[idx % len(KINDS)][1]) for idx, one in enumerate(asked)]
     dice.shuffle(asked)
     drafts = {"same": draft_proposer(model, num_target_ids=VOCAB_SIZE)}
-    bench = make_bench(model, tmp_path, native=kernels, drafts=drafts, num_blocks=22, max_running=7, max_step_tokens=13)
+    sizes: dict[str, Any] = {"num_blocks": 22, "max_running": 7, "max_step_tokens": 13}
+    bench = make_bench(model, tmp_path, native=kernels, drafts=drafts, int8=int8, **sizes)
     assert bench.engine._runner._loaded.stack is not None  # type: ignore[attr-defined]
     bench.load("lora", "head", "heads")
     outcomes = bench.run(asked, dice)

@@ -12,6 +12,7 @@ from loraplex_adapters.native.kernels import NativeKernels
 from loraplex_adapters.ops.native import NativeOps
 from loraplex_server.model.attention.native_paged import NativePagedAttention, reason_against
 from loraplex_server.model.loader import adopt_model
+from loraplex_server.model.native.rounding import round_linears
 from support.driver import Rig, make_rig
 from support.zoo import random_model
 
@@ -26,9 +27,16 @@ def native_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0,
     return random_model(family, dtype, seed, SIZES | changes)
 
 
-def native_rig(model: PreTrainedModel, kernels: NativeKernels, **options: Any) -> Rig:
+def rounded_model(model: PreTrainedModel, kernels: NativeKernels) -> PreTrainedModel:
+    """What is served of a model in eight bits, as a model of its own."""
+    rounded = copy.deepcopy(model)
+    round_linears(rounded, kernels)
+    return rounded
+
+
+def native_rig(model: PreTrainedModel, kernels: NativeKernels, *, int8: bool = False, **options: Any) -> Rig:
     """As the engine puts the parts together. The model itself stays as it is."""
-    loaded = adopt_model(copy.deepcopy(model), native=kernels)
+    loaded = adopt_model(copy.deepcopy(model), native=kernels, int8=int8)
     is_known = not any(reason_against(spec, loaded.dtype) for spec in loaded.spec.layers)
     attention = NativePagedAttention(kernels) if is_known else "auto"
     return make_rig(loaded, ops=NativeOps(kernels), attention=attention, **options)

@@ -264,12 +264,13 @@ def make_bench(
     default_heads: str = "",
     step_costs: StepCosts | None = FLAT_COSTS,
     native: NativeKernels | None = None,
+    int8: bool = False,
     **speculation: Any,
 ) -> Bench:
     """An engine for a copy of `model`, with the adapters in `root`. `drafts`: proposers by the names that requests have
     for draft models. `medusa` takes the place of the heads' own proposer. `speculation`: fields of its configuration.
     Without `step_costs` those that it has measured."""
-    loaded = adopt_model(copy.deepcopy(model), verify=False, native=native)
+    loaded = adopt_model(copy.deepcopy(model), verify=False, native=native, int8=int8)
     block_bytes = kv_block_bytes(loaded.spec, BLOCK_SIZE, loaded.dtype.itemsize)
     config = EngineConfig(
         ModelConfig("tiny", dtype=loaded.dtype_name),

@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from loraplex_adapters.native.int8 import to_int8
 from loraplex_adapters.native.library import Library
 from loraplex_adapters.native.prototypes import Guesses, GuessScratch, Head, Runs, Spans, Stack, Step, Table
 
@@ -31,7 +32,8 @@ class PackedWeight:
     memory: Tensor  # uint8
     num_outputs: int
     num_inputs: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # of products with it
+    is_int8: bool = False
 
     @property
     def address(self) -> int:
@@ -66,38 +68,40 @@ class NativeKernels:
         multiple = K_MULTIPLE.get(weight.dtype)
         return weight.device.type == "cpu" and multiple is not None and weight.shape[1] % multiple == 0
 
-    def pack(self, weights: Sequence[Tensor]) -> PackedWeight:
-        """Weights [out, in] one below the other; all but the last have a multiple of 32 outputs."""
+    def pack(self, weights: Sequence[Tensor], *, int8: bool = False) -> PackedWeight:
+        """Weights [out, in] one below the other; all but the last have a multiple of 32 outputs. `int8`: in eight bits,
+        see int8.py."""
         dtype, num_inputs = weights[0].dtype, weights[0].shape[1]
-        packed = self._allocate(sum(w.shape[0] for w in weights), num_inputs, dtype)
+        packed = self._allocate(sum(w.shape[0] for w in weights), num_inputs, dtype, int8)
         address = packed.address
         for weight in weights:
-            rows = weight.detach().contiguous()
+            values, exponents = _source(weight, int8)
             self._functions.lp_pack(
-                *(self._pool, DTYPES[dtype], rows.data_ptr(), num_inputs, rows.shape[0], num_inputs, address)
+                *(self._pool, DTYPES[dtype], values.data_ptr(), _address(exponents), num_inputs, weight.shape[0]),
+                *(num_inputs, address),
             )
-            address += self._functions.lp_packed_bytes(DTYPES[dtype], rows.shape[0], num_inputs)
+            address += self._functions.lp_packed_bytes(DTYPES[dtype], int8, weight.shape[0], num_inputs)
         return packed
 
-    def pack_pair(self, first: Tensor, second: Tensor) -> PackedWeight:
+    def pack_pair(self, first: Tensor, second: Tensor, *, int8: bool = False) -> PackedWeight:
         """Two weights of one shape [out, in]: 16 outputs of each take turns."""
         num_outputs, num_inputs = first.shape
-        packed = self._allocate(-(-num_outputs // 16) * 32, num_inputs, first.dtype)
-        one, other = first.detach().contiguous(), second.detach().contiguous()
+        packed = self._allocate(-(-num_outputs // 16) * 32, num_inputs, first.dtype, int8)
+        (one, one_exponents), (other, other_exponents) = _source(first, int8), _source(second, int8)
         self._functions.lp_pack_pair(
-            *(self._pool, DTYPES[first.dtype], one.data_ptr(), other.data_ptr()),
-            *(num_inputs, num_outputs, num_inputs, packed.address),
+            *(self._pool, DTYPES[first.dtype], one.data_ptr(), _address(one_exponents)),
+            *(other.data_ptr(), _address(other_exponents), num_inputs, num_outputs, num_inputs, packed.address),
         )
         return packed
 
-    def _allocate(self, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> PackedWeight:
-        num_bytes = self._functions.lp_packed_bytes(DTYPES[dtype], num_outputs, num_inputs)
+    def _allocate(self, num_outputs: int, num_inputs: int, dtype: torch.dtype, int8: bool) -> PackedWeight:
+        num_bytes = self._functions.lp_packed_bytes(DTYPES[dtype], int8, num_outputs, num_inputs)
         align = LARGE_PAGE if num_bytes >= LARGE_PAGE else 64
         memory = torch.empty(num_bytes + align, dtype=torch.uint8)
         start = -memory.data_ptr() % align
         memory = memory[start : start + num_bytes]
         self._functions.lp_use_large_pages(memory.data_ptr(), num_bytes)
-        return PackedWeight(memory, num_outputs, num_inputs, dtype)
+        return PackedWeight(memory, num_outputs, num_inputs, dtype, int8)
 
     # --- single operations --------------------------------------------------------------------------------------------
 
@@ -107,8 +111,8 @@ class NativeKernels:
         y = x.new_empty((*x.shape[:-1], packed.num_outputs))
         self._functions.lp_linear(
             *(self._pool, DTYPES[packed.dtype], rows.data_ptr(), packed.num_inputs, rows.shape[0]),
-            *(packed.num_inputs, packed.address, packed.num_outputs),
-            *(bias.data_ptr() if bias is not None else None, y.data_ptr(), packed.num_outputs),
+            *(packed.num_inputs, packed.address, packed.is_int8, packed.num_outputs),
+            *(_address(bias), y.data_ptr(), packed.num_outputs),
         )
         return y
 
@@ -156,7 +160,7 @@ class NativeKernels:
         end = x.shape[0] if end is None else end
         self._functions.lp_dense(
             *(self._pool, DTYPES[x.dtype], x.data_ptr() + start * x_stride * item_bytes, x_stride, end - start),
-            *(x.shape[1], weight.data_ptr(), weight.shape[0], bias.data_ptr() if bias is not None else None),
+            *(x.shape[1], weight.data_ptr(), weight.shape[0], _address(bias)),
             *(y.data_ptr() + start * y_stride * item_bytes, y_stride),
         )
 
@@ -198,6 +202,18 @@ class NativeKernels:
     def run_stack(self, stack: Stack, step: Step) -> None:
         """All layers, in place over the step's hidden states."""
         self._functions.lp_stack_run(self._pool, ctypes.byref(stack), ctypes.byref(step))
+
+
+def _source(weight: Tensor, int8: bool) -> tuple[Tensor, Tensor | None]:
+    """What is packed of a weight: its values, and the exponents of those in eight bits."""
+    if not int8:
+        return weight.detach().contiguous(), None
+    found = to_int8(weight)
+    return found.values, found.exponents
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def _free_pool(functions: Any, pool: int, process_id: int) -> None:

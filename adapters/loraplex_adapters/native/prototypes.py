@@ -9,7 +9,7 @@ import ctypes
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
-ABI_VERSION: Final = 2  # kAbiVersion in src/version.cpp
+ABI_VERSION: Final = 3  # kAbiVersion in src/version.cpp
 
 
 class Prototype(NamedTuple):
@@ -86,7 +86,9 @@ class Stack(ctypes.Structure):
     _fields_ = (
         *(
             (name, ctypes.c_int32)
-            for name in ("dtype", "num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "ffn", "act")
+            for name in (
+                *("dtype", "num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "ffn", "act", "is_int8"),
+            )
         ),
         ("layers", ctypes.POINTER(Layer)),
     )
@@ -125,7 +127,10 @@ class Guesses(ctypes.Structure):
 class Head(ctypes.Structure):
     """LpHead: the model's own head."""
 
-    _fields_ = (("features", _LONG), ("num_outputs", _LONG), ("packed", _POINTER), ("bias", _POINTER))
+    _fields_ = (
+        *(("features", _LONG), ("num_outputs", _LONG), ("packed", _POINTER), ("bias", _POINTER)),
+        ("is_int8", ctypes.c_int32),
+    )
 
 
 class GuessScratch(ctypes.Structure):
@@ -139,14 +144,16 @@ KERNELS: Final[Mapping[str, Prototype]] = {
     "lp_pool_new": Prototype(_POINTER, (_INT,)),
     "lp_pool_free": Prototype(None, (_POINTER,)),
     "lp_use_large_pages": Prototype(None, (_POINTER, _LONG)),
-    # dtype, outputs, inputs
-    "lp_packed_bytes": Prototype(_LONG, (_INT, _LONG, _LONG)),
-    # pool, dtype, weight(s), stride, outputs, inputs, packed
-    "lp_pack": Prototype(None, (_POINTER, _INT, _POINTER, _LONG, _LONG, _LONG, _POINTER)),
-    "lp_pack_pair": Prototype(None, (_POINTER, _INT, _POINTER, _POINTER, _LONG, _LONG, _LONG, _POINTER)),
-    # pool, dtype, x, its stride, rows, inputs, packed, outputs, bias, y, its stride
+    # dtype, in eight bits or not, outputs, inputs
+    "lp_packed_bytes": Prototype(_LONG, (_INT, _INT, _LONG, _LONG)),
+    # pool, dtype, weight(s), each with its exponents, stride, outputs, inputs, packed
+    "lp_pack": Prototype(None, (_POINTER, _INT, _POINTER, _POINTER, _LONG, _LONG, _LONG, _POINTER)),
+    "lp_pack_pair": Prototype(
+        None, (_POINTER, _INT, _POINTER, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _LONG, _POINTER)
+    ),
+    # pool, dtype, x, its stride, rows, inputs, packed, in eight bits or not, outputs, bias, y, its stride
     "lp_linear": Prototype(
-        None, (_POINTER, _INT, _POINTER, _LONG, _INT, _LONG, _POINTER, _LONG, _POINTER, _POINTER, _LONG)
+        None, (_POINTER, _INT, _POINTER, _LONG, _INT, _LONG, _POINTER, _INT, _LONG, _POINTER, _POINTER, _LONG)
     ),
     # rows, largest rank, outputs
     "lp_lora_scratch": Prototype(_LONG, (_LONG, _LONG, _LONG)),

@@ -22,7 +22,7 @@ from loraplex_adapters.ops.registry import choose_dense, choose_ops
 from loraplex_adapters.sources.chain import make_source
 from loraplex_adapters.sources.directory import FolderSource
 from loraplex_adapters.weights import AdapterWeights
-from loraplex_proto.errors import InvalidArgument, OutOfMemory
+from loraplex_proto.errors import InvalidArgument, OutOfMemory, Unimplemented
 from loraplex_server.config import AdaptersConfig, EngineConfig, KvConfig, hub_token
 from loraplex_server.engine.core import Engine
 from loraplex_server.engine.messages import ModelInfo
@@ -63,7 +63,13 @@ def build_engine(config: EngineConfig, progress: Callable[[str], None], notify: 
     torch.set_num_threads(num_threads)  # an engine before this one may have lowered it
     disable_progress_bar()  # what happens is told through `progress`; a second voice on the terminal would garble it
     native = _native_kernels(config, num_threads, progress)
-    progress(f"loading {config.model.model}")
+    int8 = config.model.quantize == "int8"
+    if int8 and native is None:
+        raise Unimplemented(
+            "--quantize int8 is there for the native CPU kernels only, and they do not run here: see loraplex doctor",
+            field="--quantize",
+        )
+    progress(f"loading {config.model.model}{', linears in eight bits' if int8 else ''}")
     with served_model(config.model.model, config.model.revision) as served:
         loaded = load_model(
             served.base,
@@ -75,6 +81,7 @@ def build_engine(config: EngineConfig, progress: Callable[[str], None], notify: 
             native=native,
             # They do their own attention, so another one that was asked for would never be called.
             stacks=config.model.attention in ("auto", "native"),
+            int8=int8,
         )
         if loaded.stack is not None:
             # What is left to torch is small, and its threads would spin on the cores that the kernels' threads need.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import torch
@@ -36,6 +37,7 @@ class LoadedModel:
     embedding_path: str
     shard: ShardSpec
     stack: NativeStack | None = None  # computes the layers in one call, where there is one
+    digests: Mapping[str, str] = field(default_factory=dict[str, str])  # of weights as they were before rounding
 
     @property
     def model_type(self) -> str:
@@ -53,7 +55,7 @@ class LoadedModel:
             module = self.targets[path]
             if isinstance(module, AdaptedHead) or path == self.embedding_path:
                 weight = cast(Tensor, module.weight)
-                digest = digests.get(weight.data_ptr()) or weight_sha256(weight)
+                digest = self.digests.get(path) or digests.get(weight.data_ptr()) or weight_sha256(weight)
                 modules[path] = replace(target, weight_sha256=digest)
                 digests[weight.data_ptr()] = digest
         spec = self.spec

@@ -28,6 +28,7 @@ from loraplex_server.model.linear import BaseLinearFactory, PlainLinear
 from loraplex_server.model.loaded import LoadedModel
 from loraplex_server.model.native.linear import absorbing, native_linears
 from loraplex_server.model.native.match import find_stack
+from loraplex_server.model.native.rounding import round_linears
 from loraplex_server.model.probe import Probe, probe_model, run_again
 from loraplex_server.model.refuse import refuse_class, refuse_config
 from loraplex_server.model.siblings import join_siblings
@@ -55,13 +56,14 @@ def load_model(
     make_base: BaseLinearFactory = PlainLinear,
     native: NativeKernels | None = None,
     stacks: bool = True,
+    int8: bool = False,
     shard: ShardSpec | None = None,
     verify: bool = True,
     amend: Callable[[PreTrainedModel], PreTrainedModel] | None = None,
 ) -> LoadedModel:
     """Loads a directory or a Hub id. Raises UnsupportedModel with the reason, InvalidArgument on a bad option.
 
-    `amend` may change the weights before anything is made of them (merge an adapter, say).
+    `amend` may change the weights before anything is made of them (merge an adapter, say). The rest is adopt_model's.
     """
     if shard is not None and shard.count != 1:
         raise Unimplemented("a model is served by one process; tensor parallelism is not there yet")
@@ -92,6 +94,7 @@ def load_model(
         make_base=make_base,
         native=native,
         stacks=stacks,
+        int8=int8,
         verify=verify,
     )
 
@@ -104,6 +107,7 @@ def adopt_model(
     make_base: BaseLinearFactory = PlainLinear,
     native: NativeKernels | None = None,
     stacks: bool = True,
+    int8: bool = False,
     joins: bool | None = None,
     fused: FusedOps | None = None,
     verify: bool = True,
@@ -112,7 +116,8 @@ def adopt_model(
 
     `native`: the CPU kernels in C++, if they are to be used; `make_base` is for what they do not know.
     `stacks`: whether they may compute all layers in one call, their own attention included. `joins`: whether linears
-    that read the same input become one product; by default on CUDA.
+    that read the same input become one product; by default on CUDA. `int8`: rounds the weights of the linears that
+    `native` knows to what eight bits hold, and keeps them so.
     `verify` compares a few tokens with Transformers' own attention.
     """
     model_id = model_id or model.config.name_or_path or model.config.model_type
@@ -128,6 +133,7 @@ def adopt_model(
     if embedding.dtype == torch.float64:
         model.set_experts_implementation("eager")  # grouped products have no float64
     context_tokens = _context_tokens(model.config, max_context_tokens)
+    digests = round_linears(model, native) if int8 and native is not None else {}
     probe = probe_model(model, model_id, context_tokens)
     reference = reference_logits(model) if verify else None
     dtype, device = embedding.dtype, embedding.device
@@ -136,9 +142,9 @@ def adopt_model(
     model.set_attn_implementation(interface.SERVING)
     found = None
     if native is not None:
-        make_base = native_linears(native, make_base)
+        make_base = native_linears(native, make_base, int8=int8)
         if stacks:
-            found = find_stack(model, probe.attention, native, context)
+            found = find_stack(model, probe.attention, native, context, int8=int8)
         if found is not None:
             make_base = absorbing(make_base)
     targets = adapt_modules(model, probe, context, dtype, make_base)
@@ -164,6 +170,7 @@ def adopt_model(
     loaded = LoadedModel(
         *(model, model_id, spec, dtype, device, context, tuple(layers), targets, embedding_path, ShardSpec()),
         found.stack if found is not None else None,
+        digests,
     )
     if reference is not None:
         verify_loaded(loaded, reference)

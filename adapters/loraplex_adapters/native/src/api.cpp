@@ -10,12 +10,21 @@ namespace {
 
 using lp::DType;
 
+// A weight as it comes: values [num_outputs][k] in rows of `stride`, of the dtype or, with exponents [num_outputs][blocks],
+// in eight bits.
+struct Source {
+  const void* values;
+  const uint8_t* exponents;  // null: values are of the dtype
+  int64_t num_outputs;
+  int64_t stride;
+};
+
+// Outputs from..from + 16 into one panel of a band.
 template <class T>
-void copy_panel(DType dtype, const T* weight, int64_t num_outputs, int64_t stride, int64_t k, int64_t from, T* band,
-                int panel) {
+void copy_panel(DType dtype, const Source& source, int64_t k, int64_t from, T* band, int panel) {
   for (int o = 0; o < lp::kPanel; o++) {
     const int64_t output = from + o;
-    const T* row = output < num_outputs ? weight + output * stride : nullptr;
+    const T* row = output < source.num_outputs ? static_cast<const T*>(source.values) + output * source.stride : nullptr;
     T* to = band + panel * (dtype == DType::F32 ? lp::kPanel : 512) + o * (dtype == DType::F32 ? 1 : 2);
     if (dtype == DType::F32) {
       for (int64_t i = 0; i < k; i++) to[i * lp::kBand] = row != nullptr ? row[i] : T(0);
@@ -29,14 +38,31 @@ void copy_panel(DType dtype, const T* weight, int64_t num_outputs, int64_t strid
   }
 }
 
-// Outputs from..from + 16 of weight [num_outputs][k] into one panel of a band.
-void pack_panel(DType dtype, const void* weight, int64_t num_outputs, int64_t stride, int64_t k, int64_t from, void* band,
-                int panel) {
-  if (dtype == DType::F32)
-    copy_panel(dtype, static_cast<const float*>(weight), num_outputs, stride, k, from, static_cast<float*>(band), panel);
+// The same in eight bits.
+void copy_int8_panel(DType dtype, const Source& source, int64_t k, int64_t from, uint8_t* band, int panel) {
+  for (int o = 0; o < lp::kPanel; o++) {
+    const int64_t output = from + o;
+    const bool is_there = output < source.num_outputs;
+    const int8_t* row = static_cast<const int8_t*>(source.values) + (is_there ? output * source.stride : 0);
+    for (int64_t i = 0; i < k; i++) {
+      const int64_t block = i / lp::kBlock, inner = i % lp::kBlock;
+      uint8_t* to = band + lp::int8_band_bytes(block * lp::kBlock);
+      if (inner == 0)
+        to[panel * lp::kPanel + o] = is_there ? source.exponents[output * lp::ceil_div(k, lp::kBlock) + block] : 0;
+      to += lp::kBand + (dtype == DType::F32 ? inner * lp::kBand + panel * lp::kPanel : panel * 512 + inner * lp::kPanel);
+      to[o] = is_there ? uint8_t(row[i] + 128) : 128;
+    }
+  }
+}
+
+void pack_panel(DType dtype, const Source& source, int64_t k, int64_t from, char* packed, int band, int panel) {
+  char* base = packed + band * (source.exponents != nullptr ? lp::int8_band_bytes(k) : lp::band_bytes(dtype, k));
+  if (source.exponents != nullptr)
+    copy_int8_panel(dtype, source, k, from, reinterpret_cast<uint8_t*>(base), panel);
+  else if (dtype == DType::F32)
+    copy_panel(dtype, source, k, from, reinterpret_cast<float*>(base), panel);
   else
-    copy_panel(dtype, static_cast<const uint16_t*>(weight), num_outputs, stride, k, from, static_cast<uint16_t*>(band),
-               panel);
+    copy_panel(dtype, source, k, from, reinterpret_cast<uint16_t*>(base), panel);
 }
 
 }  // namespace
@@ -47,29 +73,32 @@ LP_API lp::Pool* lp_pool_new(int num_threads) { return new lp::Pool(num_threads)
 
 LP_API void lp_pool_free(lp::Pool* pool) { delete pool; }
 
-LP_API int64_t lp_packed_bytes(int dtype, int64_t num_outputs, int64_t k) {
-  return lp::ceil_div(num_outputs, lp::kBand) * lp::band_bytes(DType(dtype), k);
+LP_API int64_t lp_packed_bytes(int dtype, int is_int8, int64_t num_outputs, int64_t k) {
+  return lp::ceil_div(num_outputs, lp::kBand) * (is_int8 ? lp::int8_band_bytes(k) : lp::band_bytes(DType(dtype), k));
 }
 
-// weight [num_outputs][k], rows `stride` elements apart, into bands. Large pages make reading them faster.
-LP_API void lp_pack(lp::Pool* pool, int dtype, const void* weight, int64_t stride, int64_t num_outputs, int64_t k,
-                    void* packed) {
+// weight [num_outputs][k] with its exponents or null, rows `stride` elements apart, into bands. Large pages make reading them
+// faster.
+LP_API void lp_pack(lp::Pool* pool, int dtype, const void* weight, const uint8_t* exponents, int64_t stride,
+                    int64_t num_outputs, int64_t k, void* packed) {
   std::lock_guard<std::mutex> turn(pool->turn());
+  const Source source{weight, exponents, num_outputs, stride};
   pool->run(lp::ceil_div(num_outputs, lp::kBand), [&](int band, int) {
-    char* base = static_cast<char*>(packed) + band * lp::band_bytes(DType(dtype), k);
     for (int panel = 0; panel < 2; panel++)
-      pack_panel(DType(dtype), weight, num_outputs, stride, k, int64_t(band) * lp::kBand + panel * lp::kPanel, base, panel);
+      pack_panel(DType(dtype), source, k, int64_t(band) * lp::kBand + panel * lp::kPanel, static_cast<char*>(packed), band,
+                 panel);
   });
 }
 
 // Two weights of one shape: a band holds 16 outputs of each.
-LP_API void lp_pack_pair(lp::Pool* pool, int dtype, const void* first, const void* second, int64_t stride,
-                         int64_t num_outputs, int64_t k, void* packed) {
+LP_API void lp_pack_pair(lp::Pool* pool, int dtype, const void* first, const uint8_t* first_exponents, const void* second,
+                         const uint8_t* second_exponents, int64_t stride, int64_t num_outputs, int64_t k, void* packed) {
   std::lock_guard<std::mutex> turn(pool->turn());
+  const Source sources[] = {{first, first_exponents, num_outputs, stride},
+                            {second, second_exponents, num_outputs, stride}};
   pool->run(lp::ceil_div(num_outputs, lp::kPanel), [&](int band, int) {
-    char* base = static_cast<char*>(packed) + band * lp::band_bytes(DType(dtype), k);
-    pack_panel(DType(dtype), first, num_outputs, stride, k, int64_t(band) * lp::kPanel, base, 0);
-    pack_panel(DType(dtype), second, num_outputs, stride, k, int64_t(band) * lp::kPanel, base, 1);
+    for (int panel = 0; panel < 2; panel++)
+      pack_panel(DType(dtype), sources[panel], k, int64_t(band) * lp::kPanel, static_cast<char*>(packed), band, panel);
   });
 }
 
@@ -82,13 +111,14 @@ LP_API void lp_use_large_pages(void* memory, int64_t num_bytes) {
 
 // y [num_rows][num_outputs] = x [num_rows][k] @ weight.T + bias
 LP_API void lp_linear(lp::Pool* pool, int dtype, const void* x, int64_t x_stride, int num_rows, int64_t k,
-                      const void* packed, int64_t num_outputs, const void* bias, void* y, int64_t y_stride) {
+                      const void* packed, int is_int8, int64_t num_outputs, const void* bias, void* y, int64_t y_stride) {
   std::lock_guard<std::mutex> turn(pool->turn());
   const lp::Kernels& kernels = *lp::current_kernels();
   const DType type = DType(dtype);
   const int num_bands = lp::ceil_div(num_outputs, lp::kBand);
   const int per_chunk = num_bands >= 64 ? 4 : 1;
-  lp::products(*pool, kernels, type, x, x_stride, num_rows, k, packed, num_bands, per_chunk,
+  const lp::Bands bands{packed, is_int8 != 0};
+  lp::products(*pool, kernels, type, x, x_stride, num_rows, k, bands, num_bands, per_chunk,
                [&](int band, int row, int m, float* c, int64_t stride) {
                  const int64_t output = int64_t(band) * lp::kBand;
                  const int width = int(std::min<int64_t>(per_chunk * lp::kBand, num_outputs - output));

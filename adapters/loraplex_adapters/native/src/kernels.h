@@ -22,6 +22,14 @@ constexpr int kFetches = 16;  // products that fetch what the next slab of weigh
 
 static inline int64_t band_bytes(DType dtype, int64_t k) { return k * kBand * item_bytes(dtype); }
 
+// Weights in eight bits (MXINT8 of the OCP's microscaling formats): a band is blocks of kBlock inputs (the last one may be
+// shorter), a block an exponent for each of its 32 outputs and then values, one byte each. A weight is (byte - 128) times
+// 2 ** (exponent - 127), and zero where the exponent is. Values lie as in the dtype's bands, but that of a panel's pair of
+// inputs the 16 outputs of the first come before those of the second.
+constexpr int kBlock = 32;
+
+static inline int64_t int8_band_bytes(int64_t k) { return k * kBand + (k + kBlock - 1) / kBlock * kBand; }
+
 // Where a block of queries of one span finds its keys and values.
 struct AttendTask {
   const void* q;          // [rows][...] first query's first head of the KV head
@@ -58,6 +66,11 @@ struct Kernels {
   // `soon`, if not null.
   void (*product)(DType, const void* x, int64_t x_stride, int m, const void* band, int64_t k, bool adds, float* c,
                   int64_t c_stride, const void* soon);
+  // The same of a band in eight bits, without what c was.
+  void (*product_int8)(DType, const void* x, int64_t x_stride, int m, const void* band, int64_t k, float* c,
+                       int64_t c_stride);
+  // Makes what `product` reads of k inputs of a band in eight bits, from the first of a block on.
+  void (*widen)(DType, const void* blocks, int64_t k, void* band);
   void (*end_products)();  // after a thread's last product, shrink or expand of a chunk
 
   // h[m][rank] = alpha * x[m][k] @ a[rank][k].T

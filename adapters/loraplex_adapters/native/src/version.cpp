@@ -16,7 +16,7 @@
 namespace lp {
 
 // Raise it when a function changes its arguments or meaning, together with ABI_VERSION in prototypes.py.
-constexpr int kAbiVersion = 2;
+constexpr int kAbiVersion = 3;
 
 // Levels, each including those below it. 0 is a CPU that none of the variants runs on.
 constexpr int kNone = 0, kAvx512 = 1, kAvx512Bf16 = 2, kAmx = 3, kNumLevels = 4;

@@ -63,6 +63,18 @@ inline int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) 
 
 constexpr int kMaxBands = 8;  // that a chunk computes beside each other
 
+// A weight in bands: of the product's dtype, or in eight bits, of which each slab is made what the product reads.
+struct Bands {
+  const void* memory;
+  bool is_int8;
+
+  const void* at(DType dtype, int64_t band, int64_t k, int64_t input) const {
+    const int64_t offset = is_int8 ? band * int8_band_bytes(k) + int8_band_bytes(input)
+                                   : band * band_bytes(dtype, k) + band_bytes(dtype, input);
+    return static_cast<const char*>(memory) + offset;
+  }
+};
+
 struct alignas(64) Line {
   float floats[16];
 };
@@ -75,18 +87,20 @@ struct alignas(64) Line {
 //   epilogue(band, row, m, c, stride) last, for the units c [m][unit * 32] that begin with the bands, and at most kRows rows.
 template <class Fetch, class Add, class Epilogue>
 void products(Pool& pool, const Kernels& kernels, DType dtype, const void* x, int64_t x_stride, int num_rows, int64_t k,
-              const void* packed, int num_bands, int unit, const Fetch& fetch, const Add& add, const Epilogue& epilogue) {
+              const Bands& bands, int num_bands, int unit, const Fetch& fetch, const Add& add, const Epilogue& epilogue) {
   if (num_rows <= 0) return;  // of a step that asks for no logits
   const bool many = num_rows > 2 * kRows;
   const int num_units = ceil_div(num_bands, unit), enough = 4 * pool.num_threads();
   const int per_chunk = many ? unit * std::clamp(num_units / enough, 1, std::max(1, kMaxBands / unit)) : unit;
-  const int64_t slab = many ? std::min(k, kSlabBytes / band_bytes(dtype, 1)) : k;
+  const bool widens = bands.is_int8 && num_rows > kRows;  // each slab once, for several blocks of rows
+  const int64_t slab = many || widens ? std::min(k, kSlabBytes / band_bytes(dtype, 1)) : k;
   const int num_parts = ceil_div(num_rows, kPartRows);
   const int part_rows = ceil_div(ceil_div(num_rows, num_parts), kRows) * kRows;
   const int num_groups = ceil_div(num_bands, per_chunk);
   const int64_t stride = int64_t(unit) * kBand;
   pool.run(num_parts * num_groups, [&](int chunk, int) {
     static thread_local std::vector<Line> lines;
+    alignas(64) char widened[kSlabBytes];
     const int first = chunk % num_groups * per_chunk, last = std::min(first + per_chunk, num_bands);
     const int begin = chunk / num_groups * part_rows, end = std::min(begin + part_rows, num_rows);
     const size_t needed = size_t(end - begin) * size_t(per_chunk) * kBand / 16;
@@ -99,13 +113,26 @@ void products(Pool& pool, const Kernels& kernels, DType dtype, const void* x, in
     for (int64_t i = 0; i < k; i += slab)
       for (int band = first; band < last; band++) {
         const int64_t inputs = std::min(slab, k - i), slab_bytes = band_bytes(dtype, inputs);
+        const void* weights = bands.at(dtype, band, k, i);
         const char* next = nullptr;
-        if (many && band + 1 < last) next = at(packed, ((band + 1) * k + i) * kBand, dtype);
-        if (many && band + 1 == last && i + slab < k) next = at(packed, (first * k + i + slab) * kBand, dtype);
+        if (bands.is_int8 && !widens) {
+          kernels.product_int8(dtype, at(x, begin * x_stride, dtype), x_stride, end - begin, weights, k, block(band, begin),
+                               stride);
+          add(band, begin, end - begin, block(band, begin), stride);
+          continue;
+        }
+        if (widens) {
+          kernels.widen(dtype, weights, inputs, widened);
+          weights = widened;
+        } else if (many && band + 1 < last) {
+          next = static_cast<const char*>(bands.at(dtype, band + 1, k, i));
+        } else if (many && i + slab < k) {
+          next = static_cast<const char*>(bands.at(dtype, first, k, i + slab));
+        }
         for (int row = begin; row < end; row += kRows) {
           const int64_t fetched = (row - begin) / kRows * slab_bytes / kFetches;
-          kernels.product(dtype, at(x, row * x_stride + i, dtype), x_stride, std::min(kRows, end - row),
-                          at(packed, (band * k + i) * kBand, dtype), inputs, i > 0, block(band, row), stride,
+          kernels.product(dtype, at(x, row * x_stride + i, dtype), x_stride, std::min(kRows, end - row), weights, inputs,
+                          i > 0, block(band, row), stride,
                           next != nullptr && fetched < slab_bytes ? next + fetched : nullptr);
         }
         if (i + slab >= k) add(band, begin, end - begin, block(band, begin), stride);
@@ -119,8 +146,8 @@ void products(Pool& pool, const Kernels& kernels, DType dtype, const void* x, in
 
 template <class Epilogue>
 void products(Pool& pool, const Kernels& kernels, DType dtype, const void* x, int64_t x_stride, int num_rows, int64_t k,
-              const void* packed, int num_bands, int unit, const Epilogue& epilogue) {
-  products(pool, kernels, dtype, x, x_stride, num_rows, k, packed, num_bands, unit, [](int, int, int) {},
+              const Bands& bands, int num_bands, int unit, const Epilogue& epilogue) {
+  products(pool, kernels, dtype, x, x_stride, num_rows, k, bands, num_bands, unit, [](int, int, int) {},
            [](int, int, int, float*, int64_t) {}, epilogue);
 }
 

@@ -15,22 +15,25 @@ class NativeLinear:
     __slots__ = ("_kernels", "bias", "packed")
     is_copy = True
 
-    def __init__(self, kernels: NativeKernels, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, kernels: NativeKernels, weight: Tensor, bias: Tensor | None, *, int8: bool = False) -> None:
         self._kernels = kernels
-        self.packed = kernels.pack([weight])
+        self.packed = kernels.pack([weight], int8=int8)
         self.bias = bias.detach().contiguous() if bias is not None else None
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._kernels.linear(x, self.packed, self.bias)
 
 
-def native_linears(kernels: NativeKernels, otherwise: BaseLinearFactory = packed_linear) -> BaseLinearFactory:
-    """Makes native linears; `otherwise` of weights that the kernels do not know."""
+def native_linears(
+    kernels: NativeKernels, otherwise: BaseLinearFactory = packed_linear, *, int8: bool = False
+) -> BaseLinearFactory:
+    """Makes native linears, with weights in eight bits if so wanted; `otherwise` of weights that the kernels do not
+    know."""
 
     def make(weight: Tensor, bias: Tensor | None) -> BaseLinear:
         if not kernels.can_pack(weight):
             return otherwise(weight, bias)
-        return NativeLinear(kernels, weight, bias)
+        return NativeLinear(kernels, weight, bias, int8=int8)
 
     return make
 

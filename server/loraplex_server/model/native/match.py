@@ -76,8 +76,11 @@ def find_stack(
     attention: list[tuple[nn.Module, AttentionSpec]],
     kernels: NativeKernels,
     context: StepContext,
+    *,
+    int8: bool = False,
 ) -> FoundStack | None:
-    """The stack for this model's layers, packed, or None. `attention`: what the probe saw."""
+    """The stack for this model's layers, packed, or None. `attention`: what the probe saw. `int8`: weights are packed
+    in eight bits, which changes none that have been rounded before."""
     try:
         path, layers = _list_of_layers(model, len(attention))
         specs = _specs(layers, attention)
@@ -90,6 +93,7 @@ def find_stack(
     except _NoMatch as reason:
         log.info("layers are run one operation at a time: %s", reason)
         return None
+    shape = replace(shape, is_int8=int8)
     # Only now, and one by one: until all are proven the model may have to stay as it is, and its memory is not doubled.
     weights = [_take(layer, spec, shape, kernels) for layer, spec in zip(layers, specs, strict=True)]
     return FoundStack(path, layers, NativeStack(kernels, shape, weights, context), _final_norm(model, path, kernels))
@@ -159,10 +163,10 @@ def _pack(layer: nn.Module, spec: AttentionSpec, shape: StackShape, kernels: Nat
         if len(weights) != 1 or weights[0].dtype != shape.dtype or _eps(norm) is None:
             raise _NoMatch(f"the norm {type(norm).__name__}")
     return LayerWeights(
-        qkv=kernels.pack([q, k, v]),
-        o=kernels.pack([o]),
-        gate_up=kernels.pack_pair(gate, up),
-        down=kernels.pack([down]),
+        qkv=kernels.pack([q, k, v], int8=shape.is_int8),
+        o=kernels.pack([o], int8=shape.is_int8),
+        gate_up=kernels.pack_pair(gate, up, int8=shape.is_int8),
+        down=kernels.pack([down], int8=shape.is_int8),
         qkv_bias=_joined_bias(linears[:3]),
         o_bias=_bias(linears[3]),
         norm1=cast(Tensor, norms[NORMS[0]].weight),

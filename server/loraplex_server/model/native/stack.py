@@ -46,6 +46,7 @@ class StackShape:
     head_dim: int
     ffn_size: int
     act: int  # 0: SiLU, 1: GELU by tanh
+    is_int8: bool = False  # the weights are in eight bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ class NativeStack(nn.Module):
         self._layers = (Layer * len(layers))(*(_layer(weights) for weights in layers))
         self._stack = Stack(
             *(DTYPES[shape.dtype], len(layers), shape.hidden_size, shape.num_heads, shape.num_kv_heads),
-            *(shape.head_dim, shape.ffn_size, shape.act, self._layers),
+            *(shape.head_dim, shape.ffn_size, shape.act, shape.is_int8, self._layers),
         )
         self._linears: list[list[AdaptedLinear | None]] = []
         self._pages: tuple[LayerKv, ...] = ()

@@ -105,7 +105,7 @@ library = load().library
 kernels = NativeKernels(library, 3)
 x, packed = torch.randn(64, 640), kernels.pack([torch.randn(3000, 640)])
 y = torch.empty(64, 3000)
-arguments = (kernels._pool, 0, x.data_ptr(), 640, 64, 640, packed.address, 3000, None, y.data_ptr(), 3000)
+arguments = (kernels._pool, 0, x.data_ptr(), 640, 64, 640, packed.address, 0, 3000, None, y.data_ptr(), 3000)
 started = threading.Event()
 def work():
     while True:

@@ -11,7 +11,7 @@ from support.replay import calls_again
 from support.zoo import MAX_LEN, random_model
 
 from loraplex_adapters.native.library import Library, Loaded, NativeStatus
-from loraplex_proto.errors import InvalidArgument, OutOfMemory
+from loraplex_proto.errors import InvalidArgument, OutOfMemory, Unimplemented
 from loraplex_server.config import AdaptersConfig, BatchConfig, EngineConfig, KvConfig, ModelConfig
 from loraplex_server.engine import build
 from loraplex_server.engine.messages import Submit
@@ -170,6 +170,12 @@ def test_cpu_kernels_that_must_be_native_and_cannot(monkeypatch: pytest.MonkeyPa
         build.build_engine(config, lambda text: None, lambda: None)  # before the model is looked for
 
 
+def test_weights_in_eight_bits_need_the_native_kernels() -> None:
+    config = EngineConfig(ModelConfig("m", device="cpu", quantize="int8"), cpu_kernels="torch")
+    with pytest.raises(Unimplemented, match="--quantize int8 is there for the native CPU kernels only"):
+        build.build_engine(config, lambda text: None, lambda: None)  # before the model is looked for
+
+
 def test_a_gpu_needs_no_cpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "resolve_device", lambda name: torch.device("cuda"))
     config = EngineConfig(ModelConfig("m", device="cuda"), cpu_kernels="native")
@@ -200,6 +206,19 @@ def test_the_attention_that_is_asked_for_is_the_one_that_runs(
         assert runner._attention.name == name
     finally:
         engine.close()
+
+
+def test_weights_in_eight_bits(stackable: Path, tmp_path: Path) -> None:
+    config = config_on_cpu(stackable, tmp_path, "auto")
+    said: list[str] = []
+    engine = build.build_engine(
+        replace(config, model=replace(config.model, quantize="int8")), said.append, lambda: None
+    )
+    engine.close()
+    assert f"loading {stackable}, linears in eight bits" in said
+    stack = engine._runner._loaded.stack
+    assert stack is not None
+    assert stack.shape.is_int8
 
 
 def test_an_engine_gets_its_threads_whatever_ran_before_it(

@@ -14,6 +14,7 @@
 #include "attention.h"
 #include "elementwise.h"
 #include "product.h"
+#include "widen.h"
 //
 #include "shrink.h"
 //
@@ -26,8 +27,8 @@ namespace lp {
 namespace LP_ISA {
 
 static const Kernels table = {
-    product, end_products, shrink, split,  expand,   rms_norm, rms_norm_f32, rotate, gated,
-    gated_bands, store,    add_to, add_rows, add_bias, argmax, attend,       attend_rows,
+    product, product_int8, widen,  end_products, shrink,   split,  expand, rms_norm,    rms_norm_f32, rotate,
+    gated,   gated_bands,  store,  add_to,       add_rows, add_bias, argmax, attend, attend_rows,
 };
 
 }  // namespace LP_ISA
