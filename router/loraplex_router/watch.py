@@ -111,7 +111,7 @@ class Watcher:
         metadata = upstream.credentials.metadata(DEFAULT_TENANT)
         timeout_s = min(stale_after_s, CONNECT_TIMEOUT_S)
         raw_info = await upstream.ask(f"/{INFERENCE}/GetInfo", b"", timeout_s, metadata)
-        self._on_info(worker_id, inference_pb2.GetInfoResponse.FromString(raw_info))
+        self._replicas.on_info(worker_id, inference_pb2.GetInfoResponse.FromString(raw_info))
         request = worker_pb2.WatchLoadRequest(min_interval_s=self._config.min_interval_s)
         call = upstream.watch_load(request.SerializeToString(), metadata=metadata)
         try:
@@ -127,17 +127,23 @@ class Watcher:
                     log.info("worker %s is available", worker_id)
                 self._replicas.on_report(worker_id, report.load, time.monotonic())
                 self._num_reports[worker_id] += 1
+                if self._num_reports[worker_id] == 1:
+                    self._compare(worker_id)
                 self._unsettled[worker_id].set()
                 if report.load.draining and not self._replicas[worker_id].num_in_flight:
                     return  # an open stream would keep the worker from ending
         finally:
             call.cancel()
 
-    def _on_info(self, worker_id: str, info: inference_pb2.GetInfoResponse) -> None:
+    def _compare(self, worker_id: str) -> None:
+        """Complains about a worker that has just become connected and answers otherwise than the rest."""
+        own = self._replicas[worker_id].info
         for other in self._replicas.connected():
-            if other.info is not None and other.info.model_id != info.model_id:
+            if own is None or other.info is None:
+                continue
+            here, there = (f"{info.model_id} in {info.dtype}" for info in (own, other.info))
+            if here != there:
                 log.error(
                     "worker %s serves %s and worker %s serves %s; answers will depend on where a request lands",
-                    *(worker_id, info.model_id, other.worker_id, other.info.model_id),
+                    *(worker_id, here, other.worker_id, there),
                 )
-        self._replicas.on_info(worker_id, info)

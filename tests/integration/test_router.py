@@ -76,6 +76,27 @@ def blocks(after: int = 0, until_set: asyncio.Event | None = None) -> Any:
     return stream
 
 
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({}, ""),
+        ({"model_id": "big"}, "serves big in float32"),
+        ({"dtype": "float32, linears in int8"}, "serves tiny in float32, linears in int8"),
+    ],
+)
+async def test_workers_that_answer_differently_are_told(
+    changes: dict[str, str], says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    workers = [await FakeWorker(name).start() for name in ("one", "other")]
+    workers[1].info |= changes
+    async with router_for([worker.address for worker in workers]) as (router, _):
+        await until(lambda: router.replicas.num_routable == 2)
+    for worker in workers:
+        await worker.stop()
+    assert ("answers will depend on where a request lands" in caplog.text) == bool(says)
+    assert says in caplog.text
+
+
 # --- relaying -----------------------------------------------------------------------------------------------------
 
 

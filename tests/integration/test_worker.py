@@ -353,8 +353,10 @@ async def test_going_is_announced_before_requests_are_refused(tiny_world: TinyWo
     engine = EngineConfig(ModelConfig(str(tiny_world.model), max_context_tokens=64), KvConfig(memory_bytes=1 << 20))
     worker = await start_worker(WorkerConfig(engine, port=0), inline=True)
     async with AsyncClient(worker.address) as client, grpc.aio.insecure_channel(worker.address) as channel:
+        watch = worker_pb2_grpc.WorkerServiceStub(channel).WatchLoad(worker_pb2.WatchLoadRequest())
+        assert not (await watch.read()).load.draining
         draining = asyncio.ensure_future(worker.drain(5.0, announce_s=1.0))
-        await asyncio.sleep(0)
+        assert (await asyncio.wait_for(watch.read(), 0.9)).load.draining, "at once, not with the next heartbeat"
         request = health_pb2.HealthCheckRequest(service="loraplex.v1.InferenceService")
         answer = await health_pb2_grpc.HealthStub(channel).Check(request)
         assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING

@@ -74,6 +74,7 @@ class FakeWorker:
         self.stream: Stream = default_stream
         self.unary: Unary = default_unary
         self.load = worker_pb2.Load()
+        self.info = {"model_id": "tiny", "dtype": "float32"}
         self.adapters: dict[str, adapter_pb2.Adapter] = {}
         self.adapter_error: LoraplexError | None = None  # of every call
         self.load_error: LoraplexError | None = None  # of LoadAdapter alone
@@ -180,7 +181,7 @@ class FakeWorker:
         return inference_pb2.TokenizeResponse(token_ids=text.encode()).SerializeToString()
 
     async def _get_info(self, raw: bytes, context: Any) -> bytes:
-        answer = inference_pb2.GetInfoResponse(model_id="tiny", role="worker", max_context_tokens=2048, vocab_size=256)
+        answer = inference_pb2.GetInfoResponse(**self.info, role="worker", max_context_tokens=2048, vocab_size=256)
         return answer.SerializeToString()
 
     async def _watch_load(self, raw: bytes, context: Any) -> None:

@@ -18,6 +18,7 @@ BLOCK: Final = 32  # lp::kBlock
 LARGEST: Final = 127
 BIAS: Final = 127  # of exponents, as in float32
 SMALLEST: Final = 2.0**-110  # blocks of less are zero: products with them would be no normal numbers
+TOO_LARGE: Final = 2.0**118  # for kernels: what they take off the product would be infinite
 ROWS: Final = 4096  # that are in float32 at once
 
 
@@ -35,8 +36,8 @@ class Int8Weight:
 
 
 def to_int8(weight: Tensor) -> Int8Weight:
-    """Of finite weights [out, in] those that are nearest, with the least power of two that the largest of a block
-    leaves."""
+    """Of weights [out, in] smaller than TOO_LARGE those that are nearest, with the least power of two that the largest
+    of a block leaves."""
     parts = [_to_int8(rows) for rows in weight.detach().split(ROWS)]
     return Int8Weight(torch.cat([part.values for part in parts]), torch.cat([part.exponents for part in parts]))
 
@@ -58,6 +59,6 @@ def _scales(exponents: Tensor) -> Tensor:
 
 
 def round_(weight: Tensor) -> None:
-    """Replaces finite weights [out, in] by those that eight bits stand for, in place."""
+    """Replaces weights [out, in] smaller than TOO_LARGE by those that eight bits stand for, in place."""
     for rows in weight.split(ROWS):
         rows.copy_(_to_int8(rows).widened(weight.dtype))

@@ -56,7 +56,8 @@ class WorkerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WatchLoad(self, request, context):
-        """A load at once, then one at each change, at most one per interval and at least one every ten intervals.
+        """A load at once, then one at each change that matters to a router (a little work less does not), at most one per
+        interval and at least one every ten intervals.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -85,7 +85,9 @@ class WorkerServiceStub(typing.Generic[_WorkerServiceGetLoadType, _WorkerService
     GetLoad: _WorkerServiceGetLoadType
 
     WatchLoad: _WorkerServiceWatchLoadType
-    """A load at once, then one at each change, at most one per interval and at least one every ten intervals."""
+    """A load at once, then one at each change that matters to a router (a little work less does not), at most one per
+    interval and at least one every ten intervals.
+    """
 
 WorkerServiceAsyncStub: typing_extensions.TypeAlias = WorkerServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
@@ -112,6 +114,8 @@ class WorkerServiceServicer(metaclass=abc.ABCMeta):
         request: loraplex_proto.v1.worker_pb2.WatchLoadRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[loraplex_proto.v1.worker_pb2.WatchLoadResponse], collections.abc.AsyncIterator[loraplex_proto.v1.worker_pb2.WatchLoadResponse]]:
-        """A load at once, then one at each change, at most one per interval and at least one every ten intervals."""
+        """A load at once, then one at each change that matters to a router (a little work less does not), at most one per
+        interval and at least one every ten intervals.
+        """
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -66,7 +66,8 @@ def build_engine(config: EngineConfig, progress: Callable[[str], None], notify: 
     int8 = config.model.quantize == "int8"
     if int8 and native is None:
         raise Unimplemented(
-            "--quantize int8 is there for the native CPU kernels only, and they do not run here: see loraplex doctor",
+            "--quantize int8 is there for the native CPU kernels only: use it with --device cpu and --cpu-kernels auto "
+            "where loraplex doctor says that they run",
             field="--quantize",
         )
     progress(f"loading {config.model.model}{', linears in eight bits' if int8 else ''}")
@@ -148,7 +149,7 @@ def assemble(
     info = ModelInfo(
         model_id=loaded.model_id,
         model_type=loaded.model_type,
-        dtype=loaded.dtype_name,
+        dtype=f"{loaded.dtype_name}, linears in int8" if config.model.quantize == "int8" else loaded.dtype_name,
         device=str(loaded.device),
         vocab_size=spec.vocab_size,
         max_context_tokens=max_context_tokens,

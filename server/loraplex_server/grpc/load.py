@@ -43,7 +43,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def WatchLoad(
         self, request: worker_pb2.WatchLoadRequest, context: Context
     ) -> AsyncIterator[worker_pb2.WatchLoadResponse]:
-        """Tells what has changed when the engine says something, so that nobody is woken for this alone."""
+        """Looks when the engine says something, after `min_interval_s` at the earliest; an idle worker is woken for the
+        heartbeat only."""
         validate.check_watch_load(request)
         interval_s = max(MIN_INTERVAL_S, request.min_interval_s or DEFAULT_INTERVAL_S)
         clock = asyncio.get_running_loop().time
@@ -55,7 +56,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             is_last = load.draining and not load.running_requests and not load.queued_requests
             if told is None or is_last or looked_s >= due_s or is_worth_telling(load, told):
                 yield worker_pb2.WatchLoadResponse(load=load)
-                told, due_s = load, looked_s + HEARTBEAT_INTERVALS * interval_s
+                # A router that sent or ended a request just now cannot know which came first. The next message it can.
+                num_intervals = HEARTBEAT_INTERVALS if told is None or has_same_requests(load, told) else 1
+                told, due_s = load, looked_s + num_intervals * interval_s
             if is_last:
                 return  # an open watch would hold the server for its whole grace period
             with contextlib.suppress(TimeoutError):
@@ -75,6 +78,9 @@ def is_worth_telling(load: worker_pb2.Load, told: worker_pb2.Load) -> bool:
     """Whether a router would choose otherwise if it knew this instead of what it was told."""
     if abs(load.pending_tokens - told.pending_tokens) > max(TOLD_TOKENS, TOLD_PART * told.pending_tokens):
         return True
-    others = (load.running_requests, load.queued_requests, load.max_running_requests, load.draining)
-    told_others = (told.running_requests, told.queued_requests, told.max_running_requests, told.draining)
-    return others != told_others or load.adapters != told.adapters
+    return not has_same_requests(load, told) or load.draining != told.draining or load.adapters != told.adapters
+
+
+def has_same_requests(load: worker_pb2.Load, told: worker_pb2.Load) -> bool:
+    """As many, that is."""
+    return (load.running_requests, load.queued_requests) == (told.running_requests, told.queued_requests)

@@ -42,8 +42,13 @@ def adapt_modules(
     context: StepContext,
     dtype: torch.dtype,
     make_base: BaseLinearFactory = PlainLinear,
+    *,
+    keeps_head: bool = True,
 ) -> dict[str, AdaptedModule]:
-    """Replaces every linear, and the embeddings that may carry an adapter. Returns the possible targets by path."""
+    """Replaces every linear, and the embeddings that may carry an adapter. Returns the possible targets by path.
+
+    `keeps_head`: the head keeps its plain weight, which adapters' copies are compared with.
+    """
     head = model.get_output_embeddings()
     uses = Counter(id(parameter) for _name, parameter in model.named_parameters(remove_duplicate=False))
     targets: dict[str, AdaptedModule] = {}
@@ -57,9 +62,7 @@ def adapt_modules(
             adapted = kind(
                 cast(nn.Parameter, module.weight), module.bias, context, is_conv1d=is_conv1d, make_base=make_base
             )
-            if (
-                module is not head and uses[id(module.weight)] == 1
-            ):  # of the head, adapters' copies are compared with it
+            if uses[id(module.weight)] == 1 and not (keeps_head and module is head):
                 adapted.drop_weight()
         elif isinstance(module, nn.Embedding) and (
             type(module) is nn.Embedding or module is model.get_input_embeddings()

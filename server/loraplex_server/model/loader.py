@@ -147,7 +147,7 @@ def adopt_model(
             found = find_stack(model, probe.attention, native, context, int8=int8)
         if found is not None:
             make_base = absorbing(make_base)
-    targets = adapt_modules(model, probe, context, dtype, make_base)
+    targets = adapt_modules(model, probe, context, dtype, make_base, keeps_head=not digests)
     if joins if joins is not None else device.type == "cuda":
         _join(model, probe, targets, context)
     if (fused := fused or fused_ops_for(device)) is not None:

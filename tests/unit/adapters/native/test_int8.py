@@ -150,6 +150,17 @@ def test_several_weights_and_pairs(kernels: NativeKernels, dtype: torch.dtype) -
     assert torch.equal(bits(kernels.linear(x, kernels.pack_pair(first, second, int8=True), None)), bits(want))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_products_of_the_smallest_and_the_largest_blocks(kernels: NativeKernels, dtype: torch.dtype) -> None:
+    """Kernels compute with their powers of two in a way of their own."""
+    exponents = torch.cat([torch.arange(-112, -90), torch.arange(90, 118)])
+    weight = (torch.randn(len(exponents), 64).clamp(-0.99, 0.99) * 2.0 ** exponents[:, None].double()).to(dtype)
+    for x in (torch.eye(64, dtype=dtype), torch.eye(64, dtype=dtype)[:20]):
+        want = kernels.linear(x, kernels.pack([rounded(weight)]), None)
+        assert want.isfinite().all()
+        assert torch.equal(bits(kernels.linear(x, kernels.pack([weight], int8=True), None)), bits(want))
+
+
 def test_memory_is_a_half(kernels: NativeKernels) -> None:
     weight = random(640, 1024, dtype=torch.bfloat16)
     packed = kernels.pack([weight], int8=True)

@@ -144,9 +144,16 @@ async def test_an_engine_that_is_killed_fails_its_requests() -> None:
     await client.start(builder=build_slow)
     stream = client.submit(request(max_tokens=250))
     await stream.next()
+
+    async def watch() -> None:
+        while not client.lost.is_set():
+            await client.news.next().wait()
+
+    watching = asyncio.ensure_future(watch())
     assert client.pid is not None
     os.kill(client.pid, signal.SIGKILL)
     last = (await asyncio.wait_for(read(stream), 20))[-1]
+    await asyncio.wait_for(watching, 1)
     assert isinstance(last, RequestFailed)
     assert isinstance(last.error, EngineLost)
     assert client.lost.is_set()

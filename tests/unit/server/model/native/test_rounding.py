@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import logging
+import re
+from pathlib import Path
 from typing import cast
 
 import pytest
@@ -14,7 +17,7 @@ from torch import Tensor, nn
 from loraplex_adapters.lora.convert import weight_sha256
 from loraplex_adapters.native.int8 import to_int8
 from loraplex_proto.errors import Unimplemented, UnsupportedModel
-from loraplex_server.model.loader import adopt_model
+from loraplex_server.model.loader import adopt_model, load_model
 from loraplex_server.model.native.rounding import round_linears
 
 
@@ -69,15 +72,47 @@ def test_a_plain_model_has_no_other_digests() -> None:
 
 def test_a_dtype_that_the_kernels_do_not_know() -> None:
     with pytest.raises(
-        Unimplemented, match=r"--quantize int8 is there for linears in bfloat16 or float32.*float16, has"
+        Unimplemented, match=r"--quantize int8 is there for linears in float32, or in .*float16, has none"
     ):
         round_linears(native_model("llama", torch.float16), native_kernels())
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
-def test_weights_that_are_not_finite(bad: float) -> None:
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf"), -(2.0**118)])
+def test_weights_that_eight_bits_are_not_made_for(bad: float) -> None:
     model = native_model("llama", torch.bfloat16)
     weight = cast(Tensor, model.get_submodule("model.layers.1.mlp.up_proj").weight)
     weight.data[3, 4] = bad
-    with pytest.raises(UnsupportedModel, match=r"weights of model.layers.1.mlp.up_proj are not finite"):
+    with pytest.raises(UnsupportedModel, match=r"model.layers.1.mlp.up_proj are not finite, .*: leave out --quantize"):
         round_linears(model, native_kernels())
+
+
+def test_linears_that_stay_as_they_are_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    model = native_model("llama", torch.bfloat16, intermediate_size=80)
+    with caplog.at_level(logging.INFO):
+        rounded = rounded_model(model, native_kernels())
+    assert "2 of 15 linears are not rounded: no multiple of 32 inputs" in caplog.text
+    down = "model.layers.0.mlp.down_proj"
+    before, after = (cast(Tensor, one.get_submodule(down).weight) for one in (model, rounded))
+    assert torch.equal(before, after)
+
+
+def mapped_kib(path: Path, field: str) -> int:
+    """Of a file in this process's memory."""
+    found, is_it = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            is_it = line.endswith(str(path))
+        elif is_it and line.startswith(f"{field}:"):
+            found += int(line.split()[1])
+    return found
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_no_page_of_the_file_is_written_to(tied: bool, tmp_path: Path) -> None:
+    """It would stay in memory as long as anything of the file is used, the embedding say."""
+    native_model("llama", torch.bfloat16, tie_word_embeddings=tied, vocab_size=4000).save_pretrained(tmp_path)
+    loaded = load_model(str(tmp_path), device="cpu", native=native_kernels(), int8=True)
+    assert mapped_kib(tmp_path / "model.safetensors", "Anonymous") == 0
+    head = loaded.model.get_output_embeddings()
+    assert head is not None
+    assert cast(Tensor, head.weight).is_meta == (not tied)
