@@ -86,10 +86,9 @@ class Stack(ctypes.Structure):
     _fields_ = (
         *(
             (name, ctypes.c_int32)
-            for name in (
-                *("dtype", "num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "ffn", "act", "is_int8"),
-            )
+            for name in ("dtype", "num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "ffn", "act")
         ),
+        ("is_int8", ctypes.c_int32),
         ("layers", ctypes.POINTER(Layer)),
     )
 

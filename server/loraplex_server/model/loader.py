@@ -133,7 +133,10 @@ def adopt_model(
     if embedding.dtype == torch.float64:
         model.set_experts_implementation("eager")  # grouped products have no float64
     context_tokens = _context_tokens(model.config, max_context_tokens)
-    digests = round_linears(model, native) if int8 and native is not None else {}
+    digests: dict[str, str] = {}
+    if int8:
+        assert native is not None, "weights in eight bits are for the native kernels"
+        digests = round_linears(model, native)
     probe = probe_model(model, model_id, context_tokens)
     reference = reference_logits(model) if verify else None
     dtype, device = embedding.dtype, embedding.device

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from support.guarded_memory import at_end
 from support.lora_cases import bits
-from support.native_kernels import isas, native_kernels, using
 from torch import Tensor
 
 from loraplex_adapters.native.int8 import BLOCK, round_, to_int8
@@ -17,22 +14,6 @@ from loraplex_adapters.native.kernels import NativeKernels
 DTYPES = [torch.float32, torch.bfloat16]
 INPUTS = [32, 64, 160, 608, 2080]  # the last is several slabs of a band
 ROWS = [1, 7, 16, 17, 32, 33, 64, 65, 70]
-
-
-@pytest.fixture(params=isas())
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    with using(request.param):
-        yield request.param
-
-
-@pytest.fixture
-def kernels(isa: str) -> NativeKernels:
-    return native_kernels()
-
-
-@pytest.fixture(autouse=True)
-def seeded(request: pytest.FixtureRequest) -> None:
-    torch.manual_seed(sum(map(ord, request.node.name)))
 
 
 def random(*shape: int, dtype: torch.dtype) -> Tensor:

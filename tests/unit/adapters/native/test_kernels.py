@@ -6,13 +6,11 @@ Inputs lie in guarded memory wherever that is possible: reading or writing one e
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from support.guarded_memory import at_end, at_start
 from support.lora_cases import bits, pairwise
-from support.native_kernels import isas, native_kernels, using
+from support.native_kernels import native_kernels
 from torch import Tensor
 
 from loraplex_adapters.native.kernels import NativeKernels, PackedWeight
@@ -24,22 +22,6 @@ ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8}
 INPUTS = [32, 64, 608, 2080]  # the last is several slabs of a band
 OUTPUTS = [1, 15, 16, 17, 32, 33, 100, 2100]
 ROWS = [1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 70]
-
-
-@pytest.fixture(params=isas())
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    with using(request.param):
-        yield request.param
-
-
-@pytest.fixture
-def kernels(isa: str) -> NativeKernels:
-    return native_kernels()
-
-
-@pytest.fixture(autouse=True)
-def seeded(request: pytest.FixtureRequest) -> None:
-    torch.manual_seed(sum(map(ord, request.node.name)))
 
 
 def random(*shape: int, dtype: torch.dtype) -> Tensor:
