@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 
 NATIVE := $(BIN)/python -m loraplex_adapters.native.build --objects build/native
 
-.PHONY: help install native demo test gpu-tests gpu-bench test-slow check format proto proto-check serve clean
+.PHONY: help install native demo test gpu-tests gpu-bench test-slow check format proto wire-baseline serve clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -56,6 +56,7 @@ check: $(STAMP) native  ## exactly what CI runs besides the tests
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/buf lint
+	$(BIN)/buf breaking --against proto/baseline.yaml
 	bash scripts/proto.sh --check
 	$(BIN)/python -m pytest tests/repo
 
@@ -65,6 +66,10 @@ format: $(STAMP)  ## let ruff rewrite
 
 proto: $(STAMP)  ## regenerate the committed *_pb2*.py
 	bash scripts/proto.sh
+
+# What `make check` compares the wire with. Replacing it in between would let a change pass that breaks users' stubs.
+wire-baseline: $(STAMP)  ## at a release only: take the wire as it is now for the one that users hold
+	$(BIN)/buf build --exclude-source-info -o proto/baseline.yaml
 
 clean:
 	rm -rf build dist .pytest_cache .ruff_cache
