@@ -1,4 +1,4 @@
-"""Processes that die and clients that leave: the rest goes on serving."""
+"""Faults of processes: clients, workers and engines that die, and deadlines. The rest goes on serving."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import grpc
 import pytest
+from support.faults import Stopwatch, fault
 from support.processes import Running, loraplex, together, wait_until
 from support.world import TinyWorld
 
@@ -62,8 +63,9 @@ def busy_one(workers: list[Running]) -> Running:
     return busy[0]
 
 
+@fault("client killed in mid-stream", clients_see="others: nothing; its KV blocks are free", within_s=5)
 async def test_a_killed_client_frees_what_it_held(
-    router: Running, workers: list[Running], tiny_world: TinyWorld
+    router: Running, workers: list[Running], tiny_world: TinyWorld, stopwatch: Stopwatch
 ) -> None:
     code = (
         "import sys; from loraplex import Client\n"
@@ -77,10 +79,12 @@ async def test_a_killed_client_frees_what_it_held(
     assert child.stdout.readline() == "token\n"
     victim = await asyncio.to_thread(busy_one, workers)
     free_before = load_of(victim).total_kv_blocks
+    stopwatch.start()
     child.kill()
     child.wait()
     child.stdout.close()
     await asyncio.to_thread(wait_until, lambda: is_idle(victim), 10, "the worker is idle")
+    stopwatch.stop()
     load = load_of(victim)
     # One block is never handed out; cached prefixes count as free.
     assert load.free_kv_blocks >= free_before - 1
@@ -88,30 +92,44 @@ async def test_a_killed_client_frees_what_it_held(
         assert (await client.generate("hello", adapter_id=tiny_world.names[2], max_tokens=4)).text
 
 
-async def test_a_deadline_in_mid_stream(router: Running, workers: list[Running], tiny_world: TinyWorld) -> None:
+@fault("deadline passes in mid-stream", clients_see="DEADLINE_EXCEEDED behind the tokens made so far", within_s=3)
+async def test_a_deadline_in_mid_stream(
+    router: Running, workers: list[Running], tiny_world: TinyWorld, stopwatch: Stopwatch
+) -> None:
     async with AsyncClient(router.address) as client:
         other = asyncio.ensure_future(client.generate("other", adapter_id=tiny_world.names[4], max_tokens=60))
         chunks: list[str] = []
+        stopwatch.start()
         with pytest.raises(DeadlineExceeded):
             async for chunk in client.stream("hello", adapter_id=tiny_world.names[3], timeout_s=0.6, **LONG):
                 chunks.append(chunk.text)
+        stopwatch.stop()
         assert chunks, "tokens came before the deadline"
         assert (await other).completions[0].finish_reason is not None
     for worker in alive(workers):
         await asyncio.to_thread(wait_until, lambda worker=worker: is_idle(worker), 10, "the worker is idle")
 
 
-async def test_a_killed_worker_mid_stream(router: Running, workers: list[Running], tiny_world: TinyWorld) -> None:
+@fault(
+    "worker killed (its front end)",
+    clients_see="WORKER_LOST with the tokens sent; new requests go elsewhere",
+    within_s=3,
+)
+async def test_a_killed_worker_mid_stream(
+    router: Running, workers: list[Running], tiny_world: TinyWorld, stopwatch: Stopwatch
+) -> None:
     async with AsyncClient(router.address) as client:
         expected = (await client.generate("hello", adapter_id=tiny_world.names[0], max_tokens=8)).text
         stream = client.stream("hello", adapter_id=tiny_world.names[0], **LONG)
         await anext(stream)
         victim = await asyncio.to_thread(busy_one, workers)
         others = [worker for worker in alive(workers) if worker is not victim]
+        stopwatch.start()
         victim.kill()
         with pytest.raises(WorkerLost) as caught:
             async for _ in stream:
                 pass
+        stopwatch.stop()
         assert int(caught.value.metadata["tokens_sent"]) >= 1
         # The rest serves on, and the same adapter is served by the worker that is left.
         for _ in range(5):
@@ -120,29 +138,39 @@ async def test_a_killed_worker_mid_stream(router: Running, workers: list[Running
     assert all(worker.process.poll() is None for worker in others)
 
 
+@fault(
+    "engine killed",
+    clients_see="ENGINE_LOST; the worker ends",
+    within_s=5,
+)
 async def test_a_killed_engine_ends_its_worker_and_nothing_else(
-    router: Running, workers: list[Running], tiny_world: TinyWorld
+    router: Running, workers: list[Running], tiny_world: TinyWorld, stopwatch: Stopwatch
 ) -> None:
     async with AsyncClient(router.address) as client:
         stream = client.stream("hello", adapter_id=tiny_world.names[1], **LONG)
         await anext(stream)
         victim = await asyncio.to_thread(busy_one, workers)
+        stopwatch.start()
         os.kill(victim.engine_pid(), signal.SIGKILL)
         with pytest.raises(Unavailable):
             async for _ in stream:
                 pass
+        stopwatch.stop()
         assert await asyncio.to_thread(victim.process.wait, 30) == 1
         for _ in range(5):
             assert (await client.generate("hello", adapter_id=tiny_world.names[1], max_tokens=4)).text
 
 
-async def test_ctrl_c_drains(workers: list[Running], tiny_world: TinyWorld) -> None:
+@fault("Ctrl-C of a worker", clients_see="running requests end well; the worker ends with status 0", within_s=10)
+async def test_ctrl_c_drains(workers: list[Running], tiny_world: TinyWorld, stopwatch: Stopwatch) -> None:
     (worker,) = alive(workers)
     async with AsyncClient(worker.address) as client:
         stream = client.stream("hello", max_tokens=30, ignore_eos=True)
         await anext(stream)
+        stopwatch.start()
         worker.process.send_signal(signal.SIGINT)
         text = [chunk.text async for chunk in stream]  # the running request ends as it should
         assert text
     assert await asyncio.to_thread(worker.process.wait, 30) == 0
+    stopwatch.stop()
     assert "Traceback" not in worker.output
