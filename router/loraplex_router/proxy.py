@@ -157,8 +157,9 @@ class Proxy:
         )
         flight.remaining_tokens = admitted.work_tokens
         try:
-            with upstream.failures():
+            with upstream.failures_of(stream):
                 while isinstance(message := await stream.read(), bytes):  # else EOF: the call has ended well
+                    upstream.heard_s = self._clock()
                     if call.num_messages_sent == 0:
                         await self._begin_answer(stream, flight, call, admitted)
                     await call.context.write(message)

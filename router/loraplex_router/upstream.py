@@ -6,9 +6,11 @@ Knows nothing of which worker is best, nor of who asks.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import enum
 import logging
+import time
 import uuid
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass
@@ -40,6 +42,8 @@ WORKER: Final = "loraplex.v1.WorkerService"
 
 # What a client may say to a worker beside its request. Its own credential and its own idea of a tenant stay here.
 FORWARDED_KEYS: Final = frozenset({"traceparent", "tracestate"})
+
+_NO_METADATA: Final = grpc.aio.Metadata()
 
 # The transport's own words when no connection came about: the request was certainly never sent.
 _NEVER_SENT: Final = "failed to connect to all addresses"
@@ -147,6 +151,9 @@ class Upstream:
         else:
             tls = grpc.ssl_channel_credentials(credentials.ca)
             self.channel = grpc.aio.secure_channel(worker_id, tls, options=arguments)
+        # When the worker last sent anything at all, on any call.
+        self.heard_s = time.monotonic()
+        self._under_way: set[Any] = set()
         self._unary: dict[str, Any] = {}
         self.generate_stream: Any = self.channel.unary_stream(f"/{INFERENCE}/GenerateStream")
         self.watch_load: Any = self.channel.unary_stream(f"/{WORKER}/WatchLoad")
@@ -160,16 +167,39 @@ class Upstream:
 
     async def ask(self, method: str, raw: bytes, timeout_s: float | None, metadata: Metadata) -> bytes:
         """One unary call. Raises UpstreamFailure."""
-        with self.failures():
-            return await self.unary(method)(raw, timeout=timeout_s, metadata=metadata)
+        call = self.unary(method)(raw, timeout=timeout_s, metadata=metadata)
+        with self.failures_of(call):
+            answer = await call
+            self.heard_s = time.monotonic()
+            return answer
 
     @contextlib.contextmanager
-    def failures(self) -> Generator[None]:
-        """Turns the errors of this worker's calls inside into UpstreamFailure."""
+    def failures_of(self, call: Any) -> Generator[None]:
+        """Turns the errors of `call`, which is awaited inside, into UpstreamFailure; `give_up` ends it."""
+        self._under_way.add(call)
         try:
             yield
         except grpc.aio.AioRpcError as error:
-            raise UpstreamFailure(self.worker_id, error) from error
+            failure = UpstreamFailure(self.worker_id, error)
+            if failure.typed is not None:
+                self.heard_s = time.monotonic()
+            raise failure from error
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            was_given_up = call not in self._under_way
+            if not was_given_up or (task is not None and task.cancelling()):
+                raise
+            error = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, _NO_METADATA, _NO_METADATA, "it went silent")
+            raise UpstreamFailure(self.worker_id, error) from None
+        finally:
+            self._under_way.discard(call)
+
+    def give_up(self) -> int:
+        """Ends every call under way as lost; returns how many there were. For a worker that gives no sign of life."""
+        given_up, self._under_way = self._under_way, set()
+        for call in given_up:
+            call.cancel()
+        return len(given_up)
 
     async def close(self) -> None:
         await self.channel.close()

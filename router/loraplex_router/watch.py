@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Mapping
 from random import Random
-from typing import Final
+from typing import Any, Final
 
 from google.protobuf.message import DecodeError
 
@@ -78,6 +78,8 @@ class Watcher:
                 continue
             num_failures = 1 if has_reported and not replica.is_draining else num_failures + 1
             self._replicas.on_lost(upstream.worker_id, why)
+            if self._is_silent(upstream) and (num_given_up := upstream.give_up()):
+                log.warning("worker %s: %d requests that it had are given up", upstream.worker_id, num_given_up)
             self._unsettled[upstream.worker_id].set()
             if why != self._said.get(upstream.worker_id):
                 self._said[upstream.worker_id] = why
@@ -101,6 +103,10 @@ class Watcher:
     def _silent(self) -> str:
         return f"silent for {self._config.stale_after_s:g} s"
 
+    def _is_silent(self, upstream: Upstream) -> bool:
+        """Whether the worker has sent nothing for so long that it is taken for dead."""
+        return time.monotonic() - upstream.heard_s >= self._config.stale_after_s
+
     def _backoff_s(self, num_failures: int) -> float:
         """Doubles up to the limit; spread, so that routers do not come back in step."""
         doubled = self._config.min_backoff_s * 2.0 ** min(num_failures - 1, 16)
@@ -116,9 +122,8 @@ class Watcher:
         call = upstream.watch_load(request.SerializeToString(), metadata=metadata)
         try:
             while True:
-                with upstream.failures():
-                    async with asyncio.timeout(stale_after_s):
-                        raw = await call.read()
+                with upstream.failures_of(call):
+                    raw = await self._read_report(upstream, call)
                 if not isinstance(raw, bytes):  # EOF
                     return
                 report = worker_pb2.WatchLoadResponse.FromString(raw)
@@ -134,6 +139,21 @@ class Watcher:
                     return  # an open stream would keep the worker from ending
         finally:
             call.cancel()
+
+    async def _read_report(self, upstream: Upstream, call: Any) -> Any:
+        """The next report. Raises TimeoutError when the worker has said nothing for `stale_after_s`, on any call."""
+        read = asyncio.ensure_future(call.read())
+        try:
+            while True:
+                silent_s = time.monotonic() - upstream.heard_s
+                done, _ = await asyncio.wait([read], timeout=max(0.0, self._config.stale_after_s - silent_s))
+                if done:
+                    upstream.heard_s = time.monotonic()
+                    return read.result()
+                if self._is_silent(upstream):
+                    raise TimeoutError
+        finally:
+            read.cancel()
 
     def _compare(self, worker_id: str) -> None:
         """Complains about a worker that has just become connected and answers otherwise than the rest."""

@@ -1,0 +1,157 @@
+"""Faults of workers that fall silent: a frozen process, dropped packets. Nothing tells the router but the silence."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import grpc
+from support.fake_workers import Chunk, FakeWorker, Generate, chunks, router_for, until
+from support.faults import Stopwatch, fault
+from support.tcp_proxy import tcp_proxy
+
+from loraplex_proto.errors import LoraplexError, WorkerLost
+from loraplex_proto.status import from_rpc_error
+from loraplex_router.config import WatchConfig
+
+STREAM = "/loraplex.v1.InferenceService/GenerateStream"
+UNARY = "/loraplex.v1.InferenceService/Generate"
+NUM_STREAMS = 6
+
+
+@contextlib.contextmanager
+def worker_process() -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A worker whose streams stop behind their first token, as a process that can be frozen."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "support.fake_workers"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert process.stdout is not None
+    try:
+        yield process.stdout.readline().strip(), process
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+async def outcome_of(call: Any) -> tuple[int, LoraplexError | None]:
+    """How many tokens a stream brought, and the error that it ended with."""
+    num_tokens = 0
+    try:
+        async for message in call:
+            num_tokens += len(Chunk.FromString(message).token_ids)
+    except grpc.aio.AioRpcError as error:
+        return num_tokens, from_rpc_error(error)
+    return num_tokens, None
+
+
+async def streams_with_a_token(channel: grpc.aio.Channel, healthy: FakeWorker) -> list[asyncio.Task[Any]]:
+    """Streams under way, all on the worker that will fall silent."""
+    healthy.report(draining=True)
+    await asyncio.sleep(0.1)
+    calls = [channel.unary_stream(STREAM)(Generate(text="before").SerializeToString()) for _ in range(NUM_STREAMS)]
+    for call in calls:
+        await call.initial_metadata()  # comes with the first token
+    healthy.report()
+    return [asyncio.ensure_future(outcome_of(call)) for call in calls]
+
+
+async def check_that_nothing_stands(
+    channel: grpc.aio.Channel, before: list[asyncio.Task[Any]], stopwatch: Stopwatch
+) -> None:
+    """Streams with tokens end as lost and say how many were sent; requests without one end well elsewhere."""
+    after = [
+        asyncio.ensure_future(outcome_of(channel.unary_stream(STREAM)(Generate(text="after").SerializeToString())))
+        for _ in range(NUM_STREAMS)
+    ]
+    unary = [channel.unary_unary(UNARY)(Generate(text="after").SerializeToString()) for _ in range(NUM_STREAMS)]
+    for num_tokens, error in await asyncio.gather(*before):
+        assert isinstance(error, WorkerLost), error
+        assert error.metadata["tokens_sent"] == str(num_tokens)
+        assert error.retry_after_s is not None
+    for num_tokens, error in await asyncio.gather(*after):
+        assert (num_tokens, error) == (3, None)
+    await asyncio.gather(*unary)
+    stopwatch.stop()
+
+
+@fault(
+    "worker frozen (SIGSTOP of its front end)",
+    clients_see="WORKER_LOST with the tokens sent; requests without a token go elsewhere",
+    within_s=10,
+    left="the worker, out of rotation until it speaks again",
+)
+async def test_a_frozen_front_end(stopwatch: Stopwatch) -> None:
+    healthy = await FakeWorker("healthy").start()
+    with worker_process() as (address, process):
+        async with router_for([address, healthy.address], watch=WatchConfig()) as (router, channel):
+            await until(lambda: router.replicas.num_routable == 2)
+            before = await streams_with_a_token(channel, healthy)
+            await until(lambda: router.replicas.num_routable == 2)
+            process.send_signal(signal.SIGSTOP)
+            stopwatch.start()
+            await check_that_nothing_stands(channel, before, stopwatch)
+            assert router.replicas[address].num_in_flight == 0
+            process.send_signal(signal.SIGCONT)
+            await until(lambda: router.replicas.num_routable == 2)
+    await healthy.stop()
+
+
+@fault(
+    "packets to a worker dropped, or its machine without power",
+    clients_see="WORKER_LOST with the tokens sent; requests without a token go elsewhere",
+    within_s=10,
+)
+async def test_a_network_that_forwards_nothing(stopwatch: Stopwatch) -> None:
+    async def endless(request: Generate, context: Any) -> AsyncIterator[bytes]:
+        for chunk in chunks(2):
+            yield chunk
+        await asyncio.Event().wait()
+
+    healthy, far = await FakeWorker("healthy").start(), await FakeWorker("far").start()
+    far.stream = endless
+    async with (
+        tcp_proxy(far.address) as proxy,
+        router_for([proxy.address, healthy.address], watch=WatchConfig()) as (router, channel),
+    ):
+        await until(lambda: router.replicas.num_routable == 2)
+        before = await streams_with_a_token(channel, healthy)
+        await until(lambda: router.replicas.num_routable == 2)
+        proxy.stop_forwarding()
+        stopwatch.start()
+        await check_that_nothing_stands(channel, before, stopwatch)
+        proxy.resume()
+        await until(lambda: router.replicas.num_routable == 2)
+        # The worker hears that nobody wants its streams any more.
+        await until(lambda: far.num_ended >= NUM_STREAMS)
+    await far.stop()
+    await healthy.stop()
+
+
+@fault("worker reports nothing, but its streams flow", clients_see="nothing", within_s=10)
+async def test_a_worker_whose_streams_flow_is_alive(stopwatch: Stopwatch) -> None:
+    """Only what gives no sign of life at all is given up."""
+    watch = WatchConfig(stale_after_s=0.5, min_backoff_s=0.05, max_backoff_s=0.1)
+    worker = await FakeWorker("busy").start()
+
+    async def slow(request: Generate, context: Any) -> AsyncIterator[bytes]:
+        for chunk in chunks(40):
+            await asyncio.sleep(0.05)
+            yield chunk
+
+    worker.stream = slow
+    async with router_for([worker.address], watch=watch) as (router, channel):
+        await until(lambda: router.replicas.num_routable == 1)
+        stopwatch.start()
+        assert await outcome_of(channel.unary_stream(STREAM)(Generate(text="x").SerializeToString())) == (40, None)
+        stopwatch.stop()
+    await worker.stop()
