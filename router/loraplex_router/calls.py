@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -25,6 +26,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 RETRY_WHEN_FULL_S: Final = 1.0
+RETRY_WHEN_DRAINING_S: Final = 1.0
 
 
 @dataclass(eq=False, slots=True)
@@ -50,12 +52,14 @@ class Call:
 
 @dataclass(slots=True)
 class Calls:
-    """All calls that are under way. No two of them share anything here but the limit."""
+    """All calls that are under way. No two of them share anything here but the limit and the drain."""
 
     max_in_flight: int
     metrics: RouterMetrics
     clock: Callable[[], float] = time.monotonic
     _active: set[Call] = field(default_factory=set[Call])
+    _is_draining: bool = False
+    _all_ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __len__(self) -> int:
         return len(self._active)
@@ -76,7 +80,7 @@ class Calls:
                 self._count(call, Code.DEADLINE_EXCEEDED if context.time_remaining() == 0 else Code.CANCELLED)
                 raise
             task.uncancel()
-            error = Draining("the router is shutting down; send the request again", retry_after_s=0.0)
+            error = _draining()
         except UpstreamFailure as failure:
             error = failure.for_client(call.num_tokens_sent, call.num_messages_sent) or failure
         except grpc.aio.BaseError:
@@ -87,6 +91,8 @@ class Calls:
             error = as_typed(exception)
         finally:
             self._active.discard(call)
+            if self._is_draining and not self._active:
+                self._all_ended.set()
         return await self._fail(call, error)
 
     async def _fail(self, call: Call, error: LoraplexError | UpstreamFailure) -> NoReturn:
@@ -101,6 +107,13 @@ class Calls:
             error.metadata.setdefault("request_id", call.request_id)
         await abort(call.context, error)
 
+    async def drain(self, timeout_s: float) -> None:
+        """Refuses new calls from now on; returns when those under way have ended, or after `timeout_s`."""
+        self._is_draining = True
+        if self._active:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._all_ended.wait(), timeout_s)
+
     def cut_off(self) -> int:
         """Ends every call with Draining; returns how many there were."""
         active = list(self._active)
@@ -110,6 +123,8 @@ class Calls:
         return len(active)
 
     def _enter(self, call: Call) -> None:
+        if self._is_draining:
+            raise _draining()
         if len(self._active) >= self.max_in_flight:
             raise QueueFull(
                 f"the router relays {self.max_in_flight} requests already; try again later",
@@ -119,3 +134,8 @@ class Calls:
 
     def _count(self, call: Call, code: Code) -> None:
         self.metrics.ended(call.method, code.name, self.clock() - call.started_s)
+
+
+def _draining() -> Draining:
+    # Behind a balancer the next try reaches another router; without one, this router's successor.
+    return Draining("the router is shutting down; send the request again", retry_after_s=RETRY_WHEN_DRAINING_S)

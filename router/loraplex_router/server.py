@@ -59,18 +59,18 @@ class Router:
         return join_address(self.config.host, self.port)
 
     async def drain(self, drain_s: float | None = None, *, announce_s: float = 0.0) -> None:
-        """Says NOT_SERVING for `announce_s`, then takes nothing new and gives what runs `drain_s` to end.
+        """Says NOT_SERVING for `announce_s`, then refuses what is new and gives what runs `drain_s` to end.
 
-        What still runs then ends as UNAVAILABLE (DRAINING)."""
+        The port stays open until the last request has ended, so that new ones hear why they are refused. What still
+        runs after `drain_s` ends as UNAVAILABLE (DRAINING)."""
         self.health.begin_drain()
         await asyncio.sleep(announce_s)
         self.health.end_watches()
         grace_s = self.config.drain_s if drain_s is None else drain_s
-        stopping = asyncio.ensure_future(self._server.stop(grace_s + FAREWELL_S))
-        await asyncio.wait([stopping], timeout=grace_s)
+        await self.calls.drain(grace_s)
         if num_cut_off := self.calls.cut_off():
             log.warning("%d requests did not end within %g s and are cut off", num_cut_off, grace_s)
-        await stopping
+        await self._server.stop(FAREWELL_S)
         await self._watcher.stop()
         if self.metrics_endpoint is not None:
             await self.metrics_endpoint.stop()

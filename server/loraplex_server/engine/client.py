@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from loraplex_adapters.cache.api import AdapterInfo, CacheUsage
 from loraplex_adapters.cache.listing import Listing
-from loraplex_proto.errors import EngineLost, Internal, LoraplexError
+from loraplex_proto.errors import Draining, EngineLost, Internal, LoraplexError
 from loraplex_server.config import EngineConfig
 from loraplex_server.engine.messages import (
     Abandon,
@@ -157,10 +157,13 @@ class EngineClient:
             self._operations.pop(operation_id, None)
 
     async def stop(self, timeout_s: float = 10.0) -> None:
-        """Ends the engine; requests still under way fail as Draining."""
+        """Ends the engine; requests still under way fail as Draining, at once, however long the engine takes."""
         if self._worker is None:
             return
         self._stopping = True
+        error = Draining("this worker is shutting down; send the request to another one", retry_after_s=1.0)
+        for stream in list(self._streams.values()):
+            self.cancel(stream, error)
         self._send(Shutdown())
         try:
             await asyncio.wait_for(self.lost.wait(), timeout_s)

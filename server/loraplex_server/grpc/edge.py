@@ -5,6 +5,7 @@ Owns the flags of draining and the counts of calls.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import logging
@@ -12,7 +13,7 @@ import operator
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Generator
-from typing import Any, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -31,6 +32,10 @@ Context = Any
 _Handler = TypeVar("_Handler", bound=Callable[..., Any])
 
 
+# Calls that last as long as their client likes. A drain does not wait for them.
+WATCHES: Final = frozenset({"WatchLoad"})
+
+
 class Edge:
     """Shared by the services of one server."""
 
@@ -38,6 +43,29 @@ class Edge:
         self.is_leaving = False  # what routers are told, so that they send no more
         self.is_draining = False  # whoever sends all the same is refused
         self.metrics = metrics or telemetry.RequestMetrics(None, "worker")
+        self._num_active = 0
+        self._all_ended = asyncio.Event()
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuses new calls from now on; returns when those under way have ended, or after `timeout_s`."""
+        self.is_draining = True
+        if self._num_active:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._all_ended.wait(), timeout_s)
+
+    @contextlib.contextmanager
+    def call(self, method: str) -> Generator[_Call]:
+        """One call, from its arrival to its end."""
+        call = _Call(self.metrics, method)
+        self._num_active += method not in WATCHES
+        try:
+            yield call
+            call.code = "OK"
+        finally:
+            call.ended()
+            self._num_active -= method not in WATCHES
+            if self.is_draining and not self._num_active:
+                self._all_ended.set()
 
     def admit(self, *adapter_ids: str) -> auth.Identity:
         """The caller's identity. Raises Draining, and AdapterNotFound for an adapter that is not the caller's."""
@@ -86,7 +114,7 @@ def handles_errors(handler: _Handler) -> _Handler:
 
     @functools.wraps(handler)
     async def wrapped(self: Any, request: Any, context: Context) -> Any:
-        with _counted(self._edge.metrics, handler.__name__) as call:
+        with self._edge.call(handler.__name__) as call:
             try:
                 return await handler(self, _checked(request), context)
             except Exception as error:
@@ -100,7 +128,7 @@ def handles_stream_errors(handler: _Handler) -> _Handler:
 
     @functools.wraps(handler)
     async def wrapped(self: Any, request: Any, context: Context) -> AsyncIterator[Any]:
-        with _counted(self._edge.metrics, handler.__name__) as call:
+        with self._edge.call(handler.__name__) as call:
             try:
                 async for message in handler(self, _checked(request), context):
                     call.has_message()
@@ -142,13 +170,3 @@ class _Call:
 
     def ended(self) -> None:
         self._metrics.ended(self._method, self.code, time.monotonic() - self._started_s)
-
-
-@contextlib.contextmanager
-def _counted(metrics: telemetry.RequestMetrics, method: str) -> Generator[_Call]:
-    call = _Call(metrics, method)
-    try:
-        yield call
-        call.code = "OK"
-    finally:
-        call.ended()

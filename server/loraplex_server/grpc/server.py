@@ -10,6 +10,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -39,6 +40,9 @@ SERVICES = (
     adapter_pb2.DESCRIPTOR.services_by_name["AdapterService"],
     worker_pb2.DESCRIPTOR.services_by_name["WorkerService"],
 )
+
+# What the last answers get to reach their clients, before the port closes.
+FAREWELL_S: Final = 1.0
 
 
 def server_options(max_message_bytes: int) -> list[tuple[str, int]]:
@@ -74,18 +78,20 @@ class Worker:
         return load.num_running + load.num_queued
 
     async def drain(self, drain_s: float, *, announce_s: float = 0.0) -> None:
-        """Says for `announce_s` that it is going, then takes no new requests, lets the running ones end for up to
-        `drain_s`, and stops. Called again, with less time, it hurries."""
+        """Says for `announce_s` that it is going, then refuses new requests, lets the running ones end for up to
+        `drain_s`, and stops. The port stays open until the last request has ended, so that new ones hear why they are
+        refused. Called again, with less time, it hurries."""
         self.edge.is_leaving = True
         self.engine.news.spread()
         self.health.begin_drain()
         await asyncio.sleep(announce_s)
-        self.edge.is_draining = True
         self.health.end_watches()
-        await self.server.stop(grace=drain_s)
+        await self.edge.drain(drain_s)
+        await self.engine.stop()  # ends what still runs, with an error that says why
+        await self.edge.drain(FAREWELL_S)
+        await self.server.stop(FAREWELL_S)
         if self.metrics is not None:
             await self.metrics.stop()
-        await self.engine.stop()
 
 
 async def start_worker(
