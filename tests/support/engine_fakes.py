@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from loraplex_adapters.cache.api import AdapterInfo, CacheUsage, ListingChanges
-from loraplex_adapters.key import AdapterKey
+from loraplex_adapters.key import AdapterKey, AdapterKind
 from loraplex_proto.errors import AdapterNotFound, UnsupportedModel
 from loraplex_server.config import EngineConfig
 from loraplex_server.engine.core import Engine
@@ -59,9 +59,10 @@ class FakeRunner:
 
 @dataclass
 class FakeCache:
-    """Every name in `known` resolves after `delay` polls; everything fits."""
+    """Every name in `known` resolves after `delay` polls; everything fits. What `kinds` does not say is a LoRA."""
 
     known: tuple[str, ...] = ("a", "b")
+    kinds: dict[str, AdapterKind] = field(default_factory=dict)
     delay: int = 0
     pins: dict[AdapterKey, int] = field(default_factory=dict)
     references: dict[AdapterKey, int] = field(default_factory=dict)
@@ -72,7 +73,7 @@ class FakeCache:
             raise AdapterNotFound(f"there is no adapter {adapter_id!r}", resource=adapter_id)
         if self.num_polls < self.delay:
             return None
-        key = AdapterKey("lora", adapter_id * 64)
+        key = AdapterKey(self.kinds.get(adapter_id, "lora"), adapter_id * 64)
         self.pins[key] = self.pins.get(key, 0) + 1
         return key
 

@@ -34,6 +34,19 @@ def brings_heads(key: AdapterKey | None) -> bool:
     return key is not None and key.kind != "lora"
 
 
+def check_named_heads(request: Request, heads: AdapterKey | None) -> None:
+    """`heads`: what `speculation.medusa.adapter_id` names, None where it names nothing. Raises FailedPrecondition for
+    an adapter without heads, which would draft nothing."""
+    if heads is not None and not brings_heads(heads):
+        adapter_id = request.speculation.medusa_id
+        raise FailedPrecondition(
+            f"`speculation.medusa.adapter_id` names {adapter_id!a}, which is a LoRA without Medusa heads; name an "
+            "adapter that has some, or leave `speculation.medusa` out",
+            field="speculation.medusa.adapter_id",
+            resource=adapter_id,
+        )
+
+
 def choose(
     request: Request, heads: AdapterKey | None, config: SpeculationConfig, draft_names: Collection[str]
 ) -> Choice:

@@ -18,7 +18,7 @@ from loraplex_server.events import Tokens
 from loraplex_server.request import Request
 from loraplex_server.scheduler.plan import Candidate, Draft, StepPlan, StepResult
 from loraplex_server.speculation.base import MEDUSA, PROMPT_LOOKUP, Ask, Proposer
-from loraplex_server.speculation.choice import Choice, brings_heads, choose
+from loraplex_server.speculation.choice import Choice, brings_heads, check_named_heads, choose
 from loraplex_server.speculation.costs import LeastCost, StepCosts
 from loraplex_server.speculation.history import History
 from loraplex_server.speculation.lengths import Offer, choose_lengths
@@ -79,6 +79,7 @@ class Speculator:
         `key` is its adapter's, `heads` those that it names apart. Raises FailedPrecondition or InvalidArgument for what
         this server does not have.
         """
+        check_named_heads(request, heads)
         own = key if brings_heads(key) else None
         kind = request.speculation.kind
         wants_default = kind in ("medusa", "auto") or (kind is None and self._drafts_by_default)

@@ -10,6 +10,7 @@ from loraplex_proto.errors import (
     Cancelled,
     DeadlineExceeded,
     Draining,
+    FailedPrecondition,
     Internal,
     LoraplexError,
     OutOfMemory,
@@ -18,7 +19,7 @@ from loraplex_proto.errors import (
 from loraplex_server.engine.core import Engine
 from loraplex_server.engine.messages import Abandon, AdapterCommand, Cancel, Reply, StopCompletion, Submit
 from loraplex_server.events import Admitted, CompletionEnd, Event, FinishReason, RequestFailed, Tokens
-from loraplex_server.request import Request, StoppingParams
+from loraplex_server.request import Request, SpeculationParams, StoppingParams
 from loraplex_server.scheduler.plan import StepPlan
 
 
@@ -229,4 +230,38 @@ def test_shutdown_ends_everything_once() -> None:
     for name in ("waiting", "running"):
         assert isinstance(failure(list(batch.events), name), Draining)
     assert isinstance(batch.replies[0].error, Draining)
+    assert engine.integrity_report() == ""
+
+
+def naming_heads(request_id: str, adapter_id: str = "") -> Request:
+    """One token, before which there is nothing to draft: this engine has no proposer for heads."""
+    return request(
+        request_id, max_tokens=1, adapter_id=adapter_id, speculation=SpeculationParams("medusa", medusa_id="b")
+    )
+
+
+@pytest.mark.parametrize("adapter_id", ["", "a", "b"])
+def test_heads_that_are_none_are_refused_and_nothing_stays_pinned(adapter_id: str) -> None:
+    engine = make_engine(cache=FakeCache(delay=3))
+    engine.handle(Submit(naming_heads("r", adapter_id)))
+    engine.handle(Submit(request("other", adapter_id="b")))
+    events, _ = run(engine)
+    error = failure(events, "r")
+    assert isinstance(error, FailedPrecondition)
+    assert (error.field, error.resource) == ("speculation.medusa.adapter_id", "b")
+    assert isinstance(terminal(events, "other")[0], CompletionEnd)
+    assert engine.integrity_report() == ""
+
+
+def test_a_name_may_lose_its_heads_and_get_some() -> None:
+    """Bound anew by a load: requests are answered by what the name means when they come."""
+    cache = FakeCache(kinds={"b": "medusa"})
+    engine = make_engine(cache=cache)
+    outcomes: list[bool] = []
+    for number, kind in enumerate(("medusa", "lora", "combined")):
+        cache.kinds["b"] = kind
+        engine.handle(Submit(naming_heads(f"r{number}")))
+        events, _ = run(engine)
+        outcomes.append(isinstance(terminal(events, f"r{number}")[0], CompletionEnd))
+    assert outcomes == [True, False, True]
     assert engine.integrity_report() == ""
