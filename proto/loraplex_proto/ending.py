@@ -6,9 +6,13 @@ Knows nothing of what draining is.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
+import os
 import signal
+import sys
 from collections.abc import Callable, Coroutine
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 HOW_TO_HURRY: Final = "Ctrl-C again ends it at once"
@@ -51,3 +55,13 @@ class Ending:
             draining.cancel()
             await asyncio.gather(draining, hurrying, return_exceptions=True)
         return await at_once()
+
+
+def exit_at_once(code: int) -> NoReturn:
+    """Ends a process that has closed everything. Tearing down an interpreter full of native threads takes seconds, in
+    which nobody is served."""
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+            stream.flush()
+    os._exit(code)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from loraplex_proto.ending import exit_at_once
 from loraplex_proto.errors import LoraplexError
 from loraplex_proto.flags import command, configure, flags_of
 from loraplex_server.cli.report import Report
@@ -61,6 +62,7 @@ def _worker(*, model: str, json: bool, supervised: bool, **given: Any) -> None:
         setup_logging(config.engine.log_level)
         with report:
             code = asyncio.run(run_worker(config, report.progress, partial(_ready, report), report.draining))
+        exit_at_once(code)
     except LoraplexError as error:
         code = report.failed(error)
     sys.exit(code)

@@ -48,6 +48,9 @@ log = logging.getLogger(__name__)
 
 AdapterVerb = Literal["load", "unload", "get", "list"]
 
+# Somebody else may take a request at once; who knows this worker alone waits for a new one.
+RETRY_LOST_S = 1.0
+
 
 @dataclass
 class EngineState:
@@ -187,7 +190,7 @@ class EngineClient:
 
     def _check_alive(self) -> None:
         if self.lost.is_set():
-            raise EngineLost("this worker's engine has ended; try another worker", retry_after_s=1.0)
+            raise EngineLost("this worker's engine has ended; try another worker", retry_after_s=RETRY_LOST_S)
 
     def _send(self, command: Command) -> None:
         try:
@@ -261,7 +264,10 @@ class EngineClient:
         self._conn.close()
         self.lost.set()
         self.news.spread()
-        error = EngineLost("this worker's engine ended unexpectedly; try again, another worker will take it")
+        error = EngineLost(
+            "this worker's engine ended unexpectedly; send the request again, another worker will take it",
+            retry_after_s=RETRY_LOST_S,
+        )
         if not self._stopping:
             log.error("the engine's process is gone; %d requests fail", len(self._streams))
         for stream in list(self._streams.values()):

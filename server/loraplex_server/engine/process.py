@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import queue
 import signal
-import sys
 import threading
 from collections.abc import Callable
 
+from loraplex_proto.ending import exit_at_once
 from loraplex_proto.errors import Internal, LoraplexError
 from loraplex_proto.telemetry import setup_logging
 from loraplex_server.config import EngineConfig
@@ -53,11 +52,7 @@ def engine_process(
 
         tqdm.set_lock(threading.RLock())  # its own is a semaphore between processes, which would outlive this one
     serve_engine(conn, config, max_stream_wait_s, builder or _default_builder())
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Everything is closed. Tearing down an interpreter full of native threads can hang for seconds, for nobody.
-    os._exit(0)
+    exit_at_once(0)
 
 
 def engine_thread(

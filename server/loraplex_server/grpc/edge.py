@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import functools
 import logging
 import operator
@@ -161,7 +162,8 @@ class _Call:
             self._metrics.first_message(self._method, time.monotonic() - self._started_s)
 
     def failed(self, error: Exception) -> LoraplexError:
-        typed = status.as_typed(error)
+        # One error may have ended many requests, and this one's id is nobody else's business.
+        typed = copy.copy(status.as_typed(error))
         self.code = typed.code.name
         if request_id := telemetry.bound_request_id():
             typed.metadata.setdefault("request_id", request_id)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import copy
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 import loraplex_proto
 from loraplex_proto import auth, validate
-from loraplex_proto.errors import DeadlineExceeded
+from loraplex_proto.errors import DeadlineExceeded, LoraplexError
 from loraplex_proto.v1 import inference_pb2, inference_pb2_grpc
 from loraplex_server.engine.client import EngineClient
 from loraplex_server.engine.messages import ModelInfo
@@ -30,6 +33,23 @@ T = TypeVar("T")
 OFF_LOOP_CHARS = 10_000
 MESSAGE_CHARS = 32  # what a chat's template writes around a message, and its rendering
 TOKEN_CHARS = 4
+
+
+@dataclass(slots=True)
+class Sent:
+    """What the client has of an answer. An error that ends it says so, whatever the error is."""
+
+    num_messages: int = 0
+    num_tokens: int = 0
+
+    @contextlib.asynccontextmanager
+    async def told_with_errors(self) -> AsyncGenerator[None]:
+        try:
+            yield
+        except LoraplexError as error:
+            told = copy.copy(error)  # it may be the end of other requests too
+            told.metadata |= {"messages_sent": str(self.num_messages), "tokens_sent": str(self.num_tokens)}
+            raise told from error
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
@@ -50,7 +70,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         progress = Progress()
         deltas: dict[int, list[Delta]] = {}
         accepted, echo = await self._accept(request, context)
-        async with aclosing(generate(self._engine, accepted, self._new_assembler, progress)) as batches:
+        generating = generate(self._engine, accepted, self._new_assembler, progress)
+        async with Sent().told_with_errors(), aclosing(generating) as batches:
             async for batch in batches:
                 for delta in batch:
                     deltas.setdefault(delta.index, []).append(delta)
@@ -62,22 +83,24 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> AsyncIterator[inference_pb2.GenerateStreamResponse]:
         progress = Progress()
         accepted, echo = await self._accept(request, context)
-        is_first, echoed = True, set[int]()
-        async with aclosing(generate(self._engine, accepted, self._new_assembler, progress)) as batches:
+        sent, echoed = Sent(), set[int]()
+        generating = generate(self._engine, accepted, self._new_assembler, progress)
+        async with sent.told_with_errors(), aclosing(generating) as batches:
             async for batch in batches:
                 for delta in batch:
                     message = convert.delta_to_pb(delta, with_token_ids=not request.output.omit_token_ids)
-                    if is_first:
+                    if sent.num_messages == 0:
                         message.request_id = _public_id(accepted)
                         message.adapter_digest = progress.adapter_digest
                         message.prompt_logprobs.extend(convert.logprobs_to_pb(progress.prompt_logprobs))
-                        is_first = False
                     if delta.index not in echoed:
                         echoed.add(delta.index)
                         message.text_delta = echo + message.text_delta
                     if delta.end is not None:
                         message.timings.CopyFrom(_timings(progress))
                     yield message
+                    sent.num_messages += 1
+                    sent.num_tokens += len(delta.token_ids)
 
     @handles_errors
     async def Tokenize(

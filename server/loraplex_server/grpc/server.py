@@ -35,6 +35,9 @@ from loraplex_server.text.tokenizer import TextTokenizer
 
 log = logging.getLogger(__name__)
 
+# What handlers get for their last words when the engine is gone: they only have to say so.
+LAST_WORDS_S = 0.5
+
 SERVICES = (
     inference_pb2.DESCRIPTOR.services_by_name["InferenceService"],
     adapter_pb2.DESCRIPTOR.services_by_name["AdapterService"],
@@ -180,7 +183,7 @@ async def run_worker(
     if not is_lost:
         on_drain(worker.num_requests)
     announce_s = ending.announce_s(config.announce_s)
-    gently = worker.drain(0.0) if is_lost else worker.drain(config.drain_s, announce_s=announce_s)
+    gently = worker.drain(LAST_WORDS_S) if is_lost else worker.drain(config.drain_s, announce_s=announce_s)
     await ending.drain(gently, lambda: worker.drain(0.0))
     lost.cancel()
     stopping.cancel()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -74,3 +76,20 @@ async def test_who_is_told_beforehand(number: signal.Signals) -> None:
         for one in SIGNALS:
             asyncio.get_running_loop().remove_signal_handler(one)
     assert ending.announce_s(3.0) == (3.0 if number is signal.SIGTERM else 0.0)
+
+
+def test_an_exit_at_once_says_its_last_words_and_tears_nothing_down() -> None:
+    code = (
+        "import atexit, sys; from loraplex_proto.ending import exit_at_once\n"
+        "atexit.register(print, 'torn down'); sys.stdout.write('last words'); exit_at_once(7)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (7, "last words", "")
+
+
+def test_an_exit_at_once_does_not_need_a_reader() -> None:
+    code = (
+        "import os, sys; from loraplex_proto.ending import exit_at_once\n"
+        "sys.stdout.write('x'); os.close(1); exit_at_once(3)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 3

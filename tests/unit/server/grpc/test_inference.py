@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
@@ -9,10 +10,10 @@ from typing import Any, NoReturn, cast
 
 import pytest
 from google.rpc import status_pb2
-from support.engine_fakes import INFO, build_fake
+from support.engine_fakes import INFO, build_fake, build_slow
 from support.tiny_tokenizers import tiny_tokenizer
 
-from loraplex_proto.errors import FailedPrecondition
+from loraplex_proto.errors import EngineLost, FailedPrecondition, LoraplexError
 from loraplex_proto.status import DETAILS_KEY, from_status
 from loraplex_proto.v1 import inference_pb2
 from loraplex_server.config import EngineConfig, ModelConfig
@@ -148,3 +149,46 @@ async def test_an_echo_that_cannot_be_is_refused_before_anything_runs(method: st
             async for _ in one.GenerateStream(request, FakeContext()):
                 pass
     assert caught.value.field == "output.echo"
+
+
+# --- errors in the middle ---------------------------------------------------------------------------------------------
+
+
+def long_request(request_id: str) -> inference_pb2.GenerateRequest:
+    return inference_pb2.GenerateRequest(
+        request_id=request_id,
+        token_ids=inference_pb2.TokenIds(ids=[70, 71]),
+        stopping=inference_pb2.Stopping(max_tokens=200),
+        output=inference_pb2.Output(omit_token_ids=True),
+    )
+
+
+async def test_a_lost_engine_is_told_with_what_was_sent_and_to_each_its_own() -> None:
+    engine = EngineClient(EngineConfig(ModelConfig("fake")))
+    await engine.start(inline=True, builder=build_slow)
+    one = InferenceServicer(engine, INFO, TextTokenizer(tiny_tokenizer("byte_level")), Edge())
+    num_read = defaultdict[str, int](int)
+
+    async def stream(request_id: str) -> LoraplexError:
+        with pytest.raises(LoraplexError) as caught:
+            async for _ in one.GenerateStream(long_request(request_id), FakeContext()):
+                num_read[request_id] += 1
+        return caught.value
+
+    async def unary() -> LoraplexError:
+        with pytest.raises(LoraplexError) as caught:
+            await one.Generate(long_request("whole"), FakeContext())
+        return caught.value
+
+    tasks = [asyncio.ensure_future(call) for call in (stream("one"), stream("two"), unary())]
+    while len(num_read) < 2:
+        await asyncio.sleep(0.01)
+    engine._on_lost()  # what the end of the pipe does
+    errors = await asyncio.gather(*tasks)
+    await engine.stop()
+    assert [error.request_id for error in errors] == ["one", "two", "whole"]
+    for error in errors:
+        assert isinstance(error, EngineLost)
+        assert error.retry_after_s == 1.0
+        assert int(error.metadata["messages_sent"]) == num_read[error.request_id or ""]
+    assert [int(error.metadata["tokens_sent"]) > 0 for error in errors] == [True, True, False]
