@@ -6,7 +6,9 @@ of the caller's roles; without one everybody is `EVERYBODY`, and what a client s
 
 How to use it in a server:
 
-    server = grpc.aio.server(interceptors=[ServerInterceptor(load_credentials(path_or_none))])
+    files = Reloader()
+    server = grpc.aio.server(interceptors=[ServerInterceptor(follow_credentials(files, path_or_none))])
+    files.start()
     ...
     identity = current_identity()              # inside any handler, with or without a credentials file
     identity.check_adapters(adapters_in(request))   # raises AdapterNotFound, before anything is looked up
@@ -34,6 +36,7 @@ import grpc.aio
 
 from loraplex_proto.errors import AdapterNotFound, InvalidArgument, LoraplexError, PermissionDenied, Unauthenticated
 from loraplex_proto.ids import check_id
+from loraplex_proto.reload import Reloader, read_file
 from loraplex_proto.status import abort
 from loraplex_proto.v1 import inference_pb2
 
@@ -94,12 +97,22 @@ class Identity:
 
 EVERYBODY: Final = Identity(tenant=DEFAULT_TENANT, roles=ROLES, adapters=("*",))
 
+# Raises where the call's credential no longer opens its method.
+_recheck: contextvars.ContextVar[Callable[[], object]] = contextvars.ContextVar(
+    "loraplex_recheck", default=lambda: None
+)
 _identity: contextvars.ContextVar[Identity] = contextvars.ContextVar("loraplex_identity", default=EVERYBODY)
 
 
 def current_identity() -> Identity:
     """Of the call whose handler this runs in. A task that the handler starts inherits it."""
     return _identity.get()
+
+
+def recheck_identity() -> None:
+    """For a stream that has no end of its own: raises Unauthenticated or PermissionDenied once the credential that it
+    was opened with has been revoked."""
+    _recheck.get()()
 
 
 def adapter_not_found(adapter_id: str) -> AdapterNotFound:
@@ -134,8 +147,8 @@ class Credentials:
         self._identities = [(bytes.fromhex(digest), identity) for digest, identity in identities.items()]
 
     @classmethod
-    def load(cls, path: Path) -> Credentials:
-        """Reads a .toml file, or JSON under any other name:
+    def parse(cls, path: Path, raw: bytes) -> Credentials:
+        """The content of a .toml file, or JSON under any other name:
 
             [[credentials]]
             sha256 = "..."              # of the token
@@ -146,13 +159,12 @@ class Credentials:
         Raises InvalidArgument that says what is wrong where; never shows what the file holds.
         """
         try:
-            text = path.read_text("utf-8")
+            text = raw.decode("utf-8")
             content: Any = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-        except OSError as error:
-            raise _bad_file(path, f"cannot be read: {error.strerror}") from error
         except ValueError as error:  # of TOML, JSON and UTF-8 alike; their messages may quote the file
             kind = "TOML" if path.suffix == ".toml" else "JSON"
-            raise _bad_file(path, f"is not valid {kind}") from error
+            line = re.search(r"\bline \d+", str(error))
+            raise _bad_file(path, f"is not valid {kind}" + (f" (in {line[0]})" if line else "")) from error
         rows = _table(path, content, "the file", required={"credentials": list}, optional={})["credentials"]
         identities: dict[str, Identity] = {}
         for number, row in enumerate(cast("list[Any]", rows), start=1):
@@ -193,8 +205,16 @@ class Credentials:
 
 
 def load_credentials(path: Path | None) -> Credentials | None:
-    """None for None: a server that asks for no credentials. Raises as `Credentials.load`."""
-    return None if path is None else Credentials.load(path)
+    """None for None: a server that asks for no credentials. Raises as `read_file` and `Credentials.parse`."""
+    return None if path is None else Credentials.parse(path, read_file(path, "--auth-file"))
+
+
+def follow_credentials(files: Reloader, path: Path | None) -> Callable[[], Credentials] | None:
+    """What `path` says at any time, for `ServerInterceptor`. Raises as `load_credentials`."""
+    if path is None:
+        return None
+    followed = files.follow([(path, "--auth-file")], lambda raw: Credentials.parse(path, raw))
+    return lambda: followed.value
 
 
 def new_router_credential(folder: Path) -> tuple[Path, Path]:
@@ -276,19 +296,22 @@ _Continuation = Callable[[grpc.HandlerCallDetails], Awaitable["grpc.RpcMethodHan
 class ServerInterceptor(grpc.aio.ServerInterceptor):
     """Denies, or sets what `current_identity` returns in the handler. Without credentials it does nothing."""
 
-    def __init__(self, credentials: Credentials | None) -> None:
-        self._credentials = credentials
+    def __init__(self, current: Callable[[], Credentials] | None) -> None:
+        """`current` returns the credentials that are in force at the time of a call."""
+        self._current = current
 
     async def intercept_service(
         self, continuation: _Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> Any:
         # The untyped metadata of the details is a sequence of pairs.
         method = str(handler_call_details.method)
-        if self._credentials is None or method in OPEN_METHODS:
+        current = self._current
+        if current is None or method in OPEN_METHODS:
             return await continuation(handler_call_details)
         try:
             pairs = cast("Iterable[tuple[str, str | bytes]]", handler_call_details.invocation_metadata or ())
-            _identity.set(self._credentials.identify(method, pairs))
+            _identity.set(current().identify(method, pairs))
+            _recheck.set(lambda: current().identify(method, pairs))
         except LoraplexError as error:
             return _refusal(error)
         # The handler runs in the same task, and every call has a task of its own.

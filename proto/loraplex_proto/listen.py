@@ -9,13 +9,12 @@ import contextlib
 import ipaddress
 import socket
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import grpc
 import grpc.aio
 
-from loraplex_proto.errors import FailedPrecondition, InvalidArgument
+from loraplex_proto.errors import FailedPrecondition
 
 
 def join_address(host: str, port: int) -> str:
@@ -42,17 +41,11 @@ def exposure_warnings(host: str, *, asks_credentials: bool, has_tls: bool) -> It
         yield "credentials travel in clear text: give --tls-cert and --tls-key, or end TLS in front of this server"
 
 
-def bind(server: grpc.aio.Server, host: str, port: int, tls_cert: Path | None, tls_key: Path | None) -> int:
-    """Has `server` listen, with TLS where there are files for it. Returns the port.
-
-    Raises InvalidArgument for files that cannot be read, FailedPrecondition for whatever else is in the way.
-    """
+def bind(server: grpc.aio.Server, host: str, port: int, tls: grpc.ServerCredentials | None) -> int:
+    """Has `server` listen, with TLS where there are credentials for it. Returns the port. Raises FailedPrecondition."""
     address = join_address(host, port)
     try:
-        if tls_cert is None or tls_key is None:
-            return server.add_insecure_port(address)
-        pair = (read_file(tls_key, "--tls-key"), read_file(tls_cert, "--tls-cert"))
-        return server.add_secure_port(address, grpc.ssl_server_credentials([pair]))
+        return server.add_insecure_port(address) if tls is None else server.add_secure_port(address, tls)
     except RuntimeError as error:
         raise _cannot_listen(address) from error
 
@@ -80,17 +73,8 @@ def _try_listening(probe: socket.socket, address: Any) -> None:
         probe.listen(1)  # with SO_REUSEADDR, Linux finds out here that somebody else listens
 
 
-def read_file(path: Path, flag: str) -> bytes:
-    """Raises InvalidArgument, naming the flag."""
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise InvalidArgument(f"{flag} {path} cannot be read: {error.strerror}", field=flag) from error
-
-
 def _cannot_listen(address: str) -> FailedPrecondition:
     return FailedPrecondition(
-        f"cannot listen on {address}: the port is taken, the address is not this machine's, or the TLS files are "
-        "no PEM pair; see --host, --port and --tls-cert",
+        f"cannot listen on {address}: the port is taken, or the address is not this machine's; see --host and --port",
         field="--port",
     )

@@ -17,19 +17,20 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from loraplex_proto.auth import ServerInterceptor, load_credentials
+from loraplex_proto.auth import ServerInterceptor, follow_credentials
 from loraplex_proto.ending import HOW_TO_HURRY, Ending
-from loraplex_proto.errors import InvalidArgument
 from loraplex_proto.health import Health
-from loraplex_proto.listen import bind, check_free, exposure_warnings, join_address, read_file
+from loraplex_proto.listen import bind, check_free, exposure_warnings, join_address
+from loraplex_proto.reload import Reloader
 from loraplex_proto.telemetry import MetricsEndpoint, new_registry
+from loraplex_proto.tls import server_credentials
 from loraplex_router.adapters import AdapterFanOut
 from loraplex_router.calls import Calls
 from loraplex_router.config import RouterConfig, ServerOptions
 from loraplex_router.metrics import RouterMetrics, WorkersCollector
 from loraplex_router.proxy import Proxy
 from loraplex_router.replicas import Replicas
-from loraplex_router.upstream import ADAPTERS, INFERENCE, Upstream, WorkerCredentials
+from loraplex_router.upstream import ADAPTERS, INFERENCE, Upstream, follow_worker_credentials
 from loraplex_router.watch import Watcher
 
 log = logging.getLogger(__name__)
@@ -53,6 +54,7 @@ class Router:
     _server: grpc.aio.Server
     _watcher: Watcher
     _upstreams: dict[str, Upstream]
+    _files: Reloader
 
     @property
     def address(self) -> str:
@@ -72,6 +74,7 @@ class Router:
             log.warning("%d requests did not end within %g s and are cut off", num_cut_off, grace_s)
         await self._server.stop(FAREWELL_S)
         await self._watcher.stop()
+        self._files.stop()
         if self.metrics_endpoint is not None:
             await self.metrics_endpoint.stop()
         for upstream in self._upstreams.values():
@@ -82,12 +85,14 @@ async def start_router(config: RouterConfig) -> Router:
     """Listens, connects to the workers and waits a moment for their first reports.
 
     Raises InvalidArgument (files) and FailedPrecondition (ports)."""
-    credentials = load_credentials(config.auth_file)
+    files = Reloader()
+    credentials = follow_credentials(files, config.auth_file)
+    tls = server_credentials(files, config.tls_cert, config.tls_key)
     registry = None if config.metrics_port is None else new_registry()
     metrics = RouterMetrics(registry)
     health = Health((INFERENCE, ADAPTERS))
     replicas = Replicas(config.workers, on_change=lambda: health.set_ready(replicas.num_routable > 0))
-    shown = _worker_credentials(config)
+    shown = follow_worker_credentials(files, config.worker_token_file, config.worker_ca)
     upstreams = {worker_id: Upstream(worker_id, config.server, shown) for worker_id in config.workers}
     calls = Calls(config.max_in_flight, metrics)
 
@@ -100,7 +105,7 @@ async def start_router(config: RouterConfig) -> Router:
     try:
         if not config.server.reuse_port:
             check_free(config.host, config.port)  # gRPC finds out as well, but writes a line of its own
-        port = bind(server, config.host, config.port, config.tls_cert, config.tls_key)
+        port = bind(server, config.host, config.port, tls)
         if registry is not None and config.metrics_port is not None:
             WorkersCollector(registry, replicas)
             endpoint = await MetricsEndpoint.start(config.metrics_host or config.host, config.metrics_port, registry)
@@ -116,7 +121,8 @@ async def start_router(config: RouterConfig) -> Router:
     ):
         log.warning("%s", sentence)
     await watcher.settled(SETTLE_S)
-    return Router(config, port, replicas, calls, health, endpoint, server, watcher, upstreams)
+    files.start()
+    return Router(config, port, replicas, calls, health, endpoint, server, watcher, upstreams, files)
 
 
 async def run_router(
@@ -177,11 +183,3 @@ def _add_services(server: grpc.aio.Server, proxy: Proxy, fan_out: AdapterFanOut,
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
     reflection.enable_server_reflection([INFERENCE, ADAPTERS, health_name, reflection.SERVICE_NAME], server)
-
-
-def _worker_credentials(config: RouterConfig) -> WorkerCredentials:
-    token = b"" if config.worker_token_file is None else read_file(config.worker_token_file, "--worker-token-file")
-    if config.worker_token_file is not None and not token.strip():
-        raise InvalidArgument(f"--worker-token-file {config.worker_token_file} is empty", field="--worker-token-file")
-    ca = None if config.worker_ca is None else read_file(config.worker_ca, "--worker-ca")
-    return WorkerCredentials(token.decode("ascii", "replace").strip(), ca)

@@ -1,6 +1,6 @@
 """Connections to workers, and what their failures mean.
 
-Owns one channel per worker and the calls on it. Answers stay bytes: the router only looks into those that it must.
+Owns the channel to each worker and the calls on it. Answers stay bytes: the router only looks into those that it must.
 Knows nothing of which worker is best, nor of who asks.
 """
 
@@ -12,8 +12,9 @@ import enum
 import logging
 import time
 import uuid
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import grpc
@@ -25,11 +26,14 @@ from loraplex_proto.errors import (
     DeadlineExceeded,
     EngineLost,
     Internal,
+    InvalidArgument,
     LoraplexError,
     NoWorker,
     WorkerLost,
 )
+from loraplex_proto.reload import Followed, Reloader
 from loraplex_proto.status import DETAILS_KEY, from_rpc_error
+from loraplex_proto.tls import checked_authorities
 from loraplex_router.config import ServerOptions
 
 log = logging.getLogger(__name__)
@@ -44,6 +48,8 @@ WORKER: Final = "loraplex.v1.WorkerService"
 FORWARDED_KEYS: Final = frozenset({"traceparent", "tracestate"})
 
 _NO_METADATA: Final = grpc.aio.Metadata()
+TOKEN_FLAG: Final = "--worker-token-file"
+CA_FLAG: Final = "--worker-ca"
 
 # The transport's own words when no connection came about: the request was certainly never sent.
 _NEVER_SENT: Final = "failed to connect to all addresses"
@@ -139,31 +145,89 @@ class WorkerCredentials:
         return (*kept, (AUTHORIZATION_KEY, f"Bearer {self.token}"), (TENANT_KEY, tenant))
 
 
-class Upstream:
-    """The channel to one worker. Requests and answers are bytes, except where the router itself is the reader."""
+def follow_worker_credentials(
+    files: Reloader, token_file: Path | None, ca_file: Path | None
+) -> Callable[[], WorkerCredentials]:
+    """What the files say at any time. Raises InvalidArgument where they cannot be used."""
+    token: Followed[str] | None = None
+    ca: Followed[bytes] | None = None
+    if token_file is not None:
+        token = files.follow([(token_file, TOKEN_FLAG)], lambda raw: _token(raw, token_file))
+    if ca_file is not None:
+        ca = files.follow([(ca_file, CA_FLAG)], lambda pem: checked_authorities(pem, ca_file, CA_FLAG))
+    return lambda: WorkerCredentials(token.value if token else "", ca.value if ca else None)
 
-    def __init__(self, worker_id: str, options: ServerOptions, credentials: WorkerCredentials) -> None:
-        self.worker_id = worker_id
-        self.credentials = credentials
+
+def _token(raw: bytes, path: Path) -> str:
+    token = raw.decode("ascii", "replace").strip()
+    if not token:
+        raise InvalidArgument(f"{TOKEN_FLAG} {path} is empty", field=TOKEN_FLAG)
+    if not token.isprintable() or not token.isascii():  # gRPC sends nothing else as metadata
+        raise InvalidArgument(f"{TOKEN_FLAG} {path} must hold one line of plain ASCII", field=TOKEN_FLAG)
+    return token
+
+
+class _Connection:
+    """A channel to a worker, and its methods from bytes to bytes."""
+
+    def __init__(self, worker_id: str, options: ServerOptions, ca: bytes | None) -> None:
+        self.ca = ca
         arguments = _channel_options(options)
-        if credentials.ca is None:
+        if ca is None:
             self.channel = grpc.aio.insecure_channel(worker_id, options=arguments)
         else:
-            tls = grpc.ssl_channel_credentials(credentials.ca)
+            tls = grpc.ssl_channel_credentials(ca)
             self.channel = grpc.aio.secure_channel(worker_id, tls, options=arguments)
-        # When the worker last sent anything at all, on any call.
-        self.heard_s = time.monotonic()
-        self._under_way: set[Any] = set()
         self._unary: dict[str, Any] = {}
         self.generate_stream: Any = self.channel.unary_stream(f"/{INFERENCE}/GenerateStream")
         self.watch_load: Any = self.channel.unary_stream(f"/{WORKER}/WatchLoad")
 
     def unary(self, method: str) -> Any:
-        """The call for `method`, "/package.Service/Method", from bytes to bytes."""
         call = self._unary.get(method)
         if call is None:
             call = self._unary[method] = self.channel.unary_unary(method)
         return call
+
+
+class Upstream:
+    """What leads to one worker. Requests and answers are bytes, except where the router itself is the reader."""
+
+    def __init__(
+        self, worker_id: str, options: ServerOptions, credentials: Callable[[], WorkerCredentials] = WorkerCredentials
+    ) -> None:
+        """`credentials` returns those that are in force now."""
+        self.worker_id = worker_id
+        self._options = options
+        self._credentials = credentials
+        self._connection = _Connection(worker_id, options, credentials().ca)
+        # When the worker last sent anything at all, on any call.
+        self.heard_s = time.monotonic()
+        self._under_way: set[Any] = set()
+
+    @property
+    def credentials(self) -> WorkerCredentials:
+        return self._credentials()
+
+    @property
+    def connection(self) -> _Connection:
+        """With the authorities that are trusted now: another one after they have changed. Calls that run keep theirs,
+        which gRPC closes with the last of them."""
+        ca = self._credentials().ca
+        if ca != self._connection.ca:
+            self._connection = _Connection(self.worker_id, self._options, ca)
+        return self._connection
+
+    @property
+    def generate_stream(self) -> Any:
+        return self.connection.generate_stream
+
+    @property
+    def watch_load(self) -> Any:
+        return self.connection.watch_load
+
+    def unary(self, method: str) -> Any:
+        """The call for `method`, "/package.Service/Method", from bytes to bytes."""
+        return self.connection.unary(method)
 
     async def ask(self, method: str, raw: bytes, timeout_s: float | None, metadata: Metadata) -> bytes:
         """One unary call. Raises UpstreamFailure."""
@@ -202,7 +266,7 @@ class Upstream:
         return len(given_up)
 
     async def close(self) -> None:
-        await self.channel.close()
+        await self._connection.channel.close()
 
 
 def _channel_options(options: ServerOptions) -> list[tuple[str, int]]:

@@ -119,9 +119,11 @@ class Watcher:
         raw_info = await upstream.ask(f"/{INFERENCE}/GetInfo", b"", timeout_s, metadata)
         self._replicas.on_info(worker_id, inference_pb2.GetInfoResponse.FromString(raw_info))
         request = worker_pb2.WatchLoadRequest(min_interval_s=self._config.min_interval_s)
-        call = upstream.watch_load(request.SerializeToString(), metadata=metadata)
+        connection = upstream.connection
+        call = connection.watch_load(request.SerializeToString(), metadata=metadata)
         try:
-            while True:
+            # Where other authorities are trusted, requests go by another connection. Reports must say whether it works.
+            while upstream.connection is connection:
                 with upstream.failures_of(call):
                     raw = await self._read_report(upstream, call)
                 if not isinstance(raw, bytes):  # EOF

@@ -14,9 +14,11 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from loraplex_proto.auth import ServerInterceptor, load_credentials
+from loraplex_proto.auth import ServerInterceptor, follow_credentials, recheck_identity
 from loraplex_proto.errors import AdapterNotFound, LoraplexError
+from loraplex_proto.reload import Reloader
 from loraplex_proto.status import abort
+from loraplex_proto.tls import server_credentials
 from loraplex_proto.v1 import adapter_pb2, inference_pb2, worker_pb2
 from loraplex_router.config import RouterConfig, WatchConfig
 from loraplex_router.server import Router, start_router
@@ -90,10 +92,12 @@ class FakeWorker:
         self._loads = asyncio.Event()
         self._ends = asyncio.Event()
         self._auth_file = auth_file
+        self._files = Reloader()
         self._server: grpc.aio.Server | None = None
 
     async def start(self, port: int = 0) -> FakeWorker:
-        interceptor = ServerInterceptor(load_credentials(self._auth_file))
+        self._files = Reloader()
+        interceptor = ServerInterceptor(follow_credentials(self._files, self._auth_file))
         server = grpc.aio.server(interceptors=[interceptor], options=[("grpc.so_reuseport", 0)])
         unary, stream = grpc.unary_unary_rpc_method_handler, grpc.unary_stream_rpc_method_handler
         services: dict[str, dict[str, Any]] = {
@@ -116,10 +120,11 @@ class FakeWorker:
         if self._tls is None:
             port = server.add_insecure_port(wanted)
         else:
-            pair = (self._tls[0].read_bytes(), self._tls[1].read_bytes())
-            port = server.add_secure_port(wanted, grpc.ssl_server_credentials([pair]))
+            key, cert = self._tls
+            port = server.add_secure_port(wanted, server_credentials(self._files, cert, key))
         self.address = f"127.0.0.1:{port}"
         await server.start()
+        self._files.start()
         self._server = server
         return self
 
@@ -128,6 +133,7 @@ class FakeWorker:
         if self._server is not None:
             await self._server.stop(grace_s)
             self._server = None
+            self._files.stop()
 
     def report(self, **fields: Any) -> None:
         """A new load for those who watch; `tiers` is adapter id -> tier."""
@@ -188,6 +194,10 @@ class FakeWorker:
         self.num_watches += 1
         end = self._ends
         while not end.is_set():
+            try:
+                recheck_identity()
+            except LoraplexError as error:
+                await abort(context, error)
             news = self._loads
             await context.write(worker_pb2.WatchLoadResponse(load=self.load).SerializeToString())
             with contextlib.suppress(TimeoutError):

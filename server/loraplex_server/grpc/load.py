@@ -9,6 +9,7 @@ from typing import Any
 
 from loraplex_adapters.cache.api import AdapterInfo
 from loraplex_proto import validate
+from loraplex_proto.auth import recheck_identity
 from loraplex_proto.v1 import worker_pb2, worker_pb2_grpc
 from loraplex_server.engine.client import EngineClient
 from loraplex_server.grpc import convert
@@ -44,13 +45,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self, request: worker_pb2.WatchLoadRequest, context: Context
     ) -> AsyncIterator[worker_pb2.WatchLoadResponse]:
         """Looks when the engine says something, after `min_interval_s` at the earliest; an idle worker is woken for the
-        heartbeat only."""
+        heartbeat only. Ends with the credential that it was opened with."""
         validate.check_watch_load(request)
         interval_s = max(MIN_INTERVAL_S, request.min_interval_s or DEFAULT_INTERVAL_S)
         clock = asyncio.get_running_loop().time
         told: worker_pb2.Load | None = None
         due_s = 0.0
         while not self._engine.lost.is_set():
+            recheck_identity()
             change, looked_s = self._engine.news.next(), clock()
             load = self._load()
             is_last = load.draining and not load.running_requests and not load.queued_requests

@@ -20,6 +20,8 @@ from loraplex_proto import auth, telemetry
 from loraplex_proto.ending import Ending
 from loraplex_proto.health import Health
 from loraplex_proto.listen import bind, exposure_warnings, join_address
+from loraplex_proto.reload import Reloader
+from loraplex_proto.tls import server_credentials
 from loraplex_proto.v1 import adapter_pb2, inference_pb2, worker_pb2
 from loraplex_server.config import WorkerConfig
 from loraplex_server.engine.client import EngineClient
@@ -72,6 +74,7 @@ class Worker:
     server: grpc.aio.Server
     health: Health
     edge: Edge
+    files: Reloader
     metrics: telemetry.MetricsEndpoint | None = None
 
     @property
@@ -93,6 +96,7 @@ class Worker:
         await self.engine.stop()  # ends what still runs, with an error that says why
         await self.edge.drain(FAREWELL_S)
         await self.server.stop(FAREWELL_S)
+        self.files.stop()
         if self.metrics is not None:
             await self.metrics.stop()
 
@@ -124,7 +128,8 @@ async def start_worker(
 
 
 async def _listen(config: WorkerConfig, engine: EngineClient, info: ModelInfo, tokenizer: TextTokenizer) -> Worker:
-    interceptors = [auth.ServerInterceptor(auth.load_credentials(config.auth_file))]
+    files = Reloader()
+    interceptors = [auth.ServerInterceptor(auth.follow_credentials(files, config.auth_file))]
     server = grpc.aio.server(interceptors=interceptors, options=server_options(config.max_message_bytes))
     registry = None
     if config.metrics_port is not None:
@@ -142,7 +147,8 @@ async def _listen(config: WorkerConfig, engine: EngineClient, info: ModelInfo, t
     health = Health(names)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     reflection.enable_server_reflection((*names, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name), server)
-    port = bind(server, config.host, config.port, config.tls_cert, config.tls_key)
+    tls = server_credentials(files, config.tls_cert, config.tls_key)
+    port = bind(server, config.host, config.port, tls)
     await server.start()
     health.set_ready(True)
     endpoint = None
@@ -154,7 +160,8 @@ async def _listen(config: WorkerConfig, engine: EngineClient, info: ModelInfo, t
         config.host, asks_credentials=config.auth_file is not None, has_tls=config.tls_cert is not None
     ):
         log.warning("%s", sentence)
-    return Worker(engine, info, join_address(config.host, port), server, health, edge, endpoint)
+    files.start()
+    return Worker(engine, info, join_address(config.host, port), server, health, edge, files, endpoint)
 
 
 async def run_worker(

@@ -49,7 +49,7 @@ async def test_a_taken_port_is_known_beforehand() -> None:
     check_free("127.0.0.1", port)
     check_free("127.0.0.1", 0)
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-    assert bind(server, "127.0.0.1", port, None, None) == port  # the probe has left nothing there
+    assert bind(server, "127.0.0.1", port, None) == port  # the probe has left nothing there
     await server.start()
     with pytest.raises(FailedPrecondition):
         check_free("127.0.0.1", port)
@@ -73,7 +73,7 @@ async def test_ipv6() -> None:
     except OSError:
         pytest.skip("this machine has no IPv6")
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-    port = bind(server, "::1", 0, None, None)
+    port = bind(server, "::1", 0, None)
     await server.start()
     with pytest.raises(FailedPrecondition):
         check_free("::1", port)
