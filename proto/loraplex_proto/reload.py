@@ -59,8 +59,8 @@ class Followed(Generic[T]):
         """Looks once more. Never raises."""
         try:
             seen = self._read()
-        except LoraplexError as error:
-            seen = error.message
+        except Exception as error:
+            seen = self._sentence(error)
         has_settled = seen == self._last_seen
         self._last_seen = seen
         if seen == self._in_force:
@@ -78,9 +78,7 @@ class Followed(Generic[T]):
             self.value = self._parse(*seen)
         except Exception as error:
             if seen != self._refused:
-                # Other errors are a parser's bug. Their text may quote a secret.
-                what = error.message if isinstance(error, LoraplexError) else f"{self._names}: {type(error).__name__}"
-                log.error("%s; what was read before stays in force", what)
+                log.error("%s; what was read before stays in force", self._sentence(error))
             self._refused = seen
         else:
             self._in_force, self._refused = seen, None
@@ -88,6 +86,10 @@ class Followed(Generic[T]):
 
     def _read(self) -> tuple[bytes, ...]:
         return tuple(read_file(path, flag) for path, flag in self._files)
+
+    def _sentence(self, error: Exception) -> str:
+        # Errors that are not ours were not foreseen, and their text may quote a secret.
+        return error.message if isinstance(error, LoraplexError) else f"{self._names}: {type(error).__name__}"
 
     @property
     def _names(self) -> str:
@@ -97,8 +99,7 @@ class Followed(Generic[T]):
 class Reloader:
     """Polls the files of one server, on a thread of its own: a file system that hangs holds up nothing else."""
 
-    def __init__(self, poll_s: float = POLL_S) -> None:
-        self._poll_s = poll_s
+    def __init__(self) -> None:
         self._followed: list[Followed[Any]] = []
         self._stopped = threading.Event()
 
@@ -117,6 +118,6 @@ class Reloader:
         self._stopped.set()
 
     def _run(self) -> None:
-        while not self._stopped.wait(self._poll_s):
+        while not self._stopped.wait(POLL_S):
             for followed in self._followed:
                 followed.poll()

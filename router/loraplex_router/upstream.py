@@ -48,6 +48,7 @@ WORKER: Final = "loraplex.v1.WorkerService"
 FORWARDED_KEYS: Final = frozenset({"traceparent", "tracestate"})
 
 _NO_METADATA: Final = grpc.aio.Metadata()
+
 TOKEN_FLAG: Final = "--worker-token-file"
 CA_FLAG: Final = "--worker-ca"
 
@@ -192,9 +193,7 @@ class _Connection:
 class Upstream:
     """What leads to one worker. Requests and answers are bytes, except where the router itself is the reader."""
 
-    def __init__(
-        self, worker_id: str, options: ServerOptions, credentials: Callable[[], WorkerCredentials] = WorkerCredentials
-    ) -> None:
+    def __init__(self, worker_id: str, options: ServerOptions, credentials: Callable[[], WorkerCredentials]) -> None:
         """`credentials` returns those that are in force now."""
         self.worker_id = worker_id
         self._options = options

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +18,7 @@ import grpc.aio
 import pytest
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from support.certificates import new_pair
 from support.fake_workers import FakeWorker, Generate, chunks, cluster, router_for, until
 
 from loraplex.cli.main import main
@@ -172,15 +172,8 @@ async def test_files_that_are_not_there(flag: str, tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def tls_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A key and a certificate for 127.0.0.1 that signs itself."""
-    if shutil.which("openssl") is None:
-        pytest.skip("makes its certificate with openssl")
-    folder = tmp_path_factory.mktemp("tls")
-    key, cert = folder / "key.pem", folder / "cert.pem"
-    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost"]
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    command += ["-keyout", str(key), "-out", str(cert), "-days", "2", *subject]
-    subprocess.run(command, check=True, capture_output=True)
-    return key, cert
+    pair = new_pair(tmp_path_factory.mktemp("tls"), "localhost")
+    return pair.key, pair.cert
 
 
 async def test_tls_on_both_hops(tls_files: tuple[Path, Path]) -> None:

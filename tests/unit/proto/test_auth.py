@@ -28,11 +28,13 @@ from loraplex_proto.auth import (
     adapter_not_found,
     adapters_in,
     current_identity,
+    follow_credentials,
     load_credentials,
     new_router_credential,
     token_digest,
 )
 from loraplex_proto.errors import AdapterNotFound, InvalidArgument, PermissionDenied, Unauthenticated
+from loraplex_proto.reload import Reloader
 from loraplex_proto.status import from_rpc_error
 from loraplex_proto.v1 import adapter_pb2, inference_pb2, worker_pb2
 
@@ -226,6 +228,7 @@ def test_a_router_may_use_all_adapters_unless_the_file_says_otherwise(tmp_path: 
     ("content", "says"),
     [
         ("{", "not valid JSON"),
+        ('{"credentials": [\n{"tenant": "secret"\n"x"', "not valid JSON (in line 3)"),
         ("[]", "must be a table"),
         ({}, "credentials is missing"),
         ({"credentials": {}}, "must be a list"),
@@ -253,6 +256,11 @@ def test_files_that_are_refused(tmp_path: Path, content: Any, says: str) -> None
     assert "secret" not in caught.value.message
 
 
+def test_toml_that_is_none_says_where(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match=r"not valid TOML \(in line 2\)$"):
+        loaded(write(tmp_path, "[[credentials]]\nsha256 = secret\n", "auth.toml"))
+
+
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="cannot be read"):
         load_credentials(tmp_path / "none.json")
@@ -267,6 +275,20 @@ def test_a_router_and_its_workers_get_a_credential_of_their_own(tmp_path: Path) 
     assert identity.may_use("anything")
     assert token not in credentials_file.read_text()
     assert {stat.S_IMODE(path.stat().st_mode) for path in (token_file, credentials_file)} == {0o600}
+
+
+async def test_what_the_file_says_now_is_what_counts(tmp_path: Path) -> None:
+    path = write(tmp_path, {"credentials": [ROW]})
+    files = Reloader()
+    current = follow_credentials(files, path)
+    assert current is not None
+    assert current().identify(GENERATE, bearer("a")).tenant == "acme"
+    (followed,) = files._followed  # pyright: ignore[reportPrivateUsage]
+    write(tmp_path, {"credentials": [{**ROW, "tenant": "other"}]})
+    for _ in range(2):
+        followed.poll()
+    assert current().identify(GENERATE, bearer("a")).tenant == "other"
+    assert follow_credentials(files, None) is None
 
 
 # --- in a server ------------------------------------------------------------------------------------------------------

@@ -1,0 +1,48 @@
+"""Certificates for 127.0.0.1 that sign themselves, and which of them a server shows."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import ssl
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+
+@dataclass(frozen=True)
+class Pair:
+    """PEM files."""
+
+    cert: Path
+    key: Path
+
+    def copy_to(self, other: Pair) -> None:
+        """In place, the certificate first: for a moment the two do not fit together."""
+        shutil.copyfile(self.cert, other.cert)
+        shutil.copyfile(self.key, other.key)
+
+
+def new_pair(folder: Path, name: str) -> Pair:
+    if shutil.which("openssl") is None:
+        pytest.skip("makes its certificates with openssl")
+    pair = Pair(folder / f"{name}.crt", folder / f"{name}.key")
+    subject = ["-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost"]
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += ["-keyout", str(pair.key), "-out", str(pair.cert), "-days", "2", *subject]
+    subprocess.run(command, check=True, capture_output=True)
+    return pair
+
+
+def certificate_of(address: str) -> str:
+    """PEM of what a new connection is shown."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host, int(port)), 10) as plain, context.wrap_socket(plain) as connection:
+        der = connection.getpeercert(binary_form=True)
+    assert der is not None
+    return ssl.DER_cert_to_PEM_cert(der)
