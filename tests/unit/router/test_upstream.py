@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import grpc
 import grpc.aio
 import pytest
@@ -13,14 +15,22 @@ from loraplex_proto.errors import (
     Draining,
     EngineLost,
     Internal,
+    InvalidArgument,
     LoraplexError,
     NoWorker,
     QueueFull,
     SourceUnavailable,
     WorkerLost,
 )
+from loraplex_proto.reload import Reloader
 from loraplex_proto.status import DETAILS_KEY, to_status
-from loraplex_router.upstream import FailureKind, UpstreamFailure, WorkerCredentials, passed_on
+from loraplex_router.upstream import (
+    FailureKind,
+    UpstreamFailure,
+    WorkerCredentials,
+    follow_worker_credentials,
+    passed_on,
+)
 
 ANSWERED, DECLINED, UNREACHED, LOST = FailureKind
 
@@ -107,3 +117,25 @@ def test_what_a_client_says_of_itself_stays_here() -> None:
         ("authorization", "Bearer secret"),
         ("x-loraplex-tenant", "acme"),
     )
+
+
+@pytest.mark.parametrize(
+    ("token", "says"), [(b"", "is empty"), (b" \n", "is empty"), (b"a\nb", "one line"), ("ä".encode(), "plain ASCII")]
+)
+def test_tokens_that_cannot_be_sent(tmp_path: Path, token: bytes, says: str) -> None:
+    (tmp_path / "token").write_bytes(token)
+    with pytest.raises(InvalidArgument, match=says) as caught:
+        follow_worker_credentials(Reloader(), tmp_path / "token", None)
+    assert caught.value.field == "--worker-token-file"
+
+
+def test_authorities_that_are_none(tmp_path: Path) -> None:
+    (tmp_path / "ca").write_text("x")
+    with pytest.raises(InvalidArgument, match="does not hold certificates"):
+        follow_worker_credentials(Reloader(), None, tmp_path / "ca")
+
+
+def test_without_files_nothing_is_shown(tmp_path: Path) -> None:
+    assert follow_worker_credentials(Reloader(), None, None)() == WorkerCredentials()
+    (tmp_path / "token").write_text("secret\n")
+    assert follow_worker_credentials(Reloader(), tmp_path / "token", None)() == WorkerCredentials("secret")
