@@ -5,9 +5,9 @@ Both clients send what this module makes, so they cannot differ in anything but 
 
 from __future__ import annotations
 
-import re
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Generic, TypeVar
 
 import grpc
@@ -16,7 +16,7 @@ from google.protobuf.message import Message as ProtobufMessage
 from loraplex import _answers, _requests
 from loraplex._settings import Settings, checked_timeout
 from loraplex.types import Adapter, CallOptions, Chunk, GenerateOptions, Generation, Message, ServerInfo, Tokenization
-from loraplex_proto.errors import Cancelled, DeadlineExceeded, LoraplexError, ResourceExhausted, Unavailable
+from loraplex_proto.errors import Cancelled, ConnectionLost, DeadlineExceeded, LoraplexError, ServerUnreachable
 from loraplex_proto.status import from_rpc_error
 from loraplex_proto.v1 import adapter_pb2, inference_pb2
 
@@ -25,9 +25,8 @@ _Answer = TypeVar("_Answer")
 _INFERENCE: Final = "/loraplex.v1.InferenceService/"
 _ADAPTERS: Final = "/loraplex.v1.AdapterService/"
 
-# What gRPC itself says.
-_CLOSED_CHANNEL: Final = "Channel closed"
-_TOO_LARGE: Final = re.compile(r"SERVER: Received message larger than max \((\d+) vs\. (\d+)\)")
+# Both sides end a call at its deadline, each by its own timer.
+CLOCK_SLACK_S: Final = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,30 +40,43 @@ class Call(Generic[_Answer]):
     timeout_s: float | None
     target: str
     request_id: str | None = None
+    started_s: float = field(default_factory=time.monotonic)
 
     def error(self, error: grpc.RpcError) -> LoraplexError:
         """The typed error, with what the caller's side knows: the request, and whom it was sent to."""
         typed = from_rpc_error(error)
-        is_local = "grpc_code" in typed.metadata  # no server of ours said it
-        if is_local and type(typed) is Unavailable:
-            why = typed.message.rpartition("Failed to connect to remote host: ")[2]
-            typed.message = (
-                f"the server at {self.target} cannot be reached: {why}; see that one runs there, and that both sides "
-                "use TLS or neither does"
-            )
-        elif is_local and type(typed) is DeadlineExceeded and self.timeout_s is not None:
-            typed.message = f"no complete answer within {self.timeout_s:g} s; allow more (timeout_s, --timeout)"
-        elif is_local and type(typed) is Cancelled and _CLOSED_CHANNEL in typed.message:
-            return self.closed()
-        elif is_local and type(typed) is ResourceExhausted and (sizes := _TOO_LARGE.search(typed.message)):
-            typed.message = (
-                f"the request has {sizes[1]} bytes, and the server takes {sizes[2]}; send less, or start the server "
-                "with a larger --max-message"
-            )
-        typed.args = (typed.message,)
+        if "grpc_code" in typed.metadata:  # no server of ours said it
+            typed = self._seen_from_here(typed)
         if self.request_id is not None:
             typed.metadata.setdefault("request_id", self.request_id)
         return typed
+
+    def _seen_from_here(self, error: LoraplexError) -> LoraplexError:
+        message, metadata = error.message, error.metadata
+        match error:
+            case Cancelled():
+                return self.closed()
+            case ServerUnreachable():
+                message = (
+                    f"{message.replace('the server', f'the server at {self.target}', 1)}; see that one runs there, and "
+                    "that both sides use TLS or neither does"
+                )
+            case ConnectionLost() if self._is_overdue():
+                # The server looked at its clock first.
+                return DeadlineExceeded(self._too_late(), metadata=metadata)
+            case ConnectionLost():
+                message = message.replace("the server", f"the server at {self.target}", 1)
+            case DeadlineExceeded() if self.timeout_s is not None:
+                message = self._too_late()
+            case _:
+                return error
+        return type(error)(message, retry_after_s=error.retry_after_s, metadata=metadata)
+
+    def _is_overdue(self) -> bool:
+        return self.timeout_s is not None and time.monotonic() - self.started_s >= self.timeout_s - CLOCK_SLACK_S
+
+    def _too_late(self) -> str:
+        return f"no complete answer within {self.timeout_s:g} s; allow more (timeout_s, --timeout)"
 
     def closed(self) -> Cancelled:
         """What a call ends with whose client is closed meanwhile."""

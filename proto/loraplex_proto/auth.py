@@ -37,7 +37,7 @@ import grpc.aio
 from loraplex_proto.errors import AdapterNotFound, InvalidArgument, LoraplexError, PermissionDenied, Unauthenticated
 from loraplex_proto.ids import check_id
 from loraplex_proto.reload import Reloader, read_file
-from loraplex_proto.status import abort
+from loraplex_proto.status import refusing
 from loraplex_proto.v1 import inference_pb2
 
 AUTHORIZATION_KEY: Final = "authorization"
@@ -313,16 +313,6 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
             _identity.set(current().identify(method, pairs))
             _recheck.set(lambda: current().identify(method, pairs))
         except LoraplexError as error:
-            return _refusal(error)
+            return refusing(error)
         # The handler runs in the same task, and every call has a task of its own.
         return await continuation(handler_call_details)
-
-
-def _refusal(error: LoraplexError) -> Any:
-    """A handler that ends the call. gRPC asks for one where a call is not to reach its own; it never reads a message
-    stream, so one shape serves every kind of method."""
-
-    async def refuse(_request: Any, context: Any) -> None:
-        await abort(context, error)
-
-    return grpc.unary_unary_rpc_method_handler(refuse)

@@ -247,6 +247,14 @@ class ClientTooSlow(ResourceExhausted):
     reason = "CLIENT_TOO_SLOW"
 
 
+class MessageTooLarge(ResourceExhausted):
+    """A request, an answer or the metadata of a call (`field` says which) is over a limit of size. Waiting does not
+    help: never retry it as it is."""
+
+    reason = "MESSAGE_TOO_LARGE"
+    exit_code = 2
+
+
 class Unavailable(LoraplexError):
     """Not now; another try, perhaps elsewhere, can succeed."""
 
@@ -276,6 +284,18 @@ class EngineLost(Unavailable):
     """The worker's engine process ended."""
 
     reason = "ENGINE_LOST"
+
+
+class ServerUnreachable(Unavailable):
+    """No connection to the server came about; the request was never sent."""
+
+    reason = "SERVER_UNREACHABLE"
+
+
+class ConnectionLost(Unavailable):
+    """The connection to the server ended before the answer was complete; the server may have done the work."""
+
+    reason = "CONNECTION_LOST"
 
 
 class SourceUnavailable(Unavailable):

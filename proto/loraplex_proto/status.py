@@ -19,6 +19,7 @@ from grpc_status import rpc_status
 
 from loraplex_proto import errors
 from loraplex_proto.errors import Code, LoraplexError
+from loraplex_proto.transport import from_transport
 
 DOMAIN: Final = "loraplex.dev"
 DETAILS_KEY: Final = "grpc-status-details-bin"
@@ -26,6 +27,7 @@ DETAILS_KEY: Final = "grpc-status-details-bin"
 # A status travels in HTTP/2 trailers, which gRPC bounds at 8 KiB by default; a longer error would arrive as another.
 MAX_MESSAGE_BYTES: Final = 1024
 MAX_METADATA_BYTES: Final = 1024
+MAX_METHOD_CHARS: Final = 200
 
 # For statuses that carry no reason of ours: a proxy's, the transport's own, another server's.
 _BY_CODE: Final[dict[Code, type[LoraplexError]]] = {
@@ -117,20 +119,42 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BaseExceptio
     raise AssertionError("abort returned")
 
 
+def refusing(error: LoraplexError) -> Any:
+    """A handler that ends the call with `error`, whatever kind of method was called: it never reads what it is sent."""
+
+    async def refuse(_requests: Any, context: Any) -> None:
+        await abort(context, error)
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+class UnknownMethods(grpc.GenericRpcHandler):
+    """Answers whatever no other handler of a server does. To be added last."""
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        method = ascii(handler_call_details.method[:MAX_METHOD_CHARS])
+        return refusing(
+            errors.Unimplemented(
+                f"there is no method {method} here; it may be one of another version, or misspelt", field="method"
+            )
+        )
+
+
 # --- from the wire --------------------------------------------------------------------------------------------------
 
 
 def from_rpc_error(error: grpc.RpcError) -> LoraplexError:
     """The typed error that the server raised, or the nearest one where the status is not one of ours.
 
-    Never fails: what arrives may come from any server or proxy.
+    Never fails: what arrives may come from any server or proxy. Where no server of ours said it, `grpc_code` is in the
+    metadata.
     """
     call = cast("grpc.Call", error)  # what a client catches is both, and so is grpc.aio's AioRpcError
     code = _code(cast("tuple[int, str]", call.code().value)[0])
-    message = call.details() or f"the call ended with {code.name} and no message"
+    words = call.details() or ""
     status = _status_in(call.trailing_metadata() or ())
     if status is None or status.code != code:
-        return _foreign(code, message, reason="")
+        return _transports(code, words) or _foreign(code, words, reason="")
     return from_status(status)
 
 
@@ -205,9 +229,17 @@ def _code(number: int) -> Code:
         return Code.UNKNOWN
 
 
+def _transports(code: Code, words: str) -> LoraplexError | None:
+    error = from_transport(code, words)
+    if error is not None:
+        error.metadata |= {"grpc_code": code.name, "grpc_message": words}
+    return error
+
+
 def _foreign(code: Code, message: str, reason: str) -> LoraplexError:
     """A status without a reason that this version knows; what it said is kept in the metadata."""
     metadata = {"grpc_code": code.name}
     if reason:
         metadata["reason"] = reason
+    message = message or f"the call ended with {code.name} and no message"
     return _BY_CODE.get(code, errors.Internal)(message, metadata=metadata)

@@ -22,6 +22,7 @@ from loraplex_proto.ending import HOW_TO_HURRY, Ending
 from loraplex_proto.health import Health
 from loraplex_proto.listen import bind, check_free, exposure_warnings, join_address
 from loraplex_proto.reload import Reloader
+from loraplex_proto.status import UnknownMethods
 from loraplex_proto.telemetry import MetricsEndpoint, new_registry
 from loraplex_proto.tls import server_credentials
 from loraplex_router.adapters import AdapterFanOut
@@ -183,3 +184,4 @@ def _add_services(server: grpc.aio.Server, proxy: Proxy, fan_out: AdapterFanOut,
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
     reflection.enable_server_reflection([INFERENCE, ADAPTERS, health_name, reflection.SERVICE_NAME], server)
+    server.add_generic_rpc_handlers((UnknownMethods(),))

@@ -22,13 +22,16 @@ import grpc.aio
 
 from loraplex_proto.auth import AUTHORIZATION_KEY, TENANT_KEY
 from loraplex_proto.errors import (
+    Cancelled,
     Code,
+    ConnectionLost,
     DeadlineExceeded,
     EngineLost,
     Internal,
     InvalidArgument,
     LoraplexError,
     NoWorker,
+    ServerUnreachable,
     WorkerLost,
 )
 from loraplex_proto.reload import Followed, Reloader
@@ -52,9 +55,6 @@ _NO_METADATA: Final = grpc.aio.Metadata()
 TOKEN_FLAG: Final = "--worker-token-file"
 CA_FLAG: Final = "--worker-ca"
 
-# The transport's own words when no connection came about: the request was certainly never sent.
-_NEVER_SENT: Final = "failed to connect to all addresses"
-
 
 class FailureKind(enum.Enum):
     """What a failed call says about the worker."""
@@ -75,7 +75,8 @@ class UpstreamFailure(Exception):
         self.trailing_metadata = passed_on(error.trailing_metadata())
         # Our workers' errors carry google.rpc.Status; what does not comes from the transport.
         is_typed = any(key == DETAILS_KEY for key, _ in self.trailing_metadata)
-        self.typed = from_rpc_error(error) if is_typed else None
+        self._error = from_rpc_error(error)
+        self.typed = self._error if is_typed else None
         self.kind = self._kind()
         super().__init__(f"{worker_id}: {self.code.name}: {self.details}")
 
@@ -84,10 +85,13 @@ class UpstreamFailure(Exception):
             if isinstance(self.typed, EngineLost):
                 return FailureKind.LOST
             return FailureKind.DECLINED if self.typed.code is Code.UNAVAILABLE else FailureKind.ANSWERED
-        # A server that is stopped hard cancels what it has; nobody else cancels without being asked to.
-        if self.code not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
-            return FailureKind.ANSWERED
-        return FailureKind.UNREACHED if self.details.startswith(_NEVER_SENT) else FailureKind.LOST
+        match self._error:
+            case ServerUnreachable():
+                return FailureKind.UNREACHED
+            case ConnectionLost() | Cancelled():  # what this side cancels never comes here
+                return FailureKind.LOST
+            case _:
+                return FailureKind.ANSWERED
 
     @property
     def may_retry(self) -> bool:
@@ -115,10 +119,12 @@ class UpstreamFailure(Exception):
             )
         if self.code is grpc.StatusCode.DEADLINE_EXCEEDED:
             return DeadlineExceeded(f"the deadline passed after {sent} of the answer", metadata=metadata)
-        if self.code in (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL):
+        if isinstance(self._error, Internal):
             # Not an error that a worker meant to send: it may quote anything.
             return Internal(self._logged())
-        return None
+        kept = {key: value for key, value in self._error.metadata.items() if not key.startswith("grpc_")}
+        message = self._error.message.replace("the server", "the worker")
+        return type(self._error)(message, field=self._error.field, metadata=kept)
 
     def _logged(self) -> str:
         error_id = uuid.uuid4().hex[:12]

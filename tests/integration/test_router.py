@@ -30,9 +30,11 @@ from loraplex_proto.errors import (
     EngineLost,
     InvalidArgument,
     LoraplexError,
+    MessageTooLarge,
     NoWorker,
     QueueFull,
     ResourceExhausted,
+    Unimplemented,
     WorkerLost,
 )
 from loraplex_proto.status import DETAILS_KEY, abort, from_rpc_error
@@ -611,3 +613,36 @@ async def test_draining_is_announced_first() -> None:
         # The balancer has not looked yet; its requests are served.
         assert len(await read(stub(c.channel).GenerateStream(Generate(text="x")))) == 3
         await draining
+
+
+# --- sizes and methods ------------------------------------------------------------------------------------------------
+
+
+async def test_an_answer_beyond_the_limit_is_asked_for_once_and_named() -> None:
+    """It is no failure of the worker's, and another one would say as much again."""
+    async with cluster(2, server=ServerOptions(max_answer_bytes=4096)) as c:
+
+        async def large(request: Generate, context: Any) -> bytes:
+            return b"x" * 8192
+
+        async def large_stream(request: Generate, context: Any) -> AsyncIterator[bytes]:
+            yield next(chunks(1, request.request_id))
+            yield b"x" * 8192
+
+        for worker in c.workers:
+            worker.unary, worker.stream = large, large_stream
+        for call in (stub(c.channel).Generate(Generate(text="a")), stub(c.channel).GenerateStream(Generate(text="a"))):
+            error = await error_of(call)
+            assert isinstance(error, MessageTooLarge)
+            assert "the answer has 8192 bytes, and 4096 are taken" in error.message
+            assert (error.field, error.retry_after_s) == ("answer", None)
+            assert "grpc_code" not in error.metadata
+        assert sum(c.num_requests) == 2
+        assert all(replica.is_routable for replica in c.router.replicas.all())
+
+
+async def test_a_method_that_the_router_does_not_have() -> None:
+    async with cluster(1) as c:
+        error = await error_of(c.channel.unary_unary("/loraplex.v1.InferenceService/Embed")(b""))
+    assert isinstance(error, Unimplemented)
+    assert "/loraplex.v1.InferenceService/Embed" in error.message

@@ -21,6 +21,7 @@ from loraplex_proto.ending import Ending
 from loraplex_proto.health import Health
 from loraplex_proto.listen import bind, exposure_warnings, join_address
 from loraplex_proto.reload import Reloader
+from loraplex_proto.status import UnknownMethods
 from loraplex_proto.tls import server_credentials
 from loraplex_proto.v1 import adapter_pb2, inference_pb2, worker_pb2
 from loraplex_server.config import WorkerConfig
@@ -147,6 +148,7 @@ async def _listen(config: WorkerConfig, engine: EngineClient, info: ModelInfo, t
     health = Health(names)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     reflection.enable_server_reflection((*names, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name), server)
+    server.add_generic_rpc_handlers((UnknownMethods(),))
     tls = server_credentials(files, config.tls_cert, config.tls_key)
     port = bind(server, config.host, config.port, tls)
     await server.start()

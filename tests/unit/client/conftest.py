@@ -35,6 +35,7 @@ class Fake(inference_pb2_grpc.InferenceServiceServicer, adapter_pb2_grpc.Adapter
     seen: list[Seen] = field(default_factory=list)
     error: BaseException | None = None  # instead of an answer, or after the chunks
     stream_error: BaseException | None = None  # after the chunks only
+    bare_code: grpc.StatusCode | None = None  # instead of an answer, without words or details
     delay_s: float = 0.0
     is_endless: bool = False
     generate_response: Callable[[Any], inference_pb2.GenerateResponse] | None = None
@@ -44,6 +45,7 @@ class Fake(inference_pb2_grpc.InferenceServiceServicer, adapter_pb2_grpc.Adapter
     arrived: threading.Event = field(default_factory=threading.Event)
     cancelled: threading.Event = field(default_factory=threading.Event)
     address: str = ""
+    hang_up: Callable[[], None] = lambda: None  # ends the server, whatever is under way
 
     async def _arrived(self, method: str, request: Any, context: Context) -> None:
         metadata = dict(context.invocation_metadata())
@@ -54,6 +56,8 @@ class Fake(inference_pb2_grpc.InferenceServiceServicer, adapter_pb2_grpc.Adapter
         except asyncio.CancelledError:
             self.cancelled.set()
             raise
+        if self.bare_code is not None:
+            await context.abort(self.bare_code)
         if self.error is not None and method != "GenerateStream":
             await abort(context, self.error)
 
@@ -144,8 +148,9 @@ def fake() -> Iterator[Fake]:
         return server
 
     server = asyncio.run_coroutine_threadsafe(start(), loop).result(10)
+    servicer.hang_up = lambda: asyncio.run_coroutine_threadsafe(server.stop(None), loop).result(10)
     yield servicer
-    asyncio.run_coroutine_threadsafe(server.stop(None), loop).result(10)
+    servicer.hang_up()
     loop.call_soon_threadsafe(loop.stop)
     thread.join(10)
     loop.close()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import grpc
 import pytest
 
 import loraplex
@@ -323,10 +324,45 @@ def test_a_client_that_is_closed_meanwhile_says_so(connect: Connect, fake: Any) 
 
 
 def test_a_request_that_is_too_large_says_how_large_it_may_be(connect: Connect, fake: Any) -> None:
-    says = pytest.raises(loraplex.ResourceExhausted, match="the server takes 4194304; send less")
+    says = pytest.raises(loraplex.MessageTooLarge, match="the server takes 4194304; send less")
     with connect(fake.address) as client, says as caught:
         client.generate("a" * (5 << 20))
     assert "--max-message" in caught.value.message
+    assert caught.value.retry_after is None, "no waiting makes it smaller"
+    assert caught.value.request_id
+
+
+def test_metadata_that_is_too_large(connect: Connect, fake: Any) -> None:
+    with connect(fake.address, token="t" * 40_000) as client, pytest.raises(loraplex.MessageTooLarge) as caught:
+        client.info()
+    assert caught.value.field == "metadata"
+
+
+def test_a_connection_that_is_lost_says_when_to_try_again(connect: Connect, fake: Any) -> None:
+    fake.is_endless = True
+    with connect(fake.address) as client:
+        stream = client.stream("a")
+        next(stream)
+        fake.hang_up()
+        with pytest.raises(loraplex.ConnectionLost, match=f"the server at {fake.address} was lost") as caught:
+            list(stream)
+        assert caught.value.retry_after == 1.0
+        assert caught.value.request_id == stream.request_id
+        with pytest.raises(loraplex.ServerUnreachable, match="Connection refused") as caught_later:
+            client.info(timeout_s=5)
+        assert caught_later.value.retry_after == 1.0
+
+
+def test_nobody_is_told_of_a_cancellation_that_is_not_theirs(connect: Connect, fake: Any) -> None:
+    fake.bare_code = grpc.StatusCode.CANCELLED
+    with connect(fake.address) as client:
+        with pytest.raises(loraplex.ConnectionLost, match="send the request again"):
+            client.generate("a")
+        with pytest.raises(loraplex.ConnectionLost):
+            list(client.stream("a"))
+        fake.delay_s = 0.1
+        with pytest.raises(loraplex.DeadlineExceeded, match=r"no complete answer within 0\.13 s"):
+            client.generate("a", timeout_s=0.13)
 
 
 # --- ending a stream early ------------------------------------------------------------------------------------------

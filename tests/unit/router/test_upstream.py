@@ -17,9 +17,12 @@ from loraplex_proto.errors import (
     Internal,
     InvalidArgument,
     LoraplexError,
+    MessageTooLarge,
     NoWorker,
     QueueFull,
+    ResourceExhausted,
     SourceUnavailable,
+    Unimplemented,
     WorkerLost,
 )
 from loraplex_proto.reload import Reloader
@@ -33,6 +36,7 @@ from loraplex_router.upstream import (
 )
 
 ANSWERED, DECLINED, UNREACHED, LOST = FailureKind
+OVER_LIMIT = "Received message larger than max (9 vs. 5)"
 
 
 def from_worker(error: LoraplexError) -> UpstreamFailure:
@@ -74,20 +78,34 @@ def test_what_a_worker_said_is_passed_on(error: LoraplexError, kind: FailureKind
         (grpc.StatusCode.CANCELLED, "", LOST, WorkerLost),
         (grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", ANSWERED, DeadlineExceeded),
         (grpc.StatusCode.UNKNOWN, "Unexpected <class 'KeyError'>: '/home/me'", ANSWERED, Internal),
-        (grpc.StatusCode.RESOURCE_EXHAUSTED, "Received message larger than max", ANSWERED, None),
+        (grpc.StatusCode.INTERNAL, "Received RST_STREAM with error code 2", LOST, WorkerLost),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, f"Stream removed (CLIENT: {OVER_LIMIT})", ANSWERED, MessageTooLarge),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, f"SERVER: {OVER_LIMIT}", ANSWERED, MessageTooLarge),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, "what a proxy says", ANSWERED, ResourceExhausted),
+        (grpc.StatusCode.UNIMPLEMENTED, "Method not found!", ANSWERED, Unimplemented),
     ],
 )
 def test_what_the_transport_said_is_put_into_our_words(
-    code: grpc.StatusCode, details: str, kind: FailureKind, shown: type[LoraplexError] | None
+    code: grpc.StatusCode, details: str, kind: FailureKind, shown: type[LoraplexError]
 ) -> None:
     failure = from_transport(code, details)
     assert failure.kind is kind
     error = failure.for_client(5, 6)
-    assert type(error) is (shown or type(None))
-    if error is not None:
-        assert "/home" not in error.message
-    if shown is WorkerLost and error is not None:
+    assert type(error) is shown
+    assert "/home" not in error.message
+    assert not any(key.startswith("grpc_") for key in error.metadata), "a client would take it for its own connection's"
+    if shown is MessageTooLarge:
+        assert error.metadata == {"bytes": "9", "limit_bytes": "5"}
+        assert error.retry_after_s is None
+    if shown is WorkerLost:
         assert error.metadata == {"tokens_sent": "5", "messages_sent": "6"}
+
+
+def test_whose_limit_it_was_is_said() -> None:
+    """The router's own limits are not at fault."""
+    error = from_transport(grpc.StatusCode.RESOURCE_EXHAUSTED, f"SERVER: {OVER_LIMIT}").for_client()
+    assert error is not None
+    assert "the worker takes 5; send less, or start the worker with a larger --max-message" in error.message
 
 
 def test_tokens_that_cannot_be_counted_are_not_claimed() -> None:
