@@ -217,6 +217,12 @@ class QueueFull(ResourceExhausted):
     reason = "QUEUE_FULL"
 
 
+class Overloaded(ResourceExhausted):
+    """The request would wait longer than its deadline, or the server's bound, allows."""
+
+    reason = "OVERLOADED"
+
+
 class AdapterMemoryFull(ResourceExhausted):
     """The adapter does not fit the byte budget even when everything that can go is gone."""
 

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from loraplex_adapters.cache.api import AdapterCache, AdapterInfo
 from loraplex_adapters.key import AdapterKey
-from loraplex_proto.errors import DeadlineExceeded, Draining, LoraplexError, QueueFull, unexpected
+from loraplex_proto.errors import DeadlineExceeded, Draining, LoraplexError, ResourceExhausted, unexpected
 from loraplex_server.config import SpeculationConfig
 from loraplex_server.engine.isolation import Execute, StepHandle, execute_isolated, start_isolated
 from loraplex_server.engine.messages import (
@@ -104,6 +104,8 @@ class Engine:
         if self._events or self._replies:
             return 0.0
         deadlines = [a.request.deadline_s for a in self._accepted.values() if a.request.deadline_s is not None]
+        if (expiry_s := self._scheduler.next_expiry_s) is not None:
+            deadlines.append(expiry_s)
         if not deadlines:
             return None
         return min(max(0.0, min(deadlines) - self._clock()) + 0.001, MAX_IDLE_S)
@@ -197,8 +199,9 @@ class Engine:
         self._accepted[request.request_id] = accepted
         try:
             # Those whose adapter is being fetched will stand in the scheduler's queue, so they count as if they did.
-            self._scheduler.check_room(self._unresolved.num_requests + self._without_heads.num_requests)
-        except QueueFull as error:
+            num_unresolved = self._unresolved.num_requests + self._without_heads.num_requests
+            self._scheduler.check_room(request, self._clock(), num_unresolved)
+        except ResourceExhausted as error:
             self._end(request.request_id, error)
             return
         if request.adapter_id:

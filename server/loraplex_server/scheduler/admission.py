@@ -1,4 +1,4 @@
-"""Who enters next: the queue in order of priority and arrival, with one exception and its remedy.
+"""Who enters next: the queue in order of priority and fair share (flows.py), with one exception and its remedy.
 
 The exception: a sequence whose adapter is not on the device is skipped, and others pass it. The remedy: once it has
 been passed too often or for too long it is *starving*, and makes an adapter drain: younger sequences then enter only
@@ -7,20 +7,32 @@ after at most the longest of that adapter's running sequences, and no adapter th
 
 Nobody passes a sequence that lacks a row or blocks. It keeps its adapter's slot while it stands first, so that a load
 for somebody behind it cannot push the adapter out again.
+
+Two more rules keep answers in time. Where all rows are taken by long sequences, a new one that is much shorter gets the
+row of one that has run for a while (`make_way`). And nobody enters where one more row would make most of those that run
+miss their deadlines (`_is_held_back`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from loraplex_adapters.key import AdapterKey
-from loraplex_proto.errors import Internal, LoraplexError
+from loraplex_proto.errors import DeadlineExceeded, Internal, LoraplexError
 from loraplex_server.events import Admitted, Event
 from loraplex_server.scheduler.config import SchedulerConfig
 from loraplex_server.scheduler.growth import PlanBuilder
+from loraplex_server.scheduler.overload import MUCH_SHORTER, WaitLimits
 from loraplex_server.scheduler.roster import Prefix, Roster
+from loraplex_server.scheduler.speed import Speed
 from loraplex_server.scheduler.state import RequestPhase, RequestState, SequenceState, SequenceStatus
+
+LOOKS_PER_SLICE = 32  # looking for somebody to give way to takes time of every step
+MAX_HOLD_S = 1.0  # that nobody enters for the sake of deadlines
+# One that has less time than this part of what it needs is late whatever is done: nobody waits for it.
+GIVEN_UP = 0.75
 
 
 @dataclass(slots=True)
@@ -34,15 +46,23 @@ class _Scan:
     open_keys: set[AdapterKey] = field(default_factory=set[AdapterKey])
     # Requests whose adapter cannot come at all.
     failed: dict[RequestState, LoraplexError] = field(default_factory=dict[RequestState, LoraplexError])
+    is_full: bool = False  # somebody waits for a row, for blocks or for the budget
+    longest_interval_s: float | None = None  # between tokens with which those that run end in time; None: not looked
 
 
 class Admission:
     """Owner of the counts that fairness needs, and of the one slot that is kept for the head of the queue."""
 
-    def __init__(self, config: SchedulerConfig, roster: Roster, emit: Callable[[Event], None]) -> None:
+    def __init__(
+        self, config: SchedulerConfig, roster: Roster, speed: Speed, limits: WaitLimits, emit: Callable[[Event], None]
+    ) -> None:
         self._config = config
         self._roster = roster
+        self._speed = speed
+        self._limits = limits
         self._emit = emit
+        self._given_way: SequenceState | None = None  # whom a row has been taken for
+        self._next_look_s = 0.0  # for somebody to give way to
         self._num_adapter_entries = 0
         self._kept_for: SequenceState | None = None
         self._last_admitted_s: float | None = None
@@ -55,24 +75,107 @@ class Admission:
         """
         scan = _Scan()
         self._walk(step, scan, now)
+        step.is_full |= scan.is_full
         return scan.failed
 
     def _walk(self, step: PlanBuilder, scan: _Scan, now: float) -> None:
-        for seq in self._roster.waiting.snapshot():
+        for seq in self._queue():
             if not seq.is_waiting:
                 continue  # the prompt that it was to share was given up while we walked
             if step.num_left <= 0 or self._roster.num_free_rows == 0:
                 # Next but for a row or the budget: its adapter is asked for and, once there, kept there.
+                scan.is_full = True
                 if self._take_slot(seq, scan, now):
                     self._keep_slot(seq)
                 return
+            if seq.request.phase is RequestPhase.QUEUED and self._limits.is_too_late(seq.request, now):
+                scan.failed[seq.request] = DeadlineExceeded(
+                    "the request waited for so long that its deadline could not be met any more; allow more time"
+                )
+                continue
             if not self._take_slot(seq, scan, now):
                 continue
-            prefix = self._prefix_that_fits(seq)
+            prefix = None if self._is_held_back(seq, scan, now) else self._prefix_that_fits(seq)
             if prefix is None:
+                scan.is_full = True
                 self._keep_slot(seq)
                 return
             self._enter(seq, prefix, step, now)
+
+    def _queue(self) -> Iterable[SequenceState]:
+        queue = self._roster.waiting.snapshot()
+        first, self._given_way = self._given_way, None
+        if first is None or not first.is_waiting:
+            return queue
+        return (first, *(seq for seq in queue if seq is not first))
+
+    def make_way(self, step: PlanBuilder, now: float) -> None:
+        """Takes the row of a sequence that has run for a slice, for a new one that has waited for a slice and is much
+        shorter: it will be done soon, and the other, first in the queue, goes on in the next row that comes free."""
+        if self._roster.num_free_rows or not len(self._roster.waiting) or now < self._next_look_s:
+            return
+        self._next_look_s = now + self._config.slice_s / LOOKS_PER_SLICE
+        longest = self._longest_after_slice(now)
+        if longest is None:
+            return
+        waited_since = now - self._config.slice_s
+        for seq in self._roster.waiting:
+            if seq.has_entered or seq.request.queued_s > waited_since or seq.request.num_open > 1:
+                continue
+            if seq.request.request.priority < longest.request.request.priority:
+                return
+            if MUCH_SHORTER * seq.max_total_tokens > longest.num_left or not self._would_fit(seq, longest):
+                continue
+            if self._take_slot(seq, _Scan(), now):
+                self._keep_slot(seq)
+                self._roster.preempt(longest)
+                self._given_way = seq
+                step.num_preempted += 1
+                return
+
+    def _longest_after_slice(self, now: float) -> SequenceState | None:
+        """Of the running sequences that have had their slice, the one that has the most left."""
+        entered_until = now - self._config.slice_s
+        ready = (
+            seq
+            for seq in self._roster.running
+            if seq.entered_s <= entered_until and len(seq.token_ids) > seq.num_prompt_tokens
+        )
+        return max(ready, key=lambda seq: (-seq.request.request.priority, seq.num_left), default=None)
+
+    def _would_fit(self, seq: SequenceState, leaving: SequenceState) -> bool:
+        blocks = self._roster.blocks
+        num_free = blocks.num_free + len(leaving.block_ids) - self._config.num_spare_blocks
+        return blocks.num_blocks_for(len(seq.token_ids)) <= num_free
+
+    def _is_held_back(self, newcomer: SequenceState, scan: _Scan, now: float) -> bool:
+        """Whether with one more row it, or most of those that run, would miss deadlines that they would meet with less.
+        Not for long: deadlines of some must not keep out others, nor estimates anybody."""
+        num_rows = len(self._roster.running)
+        if not num_rows or self._last_admitted_s is None or now - self._last_admitted_s >= MAX_HOLD_S:
+            return False
+        if scan.longest_interval_s is None:
+            scan.longest_interval_s = self._longest_interval_s(now)
+        limit_s = min(scan.longest_interval_s, self._interval_wanted_s(newcomer, now, self._speed.interval_s(1)))
+        return self._speed.interval_s(num_rows + 1) > limit_s
+
+    def _longest_interval_s(self, now: float) -> float:
+        """Between two tokens, with which half of those that run end in time."""
+        if not self._speed.is_known:
+            return math.inf
+        given_up_s = GIVEN_UP * self._speed.interval_s(len(self._roster.running))
+        intervals = sorted(self._interval_wanted_s(seq, now, given_up_s) for seq in self._roster.running)
+        return intervals[len(intervals) // 2]
+
+    def _interval_wanted_s(self, seq: SequenceState, now: float, least_s: float) -> float:
+        """Between two of its tokens, so that it ends in time; any, where it has no deadline or wants less than the
+        least."""
+        deadline_s = seq.request.request.deadline_s
+        num_outputs = self._speed.num_outputs(seq.num_left)
+        if deadline_s is None or not num_outputs or not self._speed.is_known:
+            return math.inf
+        interval_s = (deadline_s - now) / num_outputs
+        return interval_s if interval_s > least_s else math.inf
 
     def retry_after_s(self, num_queued: int) -> float:
         """A guess of when a full queue has room again: the time in which a tenth of it has left of late."""
@@ -84,10 +187,11 @@ class Admission:
         if is_first:
             self._roster.begin(request)
             request.num_cached_tokens = prefix.num_computed
+            self._speed.on_entry(prefix.num_computed, request.num_prompt_tokens)
             digest = request.key.digest if request.key else ""
             self._emit(Admitted(request.request.request_id, digest, max(0.0, now - request.request.arrival_s)))
             self._note_admitted(now)
-        self._roster.enter(seq, prefix, seq.slot, step.arrivals)
+        self._roster.enter(seq, prefix, seq.slot, step.arrivals, now)
         if self._kept_for is seq:
             self._kept_for = None
         step.add(seq, min(step.num_left, len(seq.token_ids) - seq.num_computed))

@@ -12,6 +12,7 @@ from loraplex_proto.errors import Internal, LoraplexError
 from loraplex_server.events import CompletionEnd, Event, FinishReason, PromptLogprobs, Tokens
 from loraplex_server.scheduler.plan import Span, SpanResult, StepResult
 from loraplex_server.scheduler.roster import Roster
+from loraplex_server.scheduler.speed import Speed
 from loraplex_server.scheduler.state import InFlight, RequestState, SequenceState, SequenceStatus
 
 _NOTHING = SpanResult()
@@ -23,11 +24,13 @@ class Committer:
     def __init__(
         self,
         roster: Roster,
+        speed: Speed,
         eos_token_ids: frozenset[int],
         emit: Callable[[Event], None],
         fail: Callable[[RequestState, LoraplexError], None],
     ) -> None:
         self._roster = roster
+        self._speed = speed
         self._eos_token_ids = eos_token_ids
         self._emit = emit
         self._fail = fail
@@ -55,6 +58,8 @@ class Committer:
     def finish(self, seq: SequenceState, reason: FinishReason, stop_token_id: int | None) -> None:
         """Ends a completion well; the request's last one ends the request."""
         request = seq.request
+        if seq.num_left:
+            self._speed.on_early_end()
         self._roster.finish(seq)
         self._emit(
             CompletionEnd(

@@ -20,6 +20,10 @@ class SchedulerConfig:
     # sequences, or for this long. Then slots are made to drain for it.
     max_bypasses: int = 32
     max_adapter_wait_s: float = 1.0
+    # A request without a deadline is refused, or ends, rather than wait for longer than this. 0: it waits for ever.
+    max_queue_wait_s: float = 60.0
+    # A sequence that has run for so long gives its row to a new one that is much shorter and has waited for so long.
+    slice_s: float = 0.5
 
     def __post_init__(self) -> None:
         checks = (
@@ -31,6 +35,8 @@ class SchedulerConfig:
             (self.num_spare_blocks >= 0, "num_spare_blocks must not be negative"),
             (self.max_bypasses >= 0, "max_bypasses must not be negative"),
             (self.max_adapter_wait_s >= 0, "max_adapter_wait_s must not be negative"),
+            (self.max_queue_wait_s >= 0, "max_queue_wait_s must not be negative"),
+            (self.slice_s > 0, "slice_s must be above 0"),
         )
         for is_ok, rule in checks:
             if not is_ok:

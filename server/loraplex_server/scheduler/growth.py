@@ -25,6 +25,7 @@ class PlanBuilder:
     )
     arrivals: Arrivals = field(default_factory=Arrivals)
     num_preempted: int = 0
+    is_full: bool = False  # somebody waits for a row, for blocks or for the budget
 
     def add(self, seq: SequenceState, num_tokens: int) -> None:
         self.num_left -= num_tokens

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from loraplex_adapters.key import AdapterKey
 from loraplex_server.kv.blocks import BlockPool
+from loraplex_server.scheduler.flows import FairClock
 from loraplex_server.scheduler.plan import AdapterUse, BlockCopy, NewSequence
 from loraplex_server.scheduler.state import PromptHold, RequestPhase, RequestState, SequenceState, SequenceStatus
 
@@ -27,7 +28,7 @@ def _order(seq: SequenceState) -> tuple[int, float, int, int]:
 
 
 class OrderedSequences:
-    """Sequences, the most entitled first: by priority, then by arrival."""
+    """Sequences, the most entitled first: by priority, then in the fair order (flows.py)."""
 
     def __init__(self) -> None:
         self._items: list[SequenceState] = []
@@ -84,6 +85,8 @@ class Roster:
         self.holds: dict[RequestState, None] = {}  # requests with a hold, in the order of their making
         self.num_queued_requests = 0
         self.num_waiting_tokens = 0  # of work ahead, for all sequences that do not run
+        self.num_waiting_prompt_tokens = 0  # among them
+        self.clock = FairClock()
         self.num_preemptions = 0
         self._residency = residency
         self._free_rows = list(range(max_running))  # a heap: low rows first keeps the batch dense
@@ -99,21 +102,29 @@ class Roster:
         """Takes in a new request; its first sequence waits to compute the prompt for all."""
         self.requests[request.request.request_id] = request
         self.num_queued_requests += 1
+        num_outputs = len(request.sequences) * (request.max_total_tokens - request.num_prompt_tokens)
+        start_tag = self.clock.enqueue(request.flow, request.num_prompt_tokens + num_outputs)
+        request.start_tag = start_tag
+        for seq in request.sequences:
+            seq.order = (seq.order[0], start_tag, *seq.order[2:])
         request.num_open = len(request.sequences)
         request.leader = request.sequences[0]
         for seq in request.sequences:
-            self.num_waiting_tokens += _tokens_ahead(seq)
+            self._count_waiting(seq, 1)
         self.waiting.add(request.leader)
 
     def begin(self, request: RequestState) -> None:
         """Its first sequence enters."""
         request.move(RequestPhase.ACTIVE)
         self.num_queued_requests -= 1
+        self.clock.dequeue(request.flow)
+        self.clock.begin(request.start_tag)
 
     def end_request(self, request: RequestState) -> None:
         """Frees all that the request still has. Its terminal event goes out with this, exactly once."""
         if request.phase is RequestPhase.QUEUED:
             self.num_queued_requests -= 1
+            self.clock.dequeue(request.flow)
         request.move(RequestPhase.ENDED)
         request.leader = None
         for seq in request.sequences:
@@ -126,13 +137,14 @@ class Roster:
 
     # --- sequences ----------------------------------------------------------------------------------------------------
 
-    def enter(self, seq: SequenceState, prefix: Prefix, slot: int | None, arrivals: Arrivals) -> None:
+    def enter(self, seq: SequenceState, prefix: Prefix, slot: int | None, arrivals: Arrivals, now: float) -> None:
         """Gives a waiting sequence a row, its blocks and its slot. The caller has made sure of all three."""
         assert seq.last_plan is None, "a result of its last stay is still to come"
         self.waiting.remove(seq)
         seq.move(SequenceStatus.RUNNING)
         self.running.add(seq)
-        self.num_waiting_tokens -= _tokens_ahead(seq)
+        seq.entered_s = now
+        self._count_waiting(seq, -1)
         self.blocks.share(prefix.shared)
         new_block_ids = self.blocks.allocate(prefix.num_new_blocks)
         seq.row, seq.slot = heapq.heappop(self._free_rows), slot
@@ -163,12 +175,13 @@ class Roster:
         seq.move(SequenceStatus.PREEMPTED)
         self._leave(seq)
         self.waiting.add(seq)
-        self.num_waiting_tokens += _tokens_ahead(seq)
+        self._count_waiting(seq, 1)
         self.num_preemptions += 1
 
     def finish(self, seq: SequenceState) -> None:
         """The completion has ended. Where it was to compute the prompt, the next sibling does."""
         request = seq.request
+        self.clock.refund(request.flow, seq.num_left)
         self._finish(seq)
         request.num_open -= 1
         if request.leader is seq:
@@ -185,9 +198,15 @@ class Roster:
         if was is SequenceStatus.RUNNING:
             self._leave(seq)
             return
-        self.num_waiting_tokens -= _tokens_ahead(seq)
+        self._count_waiting(seq, -1)
         if seq.slot is not None:
             self.give_back_slot(seq)
+
+    def _count_waiting(self, seq: SequenceState, sign: int) -> None:
+        """Work ahead of a sequence that does not run, at most; the siblings' shared prompt counts once."""
+        num_prompt = 0 if seq.index else seq.num_prompt_tokens
+        self.num_waiting_prompt_tokens += sign * num_prompt
+        self.num_waiting_tokens += sign * (num_prompt + seq.max_total_tokens - seq.num_prompt_tokens)
 
     def _leave(self, seq: SequenceState) -> None:
         self.running.remove(seq)
@@ -300,11 +319,6 @@ class Roster:
                 if seq.slot is not None and request.slot_key is not None:
                     kept[request.slot_key] += 1
         assert +self._adapter_refs == kept, f"adapter references leaked: {self._adapter_refs} for {kept}"
-
-
-def _tokens_ahead(seq: SequenceState) -> int:
-    """Work ahead of a sequence that does not run, at most; the siblings' shared prompt counts once."""
-    return seq.max_total_tokens - (seq.num_prompt_tokens if seq.index else 0)
 
 
 def _is_new(seq: SequenceState) -> bool:

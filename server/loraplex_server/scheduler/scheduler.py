@@ -23,6 +23,7 @@ from loraplex_proto.errors import (
     DeadlineExceeded,
     InvalidArgument,
     LoraplexError,
+    Overloaded,
     QueueFull,
 )
 from loraplex_server.events import Event, FinishReason, RequestFailed
@@ -33,8 +34,10 @@ from loraplex_server.scheduler.admission import Admission
 from loraplex_server.scheduler.commit import Committer
 from loraplex_server.scheduler.config import SchedulerConfig
 from loraplex_server.scheduler.growth import PlanBuilder, plan_running
+from loraplex_server.scheduler.overload import WaitLimits
 from loraplex_server.scheduler.plan import Candidate, Draft, Span, StepPlan, StepResult
 from loraplex_server.scheduler.roster import Roster
+from loraplex_server.scheduler.speed import Speed
 from loraplex_server.scheduler.state import InFlight, RequestPhase, RequestState, SequenceState, SequenceStatus
 
 if TYPE_CHECKING:  # see roster
@@ -69,10 +72,14 @@ class Scheduler:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._events: list[Event] = []
         self._roster = Roster(config.max_running, blocks, residency)
-        self._admission = Admission(config, self._roster, self._events_append)
-        self._committer = Committer(self._roster, self._eos_token_ids, self._events_append, self._fail)
+        self._speed = Speed()
+        self._limits = WaitLimits(config.max_queue_wait_s, self._roster, self._roster.clock, self._speed)
+        self._admission = Admission(config, self._roster, self._speed, self._limits, self._events_append)
+        self._committer = Committer(self._roster, self._speed, self._eos_token_ids, self._events_append, self._fail)
+        self._last_step_s: float | None = None  # when the last step ended; None after a time without work
         self._in_flight: deque[InFlight] = deque()
-        self._deadlines: list[tuple[float, int, RequestState]] = []  # a heap; ended requests are skipped
+        # A heap of deadlines, and of ends of waits without one; ended requests are skipped.
+        self._deadlines: list[tuple[float, int, RequestState]] = []
         self._num_added = 0
         self._num_steps = 0
 
@@ -82,22 +89,28 @@ class Scheduler:
         """Accepts a request: from here on it gets exactly one terminal event. `key` is what its adapter_id means.
         `keeps_hidden` goes to the runner with each of its sequences.
 
-        Raises InvalidArgument, ContextLengthExceeded, DeadlineExceeded or QueueFull, and has not accepted it then.
+        Raises InvalidArgument, ContextLengthExceeded, DeadlineExceeded, Overloaded or QueueFull, and has not accepted
+        it then.
         """
         self._check(request, now)
         self._num_added += 1
         state = self._new_state(request, key)
         state.keeps_hidden = keeps_hidden
+        state.queued_s = now
         self._roster.add(state)
-        if request.deadline_s is not None:
+        expires_s = request.deadline_s
+        if expires_s is None and self._config.max_queue_wait_s:
+            expires_s = now + self._config.max_queue_wait_s
+        if expires_s is not None:
             # Most requests end long before their deadline and must not stay in memory until then.
             if len(self._deadlines) > 2 * len(self._roster.requests) + 16:
                 self._deadlines = [entry for entry in self._deadlines if entry[2].phase is not RequestPhase.ENDED]
                 heapq.heapify(self._deadlines)
-            heapq.heappush(self._deadlines, (request.deadline_s, self._num_added, state))
+            heapq.heappush(self._deadlines, (expires_s, self._num_added, state))
 
-    def check_room(self, num_elsewhere: int = 0) -> None:
-        """Raises QueueFull when no more requests may wait. `num_elsewhere`: of those that are still to be added."""
+    def check_room(self, request: Request, now: float, num_elsewhere: int = 0) -> None:
+        """Raises QueueFull when no more requests may wait, and Overloaded when this one would wait for too long.
+        `num_elsewhere`: requests that are still to be added."""
         num_queued = self._roster.num_queued_requests + num_elsewhere
         if num_queued >= self._config.max_queued:
             retry_after_s = self._admission.retry_after_s(num_queued)
@@ -107,6 +120,13 @@ class Scheduler:
                 resource="queue",
                 retry_after_s=retry_after_s,
             )
+        num_prompt_tokens = len(request.prompt_token_ids)
+        self._limits.check(request, self._max_total_tokens(request) - num_prompt_tokens, now)
+
+    @property
+    def next_expiry_s(self) -> float | None:
+        """When `schedule` has to be called even if nothing can run."""
+        return self._deadlines[0][0] if self._deadlines else None
 
     def cancel(self, request_id: str, error: LoraplexError, now: float) -> list[Event]:
         """Ends the request with `error` and frees what it has. One that has ended already is left alone."""
@@ -136,10 +156,16 @@ class Scheduler:
         assert len(self._in_flight) < MAX_PLANS_IN_FLIGHT, "the result of an earlier plan has to come first"
         self._expire(now)
         step = PlanBuilder(num_left=self._config.max_step_tokens)
+        self._admission.make_way(step, now)
         plan_running(self._roster, step, drafts)
         # What has just been taken from one is not given to another; what is left is for the one that grew.
+        step.is_full = step.num_preempted > 0
         failed = {} if step.num_preempted else self._admission.run(step, now)
         plan = self._close(step) if step.spans else None
+        if not self._in_flight:
+            self._last_step_s = None
+        elif self._last_step_s is None:
+            self._last_step_s = now
         self._roster.settle_holds()
         for state, error in failed.items():
             self._fail(state, error)
@@ -166,7 +192,12 @@ class Scheduler:
         """Takes in the result of the oldest plan under way; returns all events since the last time."""
         assert plan is self._in_flight[0].plan, "results come in the order of plans"
         assert result.step == plan.step, f"the result of step {result.step} for plan {plan.step}"
-        self._committer.commit(self._in_flight.popleft(), result)
+        flight = self._in_flight.popleft()
+        num_outputs = sum(len(span.token_ids) for span in result.spans.values())
+        if self._last_step_s is not None:
+            self._speed.on_step(flight.size, num_outputs, now - self._last_step_s)
+        self._last_step_s = now
+        self._committer.commit(flight, result)
         return self.take_events()
 
     def take_events(self) -> list[Event]:
@@ -214,7 +245,10 @@ class Scheduler:
     def _expire(self, now: float) -> None:
         while self._deadlines and self._deadlines[0][0] <= now:
             state = heapq.heappop(self._deadlines)[2]
-            if state.phase is RequestPhase.QUEUED:
+            if state.request.deadline_s is None:
+                if state.phase is RequestPhase.QUEUED:
+                    self._fail(state, self._waited_too_long())
+            elif state.phase is RequestPhase.QUEUED:
                 self._fail(
                     state, DeadlineExceeded("the deadline passed while the request was waiting; allow more time")
                 )
@@ -222,6 +256,14 @@ class Scheduler:
                 self._fail(
                     state, DeadlineExceeded("the deadline passed before the end; allow more time or fewer tokens")
                 )
+
+    def _waited_too_long(self) -> Overloaded:
+        return Overloaded(
+            f"the request waited for {self._config.max_queue_wait_s:g} s, which is all that --max-queue-wait allows "
+            "where a request has no deadline; try again later or on another worker",
+            resource="queue",
+            retry_after_s=1.0,
+        )
 
     def _check(self, request: Request, now: float) -> None:
         num_prompt_tokens = len(request.prompt_token_ids)
@@ -249,20 +291,23 @@ class Scheduler:
             )
         if request.deadline_s is not None and request.deadline_s <= now:
             raise DeadlineExceeded("the deadline had passed before the request could be queued; allow more time")
-        self.check_room()
+        self.check_room(request, now)
+
+    def _max_total_tokens(self, request: Request) -> int:
+        """The last token is sampled and never run, so it needs no K/V. With this bound a sequence that is alone always
+        has room, and where a completion ends does not depend on who else is there."""
+        return min(
+            len(request.prompt_token_ids) + request.stopping.max_tokens,
+            self._config.max_context_tokens,
+            self._blocks.num_blocks * self._blocks.block_size + 1,
+        )
 
     def _new_state(self, request: Request, key: AdapterKey | None) -> RequestState:
         stopping, num_prompt_tokens = request.stopping, len(request.prompt_token_ids)
         state = RequestState(
             request=request,
             key=key,
-            # The last token is sampled and never run, so it needs no K/V. With this bound a sequence that is alone
-            # always has room, and where a completion ends does not depend on who else is there.
-            max_total_tokens=min(
-                num_prompt_tokens + stopping.max_tokens,
-                self._config.max_context_tokens,
-                self._blocks.num_blocks * self._blocks.block_size + 1,
-            ),
+            max_total_tokens=self._max_total_tokens(request),
             num_prompt_tokens=num_prompt_tokens,
             stop_ids=stopping.stop_token_ids | (frozenset() if stopping.ignore_eos else self._eos_token_ids),
         )
@@ -280,7 +325,7 @@ class Scheduler:
                     sequence_id=f"{request.request_id}#{index}@{self._num_added}",
                     request=state,
                     index=index,
-                    order=(-request.priority, request.arrival_s, self._num_added, index),
+                    order=(-request.priority, 0.0, self._num_added, index),
                     sampling=replace(request.sampling, seed=seed_of_completion(request.sampling.seed, index)),
                     num_prompt_tokens=num_prompt_tokens,
                     max_total_tokens=state.max_total_tokens,
@@ -306,8 +351,13 @@ class Scheduler:
         )
         self._roster.released_rows.clear()
         flight = InFlight(plan, flight_spans)
+        flight.size.is_full = step.is_full
         self._in_flight.append(flight)
         for seq, span in flight_spans:
+            if seq.num_computed < seq.num_prompt_tokens:
+                flight.size.num_prompt_tokens += span.num_tokens
+            else:
+                flight.size.num_rows += 1
             seq.last_plan = flight
             seq.num_sent_blocks = len(seq.block_ids)
             seq.num_computed = span.start + span.num_tokens

@@ -13,7 +13,9 @@ from enum import Enum
 from loraplex_adapters.key import AdapterKey
 from loraplex_server.kv.keys import KeyChain
 from loraplex_server.request import Request, SamplingParams
+from loraplex_server.scheduler.flows import Flow
 from loraplex_server.scheduler.plan import Span, StepPlan, TokenLogprobs
+from loraplex_server.scheduler.speed import StepSize
 
 
 class IllegalTransition(RuntimeError):
@@ -62,6 +64,7 @@ class InFlight:
     spans: list[tuple[SequenceState, Span]]
     # Adapter references that go back when the plan has run: until then the device reads the slot.
     releases: list[AdapterKey] = field(default_factory=list[AdapterKey])
+    size: StepSize = field(default_factory=lambda: StepSize(0, 0, False))
 
 
 @dataclass(slots=True, eq=False)
@@ -83,6 +86,8 @@ class RequestState:
     # Not to be sampled while below min_tokens; ends a completion from then on.
     stop_ids: frozenset[int]
     keeps_hidden: bool = False
+    queued_s: float = 0.0  # since when it waits or has waited
+    start_tag: float = 0.0  # its place in the fair order (flows.py)
     phase: RequestPhase = RequestPhase.QUEUED
     sequences: list[SequenceState] = field(default_factory=list["SequenceState"])
     num_open: int = 0  # sequences that have not finished
@@ -109,6 +114,10 @@ class RequestState:
         return None if self.key is None or self.key.kind == "medusa" else self.key
 
     @property
+    def flow(self) -> Flow:
+        return self.request.tenant, self.request.adapter_id
+
+    @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether some are still to be computed."""
         return self.request.output.prompt_logprobs and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
@@ -121,7 +130,8 @@ class SequenceState:
     sequence_id: str
     request: RequestState
     index: int
-    order: tuple[int, float, int, int]  # least first: priority, arrival, serial of the request, index
+    # Least first: priority, start tag, serial of the request, index.
+    order: tuple[int, float, int, int]
     sampling: SamplingParams
     num_prompt_tokens: int
     max_total_tokens: int
@@ -133,6 +143,7 @@ class SequenceState:
     # Running. `num_computed` is the scheduler's view: it runs ahead of the device, and is taken back where drafts miss.
     row: int = -1
     slot: int | None = None
+    entered_s: float = 0.0
     block_ids: list[int] = field(default_factory=list[int])
     num_sent_blocks: int = 0  # that the runner has in the row's table
     num_computed: int = 0
@@ -153,6 +164,11 @@ class SequenceState:
     def num_tokens(self) -> int:
         """Known and certainly coming ones."""
         return len(self.token_ids) + self.num_coming
+
+    @property
+    def num_left(self) -> int:
+        """Output tokens that it may still have."""
+        return self.max_total_tokens - len(self.token_ids)
 
     @property
     def is_waiting(self) -> bool:

