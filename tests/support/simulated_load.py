@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from support.engine_fakes import FakeCache, FakeRunner
-from support.scheduler_harness import make_request
-
 from loraplex_proto.errors import LoraplexError
 from loraplex_server.events import Admitted, CompletionEnd, Event, RequestFailed
 from loraplex_server.kv.blocks import BlockPool
@@ -15,6 +12,8 @@ from loraplex_server.request import Request
 from loraplex_server.scheduler.config import SchedulerConfig
 from loraplex_server.scheduler.plan import StepPlan
 from loraplex_server.scheduler.scheduler import Scheduler
+from support.engine_fakes import FakeCache, FakeRunner
+from support.scheduler_harness import make_request
 
 
 @dataclass

@@ -23,6 +23,11 @@ class FairClock:
         self._num_flows: Counter[str] = Counter()  # of a tenant, that have something queued
         self._prune_at = 64
 
+    @property
+    def num_flows(self) -> int:
+        """That it remembers."""
+        return len(self._ends)
+
     def start_of(self, flow: Flow) -> float:
         """The tag that the flow's next request would get."""
         return max(self._now, self._ends.get(flow, 0.0))

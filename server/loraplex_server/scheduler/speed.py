@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-HALF_LIFE_S = 5.0  # of what a step has said
+HALF_LIFE_S, HALF_LIFE_STEPS = 5.0, 64  # of what a step has said: whichever is shorter
 MAX_SURPRISE = 8.0  # a step that took longer than so many usual ones counts as so many
 MIN_FULL_STEPS = 4  # before they say anything
 MIN_STEPS = 8
+MIN_WEIGHT = 8.0  # of a point that others follow
 MEAN_STEP = 0.05  # what one more value changes in a mean
 HALF_LIFE_TOKENS = 16_384  # of what output tokens have said about where texts end
 
@@ -38,8 +39,8 @@ class _Point:
 
 @dataclass(slots=True)
 class _Curve:
-    """Seconds of a step over its number of rows: a point for each power of two, straight lines between them. A point
-    stays as it is while no such steps come."""
+    """Seconds of a step over its number of rows: a point for each power of two, straight lines between them. Where an
+    engine gets slower or faster with so many rows, it is taken to do so with any number."""
 
     points: dict[int, _Point] = field(default_factory=dict[int, _Point])
 
@@ -47,10 +48,15 @@ class _Curve:
         point = self.points.setdefault(num_rows.bit_length(), _Point())
         point.weight = point.weight * decay + 1.0
         point.rows += (num_rows - point.rows) / point.weight
+        before_s = point.seconds
         point.seconds += (seconds - point.seconds) / point.weight
+        if point.weight >= MIN_WEIGHT and before_s and point.seconds:
+            for other in self.points.values():
+                if other is not point:
+                    other.seconds *= point.seconds / before_s
 
     def at(self, num_rows: float) -> float:
-        """More rows never take less: a point that lies above one with more rows is wrong. Flat outside of all points."""
+        """More rows never take less: a point that lies above one with more rows is wrong. Flat beyond the points."""
         points: list[tuple[float, float]] = []
         for point in sorted(self.points.values(), key=lambda point: -point.rows):
             points.append((point.rows, min([point.seconds, *(seconds for _, seconds in points[-1:])])))
@@ -109,7 +115,7 @@ class Speed:
         prompt_s = self._prompt.value()
         if usual_s := self._decode.at(step.num_rows):
             elapsed_s = min(elapsed_s, MAX_SURPRISE * (usual_s + prompt_s * step.num_prompt_tokens))
-        decay = 0.5 ** (elapsed_s / HALF_LIFE_S)
+        decay = 0.5 ** max(elapsed_s / HALF_LIFE_S, 1 / HALF_LIFE_STEPS)
         self._prompt.add(step.num_prompt_tokens, elapsed_s, decay)
         if step.num_rows:
             self._decode.add(step.num_rows, max(0.0, elapsed_s - prompt_s * step.num_prompt_tokens), decay)

@@ -1,0 +1,203 @@
+"""Under more load than it can take the scheduler goes on doing what it can do in time, for everybody: in simulated
+time, with steps that take what a function says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.simulated_load import Fate, Simulation, request
+
+from loraplex_proto.errors import DeadlineExceeded, Overloaded, ResourceExhausted
+from loraplex_server.request import Request
+
+StepTime = Callable[[int, int], float]
+
+
+def fixed(rows: int, prompts: int) -> float:
+    """A device that computes the whole batch in one go."""
+    return 0.02
+
+
+def growing(rows: int, prompts: int) -> float:
+    """A device whose steps get longer with every row and every prompt token: with all rows in use nobody would be done
+    in twice the time that one takes alone."""
+    return 0.02 + 0.0025 * rows + 0.0005 * prompts
+
+
+def alone_s(step_s: StepTime) -> float:
+    simulation = Simulation(step_s)
+    fate = simulation.add(request("alone"))
+    simulation.run()
+    assert fate.ended_s is not None
+    return fate.ended_s
+
+
+def capacity(step_s: StepTime) -> float:
+    """Requests per second where nobody minds when."""
+    simulation = Simulation(step_s, max_queue_wait_s=0)
+    for number in range(320):
+        simulation.add(request(f"r{number}"))
+    simulation.run()
+    return 320 / simulation.now
+
+
+def arrivals(
+    rate: float, seconds: float, deadline_s: float | None, *, seed: int = 0, **fields: str
+) -> list[tuple[float, Request]]:
+    """Poisson arrivals."""
+    random, at_s, name = Random(seed), 0.0, str(fields)
+    found: list[tuple[float, Request]] = []
+    while (at_s := at_s + random.expovariate(rate)) < seconds:
+        deadline = None if deadline_s is None else at_s + deadline_s
+        found.append((at_s, request(f"{name}{len(found)}", deadline_s=deadline, arrival_s=at_s, **fields)))
+    return found
+
+
+def good(fates: list[Fate]) -> int:
+    return sum(fate.is_good for fate in fates)
+
+
+@pytest.mark.parametrize("step_s", [fixed, growing])
+def test_goodput_does_not_fall_with_overload(step_s: StepTime) -> None:
+    """The deadline is twice what a request takes alone."""
+    deadline_s, seconds = 2 * alone_s(step_s), 20.0
+    goodput: dict[float, float] = {}
+    for factor in (0.8, 1.0, 2.0, 5.0):
+        simulation = Simulation(step_s)
+        simulation.run(arrivals(factor * capacity(step_s), seconds, deadline_s))
+        fates = list(simulation.fates.values())
+        goodput[factor] = good(fates) / seconds
+        assert all(fate.error is None or isinstance(fate.error, ResourceExhausted | DeadlineExceeded) for fate in fates)
+        refused = [fate.error for fate in fates if isinstance(fate.error, Overloaded)]
+        assert all(error.retry_after_s for error in refused)
+        if factor >= 2:
+            assert len(refused) > 0.5 * (len(fates) - good(fates)), "refused at once, not late"
+    best = max(goodput.values())
+    assert goodput[2.0] >= 0.9 * best, goodput
+    assert goodput[5.0] >= 0.9 * best, goodput
+
+
+def test_a_normal_load_is_never_refused() -> None:
+    simulation = Simulation(fixed)
+    simulation.run(arrivals(0.6 * capacity(fixed), 60, 4 * alone_s(fixed)))
+    assert good(list(simulation.fates.values())) == len(simulation.fates)
+
+
+@pytest.mark.parametrize("field", ["tenant", "adapter_id"])
+def test_one_flood_does_not_cost_the_others_anything(field: str) -> None:
+    """One floods with five times what there is; three others ask for a tenth each, and get it."""
+    rate, deadline_s = capacity(fixed), 3 * alone_s(fixed)
+    flood = arrivals(5 * rate, 30, deadline_s, **{field: "flood"})
+    quiet = [arrivals(rate / 10, 30, deadline_s, seed=n, **{field: f"quiet{n}"}) for n in (1, 2, 3)]
+    simulation = Simulation(fixed)
+    simulation.run(sorted(sum(quiet, flood), key=lambda arrival: arrival[0]))
+    for mine in quiet:
+        fates = [simulation.fates[one.request_id] for _, one in mine]
+        assert good(fates) >= 0.97 * len(fates), "refused or late for somebody else's flood"
+    flooding = [simulation.fates[one.request_id] for _, one in flood]
+    assert good(flooding) >= 0.6 * rate * 30, "and the flood gets what is left"
+
+
+def test_without_a_deadline_a_request_waits_as_long_as_the_flag_says() -> None:
+    simulation = Simulation(fixed, max_queue_wait_s=3.0)
+    simulation.run(arrivals(3 * capacity(fixed), 30, None))
+    fates = list(simulation.fates.values())
+    waits = [fate.began_s - fate.request.arrival_s for fate in fates if fate.began_s is not None]
+    assert 1.0 < max(waits) <= 3.0 + 0.05
+    refused = [fate for fate in fates if fate.error is not None]
+    assert refused
+    assert all(isinstance(fate.error, Overloaded) for fate in refused)
+    assert "--max-queue-wait" in str(refused[-1].error)
+    assert len(fates) - len(refused) >= 0.95 * 30 * capacity(fixed), "nobody is refused in vain"
+
+
+def test_with_the_flag_at_zero_everybody_waits() -> None:
+    simulation = Simulation(fixed, max_queue_wait_s=0.0)
+    simulation.run(arrivals(2 * capacity(fixed), 30, None))
+    assert all(fate.error is None for fate in simulation.fates.values())
+
+
+def test_a_speed_that_was_measured_wrong_refuses_nobody_for_long() -> None:
+    """The engine crawls for a while; as soon as it is itself again, so is what it takes on."""
+    slow_until_s = 10.0
+    simulation = Simulation(lambda rows, prompts: 0.5 if simulation.now < slow_until_s else 0.02)
+    load = arrivals(0.8 * capacity(fixed), 60, 4 * alone_s(fixed))
+    simulation.run(load)
+    later = [simulation.fates[one.request_id] for at_s, one in load if at_s > slow_until_s + 5]
+    assert good(later) >= 0.97 * len(later)
+
+
+def test_who_could_not_be_done_in_time_even_alone_is_served_all_the_same() -> None:
+    simulation = Simulation(fixed)
+    simulation.run(arrivals(0.5 * capacity(fixed), 5, None))
+    hopeless = simulation.add(request("hopeless", max_tokens=1000, deadline_s=simulation.now + 2.0))
+    simulation.run()
+    assert hopeless.began_s is not None
+    assert isinstance(hopeless.error, DeadlineExceeded)
+    assert hopeless.ended_s == pytest.approx(hopeless.request.deadline_s, abs=0.1)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    num_long=st.integers(17, 200),
+    long_tokens=st.integers(1000, 4000),
+    short_tokens=st.integers(1, 200),
+    num_short=st.integers(1, 12),
+    same_flow=st.booleans(),
+)
+def test_a_short_request_begins_soon_behind_any_number_of_long_ones(
+    num_long: int, long_tokens: int, short_tokens: int, num_short: int, same_flow: bool
+) -> None:
+    """Within two slices, and a look for each of those that come with it."""
+    simulation = Simulation(fixed, num_blocks=60_000, max_queue_wait_s=0)
+    long = [simulation.add(request(f"l{number}", max_tokens=long_tokens)) for number in range(num_long)]
+    simulation.run(until_s=3.0)
+    tenant = "default" if same_flow else "other"
+    short = [
+        simulation.add(request(f"s{number}", max_tokens=short_tokens, tenant=tenant, arrival_s=simulation.now))
+        for number in range(num_short)
+    ]
+    came_s = simulation.now
+    simulation.run(until_s=came_s + 2.0)
+    for number, fate in enumerate(short):
+        assert fate.began_s is not None
+        assert fate.began_s - came_s <= 1.0 + 0.06 * (number + 1)
+    assert all(fate.error is None for fate in [*long, *short])
+
+
+def test_long_requests_go_on_while_short_ones_never_end() -> None:
+    """Short ones come for as long as it takes, as many as there is room for; each long one has its turns."""
+    simulation = Simulation(fixed, num_blocks=8192)
+    long = [simulation.add(request(f"l{number}", max_tokens=400)) for number in range(20)]
+    alone_s = 2 * 400 * 0.02  # in two batches
+    simulation.run(arrivals(0.5 * capacity(fixed), 4 * alone_s, None, tenant="short"), until_s=4 * alone_s)
+    assert all(fate.ended_s is not None and fate.error is None for fate in long), "half of the rows' time is theirs"
+
+
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_every_request_ends_once_whatever_its_deadline(data: st.DataObject) -> None:
+    simulation = Simulation(growing, max_running=4, num_blocks=64, max_queue_wait_s=2.0)
+    for number in range(data.draw(st.integers(1, 40))):
+        simulation.add(
+            request(
+                f"r{number}",
+                prompt_tokens=data.draw(st.integers(1, 60)),
+                max_tokens=data.draw(st.integers(1, 80)),
+                deadline_s=data.draw(st.none() | st.floats(0.01, 5).map(lambda s: simulation.now + s)),
+                tenant=data.draw(st.sampled_from("ab")),
+                priority=data.draw(st.sampled_from([0, 0, 1])),
+                n=data.draw(st.sampled_from([1, 1, 3])),
+            )
+        )
+        simulation.run(until_s=simulation.now + data.draw(st.floats(0, 0.5)))
+    simulation.run()
+    simulation.scheduler.check_integrity()
+    for fate in simulation.fates.values():
+        assert fate.ended_s is not None
+        if fate.request.deadline_s is not None:
+            assert fate.ended_s <= fate.request.deadline_s + 0.2 or fate.error is None
