@@ -68,6 +68,12 @@ class BatchConfig:
     max_running: int = option(64, "Completions that run at the same time.", "--max-running")
     max_step_tokens: int = option(1024, "Tokens of one step; longer prompts go in chunks.", "--max-step-tokens")
     max_queued: int = option(4096, "Requests that may wait; more are refused with a retry hint.", "--max-queued")
+    max_queue_wait_s: float = option(
+        60.0,
+        "Seconds that a request without a deadline may wait to begin; one that would wait for longer is refused with a "
+        "retry hint. 0 lets it wait for ever.",
+        "--max-queue-wait",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +211,7 @@ class EngineConfig:
                 "must be at least --max-running, so that every running request gets its token",
             ),
             (self.batch.max_queued >= 1, "--max-queued", "must be at least 1"),
+            (self.batch.max_queue_wait_s >= 0, "--max-queue-wait", "must not be negative"),
             (self.adapters.num_device_slots >= 1, "--adapter-slots", "must be at least 1"),
             (self.adapters.device_bytes >= 1, "--adapter-device-memory", "must be at least 1 byte"),
             (self.adapters.host_bytes >= 1, "--adapter-host-memory", "must be at least 1 byte"),

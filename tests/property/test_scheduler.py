@@ -15,7 +15,7 @@ from support.scheduler_fakes import VOCAB_SIZE, adapter
 from support.scheduler_harness import Harness, make_request
 
 from loraplex_adapters.key import AdapterKey
-from loraplex_proto.errors import AdapterInvalid, Cancelled, DeadlineExceeded, OutOfMemory
+from loraplex_proto.errors import AdapterInvalid, Cancelled, DeadlineExceeded, OutOfMemory, Overloaded
 from loraplex_server.request import Request
 
 ADAPTERS = [adapter(name) for name in "abcde"]
@@ -58,6 +58,7 @@ class Setting:
     load_polls: int
     depth: int
     drafts: str
+    slice_s: float
 
     def harness(self) -> Harness:
         return Harness(
@@ -72,6 +73,7 @@ class Setting:
             depth=self.depth,
             proposer=propose(self.drafts) if self.drafts != "none" else None,
             max_bypasses=3,
+            slice_s=self.slice_s,
         )
 
 
@@ -87,6 +89,7 @@ SETTINGS = st.builds(
     load_polls=st.integers(0, 3),
     depth=st.sampled_from([1, 2]),
     drafts=st.sampled_from(["none", "none", "right", "wrong", "mixed"]),
+    slice_s=st.sampled_from([0.01, 0.03, 0.5]),  # a step takes 0.01
 )
 
 
@@ -150,7 +153,10 @@ class Life(RuleBasedStateMachine):
         request, key = data.draw(requests(f"r{len(self.harness.logs)}"))
         now = self.harness.now
         deadline_s = None if deadline_s is None else now + deadline_s
-        self.harness.add(replace(request, arrival_s=now, deadline_s=deadline_s), key)
+        try:
+            self.harness.add(replace(request, arrival_s=now, deadline_s=deadline_s), key)
+        except Overloaded:
+            assert deadline_s is not None, "the default bound is far away"
 
     @rule(num_turns=st.integers(1, 6))
     def turn(self, num_turns: int) -> None:

@@ -140,6 +140,7 @@ def assemble(
             max_step_tokens=batch.max_step_tokens,
             max_context_tokens=max_context_tokens,
             max_queued=batch.max_queued,
+            max_queue_wait_s=batch.max_queue_wait_s,
             model_digest=loaded.model_id,
         ),
         BlockPool(num_blocks, block_size, prefix_caching=config.kv.prefix_caching),
