@@ -35,10 +35,12 @@ RETRY_WITHOUT_WORKERS_S: Final = 1.0
 def no_worker(replicas: Replicas) -> NoWorker:
     """What a client is told when there is nobody to send it to. Which worker has what wrong is in the log only."""
     known = replicas.all()
-    num_draining = sum(replica.is_connected and replica.is_draining for replica in known)
+    connected = replicas.connected()
     return NoWorker(
-        f"none of the router's {len(known)} workers can take requests ({num_draining} shutting down, "
-        f"{sum(not replica.is_connected for replica in known)} not reachable); try again",
+        f"none of the router's {len(known)} workers can take requests "
+        f"({sum(replica.is_draining for replica in connected)} shutting down, "
+        f"{sum(replica.is_stalled for replica in connected)} not responding, "
+        f"{len(known) - len(connected)} not reachable); try again",
         retry_after_s=RETRY_WITHOUT_WORKERS_S,
     )
 

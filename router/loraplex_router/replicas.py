@@ -42,6 +42,8 @@ class Replica:
     # Whether the current stream of reports has brought one.
     is_connected: bool = False
     is_draining: bool = False
+    # Its engine does not respond, as its front end says.
+    is_stalled: bool = False
     last_error: str = "not connected yet"
     last_report_s: float = 0.0
     reported_tokens: int = 0
@@ -57,7 +59,7 @@ class Replica:
 
     @property
     def is_routable(self) -> bool:
-        return self.is_connected and not self.is_draining
+        return self.is_connected and not self.is_draining and not self.is_stalled
 
     @property
     def work_tokens(self) -> int:
@@ -152,6 +154,7 @@ class Replicas:
         was_routable = replica.is_routable
         replica.is_connected = True
         replica.is_draining = load.draining
+        replica.is_stalled = load.stalled
         replica.last_error = ""
         replica.last_report_s = now_s
         replica.reported_tokens = load.pending_tokens
@@ -170,6 +173,7 @@ class Replicas:
         was_routable = replica.is_routable
         replica.is_connected = False
         replica.is_draining = False
+        replica.is_stalled = False
         replica.last_error = why
         # Nothing of what it held is known to be there when it comes back.
         replica.tiers = {}

@@ -82,7 +82,7 @@ class UpstreamFailure(Exception):
 
     def _kind(self) -> FailureKind:
         if self.typed is not None:
-            if isinstance(self.typed, EngineLost):
+            if isinstance(self.typed, (EngineLost, WorkerLost)):
                 return FailureKind.LOST
             return FailureKind.DECLINED if self.typed.code is Code.UNAVAILABLE else FailureKind.ANSWERED
         match self._error:

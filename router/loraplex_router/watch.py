@@ -129,9 +129,7 @@ class Watcher:
                 if not isinstance(raw, bytes):  # EOF
                     return
                 report = worker_pb2.WatchLoadResponse.FromString(raw)
-                if not report.load.draining and not self._replicas[worker_id].is_routable:
-                    self._said.pop(worker_id, None)
-                    log.info("worker %s is available", worker_id)
+                self._tell_changes(worker_id, report.load)
                 self._replicas.on_report(worker_id, report.load, time.monotonic())
                 self._num_reports[worker_id] += 1
                 if self._num_reports[worker_id] == 1:
@@ -141,6 +139,15 @@ class Watcher:
                     return  # an open stream would keep the worker from ending
         finally:
             call.cancel()
+
+    def _tell_changes(self, worker_id: str, load: worker_pb2.Load) -> None:
+        """Logs what a report changes in whether the worker can take requests."""
+        replica = self._replicas[worker_id]
+        if load.stalled and not replica.is_stalled:
+            log.warning("worker %s is not available: its engine does not respond", worker_id)
+        elif not (load.draining or load.stalled or replica.is_routable):
+            self._said.pop(worker_id, None)
+            log.info("worker %s is available", worker_id)
 
     async def _read_report(self, upstream: Upstream, call: Any) -> Any:
         """The next report. Raises TimeoutError when the worker has said nothing for `stale_after_s`, on any call."""

@@ -199,6 +199,12 @@ class EngineConfig:
         "reference (slow), or auto: the fastest that loraplex doctor names.",
         "--lora-kernels",
     )
+    step_timeout_s: float | None = option(
+        None,
+        "Seconds that a step may take before the engine counts as hung: its requests end and it is killed. Default: a "
+        "minute, or ten times what the slowest step so far lets expect where that is more.",
+        "--step-timeout",
+    )
     log_level: str = option("info", "debug, info, warning or error.", "--log-level")
 
     def __post_init__(self) -> None:
@@ -218,6 +224,7 @@ class EngineConfig:
             (self.adapters.disk_bytes >= 1, "--adapter-disk", "must be at least 1 byte"),
             (1 <= self.adapters.max_rank <= 4096, "--max-lora-rank", "must be 1 to 4096"),
             (self.num_threads is None or self.num_threads >= 1, "--threads", "must be at least 1"),
+            (self.step_timeout_s is None or self.step_timeout_s > 0, "--step-timeout", "must be above 0"),
             (self.lora_kernels in LORA_KERNELS, "--lora-kernels", f"must be {', '.join(LORA_KERNELS)}"),
             (self.cpu_kernels in CPU_KERNELS, "--cpu-kernels", f"must be {', '.join(CPU_KERNELS)}"),
             (self.model.quantize in QUANTIZE, "--quantize", f"must be {' or '.join(QUANTIZE)}"),

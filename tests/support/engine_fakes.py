@@ -169,3 +169,16 @@ def build_losing(config: EngineConfig, progress: Callable[[str], None], notify: 
         raise AcceleratorError("CUDA error: an illegal memory access was encountered")
 
     return make_engine(FakeRunner(fail, lost), clock=time.monotonic)
+
+
+def build_long_steps(config: EngineConfig, progress: Callable[[str], None], notify: Callable[[], None]) -> Engine:
+    """Two steps take seconds: in one the process sleeps, as if it waited for a device; in one it computes and holds the
+    interpreter's lock."""
+
+    def take_long(plan: StepPlan) -> None:
+        if plan.step == 2:
+            time.sleep(5)
+        elif plan.step == 4:
+            pow(3, 10_000_000)
+
+    return make_engine(FakeRunner(take_long), clock=time.monotonic)

@@ -34,6 +34,7 @@ class Load(google.protobuf.message.Message):
     DEVICE_ADAPTER_BUDGET_BYTES_FIELD_NUMBER: builtins.int
     HOST_ADAPTER_BYTES_FIELD_NUMBER: builtins.int
     HOST_ADAPTER_BUDGET_BYTES_FIELD_NUMBER: builtins.int
+    STALLED_FIELD_NUMBER: builtins.int
     running_requests: builtins.int
     queued_requests: builtins.int
     pending_tokens: builtins.int
@@ -46,6 +47,8 @@ class Load(google.protobuf.message.Message):
     device_adapter_budget_bytes: builtins.int
     host_adapter_bytes: builtins.int
     host_adapter_budget_bytes: builtins.int
+    stalled: builtins.bool
+    """The engine does not respond: nothing is to be sent until it does again."""
     @property
     def adapters(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ResidentAdapter]:
         """Adapters that are at least on disk, with their tier; those nearest to the device first, 1024 at most."""
@@ -65,8 +68,9 @@ class Load(google.protobuf.message.Message):
         device_adapter_budget_bytes: builtins.int = ...,
         host_adapter_bytes: builtins.int = ...,
         host_adapter_budget_bytes: builtins.int = ...,
+        stalled: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["adapters", b"adapters", "device_adapter_budget_bytes", b"device_adapter_budget_bytes", "device_adapter_bytes", b"device_adapter_bytes", "draining", b"draining", "free_kv_blocks", b"free_kv_blocks", "host_adapter_budget_bytes", b"host_adapter_budget_bytes", "host_adapter_bytes", b"host_adapter_bytes", "max_running_requests", b"max_running_requests", "pending_tokens", b"pending_tokens", "queued_requests", b"queued_requests", "running_requests", b"running_requests", "total_kv_blocks", b"total_kv_blocks"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapters", b"adapters", "device_adapter_budget_bytes", b"device_adapter_budget_bytes", "device_adapter_bytes", b"device_adapter_bytes", "draining", b"draining", "free_kv_blocks", b"free_kv_blocks", "host_adapter_budget_bytes", b"host_adapter_budget_bytes", "host_adapter_bytes", b"host_adapter_bytes", "max_running_requests", b"max_running_requests", "pending_tokens", b"pending_tokens", "queued_requests", b"queued_requests", "running_requests", b"running_requests", "stalled", b"stalled", "total_kv_blocks", b"total_kv_blocks"]) -> None: ...
 
 Global___Load: typing_extensions.TypeAlias = Load
 

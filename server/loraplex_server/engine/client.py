@@ -10,14 +10,18 @@ import itertools
 import logging
 import multiprocessing
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from loraplex_adapters.cache.api import AdapterInfo, CacheUsage
 from loraplex_adapters.cache.listing import Listing
-from loraplex_proto.errors import Draining, EngineLost, Internal, LoraplexError
+from loraplex_proto.errors import Draining, EngineLost, Internal, LoraplexError, WorkerLost
 from loraplex_server.config import EngineConfig
+from loraplex_server.engine.command_writer import CommandWriter
+from loraplex_server.engine.heartbeat import Heartbeat
+from loraplex_server.engine.liveness import LOOK_S, Liveness, cpu_seconds
 from loraplex_server.engine.messages import (
     Abandon,
     AdapterCommand,
@@ -51,6 +55,9 @@ AdapterVerb = Literal["load", "unload", "get", "list"]
 # Somebody else may take a request at once; who knows this worker alone waits for a new one.
 RETRY_LOST_S = 1.0
 
+# An engine that has been stalled for so long is killed; whoever supervises the worker starts another.
+KILL_STALLED_S: Final = 10.0
+
 
 @dataclass
 class EngineState:
@@ -62,8 +69,8 @@ class EngineState:
 
 
 class EngineClient:
-    """Starts an engine, submits requests, routes its events. `lost` is set when the engine ends unasked, `news` tells
-    who watches `state`."""
+    """Starts an engine, submits requests, routes its events. `lost` is set when the engine ends unasked, `stalled` says
+    why while it does nothing, `news` tells who watches `state` or these."""
 
     def __init__(self, config: EngineConfig, *, max_unread_tokens: int = 16384, max_stream_wait_s: float = 0.0) -> None:
         """Tokens of a stream may wait up to `max_stream_wait_s` for later ones, where sending them costs too much."""
@@ -75,11 +82,16 @@ class EngineClient:
         self._operations: dict[int, asyncio.Future[tuple[AdapterInfo, ...]]] = {}
         self._operation_ids = itertools.count(1)
         self._conn: Any = None
+        self._commands: CommandWriter | None = None
         self._worker: Any = None
         self._stopping = False
         self._started: asyncio.Future[ModelInfo] | None = None
         self._on_progress: Callable[[str], None] = lambda text: None
+        self._heartbeat = Heartbeat()
+        self._watching: asyncio.Task[None] | None = None
         self.lost = asyncio.Event()
+        self.stalled = ""
+        self.on_stalled: Callable[[bool], None] = lambda is_stalled: None
         self.news = News()
         self.state = EngineState(LoadNumbers())
         self.integrity = ""
@@ -98,7 +110,8 @@ class EngineClient:
         self._on_progress = on_progress
         context = multiprocessing.get_context("spawn")
         self._conn, theirs = context.Pipe(duplex=True)
-        args = (theirs, self._config, self._max_stream_wait_s, builder)
+        self._commands = CommandWriter(self._conn)
+        args = (theirs, self._config, self._max_stream_wait_s, self._heartbeat, builder)
         if inline:
             self._worker = threading.Thread(target=engine_thread, args=args, name="engine", daemon=True)
             self._worker.start()
@@ -110,10 +123,12 @@ class EngineClient:
         self._started = loop.create_future()
         loop.add_reader(self._conn.fileno(), self._on_readable)
         try:
-            return await self._started
+            info = await self._started
         except BaseException:
             await self._give_up()
             raise
+        self._watching = asyncio.create_task(self._watch(), name="engine liveness")
+        return info
 
     @property
     def pid(self) -> int | None:
@@ -169,11 +184,10 @@ class EngineClient:
             self.cancel(stream, error)
         self._send(Shutdown())
         try:
-            await asyncio.wait_for(self.lost.wait(), timeout_s)
+            await asyncio.wait_for(self.lost.wait(), 0.0 if self.stalled else timeout_s)
         except TimeoutError:
-            log.warning("the engine did not end within %.0f s; killing it", timeout_s)
-            if hasattr(self._worker, "kill"):
-                self._worker.kill()
+            log.warning("the engine did not end%s; killing it", "" if self.stalled else f" within {timeout_s:.0f} s")
+            self._kill()
         await asyncio.to_thread(self._worker.join, timeout_s)
         self._worker = None
 
@@ -191,12 +205,53 @@ class EngineClient:
     def _check_alive(self) -> None:
         if self.lost.is_set():
             raise EngineLost("this worker's engine has ended; try another worker", retry_after_s=RETRY_LOST_S)
+        if self.stalled:
+            raise EngineLost("this worker's engine does not respond; try another worker", retry_after_s=RETRY_LOST_S)
 
     def _send(self, command: Command) -> None:
+        if self.lost.is_set():
+            return
+        assert self._commands is not None, "the engine was started"
         try:
-            self._conn.send(command)
-        except (BrokenPipeError, OSError):
+            self._commands.send(command)
+        except OSError:
             self._on_lost()
+
+    async def _watch(self) -> None:
+        """Looks at the heartbeat. Ends the requests of an engine that does nothing, and kills one that stays so."""
+        liveness = Liveness(lambda: cpu_seconds(self.pid))
+        num_stalled_looks = 0
+        while not self.lost.is_set():
+            stalled = liveness.look(self._heartbeat.read(), time.monotonic())
+            if stalled and not self.stalled:
+                self._on_stalled(stalled)
+            elif self.stalled and not stalled:
+                log.warning("the engine works again")
+                self._set_stalled("")
+            num_stalled_looks = num_stalled_looks + 1 if stalled else 0
+            if num_stalled_looks * LOOK_S >= KILL_STALLED_S:
+                log.error("the engine is killed: %s", stalled)
+                self._kill()
+                return
+            await asyncio.sleep(LOOK_S)
+
+    def _on_stalled(self, why: str) -> None:
+        log.error("the engine does not respond (%s); its %d requests end", why, len(self._streams))
+        self._set_stalled(why)
+        for stream in list(self._streams.values()):
+            self.cancel(stream, WorkerLost("the worker does not respond; send the request again", retry_after_s=0.0))
+        self._fail_operations(
+            EngineLost("this worker's engine does not respond; try again", retry_after_s=RETRY_LOST_S)
+        )
+
+    def _set_stalled(self, why: str) -> None:
+        self.stalled = why
+        self.on_stalled(bool(why))
+        self.news.spread()
+
+    def _kill(self) -> None:
+        if hasattr(self._worker, "kill"):  # a thread cannot be killed
+            self._worker.kill()
 
     def _on_readable(self) -> None:
         try:
@@ -260,8 +315,9 @@ class EngineClient:
     def _on_lost(self) -> None:
         if self.lost.is_set():
             return
+        assert self._commands is not None, "the engine was started"
         asyncio.get_running_loop().remove_reader(self._conn.fileno())
-        self._conn.close()
+        self._commands.close()
         self.lost.set()
         self.news.spread()
         error = EngineLost(
@@ -273,8 +329,11 @@ class EngineClient:
         for stream in list(self._streams.values()):
             stream.push(RequestFailed(stream.request.request_id, error))
         self._streams.clear()
+        self._fail_operations(error)
+        if self._started is not None and not self._started.done():
+            self._started.set_exception(Internal("the engine's process ended while it was starting; its log says why"))
+
+    def _fail_operations(self, error: LoraplexError) -> None:
         for future in self._operations.values():
             if not future.done():
                 future.set_exception(error)
-        if self._started is not None and not self._started.done():
-            self._started.set_exception(Internal("the engine's process ended while it was starting; its log says why"))

@@ -77,6 +77,8 @@ class Engine:
         speculator: Speculator | None = None,
     ) -> None:
         self.info = info
+        # Told the number of tokens of each step before it runs.
+        self.on_step: Callable[[int], None] = lambda num_tokens: None
         self._scheduler = scheduler
         self._cache = cache
         self._runner = runner
@@ -146,6 +148,8 @@ class Engine:
         plan = self._scheduler.schedule(now, drafts)
         self._take(self._scheduler.take_events())
         self._num_steps += plan is not None
+        if plan is not None:
+            self.on_step(plan.num_tokens)
         if plan is None:
             has_ended |= self._end_step()
         elif self._runner.overlaps and not speculates:

@@ -18,6 +18,7 @@ from loraplex_proto.errors import Internal, LoraplexError
 from loraplex_proto.telemetry import setup_logging
 from loraplex_server.config import EngineConfig
 from loraplex_server.engine.core import Engine
+from loraplex_server.engine.heartbeat import Heartbeat, StepBound, TurnTimer
 from loraplex_server.engine.messages import (
     Command,
     Connection,
@@ -39,7 +40,11 @@ EngineBuilder = Callable[[EngineConfig, Callable[[str], None], Callable[[], None
 
 
 def engine_process(
-    conn: Connection, config: EngineConfig, max_stream_wait_s: float, builder: EngineBuilder | None = None
+    conn: Connection,
+    config: EngineConfig,
+    max_stream_wait_s: float,
+    heartbeat: Heartbeat,
+    builder: EngineBuilder | None = None,
 ) -> None:
     """Entry point of the spawned process; does not return."""
     # Ctrl-C reaches the whole process group, and a SIGTERM aimed at the group too; the front end decides when the
@@ -51,15 +56,19 @@ def engine_process(
         from tqdm import tqdm
 
         tqdm.set_lock(threading.RLock())  # its own is a semaphore between processes, which would outlive this one
-    serve_engine(conn, config, max_stream_wait_s, builder or _default_builder())
+    serve_engine(conn, config, max_stream_wait_s, heartbeat, builder or _default_builder())
     exit_at_once(0)
 
 
 def engine_thread(
-    conn: Connection, config: EngineConfig, max_stream_wait_s: float, builder: EngineBuilder | None = None
+    conn: Connection,
+    config: EngineConfig,
+    max_stream_wait_s: float,
+    heartbeat: Heartbeat,
+    builder: EngineBuilder | None = None,
 ) -> None:
     """The same in a thread of the front end's process, for tests."""
-    serve_engine(conn, config, max_stream_wait_s, builder or _default_builder())
+    serve_engine(conn, config, max_stream_wait_s, heartbeat, builder or _default_builder())
 
 
 def _default_builder() -> EngineBuilder:
@@ -68,7 +77,9 @@ def _default_builder() -> EngineBuilder:
     return build_engine
 
 
-def serve_engine(conn: Connection, config: EngineConfig, max_stream_wait_s: float, builder: EngineBuilder) -> None:
+def serve_engine(
+    conn: Connection, config: EngineConfig, max_stream_wait_s: float, heartbeat: Heartbeat, builder: EngineBuilder
+) -> None:
     """Builds the engine, then turns it until Shutdown or until the other end of the pipe is gone.
 
     Tokens of a stream may wait up to `max_stream_wait_s` for later ones, where sending them costs too much.
@@ -82,9 +93,12 @@ def serve_engine(conn: Connection, config: EngineConfig, max_stream_wait_s: floa
     try:
         engine = builder(config, lambda text: outbox.put(Starting(text)), lambda: inbox.put(Wake()))
         outbox.pacer = Pacer(delivery_share(engine.info.device), max_stream_wait_s)
-        outbox.put(Ready(engine.info))
         threading.Thread(target=_read, args=(conn, inbox), name="engine-reader", daemon=True).start()
-        _loop(engine, inbox, outbox)
+        timer = TurnTimer(heartbeat, StepBound(config.step_timeout_s))
+        engine.on_step = timer.step
+        with heartbeat.beating():
+            outbox.put(Ready(engine.info))
+            _loop(engine, inbox, outbox, timer)
         integrity = engine.integrity_report()
     except LoraplexError as error:
         outbox.put(StartFailed(error))
@@ -108,10 +122,12 @@ def _close(engine: Engine) -> None:
         log.exception("the engine could not be closed")
 
 
-def _loop(engine: Engine, inbox: queue.SimpleQueue[Command], outbox: Outbox) -> None:
+def _loop(engine: Engine, inbox: queue.SimpleQueue[Command], outbox: Outbox, timer: TurnTimer) -> None:
     while True:
         timeout_s = 0.0 if engine.can_step else engine.idle_timeout_s()
-        for command in _take(inbox, timeout_s):
+        commands = _take(inbox, timeout_s)
+        timer.begin()
+        for command in commands:
             if isinstance(command, Shutdown):
                 outbox.put(engine.abort_all())
                 return
@@ -120,6 +136,7 @@ def _loop(engine: Engine, inbox: queue.SimpleQueue[Command], outbox: Outbox) -> 
             else:
                 engine.handle(command)
         batch = engine.turn()
+        timer.end()
         if batch is not None:
             outbox.put(batch)
 

@@ -73,14 +73,18 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         listed = state.listing.rows()
         if listed is not self._listed:
             self._listed, self._adapters = listed, convert.residents_to_pb(listed)
-        return convert.load_to_pb(state.load, self._adapters, state.usage, self._edge.is_leaving)
+        load = convert.load_to_pb(state.load, self._adapters, state.usage, self._edge.is_leaving)
+        load.stalled = bool(self._engine.stalled)
+        return load
 
 
 def is_worth_telling(load: worker_pb2.Load, told: worker_pb2.Load) -> bool:
     """Whether a router would choose otherwise if it knew this instead of what it was told."""
     if abs(load.pending_tokens - told.pending_tokens) > max(TOLD_TOKENS, TOLD_PART * told.pending_tokens):
         return True
-    return not has_same_requests(load, told) or load.draining != told.draining or load.adapters != told.adapters
+    if (load.draining, load.stalled) != (told.draining, told.stalled):
+        return True
+    return not has_same_requests(load, told) or load.adapters != told.adapters
 
 
 def has_same_requests(load: worker_pb2.Load, told: worker_pb2.Load) -> bool:

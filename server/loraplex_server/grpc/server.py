@@ -153,6 +153,7 @@ async def _listen(config: WorkerConfig, engine: EngineClient, info: ModelInfo, t
     port = bind(server, config.host, config.port, tls)
     await server.start()
     health.set_ready(True)
+    engine.on_stalled = lambda is_stalled: health.set_ready(not is_stalled)
     endpoint = None
     if registry is not None and config.metrics_port is not None:
         endpoint = await telemetry.MetricsEndpoint.start(

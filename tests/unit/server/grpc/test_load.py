@@ -33,7 +33,7 @@ class Watched:
     """A worker whose engine says what the test says."""
 
     def __init__(self) -> None:
-        self.engine = SimpleNamespace(lost=asyncio.Event(), news=News(), state=EngineState(BUSY))
+        self.engine = SimpleNamespace(stalled="", lost=asyncio.Event(), news=News(), state=EngineState(BUSY))
         self.edge = Edge()
         self.servicer = WorkerServicer(cast(EngineClient, self.engine), self.edge)
         self.stream: AsyncIterator[worker_pb2.WatchLoadResponse] = self.servicer.WatchLoad(

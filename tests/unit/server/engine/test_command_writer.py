@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import multiprocessing
+import threading
+import time
+
+import pytest
+
+from loraplex_proto.errors import Cancelled
+from loraplex_server.engine.command_writer import CommandWriter
+from loraplex_server.engine.messages import Abandon, Cancel
+
+
+def test_commands_arrive_in_order_whatever_their_size() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    writer = CommandWriter(ours)
+    sizes = [10, 3_000_000, 10, 100_000, 10, 10]
+    got: list[str] = []
+    reader = threading.Thread(target=lambda: got.extend(theirs.recv().request_id for _ in sizes))
+    reader.start()
+    sent = [f"{number}" + "x" * size for number, size in enumerate(sizes)]
+    for request_id in sent:
+        writer.send(Cancel(request_id, Cancelled("gone")))
+    reader.join(20)
+    assert got == sent
+    writer.close()
+
+
+def test_nobody_who_reads_holds_nobody_up() -> None:
+    """A frozen engine's pipe takes some 200 kB; then the event loop must not wait for it."""
+    ours, theirs = multiprocessing.Pipe()
+    writer = CommandWriter(ours)
+    started_s = time.monotonic()
+    for _ in range(200):
+        writer.send(Cancel("x" * 20_000, Cancelled("gone")))
+    assert time.monotonic() - started_s < 5
+    for _ in range(200):
+        assert len(theirs.recv().request_id) == 20_000
+    writer.close()
+
+
+def test_a_pipe_without_another_end_says_so_or_takes_it_in() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    writer = CommandWriter(ours)
+    theirs.close()
+    with pytest.raises(OSError):
+        writer.send(Abandon(1))
+    writer.close()

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from itertools import count
+
+from loraplex_server.engine.heartbeat import Pulse
+from loraplex_server.engine.liveness import LOOK_S, SILENT_S, Liveness, cpu_seconds
+
+
+def looks(liveness: Liveness, pulses: Iterator[Pulse], num: int, step_s: float = LOOK_S) -> list[str]:
+    """What so many looks conclude, `step_s` apart."""
+    return [liveness.look(pulse, number * step_s) for number, pulse in zip(range(num), pulses, strict=False)]
+
+
+def still(**changes: float) -> Iterator[Pulse]:
+    """Always the same: a process that does nothing."""
+    while True:
+        yield Pulse(7, changes.get("busy_since_s", 0.0), changes.get("allowed_s", 0.0))
+
+
+def beating(busy_since_s: float = 0.0, allowed_s: float = math.inf) -> Iterator[Pulse]:
+    return (Pulse(number, busy_since_s, allowed_s) for number in count())
+
+
+def test_an_idle_engine_that_beats_is_alive() -> None:
+    assert set(looks(Liveness(lambda: 0.0), beating(), 100)) == {""}
+
+
+def test_a_process_that_does_nothing_is_stalled_within_five_seconds() -> None:
+    said = looks(Liveness(lambda: 3.0), still(), 10)
+    first = next(number for number, why in enumerate(said) if why)
+    assert SILENT_S <= first * LOOK_S <= 5 - LOOK_S, "a freeze just behind a beat is seen a look later"
+    assert all(said[first:]), "until it does something"
+
+
+def test_a_process_without_beats_that_computes_is_alive() -> None:
+    """Native code may hold the interpreter's lock for as long as a step takes."""
+    cpu_s = count()
+    assert set(looks(Liveness(lambda: float(next(cpu_s))), still(busy_since_s=1.0, allowed_s=math.inf), 100)) == {""}
+
+
+def test_where_the_system_does_not_tell_of_the_cpu_beats_decide() -> None:
+    assert looks(Liveness(lambda: None), still(), 10)[-1]
+
+
+def test_one_turn_may_last_as_long_as_is_allowed() -> None:
+    said = looks(Liveness(lambda: 0.0), beating(busy_since_s=50.0, allowed_s=20.0), 30)
+    assert set(said[:21]) == {""}
+    assert all("20 s are allowed" in why for why in said[21:])
+
+
+def test_turns_that_follow_each_other_are_no_long_turn() -> None:
+    pulses = (Pulse(number, 50.0 + number, 2.0) for number in count())
+    assert set(looks(Liveness(lambda: 0.0), pulses, 30)) == {""}
+
+
+def test_it_is_alive_again_with_the_next_beat() -> None:
+    liveness = Liveness(lambda: 0.0)
+    assert looks(liveness, still(), 10)[-1]
+    assert liveness.look(Pulse(8, 0.0, 0.0), 10.0) == ""
+
+
+def test_a_pause_of_the_whole_machine_is_not_the_engines() -> None:
+    """The front end slept as long as the engine did: nobody looked."""
+    liveness = Liveness(lambda: 0.0)
+    for now_s in (0.0, 1.0, 3600.0):
+        assert liveness.look(Pulse(7, 1.0, 60.0), now_s) == ""
+
+
+def test_the_cpu_of_a_process() -> None:
+    before_s = cpu_seconds(os.getpid())
+    assert before_s is not None
+    while cpu_seconds(os.getpid()) == before_s:
+        sum(range(100_000))
+    assert cpu_seconds(None) is None
