@@ -183,10 +183,12 @@ class EngineClient:
         for stream in list(self._streams.values()):
             self.cancel(stream, error)
         self._send(Shutdown())
+        if self.stalled:
+            self._kill()
         try:
-            await asyncio.wait_for(self.lost.wait(), 0.0 if self.stalled else timeout_s)
+            await asyncio.wait_for(self.lost.wait(), timeout_s)
         except TimeoutError:
-            log.warning("the engine did not end%s; killing it", "" if self.stalled else f" within {timeout_s:.0f} s")
+            log.warning("the engine did not end within %.0f s; killing it", timeout_s)
             self._kill()
         await asyncio.to_thread(self._worker.join, timeout_s)
         self._worker = None

@@ -48,9 +48,9 @@ class CommandWriter:
         self._unsent.put(None)
 
     def _write(self) -> None:
-        with contextlib.suppress(OSError):  # the engine is gone, which the reader of the pipe sees too
-            while (payload := self._unsent.get()) is not None:
+        while (payload := self._unsent.get()) is not None:
+            with contextlib.suppress(OSError):  # the engine is gone, which the reader of the pipe sees too
                 self._conn.send_bytes(payload)
-                with self._lock:
-                    self._num_unsent -= 1
+            with self._lock:
+                self._num_unsent -= 1
         self._conn.close()

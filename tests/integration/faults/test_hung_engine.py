@@ -74,10 +74,11 @@ async def test_a_frozen_engine(stopwatch: Stopwatch) -> None:
         after = [
             asyncio.ensure_future(client.generate(token_ids=PROMPT, max_tokens=3, ignore_eos=True)) for _ in range(8)
         ]
+        await until(lambda: router.replicas.num_routable == 1)
+        stopwatch.stop()
         errors = await asyncio.gather(*streams)
         for answer in await asyncio.gather(*after):
             assert len(answer.completions[0].token_ids) == 3
-        stopwatch.stop()
         for num_tokens, error in zip(num_read, errors, strict=True):
             if error is None:
                 assert num_tokens == NUM_TOKENS
@@ -87,7 +88,6 @@ async def test_a_frozen_engine(stopwatch: Stopwatch) -> None:
         assert 0 < errors.count(None) < NUM_STREAMS, "some were on the other worker"
         assert await health_of(victim) == health_pb2.HealthCheckResponse.NOT_SERVING
         assert await health_of(other) == health_pb2.HealthCheckResponse.SERVING
-        assert router.replicas.num_routable == 1
         signal_engine(victim, signal.SIGCONT)
         await until(lambda: router.replicas.num_routable == 2)
         assert await health_of(victim) == health_pb2.HealthCheckResponse.SERVING

@@ -5,6 +5,7 @@ import threading
 import time
 
 import pytest
+from support.processes import wait_until
 
 from loraplex_proto.errors import Cancelled
 from loraplex_server.engine.command_writer import CommandWriter
@@ -46,3 +47,18 @@ def test_a_pipe_without_another_end_says_so_or_takes_it_in() -> None:
     with pytest.raises(OSError):
         writer.send(Abandon(1))
     writer.close()
+
+
+def test_the_connection_stays_open_until_it_is_closed() -> None:
+    """Its reader has to see the end of the other side first."""
+    ours, theirs = multiprocessing.Pipe()
+    writer = CommandWriter(ours)
+    for _ in range(20):
+        writer.send(Cancel("x" * 20_000, Cancelled("gone")))
+    theirs.close()  # in the middle of a write
+    time.sleep(0.1)
+    assert not ours.closed
+    with pytest.raises((EOFError, ConnectionResetError)):
+        ours.recv()
+    writer.close()
+    wait_until(lambda: ours.closed, 10, "closed")
