@@ -29,7 +29,8 @@ from loraplex_server.model.linear import (
     BaseLinearFactory,
     PlainLinear,
 )
-from loraplex_server.model.probe import KEPT, NUM_TOKENS, Probe
+from loraplex_server.model.probe import KEPT, Probe
+from loraplex_server.model.recording import NUM_TOKENS
 from loraplex_server.model.transfer import upload
 
 AdaptedModule = AdaptedLinear | AdaptedEmbedding

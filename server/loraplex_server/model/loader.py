@@ -30,10 +30,10 @@ from loraplex_server.model.native.linear import absorbing, native_linears
 from loraplex_server.model.native.match import find_stack
 from loraplex_server.model.native.rounding import round_linears
 from loraplex_server.model.probe import Probe, probe_model, run_again
-from loraplex_server.model.refuse import refuse_class, refuse_config
+from loraplex_server.model.refuse import first_line, refuse_class, refuse_config
 from loraplex_server.model.siblings import join_siblings
 from loraplex_server.model.spec import ModelSpec, ShardSpec
-from loraplex_server.model.verify import reference_logits, verify_loaded
+from loraplex_server.model.verify import reference_texts, verify_loaded
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ def load_model(
             attn_implementation=interface.PROBING,
         )
     except (OSError, ValueError, KeyError) as error:
-        raise UnsupportedModel(f"{model_id} cannot be loaded: {_first_line(error)}") from error
+        raise UnsupportedModel(f"{model_id} cannot be loaded: {first_line(error)}") from error
     if amend is not None:
         model = amend(model)
     nn.Module.to(model, target)  # in place; Transformers' own `to` is typed for something else
@@ -138,7 +138,7 @@ def adopt_model(
         assert native is not None, "weights in eight bits are for the native kernels"
         digests = round_linears(model, native)
     probe = probe_model(model, model_id, context_tokens)
-    reference = reference_logits(model) if verify else None
+    reference = reference_texts(model, context_tokens) if verify else None
     dtype, device = embedding.dtype, embedding.device
     context = StepContext()
     embedding_path = next(path for path, module in model.named_modules() if module is model.get_input_embeddings())
@@ -147,7 +147,7 @@ def adopt_model(
     if native is not None:
         make_base = native_linears(native, make_base, int8=int8)
         if stacks:
-            found = find_stack(model, probe.attention, native, context, int8=int8)
+            found = find_stack(model, probe.attention, native, context, far=probe.far, int8=int8)
         if found is not None:
             make_base = absorbing(make_base)
     targets = adapt_modules(model, probe, context, dtype, make_base, keeps_head=not digests)
@@ -199,7 +199,7 @@ def _fuse(model: PreTrainedModel, probe: Probe, fused: FusedOps, context: StepCo
 def _difference(model: PreTrainedModel, probe: Probe, context: StepContext) -> str:
     """What the model does otherwise than when it was probed; empty if nothing."""
     try:
-        got = run_again(model)
+        got = run_again(model, probe)
     except Exception as failure:  # model-specific code
         return f"{type(failure).__name__}: {failure}"
     finally:
@@ -239,7 +239,7 @@ def _config(model_id: str, revision: str | None) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(model_id, revision=revision, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        raise UnsupportedModel(f"{model_id} cannot be loaded: {_first_line(error)}") from error
+        raise UnsupportedModel(f"{model_id} cannot be loaded: {first_line(error)}") from error
 
 
 def _context_tokens(config: PreTrainedConfig, wanted: int | None) -> int:
@@ -260,7 +260,3 @@ def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
     if found is None:
         return ()
     return (found,) if isinstance(found, int) else tuple(found)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,8 +1,9 @@
 """Finds out how a loaded model is built by running it once on a handful of tokens.
 
 Under the probing attention every layer shows its heads, scaling, window and cap, and every linear and embedding the
-rows it is given. Two further runs show that nothing but attention carries information between tokens: what a step
-needs, since its one row holds the tokens of many requests. No per-model code: what has another shape is refused.
+rows it is given. A second run shows that nothing but attention carries information between tokens: what a step needs,
+since its one row holds the tokens of many requests. Positions far out come last (positions.py). No per-model code: what
+has another shape is refused.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import inspect
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +20,11 @@ from transformers import PreTrainedModel
 
 from loraplex_proto.errors import UnsupportedModel
 from loraplex_server.model.attention import interface
+from loraplex_server.model.positions import check_far, far_rows, packed_run, thresholds
+from loraplex_server.model.recording import Recording, Refusal, plain_inputs, trial_run, vocab_size
 from loraplex_server.model.spec import AttentionSpec
 
-NUM_TOKENS = 7
 KEPT = (2, 5)  # tokens whose logits are asked for
-# Arguments that change attention in a way that AttentionSpec does not describe.
-UNKNOWN_TERMS = ("s_aux", "sinks", "position_bias", "attn_bias", "attention_bias", "alibi", "head_mask")
 
 
 @dataclass(slots=True)
@@ -37,93 +37,14 @@ class Probe:
     # Linears that were called one after the other with the very same tensor, which nobody changed meanwhile, by path.
     runs: list[list[str]] = field(default_factory=list[list[str]])
     num_logits: int = 0
-    # Of the first run: logits [1, len(KEPT), num_logits], and queries and keys of each layer.
+    # Positions of a run far out, and what it saw: logits, and queries and keys of each layer.
+    far: tuple[int, ...] = ()
     seen: list[Tensor] = field(default_factory=list[Tensor])
 
 
-class Refusal(Exception):
-    """Raised inside a forward; becomes UnsupportedModel with the model's name."""
-
-
-class _Recorder:
-    """Stands for attention during the probe: records its call and passes each token's own value on."""
-
-    def __init__(self, module: nn.Module, owner: _Recording) -> None:
-        self.module = module
-        self.owner = owner
-
-    def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, options: dict[str, Any]
-    ) -> Tensor:
-        self.owner.saw(self.module, query, key, value, attention_mask, options)
-        groups = query.shape[1] // value.shape[1]
-        return value.repeat_interleave(groups, dim=1).transpose(1, 2)
-
-
-class _Recording:
-    """One run. `has_plain_positions` is False where positions jump: Transformers takes that for packed sequences and
-    makes masks of another kind."""
-
-    def __init__(self, text_config: Any, has_plain_positions: bool = True) -> None:
-        self.layer_types: list[str | None] = list(getattr(text_config, "layer_types", None) or ())
-        self.config_window: int | None = getattr(text_config, "sliding_window", None)
-        self.has_plain_positions = has_plain_positions
-        self.attention: list[tuple[nn.Module, AttentionSpec]] = []
-        self.states: list[Tensor] = []  # queries and keys of token KEPT[0]
-
-    def saw(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        options: dict[str, Any],
-    ) -> None:
-        if any(known is module for known, _ in self.attention):
-            raise Refusal("an attention layer runs several times per token")
-        if query.shape[0] != 1 or query.shape[2] != NUM_TOKENS or key.shape[2] != NUM_TOKENS:
-            raise Refusal("its attention does not see the step's tokens as one row")
-        if query.shape[1] % key.shape[1] or key.shape[1] != value.shape[1] or query.shape[3] != key.shape[3]:
-            raise Refusal("its attention heads have a shape that paged attention does not know")
-        for name in UNKNOWN_TERMS:
-            if options.get(name) is not None:
-                raise Refusal(f"its attention has a term ({name}) that paged attention does not compute yet")
-        if options.get("is_causal") is False:
-            raise Refusal("it attends to later tokens")
-        scaling = options.get("scaling")
-        if isinstance(scaling, Tensor):
-            raise Refusal("the scaling of its attention is computed for each call")
-        softcap = options.get("softcap")
-        spec = AttentionSpec(
-            num_heads=query.shape[1],
-            num_kv_heads=key.shape[1],
-            k_dim=key.shape[3],
-            v_dim=value.shape[3],
-            scaling=float(scaling) if scaling is not None else query.shape[3] ** -0.5,
-            window=self._window(len(self.attention), mask, options.get("sliding_window")),
-            softcap=float(softcap) if softcap else None,
-        )
-        self.attention.append((module, spec))
-        self.states += [query[0, :, KEPT[0]].clone(), key[0, :, KEPT[0]].clone()]
-
-    def _window(self, layer_idx: int, mask: Tensor | None, keyword: Any) -> int | None:
-        """The mask that Transformers makes for the layer decides; without one the keyword, then the configuration."""
-        if mask is not None and self.has_plain_positions:
-            if not hasattr(mask, interface.WINDOW):
-                raise Refusal("it builds attention masks of its own")
-            found = getattr(mask, interface.WINDOW)
-            if isinstance(found, str):
-                raise Refusal(f"its attention uses {found}")
-            return found
-        if keyword is not None:
-            return int(keyword)
-        layer_type = self.layer_types[layer_idx] if layer_idx < len(self.layer_types) else None
-        return self.config_window if layer_type == "sliding_attention" else None
-
-
 def probe_model(model: PreTrainedModel, model_id: str, max_context_tokens: int) -> Probe:
-    """Runs the probe. Raises UnsupportedModel. Leaves the model as it was, apart from its attention implementation."""
+    """Runs the probe. Raises UnsupportedModel. Leaves the model as it was, apart from its attention implementation, and
+    from a hook where it counts positions by its cache."""
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         raise UnsupportedModel(f"{model_id} cannot be served: its forward does not take logits_to_keep")
     try:
@@ -137,16 +58,14 @@ def _probe(model: PreTrainedModel, max_context_tokens: int) -> Probe:
     model.set_attn_implementation(interface.PROBING)
     if getattr(model.config, "_attn_implementation", None) != interface.PROBING:
         raise Refusal("its attention does not use Transformers' attention interface")
-    ids, positions = _inputs(model)
-    vocab_size = _vocab_size(model)
+    ids, positions = plain_inputs(model)
 
-    first = _Recording(text)
     probe = Probe()
     with _rows_recorded(model, probe.rows), _runs_recorded(model, probe.runs):
-        logits = _forward(model, first, ids, positions)
-    if not bool(logits.isfinite().all()):
+        first = trial_run(model, Recording(text), ids, positions, KEPT)
+    if not bool(first.logits.isfinite().all()):
         raise Refusal("a trial run gave NaN or Inf: its weights are damaged, or its dtype is too narrow (see --dtype)")
-    probe.attention, probe.num_logits, probe.seen = first.attention, logits.shape[-1], [logits, *first.states]
+    probe.attention, probe.num_logits = first.attention, first.logits.shape[-1]
     num_layers = getattr(text, "num_hidden_layers", None)
     if len(first.attention) != num_layers:
         raise Refusal(
@@ -154,64 +73,25 @@ def _probe(model: PreTrainedModel, max_context_tokens: int) -> Probe:
             "layers of another kind cannot be served"
         )
 
-    others = vocab_size - 1 - ids  # every token but the one that is looked at
+    others = vocab_size(model) - 1 - ids  # every token but the one that is looked at
     others[0, KEPT[0]] = ids[0, KEPT[0]]
-    far = positions.clone()
-    far[0, -1] = max(NUM_TOKENS, max_context_tokens - 1)
-    for what, other_ids, other_positions in (
-        ("layers other than attention mix neighbouring tokens", others, positions),
-        ("positions of one request change the rotation of others", ids, far),
-    ):
-        second = _Recording(text, has_plain_positions=other_positions is positions)
-        other = _forward(model, second, other_ids, other_positions)
-        if not _same(logits[0, 0], other[0, 0]) or not all(map(_same, first.states, second.states)):
-            raise Refusal(f"{what}, so requests in one step would change each other's text")
+    if not first.is_same_as(trial_run(model, Recording(text), others, positions, KEPT), KEPT[0]):
+        raise Refusal(
+            "layers other than attention mix neighbouring tokens, so requests in one step would change each other's "
+            "text"
+        )
+    rows = far_rows(thresholds(text, max_context_tokens), max_context_tokens)
+    seen = check_far(model, first, KEPT[0], rows)
+    probe.far, probe.seen = rows[0].positions, [seen.logits, *seen.states]
     return probe
 
 
-def run_again(model: PreTrainedModel) -> list[Tensor]:
-    """The probe's first run once more, for whoever has changed the model: what it computes is to be `Probe.seen`.
+def run_again(model: PreTrainedModel, probe: Probe) -> list[Tensor]:
+    """The probe's run far out once more, for whoever has changed the model: what it computes is to be `Probe.seen`.
     Raises what the model raises. To be called before attention is in its place."""
     model.set_attn_implementation(interface.PROBING)
-    recording = _Recording(model.config.get_text_config())
-    return [_forward(model, recording, *_inputs(model)), *recording.states]
-
-
-def _inputs(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
-    """Token ids and positions, both [1, NUM_TOKENS]."""
-    positions = torch.arange(NUM_TOKENS, device=next(model.parameters()).device).unsqueeze(0)
-    return positions.remainder(max(1, _vocab_size(model) - 1)), positions
-
-
-def _vocab_size(model: PreTrainedModel) -> int:
-    return cast(Tensor, model.get_input_embeddings().weight).shape[0]
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    """Equal up to the rounding of a differently blocked product."""
-    tolerance = 1e-4 if one.dtype.itemsize >= 4 else 3e-2
-    return bool((one - other).abs().max() <= tolerance * one.abs().max().clamp_min(1e-6))
-
-
-def _forward(model: PreTrainedModel, recording: _Recording, ids: Tensor, positions: Tensor) -> Tensor:
-    """Logits [1, len(KEPT), num_logits] with `recording` in the place of attention."""
-    modules = list(model.modules())
-    for module in modules:
-        setattr(module, interface.HANDLE, _Recorder(module, recording))
-    try:
-        with torch.inference_mode():
-            kept = torch.tensor(KEPT, device=ids.device)
-            logits: Tensor = model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=kept).logits
-    except (Refusal, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        raise Refusal(f"a trial run raised {type(error).__name__}: {error}") from error
-    finally:
-        for module in modules:
-            delattr(module, interface.HANDLE)
-    if logits.shape[:2] != (1, len(KEPT)):
-        raise Refusal("it computes logits for other rows than it is asked for")
-    return logits
+    seen = packed_run(model, probe.far)
+    return [seen.logits, *seen.states]
 
 
 @contextmanager

@@ -21,7 +21,11 @@ OWN_ATTENTION = {"falcon": "ALiBi or its own attention", "bloom": "ALiBi", "mpt"
 
 def refuse_config(config: PreTrainedConfig, model_id: str) -> None:
     """Raises UnsupportedModel when this configuration cannot be served rightly."""
-    for reason in _reasons(config):
+    try:
+        reason = next(_reasons(config), None)
+    except Exception as error:  # of which part is meant, or whatever a field of an unusual kind leads to
+        reason = f"its configuration does not describe one language model ({first_line(error)})"
+    if reason is not None:
         raise UnsupportedModel(f"{model_id} ({config.model_type}) cannot be served: {reason}")
 
 
@@ -39,13 +43,13 @@ def refuse_class(config: PreTrainedConfig, model_id: str) -> None:
 
 
 def _reasons(config: PreTrainedConfig) -> Iterator[str]:
-    text = config.get_text_config()
     if getattr(config, "is_encoder_decoder", False):
         yield "it is an encoder-decoder model; only decoders are served"
     if getattr(config, "quantization_config", None) is not None:
         yield "its checkpoint is quantised; use the unquantised checkpoint"
     if config.model_type in OWN_ATTENTION:
         yield f"its attention ({OWN_ATTENTION[config.model_type]}) does not use Transformers' attention interface"
+    text = config.get_text_config()
     layer_types = {str(kind) for kind in getattr(text, "layer_types", None) or ()}
     if layer_types - ATTENTION_LAYERS:
         yield f"its layers of type {_names(layer_types - ATTENTION_LAYERS)} keep a state that pages cannot hold"
@@ -70,6 +74,11 @@ def _rope_types(parameters: Any) -> set[str]:
     for nested in parameters.values():
         found |= _rope_types(nested)
     return found
+
+
+def first_line(error: Exception) -> str:
+    """What an error of a library says, in one line."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _names(values: set[str]) -> str:

@@ -139,4 +139,4 @@ class AttentionLayer:
             self.spec,
             self.context.attention,
         )
-        return out.unsqueeze(0).to(query.dtype)
+        return out.unsqueeze(0).to(query.dtype).contiguous()  # some models view it in another shape

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, cast
 
@@ -77,19 +78,21 @@ def find_stack(
     kernels: NativeKernels,
     context: StepContext,
     *,
+    far: Sequence[int] = (),
     int8: bool = False,
 ) -> FoundStack | None:
-    """The stack for this model's layers, packed, or None. `attention`: what the probe saw. `int8`: weights are packed
-    in eight bits, which changes none that have been rounded before."""
+    """The stack for this model's layers, packed, or None. `attention`: what the probe saw. `far`: positions that it is
+    proved at, besides the first ones. `int8`: weights are packed in eight bits, which changes none that have been
+    rounded before."""
     try:
         path, layers = _list_of_layers(model, len(attention))
         specs = _specs(layers, attention)
         shape = _shape(layers[0], specs[0])
         for idx, (layer, spec) in enumerate(zip(layers, specs, strict=True)):
-            _prove(idx, model, layer, _pack(layer, spec, shape, kernels), shape, kernels)
+            _prove(idx, model, layer, _pack(layer, spec, shape, kernels), shape, kernels, far)
             if shape.dtype != torch.float32:
                 wide, wide_shape = copy.deepcopy(layer).float(), replace(shape, dtype=torch.float32)
-                _prove(idx, model, wide, _pack(wide, spec, wide_shape, kernels), wide_shape, kernels)
+                _prove(idx, model, wide, _pack(wide, spec, wide_shape, kernels), wide_shape, kernels, far)
     except _NoMatch as reason:
         log.info("layers are run one operation at a time: %s", reason)
         return None
@@ -251,20 +254,27 @@ def _prove(
     weights: LayerWeights,
     shape: StackShape,
     kernels: NativeKernels,
+    far: Sequence[int],
 ) -> None:
-    error = _difference(model, layer, weights, shape, kernels)
+    error = _difference(model, layer, weights, shape, kernels, far)
     if not error <= TOLERANCE[shape.dtype]:
         raise _NoMatch(f"layer {idx} computes something else ({error:.1%} apart in {_name(shape.dtype)})")
 
 
 def _difference(
-    model: PreTrainedModel, layer: nn.Module, weights: LayerWeights, shape: StackShape, kernels: NativeKernels
+    model: PreTrainedModel,
+    layer: nn.Module,
+    weights: LayerWeights,
+    shape: StackShape,
+    kernels: NativeKernels,
+    far: Sequence[int],
 ) -> float:
     """How far the native twin is from the layer on random states, relative to what the layer adds to them."""
     generator = torch.Generator().manual_seed(5)
     # Small, because what a layer adds does not grow with its input, but rounding the sum does.
     states = (STATES_SCALE * torch.randn(1, NUM_TOKENS, shape.hidden_size, generator=generator)).to(shape.dtype)
-    positions = torch.arange(3, 3 + NUM_TOKENS).unsqueeze(0)
+    # What a layer does with positions besides rotation may begin far out.
+    positions = torch.tensor([[*range(3, 3 + NUM_TOKENS), *far][-NUM_TOKENS:]])
     rotary = next((module for name, module in model.named_modules() if name.endswith("rotary_emb")), None)
     if rotary is None:
         raise _NoMatch("its positions are not rotary")
@@ -310,7 +320,7 @@ class _PlainAttention:
         out = F.scaled_dot_product_attention(
             query, key, value, attn_mask=self._visible(), scale=self.spec.scaling, enable_gqa=True
         )
-        return out.transpose(1, 2)
+        return out.transpose(1, 2).contiguous()
 
     def _visible(self) -> Tensor:
         idx = torch.arange(NUM_TOKENS)
