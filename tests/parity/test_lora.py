@@ -25,7 +25,20 @@ from loraplex_server.model.loader import adopt_model
 from loraplex_server.scheduler.plan import AdapterUse
 
 NUM_TOKENS = 10
-FAMILIES = ["llama", "qwen2", "gemma2", "gemma3", "phi3", "gpt2", "opt", "mixtral", "cohere", "gpt_neox"]
+FAMILIES = [
+    "llama",
+    "qwen2",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "gpt2",
+    "opt",
+    "mixtral",
+    "cohere",
+    "gpt_neox",
+    "afmoe",
+    "jetmoe",
+]
 OPS: dict[str, type[SegmentedLora]] = {"reference": ReferenceOps, "cpu": CpuOps}  # type: ignore[type-abstract]
 
 

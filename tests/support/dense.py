@@ -28,7 +28,7 @@ def _attend(
     if options.get("softcap"):
         scores = torch.tanh(scores / options["softcap"]) * options["softcap"]
     assert attention_mask is not None
-    return (torch.softmax(scores + attention_mask, -1) @ value).transpose(1, 2), None
+    return (torch.softmax(scores + attention_mask, -1) @ value).transpose(1, 2).contiguous(), None
 
 
 def make_dense(model: PreTrainedModel) -> PreTrainedModel:

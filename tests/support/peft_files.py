@@ -45,6 +45,8 @@ SPECS = (
     LoraSpec("patterns", 8, 8, "all", {"rank_pattern": {}, "alpha_pattern": {}}),  # filled in per family
 )
 ATTENTION_WORDS = ("attn", "attention")
+# PEFT takes these for its fused experts' wherever they are.
+NOT_BY_PEFT = {"afmoe": ("gate", "gate_proj", "up_proj", "down_proj")}
 
 
 def linear_names(model: PreTrainedModel) -> tuple[list[str], list[str], str, str]:
@@ -58,6 +60,8 @@ def linear_names(model: PreTrainedModel) -> tuple[list[str], list[str], str, str
             head = last
         elif module is model.get_input_embeddings():
             embedding = last
+        elif last in NOT_BY_PEFT.get(model.config.model_type, ()):
+            continue
         elif isinstance(module, nn.Linear | Conv1D):
             (attention if any(word in path for word in ATTENTION_WORDS) else others).add(last)
     return sorted(attention), sorted(others), head, embedding

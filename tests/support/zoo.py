@@ -35,6 +35,17 @@ _LLAMA3_ROPE: dict[str, Any] = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+_SCALED_YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 10,
+    "llama_4_scaling_beta": 2.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
 _OPT: dict[str, Any] = {"hidden_size": 32, "ffn_dim": 48, "word_embed_proj_dim": 16, "init_std": 0.3}
 _GPT2: dict[str, Any] = {"n_positions": MAX_LEN, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.3}
 
@@ -107,6 +118,39 @@ ZOO: dict[str, Callable[[], PreTrainedConfig]] = {
         topk_group=1,
         moe_intermediate_size=16,
         first_k_dense_replace=1,
+    ),
+    "afmoe": lambda: _make(
+        tf.AfmoeConfig,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        num_shared_experts=1,
+        num_dense_layers=1,
+        moe_intermediate_size=16,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "jetmoe": lambda: _make(
+        tf.JetMoeConfig,
+        _NEOX | {"num_key_value_heads": 2},
+        kv_channels=8,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    ),
+    # Temperatures of attention that grow with the position: by the cache's length, and by `position_ids`.
+    "llama4": lambda: _make(
+        tf.Llama4TextConfig,
+        head_dim=8,
+        intermediate_size_mlp=48,
+        num_local_experts=2,
+        layer_types=["full_attention", "full_attention"],
+        no_rope_layers=[1, 0],
+        attn_temperature_tuning=True,
+        floor_scale=10,
+        attn_scale=2.0,
+    ),
+    "ministral3": lambda: _make(
+        tf.Ministral3Config, head_dim=8, sliding_window=None, rope_parameters=dict(_SCALED_YARN)
     ),
 }
 

@@ -30,7 +30,7 @@ from loraplex_server.model.native.linear import absorbing, native_linears
 from loraplex_server.model.native.match import find_stack
 from loraplex_server.model.native.rounding import round_linears
 from loraplex_server.model.probe import Probe, probe_model, run_again
-from loraplex_server.model.refuse import first_line, refuse_class, refuse_config
+from loraplex_server.model.refuse import reading, refuse_class, refuse_config
 from loraplex_server.model.siblings import join_siblings
 from loraplex_server.model.spec import ModelSpec, ShardSpec
 from loraplex_server.model.verify import reference_texts, verify_loaded
@@ -68,12 +68,15 @@ def load_model(
     if shard is not None and shard.count != 1:
         raise Unimplemented("a model is served by one process; tensor parallelism is not there yet")
     target = resolve_device(device)
-    config = _config(model_id, revision)
+    if model_id.startswith(("/", ".", "~")) and not Path(model_id).exists():
+        raise UnsupportedModel(f"{model_id} cannot be loaded: there is no such directory")
+    with reading(model_id):
+        config = AutoConfig.from_pretrained(model_id, revision=revision, trust_remote_code=False)
     refuse_config(config, model_id)
     refuse_class(config, model_id)
     interface.register()
     wanted = "auto" if dtype == "auto" else _dtype(dtype)
-    try:
+    with reading(model_id):
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             model_id,
             config=copy.deepcopy(config),
@@ -82,21 +85,20 @@ def load_model(
             trust_remote_code=False,
             attn_implementation=interface.PROBING,
         )
-    except (OSError, ValueError, KeyError) as error:
-        raise UnsupportedModel(f"{model_id} cannot be loaded: {first_line(error)}") from error
     if amend is not None:
         model = amend(model)
     nn.Module.to(model, target)  # in place; Transformers' own `to` is typed for something else
-    return adopt_model(
-        model,
-        model_id=model_id,
-        max_context_tokens=max_context_tokens,
-        make_base=make_base,
-        native=native,
-        stacks=stacks,
-        int8=int8,
-        verify=verify,
-    )
+    with reading(model_id):
+        return adopt_model(
+            model,
+            model_id=model_id,
+            max_context_tokens=max_context_tokens,
+            make_base=make_base,
+            native=native,
+            stacks=stacks,
+            int8=int8,
+            verify=verify,
+        )
 
 
 def adopt_model(
@@ -231,15 +233,6 @@ def _dtype(name: str) -> torch.dtype:
     if name not in DTYPES:
         raise InvalidArgument(f"{name!r} is no dtype; use auto or one of {', '.join(DTYPES)}", field="--dtype")
     return DTYPES[name]
-
-
-def _config(model_id: str, revision: str | None) -> PreTrainedConfig:
-    if model_id.startswith(("/", ".", "~")) and not Path(model_id).exists():
-        raise UnsupportedModel(f"{model_id} cannot be loaded: there is no such directory")
-    try:
-        return AutoConfig.from_pretrained(model_id, revision=revision, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise UnsupportedModel(f"{model_id} cannot be loaded: {first_line(error)}") from error
 
 
 def _context_tokens(config: PreTrainedConfig, wanted: int | None) -> int:

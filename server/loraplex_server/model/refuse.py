@@ -5,12 +5,17 @@ What a configuration does not tell, the probe finds out from the model itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
-from loraplex_proto.errors import UnsupportedModel
+from loraplex_proto.errors import LoraplexError, UnsupportedModel
+
+log = logging.getLogger(__name__)
 
 # Positions of one request would change the rotation of its neighbours in the same step.
 STATEFUL_ROPE = {"dynamic", "longrope", "su", "yarn_dynamic"}
@@ -24,7 +29,7 @@ def refuse_config(config: PreTrainedConfig, model_id: str) -> None:
     try:
         reason = next(_reasons(config), None)
     except Exception as error:  # of which part is meant, or whatever a field of an unusual kind leads to
-        reason = f"its configuration does not describe one language model ({first_line(error)})"
+        reason = f"its configuration does not describe one language model ({_told(error)})"
     if reason is not None:
         raise UnsupportedModel(f"{model_id} ({config.model_type}) cannot be served: {reason}")
 
@@ -50,6 +55,8 @@ def _reasons(config: PreTrainedConfig) -> Iterator[str]:
     if config.model_type in OWN_ATTENTION:
         yield f"its attention ({OWN_ATTENTION[config.model_type]}) does not use Transformers' attention interface"
     text = config.get_text_config()
+    if getattr(text, "num_hidden_layers", 1) < 1 or (getattr(text, "max_position_embeddings", None) or 2) < 2:
+        yield "its configuration leaves no layer or no position"
     layer_types = {str(kind) for kind in getattr(text, "layer_types", None) or ()}
     if layer_types - ATTENTION_LAYERS:
         yield f"its layers of type {_names(layer_types - ATTENTION_LAYERS)} keep a state that pages cannot hold"
@@ -76,9 +83,24 @@ def _rope_types(parameters: Any) -> set[str]:
     return found
 
 
-def first_line(error: Exception) -> str:
+@contextmanager
+def reading(model_id: str) -> Generator[None]:
+    """Whatever the files of a model make Transformers raise, as UnsupportedModel. Full memory is no such thing."""
+    try:
+        yield
+    except (LoraplexError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        log.info("%s cannot be loaded", model_id, exc_info=error)
+        raise UnsupportedModel(f"{model_id} cannot be loaded: {_told(error)}") from error
+
+
+def _told(error: Exception) -> str:
     """What an error of a library says, in one line."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    # The first line of some only introduces the second.
+    told = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    return told if " " in told else f"{type(error).__name__}: {told}"
 
 
 def _names(values: set[str]) -> str:

@@ -30,6 +30,7 @@ from loraplex_proto.errors import (
     UnsafeFormat,
     UnsupportedModel,
 )
+from loraplex_server.model.refuse import reading
 from loraplex_server.training.corpus import Prompt
 
 
@@ -139,14 +140,13 @@ def load_target(base: str, adapter: Path | None, *, dtype: torch.dtype | None, d
     AdapterNotFound and AdapterInvalid."""
     if adapter is not None:
         check_adapter(adapter)
-    try:
+    with reading(base):
         config = AutoConfig.from_pretrained(base, trust_remote_code=False)
         tokenizer: Any = AutoTokenizer.from_pretrained(base, trust_remote_code=False)
         model: Any = AutoModelForCausalLM.from_pretrained(
             base, config=config, dtype=dtype or "auto", trust_remote_code=False
         )
-    except (OSError, ValueError, KeyError) as error:
-        raise UnsupportedModel(f"{base} cannot be loaded: {_first_line(error)}") from error
+        limit = int(getattr(config.get_text_config(), "max_position_embeddings", None) or 4096)
     with out_of_memory():
         model.to(device)
     eos_token_ids = _eos_token_ids(model)
@@ -160,7 +160,6 @@ def load_target(base: str, adapter: Path | None, *, dtype: torch.dtype | None, d
         head = model.get_base_model().get_output_embeddings()  # perhaps wrapped now
     model.eval().requires_grad_(False)
     frozen = FrozenHead(head, _logit_scale(model, head), num_logits, hidden_size, head_dtype, device)
-    limit = int(getattr(config.get_text_config(), "max_position_embeddings", None) or 4096)
     return Target(model, frozen, tokenizer, eos_token_ids, limit)
 
 

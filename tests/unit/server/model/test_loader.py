@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from loraplex_proto.errors import InvalidArgument, Unimplemented, UnsupportedMod
 from loraplex_server.model.attention import interface
 from loraplex_server.model.linear import AdaptedEmbedding, AdaptedHead, AdaptedLinear
 from loraplex_server.model.loader import adopt_model, load_model, resolve_device
+from loraplex_server.model.refuse import refuse_config
 from loraplex_server.model.spec import AttentionSpec, ModelSpec, ShardSpec, kv_block_bytes
 
 SMALL: dict[str, Any] = {
@@ -73,6 +75,53 @@ def test_refuses_with_the_reason(case: str, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match=reason) as caught:
         load_model(str(tmp_path), device="cpu")
     assert "cannot be served" in caught.value.message
+
+
+@pytest.mark.parametrize("base", [tf.MusicgenConfig, tf.MusicgenMelodyConfig])
+def test_refuses_a_configuration_of_several_models(base: type[PreTrainedConfig], tmp_path: Path) -> None:
+    """Asked for the configuration of its text model, Transformers raises ValueError."""
+    config = base(text_encoder={"model_type": "t5"}, audio_encoder={"model_type": "encodec"}, decoder={})
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match="encoder-decoder"):
+        load_model(str(tmp_path), device="cpu")
+    config.is_encoder_decoder = False
+    with pytest.raises(UnsupportedModel, match=r"not describe one language model .Multiple valid text configs"):
+        refuse_config(config, "x")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("hidden_size", "x"),
+        ("hidden_size", 64),  # not that of the weights
+        ("head_dim", -1),
+        ("num_attention_heads", 0),
+        ("num_hidden_layers", 0),
+        ("max_position_embeddings", -1),
+        ("rope_parameters", {"rope_type": "yarn", "factor": "x"}),
+        ("layer_types", ["full_attention"]),
+        ("hidden_act", "no such function"),
+        ("model_type", []),
+        ("dtype", "no such dtype"),
+        ("text_config", [1]),
+        ("quantization_config", "x"),
+    ],
+)
+def test_a_configuration_of_any_kind_is_read_or_refused(name: str, value: Any, tmp_path: Path) -> None:
+    random_model("llama", torch.float32).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
+    with pytest.raises(UnsupportedModel, match=r"cannot be (loaded|served): .* .*"):
+        load_model(str(tmp_path), device="cpu")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+@pytest.mark.parametrize("content", [b"", b"[]", b"null", b"[" * 100_000, b"\xff" * 64])
+def test_damaged_files_are_refused(name: str, content: bytes, tmp_path: Path) -> None:
+    random_model("llama", torch.float32).save_pretrained(tmp_path)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UnsupportedModel, match=r"cannot be loaded: .* .*"):
+        load_model(str(tmp_path), device="cpu")
 
 
 @pytest.mark.parametrize("family", ["gptj", "falcon", "sinks"])

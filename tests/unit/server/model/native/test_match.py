@@ -53,6 +53,16 @@ def test_layers_of_the_common_kind(family: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_layers_that_change_far_out(caplog: pytest.LogCaptureFixture, dtype: torch.dtype) -> None:
+    """Up to some position their parts and what they compute are those of a layer of the common kind."""
+    model = native_model("ministral3", dtype)
+    rope = model.config.rope_parameters
+    rope["original_max_position_embeddings"] = 40  # behind the tokens that a proof of the first ones sees
+    assert adopted(model).stack is None
+    assert "layer 0 computes something else" in said(caplog)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", NOT_STACKED)
 def test_layers_of_other_kinds(caplog: pytest.LogCaptureFixture, family: str, dtype: torch.dtype) -> None:
     assert adopted(native_model(family, dtype)).stack is None
