@@ -36,6 +36,7 @@ from loraplex_proto.errors import DiskFull, FailedPrecondition
 MAGIC = b"LPXADPT1"
 MAX_HEADER_BYTES = 16 << 20
 REMEMBERED_HEADERS = 16
+RETRY_FULL_S = 5.0
 _SUFFIX = ".adapter"
 _TEMPORARY = ".incoming-"
 _LOCK = "lock"
@@ -157,7 +158,7 @@ class AdapterStore:
                 self._num_bytes -= file_bytes
             path.unlink(missing_ok=True)
             if isinstance(error, OSError) and error.errno in _FULL:
-                raise _disk_full(file_bytes) from error
+                raise self._no_room(error, file_bytes) from error
             raise
         finally:
             if fd >= 0:
@@ -228,11 +229,25 @@ class AdapterStore:
     def _reserve(self, file_bytes: int) -> None:
         with self._lock:
             if file_bytes > self._budget_bytes:
-                raise _disk_full(file_bytes)
+                limit = f"the adapter store may have {self._budget_bytes} at most (--adapter-disk)"
+                raise never_fits(file_bytes, limit)
             while self._num_bytes + file_bytes > self._budget_bytes:
                 if not self._evict_one_locked():
-                    raise _disk_full(file_bytes)
+                    in_use = "all that is in the adapter store is in use; unload adapters, or raise --adapter-disk"
+                    raise full_for_now(file_bytes, in_use)
             self._num_bytes += file_bytes
+
+    def _no_room(self, error: OSError, file_bytes: int) -> DiskFull:
+        """What the file system's refusal means: whether it could ever take a file of that size."""
+        if error.errno == errno.EFBIG:
+            return never_fits(file_bytes, "the file system of the adapter store takes no file of that size")
+        status = os.statvfs(self._root)
+        disk_bytes = status.f_blocks * status.f_frsize
+        if file_bytes > disk_bytes:
+            return never_fits(file_bytes, f"the file system of the adapter store has {disk_bytes}")
+        return full_for_now(
+            file_bytes, "the disk of the adapter store is full; make room there, or name another one (--adapter-store)"
+        )
 
     def _allocate(self, fd: int, file_bytes: int) -> None:
         """Takes the room now, so that a full disk shows before the work; makes room when the disk is smaller than
@@ -356,10 +371,19 @@ def _pieces(data: memoryview) -> Iterator[memoryview]:
     return (data[start : start + (1 << 20)] for start in range(0, data.nbytes, 1 << 20))
 
 
-def _disk_full(file_bytes: int) -> DiskFull:
+def never_fits(file_bytes: int, why: str) -> DiskFull:
+    """No waiting would help, so it does not say when to try again."""
     return DiskFull(
-        f"the adapter store has no room for {file_bytes} bytes: all that could go is in use, or the disk is full; "
-        "unload adapters or give the store more room (--adapter-disk)",
+        f"the adapter takes {file_bytes} bytes on disk, and {why}; it fits only when that is changed",
         resource="adapter store",
-        retry_after_s=5.0,
+        metadata={"can_ever_fit": "false"},
+    )
+
+
+def full_for_now(file_bytes: int, why: str) -> DiskFull:
+    return DiskFull(
+        f"there is no room for {file_bytes} bytes at the moment: {why}",
+        resource="adapter store",
+        retry_after_s=RETRY_FULL_S,
+        metadata={"can_ever_fit": "true"},
     )

@@ -140,6 +140,12 @@ class AdapterNotFound(LoraplexError):
     reason = "ADAPTER_NOT_FOUND"
 
 
+class AdapterOutsideRoot(AdapterNotFound):
+    """An adapter whose folder or files are links that lead out of the server's directory of adapters."""
+
+    reason = "ADAPTER_OUTSIDE_ROOT"
+
+
 class FailedPrecondition(LoraplexError):
     """The server's state does not allow this request, whenever it is sent."""
 

@@ -89,10 +89,12 @@ def typed(error: BaseException, what: str) -> LoraplexError:
     if isinstance(error, MemoryError):
         return AdapterMemoryFull(f"no memory for {what}; try again later", retry_after_s=5.0)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return DiskFull(f"no room on disk for {what}", resource="adapter store", retry_after_s=5.0)
+        return DiskFull(f"the disk is full while {what}; make room on it", resource="disk", retry_after_s=5.0)
     if isinstance(error, OSError):
         log.warning("%s: %s", what, error)
-        return SourceUnavailable(f"{what} failed ({error.strerror or 'input or output'}); try again later")
+        return SourceUnavailable(
+            f"{what} failed ({error.strerror or 'input or output'}); try again later", retry_after_s=5.0
+        )
     if type(error).__name__ == "OutOfMemoryError":  # torch's, on the device
         return AdapterMemoryFull(f"no device memory for {what}; try again later", retry_after_s=5.0)
     return unexpected(error, what)

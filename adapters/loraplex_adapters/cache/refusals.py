@@ -8,12 +8,13 @@ from loraplex_proto.errors import AdapterMemoryFull, FailedPrecondition, SourceU
 RETRY_AFTER_S = 1.0
 
 
-def too_large(record: KeyRecord, device_budget: int, host_budget: int) -> AdapterMemoryFull:
+def too_large(num_bytes: int, device_budget: int, host_budget: int, name: str | None = None) -> AdapterMemoryFull:
     """No waiting would help."""
     return AdapterMemoryFull(
-        f"the adapter takes {record.num_bytes} bytes; the server has {device_budget} for adapters on the device and "
-        f"{host_budget} on the host (--adapter-device-memory, --adapter-host-memory)",
-        resource=record.last_name,
+        f"the adapter takes {num_bytes} bytes; the server has {device_budget} for adapters on the device and "
+        f"{host_budget} on the host (--adapter-device-memory, --adapter-host-memory), so no waiting helps",
+        resource=name,
+        metadata={"can_ever_fit": "false"},
     )
 
 
@@ -32,7 +33,7 @@ def never_fits(
 ) -> AdapterMemoryFull | None:
     """Why no waiting would bring it to the device; None where waiting may."""
     if record.num_bytes > min(device_budget, host_budget):
-        return too_large(record, device_budget, host_budget)
+        return too_large(record.num_bytes, device_budget, host_budget, record.last_name)
     has_place = record.state in (KeyState.ON_DEVICE, KeyState.PROMOTING)
     return None if has_place or fits_beside_pins else no_room_beside_pins(record)
 

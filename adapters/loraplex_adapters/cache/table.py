@@ -10,6 +10,7 @@ import copy
 from collections import OrderedDict
 
 from loraplex_adapters.cache.config import AdapterCacheConfig
+from loraplex_adapters.cache.refusals import too_large
 from loraplex_adapters.cache.residency import ResidencyTable
 from loraplex_adapters.cache.states import (
     Fetch,
@@ -231,10 +232,7 @@ class AdapterTable:
         """Why a loaded adapter is not bound at all: an explicit load says so and leaves nothing behind."""
         table = self.residency
         if num_bytes > min(table.device_budget, table.host_budget):
-            return AdapterMemoryFull(
-                f"the adapter takes {num_bytes} bytes; the server has {table.device_budget} for adapters on the device "
-                f"and {table.host_budget} on the host (--adapter-device-memory, --adapter-host-memory)"
-            )
+            return too_large(num_bytes, table.device_budget, table.host_budget)
         # The content that this name leaves behind makes way, unless another name pins it too.
         previous = table.records[record.key] if record.key is not None else None
         leaving = previous.key if previous is not None and previous.pinned_names == {record.name} else None

@@ -47,7 +47,7 @@ class OpenedFiles:
         self.opened: dict[str, SourceFile] = {}
 
     def open(self, name: str) -> SourceFile:
-        """Raises AdapterNotFound when it is no regular file, or one outside the root."""
+        """As AdapterFiles.open."""
         if name not in self.opened:
             self.opened[name] = self._files.open(name)
         return self.opened[name]

@@ -36,7 +36,7 @@ class AdapterFiles(Protocol):
     def names(self) -> frozenset[str]: ...
 
     def open(self, name: str) -> SourceFile:
-        """Raises AdapterNotFound when it is no regular file, or one outside the root."""
+        """Raises AdapterInvalid when it is no regular file, AdapterOutsideRoot when it is a link to elsewhere."""
         ...
 
     def __enter__(self) -> Self: ...
@@ -59,7 +59,7 @@ class AdapterSource(Protocol):
 
 
 def not_found(adapter_id: str) -> AdapterNotFound:
-    """The one error for unknown adapters, other tenants' adapters, and files that may not be followed."""
+    """The one error for unknown adapters and other tenants' adapters."""
     return AdapterNotFound(
         f"there is no adapter {adapter_id!a} on this server; `loraplex adapters list` shows those that there are",
         field="adapter_id",

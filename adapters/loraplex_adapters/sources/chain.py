@@ -8,7 +8,7 @@ from pathlib import Path
 from loraplex_adapters.sources.base import AdapterFiles, AdapterSource, not_found
 from loraplex_adapters.sources.directory import DirectorySource
 from loraplex_adapters.sources.hub import HubSource
-from loraplex_proto.errors import AdapterNotFound
+from loraplex_proto.errors import AdapterNotFound, AdapterOutsideRoot
 
 
 class ChainSource:
@@ -22,6 +22,8 @@ class ChainSource:
         for source in self._sources:
             try:
                 return source.open(adapter_id)
+            except AdapterOutsideRoot:
+                raise  # it has the name
             except AdapterNotFound:
                 continue
         raise not_found(adapter_id)

@@ -1,8 +1,8 @@
 """A root directory of adapters: adapter NAME (or ORG/NAME) is the folder of that name.
 
-Every step below the root is opened relative to the one before and never through a symbolic link, so nothing outside the
-root can be reached, whatever is put into it. A single folder that the operator has named is another matter: it is
-whatever they say, links included (the Hub's cache is made of links). Owns no descriptors beyond an open adapter's.
+Links are followed as far as they stay inside the root (beneath.py), so nothing outside can be reached, whatever is put
+into it. A single folder that the operator has named is another matter: it is whatever they say, links included. Owns
+no descriptors beyond an open adapter's.
 """
 
 from __future__ import annotations
@@ -16,24 +16,27 @@ import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from loraplex_adapters.formats.detect import ADAPTER_NAMES, PICKLE_NAMES, has_model_layout
 from loraplex_adapters.formats.model_files import describe_medusa_model
 from loraplex_adapters.key import check_adapter_id
 from loraplex_adapters.once import read_once
 from loraplex_adapters.sources.base import SourceFile, not_found
-from loraplex_proto.errors import AdapterInvalid, InvalidAdapterId, LoraplexError, SourceUnavailable
+from loraplex_adapters.sources.beneath import BadPath, Folder, kind_of
+from loraplex_proto.errors import (
+    AdapterInvalid,
+    AdapterOutsideRoot,
+    InvalidAdapterId,
+    LoraplexError,
+    SourceUnavailable,
+)
 
 log = logging.getLogger(__name__)
 
 MAX_FILES = 4096
 MAX_LISTED = 100_000
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-# Without O_NONBLOCK, opening a FIFO would wait for a writer.
-_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-# What a symbolic link, a missing step or a file in a directory's place look like.
-_NOT_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EMLINK, errno.ENXIO})
+_NOT_THERE = frozenset({errno.ENOENT, errno.ENOTDIR})  # a file in a folder's place is no adapter
 
 
 class OpenFile:
@@ -68,27 +71,73 @@ class OpenFile:
             )
 
 
-class DirectoryFiles:
-    """The files of one adapter's folder. Owns the folder's descriptor and those of the files opened through it."""
+class OpenFolder(Protocol):
+    """A folder whose files are to be read: one beneath a root (beneath.Folder), or one that the operator has named."""
 
-    def __init__(self, fd: int, adapter_id: str, follows_links: bool = False) -> None:
-        self._fd = fd
+    @property
+    def fd(self) -> int: ...
+
+    def open_file(self, path: str) -> int:
+        """The descriptor of a regular file. Raises OSError or BadPath."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class NamedFolder:
+    """A folder that the operator has named: links in it lead wherever they lead. Owns its descriptor."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError."""
+        self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._is_open = True
+
+    @property
+    def fd(self) -> int:
+        return self._fd
+
+    def open_file(self, path: str) -> int:
+        try:
+            _check_regular(os.stat(path, dir_fd=self._fd).st_mode)
+            # Without O_NONBLOCK, what is a FIFO by now would wait for a writer.
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=self._fd)
+        except FileNotFoundError:
+            raise BadPath("is a link to nothing") from None
+        try:
+            _check_regular(os.fstat(fd).st_mode)
+        except BadPath:
+            os.close(fd)
+            raise
+        return fd
+
+    def close(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            os.close(self._fd)
+
+
+class DirectoryFiles:
+    """The files of one adapter's folder. Owns the folder and the files opened through it."""
+
+    def __init__(self, folder: OpenFolder, adapter_id: str) -> None:
+        """Takes over the folder, also where it raises."""
+        self._folder = folder
         self._adapter_id = adapter_id
-        self._flags = _FILE & ~os.O_NOFOLLOW if follows_links else _FILE
         self._open: list[int] = []
-        self.names = frozenset(_names(fd))
+        try:
+            self.names = frozenset(_names(folder.fd))
+        except BaseException:
+            folder.close()
+            raise
 
     def open(self, name: str) -> SourceFile:
         if name not in self.names:
             raise not_found(self._adapter_id)
         try:
-            fd = os.open(name, self._flags, dir_fd=self._fd)
-        except OSError as error:
+            fd = self._folder.open_file(name)
+        except (OSError, BadPath) as error:
             raise _translated(error, self._adapter_id, name) from error
         self._open.append(fd)
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            log.warning("adapter %s: %s is no regular file", ascii(self._adapter_id), ascii(name))
-            raise not_found(self._adapter_id)
         return OpenFile(fd, name)
 
     def __enter__(self) -> Self:
@@ -100,112 +149,105 @@ class DirectoryFiles:
         self.close()
 
     def close(self) -> None:
-        for fd in (*self._open, self._fd):
+        for fd in self._open:
             os.close(fd)
         self._open.clear()
+        self._folder.close()
 
 
 class FolderSource:
     """One adapter, whatever its folder is called: a model's own directory with Medusa heads in it, say. The operator
-    names the folder, and links in it are followed unless `follows_links` says otherwise."""
+    names the folder, so links in it are followed wherever they lead: the Hub's cache is made of links."""
 
-    def __init__(self, adapter_id: str, folder: Path, follows_links: bool = True) -> None:
+    def __init__(self, adapter_id: str, folder: Path) -> None:
         self._adapter_id = adapter_id
         self._folder = folder
-        self._follows_links = follows_links
 
     def open(self, adapter_id: str) -> DirectoryFiles:
         if adapter_id != self._adapter_id:
             raise not_found(adapter_id)
-        return open_folder(self._folder, adapter_id, self._follows_links)
+        return open_folder(self._folder, adapter_id)
 
     def list(self) -> Sequence[str]:
         return [self._adapter_id]
 
 
 class DirectorySource:
-    """Adapters in a directory of the operator's."""
+    """Adapters in a directory of the operator's. Links in it are followed as far as they lead to what is in it too."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
 
     def open(self, adapter_id: str) -> DirectoryFiles:
         check_adapter_id(adapter_id)
-        fd = self._open_root()
+        root = self._open_root()
         try:
-            for step in adapter_id.split("/"):
-                inner = os.open(step, _DIRECTORY, dir_fd=fd)
-                os.close(fd)
-                fd = inner
-        except OSError as error:
-            os.close(fd)
-            raise _translated(error, adapter_id, "the folder") from error
-        return open_files(fd, adapter_id)
+            folder = root.open_folder(adapter_id)
+        except (OSError, BadPath) as error:
+            raise _translated(error, adapter_id, "its folder") from error
+        finally:
+            root.close()
+        return DirectoryFiles(folder, adapter_id)
 
     def list(self) -> Sequence[str]:
         try:
-            fd = self._open_root()
+            root = self._open_root()
         except SourceUnavailable:
             log.warning("the directory of adapters cannot be read")
             return []
         try:
-            return sorted(self._adapters_in(fd, "", is_top=True))
+            return sorted(self._adapters_in(root, "", is_top=True))
         finally:
-            os.close(fd)
+            root.close()
 
-    def _open_root(self) -> int:
+    def _open_root(self) -> Folder:
         try:
-            # The root is the operator's own word: it may be a link.
-            return os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            return Folder.root(self._root)
         except OSError as error:
             raise _unavailable("the directory of adapters cannot be opened", error) from error
 
-    def _adapters_in(self, fd: int, prefix: str, is_top: bool) -> Iterator[str]:
+    def _adapters_in(self, folder: Folder, prefix: str, is_top: bool) -> Iterator[str]:
         """Folders with an adapter's files in them, one or two levels below the root."""
-        for entry in itertools.islice(_entries(fd), MAX_LISTED):
+        for entry in itertools.islice(_entries(folder.fd), MAX_LISTED):
             adapter_id = prefix + entry
-            with contextlib.suppress(OSError, InvalidAdapterId):
+            with contextlib.suppress(OSError, BadPath, InvalidAdapterId):
                 check_adapter_id(adapter_id)
-                inner = os.open(entry, _DIRECTORY, dir_fd=fd)
+                inner = folder.open_folder(entry)
                 try:
                     if _holds_adapter(inner, adapter_id):
                         yield adapter_id
                     elif is_top:
                         yield from self._adapters_in(inner, entry + "/", is_top=False)
                 finally:
-                    os.close(inner)
+                    inner.close()
 
 
-def open_files(fd: int, adapter_id: str, follows_links: bool = False) -> DirectoryFiles:
-    """The adapter in an open folder; takes over the descriptor."""
-    try:
-        return DirectoryFiles(fd, adapter_id, follows_links)
-    except BaseException:
-        os.close(fd)
-        raise
-
-
-def open_folder(folder: Path, adapter_id: str = "", follows_links: bool = True) -> DirectoryFiles:
+def open_folder(folder: Path, adapter_id: str = "") -> DirectoryFiles:
     """The files of a folder that the operator has named. Raises SourceUnavailable when it cannot be opened."""
     try:
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        named = NamedFolder(folder)
     except OSError as error:
         raise _unavailable(f"the folder of {adapter_id!a} cannot be opened", error) from error
-    return open_files(fd, adapter_id, follows_links)
+    return DirectoryFiles(named, adapter_id)
 
 
-def _holds_adapter(fd: int, adapter_id: str) -> bool:
+def _holds_adapter(folder: Folder, adapter_id: str) -> bool:
     """By the names of its files; what is laid out like a whole model is one when it has heads in it."""
-    names = set(_entries(fd))
+    names = set(_entries(folder.fd))
     if not names.isdisjoint((*ADAPTER_NAMES, *PICKLE_NAMES)):
         return True
     if not has_model_layout(names):
         return False
-    with open_files(os.dup(fd), adapter_id) as files:
+    with DirectoryFiles(folder.open_folder("."), adapter_id) as files:
         try:
             return describe_medusa_model(files).content != "none"
         except LoraplexError:
             return True  # damaged: whoever asks for it hears why it is refused
+
+
+def _check_regular(mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        raise BadPath(f"is a {kind_of(mode)}")
 
 
 def _entries(fd: int) -> Iterator[str]:
@@ -221,11 +263,18 @@ def _names(fd: int) -> Iterator[str]:
         yield name
 
 
-def _translated(error: OSError, adapter_id: str, what: str) -> Exception:
-    """Links are answered like missing files: a message that told them apart would tell about files elsewhere."""
+def _translated(error: OSError | BadPath, adapter_id: str, what: str) -> LoraplexError:
+    """What is said of a link depends on what it says itself, never on what is at its end outside."""
+    if isinstance(error, BadPath):
+        log.warning("adapter %s: %s %s", ascii(adapter_id), ascii(what), error.why)
+        cls = AdapterOutsideRoot if error.leads_out else AdapterInvalid
+        advice = "put what it leads to in there too" if error.leads_out else "put a regular file in its place"
+        return cls(
+            f"adapter {adapter_id!a} cannot be read: {what} {error.why}; {advice}",
+            field="adapter_id",
+            resource=adapter_id,
+        )
     if error.errno in _NOT_THERE:
-        if error.errno != errno.ENOENT:
-            log.warning("adapter %s: %s is not followed (%s)", ascii(adapter_id), ascii(what), error.strerror)
         return not_found(adapter_id)
     return _unavailable(f"{what} of adapter {adapter_id!a} cannot be opened", error)
 

@@ -8,7 +8,7 @@ the operator's token and never a client's.
 
 from __future__ import annotations
 
-import os
+import errno
 import re
 import shutil
 import tempfile
@@ -21,8 +21,9 @@ from loraplex_adapters.formats.detect import MODEL_INDEX_NAME, WANTED_NAMES, det
 from loraplex_adapters.formats.model_files import OpenedFiles
 from loraplex_adapters.key import check_adapter_id
 from loraplex_adapters.sources.base import SourceFile, not_found
-from loraplex_adapters.sources.directory import DirectoryFiles, open_files, open_folder
-from loraplex_proto.errors import AdapterInvalid, LoraplexError, SourceUnavailable
+from loraplex_adapters.sources.beneath import Folder
+from loraplex_adapters.sources.directory import DirectoryFiles, open_folder
+from loraplex_proto.errors import AdapterInvalid, DiskFull, LoraplexError, SourceUnavailable
 
 TIMEOUT_S = 20.0
 RETRY_AFTER_S = 15.0
@@ -34,7 +35,7 @@ class HubFiles:
 
     def __init__(self, folder: Path, adapter_id: str) -> None:
         self._folder = folder
-        self._files: DirectoryFiles = open_files(os.open(folder, os.O_RDONLY | os.O_DIRECTORY), adapter_id)
+        self._files = DirectoryFiles(Folder.root(folder), adapter_id)
 
     @property
     def names(self) -> frozenset[str]:
@@ -130,6 +131,13 @@ def _translated(error: Exception, adapter_id: str) -> LoraplexError:
     """The Hub client's exceptions, without its addresses."""
     from huggingface_hub import errors
 
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return DiskFull(
+            f"the disk is full for now, so that {adapter_id!a} cannot be fetched from the Hub; make room in the folder "
+            "of temporary files",
+            resource="temporary files",
+            retry_after_s=RETRY_AFTER_S,
+        )
     missing = (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.EntryNotFoundError)
     offline = (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled)
     if isinstance(error, missing) and not isinstance(error, offline):

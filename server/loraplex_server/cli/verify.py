@@ -34,7 +34,7 @@ def verify_adapter(
     """What the adapter in `folder` is, as plain data. Raises the error that a server would answer with. `progress`
     shows what is done while its block runs."""
     name = folder.resolve().name
-    source = FolderSource(name, folder, follows_links=False)  # as a server with this folder below its --adapters
+    source = FolderSource(name, folder)
     with source.open(name) as files:
         detect_kind(files.names)  # before the base model is loaded for nothing
     disable_progress_bar()  # it would tear ours apart
@@ -49,6 +49,8 @@ def verify_adapter(
         finally:
             store.close()
     warnings = list(plan.warnings)
+    if any(path.is_symlink() for path in folder.iterdir()):
+        warnings.append("has links in it: a server follows only those that stay inside its directory of adapters")
     try:
         check_adapter_id(name)
     except InvalidAdapterId as error:

@@ -10,7 +10,7 @@ import pytest
 
 from loraplex_adapters import once
 from loraplex_adapters.key import AdapterKey
-from loraplex_adapters.store import AdapterStore, WriteFn, remove_abandoned
+from loraplex_adapters.store import RETRY_FULL_S, AdapterStore, WriteFn, remove_abandoned
 from loraplex_proto.errors import DiskFull, FailedPrecondition, NonFinite
 
 LAYOUT = {"dtype": "float32", "factors": []}
@@ -130,7 +130,8 @@ def test_what_is_in_use_stays_and_then_the_disk_is_full(tmp_path: Path) -> None:
     in_use.add(third)
     with pytest.raises(DiskFull) as raised:
         put(store, 3)
-    assert raised.value.retry_after_s
+    assert raised.value.retry_after_s == RETRY_FULL_S
+    assert raised.value.metadata == {"can_ever_fit": "true"}
     assert set(store.keys()) == {keys[0], third}
     assert store.num_bytes == 2 * FILE_BYTES
     assert len(files(tmp_path)) == 2
@@ -139,8 +140,10 @@ def test_what_is_in_use_stays_and_then_the_disk_is_full(tmp_path: Path) -> None:
 def test_larger_than_the_budget(tmp_path: Path) -> None:
     store = AdapterStore(tmp_path, FILE_BYTES)
     first = put(store, 1)
-    with pytest.raises(DiskFull):
+    with pytest.raises(DiskFull, match=f"may have {FILE_BYTES} at most") as raised:
         store.put("lora", LAYOUT, 257, filler(1, 257))
+    assert raised.value.retry_after_s is None, "no waiting helps"
+    assert raised.value.metadata == {"can_ever_fit": "false"}
     assert store.keys() == [first]  # nobody was pushed out in vain
 
 
@@ -156,12 +159,32 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, where: str, monkeypat
         monkeypatch.setattr(once, "write_once", full)  # of the payload: the store has its own for the header
     else:
         monkeypatch.setattr(os, "posix_fallocate" if where == "fallocate" else "fsync", full)
-    with pytest.raises(DiskFull):
+    with pytest.raises(DiskFull, match="the disk of the adapter store is full") as raised:
         put(store, 2)
+    assert raised.value.retry_after_s == RETRY_FULL_S
     monkeypatch.undo()
     assert len(files(tmp_path)) == 1
     assert store.num_bytes == FILE_BYTES
     put(store, 2)
+
+
+@pytest.mark.parametrize("what", ["file system", "file"])
+def test_a_disk_that_it_never_fits(tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = AdapterStore(tmp_path, 1 << 20)
+
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC if what == "file system" else errno.EFBIG, "no")
+
+    whole = os.statvfs(tmp_path)
+    small = os.statvfs_result((512, 512, 4, *whole[3:]))  # four blocks of 512 bytes
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    if what == "file system":
+        monkeypatch.setattr(os, "statvfs", lambda path: small)
+    with pytest.raises(DiskFull, match="has 2048" if what == "file system" else "takes no file of that size") as raised:
+        put(store, 1)
+    assert raised.value.retry_after_s is None
+    assert raised.value.metadata == {"can_ever_fit": "false"}
+    assert store.num_bytes == 0
 
 
 def test_a_disk_smaller_than_the_budget_makes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

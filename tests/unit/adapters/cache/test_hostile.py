@@ -39,6 +39,7 @@ from loraplex_proto.errors import (
     AdapterInvalid,
     AdapterMemoryFull,
     AdapterNotFound,
+    AdapterOutsideRoot,
     AdapterUnsupported,
     BaseMismatch,
     Code,
@@ -113,6 +114,12 @@ def linked(folder: Path, name: str, make: bool = True) -> None:
     (folder / name).symlink_to(outside / name)
 
 
+def instead(folder: Path, make: Callable[[Path], object]) -> None:
+    write_adapter(folder)
+    (folder / "adapter_model.safetensors").unlink()
+    make(folder / "adapter_model.safetensors")
+
+
 def linked_folder(folder: Path) -> None:
     write_adapter(folder.parent.parent / "outside" / "secret")
     folder.symlink_to(folder.parent.parent / "outside" / "secret")
@@ -140,9 +147,15 @@ CASES: dict[str, tuple[Spoil, type[LoraplexError]]] = {
     "no configuration": (lambda f: only(f, "adapter_model.safetensors"), AdapterInvalid),
     "an empty folder": (lambda f: f.mkdir(), AdapterInvalid),
     "a file in the folder's place": (lambda f: f.write_text("x"), AdapterNotFound),
-    "a link out of the root": (linked_folder, AdapterNotFound),
-    "weights linked out of the root": (lambda f: linked(f, "adapter_model.safetensors"), AdapterNotFound),
-    "configuration linked out of the root": (lambda f: linked(f, "adapter_config.json"), AdapterNotFound),
+    "a link out of the root": (linked_folder, AdapterOutsideRoot),
+    "weights linked out of the root": (lambda f: linked(f, "adapter_model.safetensors"), AdapterOutsideRoot),
+    "configuration linked out of the root": (lambda f: linked(f, "adapter_config.json"), AdapterOutsideRoot),
+    "a FIFO in the place of the weights": (lambda f: instead(f, os.mkfifo), AdapterInvalid),
+    "a folder in the place of the weights": (lambda f: instead(f, Path.mkdir), AdapterInvalid),
+    "a link to a device": (lambda f: instead(f, lambda path: path.symlink_to("/dev/zero")), AdapterOutsideRoot),
+    "a link to nothing": (lambda f: instead(f, lambda path: path.symlink_to("nothing")), AdapterInvalid),
+    "a link to itself": (lambda f: instead(f, lambda path: path.symlink_to(path.name)), AdapterInvalid),
+    "a folder that is a link to nothing": (lambda f: f.symlink_to("nothing"), AdapterInvalid),
     "pickle .bin": (lambda f: pickled(f, "adapter_model.bin"), UnsafeFormat),
     "pickle .pt": (lambda f: pickled(f, "adapter_model.pt"), UnsafeFormat),
     "Medusa heads of one byte": (
@@ -170,7 +183,7 @@ CASES: dict[str, tuple[Spoil, type[LoraplexError]]] = {
     "heads in a pickle": (lambda f: pickled(f, "medusa_lm_head.pt", "adapter_config.json"), UnsafeFormat),
     "heads linked out of the root": (
         lambda f: (heads(f), linked(f, "medusa_lm_head.safetensors", make=False)),
-        AdapterNotFound,
+        AdapterOutsideRoot,
     ),
     "heads' configuration is no JSON": (
         lambda f: (heads(f), (f / "config.json").write_bytes(b"\xff{")),
@@ -271,7 +284,7 @@ def test_typed_error_and_nothing_left(spoil: Spoil, expected: type[LoraplexError
         _ = engine.resolve("bad") if verb == "resolve" else engine.load("bad")
     error = raised.value
     assert type(error) is expected
-    assert error.code is (Code.NOT_FOUND if expected is AdapterNotFound else Code.FAILED_PRECONDITION)
+    assert error.code is (Code.NOT_FOUND if issubclass(expected, AdapterNotFound) else Code.FAILED_PRECONDITION)
     assert by_reason()[error.reason] is expected
     assert str(tmp_path) not in error.message  # no path of the server's
     assert error.message.isascii()
@@ -307,12 +320,17 @@ def test_values_beyond_the_served_dtype_are_not_finite(tmp_path: Path) -> None:
 def test_an_adapter_that_no_tier_could_hold(tmp_path: Path) -> None:
     write_adapter(tmp_path / "x", rank=16)
     engine = Engine(DirectorySource(tmp_path), device_bytes=1024)
-    with pytest.raises(AdapterMemoryFull):
-        engine.load("x")
+    for call in (engine.load, engine.resolve):
+        with pytest.raises(AdapterMemoryFull, match="no waiting helps") as in_memory:
+            call("x")
+        assert in_memory.value.retry_after_s is None
+        assert in_memory.value.metadata == {"can_ever_fit": "false"}
     engine.close()
     engine = Engine(DirectorySource(tmp_path), disk_bytes=1024)
-    with pytest.raises(DiskFull):
+    with pytest.raises(DiskFull, match=r"the adapter store may have 1024 at most \(--adapter-disk\)") as on_disk:
         engine.resolve("x")
+    assert on_disk.value.retry_after_s is None
+    assert on_disk.value.metadata == {"can_ever_fit": "false"}
     engine.close()
 
 

@@ -37,7 +37,14 @@ from loraplex_adapters.formats.model_files import MedusaModel, describe_medusa_m
 from loraplex_adapters.sources.chain import make_source
 from loraplex_adapters.sources.directory import DirectorySource, FolderSource, open_folder
 from loraplex_adapters.weights import AdapterWeights
-from loraplex_proto.errors import AdapterInvalid, AdapterNotFound, AdapterUnsupported, LoraplexError, SourceUnavailable
+from loraplex_proto.errors import (
+    AdapterInvalid,
+    AdapterNotFound,
+    AdapterOutsideRoot,
+    AdapterUnsupported,
+    LoraplexError,
+    SourceUnavailable,
+)
 
 INDEX = "model.safetensors.index.json"
 
@@ -206,8 +213,8 @@ def test_a_folder_is_what_the_operator_says_links_included(tmp_path: Path) -> No
     with pytest.raises(SourceUnavailable):
         FolderSource("heads", tmp_path / "nothing").open("heads")
     assert len(os.listdir("/proc/self/fd")) == before
-    # In a root of adapters nothing changes: links are not followed.
-    with pytest.raises(AdapterNotFound):
+    # In a root of adapters links that lead out of it are not followed.
+    with pytest.raises(AdapterOutsideRoot):
         DirectorySource(tmp_path / "snapshots").open("abc").open(HEADS_NAME)
 
 

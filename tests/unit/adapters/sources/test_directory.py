@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
+import socket
 from pathlib import Path
 
 import pytest
 from support.adapter_files import write_adapter
 
 from loraplex_adapters.sources import directory
-from loraplex_adapters.sources.base import read_all
-from loraplex_adapters.sources.directory import DirectorySource
-from loraplex_proto.errors import AdapterInvalid, AdapterNotFound, InvalidAdapterId, SourceUnavailable
+from loraplex_adapters.sources.base import AdapterSource, read_all
+from loraplex_adapters.sources.chain import ChainSource
+from loraplex_adapters.sources.directory import DirectorySource, FolderSource
+from loraplex_proto.errors import (
+    AdapterInvalid,
+    AdapterNotFound,
+    AdapterOutsideRoot,
+    InvalidAdapterId,
+    SourceUnavailable,
+)
 
 
 @pytest.fixture
@@ -26,7 +36,7 @@ def open_fds() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def read(source: DirectorySource, adapter_id: str, name: str = "adapter_config.json") -> bytes:
+def read(source: AdapterSource, adapter_id: str, name: str = "adapter_config.json") -> bytes:
     with source.open(adapter_id) as files:
         return read_all(files.open(name), 1 << 20, name)
 
@@ -46,7 +56,12 @@ def test_list(root: Path) -> None:
     (root / "not-safe" / "adapter_model.bin").write_bytes(b"x")  # listed: whoever asks for it hears why it is refused
     (root / "bad..name").mkdir()
     (root / "link").symlink_to(root / "sql")
-    assert DirectorySource(root).list() == ["not-safe", "org/json", "sql"]
+    (root / "evil").symlink_to(root.parent / "outside" / "secret")
+    (root / "dangling").symlink_to("nothing")
+    os.mkfifo(root / "fifo")
+    before = open_fds()
+    assert DirectorySource(root).list() == ["link", "not-safe", "org/json", "sql"]
+    assert open_fds() == before
 
 
 @pytest.mark.parametrize("adapter_id", ["nothing", "sql/deeper", "org/nothing"])
@@ -84,21 +99,44 @@ def test_ids_that_are_no_names(root: Path, adapter_id: str) -> None:
         DirectorySource(root).open(adapter_id)
 
 
-def test_links_are_never_followed(root: Path) -> None:
+@pytest.mark.parametrize("is_there", [True, False], ids=["to something", "to nothing"])
+def test_links_out_of_the_root_are_not_followed_and_told(root: Path, is_there: bool) -> None:
+    """In the same words whether there is anything at their end."""
     outside = root.parent / "outside"
     (root / "evil").symlink_to(outside / "secret")
     (root / "evil-org").symlink_to(outside)
     (root / "inner").mkdir()
     (root / "inner" / "adapter_config.json").symlink_to(outside / "secret" / "adapter_config.json")
-    source = DirectorySource(root)
+    if not is_there:
+        shutil.rmtree(outside)
+    source = ChainSource([DirectorySource(root), FolderSource("evil", root / "sql")])
     before = open_fds()
     for adapter_id in ("evil", "evil-org/secret"):
-        with pytest.raises(AdapterNotFound):
+        with pytest.raises(AdapterOutsideRoot, match="its folder is a link that leads out of the") as caught:
             source.open(adapter_id)
-    with pytest.raises(AdapterNotFound):
-        read(source, "inner")
+        assert caught.value.resource == adapter_id
+        assert str(outside) not in caught.value.message
+    with pytest.raises(AdapterOutsideRoot, match=r"adapter_config\.json is a link that leads out"):
+        read(DirectorySource(root), "inner")
     assert open_fds() == before
-    assert not any(name.startswith(("evil", "inner/")) for name in source.list())
+    assert not any(name.startswith("evil") for name in DirectorySource(root).list())
+
+
+def test_a_snapshot_of_the_hubs_cache(root: Path) -> None:
+    """All files are links into the folder of blobs, and the operator has given the snapshot a name."""
+    blobs, snapshot = root / "models--org--sql" / "blobs", root / "models--org--sql" / "snapshots" / "abc"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for number, path in enumerate(sorted((root / "sql").iterdir())):
+        path.rename(blobs / f"{number}")
+        (snapshot / path.name).symlink_to(f"../../blobs/{number}")
+    (root / "sql").rmdir()
+    (root / "sql").symlink_to("models--org--sql/snapshots/abc")
+    source = DirectorySource(root)
+    before = open_fds()
+    assert read(source, "sql") == (blobs / "0").read_bytes()
+    assert "sql" in source.list()
+    assert open_fds() == before
 
 
 def test_the_root_itself_may_be_a_link(root: Path) -> None:
@@ -107,14 +145,27 @@ def test_the_root_itself_may_be_a_link(root: Path) -> None:
     assert read(DirectorySource(link), "sql")
 
 
-def test_only_regular_files_are_opened(root: Path) -> None:
+@pytest.mark.parametrize("is_named", [False, True], ids=["in a root", "named by the operator"])
+def test_only_regular_files_are_opened(root: Path, is_named: bool) -> None:
     folder = root / "odd"
     folder.mkdir()
     os.mkfifo(folder / "adapter_config.json")  # opening it for reading would wait for ever
     (folder / "adapter_model.safetensors").mkdir()
-    for name in ("adapter_config.json", "adapter_model.safetensors"):
-        with pytest.raises(AdapterNotFound), DirectorySource(root).open("odd") as files:
+    (folder / "dangling").symlink_to("nothing")
+    with contextlib.chdir(folder), socket.socket(socket.AF_UNIX) as bound:  # its address has room for 100 bytes
+        bound.bind("socket")
+    source = FolderSource("odd", folder) if is_named else DirectorySource(root)
+    before = open_fds()
+    for name, why in (
+        ("adapter_config.json", "is a FIFO"),
+        ("adapter_model.safetensors", "is a folder"),
+        ("dangling", "is a link to nothing"),
+        ("socket", "is a socket"),
+    ):
+        with pytest.raises(AdapterInvalid, match=f"{name} {why}; put a regular") as caught, source.open("odd") as files:
             files.open(name)
+        assert caught.value.resource == "odd"
+    assert open_fds() == before
 
 
 def test_a_folder_full_of_files_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
