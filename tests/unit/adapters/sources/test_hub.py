@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +29,7 @@ from loraplex_adapters.sources.hub import HubSource
 from loraplex_proto.errors import (
     AdapterInvalid,
     AdapterNotFound,
+    DiskFull,
     InvalidAdapterId,
     LoraplexError,
     SourceUnavailable,
@@ -189,6 +191,7 @@ def test_ids_that_are_no_names(hub: FakeHub, adapter_id: str) -> None:
         (ConnectionError("no route to hub.invalid"), SourceUnavailable),
         (TimeoutError(), SourceUnavailable),
         (OSError("disk"), SourceUnavailable),
+        (OSError(errno.ENOSPC, "No space left on device"), DiskFull),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else value.__name__,
 )
