@@ -39,7 +39,7 @@ REMEMBERED_HEADERS = 16
 RETRY_FULL_S = 5.0
 _SUFFIX = ".adapter"
 _TEMPORARY = ".incoming-"
-_LOCK = "lock"
+LOCK_NAME = "lock"
 # A folder this young may belong to a process that is about to lock it.
 _ABANDONED_S = 60.0
 _NAME = re.compile(r"(lora|medusa|combined)-([0-9a-f]{64})\.adapter\Z")
@@ -92,7 +92,7 @@ class AdapterStore:
         self._num_written = 0
         try:
             root.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._lock_fd = os.open(root / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._lock_fd = os.open(root / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise FailedPrecondition(
                 f"the adapter store {root} cannot be used: {error.strerror}; name another directory (--adapter-store)"
@@ -300,7 +300,7 @@ def _remove_if_abandoned(root: Path) -> None:
     status = root.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         return
-    fd = os.open(root / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    fd = os.open(root / LOCK_NAME, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if time.time() - os.fstat(fd).st_mtime < _ABANDONED_S:
             return

@@ -24,7 +24,6 @@ import hashlib
 import hmac
 import json
 import re
-import secrets
 import tomllib
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -217,16 +216,9 @@ def follow_credentials(files: Reloader, path: Path | None) -> Callable[[], Crede
     return lambda: followed.value
 
 
-def new_router_credential(folder: Path) -> tuple[Path, Path]:
-    """A credential that a router and the workers it starts share: writes the token (for the router) and a credentials
-    file (for the workers) into `folder`, readable by the owner alone, and returns both paths."""
-    token = secrets.token_urlsafe(32)
-    row = {"sha256": token_digest(token), "tenant": DEFAULT_TENANT, "roles": [ROUTER]}
-    token_path, credentials_path = folder / "router-token", folder / "worker-credentials.json"
-    for path, text in ((token_path, token), (credentials_path, json.dumps({"credentials": [row]}))):
-        path.touch(mode=0o600, exist_ok=False)
-        path.write_text(text)
-    return token_path, credentials_path
+def one_router(digest: str) -> Credentials:
+    """For a worker that believes one router only, the one whose token has this SHA-256."""
+    return Credentials({digest: Identity(DEFAULT_TENANT, frozenset({ROUTER}), ("*",))})
 
 
 def _single(metadata: list[tuple[str, str | bytes]], key: str, error: type[LoraplexError]) -> str:

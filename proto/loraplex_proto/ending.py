@@ -1,4 +1,5 @@
-"""How a server's process is told to end: the first SIGTERM or SIGINT asks it to drain, the second to end at once.
+"""How a server's process is told to end: the first SIGTERM, SIGINT or SIGHUP asks it to drain, the second to end at
+once.
 
 Knows nothing of what draining is.
 """
@@ -14,7 +15,7 @@ import sys
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, NoReturn
 
-SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 HOW_TO_HURRY: Final = "Ctrl-C again ends it at once"
 
 
@@ -29,18 +30,25 @@ class Ending:
 
     def listen(self) -> None:
         for number in SIGNALS:
+            if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue  # nohup: a closed terminal is not to end it
             asyncio.get_running_loop().add_signal_handler(number, self.ask, number)
 
     def ask(self, number: signal.Signals | None = None) -> None:
-        if self.asked.is_set():
-            self._at_once.set()
-        else:
+        if not self.asked.is_set():
             self._first = number
             self.asked.set()
+        elif number is not signal.SIGHUP:  # kernel and shell both send one when a terminal closes
+            self._at_once.set()
+
+    @property
+    def status(self) -> int:
+        """The exit status of a process that was asked before there was anything to drain."""
+        return 128 + (self._first or signal.SIGINT)
 
     def announce_s(self, configured_s: float) -> float:
         """How long to say that the end is near. Who presses Ctrl-C has no balancer that must be told first."""
-        return configured_s if self._first is signal.SIGTERM else 0.0
+        return configured_s if self._first in (signal.SIGTERM, signal.SIGHUP) else 0.0
 
     async def drain(self, gently: Coroutine[Any, Any, None], at_once: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Runs `gently`; when asked a second time, before or meanwhile, `at_once` in its place."""
@@ -62,6 +70,6 @@ def exit_at_once(code: int) -> NoReturn:
     which nobody is served."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # nobody reads it, or there is none
             stream.flush()
     os._exit(code)

@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from loraplex_proto.flags import with_flags
+from loraplex_proto.output import unread_output_is_lost
 from loraplex_router.config import RouterConfig, quieten_grpc
 
 if TYPE_CHECKING:
@@ -35,4 +36,5 @@ def _print_ready(running: Router) -> None:
     line = f"router ready on {running.address} ({running.replicas.num_routable} of {total} workers available"
     if running.metrics_endpoint is not None:
         line += f", metrics on port {running.metrics_endpoint.port}"
-    print(line + ")", flush=True)
+    with unread_output_is_lost():
+        print(line + ")", flush=True)

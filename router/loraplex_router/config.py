@@ -96,6 +96,8 @@ class RouterConfig:
     worker_token_file: Path | None = option(
         None, "The token (role router) that this router shows its workers.", "--worker-token-file"
     )
+    # The same, from who has it in memory.
+    worker_token: str = field(default="", repr=False)
     worker_ca: Path | None = option(None, "Connect to workers with TLS; their certificates' CA (PEM).", "--worker-ca")
     max_in_flight: int = option(
         8192,
@@ -127,7 +129,7 @@ class RouterConfig:
         _check(self.log_format in ("plain", "json"), "--log-format", f"takes plain or json, not {self.log_format!a}")
         _check(self.announce_s >= 0 and self.drain_s >= 0, "--drain", "must not be negative")
         _check(
-            self.auth_file is None or self.worker_token_file is not None,
+            self.auth_file is None or self.worker_token_file is not None or bool(self.worker_token),
             "--auth-file",
             "needs --worker-token-file: workers tell tenants apart only where the router shows its own credential",
         )

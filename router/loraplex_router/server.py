@@ -93,7 +93,7 @@ async def start_router(config: RouterConfig) -> Router:
     metrics = RouterMetrics(registry)
     health = Health((INFERENCE, ADAPTERS))
     replicas = Replicas(config.workers, on_change=lambda: health.set_ready(replicas.num_routable > 0))
-    shown = follow_worker_credentials(files, config.worker_token_file, config.worker_ca)
+    shown = follow_worker_credentials(files, config.worker_token or config.worker_token_file, config.worker_ca)
     upstreams = {worker_id: Upstream(worker_id, config.server, shown) for worker_id in config.workers}
     calls = Calls(config.max_in_flight, metrics)
 
@@ -131,7 +131,7 @@ async def run_router(
     on_ready: Callable[[Router], None] = lambda router: None,
     ending: Ending | None = None,
 ) -> None:
-    """Runs a router until SIGTERM or SIGINT, then drains it. A second signal ends it at once.
+    """Runs a router until SIGTERM, SIGINT or SIGHUP, then drains it. A second signal ends it at once.
 
     With an `ending` of the caller's, signals are the caller's too."""
     router = await start_router(config)

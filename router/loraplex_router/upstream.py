@@ -153,16 +153,18 @@ class WorkerCredentials:
 
 
 def follow_worker_credentials(
-    files: Reloader, token_file: Path | None, ca_file: Path | None
+    files: Reloader, token: str | Path | None, ca_file: Path | None
 ) -> Callable[[], WorkerCredentials]:
-    """What the files say at any time. Raises InvalidArgument where they cannot be used."""
-    token: Followed[str] | None = None
+    """What the files say at any time; a token may be given as it is. Raises InvalidArgument where files cannot be
+    used."""
+    read: Followed[str] | None = None
     ca: Followed[bytes] | None = None
-    if token_file is not None:
-        token = files.follow([(token_file, TOKEN_FLAG)], lambda raw: _token(raw, token_file))
+    if isinstance(token, Path):
+        read = files.follow([(token, TOKEN_FLAG)], lambda raw: _token(raw, token))
+    given = token if isinstance(token, str) else ""
     if ca_file is not None:
         ca = files.follow([(ca_file, CA_FLAG)], lambda pem: checked_authorities(pem, ca_file, CA_FLAG))
-    return lambda: WorkerCredentials(token.value if token else "", ca.value if ca else None)
+    return lambda: WorkerCredentials(read.value if read else given, ca.value if ca else None)
 
 
 def _token(raw: bytes, path: Path) -> str:

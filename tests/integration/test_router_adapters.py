@@ -12,7 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.fake_workers import Cluster, FakeWorker, Generate, cluster, router_for, until
 
-from loraplex_proto.auth import new_router_credential, token_digest
+from loraplex_proto.auth import token_digest
 from loraplex_proto.errors import (
     AdapterInvalid,
     AdapterMemoryFull,
@@ -204,10 +204,19 @@ def bearer(token: str, *more: tuple[str, str]) -> tuple[tuple[str, str], ...]:
     return (("authorization", f"Bearer {token}"), *more)
 
 
+def shared_credential(folder: Path) -> tuple[Path, Path]:
+    """The files of a router's token, and of the credentials of workers that believe it alone."""
+    token_file, worker_auth_file = folder / "router-token", folder / "worker-credentials.json"
+    token_file.write_text("router")
+    row = {"sha256": token_digest("router"), "tenant": "default", "roles": ["router"]}
+    worker_auth_file.write_text(json.dumps({"credentials": [row]}))
+    return token_file, worker_auth_file
+
+
 @pytest.fixture
 async def guarded(tmp_path: Path) -> AsyncIterator[Cluster]:
     """A router that asks for credentials, in front of workers that believe it alone."""
-    token_file, worker_auth_file = new_router_credential(tmp_path)
+    token_file, worker_auth_file = shared_credential(tmp_path)
     rows = [
         {"sha256": token_digest("a"), "tenant": "acme", "adapters": ["acme/*"]},
         {"sha256": token_digest("o"), "tenant": "ops", "adapters": ["*"], "roles": ["admin"]},
@@ -279,7 +288,7 @@ async def test_without_credentials_no_tenant_is_claimed() -> None:
 
 
 async def test_a_router_with_the_wrong_credential_has_no_workers(tmp_path: Path) -> None:
-    _, worker_auth_file = new_router_credential(tmp_path)
+    _, worker_auth_file = shared_credential(tmp_path)
     token_file = tmp_path / "wrong"
     token_file.write_text("wrong")
     worker = await FakeWorker("w", worker_auth_file).start()

@@ -29,7 +29,7 @@ from loraplex_adapters.cache.tiers import HostCopy, Tiers
 from loraplex_adapters.key import AdapterKey, check_adapter_id
 from loraplex_adapters.pace import Pace
 from loraplex_adapters.sources.base import AdapterSource, not_found
-from loraplex_adapters.store import AdapterStore, remove_abandoned
+from loraplex_adapters.store import AdapterStore
 from loraplex_adapters.targets import BaseTargets
 from loraplex_adapters.weights import AdapterWeights
 from loraplex_proto.errors import LoraplexError
@@ -68,7 +68,7 @@ class AdapterManager:
         self._notify = notify
         self._access = access
         self._table = AdapterTable(config)
-        self._temporary = None if config.store_dir else _temporary_store()
+        self._temporary = None if config.store_dir else Path(tempfile.mkdtemp(prefix=TEMPORARY_STORE))
         self._store = AdapterStore(
             self._temporary or config.store_dir or Path(),
             config.disk_bytes,
@@ -320,12 +320,6 @@ class AdapterManager:
         self._available = found
         self._listed_s = time.monotonic()
         self._is_listing = False
-
-
-def _temporary_store() -> Path:
-    """A new folder, and the end of those that killed processes left behind."""
-    remove_abandoned(Path(tempfile.gettempdir()), TEMPORARY_STORE)
-    return Path(tempfile.mkdtemp(prefix=TEMPORARY_STORE))
 
 
 def _bare(error: LoraplexError) -> LoraplexError:

@@ -79,19 +79,21 @@ class Children:
         await asyncio.gather(*(self._watch_one(index) for index in range(len(self._children))))
 
     async def stop(self, drain_s: float, grace_s: float = 10.0) -> None:
-        """SIGTERM to all, `drain_s` and `grace_s` to end, then SIGKILL. Returns when every process is reaped.
+        """SIGTERM to all, `drain_s` and `grace_s` for all to end, then SIGKILL. Returns when every process is reaped.
 
         Called again it tells them again, which has workers end at once."""
         processes = [child.process for child in self._children] + self._starting
         for process in processes:
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(signal.SIGTERM)
-        for process in processes:
-            try:
-                await asyncio.wait_for(process.wait(), drain_s + grace_s)
-            except TimeoutError:
-                process.kill()
-                await process.wait()
+        try:
+            async with asyncio.timeout(drain_s + grace_s):
+                await asyncio.gather(*(process.wait() for process in processes))
+        except TimeoutError:
+            for process in processes:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+            await asyncio.gather(*(process.wait() for process in processes))
         for child in self._children:
             child.reader.cancel()
 
@@ -125,7 +127,7 @@ class Children:
             "--supervised",
             stdout=asyncio.subprocess.PIPE,
             stdin=asyncio.subprocess.PIPE,  # closes with this process
-            # Ctrl-C at a terminal is for the supervisor alone: it drains, then tells the workers.
+            # Ctrl-C and the end of a terminal are for the supervisor alone: it drains, then tells the workers.
             start_new_session=True,
         )
         self._starting.append(process)

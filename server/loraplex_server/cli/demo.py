@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json as jsonlib
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from loraplex_proto.ending import Ending
 from loraplex_proto.errors import LoraplexError
 from loraplex_proto.flags import flags_of
 from loraplex_server.cli.report import Report
@@ -110,6 +110,8 @@ def demo(
             run = asyncio.run(_run(world, records, report))
     except LoraplexError as error:
         sys.exit(report.failed(error))
+    if isinstance(run, int):
+        sys.exit(run)
     is_plain = json or not sys.stdout.isatty()
     (_print_json if json else _print_table)(world, run, is_plain)
     sys.exit(0 if run.is_right else 1)
@@ -126,18 +128,28 @@ def _world(retrain: Path | None) -> World:
     return open_world(retrain)
 
 
-async def _run(world: World, num_records: int, report: Report) -> Run:
+async def _run(world: World, num_records: int, report: Report) -> Run | int:
+    """The exit status where a signal came first."""
     given = {flag.parameter: flag.default for flag in flags_of(WorkerConfig)}
     # One thread: in a model this small, every product is over before a second one has woken up.
     given |= {"adapters": world.adapters_root, "port": 0, "drain": 2.0, "log_level": "error", "threads": 1}
     given["draft_model"] = [f"{draft.name}={world.draft_path(draft.name)}" for draft in world.drafts]
     config = worker_config(str(world.base_path), given)
-    with tempfile.TemporaryDirectory(prefix="loraplex-demo-") as folder:
-        spec = child_spec(config.engine.model.model, {**given, "adapter_store": Path(folder)})
-        async with serving(config, spec, 1, None, report.progress) as served:
-            assert served is not None, "nothing stops a demo but its end"
-            report.progress("asking")
-            return await _ask(served.address, world, num_records)
+    ending = Ending()
+    ending.listen()
+    async with serving(config, child_spec(config.engine.model.model, given), 1, "", report.progress, ending) as served:
+        if served is None:
+            return ending.status
+        report.progress("asking")
+        asking = asyncio.ensure_future(_ask(served.address, world, num_records))
+        stopping = asyncio.ensure_future(ending.asked.wait())
+        try:
+            await asyncio.wait({asking, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            return asking.result() if asking.done() else ending.status
+        finally:
+            asking.cancel()
+            stopping.cancel()
+            await asyncio.gather(asking, stopping, return_exceptions=True)
 
 
 async def _ask(address: str, world: World, num_records: int) -> Run:

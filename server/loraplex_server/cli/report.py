@@ -14,21 +14,30 @@ from rich.status import Status
 
 from loraplex_proto.ending import HOW_TO_HURRY
 from loraplex_proto.errors import LoraplexError
+from loraplex_proto.output import unread_output_is_lost
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Rich would end the process, with what it serves."""
+        raise BrokenPipeError
 
 
 class Report:
-    """Owns the spinner. Progress goes to stderr; `--json` lines go to stdout, where a supervisor reads them."""
+    """Owns the spinner. Progress goes to stderr; `--json` lines go to stdout, where a supervisor reads them. Where
+    nobody reads (any more), what is told is lost and nothing else."""
 
     def __init__(self, what: str, *, as_json: bool) -> None:
         self._what = what
         self._as_json = as_json
-        self._console = Console(stderr=True, highlight=False)
+        self._console = _Console(stderr=True, highlight=False)
         self._status: Status | None = None
 
     def __enter__(self) -> Report:
         if not self._as_json and self._console.is_terminal:
-            self._status = self._console.status(f"starting the {self._what}")
-            self._status.start()
+            with unread_output_is_lost():
+                self._status = self._console.status(f"starting the {self._what}")
+                self._status.start()
         return self
 
     def __exit__(
@@ -37,12 +46,13 @@ class Report:
         self._stop_spinner()
 
     def progress(self, text: str) -> None:
-        if self._as_json:
-            self._line(event="progress", text=text)
-        elif self._status is not None:
-            self._status.update(escape(text))
-        else:
-            print(f"{self._what}: {text}", file=sys.stderr, flush=True)
+        with unread_output_is_lost():
+            if self._as_json:
+                self._line(event="progress", text=text)
+            elif self._status is not None:
+                self._status.update(escape(text))
+            else:
+                print(f"{self._what}: {text}", file=sys.stderr, flush=True)
 
     def ready(self, address: str, model_id: str, metrics_ports: Sequence[int] = ()) -> None:
         self._stop_spinner()
@@ -50,16 +60,14 @@ class Report:
             self._line(event="ready", address=address, model=model_id, metrics_ports=list(metrics_ports))
         else:
             metrics = f", metrics on {', '.join(map(str, metrics_ports))}" if metrics_ports else ""
-            self._console.print(
-                f"{self._what} ready on {address}, serving {escape(model_id)}{metrics} (Ctrl-C ends it)", soft_wrap=True
-            )
+            self._print(f"{self._what} ready on {address}, serving {escape(model_id)}{metrics} (Ctrl-C ends it)")
 
     def draining(self, num_requests: int) -> None:
         if self._as_json:
             self._line(event="draining")
         else:
             what = "1 request" if num_requests == 1 else f"{num_requests} requests"
-            self._console.print(f"{self._what} is draining: {what} under way ({HOW_TO_HURRY})")
+            self._print(f"{self._what} is draining: {what} under way ({HOW_TO_HURRY})")
 
     def failed(self, error: LoraplexError) -> int:
         """Says why, and returns the exit status."""
@@ -67,13 +75,19 @@ class Report:
         if self._as_json:
             self._line(event="failed", reason=error.reason, message=error.message)
         else:
-            self._console.print(f"[red]error:[/red] {escape(error.message)}", soft_wrap=True)
+            self._print(f"[red]error:[/red] {escape(error.message)}")
         return error.exit_code
 
     def _stop_spinner(self) -> None:
         if self._status is not None:
-            self._status.stop()
+            with unread_output_is_lost():
+                self._status.stop()
             self._status = None
 
+    def _print(self, text: str) -> None:
+        with unread_output_is_lost():
+            self._console.print(text, soft_wrap=True)
+
     def _line(self, **fields: str | list[int]) -> None:
-        print(json.dumps(fields), flush=True)
+        with unread_output_is_lost():
+            print(json.dumps(fields), flush=True)

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import secrets
 import sys
-import tempfile
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -38,12 +37,12 @@ async def run_serve(
     on_ready: Callable[[Serving], None],
     on_drain: Callable[[int], None],
 ) -> int:
-    """Serves until SIGTERM or SIGINT; a second one ends it at once. Returns the exit status."""
+    """Serves until SIGTERM, SIGINT or SIGHUP; a second one ends it at once. Returns the exit status."""
     ending = Ending()
     ending.listen()
     async with start(ending) as served:
         if served is None:
-            return 130
+            return ending.status
         on_ready(served)
         await ending.asked.wait()
         on_drain(served.num_requests())
@@ -62,10 +61,9 @@ def _serve(*, model: str, json: bool, workers: int, **given: Any) -> None:
         from loraplex_proto.telemetry import setup_logging
 
         setup_logging(config.engine.log_level)
-        with tempfile.TemporaryDirectory(prefix="loraplex-") as folder, report:
-            token_file, extra = _shared_credential(config, Path(folder))
-            spec = child_spec(model, given, extra)
-            start = partial(serving, config, spec, workers, token_file, report.progress)
+        with report:
+            token = _router_token(config)
+            start = partial(serving, config, child_spec(model, given, token), workers, token, report.progress)
 
             def on_ready(served: Serving) -> None:
                 report.ready(served.address, model, served.metrics_ports)
@@ -76,15 +74,10 @@ def _serve(*, model: str, json: bool, workers: int, **given: Any) -> None:
     sys.exit(code)
 
 
-def _shared_credential(config: WorkerConfig, folder: Path) -> tuple[Path | None, list[str]]:
-    """With credentials in front, the workers behind believe this router only. Returns the router's token file and the
-    flags that tell the workers."""
-    if config.auth_file is None:
-        return None, []
-    from loraplex_proto.auth import new_router_credential
-
-    token_file, worker_credentials = new_router_credential(folder)
-    return token_file, ["--auth-file", str(worker_credentials)]
+def _router_token(config: WorkerConfig) -> str:
+    """With credentials in front, the workers behind believe this router only, by a token that never leaves it: they
+    know its digest."""
+    return "" if config.auth_file is None else secrets.token_urlsafe(32)
 
 
 serve = command(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,9 +33,9 @@ async def serving(
     config: WorkerConfig,
     spec: ChildSpec,
     num_workers: int,
-    token_file: Path | None,
+    worker_token: str,
     on_progress: Callable[[str], None],
-    ending: Ending | None = None,
+    ending: Ending,
 ) -> AsyncGenerator[Serving | None]:
     """Starts workers, then the router; drains both at the end. Children that die meanwhile are started again.
 
@@ -46,14 +46,13 @@ async def serving(
     from loraplex_server.grpc.door import check_door
 
     check_door(config)
-    ending = ending or Ending()
     children = Children(spec, num_workers, on_progress)
     try:
         addresses = await children.start(ending.asked)
         if addresses is None:
             yield None
             return
-        router = await start_router(_router_config(config, addresses, token_file))
+        router = await start_router(_router_config(config, addresses, worker_token))
         watching = asyncio.ensure_future(children.watch())
         try:
             endpoint = router.metrics_endpoint
@@ -68,9 +67,14 @@ async def serving(
         await ending.drain(children.stop(config.drain_s), lambda: children.stop(0.0, grace_s=2.0))
 
 
-def child_spec(model: str, given: Mapping[str, Any], extra: Sequence[str] = ()) -> ChildSpec:
-    """How a worker for `model` is started with the flags as they were given. Its metrics are behind the router's."""
-    command = (sys.executable, "-m", "loraplex", "worker", *worker_arguments(model, given), *extra)
+def child_spec(model: str, given: Mapping[str, Any], worker_token: str = "") -> ChildSpec:
+    """How a worker for `model` is started with the flags as they were given. Its metrics are behind the router's. With
+    a `worker_token` it believes nobody else."""
+    command = (sys.executable, "-m", "loraplex", "worker", *worker_arguments(model, given))
+    if worker_token:
+        from loraplex_proto.auth import token_digest  # late: it imports gRPC
+
+        command += ("--router-digest", token_digest(worker_token))
     router_port: int | None = given["metrics_port"]
     return ChildSpec(command, router_port and router_port + 1)
 
@@ -92,12 +96,12 @@ def worker_arguments(model: str, given: Mapping[str, Any]) -> list[str]:
     return arguments
 
 
-def _router_config(config: WorkerConfig, addresses: list[str], token_file: Path | None) -> Any:
+def _router_config(config: WorkerConfig, addresses: list[str], worker_token: str) -> Any:
     from loraplex_router.config import RouterConfig
 
     return RouterConfig(
         workers=tuple(addresses),
-        worker_token_file=token_file,
+        worker_token=worker_token,
         host=config.host,
         port=config.port,
         metrics_port=config.metrics_port,

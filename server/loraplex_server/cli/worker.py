@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import os
-import signal
 import sys
-import threading
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from loraplex_proto.ending import exit_at_once
-from loraplex_proto.errors import LoraplexError
+from loraplex_proto.errors import InvalidArgument, LoraplexError
 from loraplex_proto.flags import command, configure, flags_of
 from loraplex_server.cli.report import Report
+from loraplex_server.cli.supervised import END, end_with_supervisor, orphan_drain_s
 from loraplex_server.config import WorkerConfig
 
 if TYPE_CHECKING:
@@ -43,18 +41,45 @@ SUPERVISED = inspect.Parameter(
     annotation=Annotated[bool, typer.Option("--supervised", hidden=True, help="End when standard input closes.")],
 )
 
+ON_ORPHAN = inspect.Parameter(
+    "on_orphan",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=END,
+    annotation=Annotated[
+        str,
+        typer.Option(
+            "--on-orphan",
+            hidden=True,
+            metavar="end|drain=SECONDS",
+            help="With --supervised, what running requests get when standard input closes.",
+        ),
+    ],
+)
+ROUTER_DIGEST = inspect.Parameter(
+    "router_digest",
+    inspect.Parameter.KEYWORD_ONLY,
+    default="",
+    annotation=Annotated[
+        str, typer.Option("--router-digest", hidden=True, help="SHA-256 of the token of the one router that may call.")
+    ],
+)
 
-def worker_config(model: str, given: dict[str, Any]) -> WorkerConfig:
+
+def worker_config(model: str, given: dict[str, Any], router_digest: str = "") -> WorkerConfig:
     """Raises InvalidArgument, with a sentence that names the flag."""
-    return configure(WorkerConfig, FLAGS, given, {("engine", "model", "model"): model})
+    fixed = {("engine", "model", "model"): model, ("router_digest",): router_digest}
+    return configure(WorkerConfig, FLAGS, given, fixed)
 
 
-def _worker(*, model: str, json: bool, supervised: bool, **given: Any) -> None:
+def _worker(*, model: str, json: bool, supervised: bool, on_orphan: str, router_digest: str, **given: Any) -> None:
     report = Report("worker", as_json=json)
-    if supervised:
-        threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        config = worker_config(model, given)
+        drain_s = orphan_drain_s(on_orphan)
+        if supervised:
+            end_with_supervisor(drain_s)
+        elif on_orphan != END:
+            raise InvalidArgument("--on-orphan goes with --supervised", field="--on-orphan")
+        config = worker_config(model, given, router_digest)
         # Late: what only prints help needs neither gRPC nor torch.
         from loraplex_proto.telemetry import setup_logging
         from loraplex_server.grpc.server import run_worker
@@ -73,16 +98,9 @@ def _ready(report: Report, running: Worker) -> None:
     report.ready(running.address, running.info.model_id, ports)
 
 
-def _end_with_parent() -> None:
-    """A supervisor that dies closes the pipe; a worker that outlived it would hold port and memory for nobody."""
-    while os.read(0, 4096):  # not sys.stdin: its lock would be held while the interpreter ends
-        pass
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
 worker = command(
     FLAGS,
-    [MODEL, JSON, SUPERVISED],
+    [MODEL, JSON, SUPERVISED, ON_ORPHAN, ROUTER_DIGEST],
     _worker,
     "Start one worker: a base model with its adapters behind gRPC.\n\n"
     "Clients may talk to it directly; a router (`loraplex router`) spreads requests over several.",

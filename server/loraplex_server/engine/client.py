@@ -44,8 +44,10 @@ from loraplex_server.engine.messages import (
 from loraplex_server.engine.news import News
 from loraplex_server.engine.pacing import SendingMeter
 from loraplex_server.engine.process import EngineBuilder, engine_process, engine_thread
+from loraplex_server.engine.scratch import Scratch
 from loraplex_server.engine.streams import RequestStream
 from loraplex_server.events import RequestFailed
+from loraplex_server.parent import start_shielded
 from loraplex_server.request import Request
 
 log = logging.getLogger(__name__)
@@ -84,6 +86,7 @@ class EngineClient:
         self._conn: Any = None
         self._commands: CommandWriter | None = None
         self._worker: Any = None
+        self._scratch: Scratch | None = None  # of an engine in a process of its own
         self._stopping = False
         self._started: asyncio.Future[ModelInfo] | None = None
         self._on_progress: Callable[[str], None] = lambda text: None
@@ -116,8 +119,11 @@ class EngineClient:
             self._worker = threading.Thread(target=engine_thread, args=args, name="engine", daemon=True)
             self._worker.start()
         else:
-            self._worker = context.Process(target=engine_process, args=args, name="loraplex-engine", daemon=True)
-            self._worker.start()
+            self._scratch = Scratch()
+            self._worker = context.Process(
+                target=engine_process, args=(*args, self._scratch.path), name="loraplex-engine", daemon=True
+            )
+            start_shielded(self._worker)
             theirs.close()
         loop = asyncio.get_running_loop()
         self._started = loop.create_future()
@@ -190,8 +196,9 @@ class EngineClient:
         except TimeoutError:
             log.warning("the engine did not end within %.0f s; killing it", timeout_s)
             self._kill()
-        await asyncio.to_thread(self._worker.join, timeout_s)
-        self._worker = None
+        worker, self._worker = self._worker, None
+        await asyncio.to_thread(worker.join, timeout_s)
+        self._remove_scratch()
 
     async def _give_up(self) -> None:
         """Ends an engine that is not ready. It does not listen yet, and loading a model may take minutes."""
@@ -203,6 +210,11 @@ class EngineClient:
         self._on_lost()
         if is_process:  # a thread ends once its engine is built, because nobody is at the other end
             await asyncio.to_thread(worker.join, 10.0)
+        self._remove_scratch()
+
+    def _remove_scratch(self) -> None:
+        if self._scratch is not None:
+            self._scratch.remove()
 
     def _check_alive(self) -> None:
         if self.lost.is_set():

@@ -8,12 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import queue
+import shutil
 import signal
 import threading
+import time
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Final
 
-from loraplex_proto.ending import exit_at_once
+from loraplex_proto.ending import SIGNALS, exit_at_once
 from loraplex_proto.errors import Internal, LoraplexError
 from loraplex_proto.telemetry import setup_logging
 from loraplex_server.config import EngineConfig
@@ -32,8 +38,13 @@ from loraplex_server.engine.messages import (
 )
 from loraplex_server.engine.outbox import Outbox
 from loraplex_server.engine.pacing import Pacer, delivery_share
+from loraplex_server.engine.scratch import use_scratch
+from loraplex_server.parent import continue_when_parent_dies
 
 log = logging.getLogger(__name__)
+
+# What an engine that is loading, or is in a long step, gets to end by itself when its front end is gone.
+ORPHAN_END_S: Final = 5.0
 
 # What builds the engine: given the configuration, a way to report progress and a way to wake the loop.
 EngineBuilder = Callable[[EngineConfig, Callable[[str], None], Callable[[], None]], Engine]
@@ -44,19 +55,25 @@ def engine_process(
     config: EngineConfig,
     max_stream_wait_s: float,
     heartbeat: Heartbeat,
-    builder: EngineBuilder | None = None,
+    builder: EngineBuilder | None,
+    scratch: Path,
 ) -> None:
-    """Entry point of the spawned process; does not return."""
-    # Ctrl-C reaches the whole process group, and a SIGTERM aimed at the group too; the front end decides when the
-    # engine ends, and a front end that is gone shows as the end of the pipe.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    """Entry point of the spawned process; does not return. `scratch` is the folder for its temporary files."""
+    # Ctrl-C and a closed terminal reach the whole process group, and a SIGTERM aimed at the group too; the front end
+    # decides when the engine ends, and a front end that is gone shows as the end of the pipe.
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # blocked since before the start
+    continue_when_parent_dies()
+    use_scratch(scratch)
     setup_logging(config.log_level)
     with contextlib.suppress(ImportError):
         from tqdm import tqdm
 
         tqdm.set_lock(threading.RLock())  # its own is a semaphore between processes, which would outlive this one
-    serve_engine(conn, config, max_stream_wait_s, heartbeat, builder or _default_builder())
+    on_orphaned = partial(_kill_after, ORPHAN_END_S, scratch)
+    serve_engine(conn, config, max_stream_wait_s, heartbeat, builder or _default_builder(), on_orphaned)
+    shutil.rmtree(scratch, ignore_errors=True)  # the front end may be gone
     exit_at_once(0)
 
 
@@ -77,23 +94,36 @@ def _default_builder() -> EngineBuilder:
     return build_engine
 
 
+def _kill_after(seconds: float, scratch: Path) -> None:
+    time.sleep(seconds)
+    shutil.rmtree(scratch, ignore_errors=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def serve_engine(
-    conn: Connection, config: EngineConfig, max_stream_wait_s: float, heartbeat: Heartbeat, builder: EngineBuilder
+    conn: Connection,
+    config: EngineConfig,
+    max_stream_wait_s: float,
+    heartbeat: Heartbeat,
+    builder: EngineBuilder,
+    on_orphaned: Callable[[], None] = lambda: None,
 ) -> None:
     """Builds the engine, then turns it until Shutdown or until the other end of the pipe is gone.
 
     Tokens of a stream may wait up to `max_stream_wait_s` for later ones, where sending them costs too much.
+    `on_orphaned` is called in a thread of its own when the other end is gone, however busy the engine is.
     """
     inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
     outbox = Outbox()
     writer = threading.Thread(target=_write, args=(conn, outbox), name="engine-writer", daemon=True)
     writer.start()
+    # Before anything slow: that the front end is gone is to be heard of while a model loads, too.
+    threading.Thread(target=_read, args=(conn, inbox, on_orphaned), name="engine-reader", daemon=True).start()
     engine: Engine | None = None
     integrity = ""  # of an engine that broke off nothing can be said
     try:
         engine = builder(config, lambda text: outbox.put(Starting(text)), lambda: inbox.put(Wake()))
         outbox.pacer = Pacer(delivery_share(engine.info.device), max_stream_wait_s)
-        threading.Thread(target=_read, args=(conn, inbox), name="engine-reader", daemon=True).start()
         timer = TurnTimer(heartbeat, StepBound(config.step_timeout_s))
         engine.on_step = timer.step
         with heartbeat.beating():
@@ -153,7 +183,7 @@ def _take(inbox: queue.SimpleQueue[Command], timeout_s: float | None) -> list[Co
         return commands
 
 
-def _read(conn: Connection, inbox: queue.SimpleQueue[Command]) -> None:
+def _read(conn: Connection, inbox: queue.SimpleQueue[Command], on_orphaned: Callable[[], None] = lambda: None) -> None:
     try:
         while True:
             command = conn.recv()
@@ -162,6 +192,7 @@ def _read(conn: Connection, inbox: queue.SimpleQueue[Command]) -> None:
                 return  # nothing counts after it, and the connection is closed soon
     except (EOFError, OSError):
         inbox.put(Shutdown())
+        on_orphaned()
 
 
 def _write(conn: Connection, outbox: Outbox) -> None:

@@ -130,7 +130,7 @@ async def start_worker(
 
 async def _listen(config: WorkerConfig, engine: EngineClient, info: ModelInfo, tokenizer: TextTokenizer) -> Worker:
     files = Reloader()
-    interceptors = [auth.ServerInterceptor(auth.follow_credentials(files, config.auth_file))]
+    interceptors = [auth.ServerInterceptor(_credentials(files, config))]
     server = grpc.aio.server(interceptors=interceptors, options=server_options(config.max_message_bytes))
     registry = None
     if config.metrics_port is not None:
@@ -167,14 +167,23 @@ async def _listen(config: WorkerConfig, engine: EngineClient, info: ModelInfo, t
     return Worker(engine, info, join_address(config.host, port), server, health, edge, files, endpoint)
 
 
+def _credentials(files: Reloader, config: WorkerConfig) -> Callable[[], auth.Credentials] | None:
+    """Those that are in force at any time; None where everybody may do everything."""
+    if config.router_digest:
+        only = auth.one_router(config.router_digest)
+        return lambda: only
+    return auth.follow_credentials(files, config.auth_file)
+
+
 async def run_worker(
     config: WorkerConfig,
     on_progress: Callable[[str], None] = lambda text: None,
     on_ready: Callable[[Worker], None] = lambda worker: None,
     on_drain: Callable[[int], None] = lambda num_requests: None,
 ) -> int:
-    """Serves until SIGTERM or SIGINT, then drains; a second signal ends it at once. `on_drain` gets the number of
-    requests that are under way. Returns the exit status: 1 when the engine ended by itself."""
+    """Serves until SIGTERM, SIGINT or SIGHUP, then drains; a second signal ends it at once. `on_drain` gets the number
+    of requests that are under way. Returns the exit status: 0 after a drain, 128 and the signal's number where one came
+    while the model was loading, 1 when the engine ended by itself."""
     ending = Ending()
     ending.listen()
     starting = asyncio.ensure_future(start_worker(config, on_progress))
@@ -184,17 +193,20 @@ async def run_worker(
         starting.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await starting
-        return 130
+        return ending.status
     worker = await starting
-    on_ready(worker)
-    lost = asyncio.ensure_future(worker.engine.lost.wait())
-    await asyncio.wait({stopping, lost}, return_when=asyncio.FIRST_COMPLETED)
-    is_lost = worker.engine.lost.is_set()
-    if not is_lost:
-        on_drain(worker.num_requests)
-    announce_s = ending.announce_s(config.announce_s)
-    gently = worker.drain(LAST_WORDS_S) if is_lost else worker.drain(config.drain_s, announce_s=announce_s)
-    await ending.drain(gently, lambda: worker.drain(0.0))
-    lost.cancel()
-    stopping.cancel()
-    return 1 if is_lost else 0
+    try:
+        on_ready(worker)
+        lost = asyncio.ensure_future(worker.engine.lost.wait())
+        await asyncio.wait({stopping, lost}, return_when=asyncio.FIRST_COMPLETED)
+        is_lost = worker.engine.lost.is_set()
+        if not is_lost:
+            on_drain(worker.num_requests)
+        announce_s = ending.announce_s(config.announce_s)
+        gently = worker.drain(LAST_WORDS_S) if is_lost else worker.drain(config.drain_s, announce_s=announce_s)
+        await ending.drain(gently, lambda: worker.drain(0.0))
+        lost.cancel()
+        stopping.cancel()
+        return 1 if is_lost else 0
+    finally:
+        await worker.engine.stop()  # whatever went wrong: it would outlive this process, which waits for it

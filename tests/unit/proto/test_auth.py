@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import stat
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -28,13 +27,11 @@ from loraplex_proto.auth import (
     adapter_not_found,
     adapters_in,
     current_identity,
-    follow_credentials,
     load_credentials,
-    new_router_credential,
+    one_router,
     token_digest,
 )
 from loraplex_proto.errors import AdapterNotFound, InvalidArgument, PermissionDenied, Unauthenticated
-from loraplex_proto.reload import Reloader
 from loraplex_proto.status import from_rpc_error
 from loraplex_proto.v1 import adapter_pb2, inference_pb2, worker_pb2
 
@@ -267,28 +264,13 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     assert load_credentials(None) is None
 
 
-def test_a_router_and_its_workers_get_a_credential_of_their_own(tmp_path: Path) -> None:
-    token_file, credentials_file = new_router_credential(tmp_path)
-    token = token_file.read_text()
-    identity = loaded(credentials_file).identify(GENERATE, bearer(token, ("x-loraplex-tenant", "acme")))
+def test_a_worker_that_believes_one_router() -> None:
+    credentials = one_router(token_digest("router"))
+    identity = credentials.identify(GENERATE, bearer("router", ("x-loraplex-tenant", "acme")))
     assert identity.tenant == "acme"
     assert identity.may_use("anything")
-    assert token not in credentials_file.read_text()
-    assert {stat.S_IMODE(path.stat().st_mode) for path in (token_file, credentials_file)} == {0o600}
-
-
-async def test_what_the_file_says_now_is_what_counts(tmp_path: Path) -> None:
-    path = write(tmp_path, {"credentials": [ROW]})
-    files = Reloader()
-    current = follow_credentials(files, path)
-    assert current is not None
-    assert current().identify(GENERATE, bearer("a")).tenant == "acme"
-    (followed,) = files._followed  # pyright: ignore[reportPrivateUsage]
-    write(tmp_path, {"credentials": [{**ROW, "tenant": "other"}]})
-    for _ in range(2):
-        followed.poll()
-    assert current().identify(GENERATE, bearer("a")).tenant == "other"
-    assert follow_credentials(files, None) is None
+    with pytest.raises(Unauthenticated):
+        credentials.identify(GENERATE, bearer(token_digest("router")))
 
 
 # --- in a server ------------------------------------------------------------------------------------------------------

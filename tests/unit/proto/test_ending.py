@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -65,17 +66,55 @@ async def test_errors_and_cancellation_go_through() -> None:
     assert drains.said == ["gently", "cancelled"]
 
 
+async def test_a_terminal_that_closes_hurries_nobody() -> None:
+    """Kernel and shell send a SIGHUP each."""
+    drains, ending = Drains(0.05), Ending()
+    ending.ask(signal.SIGHUP)
+    ending.ask(signal.SIGHUP)
+    await ending.drain(drains.gently(), drains.at_once)
+    assert drains.said == ["gently", "done"]
+    ending.ask(signal.SIGTERM)
+    await ending.drain(drains.gently(), drains.at_once)
+    assert drains.said[-1] == "at once"
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """Those of this process, however it was started; they come back at the end."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def stop_listening() -> None:
+    for number in SIGNALS:
+        asyncio.get_running_loop().remove_signal_handler(number)
+
+
 @pytest.mark.parametrize("number", SIGNALS)
-async def test_who_is_told_beforehand(number: signal.Signals) -> None:
+async def test_what_the_signals_mean(number: signal.Signals, handlers: None) -> None:
     ending = Ending()
     ending.listen()
     try:
         os.kill(os.getpid(), number)
         await asyncio.wait_for(ending.asked.wait(), 5)
     finally:
-        for one in SIGNALS:
-            asyncio.get_running_loop().remove_signal_handler(one)
-    assert ending.announce_s(3.0) == (3.0 if number is signal.SIGTERM else 0.0)
+        stop_listening()
+    assert ending.announce_s(3.0) == (0.0 if number is signal.SIGINT else 3.0)
+    assert ending.status == {signal.SIGHUP: 129, signal.SIGINT: 130, signal.SIGTERM: 143}[number]
+
+
+async def test_nohup_is_left_in_force(handlers: None) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    ending = Ending()
+    ending.listen()
+    try:
+        os.kill(os.getpid(), signal.SIGHUP)
+        await asyncio.sleep(0.05)
+        assert not ending.asked.is_set()
+    finally:
+        stop_listening()
 
 
 def test_an_exit_at_once_says_its_last_words_and_tears_nothing_down() -> None:
