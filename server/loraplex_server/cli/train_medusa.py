@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from loraplex_proto.ending import SIGNALS
 from loraplex_proto.errors import InvalidArgument
 from loraplex_server.training.corpus import Prompt, read_prompts, read_texts
 
@@ -83,7 +84,7 @@ def train_medusa(
 
     fit = FitRecipe(epochs=epochs, lr=lr, seed=seed)
     recipe = MedusaRecipe(num_heads, num_layers, fit, max_new_tokens, batch_size)
-    with _term_as_interrupt():
+    with _signals_end_tidily():
         report = _run(base, out, adapter, given_prompts, given_texts, combined, recipe, dtype, device)
     if json:
         print(jsonlib.dumps(_as_json(report, out)))
@@ -92,22 +93,23 @@ def train_medusa(
 
 
 @contextmanager
-def _term_as_interrupt() -> Generator[None]:
-    """What a supervisor ends is left as tidy as after Ctrl-C."""
-    was_stopped = False
+def _signals_end_tidily() -> Generator[None]:
+    """What a signal ends removes its temporary files. Raises SystemExit with the status of the signal."""
+    status = 0
 
     def stop(signum: int, frame: FrameType | None) -> None:
-        nonlocal was_stopped
-        was_stopped = True
-        signal.default_int_handler(signum, frame)
+        nonlocal status
+        status = 128 + signum
+        raise SystemExit(status)
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # nohup
+    before = {number: signal.signal(number, stop) for number in heard}
     try:
         yield
     except Exception:
         # Code in C that is interrupted may make another error of it.
-        if was_stopped:
-            raise KeyboardInterrupt from None
+        if status:
+            raise SystemExit(status) from None
         raise
     finally:
         for number, handler in before.items():

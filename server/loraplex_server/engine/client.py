@@ -196,8 +196,8 @@ class EngineClient:
         except TimeoutError:
             log.warning("the engine did not end within %.0f s; killing it", timeout_s)
             self._kill()
-        worker, self._worker = self._worker, None
-        await asyncio.to_thread(worker.join, timeout_s)
+        await asyncio.to_thread(self._worker.join, timeout_s)
+        self._worker = None
         self._remove_scratch()
 
     async def _give_up(self) -> None:

@@ -195,11 +195,11 @@ async def test_a_killed_server_leaves_nothing(servers: dict[str, Started], stopw
 
 
 @fault(
-    "worker killed (its front end), its engine stopped (SIGSTOP)",
-    clients_see="as without the stop",
+    "worker killed (its front end), its engine frozen (SIGSTOP)",
+    clients_see="as without the SIGSTOP",
     within_s=10,
 )
-async def test_a_stopped_engine_goes_with_its_front_end(servers: dict[str, Started], stopwatch: Stopwatch) -> None:
+async def test_a_frozen_engine_goes_with_its_front_end(servers: dict[str, Started], stopwatch: Stopwatch) -> None:
     running = servers["loading"]
     (worker,) = running.workers()
     left = Family([worker, *worker.children()], [], running.temporary)
