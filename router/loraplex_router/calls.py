@@ -16,6 +16,7 @@ from typing import Any, Final, NoReturn, TypeVar
 import grpc
 import grpc.aio
 
+from loraplex_proto.deadlines import answer_within_s
 from loraplex_proto.errors import Code, DeadlineExceeded, Draining, LoraplexError, QueueFull
 from loraplex_proto.status import abort, as_typed
 from loraplex_router.metrics import RouterMetrics
@@ -43,11 +44,12 @@ class Call:
     is_cut_off: bool = False
 
     def remaining_s(self) -> float | None:
-        """What is left of the client's deadline, None where it set none. Raises DeadlineExceeded when nothing is."""
+        """What a worker gets of the client's deadline, None where it set none. Raises DeadlineExceeded when nothing is
+        left."""
         left: float | None = self.context.time_remaining()
         if left is not None and left <= 0:
             raise DeadlineExceeded("the deadline had passed before the request could be sent to a worker")
-        return left
+        return None if left is None else answer_within_s(left)
 
 
 @dataclass(slots=True)

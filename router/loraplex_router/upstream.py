@@ -31,6 +31,8 @@ from loraplex_proto.errors import (
     InvalidArgument,
     LoraplexError,
     NoWorker,
+    Overloaded,
+    QueueFull,
     ServerUnreachable,
     WorkerLost,
 )
@@ -84,7 +86,8 @@ class UpstreamFailure(Exception):
         if self.typed is not None:
             if isinstance(self.typed, (EngineLost, WorkerLost)):
                 return FailureKind.LOST
-            return FailureKind.DECLINED if self.typed.code is Code.UNAVAILABLE else FailureKind.ANSWERED
+            is_declined = self.typed.code is Code.UNAVAILABLE or isinstance(self.typed, Overloaded | QueueFull)
+            return FailureKind.DECLINED if is_declined else FailureKind.ANSWERED
         match self._error:
             case ServerUnreachable():
                 return FailureKind.UNREACHED

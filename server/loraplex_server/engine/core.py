@@ -32,6 +32,7 @@ from loraplex_server.engine.messages import (
 from loraplex_server.engine.unresolved import Unresolved
 from loraplex_server.events import CompletionEnd, Event, RequestFailed, Tokens
 from loraplex_server.request import Request
+from loraplex_server.scheduler.overload import Forecast
 from loraplex_server.scheduler.plan import StepPlan
 from loraplex_server.scheduler.scheduler import Scheduler
 from loraplex_server.speculation.costs import StepCosts
@@ -39,6 +40,7 @@ from loraplex_server.speculation.speculator import Speculator
 
 log = logging.getLogger(__name__)
 
+FORECAST_EVERY_S = 0.05  # it takes time for each request that waits
 MAX_IDLE_S = 3600.0  # a lock cannot be waited for until any deadline that a client may name
 
 
@@ -95,6 +97,8 @@ class Engine:
         self._can_step = False
         self._residency_changed = True
         self._num_queued_reported = 0
+        self._forecast: Forecast | None = None
+        self._forecast_due_s = 0.0
 
     @property
     def can_step(self) -> bool:
@@ -340,4 +344,11 @@ class Engine:
             num_preemptions=load.num_preemptions,
             drafted=dict(self._speculator.drafted),
             accepted=dict(self._speculator.accepted),
+            forecast=self._current_forecast() if load.num_queued else None,
         )
+
+    def _current_forecast(self) -> Forecast | None:
+        now = self._clock()
+        if now >= self._forecast_due_s:
+            self._forecast, self._forecast_due_s = self._scheduler.forecast(), now + FORECAST_EVERY_S
+        return self._forecast

@@ -10,6 +10,7 @@ from loraplex_adapters.cache.api import AdapterInfo, CacheUsage, ListingChanges
 from loraplex_proto.errors import LoraplexError
 from loraplex_server.events import Event
 from loraplex_server.request import Request
+from loraplex_server.scheduler.overload import Forecast
 
 # --- to the engine --------------------------------------------------------------------------------------------------
 
@@ -133,6 +134,7 @@ class LoadNumbers:
     # Draft tokens since the start, by proposer, and how many of them the target accepted.
     drafted: Mapping[str, int] = field(default_factory=dict[str, int])
     accepted: Mapping[str, int] = field(default_factory=dict[str, int])
+    forecast: Forecast | None = None  # while requests wait
 
 
 @dataclass(frozen=True, slots=True)

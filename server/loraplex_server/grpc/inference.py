@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import loraplex_proto
 from loraplex_proto import auth, validate
+from loraplex_proto.deadlines import answer_within_s
 from loraplex_proto.errors import DeadlineExceeded, LoraplexError
 from loraplex_proto.v1 import inference_pb2, inference_pb2_grpc
 from loraplex_server.engine.client import EngineClient
@@ -144,6 +145,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         remaining_s: float | None = context.time_remaining()
         if remaining_s is not None and remaining_s <= 0:
             raise DeadlineExceeded("the deadline had passed when the request arrived; give it more time")
+        if remaining_s is not None:
+            remaining_s = answer_within_s(remaining_s)
+        self._refuse_early(message, identity.tenant, remaining_s)
         arrival_s = time.monotonic()
         prompt = await self._prompt(message)
         validate.check_prompt_length(len(prompt), self._limits)
@@ -159,6 +163,18 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             deadline_s=None if remaining_s is None else arrival_s + remaining_s,
         )
         return request, echo
+
+    def _refuse_early(self, message: inference_pb2.GenerateRequest, tenant: str, remaining_s: float | None) -> None:
+        """Raises Overloaded where the engine would, as far as that can be told without tokens: refusals of a flood
+        must not take the CPU of what is served."""
+        forecast = self._engine.state.load.forecast
+        if forecast is None or message.priority > 0:
+            return
+        num_prompt = len(message.token_ids.ids) or (len(message.text) + message.chat.ByteSize()) // TOKEN_CHARS
+        room = max(1, self._info.max_context_tokens - num_prompt)
+        wanted = message.stopping.max_tokens if message.stopping.HasField("max_tokens") else room
+        num_outputs = min(wanted, room)
+        forecast.check((tenant, message.adapter_id), num_prompt, num_outputs, remaining_s)
 
     async def _prompt(self, message: inference_pb2.GenerateRequest) -> tuple[int, ...]:
         match message.WhichOneof("input"):

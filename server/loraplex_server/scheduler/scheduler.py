@@ -34,7 +34,7 @@ from loraplex_server.scheduler.admission import Admission
 from loraplex_server.scheduler.commit import Committer
 from loraplex_server.scheduler.config import SchedulerConfig
 from loraplex_server.scheduler.growth import PlanBuilder, plan_running
-from loraplex_server.scheduler.overload import WaitLimits
+from loraplex_server.scheduler.overload import Forecast, WaitLimits
 from loraplex_server.scheduler.plan import Candidate, Draft, Span, StepPlan, StepResult
 from loraplex_server.scheduler.roster import Roster
 from loraplex_server.scheduler.speed import Speed
@@ -226,6 +226,10 @@ class Scheduler:
             max_running=self._config.max_running,
             num_preemptions=roster.num_preemptions,
         )
+
+    def forecast(self) -> Forecast | None:
+        """How long requests would wait; None while nobody does. Takes time for each request that waits."""
+        return self._limits.forecast()
 
     def check_integrity(self) -> None:
         """Raises AssertionError when a block, row or adapter reference is unaccounted for."""

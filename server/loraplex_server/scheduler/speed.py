@@ -28,6 +28,13 @@ class StepSize:
     is_full: bool  # somebody had to wait for a row, for blocks or for the step's budget
 
 
+def expected_tokens(num_allowed: int, end_probability: float) -> float:
+    """Of a text that may have so many and ends at each with that probability."""
+    if not end_probability:
+        return float(num_allowed)
+    return (1.0 - (1.0 - end_probability) ** num_allowed) / end_probability
+
+
 @dataclass(slots=True)
 class _Point:
     """Means over steps with about as many rows."""
@@ -162,10 +169,12 @@ class Speed:
     def num_outputs(self, num_allowed: int) -> float:
         """Tokens that a text is likely to have yet, of those that it may have: as if it ended at each with the same
         probability. Texts that go on say as much about that as those which have ended."""
-        if not self._tokens:
-            return float(num_allowed)
-        probability = min(1.0, (self._ends + 1.0) / self._tokens)
-        return (1.0 - (1.0 - probability) ** num_allowed) / probability
+        return expected_tokens(num_allowed, self.end_probability)
+
+    @property
+    def end_probability(self) -> float:
+        """That a text ends at its next token, as far as texts have shown; 0 while none has."""
+        return min(1.0, (self._ends + 1.0) / self._tokens) if self._tokens else 0.0
 
     def _tokens_per_row(self) -> float:
         return max(1.0, self._outputs / self._rows) if self._rows else 1.0
