@@ -57,7 +57,7 @@ async def test_a_flood_is_refused_at_once(router: Running, stopwatch: Stopwatch)
     refused = [(took_s, error) for took_s, error in ended if isinstance(error, ResourceExhausted)]
     assert all(error is None or isinstance(error, ResourceExhausted | DeadlineExceeded) for _, error in ended), ended
     assert all(error.retry_after_s for _, error in refused)
-    assert len(refused) > 0.5 * len(ended), "most are more than it can do"
+    assert len(refused) > 0.2 * len(ended), "many are more than it can do"
     assert sum(error is None for _, error in ended) >= 4 * 2, "and what it can do it does"
     stopwatch.start()
     stopwatch.started_s = time.monotonic() - median(took_s for took_s, _ in refused)

@@ -19,6 +19,7 @@ from loraplex_proto.errors import (
     LoraplexError,
     MessageTooLarge,
     NoWorker,
+    Overloaded,
     QueueFull,
     ResourceExhausted,
     SourceUnavailable,
@@ -53,7 +54,8 @@ def from_transport(code: grpc.StatusCode, details: str) -> UpstreamFailure:
     ("error", "kind"),
     [
         (AdapterNotFound("no"), ANSWERED),
-        (QueueFull("full"), ANSWERED),
+        (QueueFull("full"), DECLINED),
+        (Overloaded("busy"), DECLINED),
         (DeadlineExceeded("late"), ANSWERED),
         (Internal("bug"), ANSWERED),
         (Draining("going"), DECLINED),

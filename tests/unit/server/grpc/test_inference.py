@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, NoReturn, cast
 
 import pytest
@@ -17,8 +18,8 @@ from loraplex_proto.errors import EngineLost, FailedPrecondition, LoraplexError
 from loraplex_proto.status import DETAILS_KEY, from_status
 from loraplex_proto.v1 import inference_pb2
 from loraplex_server.config import EngineConfig, ModelConfig
-from loraplex_server.engine.client import EngineClient
-from loraplex_server.engine.messages import ModelInfo
+from loraplex_server.engine.client import EngineClient, EngineState
+from loraplex_server.engine.messages import LoadNumbers, ModelInfo
 from loraplex_server.grpc.edge import Edge
 from loraplex_server.grpc.inference import OFF_LOOP_CHARS, InferenceServicer
 from loraplex_server.text.tokenizer import TextTokenizer
@@ -138,7 +139,8 @@ async def test_every_streamed_completion_begins_with_the_prompt() -> None:
 
 @pytest.mark.parametrize("method", ["Generate", "GenerateStream"])
 async def test_an_echo_that_cannot_be_is_refused_before_anything_runs(method: str) -> None:
-    one = InferenceServicer(cast(Any, "no engine"), INFO, TextTokenizer(None), Edge())
+    idle = SimpleNamespace(state=EngineState(LoadNumbers()))  # whatever else is asked of it fails
+    one = InferenceServicer(cast(Any, idle), INFO, TextTokenizer(None), Edge())
     request = inference_pb2.GenerateRequest(
         token_ids=inference_pb2.TokenIds(ids=[70]), output=inference_pb2.Output(echo=True)
     )
