@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 
 NATIVE := $(BIN)/python -m loraplex_adapters.native.build --objects build/native
 
-.PHONY: help install native demo test gpu-tests gpu-bench test-slow check format proto wire-baseline serve clean
+.PHONY: help install native demo test test-nightly gpu-tests gpu-bench test-slow check format proto wire-baseline serve clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -49,7 +49,10 @@ gpu-bench:  ## on a machine with a GPU: decode steps against the bars (eight min
 	$(PYTHON) scripts/gpu_check.py bench
 
 test-slow: $(STAMP) native  ## the long suite
-	$(BIN)/python -m pytest -m 'slow and not gpu and not network' --timeout 1200
+	$(BIN)/python -m pytest -m 'slow and not nightly and not gpu and not network' --timeout 1200
+
+test-nightly: $(STAMP) native  ## what is longer than the slow suite allows; by hand
+	$(BIN)/python -m pytest -m 'nightly and not gpu and not network' --timeout 3600
 
 check: $(STAMP) native  ## exactly what CI runs besides the tests
 	$(BIN)/ruff check .
