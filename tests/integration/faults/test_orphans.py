@@ -227,3 +227,67 @@ async def test_workers_that_load_go_with_their_server(servers: dict[str, Started
     await family.end()
     stopwatch.stop()
     family.check_left()
+
+
+@pytest.mark.slow
+@fault("`serve` killed, its worker frozen (SIGSTOP)", clients_see="UNAVAILABLE", within_s=10)
+async def test_a_frozen_worker_goes_with_its_server(
+    tiny_world: TinyWorld, tmp_path: Path, stopwatch: Stopwatch
+) -> None:
+    with started(tmp_path / "it", *serve(tiny_world, tmp_path / "it")) as running:
+        running.wait_ready()
+        family = Family.of(running)
+        (worker,) = running.workers()
+        worker.suspend()
+        engine_of(worker).suspend()
+        stopwatch.start()
+        running.process.kill()
+        await family.end()
+        stopwatch.stop()
+        family.check_left()
+
+
+@pytest.mark.slow
+@fault(
+    "supervisor of a worker gone, --on-orphan drain=60",
+    clients_see="running requests end well",
+    within_s=60,
+)
+async def test_an_orphan_drains_where_it_was_told_to(
+    tiny_world: TinyWorld, tmp_path: Path, stopwatch: Stopwatch
+) -> None:
+    command = ("worker", str(tiny_world.model), "--port", "0", "--threads", "1", "--announce", "0", "--supervised")
+    with started(tmp_path, *command, "--on-orphan", "drain=60") as running:
+        running.wait_ready()
+        family = Family.of(running)
+        assert running.process.stdin is not None
+        async with AsyncClient(running.address) as client:
+            stream = client.stream("hello", max_tokens=200, ignore_eos=True)
+            await anext(stream)
+            stopwatch.start()
+            running.process.stdin.close()
+            chunks = [chunk async for chunk in stream]
+            assert chunks[-1].finish_reason == "length"
+        assert await asyncio.to_thread(running.process.wait, 60) == 0
+        await family.end()
+        stopwatch.stop()
+        family.check_left()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
+@fault(
+    "signal while a worker loads", clients_see="refused connections; status 128 and the signal's number", within_s=10
+)
+async def test_signals_while_loading(
+    tiny_world: TinyWorld, tmp_path: Path, stopwatch: Stopwatch, number: signal.Signals, status: int
+) -> None:
+    with started(tmp_path, "worker", str(tiny_world.model), "--port", "0") as running:
+        await asyncio.to_thread(wait_until, lambda: len(running.children()) == 2, 60, "the engine is started")
+        family = Family.of(running)
+        stopwatch.start()
+        running.process.send_signal(number)
+        assert await asyncio.to_thread(running.process.wait, 30) == status
+        await family.end()
+        stopwatch.stop()
+        family.check_left()
