@@ -28,6 +28,8 @@ class Admitted:
     num_prompt_tokens: int  # estimated
     num_output_tokens: int  # at most, of all completions together
     shows_tokens: bool
+    adapter_id: str = ""
+    priority: int = 0
     draft_model: str | None = None  # that it speculates with; empty where any will do
 
     @property
@@ -57,6 +59,8 @@ def admit_generate(raw: bytes, identity: Identity, max_context_tokens: int) -> A
         num_prompt_tokens=num_prompt_tokens,
         num_output_tokens=min(wanted, room) * max(1, request.n),
         shows_tokens=not request.output.omit_token_ids,
+        adapter_id=request.adapter_id,
+        priority=request.priority,
         draft_model=_draft_model(request.speculation),
     )
 

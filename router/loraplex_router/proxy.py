@@ -13,7 +13,7 @@ from random import Random
 from typing import Any, Final, TypeVar
 
 from loraplex_proto.auth import current_identity
-from loraplex_proto.errors import LoraplexError, NoWorker
+from loraplex_proto.errors import LoraplexError, NoWorker, Overloaded
 from loraplex_proto.v1 import inference_pb2
 from loraplex_proto.validate import check_bare, check_tokenize
 from loraplex_proto.wire import parse
@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 RETRY_WITHOUT_WORKERS_S: Final = 1.0
+_NOBODY: Final[Mapping[str, Overloaded]] = {}
 
 
 def no_worker(replicas: Replicas) -> NoWorker:
@@ -75,7 +76,12 @@ class Proxy:
                 return await self._ask(upstream, call, "Generate", admitted.raw)
 
             return await self._try_workers(
-                call, admitted.adapter_ids, admitted.work_tokens, attempt, draft_model=admitted.draft_model
+                call,
+                admitted.adapter_ids,
+                admitted.work_tokens,
+                attempt,
+                draft_model=admitted.draft_model,
+                overloaded=self._overloaded(admitted, call),
             )
 
         return await self._calls.run("Generate", context, body)
@@ -88,7 +94,12 @@ class Proxy:
                 await self._relay_stream(upstream, flight, call, admitted)
 
             await self._try_workers(
-                call, admitted.adapter_ids, admitted.work_tokens, attempt, draft_model=admitted.draft_model
+                call,
+                admitted.adapter_ids,
+                admitted.work_tokens,
+                attempt,
+                draft_model=admitted.draft_model,
+                overloaded=self._overloaded(admitted, call),
             )
 
         await self._calls.run("GenerateStream", context, body)
@@ -118,6 +129,20 @@ class Proxy:
             call.num_tokens_sent = None
         return admitted
 
+    def _overloaded(self, admitted: Admitted, call: Call) -> dict[str, Overloaded]:
+        """The workers that would refuse the request, as far as their reports tell."""
+        if admitted.priority > 0:
+            return {}
+        flow, left_s = (current_identity().tenant, admitted.adapter_id), call.remaining_s()
+        found: dict[str, Overloaded] = {}
+        for replica in self._replicas.connected():
+            if replica.forecast is not None:
+                try:
+                    replica.forecast.check(flow, admitted.num_prompt_tokens, admitted.num_output_tokens, left_s)
+                except Overloaded as error:
+                    found[replica.worker_id] = error
+        return found
+
     async def _try_workers(
         self,
         call: Call,
@@ -125,10 +150,12 @@ class Proxy:
         work_tokens: int,
         attempt: Callable[[Upstream, Flight], Awaitable[T]],
         draft_model: str | None = None,
+        overloaded: Mapping[str, Overloaded] = _NOBODY,
     ) -> T:
-        """Picks workers until one has answered, each once at most. Raises what the last one said, or NoWorker."""
+        """Picks workers until one has answered, each once at most, `overloaded` ones never. Raises what the last one
+        said, NoWorker, or Overloaded where all are."""
         key = routing_key(adapter_ids)
-        tried: set[str] = set()
+        tried = set(overloaded)
         num_lost = 0
         error: UpstreamFailure | LoraplexError | None = None
         while True:
@@ -136,7 +163,7 @@ class Proxy:
             views = self._replicas.views(excluded=tried, draft_model=draft_model)
             worker_id = choose(route, views, self._config.policy, self._random)
             if worker_id is None:
-                raise error or no_worker(self._replicas)
+                raise error or min(overloaded.values(), key=_retry_after_s, default=None) or no_worker(self._replicas)
             tried.add(worker_id)
             flight = self._replicas.begin(worker_id, key, work_tokens, self._clock())
             try:
@@ -203,3 +230,7 @@ def _count_sent(message: bytes, call: Call, flight: Flight) -> None:
     call.num_tokens_sent += num_tokens
     if flight.remaining_tokens is not None:
         flight.remaining_tokens = max(0, flight.remaining_tokens - num_tokens)
+
+
+def _retry_after_s(error: Overloaded) -> float:
+    return error.retry_after_s or 0.0

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from loraplex_proto.overload import Forecast
 from loraplex_proto.v1 import inference_pb2, worker_pb2
 from loraplex_router.policy import WorkerView
 
@@ -50,6 +51,7 @@ class Replica:
     num_running: int = 0
     num_queued: int = 0
     tiers: Mapping[str, int] = field(default_factory=dict[str, int])
+    forecast: Forecast | None = None  # None while nobody waits there
     num_in_flight: int = 0
     # Sent after the last report, oldest first: what that report cannot know of.
     unreported: deque[Flight] = field(default_factory=deque[Flight])
@@ -161,6 +163,7 @@ class Replicas:
         replica.num_running = load.running_requests
         replica.num_queued = load.queued_requests
         replica.tiers = {adapter.adapter_id: adapter.tier for adapter in load.adapters}
+        replica.forecast = _forecast(load.forecast) if load.HasField("forecast") else None
         replica.ended_tokens = 0
         while replica.unreported and replica.unreported[0].started_s <= now_s - REPORT_LAG_S:
             replica.unreported_tokens -= replica.unreported.popleft().work_tokens
@@ -178,6 +181,18 @@ class Replicas:
         # Nothing of what it held is known to be there when it comes back.
         replica.tiers = {}
         replica.reported_tokens = 0
+        replica.forecast = None
         replica.ended_tokens = 0
         if was_routable:
             self.on_change()
+
+
+def _forecast(message: worker_pb2.Forecast) -> Forecast:
+    return Forecast(
+        prompt_token_s=message.prompt_token_s,
+        interval_s=message.token_interval_s,
+        end_probability=message.end_probability,
+        max_queue_wait_s=message.max_queue_wait_s,
+        waits_s={(wait.tenant, wait.adapter_id): wait.wait_s for wait in message.waits},
+        longest_tokens=message.longest_tokens,
+    )

@@ -35,6 +35,7 @@ class Load(google.protobuf.message.Message):
     HOST_ADAPTER_BYTES_FIELD_NUMBER: builtins.int
     HOST_ADAPTER_BUDGET_BYTES_FIELD_NUMBER: builtins.int
     STALLED_FIELD_NUMBER: builtins.int
+    FORECAST_FIELD_NUMBER: builtins.int
     running_requests: builtins.int
     queued_requests: builtins.int
     pending_tokens: builtins.int
@@ -53,6 +54,10 @@ class Load(google.protobuf.message.Message):
     def adapters(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ResidentAdapter]:
         """Adapters that are at least on disk, with their tier; those nearest to the device first, 1024 at most."""
 
+    @property
+    def forecast(self) -> Global___Forecast:
+        """While requests wait, and as far as anything is measured."""
+
     def __init__(
         self,
         *,
@@ -69,10 +74,72 @@ class Load(google.protobuf.message.Message):
         host_adapter_bytes: builtins.int = ...,
         host_adapter_budget_bytes: builtins.int = ...,
         stalled: builtins.bool = ...,
+        forecast: Global___Forecast | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["adapters", b"adapters", "device_adapter_budget_bytes", b"device_adapter_budget_bytes", "device_adapter_bytes", b"device_adapter_bytes", "draining", b"draining", "free_kv_blocks", b"free_kv_blocks", "host_adapter_budget_bytes", b"host_adapter_budget_bytes", "host_adapter_bytes", b"host_adapter_bytes", "max_running_requests", b"max_running_requests", "pending_tokens", b"pending_tokens", "queued_requests", b"queued_requests", "running_requests", b"running_requests", "stalled", b"stalled", "total_kv_blocks", b"total_kv_blocks"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["forecast", b"forecast"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["adapters", b"adapters", "device_adapter_budget_bytes", b"device_adapter_budget_bytes", "device_adapter_bytes", b"device_adapter_bytes", "draining", b"draining", "forecast", b"forecast", "free_kv_blocks", b"free_kv_blocks", "host_adapter_budget_bytes", b"host_adapter_budget_bytes", "host_adapter_bytes", b"host_adapter_bytes", "max_running_requests", b"max_running_requests", "pending_tokens", b"pending_tokens", "queued_requests", b"queued_requests", "running_requests", b"running_requests", "stalled", b"stalled", "total_kv_blocks", b"total_kv_blocks"]) -> None: ...
 
 Global___Load: typing_extensions.TypeAlias = Load
+
+@typing.final
+class Forecast(google.protobuf.message.Message):
+    """How long requests would wait: a router refuses those that no worker can do in time."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WAITS_FIELD_NUMBER: builtins.int
+    MAX_QUEUE_WAIT_S_FIELD_NUMBER: builtins.int
+    PROMPT_TOKEN_S_FIELD_NUMBER: builtins.int
+    TOKEN_INTERVAL_S_FIELD_NUMBER: builtins.int
+    END_PROBABILITY_FIELD_NUMBER: builtins.int
+    LONGEST_TOKENS_FIELD_NUMBER: builtins.int
+    max_queue_wait_s: builtins.float
+    """of a request without a deadline; 0: any"""
+    prompt_token_s: builtins.float
+    token_interval_s: builtins.float
+    """from one token of a completion to its next"""
+    end_probability: builtins.float
+    """of a text, at each token"""
+    longest_tokens: builtins.int
+    """of those that wait; a request that is at most half as long may pass"""
+    @property
+    def waits(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___FlowWait]:
+        """Of the next request of each flow that has some waiting, the longest first, 256 at most. Others wait for nobody."""
+
+    def __init__(
+        self,
+        *,
+        waits: collections.abc.Iterable[Global___FlowWait] | None = ...,
+        max_queue_wait_s: builtins.float = ...,
+        prompt_token_s: builtins.float = ...,
+        token_interval_s: builtins.float = ...,
+        end_probability: builtins.float = ...,
+        longest_tokens: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["end_probability", b"end_probability", "longest_tokens", b"longest_tokens", "max_queue_wait_s", b"max_queue_wait_s", "prompt_token_s", b"prompt_token_s", "token_interval_s", b"token_interval_s", "waits", b"waits"]) -> None: ...
+
+Global___Forecast: typing_extensions.TypeAlias = Forecast
+
+@typing.final
+class FlowWait(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: builtins.int
+    ADAPTER_ID_FIELD_NUMBER: builtins.int
+    WAIT_S_FIELD_NUMBER: builtins.int
+    tenant: builtins.str
+    adapter_id: builtins.str
+    wait_s: builtins.float
+    def __init__(
+        self,
+        *,
+        tenant: builtins.str = ...,
+        adapter_id: builtins.str = ...,
+        wait_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapter_id", b"adapter_id", "tenant", b"tenant", "wait_s", b"wait_s"]) -> None: ...
+
+Global___FlowWait: typing_extensions.TypeAlias = FlowWait
 
 @typing.final
 class ResidentAdapter(google.protobuf.message.Message):

@@ -15,6 +15,7 @@ from typing import Protocol
 from loraplex_adapters.cache.api import AdapterCache, AdapterInfo
 from loraplex_adapters.key import AdapterKey
 from loraplex_proto.errors import DeadlineExceeded, Draining, LoraplexError, ResourceExhausted, unexpected
+from loraplex_proto.overload import Forecast
 from loraplex_server.config import SpeculationConfig
 from loraplex_server.engine.isolation import Execute, StepHandle, execute_isolated, start_isolated
 from loraplex_server.engine.messages import (
@@ -32,7 +33,6 @@ from loraplex_server.engine.messages import (
 from loraplex_server.engine.unresolved import Unresolved
 from loraplex_server.events import CompletionEnd, Event, RequestFailed, Tokens
 from loraplex_server.request import Request
-from loraplex_server.scheduler.overload import Forecast
 from loraplex_server.scheduler.plan import StepPlan
 from loraplex_server.scheduler.scheduler import Scheduler
 from loraplex_server.speculation.costs import StepCosts

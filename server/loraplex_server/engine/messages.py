@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from loraplex_adapters.cache.api import AdapterInfo, CacheUsage, ListingChanges
 from loraplex_proto.errors import LoraplexError
+from loraplex_proto.overload import Forecast
 from loraplex_server.events import Event
 from loraplex_server.request import Request
-from loraplex_server.scheduler.overload import Forecast
 
 # --- to the engine --------------------------------------------------------------------------------------------------
 

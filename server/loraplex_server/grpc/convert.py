@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 
 from loraplex_adapters.cache.api import AdapterInfo, CacheUsage
+from loraplex_proto.overload import Forecast
 from loraplex_proto.v1 import adapter_pb2, inference_pb2, worker_pb2
 from loraplex_server.engine.messages import LoadNumbers
 from loraplex_server.frontend.completion import CompletionSummary, Delta, Drafts, TextLogprob
@@ -21,6 +22,7 @@ from loraplex_server.request import (
 )
 
 MAX_LISTED_ADAPTERS = 1024
+MAX_FLOWS = 256  # in a forecast
 DRAFT_MODEL_PREFIX = "draft_model:"  # of a name, among what an engine says that it can do
 
 _STATES = {
@@ -274,4 +276,21 @@ def load_to_pb(
         message.device_adapter_budget_bytes = usage.device_budget_bytes
         message.host_adapter_bytes = usage.host_bytes
         message.host_adapter_budget_bytes = usage.host_budget_bytes
+    if load.forecast is not None:
+        message.forecast.CopyFrom(_forecast_to_pb(load.forecast))
     return message
+
+
+def _forecast_to_pb(forecast: Forecast) -> worker_pb2.Forecast:
+    longest = sorted(forecast.waits_s.items(), key=lambda entry: -entry[1])[:MAX_FLOWS]
+    return worker_pb2.Forecast(
+        waits=[
+            worker_pb2.FlowWait(tenant=tenant, adapter_id=adapter_id, wait_s=wait_s)
+            for (tenant, adapter_id), wait_s in longest
+        ],
+        max_queue_wait_s=forecast.max_queue_wait_s,
+        prompt_token_s=forecast.prompt_token_s,
+        token_interval_s=forecast.interval_s,
+        end_probability=forecast.end_probability,
+        longest_tokens=forecast.longest_tokens,
+    )

@@ -21,10 +21,11 @@ from dataclasses import dataclass, field
 
 from loraplex_adapters.key import AdapterKey
 from loraplex_proto.errors import DeadlineExceeded, Internal, LoraplexError
+from loraplex_proto.overload import MUCH_SHORTER
 from loraplex_server.events import Admitted, Event
 from loraplex_server.scheduler.config import SchedulerConfig
 from loraplex_server.scheduler.growth import PlanBuilder
-from loraplex_server.scheduler.overload import MUCH_SHORTER, WaitLimits
+from loraplex_server.scheduler.overload import WaitLimits
 from loraplex_server.scheduler.roster import Prefix, Roster
 from loraplex_server.scheduler.speed import Speed
 from loraplex_server.scheduler.state import RequestPhase, RequestState, SequenceState, SequenceStatus

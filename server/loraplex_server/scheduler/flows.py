@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-Flow = tuple[str, str]  # tenant and adapter id
+from loraplex_proto.overload import Flow
 
 
 class FairClock:

@@ -8,68 +8,15 @@ wrong is made again before it can do harm for long. Decisions only; owns nothing
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from loraplex_proto.errors import Overloaded
+from loraplex_proto.overload import MUCH_SHORTER, Forecast, overloaded, slack_s
 from loraplex_server.request import Request
 from loraplex_server.scheduler.flows import FairClock, Flow
 from loraplex_server.scheduler.roster import Roster
-from loraplex_server.scheduler.speed import Speed, expected_tokens
+from loraplex_server.scheduler.speed import Speed
 from loraplex_server.scheduler.state import RequestState, SequenceState
-
-# Of the time that a deadline leaves: estimates are not exact, and who is refused too late has cost a row for nothing.
-SLACK_USED = 0.8
-# A request whose own work is estimated at more than its deadline may wait all the same for this part of it: the
-# estimate may be wrong, and a stream is good for something before its end.
-LEAST_SLACK = 0.25
-MIN_RETRY_S, MAX_RETRY_S = 0.1, 30.0
-# Who is this much shorter than another does not wait for it (Admission.make_way).
-MUCH_SHORTER = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Forecast:
-    """How long requests would wait and take, as plain numbers: for whoever is to refuse them before the engine does."""
-
-    prompt_token_s: float
-    interval_s: float  # from one token of a sequence to its next
-    end_probability: float  # of a text, at each token
-    max_queue_wait_s: float
-    waits_s: Mapping[Flow, float]  # of the next request of each flow that has some waiting; others wait for nobody
-    longest_tokens: int  # of those that wait; who is much shorter passes
-
-    def check(self, flow: Flow, num_prompt: int, num_outputs: int, left_s: float | None) -> None:
-        """Raises Overloaded for a request of about that size, with so much time left. The engine decides about those
-        that this lets pass."""
-        wait_s = self.waits_s.get(flow)
-        if wait_s is None or MUCH_SHORTER * (num_prompt + num_outputs) <= self.longest_tokens:
-            return
-        allowed_s = self.max_queue_wait_s or math.inf
-        if left_s is not None:
-            own_s = (
-                num_prompt * self.prompt_token_s + expected_tokens(num_outputs, self.end_probability) * self.interval_s
-            )
-            allowed_s = _slack_s(left_s, own_s)
-        if wait_s > allowed_s:
-            raise overloaded(wait_s, allowed_s, has_deadline=left_s is not None)
-
-
-def overloaded(wait_s: float, allowed_s: float, *, has_deadline: bool) -> Overloaded:
-    retry_after_s = min(max(wait_s - allowed_s, MIN_RETRY_S), MAX_RETRY_S)
-    why = "its deadline leaves" if has_deadline else "--max-queue-wait allows"
-    return Overloaded(
-        f"the server is overloaded: the request would wait for about {wait_s:.1f} s, and {why} {allowed_s:.1f} s; "
-        f"try again in {retry_after_s:.1f} s or on another worker",
-        resource="queue",
-        retry_after_s=retry_after_s,
-    )
-
-
-def _slack_s(left_s: float, own_s: float) -> float:
-    return SLACK_USED * max(left_s - own_s, LEAST_SLACK * left_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +101,7 @@ class WaitLimits:
         if request.deadline_s is None:
             return self.max_queue_wait_s or None
         left_s = request.deadline_s - now
-        return _slack_s(left_s, self._own_s(len(request.prompt_token_ids), num_outputs, len(self.roster.running) + 1))
+        return slack_s(left_s, self._own_s(len(request.prompt_token_ids), num_outputs, len(self.roster.running) + 1))
 
     def _own_s(self, num_prompt: int, num_outputs: int, num_rows: int) -> float:
         """What one completion is likely to take among so many, once it has begun."""

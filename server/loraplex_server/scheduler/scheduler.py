@@ -26,6 +26,7 @@ from loraplex_proto.errors import (
     Overloaded,
     QueueFull,
 )
+from loraplex_proto.overload import Forecast
 from loraplex_server.events import Event, FinishReason, RequestFailed
 from loraplex_server.kv.blocks import BlockPool
 from loraplex_server.kv.keys import KeyChain, Namespace
@@ -34,7 +35,7 @@ from loraplex_server.scheduler.admission import Admission
 from loraplex_server.scheduler.commit import Committer
 from loraplex_server.scheduler.config import SchedulerConfig
 from loraplex_server.scheduler.growth import PlanBuilder, plan_running
-from loraplex_server.scheduler.overload import Forecast, WaitLimits
+from loraplex_server.scheduler.overload import WaitLimits
 from loraplex_server.scheduler.plan import Candidate, Draft, Span, StepPlan, StepResult
 from loraplex_server.scheduler.roster import Roster
 from loraplex_server.scheduler.speed import Speed

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from loraplex_proto.overload import expected_tokens
+
 HALF_LIFE_S, HALF_LIFE_STEPS = 5.0, 64  # of what a step has said: whichever is shorter
 MAX_SURPRISE = 8.0  # a step that took longer than so many usual ones counts as so many
 MIN_FULL_STEPS = 4  # before they say anything
@@ -26,13 +28,6 @@ class StepSize:
     num_rows: int  # that decode
     num_prompt_tokens: int
     is_full: bool  # somebody had to wait for a row, for blocks or for the step's budget
-
-
-def expected_tokens(num_allowed: int, end_probability: float) -> float:
-    """Of a text that may have so many and ends at each with that probability."""
-    if not end_probability:
-        return float(num_allowed)
-    return (1.0 - (1.0 - end_probability) ** num_allowed) / end_probability
 
 
 @dataclass(slots=True)
