@@ -1,6 +1,6 @@
 """Checks of requests as they come off the wire, the same in the router and in the worker. Torch-free.
 
-Three questions, each with its own answer: is every field that is set one that this version acts on (Unimplemented)? Is
+Three questions, each with its own answer: is every field that is set one that this version acts on (`handled.py`)? Is
 every value one that any model could take (InvalidArgument with the field's path)? Does it fit this model
 (`check_for_model`, InvalidArgument too)? Owns the limits. Knows nothing of tokenizers, adapters' files or server state.
 """
@@ -8,14 +8,12 @@ every value one that any model could take (InvalidArgument with the field's path
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from google.protobuf.message import Message
-from google.protobuf.unknown_fields import UnknownFieldSet
-
-from loraplex_proto.errors import ContextLengthExceeded, InvalidAdapterId, InvalidArgument, Unimplemented
+from loraplex_proto.errors import ContextLengthExceeded, InvalidAdapterId, InvalidArgument
+from loraplex_proto.handled import HANDLED, NOT_BUILT, refuse_what_is_not_acted_on
 from loraplex_proto.ids import check_adapter_id, check_id, check_role
 from loraplex_proto.v1 import adapter_pb2, inference_pb2, worker_pb2
 
@@ -45,6 +43,7 @@ MAX_CHAT_MESSAGES: Final = 4096
 MAX_WATCH_INTERVAL_S: Final = 60.0
 MAX_DRAFT_TOKENS: Final = 64  # per step
 MAX_NGRAM: Final = 64
+_IDS_AT_ONCE: Final = 1 << 14
 
 AdapterRequest = adapter_pb2.LoadAdapterRequest | adapter_pb2.UnloadAdapterRequest | adapter_pb2.GetAdapterRequest
 
@@ -55,103 +54,6 @@ class ModelLimits:
 
     vocab_size: int
     max_context_tokens: int
-
-
-# --- what is acted on -----------------------------------------------------------------------------------------------
-
-# Every leaf that this version acts on, by request message. A set field that is in neither table is refused as well, so
-# a field that is added to the wire stays refused until somebody has made it work and written it down here.
-HANDLED: Final[dict[str, frozenset[str]]] = {
-    "GenerateRequest": frozenset(
-        {
-            "text",
-            "token_ids.ids",
-            "chat.messages.role",
-            "chat.messages.content",
-            "chat.omit_generation_prompt",
-            "adapter_id",
-            "sampling.temperature",
-            "sampling.top_k",
-            "sampling.top_p",
-            "sampling.min_p",
-            "sampling.repetition_penalty",
-            "sampling.frequency_penalty",
-            "sampling.presence_penalty",
-            "sampling.seed",
-            "sampling.logit_bias",
-            "stopping.max_tokens",
-            "stopping.min_tokens",
-            "stopping.stop",
-            "stopping.stop_token_ids",
-            "stopping.ignore_eos",
-            "stopping.include_stop",
-            "speculation.off",
-            "speculation.auto",
-            "speculation.medusa.adapter_id",
-            "speculation.prompt_lookup.min_ngram",
-            "speculation.prompt_lookup.max_ngram",
-            "speculation.draft_model.name",
-            "speculation.max_draft_tokens",
-            "speculation.fixed_length",
-            "output.logprobs",
-            "output.top_logprobs",
-            "output.prompt_logprobs",
-            "output.echo",
-            "output.omit_token_ids",
-            "n",
-            "priority",
-            "request_id",
-            "cache_salt",
-        }
-    ),
-    "TokenizeRequest": frozenset(
-        {
-            "text",
-            "chat.messages.role",
-            "chat.messages.content",
-            "chat.omit_generation_prompt",
-            "omit_special_tokens",
-        }
-    ),
-    "LoadAdapterRequest": frozenset({"adapter_id", "pin"}),
-    "UnloadAdapterRequest": frozenset({"adapter_id"}),
-    "GetAdapterRequest": frozenset({"adapter_id"}),
-    "ListAdaptersRequest": frozenset({"include_unloaded"}),
-    "WatchLoadRequest": frozenset({"min_interval_s"}),
-    "GetInfoRequest": frozenset(),
-    "GetLoadRequest": frozenset(),
-}
-
-# What the wire has and this version refuses, with what to do instead. A path stands for everything below it.
-NOT_BUILT: Final[dict[str, dict[str, str]]] = {
-    "GenerateRequest": {
-        "adapters": "mixtures of adapters are not served; name one adapter in `adapter_id`",
-    },
-}
-
-
-def _refuse_what_is_not_acted_on(request: Message) -> None:
-    name = request.DESCRIPTOR.name
-    handled, not_built = HANDLED[name], NOT_BUILT.get(name, {})
-    for path in _set_paths(request, "", not_built):
-        if path in not_built:
-            raise Unimplemented(f"`{path}` is not available in this version: {not_built[path]}", field=path)
-        if path not in handled:
-            raise Unimplemented(f"`{path}` is not known to this version of the server; leave it out", field=path)
-
-
-def _set_paths(message: Message, prefix: str, stop_at: dict[str, str]) -> Iterator[str]:
-    """The dotted path of every leaf that is set, and of every field whose number this version does not know."""
-    for field, value in message.ListFields():
-        path = prefix + field.name
-        kind = field.message_type  # None for scalars
-        if kind is None or kind.GetOptions().map_entry or path in stop_at:
-            yield path
-            continue
-        for one in [value] if field.has_presence else value:  # of messages, only repeated ones have no presence
-            yield from _set_paths(one, path + ".", stop_at)
-    for unknown in UnknownFieldSet(message):
-        yield f"{prefix}#{unknown.field_number}"
 
 
 # --- values that no model takes -------------------------------------------------------------------------------------
@@ -198,7 +100,8 @@ def check_generate(request: inference_pb2.GenerateRequest) -> None:
     """Everything that can be said without the model. Raises InvalidArgument or Unimplemented with the field's path."""
     if request.adapter_id and request.adapters:
         raise InvalidArgument("give `adapter_id` or `adapters`, not both", field="adapters")
-    _refuse_what_is_not_acted_on(request)
+    _check_counts(request)
+    refuse_what_is_not_acted_on(request)
     kind = request.WhichOneof("input")
     if kind is None:
         raise InvalidArgument("the request has no prompt: set `text`, `token_ids` or `chat`", field="input")
@@ -219,6 +122,19 @@ def check_generate(request: inference_pb2.GenerateRequest) -> None:
     _check_speculation(request.speculation)
 
 
+def _check_counts(request: inference_pb2.GenerateRequest) -> None:
+    """Before anything looks at each of so many."""
+    _check_num_messages(request.chat)
+    counts = (
+        ("stopping.stop", len(request.stopping.stop), MAX_STOP_STRINGS, "strings"),
+        ("stopping.stop_token_ids", len(request.stopping.stop_token_ids), MAX_STOP_TOKEN_IDS, "ids"),
+        ("sampling.logit_bias", len(request.sampling.logit_bias), MAX_LOGIT_BIASES, "entries"),
+    )
+    for path, number, most, what in counts:
+        if number > most:
+            raise InvalidArgument(f"`{path}` takes {most} {what}; there are {number}", field=path)
+
+
 def _check_rule(request: inference_pb2.GenerateRequest, rule: _Rule) -> None:
     message: Any = getattr(request, rule.message) if rule.message else request
     if message.DESCRIPTOR.fields_by_name[rule.name].has_presence and not message.HasField(rule.name):
@@ -228,14 +144,23 @@ def _check_rule(request: inference_pb2.GenerateRequest, rule: _Rule) -> None:
         raise InvalidArgument(f"`{rule.path}` {rule.sentence}; it is {value}", field=rule.path)
 
 
+def _check_num_messages(chat: inference_pb2.Chat) -> None:
+    if len(chat.messages) > MAX_CHAT_MESSAGES:
+        raise _wrong_number_of_messages(chat)
+
+
 def _check_chat(chat: inference_pb2.Chat) -> None:
-    if not 1 <= len(chat.messages) <= MAX_CHAT_MESSAGES:
-        raise InvalidArgument(
-            f"`chat.messages` must have 1 to {MAX_CHAT_MESSAGES} messages; it has {len(chat.messages)}",
-            field="chat.messages",
-        )
+    if not chat.messages:
+        raise _wrong_number_of_messages(chat)
     for message in chat.messages:
         check_role(message.role, field="chat.messages.role")
+
+
+def _wrong_number_of_messages(chat: inference_pb2.Chat) -> InvalidArgument:
+    return InvalidArgument(
+        f"`chat.messages` must have 1 to {MAX_CHAT_MESSAGES} messages; it has {len(chat.messages)}",
+        field="chat.messages",
+    )
 
 
 def _check_stopping(stopping: inference_pb2.Stopping) -> None:
@@ -244,10 +169,6 @@ def _check_stopping(stopping: inference_pb2.Stopping) -> None:
             f"`stopping.min_tokens` is {stopping.min_tokens} and above `stopping.max_tokens`, {stopping.max_tokens}",
             field="stopping.min_tokens",
         )
-    if len(stopping.stop) > MAX_STOP_STRINGS:
-        raise InvalidArgument(
-            f"`stopping.stop` takes {MAX_STOP_STRINGS} strings; there are {len(stopping.stop)}", field="stopping.stop"
-        )
     for index, text in enumerate(stopping.stop):
         num_bytes = len(text.encode())
         if not 1 <= num_bytes <= MAX_STOP_BYTES:
@@ -255,19 +176,9 @@ def _check_stopping(stopping: inference_pb2.Stopping) -> None:
                 f"`stopping.stop` takes strings of 1 to {MAX_STOP_BYTES} bytes; number {index} has {num_bytes}",
                 field="stopping.stop",
             )
-    if len(stopping.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise InvalidArgument(
-            f"`stopping.stop_token_ids` takes {MAX_STOP_TOKEN_IDS} ids; there are {len(stopping.stop_token_ids)}",
-            field="stopping.stop_token_ids",
-        )
 
 
 def _check_logit_bias(sampling: inference_pb2.Sampling) -> None:
-    if len(sampling.logit_bias) > MAX_LOGIT_BIASES:
-        raise InvalidArgument(
-            f"`sampling.logit_bias` takes {MAX_LOGIT_BIASES} entries; there are {len(sampling.logit_bias)}",
-            field="sampling.logit_bias",
-        )
     for token_id, bias in sampling.logit_bias.items():
         if not -100 <= bias <= 100:
             raise InvalidArgument(
@@ -317,7 +228,8 @@ def _check_ngram(lookup: inference_pb2.PromptLookupSpeculation) -> None:
 
 def check_tokenize(request: inference_pb2.TokenizeRequest) -> None:
     """Raises InvalidArgument or Unimplemented with the field's path."""
-    _refuse_what_is_not_acted_on(request)
+    _check_num_messages(request.chat)
+    refuse_what_is_not_acted_on(request)
     kind = request.WhichOneof("input")
     if kind is None:
         raise InvalidArgument("the request has nothing to tokenize: set `text` or `chat`", field="input")
@@ -333,7 +245,7 @@ def check_tokenize(request: inference_pb2.TokenizeRequest) -> None:
 
 def check_adapter_request(request: AdapterRequest | adapter_pb2.ListAdaptersRequest) -> None:
     """Any request of the adapter service. Raises InvalidAdapterId or Unimplemented."""
-    _refuse_what_is_not_acted_on(request)
+    refuse_what_is_not_acted_on(request)
     if isinstance(request, adapter_pb2.ListAdaptersRequest):
         return
     if not request.adapter_id:
@@ -343,12 +255,12 @@ def check_adapter_request(request: AdapterRequest | adapter_pb2.ListAdaptersRequ
 
 def check_bare(request: inference_pb2.GetInfoRequest | worker_pb2.GetLoadRequest) -> None:
     """A request that asks without saying anything. Raises Unimplemented where it does say something."""
-    _refuse_what_is_not_acted_on(request)
+    refuse_what_is_not_acted_on(request)
 
 
 def check_watch_load(request: worker_pb2.WatchLoadRequest) -> None:
     """Raises InvalidArgument for an interval that is no number of seconds."""
-    _refuse_what_is_not_acted_on(request)
+    refuse_what_is_not_acted_on(request)
     interval_s = request.min_interval_s
     if not (math.isfinite(interval_s) and 0 <= interval_s <= MAX_WATCH_INTERVAL_S):
         raise InvalidArgument(
@@ -362,9 +274,11 @@ def check_watch_load(request: worker_pb2.WatchLoadRequest) -> None:
 def check_for_model(request: inference_pb2.GenerateRequest, limits: ModelLimits) -> None:
     """Token ids against the vocabulary, lengths against the context. Call after `check_generate`; where the prompt is
     text, `check_prompt_length` follows once it is tokenized. Raises InvalidArgument with the field's path."""
+    if request.WhichOneof("input") == "token_ids":
+        check_prompt_length(len(request.token_ids.ids), limits, field="token_ids.ids")  # before each id is looked at
     _check_token_ids(request.token_ids.ids, "token_ids.ids", limits)
     _check_token_ids(request.stopping.stop_token_ids, "stopping.stop_token_ids", limits)
-    _check_token_ids(request.sampling.logit_bias, "sampling.logit_bias", limits)
+    _check_token_ids(list(request.sampling.logit_bias), "sampling.logit_bias", limits)
     for name in ("max_tokens", "min_tokens"):
         value: int = getattr(request.stopping, name)
         if value > limits.max_context_tokens:
@@ -376,12 +290,12 @@ def check_for_model(request: inference_pb2.GenerateRequest, limits: ModelLimits)
         raise InvalidArgument(
             f"`output.top_logprobs` is above the vocabulary's {limits.vocab_size} tokens", field="output.top_logprobs"
         )
-    if request.WhichOneof("input") == "token_ids":
-        check_prompt_length(len(request.token_ids.ids), limits, field="token_ids.ids")
 
 
 def _check_token_ids(token_ids: Any, path: str, limits: ModelLimits) -> None:
-    largest = max(token_ids, default=0)  # unsigned on the wire, so this is the only bound
+    # Unsigned on the wire, so this is the only bound. In steps, so that other threads go on in between.
+    steps = range(0, len(token_ids), _IDS_AT_ONCE)
+    largest = max((max(token_ids[start : start + _IDS_AT_ONCE]) for start in steps), default=0)
     if largest >= limits.vocab_size:
         raise InvalidArgument(
             f"`{path}` has token {largest}; this model's vocabulary ends at {limits.vocab_size - 1}", field=path

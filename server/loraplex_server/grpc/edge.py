@@ -10,7 +10,6 @@ import contextlib
 import copy
 import functools
 import logging
-import operator
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Generator
@@ -95,7 +94,7 @@ def add_service(server: grpc.aio.Server, service: ServiceDescriptor, servicer: o
         handlers[method.name] = make(
             getattr(servicer, method.name),
             request_deserializer=functools.partial(_parsed_or_error, GetMessageClass(method.input_type)),
-            response_serializer=operator.methodcaller("SerializeToString"),
+            response_serializer=_serialized,
         )
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
 
@@ -106,6 +105,11 @@ def _parsed_or_error(cls: type[Message], raw: bytes) -> Message | InvalidArgumen
         return parse(cls, raw)
     except InvalidArgument as error:
         return error
+
+
+def _serialized(response: Message | bytes) -> bytes:
+    """A handler may have serialized its answer itself."""
+    return response if isinstance(response, bytes) else response.SerializeToString()
 
 
 def handles_errors(handler: _Handler) -> _Handler:

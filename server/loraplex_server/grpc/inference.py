@@ -7,11 +7,11 @@ import contextlib
 import copy
 import itertools
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import loraplex_proto
 from loraplex_proto import auth, validate
@@ -22,17 +22,15 @@ from loraplex_server.engine.client import EngineClient
 from loraplex_server.engine.messages import ModelInfo
 from loraplex_server.frontend.completion import CompletionAssembler, CompletionSummary, Delta
 from loraplex_server.frontend.generation import Progress, generate
+from loraplex_server.frontend.tokenizing import Tokenizing
 from loraplex_server.grpc import convert
 from loraplex_server.grpc.edge import Edge, begin_request, handles_errors, handles_stream_errors
+from loraplex_server.grpc.tokens import tokenize_response
 from loraplex_server.request import Request
-from loraplex_server.text.tokenizer import TextTokenizer
 
 Context = Any  # grpc.aio.ServicerContext, which is generic over messages in its stubs
-T = TypeVar("T")
 
-# Longer texts are tokenized, and made from tokens, off the event loop: at about 1 MB/s this is some 10 ms.
-OFF_LOOP_CHARS = 10_000
-MESSAGE_CHARS = 32  # what a chat's template writes around a message, and its rendering
+IDS_AT_ONCE = 1 << 14  # that are copied in one step
 TOKEN_CHARS = 4
 
 
@@ -56,12 +54,13 @@ class Sent:
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     """Owns nothing but the counter that makes engine request ids unique."""
 
-    def __init__(self, engine: EngineClient, info: ModelInfo, tokenizer: TextTokenizer, edge: Edge) -> None:
+    def __init__(self, engine: EngineClient, info: ModelInfo, tokenizing: Tokenizing, edge: Edge) -> None:
         self._engine = engine
         self._info = info
-        self._tokenizer = tokenizer
+        self._tokenizing = tokenizing
+        self._tokenizer = tokenizing.tokenizer
         self._edge = edge
-        self._limits = validate.ModelLimits(info.vocab_size, info.max_context_tokens)
+        self._limits = tokenizing.limits
         self._counter = itertools.count(1)
 
     @handles_errors
@@ -104,16 +103,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                     sent.num_tokens += len(delta.token_ids)
 
     @handles_errors
-    async def Tokenize(
-        self, request: inference_pb2.TokenizeRequest, context: Context
-    ) -> inference_pb2.TokenizeResponse:
+    async def Tokenize(self, request: inference_pb2.TokenizeRequest, context: Context) -> Any:
+        """The answer as it is on the wire: one of a long text is serialized where the text is tokenized."""
         validate.check_tokenize(request)
-        if request.WhichOneof("input") == "chat":
-            ids = await self._encode_chat(request.chat)
-        else:
-            ids = await self._encode(request.text, special=not request.omit_special_tokens)
-        texts = await _off_loop(len(ids) * TOKEN_CHARS, lambda: list(map(self._tokenizer.token_text, ids)))
-        return inference_pb2.TokenizeResponse(token_ids=ids, tokens=texts)
+        async with _within(context.time_remaining()):
+            if request.WhichOneof("input") == "chat":
+                messages, opens_turn = _messages(request.chat), not request.chat.omit_generation_prompt
+                return await self._tokenizing.tokenize_chat(messages, tokenize_response, opens_turn)
+            special = not request.omit_special_tokens
+            return await self._tokenizing.tokenize(request.text, tokenize_response, special=special)
 
     @handles_errors
     async def GetInfo(self, request: inference_pb2.GetInfoRequest, context: Context) -> inference_pb2.GetInfoResponse:
@@ -140,7 +138,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         typed error."""
         request_id = begin_request(message.request_id)
         validate.check_generate(message)
-        validate.check_for_model(message, self._limits)
+        num_ids = len(message.token_ids.ids)
+        if num_ids:
+            validate.check_prompt_length(num_ids, self._limits, field="token_ids.ids")  # before any is looked at
+        await self._tokenizing.off_loop(num_ids, partial(validate.check_for_model, message, self._limits))
         identity = self._edge.admit(*auth.adapters_in(message))
         remaining_s: float | None = context.time_remaining()
         if remaining_s is not None and remaining_s <= 0:
@@ -149,9 +150,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             remaining_s = answer_within_s(remaining_s)
         self._refuse_early(message, identity.tenant, remaining_s)
         arrival_s = time.monotonic()
-        prompt = await self._prompt(message)
-        validate.check_prompt_length(len(prompt), self._limits)
-        echo = await self._decode(prompt) if message.output.echo else ""
+        async with _within(remaining_s):
+            prompt = await self._prompt(message)
+            validate.check_prompt_length(len(prompt), self._limits)
+            echo = await self._tokenizing.decode(prompt) if message.output.echo else ""
         request = convert.to_request(
             message,
             prompt,
@@ -179,22 +181,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def _prompt(self, message: inference_pb2.GenerateRequest) -> tuple[int, ...]:
         match message.WhichOneof("input"):
             case "token_ids":
-                return tuple(message.token_ids.ids)
+                ids = message.token_ids.ids
+                return await self._tokenizing.off_loop(len(ids), partial(_copied, ids))
             case "chat":
-                return tuple(await self._encode_chat(message.chat))
+                messages = _messages(message.chat)
+                return tuple(await self._tokenizing.encode_chat(messages, not message.chat.omit_generation_prompt))
             case _:
-                return tuple(await self._encode(message.text, special=True))
-
-    async def _encode(self, text: str, *, special: bool) -> list[int]:
-        return await _off_loop(len(text), partial(self._tokenizer.encode, text, add_special_tokens=special))
-
-    async def _encode_chat(self, chat: inference_pb2.Chat) -> list[int]:
-        num_chars = sum(len(message.content) + MESSAGE_CHARS for message in chat.messages)
-        encode = partial(self._tokenizer.encode_chat, _messages(chat), not chat.omit_generation_prompt)
-        return await _off_loop(num_chars, encode)
-
-    async def _decode(self, token_ids: Sequence[int]) -> str:
-        return await _off_loop(len(token_ids) * TOKEN_CHARS, partial(self._tokenizer.decode, token_ids))
+                return tuple(await self._tokenizing.encode(message.text))
 
     def _new_assembler(self, request: Request, index: int) -> CompletionAssembler:
         tokenizer, stopping = self._tokenizer, request.stopping
@@ -232,9 +225,25 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         )
 
 
-async def _off_loop(num_chars: int, work: Callable[[], T]) -> T:
-    """Does what takes about as long as tokenizing `num_chars` characters: in a thread, if that is long."""
-    return work() if num_chars < OFF_LOOP_CHARS else await asyncio.to_thread(work)
+@contextlib.asynccontextmanager
+async def _within(remaining_s: float | None) -> AsyncGenerator[None]:
+    """Raises DeadlineExceeded when the block takes longer."""
+    timeout = asyncio.timeout(remaining_s)
+    try:
+        async with timeout:
+            yield
+    except TimeoutError:
+        if not timeout.expired():
+            raise
+        raise DeadlineExceeded("the deadline passed before the text was tokenized; give it more time") from None
+
+
+def _copied(ids: Sequence[int]) -> tuple[int, ...]:
+    """In steps, so that other threads go on in between."""
+    copied: list[int] = []
+    for start in range(0, len(ids), IDS_AT_ONCE):
+        copied += ids[start : start + IDS_AT_ONCE]
+    return tuple(copied)
 
 
 def _public_id(request: Request) -> str:

@@ -24,10 +24,12 @@ from loraplex_proto.reload import Reloader
 from loraplex_proto.status import UnknownMethods
 from loraplex_proto.tls import server_credentials
 from loraplex_proto.v1 import adapter_pb2, inference_pb2, worker_pb2
+from loraplex_proto.validate import ModelLimits
 from loraplex_server.config import WorkerConfig
 from loraplex_server.engine.client import EngineClient
 from loraplex_server.engine.messages import ModelInfo
 from loraplex_server.engine.process import EngineBuilder
+from loraplex_server.frontend.tokenizing import Tokenizing
 from loraplex_server.grpc.adapters import AdapterServicer
 from loraplex_server.grpc.door import check_door
 from loraplex_server.grpc.edge import Edge, add_service
@@ -76,6 +78,7 @@ class Worker:
     health: Health
     edge: Edge
     files: Reloader
+    tokenizing: Tokenizing
     metrics: telemetry.MetricsEndpoint | None = None
 
     @property
@@ -98,6 +101,7 @@ class Worker:
         await self.edge.drain(FAREWELL_S)
         await self.server.stop(FAREWELL_S)
         self.files.stop()
+        await self.tokenizing.close()
         if self.metrics is not None:
             await self.metrics.stop()
 
@@ -137,8 +141,9 @@ async def _listen(config: WorkerConfig, engine: EngineClient, info: ModelInfo, t
         registry = telemetry.new_registry()
         telemetry.WorkerCollector(registry, lambda: snapshot(engine.state))
     edge = Edge(telemetry.RequestMetrics(registry, "worker"))
+    tokenizing = Tokenizing(tokenizer, ModelLimits(info.vocab_size, info.max_context_tokens))
     servicers = (
-        InferenceServicer(engine, info, tokenizer, edge),
+        InferenceServicer(engine, info, tokenizing, edge),
         AdapterServicer(engine, edge),
         WorkerServicer(engine, edge),
     )
@@ -164,7 +169,7 @@ async def _listen(config: WorkerConfig, engine: EngineClient, info: ModelInfo, t
     ):
         log.warning("%s", sentence)
     files.start()
-    return Worker(engine, info, join_address(config.host, port), server, health, edge, files, endpoint)
+    return Worker(engine, info, join_address(config.host, port), server, health, edge, files, tokenizing, endpoint)
 
 
 def _credentials(files: Reloader, config: WorkerConfig) -> Callable[[], auth.Credentials] | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Final, cast
 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -22,6 +22,9 @@ from loraplex_server.text.stops import StopMatcher
 from loraplex_server.text.vocabulary import Vocabulary
 
 _logger = logging.getLogger(__name__)
+
+# Texts below that take some 10 ms, which is not worth a thread.
+SHORT_CHARS: Final = 10_000
 
 # A model directory with none of these has no tokenizer.
 _TOKENIZER_FILES = (
@@ -34,6 +37,14 @@ _TOKENIZER_FILES = (
 )
 
 
+def num_bytes_of(text: str) -> int:
+    """As UTF-8. Raises InvalidArgument on text that is not Unicode."""
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError as error:
+        raise InvalidArgument("the text holds halves of surrogate pairs; send UTF-8", field="text") from error
+
+
 class TextTokenizer:
     """Encodes, decodes, and makes the detokenizer and stop matcher of each completion."""
 
@@ -41,7 +52,6 @@ class TextTokenizer:
         self._tokenizer = tokenizer
         self._missing_reason = missing_reason or "the base model has no tokenizer"
         self._vocabulary: Vocabulary | None = None
-        self._token_texts: dict[int, str] = {}  # filled as tokens come; bounded by the vocabulary
         if tokenizer is not None:
             backend = tokenizer.backend_tokenizer
             # Files may carry the settings of their training. Set once: the library refuses changes while another
@@ -84,6 +94,16 @@ class TextTokenizer:
         """Its tokens one by one; None without a tokenizer."""
         return self._vocabulary
 
+    def serialized(self) -> str | None:
+        """Everything that makes the same tokenizer in another process; None where that cannot be."""
+        if self._tokenizer is None:
+            return None
+        try:
+            return self._backend.to_str()
+        except Exception as error:  # the library has no type of its own for components written in Python
+            _logger.warning("the tokenizer cannot be copied to another process: %s", error)
+            return None
+
     @property
     def has_chat_template(self) -> bool:
         return self._tokenizer is not None and bool(self._tokenizer.chat_template)
@@ -97,15 +117,23 @@ class TextTokenizer:
     # --- to token ids -------------------------------------------------------------------------------------------------
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Raises FailedPrecondition without a tokenizer, InvalidArgument on text that is not Unicode."""
+        """Raises FailedPrecondition without a tokenizer, InvalidArgument on text that is not Unicode.
+
+        Other threads go on while a long text is tokenized."""
         self._require("text")
-        try:
+        num_bytes_of(text)
+        if len(text) < SHORT_CHARS:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except (UnicodeEncodeError, TypeError) as error:
-            raise InvalidArgument("the text holds halves of surrogate pairs; send UTF-8", field="text") from error
+        # In a batch, even of one, the library gives the interpreter's lock back.
+        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> list[int]:
-        """The chat as the template renders it. Raises NoChatTemplate, or InvalidArgument if the template refuses."""
+        """The chat as the template renders it. Raises as `render_chat` does."""
+        return self.encode(self.render_chat(messages, add_generation_prompt), add_special_tokens=False)
+
+    def render_chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
+        """The template's text, special tokens included. Raises NoChatTemplate, or InvalidArgument if the template
+        refuses."""
         tokenizer = self._require("chat")
         if not tokenizer.chat_template:
             raise NoChatTemplate("the base model has no chat template; send text or token_ids instead", field="chat")
@@ -115,24 +143,20 @@ class TextTokenizer:
         except Exception as error:  # a template is a program, and fails in any way on messages it does not expect
             reason = str(error).strip().split("\n", 1)[0]
             raise InvalidArgument(f"the chat template refuses these messages: {reason}", field="chat") from error
-        return self.encode(cast(str, rendered), add_special_tokens=False)
+        return cast(str, rendered)
 
     # --- to text ------------------------------------------------------------------------------------------------------
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of a prompt, special tokens left out. Raises FailedPrecondition without a tokenizer."""
         self._require("output.echo")
-        return self._words.decode(token_ids)
+        # In a batch the library gives the interpreter's lock back.
+        return self._backend.decode_batch([list(token_ids)], skip_special_tokens=True)[0]
 
     def token_text(self, token_id: int) -> str:
         """What a token looks like within a text, for logprobs: with its space, special tokens by name, U+FFFD for parts
         of characters. Empty without a tokenizer and beyond its vocabulary."""
-        if self._vocabulary is None:
-            return ""
-        found = self._token_texts.get(token_id)
-        if found is None:
-            found = self._token_texts[token_id] = self._token_text(self._vocabulary, token_id)
-        return found
+        return "" if self._vocabulary is None else self._vocabulary.text(token_id)
 
     def new_detokenizer(
         self, prompt_ids: Sequence[int], dropped_ids: frozenset[int] = frozenset()
@@ -146,22 +170,6 @@ class TextTokenizer:
             return None
         self._require("stopping.stop")
         return StopMatcher(stopping.stop, include_stop=stopping.include_stop, min_tokens=stopping.min_tokens)
-
-    def _token_text(self, vocabulary: Vocabulary, token_id: int) -> str:
-        content = vocabulary.content(token_id)
-        if content is None or vocabulary.is_special(token_id):
-            return content or ""
-        if vocabulary.is_byte_level:
-            return vocabulary.bytes(token_id).decode("utf-8", errors="replace")
-        # Behind itself it is not at the beginning of a text, where decoders leave spaces out.
-        alone = vocabulary.decode((token_id,))
-        behind = vocabulary.decode((token_id, token_id))
-        return behind[len(alone) :] if behind.startswith(alone) else alone
-
-    @property
-    def _words(self) -> Vocabulary:
-        assert self._vocabulary is not None
-        return self._vocabulary
 
     def _require(self, field: str) -> PreTrainedTokenizerFast:
         if self._tokenizer is None:

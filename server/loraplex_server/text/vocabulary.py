@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from tokenizers import Tokenizer
 
@@ -30,6 +30,7 @@ class Vocabulary:
         self.is_byte_level = steps == ["ByteLevel"]
         self._has_byte_tokens = "ByteFallback" in steps
         self._bytes: dict[int, bytes] = {}  # filled as tokens come; bounded by the vocabulary
+        self._texts: dict[int, str] = {}  # likewise
 
     @property
     def special_ids(self) -> Mapping[str, int]:
@@ -50,6 +51,25 @@ class Vocabulary:
     def decode(self, token_ids: Sequence[int]) -> str:
         """The library's text of these tokens by themselves, special tokens left out."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+
+    def text(self, token_id: int) -> str:
+        """What a token looks like within a text: with its space, special tokens by name, U+FFFD for parts of
+        characters. Empty beyond the vocabulary."""
+        found = self._texts.get(token_id)
+        if found is None:
+            found = self._texts[token_id] = self._text(token_id)
+        return found
+
+    def _text(self, token_id: int) -> str:
+        content = self.content(token_id)
+        if content is None or self.is_special(token_id):
+            return content or ""
+        if self.is_byte_level:
+            return self.bytes(token_id).decode("utf-8", errors="replace")
+        # Behind itself it is not at the beginning of a text, where decoders leave spaces out.
+        alone = self.decode((token_id,))
+        behind = self.decode((token_id, token_id))
+        return behind[len(alone) :] if behind.startswith(alone) else alone
 
     def content(self, token_id: int) -> str | None:
         """The token as the vocabulary spells it; None beyond the vocabulary (models are often padded)."""
@@ -97,6 +117,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _BYTE_OF_CHAR: Mapping[str, int] = _byte_alphabet()
+BYTE_ALPHABET: Final = frozenset(_BYTE_OF_CHAR)
 
 
 def _decoder_steps(tokenizer: Tokenizer) -> list[str]:

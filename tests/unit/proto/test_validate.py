@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-from loraplex_proto import validate
+from loraplex_proto import handled, validate
 from loraplex_proto.errors import ContextLengthExceeded, InvalidAdapterId, InvalidArgument, Unimplemented
 from loraplex_proto.v1 import adapter_pb2, inference_pb2, worker_pb2
 from loraplex_proto.v1.inference_pb2 import (
@@ -150,6 +150,26 @@ def test_a_field_without_an_entry_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         validate.check_generate(GenerateRequest(text="a", sampling=Sampling(top_p=0.5)))
 
 
+@pytest.mark.parametrize("within", ["", "token_ids", "sampling"])
+def test_many_unknown_fields_are_refused_without_a_look_at_each(within: str) -> None:
+    request = GenerateRequest(token_ids=TokenIds(ids=[5]), sampling=Sampling(top_k=1))
+    part = getattr(request, within) if within else request
+    part.MergeFromString(b"\xf8\x3f\x01" * 30_000)  # field 1023, a number
+    with pytest.raises(Unimplemented, match="bytes of the request"):
+        check(request)
+    known = GenerateRequest(token_ids=TokenIds(ids=[5] * 100_000))
+    check(known)  # long, and nothing in it is unknown
+
+
+def test_too_many_messages_are_refused_before_anything_looks_at_each() -> None:
+    """An unknown field in one of them is not reached."""
+    messages = [ChatMessage(role="user", content="x")] * 4097
+    for request in (GenerateRequest(chat=Chat(messages=messages)), TokenizeRequest(chat=Chat(messages=messages))):
+        request.chat.messages[0].MergeFromString(b"\xa2\x7d\x01x")
+        with pytest.raises(InvalidArgument, match="4097"):
+            check(request)
+
+
 # --- values ---------------------------------------------------------------------------------------------------------
 
 GOOD = {
@@ -204,7 +224,7 @@ def test_good_requests_pass(request_: GenerateRequest) -> None:
 
 
 def test_the_good_requests_use_every_field_that_is_acted_on() -> None:
-    used = {path for request in GOOD.values() for path in validate._set_paths(request, "", {})}
+    used = {path for request in GOOD.values() for path in handled.set_paths(request, "", {})}
     assert used == HANDLED["GenerateRequest"]
 
 

@@ -3,35 +3,41 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import pytest
 from google.rpc import status_pb2
 from support.engine_fakes import INFO, build_fake, build_slow
 from support.tiny_tokenizers import tiny_tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from loraplex_proto.errors import EngineLost, FailedPrecondition, LoraplexError
 from loraplex_proto.status import DETAILS_KEY, from_status
 from loraplex_proto.v1 import inference_pb2
+from loraplex_proto.validate import ModelLimits
 from loraplex_server.config import EngineConfig, ModelConfig
 from loraplex_server.engine.client import EngineClient, EngineState
 from loraplex_server.engine.messages import LoadNumbers, ModelInfo
+from loraplex_server.frontend.tokenizing import Tokenizing
 from loraplex_server.grpc.edge import Edge
-from loraplex_server.grpc.inference import OFF_LOOP_CHARS, InferenceServicer
-from loraplex_server.text.tokenizer import TextTokenizer
+from loraplex_server.grpc.inference import InferenceServicer
+from loraplex_server.text.tokenizer import SHORT_CHARS, TextTokenizer
 
 
-class NoTokenizer:
-    has_chat_template = False
+def service(engine: Any, info: ModelInfo, tokenizer: TextTokenizer) -> InferenceServicer:
+    limits = ModelLimits(info.vocab_size, info.max_context_tokens)
+    return InferenceServicer(engine, info, Tokenizing(tokenizer, limits), Edge())
 
 
 def servicer(*speculation: str) -> InferenceServicer:
     info = ModelInfo("m", "llama", "float32", "cpu", 100, 64, 8, (2,), speculation)
-    return InferenceServicer(cast(Any, None), info, cast(Any, NoTokenizer()), Edge())
+    return service(None, info, TextTokenizer(None))
 
 
 @pytest.mark.parametrize(
@@ -58,45 +64,45 @@ async def test_info_says_how_requests_may_speculate(
 # --- where text is made -----------------------------------------------------------------------------------------------
 
 
-class WatchedTokenizer:
-    """Says in which thread it was asked. A character is a token."""
+class WatchedTokenizer(TextTokenizer):
+    """Says in which threads it was asked."""
 
-    has_chat_template = True
-
-    def __init__(self) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        super().__init__(tokenizer)
         self.threads: set[int] = set()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         self.threads.add(threading.get_ident())
-        return [5] * len(text)
+        return super().encode(text, add_special_tokens=add_special_tokens)
 
-    def encode_chat(self, messages: Sequence[dict[str, str]], add_generation_prompt: bool = True) -> list[int]:
-        return self.encode("".join(f"<|user|>{message['content']}<|end|>" for message in messages))
-
-    def token_text(self, token_id: int) -> str:
+    def render_chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
         self.threads.add(threading.get_ident())
-        return "x"
+        return super().render_chat(messages, add_generation_prompt)
 
 
 def chat_of(*contents: str) -> inference_pb2.Chat:
     return inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role="user", content=text) for text in contents])
 
 
-LONG = "x" * OFF_LOOP_CHARS
-LONG_INPUTS = [{"text": LONG}, {"chat": chat_of(LONG)}, {"chat": chat_of(*["x"] * 1000)}]
+LONG = "x" * SHORT_CHARS
+LONG_INPUTS = [{"text": LONG}, {"chat": chat_of(LONG)}, {"chat": chat_of(*["x"] * 2000)}]
 SHORT_INPUTS = [{"text": "x"}, {"chat": chat_of("x", "x")}]
 
 
 @pytest.mark.parametrize(("given", "is_long"), [(given, given in LONG_INPUTS) for given in LONG_INPUTS + SHORT_INPUTS])
 async def test_long_texts_and_chats_leave_the_event_loop_alone(given: dict[str, Any], is_long: bool) -> None:
-    tokenizer = WatchedTokenizer()
-    one = InferenceServicer(cast(Any, None), INFO, cast(Any, tokenizer), Edge())
-    response = await one.Tokenize(inference_pb2.TokenizeRequest(**given), None)
+    tiny = copy.copy(tiny_tokenizer("byte_level"))
+    tiny.chat_template = "{% for m in messages %}<|turn|>{{ m.content }}{% endfor %}"
+    tokenizer = WatchedTokenizer(tiny)
+    one = service(None, replace(INFO, max_context_tokens=1 << 20), tokenizer)
+    raw = await one.Tokenize(inference_pb2.TokenizeRequest(**given), FakeContext())
+    response = inference_pb2.TokenizeResponse.FromString(raw)
     assert len(response.tokens) == len(response.token_ids)
     assert (threading.get_ident() not in tokenizer.threads) == is_long
     tokenizer.threads.clear()
     assert await one._prompt(inference_pb2.GenerateRequest(**given)) == tuple(response.token_ids)
     assert (threading.get_ident() not in tokenizer.threads) == is_long
+    await one._tokenizing.close()
 
 
 # --- echo -------------------------------------------------------------------------------------------------------------
@@ -116,7 +122,7 @@ async def test_every_streamed_completion_begins_with_the_prompt() -> None:
     engine = EngineClient(EngineConfig(ModelConfig("fake")))
     await engine.start(inline=True, builder=build_fake)
     try:
-        one = InferenceServicer(engine, INFO, TextTokenizer(tiny_tokenizer("byte_level")), Edge())
+        one = service(engine, INFO, TextTokenizer(tiny_tokenizer("byte_level")))
         request = inference_pb2.GenerateRequest(
             token_ids=inference_pb2.TokenIds(ids=[70, 71, 72]),
             n=3,
@@ -140,7 +146,7 @@ async def test_every_streamed_completion_begins_with_the_prompt() -> None:
 @pytest.mark.parametrize("method", ["Generate", "GenerateStream"])
 async def test_an_echo_that_cannot_be_is_refused_before_anything_runs(method: str) -> None:
     idle = SimpleNamespace(state=EngineState(LoadNumbers()))  # whatever else is asked of it fails
-    one = InferenceServicer(cast(Any, idle), INFO, TextTokenizer(None), Edge())
+    one = service(idle, INFO, TextTokenizer(None))
     request = inference_pb2.GenerateRequest(
         token_ids=inference_pb2.TokenIds(ids=[70]), output=inference_pb2.Output(echo=True)
     )
@@ -168,7 +174,7 @@ def long_request(request_id: str) -> inference_pb2.GenerateRequest:
 async def test_a_lost_engine_is_told_with_what_was_sent_and_to_each_its_own() -> None:
     engine = EngineClient(EngineConfig(ModelConfig("fake")))
     await engine.start(inline=True, builder=build_slow)
-    one = InferenceServicer(engine, INFO, TextTokenizer(tiny_tokenizer("byte_level")), Edge())
+    one = service(engine, INFO, TextTokenizer(tiny_tokenizer("byte_level")))
     num_read = defaultdict[str, int](int)
 
     async def stream(request_id: str) -> LoraplexError:

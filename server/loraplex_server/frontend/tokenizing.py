@@ -1,0 +1,170 @@
+"""Text to token ids and back for the event loop: whatever its length, other requests go on.
+
+Short texts are done at once, on the loop; longer ones by threads, which give the interpreter's lock back; the longest
+by a process of their own, which is killed when its caller goes away. How many at once is bounded, and so are the bytes
+that wait. The ids are those of `TextTokenizer` in each case.
+
+Owns the threads, the process and who waits for them. Knows neither engine nor connections.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Final, TypeVar
+
+from loraplex_proto.errors import ContextLengthExceeded, OutOfMemory, unexpected
+from loraplex_proto.validate import ModelLimits, check_prompt_length
+from loraplex_server.text.bounds import max_bytes_per_token
+from loraplex_server.text.process import Job, Maker, ProcessEnded, TokenizerProcess
+from loraplex_server.text.tokenizer import SHORT_CHARS, TextTokenizer, num_bytes_of
+from loraplex_server.text.turns import Turns
+
+T = TypeVar("T")
+Messages = Sequence[Mapping[str, str]]
+
+# Longer texts go to the process: below, a thread is through within some 0.2 s and need not be stopped.
+LONG_BYTES: Final = 1 << 17
+NUM_THREADS: Final = 2
+MAX_WAITING_BYTES: Final = 64 << 20
+IDLE_S: Final = 20.0  # until the process gives its memory back
+TOKEN_CHARS: Final = 4
+MESSAGE_CHARS: Final = 32  # what a chat's template writes around a message, and its rendering
+
+
+class Tokenizing:
+    """Serves all requests of one worker. Call `close` at the end."""
+
+    def __init__(self, tokenizer: TextTokenizer, limits: ModelLimits, *, idle_s: float = IDLE_S) -> None:
+        self.tokenizer = tokenizer
+        self.limits = limits
+        self._idle_s = idle_s
+        self._serialized = tokenizer.serialized()
+        self._bytes_per_token = None if self._serialized is None else max_bytes_per_token(self._serialized)
+        self._executor = ThreadPoolExecutor(NUM_THREADS + 1, thread_name_prefix="tokenizing")
+        self._turns = Turns(NUM_THREADS, MAX_WAITING_BYTES)
+        self._long_turns = Turns(1, MAX_WAITING_BYTES)
+        self._process: TokenizerProcess | None = None
+        self._idle: asyncio.TimerHandle | None = None
+
+    async def encode(self, text: str, *, special: bool = True) -> Sequence[int]:
+        """The ids of a prompt. Raises ContextLengthExceeded, for some texts before they are tokenized, QueueFull, and
+        what `TextTokenizer.encode` raises."""
+        encode = partial(self.tokenizer.encode, text, add_special_tokens=special)
+        if len(text) < SHORT_CHARS:
+            return encode()
+        num_bytes = num_bytes_of(text)
+        self._check_length(num_bytes)
+        if num_bytes <= LONG_BYTES or self._serialized is None:
+            return await self.off_loop(num_bytes, encode)
+        ids = await self._in_process(num_bytes, Job(text, special, self.limits.max_context_tokens))
+        if isinstance(ids, int):
+            check_prompt_length(ids, self.limits)
+        assert isinstance(ids, array)
+        return ids
+
+    async def encode_chat(self, messages: Messages, add_generation_prompt: bool = True) -> Sequence[int]:
+        """The same of a chat, and what `TextTokenizer.render_chat` raises."""
+        return await self.encode(await self._render(messages, add_generation_prompt), special=False)
+
+    async def tokenize(self, text: str, make: Maker, *, special: bool = True) -> bytes:
+        """What `make` makes of the ids of any text. Raises QueueFull, and what `TextTokenizer.encode` raises."""
+        num_bytes = num_bytes_of(text)
+        if num_bytes <= LONG_BYTES or self._serialized is None:
+            return await self.off_loop(num_bytes, partial(self._made, text, make, special))
+        answer = await self._in_process(num_bytes, Job(text, special, make=make))
+        assert isinstance(answer, bytes)
+        return answer
+
+    async def tokenize_chat(self, messages: Messages, make: Maker, add_generation_prompt: bool = True) -> bytes:
+        """The same of a chat, and what `TextTokenizer.render_chat` raises."""
+        return await self.tokenize(await self._render(messages, add_generation_prompt), make, special=False)
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """Raises what `TextTokenizer.decode` raises."""
+        return await self.off_loop(len(token_ids) * TOKEN_CHARS, partial(self.tokenizer.decode, token_ids))
+
+    async def off_loop(self, num_bytes: int, work: Callable[[], T]) -> T:
+        """Does what takes about as long as tokenizing `num_bytes`: at a thread's turn, if that is long."""
+        if num_bytes < SHORT_CHARS:
+            return work()
+        await self._turns.take(num_bytes)
+        return await self._work(self._turns, work)
+
+    async def close(self) -> None:
+        """Ends threads and process. What is under way fails."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        process, self._process = self._process, None
+        if self._idle is not None:
+            self._idle.cancel()
+        if process is not None:
+            await asyncio.to_thread(process.end)
+
+    # --- what it is made of -------------------------------------------------------------------------------------------
+
+    async def _render(self, messages: Messages, add_generation_prompt: bool) -> str:
+        num_chars = sum(len(message["content"]) + MESSAGE_CHARS for message in messages)
+        return await self.off_loop(num_chars, partial(self.tokenizer.render_chat, messages, add_generation_prompt))
+
+    def _made(self, text: str, make: Maker, special: bool) -> bytes:
+        ids = self.tokenizer.encode(text, add_special_tokens=special)
+        assert self.tokenizer.vocabulary is not None, "there are ids of a text"
+        return make(self.tokenizer.vocabulary, ids)
+
+    def _check_length(self, num_bytes: int) -> None:
+        if self._bytes_per_token is None:
+            return
+        num_tokens = -(-num_bytes // self._bytes_per_token)
+        if num_tokens >= self.limits.max_context_tokens:
+            raise ContextLengthExceeded(
+                f"the prompt has {num_bytes} bytes of text, which are {num_tokens} tokens at least; this model's "
+                f"context holds {self.limits.max_context_tokens}, at least one of them new: shorten the prompt",
+                field="input",
+            )
+
+    async def _in_process(self, num_bytes: int, job: Job) -> array[int] | int | bytes:
+        await self._long_turns.take(num_bytes)
+        process = self._take_process()
+        try:
+            result = await self._work(self._long_turns, partial(process.run, job))
+        except ProcessEnded as error:
+            self._process = None
+            if error.is_out_of_memory:
+                raise OutOfMemory(
+                    "there was not enough memory to tokenize this text; shorten it, or send token_ids"
+                ) from error
+            raise unexpected(error, "tokenizing a long text") from error
+        except BaseException:  # nobody waits any more
+            self._process = None
+            process.kill()
+            raise
+        # The next turn begins later, and takes this back.
+        self._idle = asyncio.get_running_loop().call_later(self._idle_s, self._end_idle_process)
+        return result
+
+    async def _work(self, turns: Turns, work: Callable[[], T]) -> T:
+        """In a thread. The turn lasts until that is through, even where nobody waits for it."""
+        future = asyncio.get_running_loop().run_in_executor(self._executor, work)
+        try:
+            return await asyncio.shield(future)
+        finally:
+            if future.done():
+                turns.give_back()
+            else:
+                future.add_done_callback(lambda _: turns.give_back())
+
+    def _take_process(self) -> TokenizerProcess:
+        if self._idle is not None:
+            self._idle.cancel()
+        if self._process is None:
+            assert self._serialized is not None
+            self._process = TokenizerProcess(self._serialized)
+        return self._process
+
+    def _end_idle_process(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            self._executor.submit(process.end)

@@ -1,0 +1,134 @@
+"""Tokenizes long texts in a process of its own, which can be killed when nobody waits for the result any more.
+
+The library cannot be interrupted, and a text may take it seconds and a gigabyte. The process has the tokenizer and
+nothing else: neither torch nor Transformers. It takes one text at a time and ends when the other end of its pipe does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import queue
+import signal
+import threading
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, Final
+
+from tokenizers import Tokenizer
+
+from loraplex_server.text.vocabulary import Vocabulary
+
+# Below the engine's: its steps go first where cores are short.
+NICENESS: Final = 5
+_KILLED: Final = -signal.SIGKILL
+_END_S: Final = 10.0
+
+
+# Makes what is wanted of token ids where the ids are. A function of a module, since it crosses the pipe by name.
+Maker = Callable[[Vocabulary, Sequence[int]], bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One text. Its result is what `make` makes of its token ids; without, the ids, or only their number where there
+    are more than `max_tokens`."""
+
+    text: str
+    add_special_tokens: bool
+    max_tokens: int = 0
+    make: Maker | None = None
+
+
+class ProcessEnded(Exception):
+    """The process is gone, and the job with it."""
+
+    def __init__(self, exit_status: int | None) -> None:
+        super().__init__(f"the process that tokenizes long texts ended with status {exit_status}")
+        self.is_out_of_memory = exit_status == _KILLED  # nobody but the kernel kills it unasked
+
+
+class TokenizerProcess:
+    """The end of the pipe that asks. Starts with the first job; one job at a time."""
+
+    def __init__(self, serialized: str) -> None:
+        self._serialized = serialized
+        self._lock = threading.Lock()  # over the two below
+        self._process: Any = None
+        self._is_killed = False
+        self._conn: Any = None
+
+    def run(self, job: Job) -> array[int] | int | bytes:
+        """What `Job` says. Blocks; `kill` from another thread makes it raise ProcessEnded."""
+        try:
+            conn = self._conn or self._start()
+            conn.send(job)
+            return conn.recv()
+        except (EOFError, OSError) as error:
+            raise ProcessEnded(self.end()) from error
+
+    def kill(self) -> None:
+        """Whatever it does. Does not wait."""
+        with self._lock:
+            self._is_killed = True
+            if self._process is not None:
+                self._process.kill()
+
+    def end(self) -> int | None:
+        """Kills it and waits until it is gone, which may take a moment where it had much memory. Its exit status; None
+        if it never ran."""
+        self.kill()
+        if self._conn is not None:
+            self._conn.close()
+        if self._process is None:
+            return None
+        self._process.join(_END_S)
+        return self._process.exitcode
+
+    def _start(self) -> Any:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        with self._lock:
+            if self._is_killed:
+                raise EOFError
+            process = context.Process(target=tokenize_jobs, args=(theirs,), name="loraplex-tokenizer", daemon=True)
+            process.start()
+            self._process = process
+        theirs.close()
+        self._conn = ours
+        ours.send(self._serialized)
+        return ours
+
+
+def tokenize_jobs(conn: Connection) -> None:
+    """Entry point of the process; does not return."""
+    # The front end decides when it ends, and a front end that is gone shows as the end of the pipe.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with contextlib.suppress(OSError):
+        os.nice(NICENESS)
+    tokenizer = Tokenizer.from_str(conn.recv())
+    vocabulary = Vocabulary(tokenizer)
+    inbox: queue.SimpleQueue[Job] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(conn, inbox), daemon=True).start()
+    while True:
+        conn.send(_result(tokenizer, vocabulary, inbox.get()))
+
+
+def _read(conn: Connection, inbox: queue.SimpleQueue[Job]) -> None:
+    """In a thread, so that the end of the pipe is seen at once, in the middle of a text too."""
+    try:
+        while True:
+            inbox.put(conn.recv())
+    except (EOFError, OSError):
+        os._exit(0)
+
+
+def _result(tokenizer: Tokenizer, vocabulary: Vocabulary, job: Job) -> array[int] | int | bytes:
+    ids = tokenizer.encode_batch_fast([job.text], add_special_tokens=job.add_special_tokens)[0].ids
+    if job.make is not None:
+        return job.make(vocabulary, ids)
+    return array("I", ids) if len(ids) <= job.max_tokens else len(ids)
