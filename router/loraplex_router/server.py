@@ -61,6 +61,10 @@ class Router:
     def address(self) -> str:
         return join_address(self.config.host, self.port)
 
+    def heard_s(self, worker_id: str) -> float:
+        """When the worker last sent anything, by the monotonic clock."""
+        return self._upstreams[worker_id].heard_s
+
     async def drain(self, drain_s: float | None = None, *, announce_s: float = 0.0) -> None:
         """Says NOT_SERVING for `announce_s`, then refuses what is new and gives what runs `drain_s` to end.
 

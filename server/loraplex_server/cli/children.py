@@ -17,6 +17,10 @@ from loraplex_proto.errors import FailedPrecondition, LoraplexError, by_reason
 log = logging.getLogger(__name__)
 
 RESTART_DELAYS_S: Final = (1.0, 2.0, 5.0, 10.0, 30.0)
+# A worker that the router has not heard for so many looks is killed and started again: it may be frozen for good.
+# Looks are counted, so that a pause of this process is not taken for the worker's.
+LOOK_S: Final = 5.0
+MAX_SILENT_LOOKS: Final = 6
 # What a line of a child may be long; the rest of it is dropped.
 MAX_LINE_BYTES: Final = 1 << 16
 
@@ -77,6 +81,23 @@ class Children:
     async def watch(self) -> None:
         """Starts again what dies, with growing pauses. Runs until cancelled."""
         await asyncio.gather(*(self._watch_one(index) for index in range(len(self._children))))
+
+    async def kill_silent(self, heard_s: Callable[[str], float]) -> None:
+        """Kills workers that have fallen silent; `watch` starts them again. Runs until cancelled.
+
+        `heard_s` tells when the worker at an address was last heard, by any clock."""
+        last: list[float] = [0.0] * len(self._children)
+        num_silent_looks = [0] * len(self._children)
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for index, child in enumerate(self._children):
+                is_silent = child.process.returncode is None and heard_s(child.address) == last[index]
+                num_silent_looks[index] = num_silent_looks[index] + 1 if is_silent else 0
+                last[index] = heard_s(child.address)
+                if num_silent_looks[index] >= MAX_SILENT_LOOKS:
+                    log.error("worker %d is silent and is killed", index)
+                    child.process.kill()
+                    num_silent_looks[index] = 0
 
     async def stop(self, drain_s: float, grace_s: float = 10.0) -> None:
         """SIGTERM to all, `drain_s` and `grace_s` for all to end, then SIGKILL. Returns when every process is reaped.

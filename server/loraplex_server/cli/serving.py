@@ -53,7 +53,7 @@ async def serving(
             yield None
             return
         router = await start_router(_router_config(config, addresses, worker_token))
-        watching = asyncio.ensure_future(children.watch())
+        watching = asyncio.gather(children.watch(), children.kill_silent(router.heard_s))
         try:
             endpoint = router.metrics_endpoint
             ports = [] if endpoint is None else [endpoint.port, *children.metrics_ports]

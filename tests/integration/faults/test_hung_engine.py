@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 
 import grpc.aio
+import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.engine_fakes import build_long_steps
 from support.fake_workers import router_for, until
 from support.faults import Stopwatch, fault
 from support.light_worker import light_worker
+from support.processes import Running, loraplex, wait_until
+from support.world import TinyWorld
 
 from loraplex import AsyncClient
 from loraplex_proto.errors import WorkerLost
@@ -123,3 +126,58 @@ async def test_a_long_step_is_not_a_hung_engine(stopwatch: Stopwatch, caplog: py
         assert len(answer.completions[0].token_ids) == 6
         assert await health_of(worker) == health_pb2.HealthCheckResponse.SERVING
     assert "does not respond" not in caplog.text
+
+
+def workers_of(serve: Running) -> set[int]:
+    """Process ids of the workers that `loraplex serve` runs."""
+    children = psutil.Process(serve.process.pid).children()
+    return {child.pid for child in children if child.status() != "zombie" and "worker" in child.cmdline()}
+
+
+@contextmanager
+def served(world: TinyWorld) -> Iterator[Running]:
+    command = ("serve", str(world.model), "--adapters", str(world.adapters), "--port", "0", "--workers", "2")
+    with loraplex(*command, "--threads", "1", "--dtype", "float64", timeout_s=150) as serve:
+        yield serve
+
+
+async def check_replaced(serve: Running, victim: int, frozen: int, world: TinyWorld, stopwatch: Stopwatch) -> None:
+    """Freezes a process for good; its worker is replaced, nothing of it is left, and the texts are the same."""
+    before = workers_of(serve)
+    family = [psutil.Process(victim), *psutil.Process(victim).children(recursive=True)]
+    async with AsyncClient(serve.address) as client:
+        texts = [(await client.generate("hello", adapter_id=name, max_tokens=8)).text for name in world.names[:4]]
+        os.kill(frozen, signal.SIGSTOP)
+        stopwatch.start()
+        await asyncio.to_thread(wait_until, lambda: workers_of(serve) - before, 90, "another worker")
+        stopwatch.stop()
+        _, alive = await asyncio.to_thread(psutil.wait_procs, family, 10)
+        assert not alive
+        again = [(await client.generate("hello", adapter_id=name, max_tokens=8)).text for name in world.names[:4]]
+        assert again == texts
+    assert serve.end() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@fault("engine stays frozen under `serve`", clients_see="as above; another worker takes its place", within_s=30)
+async def test_serve_replaces_a_worker_whose_engine_stays_frozen(tiny_world: TinyWorld, stopwatch: Stopwatch) -> None:
+    with served(tiny_world) as serve:
+        victim = min(workers_of(serve))
+        (engine,) = (
+            child.pid
+            for child in psutil.Process(victim).children()
+            if any("spawn_main" in argument for argument in child.cmdline())
+        )
+        await check_replaced(serve, victim, engine, tiny_world, stopwatch)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@fault("front end stays frozen under `serve`", clients_see="as above; another worker takes its place", within_s=60)
+async def test_serve_replaces_a_worker_whose_front_end_stays_frozen(
+    tiny_world: TinyWorld, stopwatch: Stopwatch
+) -> None:
+    with served(tiny_world) as serve:
+        victim = min(workers_of(serve))
+        await check_replaced(serve, victim, victim, tiny_world, stopwatch)

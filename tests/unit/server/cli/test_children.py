@@ -132,3 +132,18 @@ async def test_a_start_that_is_given_up_leaves_nothing_behind(tmp_path: Path, wa
     assert process.returncode == -signal.SIGTERM
     assert asyncio.all_tasks() == others
     assert unheard == []
+
+
+async def test_who_is_silent_is_replaced_and_who_speaks_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(children_module, "LOOK_S", 0.02)
+    async with started(tmp_path / "worker", READY + WAIT) as (children, _):
+        heard_s = 1.0
+        watching = asyncio.ensure_future(children.kill_silent(lambda address: heard_s))
+        (before,) = children.pids
+        for number in range(20):
+            heard_s = float(number)
+            await asyncio.sleep(0.02)
+        assert children.pids == [before]
+        await until(lambda: children.pids != [before])  # now it says nothing any more
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
