@@ -95,13 +95,14 @@ class Tokenizing:
         return await self._work(self._turns, work)
 
     async def close(self) -> None:
-        """Ends threads and process. What is under way fails."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        """Ends process and threads, and waits until they are gone. What is under way fails."""
         process, self._process = self._process, None
         if self._idle is not None:
             self._idle.cancel()
         if process is not None:
             await asyncio.to_thread(process.end)
+        # Threads of processes that were killed before still wait for their ends.
+        await asyncio.to_thread(self._executor.shutdown, cancel_futures=True)
 
     # --- what it is made of -------------------------------------------------------------------------------------------
 
