@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Final
 
+from loraplex._requests import STATES
 from loraplex.types import (
     Adapter,
     AdapterState,
@@ -28,14 +30,7 @@ _FINISH_REASONS: Final[dict[int, FinishReason]] = {
     inference_pb2.FINISH_REASON_STOP: FinishReason.STOP,
     inference_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
 }
-_STATES: Final[dict[int, AdapterState]] = {
-    adapter_pb2.ADAPTER_STATE_KNOWN: "known",
-    adapter_pb2.ADAPTER_STATE_FETCHING: "fetching",
-    adapter_pb2.ADAPTER_STATE_ON_HOST: "on_host",
-    adapter_pb2.ADAPTER_STATE_ON_DEVICE: "on_device",
-    adapter_pb2.ADAPTER_STATE_DRAINING: "draining",
-    adapter_pb2.ADAPTER_STATE_FAILED: "failed",
-}
+_STATES: Final[dict[int, AdapterState]] = {number: state for state, number in STATES.items()}
 _TIERS: Final[dict[int, AdapterTier]] = {
     adapter_pb2.ADAPTER_TIER_SOURCE: "source",
     adapter_pb2.ADAPTER_TIER_DISK: "disk",
@@ -122,8 +117,17 @@ def adapters_of_one_name(raw: bytes) -> tuple[Adapter, ...]:
     return _adapters(adapter_pb2.GetAdapterResponse.FromString(raw).adapters)
 
 
-def listed_adapters(raw: bytes) -> tuple[Adapter, ...]:
-    return _adapters(adapter_pb2.ListAdaptersResponse.FromString(raw).adapters)
+@dataclass(frozen=True, slots=True)
+class AdapterPage:
+    """Of a listing; without a token it is the last one."""
+
+    adapters: tuple[Adapter, ...]
+    next_page_token: str
+
+
+def adapter_page(raw: bytes) -> AdapterPage:
+    message = adapter_pb2.ListAdaptersResponse.FromString(raw)
+    return AdapterPage(_adapters(message.adapters), message.next_page_token)
 
 
 def _adapters(rows: Iterable[adapter_pb2.Adapter]) -> tuple[Adapter, ...]:

@@ -14,13 +14,18 @@ import grpc
 from google.protobuf.message import Message as ProtobufMessage
 
 from loraplex import _answers, _requests
+from loraplex._answers import AdapterPage
 from loraplex._settings import Settings, checked_timeout
 from loraplex.types import Adapter, CallOptions, Chunk, GenerateOptions, Generation, Message, ServerInfo, Tokenization
 from loraplex_proto.errors import Cancelled, ConnectionLost, DeadlineExceeded, LoraplexError, ServerUnreachable
 from loraplex_proto.status import from_rpc_error
-from loraplex_proto.v1 import adapter_pb2, inference_pb2
+from loraplex_proto.v1 import inference_pb2
+from loraplex_proto.v1.adapter_pb2 import ListAdaptersRequest
 
 _Answer = TypeVar("_Answer")
+
+MAX_PAGE_SIZE: Final = 1000  # the largest that servers give
+MIN_TIMEOUT_S: Final = 0.001  # a call whose time is up ends so, with the words for it
 
 _INFERENCE: Final = "/loraplex.v1.InferenceService/"
 _ADAPTERS: Final = "/loraplex.v1.AdapterService/"
@@ -139,9 +144,14 @@ class Calls:
         request = _requests.get_request(adapter_id)
         return self._adapter_call("GetAdapter", request, _answers.adapters_of_one_name, options, adapter_id)
 
-    def list(self, include_unloaded: bool, options: CallOptions) -> Call[tuple[Adapter, ...]]:
-        request = adapter_pb2.ListAdaptersRequest(include_unloaded=include_unloaded)
-        return self._adapter_call("ListAdapters", request, _answers.listed_adapters, options, "")
+    def list(self, request: ListAdaptersRequest, timeout_s: float | None) -> Call[AdapterPage]:
+        """One page."""
+        return self._call(_ADAPTERS + "ListAdapters", request, _answers.adapter_page, CallOptions(timeout_s=timeout_s))
+
+    def pages(self, request: ListAdaptersRequest, options: CallOptions, *, is_whole: bool) -> Pages:
+        """The calls of a listing. `is_whole`: the time that the caller allows is for all of them, not for each."""
+        timeout_s = _requests.call_options(options).get("timeout_s", self._settings.timeout_s)
+        return Pages(self, request, checked_timeout(timeout_s), is_whole)
 
     def _adapter_call(
         self,
@@ -173,3 +183,28 @@ class Calls:
             target=self._settings.target,
             request_id=request_id,
         )
+
+
+class Pages:
+    """The calls of one listing, each made with what the one before has answered. As long as there is a `next_call`,
+    send it and `take` the answer."""
+
+    def __init__(self, calls: Calls, request: ListAdaptersRequest, timeout_s: float | None, is_whole: bool) -> None:
+        self._calls = calls
+        self._request = request
+        self._timeout_s = timeout_s
+        self._until_s = time.monotonic() + timeout_s if is_whole and timeout_s is not None else None
+        self._has_more = True
+
+    def next_call(self) -> Call[AdapterPage] | None:
+        if not self._has_more:
+            return None
+        timeout_s = self._timeout_s
+        if self._until_s is not None:
+            timeout_s = max(self._until_s - time.monotonic(), MIN_TIMEOUT_S)
+        return self._calls.list(self._request, timeout_s)
+
+    def take(self, page: AdapterPage) -> tuple[Adapter, ...]:
+        self._request.page_token = page.next_page_token
+        self._has_more = bool(page.next_page_token)
+        return page.adapters

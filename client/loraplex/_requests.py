@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, TypeVar, cast
 
 from loraplex.types import (
+    AdapterState,
     AnySpeculation,
     CallOptions,
     DraftModel,
@@ -52,6 +53,15 @@ _FIELDS: Final[dict[str, str]] = {
     "cache_salt": "cache_salt",
 }
 _OTHER_OPTIONS: Final = frozenset({"messages", "omit_generation_prompt", "adapters", "speculation", "timeout_s"})
+
+STATES: Final[dict[AdapterState, adapter_pb2.AdapterState.ValueType]] = {
+    "known": adapter_pb2.ADAPTER_STATE_KNOWN,
+    "fetching": adapter_pb2.ADAPTER_STATE_FETCHING,
+    "on_host": adapter_pb2.ADAPTER_STATE_ON_HOST,
+    "on_device": adapter_pb2.ADAPTER_STATE_ON_DEVICE,
+    "draining": adapter_pb2.ADAPTER_STATE_DRAINING,
+    "failed": adapter_pb2.ADAPTER_STATE_FAILED,
+}
 
 _AboutAdapter = TypeVar(
     "_AboutAdapter",
@@ -128,6 +138,23 @@ def unload_request(adapter_id: str) -> adapter_pb2.UnloadAdapterRequest:
 
 def get_request(adapter_id: str) -> adapter_pb2.GetAdapterRequest:
     return _naming(adapter_pb2.GetAdapterRequest(), adapter_id)
+
+
+def list_request(
+    include_unloaded: bool, prefix: str, state: AdapterState | None, page_size: int
+) -> adapter_pb2.ListAdaptersRequest:
+    """For the first page."""
+    request = adapter_pb2.ListAdaptersRequest()
+    values = {"include_unloaded": include_unloaded, "page_size": page_size, "prefix": prefix}
+    for name, value in values.items():
+        _assign(request, name, value)
+    if page_size < 1:
+        raise InvalidArgument(f"`page_size` must be at least 1; it is {page_size}", field="page_size")
+    if state is not None:
+        if state not in STATES:
+            raise InvalidArgument(f"`state` must be one of {', '.join(STATES)}; it is {_shown(state)}", field="state")
+        request.state = STATES[state]
+    return request
 
 
 def _naming(request: _AboutAdapter, adapter_id: str) -> _AboutAdapter:

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Any, TypeVar, Unpack
+from typing import Any, Protocol, TypeVar, Unpack
 
 import grpc
 
-from loraplex._calls import Call, Calls
+from loraplex import _requests
+from loraplex._calls import MAX_PAGE_SIZE, Call, Calls
 from loraplex._settings import DEFAULT_TIMEOUT_S, Settings, Tls
-from loraplex.types import Adapter, CallOptions, Chunk, GenerateOptions, Generation, Message, ServerInfo, Tokenization
+from loraplex.types import (
+    Adapter,
+    AdapterState,
+    CallOptions,
+    Chunk,
+    GenerateOptions,
+    Generation,
+    Message,
+    ServerInfo,
+    Tokenization,
+)
 from loraplex_proto.errors import FailedPrecondition
 
 _Answer = TypeVar("_Answer")
+
+
+class _Send(Protocol):
+    def __call__(self, call: Call[_Answer]) -> _Answer: ...
 
 
 class Client:
@@ -104,7 +119,7 @@ class Client:
 class Adapters:
     """`client.adapters`. Through a router each answer has a row per worker."""
 
-    def __init__(self, calls: Calls, send: Callable[[Call[tuple[Adapter, ...]]], tuple[Adapter, ...]]) -> None:
+    def __init__(self, calls: Calls, send: _Send) -> None:
         self._calls = calls
         self._send = send
 
@@ -120,9 +135,37 @@ class Adapters:
         """Where one adapter is. Raises AdapterNotFound."""
         return self._send(self._calls.get(adapter_id, options))
 
-    def list(self, *, include_unloaded: bool = False, **options: Unpack[CallOptions]) -> tuple[Adapter, ...]:
-        """The adapters that are loaded, with `include_unloaded` also those that could be."""
-        return self._send(self._calls.list(include_unloaded, options))
+    def list(
+        self,
+        *,
+        include_unloaded: bool = False,
+        prefix: str = "",
+        state: AdapterState | None = None,
+        **options: Unpack[CallOptions],
+    ) -> tuple[Adapter, ...]:
+        """The adapters that are loaded, with `include_unloaded` also those that could be: all of them, of those whose
+        name begins with `prefix`, or that are in `state`. Asks for pages, all within `timeout_s`."""
+        request = _requests.list_request(include_unloaded, prefix, state, MAX_PAGE_SIZE)
+        pages = self._calls.pages(request, options, is_whole=True)
+        rows: list[Adapter] = []
+        while (call := pages.next_call()) is not None:
+            rows += pages.take(self._send(call))
+        return tuple(rows)
+
+    def iterate(
+        self,
+        *,
+        include_unloaded: bool = False,
+        prefix: str = "",
+        state: AdapterState | None = None,
+        page_size: int = MAX_PAGE_SIZE,
+        **options: Unpack[CallOptions],
+    ) -> Iterator[Adapter]:
+        """The same one by one; a page is asked for when it is needed, each within `timeout_s`."""
+        request = _requests.list_request(include_unloaded, prefix, state, page_size)
+        pages = self._calls.pages(request, options, is_whole=False)
+        while (call := pages.next_call()) is not None:
+            yield from pages.take(self._send(call))
 
 
 class Stream(Iterator[Chunk]):

@@ -264,6 +264,12 @@ class MessageTooLarge(ResourceExhausted):
     help: never retry it as it is."""
 
     reason = "MESSAGE_TOO_LARGE"
+
+
+class ListingTooLarge(ResourceExhausted):
+    """A listing that was asked for at once and does not fit a message; pages of it do. Another try changes nothing."""
+
+    reason = "LISTING_TOO_LARGE"
     exit_code = 2
 
 

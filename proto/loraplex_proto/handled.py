@@ -73,7 +73,7 @@ HANDLED: Final[dict[str, frozenset[str]]] = {
     "LoadAdapterRequest": frozenset({"adapter_id", "pin"}),
     "UnloadAdapterRequest": frozenset({"adapter_id"}),
     "GetAdapterRequest": frozenset({"adapter_id"}),
-    "ListAdaptersRequest": frozenset({"include_unloaded"}),
+    "ListAdaptersRequest": frozenset({"include_unloaded", "page_size", "page_token", "prefix", "state"}),
     "WatchLoadRequest": frozenset({"min_interval_s"}),
     "GetInfoRequest": frozenset(),
     "GetLoadRequest": frozenset(),

@@ -15,6 +15,7 @@ from typing import Any, Final
 from loraplex_proto.errors import ContextLengthExceeded, InvalidAdapterId, InvalidArgument
 from loraplex_proto.handled import HANDLED, NOT_BUILT, refuse_what_is_not_acted_on
 from loraplex_proto.ids import check_adapter_id, check_id, check_role
+from loraplex_proto.paging import ListQuery, list_query
 from loraplex_proto.v1 import adapter_pb2, inference_pb2, worker_pb2
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "check_bare",
     "check_for_model",
     "check_generate",
+    "check_list_adapters",
     "check_prompt_length",
     "check_tokenize",
     "check_watch_load",
@@ -243,14 +245,18 @@ def check_tokenize(request: inference_pb2.TokenizeRequest) -> None:
             )
 
 
-def check_adapter_request(request: AdapterRequest | adapter_pb2.ListAdaptersRequest) -> None:
-    """Any request of the adapter service. Raises InvalidAdapterId or Unimplemented."""
+def check_adapter_request(request: AdapterRequest) -> None:
+    """A request that names one adapter. Raises InvalidAdapterId or Unimplemented."""
     refuse_what_is_not_acted_on(request)
-    if isinstance(request, adapter_pb2.ListAdaptersRequest):
-        return
     if not request.adapter_id:
         raise InvalidAdapterId("`adapter_id` is empty: name the adapter", field="adapter_id")
     check_adapter_id(request.adapter_id)
+
+
+def check_list_adapters(request: adapter_pb2.ListAdaptersRequest) -> ListQuery:
+    """What it asks for. Raises InvalidArgument or Unimplemented with the field."""
+    refuse_what_is_not_acted_on(request)
+    return list_query(request)
 
 
 def check_bare(request: inference_pb2.GetInfoRequest | worker_pb2.GetLoadRequest) -> None:

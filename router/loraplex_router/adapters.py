@@ -14,11 +14,13 @@ from typing import Any
 
 from loraplex_proto.auth import current_identity
 from loraplex_proto.errors import AdapterNotFound, Draining
+from loraplex_proto.paging import ListQuery
 from loraplex_proto.v1 import adapter_pb2
-from loraplex_proto.validate import check_adapter_request
+from loraplex_proto.validate import check_adapter_request, check_list_adapters
 from loraplex_proto.wire import parse
 from loraplex_router.calls import Call, Calls
 from loraplex_router.config import PolicyConfig
+from loraplex_router.listing import MergedListing
 from loraplex_router.policy import rendezvous_order, routing_key
 from loraplex_router.proxy import no_worker
 from loraplex_router.replicas import Replicas
@@ -31,9 +33,17 @@ log = logging.getLogger(__name__)
 class Answers:
     """What several workers said to one question."""
 
-    rows: list[adapter_pb2.Adapter] = field(default_factory=list[adapter_pb2.Adapter])
-    num_answered: int = 0
+    # Every response of this service is a list of rows in field 1, and one of ListAdapters has a token too.
+    responses: list[adapter_pb2.ListAdaptersResponse] = field(default_factory=list[adapter_pb2.ListAdaptersResponse])
     failures: list[UpstreamFailure] = field(default_factory=list[UpstreamFailure])
+
+    @property
+    def num_answered(self) -> int:
+        return len(self.responses)
+
+    @property
+    def rows(self) -> list[adapter_pb2.Adapter]:
+        return [row for response in self.responses for row in response.adapters]
 
     def raise_unless_answered(self) -> None:
         """When nobody did it: what the workers said, a verdict on the adapter before a worker that is not there."""
@@ -51,6 +61,7 @@ class AdapterFanOut:
         self._replicas = replicas
         self._upstreams = upstreams
         self._calls = calls
+        self._listing = MergedListing()
 
     async def load(self, raw: bytes, context: Any) -> bytes:
         async def body(call: Call) -> bytes:
@@ -92,12 +103,16 @@ class AdapterFanOut:
 
     async def list(self, raw: bytes, context: Any) -> bytes:
         async def body(call: Call) -> bytes:
-            check_adapter_request(parse(adapter_pb2.ListAdaptersRequest, raw))
-            answers = await self._ask(call, "ListAdapters", raw, self._routable())
-            answers.raise_unless_answered()
-            identity = current_identity()
-            rows = [row for row in answers.rows if identity.may_use(row.adapter_id)]
-            return adapter_pb2.ListAdaptersResponse(adapters=rows).SerializeToString()
+            query = check_list_adapters(parse(adapter_pb2.ListAdaptersRequest, raw))
+
+            async def ask(part: ListQuery) -> Sequence[adapter_pb2.ListAdaptersResponse]:
+                request = part.request().SerializeToString()
+                answers = await self._ask(call, "ListAdapters", request, self._routable())
+                answers.raise_unless_answered()
+                return answers.responses
+
+            page = await self._listing.page(query, current_identity(), self._replicas.num_routable, ask)
+            return page.SerializeToString()
 
         return await self._calls.run("ListAdapters", context, body)
 
@@ -167,12 +182,10 @@ class AdapterFanOut:
             elif isinstance(result, BaseException):
                 raise result
             else:
-                answers.num_answered += 1
-                # Every response of this service is a list of rows in field 1.
-                rows = adapter_pb2.ListAdaptersResponse.FromString(result).adapters
-                for row in rows:
+                response = adapter_pb2.ListAdaptersResponse.FromString(result)
+                for row in response.adapters:
                     row.worker = worker_id
-                answers.rows.extend(rows)
+                answers.responses.append(response)
         return answers
 
 

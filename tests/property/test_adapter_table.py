@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from loraplex_adapters.cache.api import AdapterInfo
 from loraplex_adapters.cache.config import AdapterCacheConfig
 from loraplex_adapters.cache.integrity import check_idle, check_names, check_residency
-from loraplex_adapters.cache.listing import Listing
+from loraplex_adapters.cache.listing import Listing, listing_order
 from loraplex_adapters.cache.offers import OFFER_ROUNDS
-from loraplex_adapters.cache.rows import rows, take_changes
+from loraplex_adapters.cache.rows import key_row, name_row, take_changes
 from loraplex_adapters.cache.states import (
     IN_TRANSIT,
     KEY_TRANSITIONS,
@@ -61,6 +62,17 @@ class Request:
     borrows: bool = False
     key: AdapterKey | None = None
     has_ref: bool = False
+
+
+def rows(table: AdapterTable) -> list[AdapterInfo]:
+    """What a listing shows, made anew."""
+    listed = [
+        name_row(table, record)
+        for record in table.names.values()
+        if not (record.state is NameState.FAILED and isinstance(record.error, AdapterNotFound))
+    ]
+    listed += [key_row(r, r.last_name) for r in table.residency.records.values() if not r.names]
+    return sorted(listed, key=listing_order)
 
 
 class World:
@@ -243,7 +255,10 @@ class World:
         dropping = {m.key for m in residency.moves if isinstance(m, DropHost)}
         assert sum(bytes_of(key) for key in self.on_host - dropping) <= 640
         self.listing.take(take_changes(self.table))
-        assert list(self.listing.rows()) == rows(self.table, ()), "a change that nobody heard of"
+        expected = rows(self.table)
+        assert list(self.listing.rows()) == expected, "a change that nobody heard of"
+        resident = [row for tier in ("device", "host", "disk") for row in expected if row.tier == tier]
+        assert list(self.listing.nearest()) == [(row.tier, row.adapter_id, row.digest) for row in resident]
 
     def drain(self) -> None:
         """Whatever happened: every request that is left is served or told why not, and in the end nothing is left."""

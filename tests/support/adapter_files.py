@@ -16,6 +16,7 @@ from torch import Tensor
 
 from loraplex_adapters.cache.api import AdapterInfo
 from loraplex_adapters.cache.config import AdapterCacheConfig
+from loraplex_adapters.cache.listing import Listing
 from loraplex_adapters.cache.manager import AdapterManager, everybody
 from loraplex_adapters.key import AdapterKey
 from loraplex_adapters.sources.base import AdapterSource
@@ -121,6 +122,7 @@ class Engine:
         self.slots = Slots()
         self.now = 100.0
         self._woken = threading.Event()
+        self._listing = Listing()
         self.cache = AdapterManager(
             AdapterCacheConfig(**(settings | options)),
             source,
@@ -130,6 +132,11 @@ class Engine:
             self._woken.set,
             access,
         )
+
+    def listed(self) -> list[AdapterInfo]:
+        """As a front end lists it."""
+        self._listing.take(self.cache.take_changes())
+        return list(self._listing.rows())
 
     def turn(self, timeout_s: float = 5.0) -> bool:
         """Waits for a notification, as an idle engine does, and polls. False when none came."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from loraplex_adapters.cache.api import AdapterInfo, CacheUsage, ListingChanges
@@ -104,9 +104,6 @@ class FakeCache:
         if adapter_id not in self.known:
             raise AdapterNotFound(f"there is no adapter {adapter_id!r}", resource=adapter_id)
         return AdapterInfo(adapter_id, "lora", adapter_id * 64, "on_device", "device", 10, 8, 0, False)
-
-    def list(self, include_unloaded: bool) -> Sequence[AdapterInfo]:
-        return [self.get(name) for name in self.known]
 
     def take_changes(self) -> ListingChanges:
         return {name: (self.get(name),) for name in self.known}

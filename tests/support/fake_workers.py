@@ -16,6 +16,7 @@ import grpc.aio
 
 from loraplex_proto.auth import ServerInterceptor, follow_credentials, recheck_identity
 from loraplex_proto.errors import AdapterNotFound, LoraplexError
+from loraplex_proto.paging import ListQuery, Page, list_query
 from loraplex_proto.reload import Reloader
 from loraplex_proto.status import abort
 from loraplex_proto.tls import server_credentials
@@ -84,6 +85,7 @@ class FakeWorker:
         self.metadata: list[dict[str, str | bytes]] = []
         self.remaining_s: list[float | None] = []
         self.calls: list[str] = []
+        self.queries: list[ListQuery] = []  # of ListAdapters
         self.num_ended = 0  # streams that are over, whatever the way
         self.ended = asyncio.Event()
         self.started = asyncio.Event()
@@ -203,6 +205,16 @@ class FakeWorker:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(news.wait(), 1.0)
 
+    def _page(self, request: adapter_pb2.ListAdaptersRequest, rows: list[adapter_pb2.Adapter]) -> bytes:
+        query = list_query(request)
+        self.queries.append(query)
+        page = Page(query)
+        for row in sorted(rows, key=lambda row: row.adapter_id):
+            is_meant = row.adapter_id.startswith(query.prefix) and query.state in (0, row.state)
+            if is_meant and row.adapter_id > query.after and not page.add(row.adapter_id, [row]):
+                break
+        return page.response.SerializeToString()
+
     def _adapters(self, method: str) -> Callable[[bytes, Any], Awaitable[bytes]]:
         async def handle(raw: bytes, context: Any) -> bytes:
             self.calls.append(method)
@@ -210,16 +222,17 @@ class FakeWorker:
             if error is not None:
                 await abort(context, error)
             rows = list(self.adapters.values())
-            if method != "ListAdapters":
-                adapter_id = adapter_pb2.GetAdapterRequest.FromString(raw).adapter_id
-                if method == "LoadAdapter":
-                    tier = adapter_pb2.ADAPTER_TIER_DEVICE
-                    self.adapters[adapter_id] = adapter_pb2.Adapter(adapter_id=adapter_id, tier=tier)
-                if adapter_id not in self.adapters:
-                    await abort(context, AdapterNotFound(f"no {adapter_id}", resource=adapter_id))
-                rows = [self.adapters[adapter_id]]
-                if method == "UnloadAdapter":
-                    del self.adapters[adapter_id]
+            if method == "ListAdapters":
+                return self._page(adapter_pb2.ListAdaptersRequest.FromString(raw), rows)
+            adapter_id = adapter_pb2.GetAdapterRequest.FromString(raw).adapter_id
+            if method == "LoadAdapter":
+                tier = adapter_pb2.ADAPTER_TIER_DEVICE
+                self.adapters[adapter_id] = adapter_pb2.Adapter(adapter_id=adapter_id, tier=tier)
+            if adapter_id not in self.adapters:
+                await abort(context, AdapterNotFound(f"no {adapter_id}", resource=adapter_id))
+            rows = [self.adapters[adapter_id]]
+            if method == "UnloadAdapter":
+                del self.adapters[adapter_id]
             return adapter_pb2.ListAdaptersResponse(adapters=rows).SerializeToString()
 
         return handle

@@ -6,7 +6,7 @@ what they finished.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -103,12 +103,13 @@ class AdapterCache(Residency, Protocol):
         """Forgets the name; weights go when the last request has ended. Raises AdapterNotFound."""
         ...
 
-    def get(self, adapter_id: str) -> AdapterInfo: ...
-
-    def list(self, include_unloaded: bool) -> Sequence[AdapterInfo]: ...
+    def get(self, adapter_id: str) -> AdapterInfo:
+        """Raises AdapterNotFound, also for what is in the source and nobody has asked for yet."""
+        ...
 
     def take_changes(self) -> ListingChanges:
-        """What `list(include_unloaded=False)` shows differently since the last call; at the first one, all it shows."""
+        """What a listing (cache/listing.py) shows differently since the last call; at the first one, all it shows: what
+        is bound, fetched or remembered as failed, and what drains."""
         ...
 
     def usage(self) -> CacheUsage: ...

@@ -13,7 +13,7 @@ import queue
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -37,7 +37,6 @@ from loraplex_proto.errors import LoraplexError
 log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 5.0
-RELIST_S = 2.0
 TEMPORARY_STORE = "loraplex-store-"
 
 # Run by `poll` in the engine's thread: takes one job's outcome into the table.
@@ -81,9 +80,6 @@ class AdapterManager:
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._load_seconds = 0.0
         self._num_loads = 0
-        self._available: Sequence[str] = source.list()
-        self._listed_s: float | None = None
-        self._is_listing = False
         self._is_closed = False
         self._fetcher = BackgroundThread("adapter-fetcher")
         self._mover = BackgroundThread("adapter-mover")
@@ -130,7 +126,7 @@ class AdapterManager:
 
     def unload(self, adapter_id: str) -> AdapterInfo:
         check_adapter_id(adapter_id)
-        before = rows.get_row(self._table, adapter_id, ())
+        before = rows.get_row(self._table, adapter_id)
         key = self._table.unload(adapter_id)
         self._look_again()
         record = self._table.residency.records.get(key)
@@ -140,13 +136,7 @@ class AdapterManager:
 
     def get(self, adapter_id: str) -> AdapterInfo:
         check_adapter_id(adapter_id)
-        return rows.get_row(self._table, adapter_id, self._available)
-
-    def list(self, include_unloaded: bool) -> Sequence[AdapterInfo]:
-        """What is not loaded is listed as of the last look at the source; asking starts another look."""
-        if include_unloaded:
-            self._list_source()
-        return rows.rows(self._table, self._available if include_unloaded else ())
+        return rows.get_row(self._table, adapter_id)
 
     def take_changes(self) -> ListingChanges:
         return rows.take_changes(self._table)
@@ -299,27 +289,6 @@ class AdapterManager:
             self._table.residency.promoted(move.key)
         else:
             self._table.residency.staged(move.key)
-
-    def _list_source(self) -> None:
-        now_s = time.monotonic()
-        if self._is_listing or (self._listed_s is not None and now_s - self._listed_s < RELIST_S):
-            return
-        self._is_listing = True
-
-        def look(pace: Pace) -> None:
-            try:
-                found = self._source.list()
-            except Exception as error:
-                log.warning("the source of adapters cannot be listed: %s", typed(error, "listing the source"))
-                found = self._available
-            self._finish(lambda now: self._take_listing(found))
-
-        self._fetcher.submit(look)
-
-    def _take_listing(self, found: Sequence[str]) -> None:
-        self._available = found
-        self._listed_s = time.monotonic()
-        self._is_listing = False
 
 
 def _bare(error: LoraplexError) -> LoraplexError:

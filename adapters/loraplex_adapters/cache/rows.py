@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from loraplex_adapters.cache.api import AdapterInfo, AdapterStateName, CacheUsage, ListingChanges, TierName
-from loraplex_adapters.cache.listing import listing_order
 from loraplex_adapters.cache.states import KeyRecord, KeyState, NameRecord, NameState
 from loraplex_adapters.cache.table import AdapterTable
 from loraplex_adapters.key import AdapterKey
@@ -63,27 +60,16 @@ def name_row(table: AdapterTable, record: NameRecord) -> AdapterInfo:
     return _bare_row(record.name, "failed" if is_failed else "fetching", record.error)
 
 
-def get_row(table: AdapterTable, adapter_id: str, available: Collection[str]) -> AdapterInfo:
+def get_row(table: AdapterTable, adapter_id: str) -> AdapterInfo:
     """Raises AdapterNotFound."""
     record = table.names.get(adapter_id)
-    if record is not None and not _is_unknown(record):
-        return name_row(table, record)
-    if adapter_id in available:
-        return _bare_row(adapter_id, "known", None)
-    raise not_found(adapter_id)
-
-
-def rows(table: AdapterTable, available: Collection[str]) -> list[AdapterInfo]:
-    """By name: what is bound, fetched or remembered as failed; what drains; and the rest of `available`."""
-    known = {name: record for name, record in table.names.items() if not _is_unknown(record)}
-    listed = [name_row(table, record) for record in known.values()]
-    listed += [key_row(r, r.last_name) for r in table.residency.records.values() if not r.names]
-    listed += [_bare_row(name, "known", None) for name in available if name not in known]
-    return sorted(listed, key=listing_order)
+    if record is None or _is_unknown(record):
+        raise not_found(adapter_id)
+    return name_row(table, record)
 
 
 def take_changes(table: AdapterTable) -> ListingChanges:
-    """Whatever `rows` would show differently now, without the rest of `available`."""
+    """What is listed differently now: bound, fetched or failed names, and contents that drain."""
     changes: ListingChanges = {}
     for name in table.changed:
         bound = table.names.get(name)

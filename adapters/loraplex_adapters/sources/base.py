@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
+from loraplex_adapters.pace import Pace, no_pace
 from loraplex_proto.errors import AdapterInvalid, AdapterNotFound
 
 
@@ -53,8 +54,9 @@ class AdapterSource(Protocol):
         """Raises AdapterNotFound, or SourceUnavailable when it cannot be said at the moment."""
         ...
 
-    def list(self) -> Sequence[str]:
-        """The names that are there now, sorted; empty for a source that cannot be listed."""
+    def list(self, pace: Pace = no_pace) -> Sequence[str]:
+        """The names that are there now, sorted; empty for a source that cannot be listed. For one thread; a source
+        keeps what it found, so that another look costs little. Raises SourceUnavailable."""
         ...
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from loraplex_adapters.pace import Pace, no_pace
 from loraplex_adapters.sources.base import AdapterFiles, AdapterSource, not_found
 from loraplex_adapters.sources.directory import DirectorySource
 from loraplex_adapters.sources.hub import HubSource
@@ -28,8 +29,9 @@ class ChainSource:
                 continue
         raise not_found(adapter_id)
 
-    def list(self) -> Sequence[str]:
-        return sorted({name for source in self._sources for name in source.list()})
+    def list(self, pace: Pace = no_pace) -> Sequence[str]:
+        found = [names for source in self._sources if (names := source.list(pace))]
+        return found[0] if len(found) == 1 else sorted({name for names in found for name in names})
 
 
 def make_source(

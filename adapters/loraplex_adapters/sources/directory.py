@@ -7,9 +7,7 @@ no descriptors beyond an open adapter's.
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import itertools
 import logging
 import os
 import stat
@@ -22,12 +20,13 @@ from loraplex_adapters.formats.detect import ADAPTER_NAMES, PICKLE_NAMES, has_mo
 from loraplex_adapters.formats.model_files import describe_medusa_model
 from loraplex_adapters.key import check_adapter_id
 from loraplex_adapters.once import read_once
+from loraplex_adapters.pace import Pace, no_pace
 from loraplex_adapters.sources.base import SourceFile, not_found
 from loraplex_adapters.sources.beneath import BadPath, Folder, kind_of
+from loraplex_adapters.sources.index import DirectoryIndex
 from loraplex_proto.errors import (
     AdapterInvalid,
     AdapterOutsideRoot,
-    InvalidAdapterId,
     LoraplexError,
     SourceUnavailable,
 )
@@ -35,7 +34,6 @@ from loraplex_proto.errors import (
 log = logging.getLogger(__name__)
 
 MAX_FILES = 4096
-MAX_LISTED = 100_000
 _NOT_THERE = frozenset({errno.ENOENT, errno.ENOTDIR})  # a file in a folder's place is no adapter
 
 
@@ -168,7 +166,7 @@ class FolderSource:
             raise not_found(adapter_id)
         return open_folder(self._folder, adapter_id)
 
-    def list(self) -> Sequence[str]:
+    def list(self, pace: Pace = no_pace) -> Sequence[str]:
         return [self._adapter_id]
 
 
@@ -177,6 +175,7 @@ class DirectorySource:
 
     def __init__(self, root: Path) -> None:
         self._root = root
+        self._index = DirectoryIndex(_holds_adapter)
 
     def open(self, adapter_id: str) -> DirectoryFiles:
         check_adapter_id(adapter_id)
@@ -189,14 +188,10 @@ class DirectorySource:
             root.close()
         return DirectoryFiles(folder, adapter_id)
 
-    def list(self) -> Sequence[str]:
+    def list(self, pace: Pace = no_pace) -> Sequence[str]:
+        root = self._open_root()
         try:
-            root = self._open_root()
-        except SourceUnavailable:
-            log.warning("the directory of adapters cannot be read")
-            return []
-        try:
-            return sorted(self._adapters_in(root, "", is_top=True))
+            return self._index.look(root, pace)
         finally:
             root.close()
 
@@ -205,21 +200,6 @@ class DirectorySource:
             return Folder.root(self._root)
         except OSError as error:
             raise _unavailable("the directory of adapters cannot be opened", error) from error
-
-    def _adapters_in(self, folder: Folder, prefix: str, is_top: bool) -> Iterator[str]:
-        """Folders with an adapter's files in them, one or two levels below the root."""
-        for entry in itertools.islice(_entries(folder.fd), MAX_LISTED):
-            adapter_id = prefix + entry
-            with contextlib.suppress(OSError, BadPath, InvalidAdapterId):
-                check_adapter_id(adapter_id)
-                inner = folder.open_folder(entry)
-                try:
-                    if _holds_adapter(inner, adapter_id):
-                        yield adapter_id
-                    elif is_top:
-                        yield from self._adapters_in(inner, entry + "/", is_top=False)
-                finally:
-                    inner.close()
 
 
 def open_folder(folder: Path, adapter_id: str = "") -> DirectoryFiles:
@@ -231,9 +211,8 @@ def open_folder(folder: Path, adapter_id: str = "") -> DirectoryFiles:
     return DirectoryFiles(named, adapter_id)
 
 
-def _holds_adapter(folder: Folder, adapter_id: str) -> bool:
+def _holds_adapter(folder: Folder, names: set[str], adapter_id: str) -> bool:
     """By the names of its files; what is laid out like a whole model is one when it has heads in it."""
-    names = set(_entries(folder.fd))
     if not names.isdisjoint((*ADAPTER_NAMES, *PICKLE_NAMES)):
         return True
     if not has_model_layout(names):
@@ -250,17 +229,12 @@ def _check_regular(mode: int) -> None:
         raise BadPath(f"is a {kind_of(mode)}")
 
 
-def _entries(fd: int) -> Iterator[str]:
-    with os.scandir(fd) as entries:
-        for entry in entries:
-            yield entry.name
-
-
 def _names(fd: int) -> Iterator[str]:
-    for count, name in enumerate(_entries(fd), start=1):
-        if count > MAX_FILES:
-            raise AdapterInvalid(f"the adapter's folder has more than {MAX_FILES} files")
-        yield name
+    with os.scandir(fd) as entries:
+        for count, entry in enumerate(entries, start=1):
+            if count > MAX_FILES:
+                raise AdapterInvalid(f"the adapter's folder has more than {MAX_FILES} files")
+            yield entry.name
 
 
 def _translated(error: OSError | BadPath, adapter_id: str, what: str) -> LoraplexError:

@@ -20,6 +20,7 @@ from typing import Any, Self
 from loraplex_adapters.formats.detect import MODEL_INDEX_NAME, WANTED_NAMES, detect_kind
 from loraplex_adapters.formats.model_files import OpenedFiles
 from loraplex_adapters.key import check_adapter_id
+from loraplex_adapters.pace import Pace, no_pace
 from loraplex_adapters.sources.base import SourceFile, not_found
 from loraplex_adapters.sources.beneath import Folder
 from loraplex_adapters.sources.directory import DirectoryFiles, open_folder
@@ -89,7 +90,7 @@ class HubSource:
             shutil.rmtree(folder, ignore_errors=True)
             raise _translated(error, adapter_id) from error
 
-    def list(self) -> Sequence[str]:
+    def list(self, pace: Pace = no_pace) -> Sequence[str]:
         return []
 
     def _fetch(self, adapter_id: str, folder: Path) -> None:

@@ -115,4 +115,4 @@ class _Driver:
     async def _look(self) -> None:
         """A server that does not let us look leaves the picture to its answers."""
         with contextlib.suppress(LoraplexError):
-            self._residency.look(await self._client.adapters.list())
+            self._residency.look(await self._client.adapters.list(state="on_device"))

@@ -50,7 +50,7 @@ class Selection:
         """Raises InvalidArgument where there are not those that are meant."""
         if self.base_only:
             return ()
-        names = self.named or tuple(name for name in await _list(client) if name.startswith(self.prefix))
+        names = self.named or tuple(await _list(client, self.prefix))
         if self.prefix and not names:
             raise InvalidArgument(
                 f"the server lists no adapter that begins with {self.prefix!a}", field="--adapters-prefix"
@@ -63,12 +63,12 @@ class Selection:
         return names[: self.num_adapters]
 
 
-async def _list(client: AsyncClient) -> list[str]:
+async def _list(client: AsyncClient, prefix: str) -> list[str]:
     """What a request can name; heads that only speculate are no choice of their own."""
     for look in range(_NUM_LOOKS):
         if look:
             await asyncio.sleep(_LOOK_PAUSE_S)
-        if rows := await client.adapters.list(include_unloaded=True):
+        if rows := await client.adapters.list(include_unloaded=True, prefix=prefix):
             return sorted({row.adapter_id for row in rows if row.kind != "medusa" and row.state != "failed"})
     return []
 

@@ -10,8 +10,10 @@ from typing import Annotated, Any, cast
 import typer
 
 from loraplex import Adapter, InvalidArgument, LoraplexError
+from loraplex._requests import STATES
 from loraplex.cli import terminal
 from loraplex.cli.connection import DEFAULT_SERVER, Connection, JsonOption, ServerOption
+from loraplex.types import AdapterState
 from loraplex_proto.flags import with_flags
 
 adapters = typer.Typer(
@@ -29,12 +31,17 @@ def list_(
     *,
     server: ServerOption = DEFAULT_SERVER,
     show_all: Annotated[bool, typer.Option("--all", help="Also those that were never loaded.")] = False,
+    prefix: Annotated[str, typer.Option(help="Only names that begin so.")] = "",
+    state: Annotated[
+        str | None, typer.Option(help=f"Only those in this state: {', '.join(STATES)}.", show_default=False)
+    ] = None,
     as_json: JsonOption = False,
     connection: Connection,
 ) -> None:
     """List the adapters that a server has loaded."""
     with connection.client(server) as client:
-        _show(client.adapters.list(include_unloaded=show_all), as_json=as_json)
+        rows = client.adapters.list(include_unloaded=show_all, prefix=prefix, state=cast("AdapterState | None", state))
+        _show(rows, as_json=as_json)
 
 
 @adapters.command()

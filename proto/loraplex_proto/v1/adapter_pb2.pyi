@@ -227,14 +227,34 @@ class ListAdaptersRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     INCLUDE_UNLOADED_FIELD_NUMBER: builtins.int
+    PAGE_SIZE_FIELD_NUMBER: builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    PREFIX_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
     include_unloaded: builtins.bool
     """Also those that are in the source but were never loaded."""
+    page_size: builtins.int
+    """How many adapters a page has at most; 0 asks for all of them at once, which fails with RESOURCE_EXHAUSTED
+    (LISTING_TOO_LARGE) where they take more than 4 MiB. Values above 1000 are taken as 1000, and a page may have fewer
+    adapters than asked for. An adapter's rows are never spread over two pages: there is one for each worker, and one
+    for each content that drains.
+    """
+    page_token: builtins.str
+    """`next_page_token` of the page before, with the other fields as they were; only `page_size` may differ."""
+    prefix: builtins.str
+    """Only adapters whose id begins so."""
+    state: Global___AdapterState.ValueType
+    """Only rows in this state."""
     def __init__(
         self,
         *,
         include_unloaded: builtins.bool = ...,
+        page_size: builtins.int = ...,
+        page_token: builtins.str = ...,
+        prefix: builtins.str = ...,
+        state: Global___AdapterState.ValueType = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["include_unloaded", b"include_unloaded"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["include_unloaded", b"include_unloaded", "page_size", b"page_size", "page_token", b"page_token", "prefix", b"prefix", "state", b"state"]) -> None: ...
 
 Global___ListAdaptersRequest: typing_extensions.TypeAlias = ListAdaptersRequest
 
@@ -243,13 +263,19 @@ class ListAdaptersResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     ADAPTERS_FIELD_NUMBER: builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    next_page_token: builtins.str
+    """For the next page; empty on the last one. It stays valid whatever comes, goes or changes: an adapter that is there
+    all the time is listed exactly once.
+    """
     @property
     def adapters(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Adapter]: ...
     def __init__(
         self,
         *,
         adapters: collections.abc.Iterable[Global___Adapter] | None = ...,
+        next_page_token: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["adapters", b"adapters"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapters", b"adapters", "next_page_token", b"next_page_token"]) -> None: ...
 
 Global___ListAdaptersResponse: typing_extensions.TypeAlias = ListAdaptersResponse

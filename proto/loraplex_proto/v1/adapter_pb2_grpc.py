@@ -80,7 +80,8 @@ class AdapterServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListAdapters(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Sorted by adapter id, and through the router by worker within it. Ask for pages where there may be many.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

@@ -141,6 +141,7 @@ class AdapterServiceStub(typing.Generic[_AdapterServiceLoadAdapterType, _Adapter
     GetAdapter: _AdapterServiceGetAdapterType
 
     ListAdapters: _AdapterServiceListAdaptersType
+    """Sorted by adapter id, and through the router by worker within it. Ask for pages where there may be many."""
 
 AdapterServiceAsyncStub: typing_extensions.TypeAlias = AdapterServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
@@ -190,6 +191,7 @@ class AdapterServiceServicer(metaclass=abc.ABCMeta):
         self,
         request: loraplex_proto.v1.adapter_pb2.ListAdaptersRequest,
         context: _ServicerContext,
-    ) -> typing.Union[loraplex_proto.v1.adapter_pb2.ListAdaptersResponse, collections.abc.Awaitable[loraplex_proto.v1.adapter_pb2.ListAdaptersResponse]]: ...
+    ) -> typing.Union[loraplex_proto.v1.adapter_pb2.ListAdaptersResponse, collections.abc.Awaitable[loraplex_proto.v1.adapter_pb2.ListAdaptersResponse]]:
+        """Sorted by adapter id, and through the router by worker within it. Ask for pages where there may be many."""
 
 def add_AdapterServiceServicer_to_server(servicer: AdapterServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -159,6 +159,7 @@ def assemble(
         speculation=speculator.kinds,
         base=served.base,
         base_revision=served.revision,
+        own_adapters=() if served.heads is None else (MODEL_HEADS,),
     )
     return Engine(info, scheduler, manager, runner, speculator=speculator)
 

@@ -52,7 +52,7 @@ from loraplex_server.request import Request
 
 log = logging.getLogger(__name__)
 
-AdapterVerb = Literal["load", "unload", "get", "list"]
+AdapterVerb = Literal["load", "unload", "get"]
 
 # Somebody else may take a request at once; who knows this worker alone waits for a new one.
 RETRY_LOST_S = 1.0
@@ -163,15 +163,13 @@ class EngineClient:
         """A stop string was met in completion `index`."""
         self._send(StopCompletion(stream.request.request_id, index))
 
-    async def adapters(
-        self, verb: AdapterVerb, adapter_id: str = "", *, pin: bool = False, include_unloaded: bool = False
-    ) -> tuple[AdapterInfo, ...]:
+    async def adapters(self, verb: AdapterVerb, adapter_id: str, *, pin: bool = False) -> tuple[AdapterInfo, ...]:
         """One operation on the adapter cache. Raises its typed error."""
         self._check_alive()
         operation_id = next(self._operation_ids)
         future: asyncio.Future[tuple[AdapterInfo, ...]] = asyncio.get_running_loop().create_future()
         self._operations[operation_id] = future
-        self._send(AdapterCommand(operation_id, verb, adapter_id, pin, include_unloaded))
+        self._send(AdapterCommand(operation_id, verb, adapter_id, pin))
         try:
             return await future
         except asyncio.CancelledError:

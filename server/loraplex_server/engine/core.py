@@ -310,8 +310,6 @@ class Engine:
                 return (self._cache.unload(command.adapter_id),)
             case "get":
                 return (self._cache.get(command.adapter_id),)
-            case "list":
-                return tuple(self._cache.list(command.include_unloaded))
 
     # --- reporting ----------------------------------------------------------------------------------------------------
 

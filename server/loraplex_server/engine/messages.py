@@ -41,10 +41,9 @@ class AdapterCommand:
     """One operation of the adapter service; answered by a Reply with the same `operation_id`."""
 
     operation_id: int
-    verb: Literal["load", "unload", "get", "list"]
-    adapter_id: str = ""
+    verb: Literal["load", "unload", "get"]
+    adapter_id: str
     pin: bool = False
-    include_unloaded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +92,8 @@ class ModelInfo:
     # Where the base model's files are, its tokenizer among them: a directory or a Hub id.
     base: str = ""
     base_revision: str | None = None
+    # Adapters that come with the model, as the Medusa heads of a model that has its own.
+    own_adapters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

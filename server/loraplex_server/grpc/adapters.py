@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from loraplex_proto import validate
+from loraplex_proto.errors import AdapterNotFound
 from loraplex_proto.v1 import adapter_pb2, adapter_pb2_grpc
 from loraplex_server.engine.client import EngineClient
 from loraplex_server.grpc import convert
 from loraplex_server.grpc.edge import Edge, handles_errors
+from loraplex_server.grpc.listing import AdapterListing
 
 Context = Any
 
@@ -16,8 +18,9 @@ Context = Any
 class AdapterServicer(adapter_pb2_grpc.AdapterServiceServicer):
     """Stateless: the engine owns the adapters' life."""
 
-    def __init__(self, engine: EngineClient, edge: Edge) -> None:
+    def __init__(self, engine: EngineClient, edge: Edge, listing: AdapterListing) -> None:
         self._engine = engine
+        self._listing = listing
         self._edge = edge
 
     @handles_errors
@@ -44,15 +47,18 @@ class AdapterServicer(adapter_pb2_grpc.AdapterServiceServicer):
     ) -> adapter_pb2.GetAdapterResponse:
         validate.check_adapter_request(request)
         self._edge.admit(request.adapter_id)
-        infos = await self._engine.adapters("get", request.adapter_id)
+        try:
+            infos = await self._engine.adapters("get", request.adapter_id)
+        except AdapterNotFound:
+            unloaded = self._listing.unloaded(request.adapter_id)
+            if unloaded is None:
+                raise
+            return adapter_pb2.GetAdapterResponse(adapters=[unloaded])
         return adapter_pb2.GetAdapterResponse(adapters=map(convert.adapter_to_pb, infos))
 
     @handles_errors
     async def ListAdapters(
         self, request: adapter_pb2.ListAdaptersRequest, context: Context
     ) -> adapter_pb2.ListAdaptersResponse:
-        validate.check_adapter_request(request)
-        identity = self._edge.admit()
-        infos = await self._engine.adapters("list", include_unloaded=request.include_unloaded)
-        visible = [info for info in infos if identity.may_use(info.adapter_id)]
-        return adapter_pb2.ListAdaptersResponse(adapters=map(convert.adapter_to_pb, visible))
+        query = validate.check_list_adapters(request)
+        return await self._listing.page(query, self._edge.admit())

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Sequence
-from itertools import islice
 
 from loraplex_adapters.cache.api import AdapterInfo, CacheUsage
+from loraplex_adapters.cache.listing import Resident
 from loraplex_proto.overload import Forecast
 from loraplex_proto.v1 import adapter_pb2, inference_pb2, worker_pb2
 from loraplex_server.engine.messages import LoadNumbers
@@ -21,11 +21,10 @@ from loraplex_server.request import (
     StoppingParams,
 )
 
-MAX_LISTED_ADAPTERS = 1024
 MAX_FLOWS = 256  # in a forecast
 DRAFT_MODEL_PREFIX = "draft_model:"  # of a name, among what an engine says that it can do
 
-_STATES = {
+STATES = {
     "known": adapter_pb2.ADAPTER_STATE_KNOWN,
     "fetching": adapter_pb2.ADAPTER_STATE_FETCHING,
     "on_host": adapter_pb2.ADAPTER_STATE_ON_HOST,
@@ -238,7 +237,7 @@ def adapter_to_pb(info: AdapterInfo) -> adapter_pb2.Adapter:
         adapter_id=info.adapter_id,
         kind=info.kind,
         digest=info.digest,
-        state=_STATES[info.state],
+        state=STATES[info.state],
         tier=_TIERS[info.tier],
         bytes=info.num_bytes,
         rank=info.rank,
@@ -249,12 +248,17 @@ def adapter_to_pb(info: AdapterInfo) -> adapter_pb2.Adapter:
     )
 
 
-def residents_to_pb(listed: Iterable[AdapterInfo]) -> list[worker_pb2.ResidentAdapter]:
-    """Those that are at least on disk, the nearest to the device first: of too many, those left out cost least."""
-    resident = sorted((info for info in listed if info.tier != "source"), key=lambda info: -_TIERS[info.tier])
+def unloaded_to_pb(adapter_id: str) -> adapter_pb2.Adapter:
+    """An adapter in the source that nobody has asked for yet."""
+    return adapter_pb2.Adapter(
+        adapter_id=adapter_id, state=adapter_pb2.ADAPTER_STATE_KNOWN, tier=adapter_pb2.ADAPTER_TIER_SOURCE
+    )
+
+
+def residents_to_pb(nearest: Iterable[Resident]) -> list[worker_pb2.ResidentAdapter]:
+    """As `Listing.nearest` gives them."""
     return [
-        worker_pb2.ResidentAdapter(adapter_id=info.adapter_id, digest=info.digest, tier=_TIERS[info.tier])
-        for info in islice(resident, MAX_LISTED_ADAPTERS)
+        worker_pb2.ResidentAdapter(adapter_id=name, digest=digest, tier=_TIERS[tier]) for tier, name, digest in nearest
     ]
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from loraplex_adapters.cache.api import AdapterInfo
+from loraplex_adapters.cache.listing import Resident
 from loraplex_proto import validate
 from loraplex_proto.auth import recheck_identity
 from loraplex_proto.v1 import worker_pb2, worker_pb2_grpc
@@ -31,8 +31,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     def __init__(self, engine: EngineClient, edge: Edge) -> None:
         self._engine = engine
         self._edge = edge
-        # The listing as it was last, and how it is told: thousands of adapters take as long as a step.
-        self._listed: tuple[AdapterInfo, ...] = ()
+        # The nearest adapters as they were last, and how they are told.
+        self._nearest: Sequence[Resident] = ()
         self._adapters: list[worker_pb2.ResidentAdapter] = []
 
     @handles_errors
@@ -70,9 +70,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     def _load(self) -> worker_pb2.Load:
         state = self._engine.state
-        listed = state.listing.rows()
-        if listed is not self._listed:
-            self._listed, self._adapters = listed, convert.residents_to_pb(listed)
+        nearest = state.listing.nearest()
+        if nearest is not self._nearest:
+            self._nearest, self._adapters = nearest, convert.residents_to_pb(nearest)
         load = convert.load_to_pb(state.load, self._adapters, state.usage, self._edge.is_leaving)
         load.stalled = bool(self._engine.stalled)
         return load

@@ -8,7 +8,7 @@ from loraplex_server.engine.client import EngineState
 
 def snapshot(state: EngineState) -> WorkerSnapshot:
     """Pure: one scrape's view."""
-    load, usage, listed = state.load, state.usage, state.listing.rows()
+    load, usage, listed = state.load, state.usage, list(state.listing.rows())
     on_device = [info.adapter_id for info in listed if info.tier == "device"]
     return WorkerSnapshot(
         num_running=load.num_running,

@@ -16,6 +16,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from loraplex_adapters.sources.chain import make_source
+from loraplex_adapters.sources.watch import SourceWatch
 from loraplex_proto import auth, telemetry
 from loraplex_proto.ending import Ending
 from loraplex_proto.health import Health
@@ -34,6 +36,7 @@ from loraplex_server.grpc.adapters import AdapterServicer
 from loraplex_server.grpc.door import check_door
 from loraplex_server.grpc.edge import Edge, add_service
 from loraplex_server.grpc.inference import InferenceServicer
+from loraplex_server.grpc.listing import AdapterListing
 from loraplex_server.grpc.load import WorkerServicer
 from loraplex_server.grpc.metrics import snapshot
 from loraplex_server.text.tokenizer import TextTokenizer
@@ -79,6 +82,7 @@ class Worker:
     edge: Edge
     files: Reloader
     tokenizing: Tokenizing
+    source: SourceWatch
     metrics: telemetry.MetricsEndpoint | None = None
 
     @property
@@ -104,6 +108,7 @@ class Worker:
         await self.tokenizing.close()
         if self.metrics is not None:
             await self.metrics.stop()
+        self.source.close()
 
 
 async def start_worker(
@@ -122,17 +127,21 @@ async def start_worker(
         # What sending takes cannot be told from what an engine takes in this process.
         max_stream_wait_s=0.0 if inline else config.max_stream_wait_s,
     )
-    info = await engine.start(on_progress, inline=inline, builder=builder)
+    source = SourceWatch(make_source(config.engine.adapters.root))  # the Hub cannot be listed
     try:
+        info = await engine.start(on_progress, inline=inline, builder=builder)
         if tokenizer is None:
             tokenizer = TextTokenizer.from_pretrained(info.base, revision=info.base_revision)
-        return await _listen(config, engine, info, tokenizer)
+        return await _listen(config, engine, info, tokenizer, source)
     except BaseException:
+        source.close()
         await engine.stop()
         raise
 
 
-async def _listen(config: WorkerConfig, engine: EngineClient, info: ModelInfo, tokenizer: TextTokenizer) -> Worker:
+async def _listen(
+    config: WorkerConfig, engine: EngineClient, info: ModelInfo, tokenizer: TextTokenizer, source: SourceWatch
+) -> Worker:
     files = Reloader()
     interceptors = [auth.ServerInterceptor(_credentials(files, config))]
     server = grpc.aio.server(interceptors=interceptors, options=server_options(config.max_message_bytes))
@@ -144,7 +153,7 @@ async def _listen(config: WorkerConfig, engine: EngineClient, info: ModelInfo, t
     tokenizing = Tokenizing(tokenizer, ModelLimits(info.vocab_size, info.max_context_tokens))
     servicers = (
         InferenceServicer(engine, info, tokenizing, edge),
-        AdapterServicer(engine, edge),
+        AdapterServicer(engine, edge, AdapterListing(lambda: engine.state.listing, source, info.own_adapters)),
         WorkerServicer(engine, edge),
     )
     for service, servicer in zip(SERVICES, servicers, strict=True):
@@ -169,7 +178,8 @@ async def _listen(config: WorkerConfig, engine: EngineClient, info: ModelInfo, t
     ):
         log.warning("%s", sentence)
     files.start()
-    return Worker(engine, info, join_address(config.host, port), server, health, edge, files, tokenizing, endpoint)
+    address = join_address(config.host, port)
+    return Worker(engine, info, address, server, health, edge, files, tokenizing, source, endpoint)
 
 
 def _credentials(files: Reloader, config: WorkerConfig) -> Callable[[], auth.Credentials] | None:

@@ -41,6 +41,7 @@ class Fake(inference_pb2_grpc.InferenceServiceServicer, adapter_pb2_grpc.Adapter
     generate_response: Callable[[Any], inference_pb2.GenerateResponse] | None = None
     chunks: list[inference_pb2.GenerateStreamResponse] = field(default_factory=list)
     adapters: list[adapter_pb2.Adapter] = field(default_factory=list)
+    max_page_size: int = 1000
     num_sent: int = 0
     arrived: threading.Event = field(default_factory=threading.Event)
     cancelled: threading.Event = field(default_factory=threading.Event)
@@ -129,7 +130,12 @@ class Fake(inference_pb2_grpc.InferenceServiceServicer, adapter_pb2_grpc.Adapter
 
     async def ListAdapters(self, request: Any, context: Context) -> adapter_pb2.ListAdaptersResponse:
         await self._arrived("ListAdapters", request, context)
-        return adapter_pb2.ListAdaptersResponse(adapters=self.adapters)
+        rows = [row for row in self.adapters if row.adapter_id.startswith(request.prefix)]
+        rows = [row for row in rows if request.state in (0, row.state)]
+        begin = int(request.page_token or 0)
+        end = begin + min(request.page_size or len(rows), self.max_page_size)
+        token = str(end) if end < len(rows) else ""
+        return adapter_pb2.ListAdaptersResponse(adapters=rows[begin:end], next_page_token=token)
 
 
 @pytest.fixture

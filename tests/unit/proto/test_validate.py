@@ -44,6 +44,7 @@ REQUESTS: dict[str, type[Message]] = {
 CHECKS: dict[str, Any] = {
     "GenerateRequest": validate.check_generate,
     "TokenizeRequest": validate.check_tokenize,
+    "ListAdaptersRequest": validate.check_list_adapters,
     "WatchLoadRequest": validate.check_watch_load,
     "GetInfoRequest": validate.check_bare,
     "GetLoadRequest": validate.check_bare,
@@ -354,7 +355,6 @@ def test_adapter_requests_need_a_name() -> None:
         with pytest.raises(InvalidAdapterId):
             validate.check_adapter_request(cls())
         validate.check_adapter_request(cls(adapter_id="sql"))
-    validate.check_adapter_request(adapter_pb2.ListAdaptersRequest(include_unloaded=True))
 
 
 def test_tokenize() -> None:

@@ -297,7 +297,7 @@ def test_typed_error_and_nothing_left(spoil: Spoil, expected: type[LoraplexError
     engine.now += 31
     engine.cache.poll(engine.now)
     engine.cache.poll(engine.now)
-    assert [row.adapter_id for row in engine.cache.list(include_unloaded=False)] == ["good"]
+    assert [row.adapter_id for row in engine.listed()] == ["good"]
     assert not (root / "bad" / "was-run").exists()
     # The neighbour is untouched.
     assert torch.equal(engine.slots.installed[slot].storage, before)

@@ -122,7 +122,7 @@ async def test_adapter_operations() -> None:
         assert info.adapter_id == "a"
         with pytest.raises(AdapterNotFound):
             await client.adapters("get", "zzz")
-        assert len(client.state.listing.rows()) == 2
+        assert len(list(client.state.listing.rows())) == 2
 
 
 async def test_an_engine_that_loses_its_device_ends() -> None:

@@ -209,7 +209,7 @@ def test_adapter_operations_answer_once() -> None:
     engine = make_engine(cache=FakeCache(delay=5))
     engine.handle(AdapterCommand(1, "load", "a"))
     engine.handle(AdapterCommand(2, "load", "zzz"))
-    engine.handle(AdapterCommand(3, "list"))
+    engine.handle(AdapterCommand(3, "get", "b"))
     engine.handle(AdapterCommand(4, "load", "b"))
     engine.handle(Abandon(4))
     _, replies = run(engine, 10)
@@ -217,7 +217,7 @@ def test_adapter_operations_answer_once() -> None:
     assert len(replies) == 3
     assert by_id[1].adapters[0].adapter_id == "a"
     assert isinstance(by_id[2].error, AdapterNotFound)
-    assert [info.adapter_id for info in by_id[3].adapters] == ["a", "b"]
+    assert [info.adapter_id for info in by_id[3].adapters] == ["b"]
 
 
 def test_shutdown_ends_everything_once() -> None:

@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 
 from loraplex_adapters.cache.api import AdapterInfo
+from loraplex_adapters.cache.listing import Listing
 from loraplex_proto.v1 import worker_pb2
 from loraplex_server.engine.client import EngineClient, EngineState
 from loraplex_server.engine.messages import LoadNumbers
@@ -125,6 +126,9 @@ async def test_adapters_that_move() -> None:
     assert [adapter.adapter_id for adapter in load.adapters] == ["a"]
     watched.say()
     assert await watched.told(SILENCE_S) is None
+    before = watched.engine.state.listing.nearest()
+    watched.engine.state.listing.take({"a": (replace(row("a", "host"), num_running=1),)})
+    assert watched.engine.state.listing.nearest() is before, "nothing that a router is told"
     watched.engine.state.listing.take({"a": (row("a"),)})
     watched.say()
     load = await watched.told()
@@ -170,6 +174,8 @@ def test_how_much_work_is_worth_telling(told: int, now: int, is_worth: bool) -> 
 
 def test_of_too_many_adapters_the_nearest_are_listed() -> None:
     rows = [row(f"{number:04}", "disk") for number in range(1500)] + [row("y", "host"), row("z"), row("s", "source")]
-    listed = convert.residents_to_pb(rows)
+    listing = Listing()
+    listing.take({one.adapter_id: (one,) for one in rows})
+    listed = convert.residents_to_pb(listing.nearest())
     assert len(listed) == 1024
     assert [adapter.adapter_id for adapter in listed[:3]] == ["z", "y", "0000"]

@@ -1,0 +1,55 @@
+"""The names in a source, for whoever must not wait for the source: a thread of its own looks every now and then.
+
+Owns the thread and what it found last. The names are replaced as a whole, so that they can be read from any thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+
+from loraplex_adapters.pace import GentlePace
+from loraplex_adapters.sources.base import AdapterSource
+
+log = logging.getLogger(__name__)
+
+INTERVAL_S = 1.0
+# Of the time, where a look takes long.
+MAX_SHARE = 0.05
+CLOSE_TIMEOUT_S = 1.0
+
+
+class SourceWatch:
+    """Looks from the start until it is closed."""
+
+    def __init__(self, source: AdapterSource, interval_s: float = INTERVAL_S) -> None:
+        self.names: Sequence[str] = ()  # sorted
+        self.has_looked = False
+        self._source = source
+        self._interval_s = interval_s
+        self._closed = threading.Event()
+        # A source that hangs keeps nobody from ending.
+        self._thread = threading.Thread(target=self._run, name="source-watch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join(CLOSE_TIMEOUT_S)
+
+    def _run(self) -> None:
+        pace = GentlePace()
+        is_away = False
+        while not self._closed.is_set():
+            started_s = time.monotonic()
+            try:
+                self.names = self._source.list(pace)
+                is_away = False
+            except Exception as error:
+                if not is_away:
+                    log.warning("adapters cannot be listed, listings show those that were found before: %s", error)
+                is_away = True
+            self.has_looked = True
+            took_s = time.monotonic() - started_s
+            self._closed.wait(max(self._interval_s, took_s / MAX_SHARE))

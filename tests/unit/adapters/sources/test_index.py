@@ -1,0 +1,155 @@
+"""The directory's index: it finds what a look anew would find, and reads a folder again only where it has changed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from loraplex_adapters.sources.beneath import Folder
+from loraplex_adapters.sources.directory import DirectorySource
+from loraplex_adapters.sources.index import FULL_LOOK_EVERY, DirectoryIndex
+from loraplex_adapters.sources.watch import SourceWatch
+from loraplex_proto.errors import SourceUnavailable
+
+LONG_AGO_S = 1_000_000_000.0
+MARK = "adapter_config.json"
+
+
+class Index:
+    """An index over a root, and the names of the folders that a look has read."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.read: list[str] = []
+        self._index = DirectoryIndex(self._holds_adapter)
+
+    def _holds_adapter(self, folder: Folder, names: set[str], adapter_id: str) -> bool:
+        self.read.append(adapter_id)
+        return MARK in names
+
+    def look(self) -> list[str]:
+        self.read.clear()
+        root = Folder.root(self.root)
+        try:
+            return list(self._index.look(root))
+        finally:
+            root.close()
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[[str], Path]:
+    def make(name: str) -> Path:
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / MARK).touch()
+        settle(tmp_path)
+        return tmp_path / name
+
+    return make
+
+
+def settle(root: Path) -> None:
+    """Everything was written long ago."""
+    for folder in [root, *(path for path in root.rglob("*") if path.is_dir())]:
+        os.utime(folder, (LONG_AGO_S, LONG_AGO_S + time.monotonic()))
+
+
+def test_nothing_is_read_twice(tmp_path: Path, make: Callable[[str], Path]) -> None:
+    for name in ("b", "a", "org/x", "org/y"):
+        make(name)
+    index = Index(tmp_path)
+    assert index.look() == ["a", "b", "org/x", "org/y"]
+    assert sorted(index.read) == ["a", "b", "org", "org/x", "org/y"]
+    for _ in range(2 * FULL_LOOK_EVERY):
+        assert index.look() == ["a", "b", "org/x", "org/y"]
+        assert index.read == []
+    make("c")
+    make("org/z")
+    assert index.look() == ["a", "b", "c", "org/x", "org/y", "org/z"]
+    assert sorted(set(index.read) - {"org"}) == ["c", "org/z"]
+    shutil.rmtree(tmp_path / "b")
+    shutil.rmtree(tmp_path / "org" / "x")
+    assert index.look() == ["a", "c", "org/y", "org/z"]
+
+
+def test_a_folder_that_was_written_to_just_now_is_read_again(tmp_path: Path) -> None:
+    """Its time of change may stay as it is at the next change."""
+    index = Index(tmp_path)
+    (tmp_path / "a").mkdir()
+    assert index.look() == []
+    stat = (tmp_path / "a").stat()
+    (tmp_path / "a" / MARK).touch()
+    os.utime(tmp_path / "a", ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert index.look() == ["a"]
+
+
+def test_a_folder_in_another_ones_place(tmp_path: Path, make: Callable[[str], Path]) -> None:
+    make("a")
+    index = Index(tmp_path)
+    assert index.look() == ["a"]
+    (tmp_path / "a").rename(tmp_path / "b")
+    (tmp_path / "a").mkdir()
+    assert index.look() == ["b"]
+
+
+def test_an_adapter_that_loses_its_files_is_noticed_after_a_while(tmp_path: Path, make: Callable[[str], Path]) -> None:
+    folder = make("a")
+    index = Index(tmp_path)
+    index.look()
+    (folder / MARK).unlink()
+    looks = [index.look() for _ in range(FULL_LOOK_EVERY)]
+    assert looks[0] == ["a"]
+    assert looks[-1] == []
+
+
+def test_links_are_followed_inside_and_looked_after(tmp_path: Path, make: Callable[[str], Path]) -> None:
+    make("root/org/a")
+    make("root/other/b")
+    make("outside/c")
+    root = tmp_path / "root"
+    (root / "link").symlink_to("org/a")
+    (root / "out").symlink_to(tmp_path / "outside" / "c")
+    index = Index(root)
+    assert index.look() == ["link", "org/a", "other/b"]
+    shutil.rmtree(root / "org")
+    (root / "org").symlink_to("other")
+    assert [index.look() for _ in range(FULL_LOOK_EVERY)][-1] == ["org/b", "other/b"]
+
+
+@pytest.fixture
+def watch(tmp_path: Path, make: Callable[[str], Path]) -> Iterator[SourceWatch]:
+    make("root/a")
+    watch = SourceWatch(DirectorySource(tmp_path / "root"), interval_s=0.01)
+    yield watch
+    watch.close()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline_s, "it never came true"
+        time.sleep(0.01)
+
+
+def test_a_watch_sees_what_comes_and_keeps_what_was_there(
+    watch: SourceWatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    until(lambda: watch.names == ["a"])
+    assert watch.has_looked
+    (tmp_path / "root" / "b").mkdir()
+    (tmp_path / "root" / "b" / MARK).touch()
+    until(lambda: watch.names == ["a", "b"])
+    before = watch.names
+    time.sleep(0.05)
+    assert watch.names is before, "the same object while nothing changes"
+    (tmp_path / "root").rename(tmp_path / "away")
+    with pytest.raises(SourceUnavailable):
+        DirectorySource(tmp_path / "root").list()
+    until(lambda: "cannot be listed" in caplog.text)
+    time.sleep(0.05)
+    assert watch.names == ["a", "b"]
+    assert caplog.text.count("cannot be listed") == 1
