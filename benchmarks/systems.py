@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -117,9 +118,21 @@ class PipedSystem:
         self._child.close()
 
 
-def engine_command(inputs: Path, *, lora: bool = True, flags: Sequence[str] = ()) -> list[str]:
+def engine_command(
+    inputs: Path, *, lora: bool = True, flags: Sequence[str] = (), checkout: Path | None = None
+) -> list[str]:
+    """With a `checkout`, the code of that one."""
     switch = () if lora else ("--lora-off",)
-    return [sys.executable, str(HERE / "inprocess.py"), str(inputs), *switch, *flags]
+    script = (HERE if checkout is None else checkout / "benchmarks") / "inprocess.py"
+    return [*python_of(checkout), str(script), str(inputs), *switch, *flags]
+
+
+def python_of(checkout: Path | None) -> list[str]:
+    """This Python, with the packages of another checkout where one is given."""
+    if checkout is None:
+        return [sys.executable]
+    path = os.pathsep.join(str(checkout / name) for name in ("proto", "client", "router", "server", "adapters"))
+    return ["env", f"PYTHONPATH={path}", sys.executable]
 
 
 def vllm_command(python: Path, preload: str, inputs: Path, *, lora: bool) -> list[str]:
@@ -135,8 +148,9 @@ def peft_command(python: Path, inputs: Path) -> list[str]:
 class Server:
     """`loraplex worker` or `loraplex router` as a process; `address` is where it answers."""
 
-    def __init__(self, *arguments: str) -> None:
-        command = [sys.executable, "-m", "loraplex", *arguments, "--host", "127.0.0.1", "--port", "0"]
+    def __init__(self, *arguments: str, checkout: Path | None = None) -> None:
+        """With a `checkout`, the code of that one."""
+        command = [*python_of(checkout), "-m", "loraplex", *arguments, "--host", "127.0.0.1", "--port", "0"]
         self._child = Child(command, f"loraplex {arguments[0]}", merged=True)
         heard = ""
         while (found := READY.search(heard)) is None:
