@@ -25,6 +25,9 @@ log = logging.getLogger(__name__)
 
 # For a worker's first answer on a new connection.
 CONNECT_TIMEOUT_S: Final = 3.0
+# How often this process looks whether it stood still itself, and how late a look is then.
+LOOK_S: Final = 0.5
+PAUSE_S: Final = 0.5
 
 
 class Watcher:
@@ -48,6 +51,7 @@ class Watcher:
             asyncio.create_task(self._follow(upstream), name=f"watch {worker_id}")
             for worker_id, upstream in self._upstreams.items()
         ]
+        self._tasks.append(asyncio.create_task(self._allow_for_pauses(), name="allow for pauses"))
 
     async def settled(self, timeout_s: float) -> None:
         """Returns when every worker has reported or failed for the first time, or after `timeout_s`."""
@@ -61,6 +65,18 @@ class Watcher:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks = []
+
+    async def _allow_for_pauses(self) -> None:
+        """For ever: a pause of this process (stopped, frozen with its machine) is not taken for its workers' silence."""
+        while True:
+            before_s = time.monotonic()
+            await asyncio.sleep(LOOK_S)
+            now_s = time.monotonic()
+            paused_s = now_s - before_s - LOOK_S
+            if paused_s < PAUSE_S:
+                continue
+            for upstream in self._upstreams.values():
+                upstream.heard_s = min(upstream.heard_s + paused_s, now_s)
 
     async def _follow(self, upstream: Upstream) -> None:
         """For ever: connect, read reports until they stop, say so, wait, again."""

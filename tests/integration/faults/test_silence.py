@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -154,4 +155,32 @@ async def test_a_worker_whose_streams_flow_is_alive(stopwatch: Stopwatch) -> Non
         stopwatch.start()
         assert await outcome_of(channel.unary_stream(STREAM)(Generate(text="x").SerializeToString())) == (40, None)
         stopwatch.stop()
+    await worker.stop()
+
+
+@fault("router stands still (SIGSTOP, a frozen machine) and goes on", clients_see="nothing but the wait", within_s=10)
+async def test_a_pause_of_the_router_is_not_its_workers_silence(stopwatch: Stopwatch) -> None:
+    watch = WatchConfig(stale_after_s=1.5)
+    release = asyncio.Event()
+    worker = await FakeWorker("w").start()
+
+    async def in_two_parts(request: Generate, context: Any) -> AsyncIterator[bytes]:
+        first, *rest = chunks()
+        yield first
+        await release.wait()
+        for chunk in rest:
+            yield chunk
+
+    worker.stream = in_two_parts
+    async with router_for([worker.address], watch=watch) as (router, channel):
+        await until(lambda: router.replicas.num_routable == 1)
+        call = channel.unary_stream(STREAM)(Generate(text="x").SerializeToString())
+        await call.initial_metadata()
+        stopwatch.start()
+        time.sleep(2 * watch.stale_after_s)  # nothing in this process gets a turn
+        await asyncio.sleep(0.5)  # whoever gives a worker up has done so by now
+        release.set()
+        assert await outcome_of(call) == (3, None)
+        stopwatch.stop()
+        assert router.replicas.num_routable == 1
     await worker.stop()
