@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final, NoReturn, TypeVar
 
@@ -42,6 +42,15 @@ class Call:
     num_messages_sent: int = 0
     num_tokens_sent: int | None = 0  # None where the answer does not show them
     is_cut_off: bool = False
+
+    def marks(self) -> Iterator[tuple[str, str]]:
+        """What every error of this call carries: whose it is, and where in its answer it came."""
+        if self.request_id:
+            yield "request_id", self.request_id
+        if self.num_messages_sent:
+            yield "messages_sent", str(self.num_messages_sent)
+            if self.num_tokens_sent is not None:
+                yield "tokens_sent", str(self.num_tokens_sent)
 
     def remaining_s(self) -> float | None:
         """What a worker gets of the client's deadline, None where it set none. Raises DeadlineExceeded when nothing is
@@ -105,8 +114,8 @@ class Calls:
         if isinstance(error, UpstreamFailure):
             await call.context.abort(error.code, error.details, error.trailing_metadata)
             raise AssertionError("abort returned")
-        if call.request_id:
-            error.metadata.setdefault("request_id", call.request_id)
+        for key, value in call.marks():
+            error.metadata.setdefault(key, value)
         await abort(call.context, error)
 
     async def drain(self, timeout_s: float) -> None:

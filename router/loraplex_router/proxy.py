@@ -136,7 +136,7 @@ class Proxy:
         flow, left_s = (current_identity().tenant, admitted.adapter_id), call.remaining_s()
         found: dict[str, Overloaded] = {}
         for replica in self._replicas.connected():
-            if replica.forecast is not None:
+            if replica.is_routable and replica.forecast is not None:
                 try:
                     replica.forecast.check(flow, admitted.num_prompt_tokens, admitted.num_output_tokens, left_s)
                 except Overloaded as error:

@@ -67,7 +67,7 @@ class Watcher:
         self._tasks = []
 
     async def _allow_for_pauses(self) -> None:
-        """For ever: a pause of this process (stopped, frozen with its machine) is not taken for its workers' silence."""
+        """For ever: a pause of this process (stopped, frozen with its machine) is not its workers' silence."""
         while True:
             before_s = time.monotonic()
             await asyncio.sleep(LOOK_S)

@@ -600,7 +600,7 @@ async def test_draining_cuts_off_what_does_not_end() -> None:
         await asyncio.wait_for(c.router.drain(0.05), 5)
         error = await error_of(running)
         assert isinstance(error, Draining)
-        assert error.request_id == "r"
+        assert error.metadata == {"request_id": "r", "tokens_sent": "1", "messages_sent": "1"}
         await asyncio.wait_for(c.workers[0].ended.wait(), 5)
 
 

@@ -6,7 +6,7 @@ import grpc
 import pytest
 from support.fake_workers import FakeWorker, cluster, fails, until
 
-from loraplex_proto.errors import Overloaded
+from loraplex_proto.errors import NoWorker, Overloaded
 from loraplex_proto.status import from_rpc_error
 from loraplex_proto.v1 import inference_pb2, inference_pb2_grpc, worker_pb2
 from loraplex_router.server import Router
@@ -58,3 +58,14 @@ async def test_what_one_worker_refuses_another_may_take() -> None:
         for _ in range(8):
             assert [message async for message in stub.GenerateStream(request(adapter_id=""), timeout=10)]
         assert c.num_requests[1] == 8
+
+
+async def test_a_worker_that_takes_nothing_is_not_called_overloaded() -> None:
+    async with cluster(1) as c:
+        await overload(c.router, c.workers[0], 30.0)
+        c.workers[0].report(stalled=True, forecast=c.workers[0].load.forecast)
+        await until(lambda: c.router.replicas[c.workers[0].address].is_stalled)
+        stub = inference_pb2_grpc.InferenceServiceStub(c.channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Generate(request(), timeout=10)
+        assert isinstance(from_rpc_error(caught.value), NoWorker)
