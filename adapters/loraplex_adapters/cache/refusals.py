@@ -25,6 +25,7 @@ def no_room_beside_pins(record: KeyRecord) -> AdapterMemoryFull:
         "of them",
         resource=record.last_name,
         retry_after_s=RETRY_AFTER_S,
+        metadata={"can_ever_fit": "true"},
     )
 
 

@@ -239,7 +239,8 @@ class AdapterTable:
         if operation.pin and not table.can_pin(key, num_bytes, leaving):
             return AdapterMemoryFull(
                 f"the adapter takes {num_bytes} bytes, and the adapters that are pinned already leave no room to pin "
-                "it; unload one of them or load this one without a pin"
+                "it; unload one of them or load this one without a pin",
+                metadata={"can_ever_fit": "true"},
             )
         return None
 

@@ -111,11 +111,19 @@ class HubSource:
     def _fetch_files(
         self, adapter_id: str, revision: str, folder: Path, names: Sequence[str], sizes: Mapping[str, int]
     ) -> None:
-        """Raises AdapterInvalid before it fetches too much."""
+        """Raises AdapterInvalid or DiskFull before it fetches too much."""
         total_bytes = sum(sizes[name] for name in names)
         if total_bytes > self._max_bytes:
             raise AdapterInvalid(
                 f"the adapter has {total_bytes} bytes on the Hub; at most {self._max_bytes} are fetched"
+            )
+        disk_bytes = shutil.disk_usage(folder).total
+        if total_bytes > disk_bytes:
+            raise DiskFull(
+                f"the adapter has {total_bytes} bytes on the Hub, and the disk of temporary files has {disk_bytes}; "
+                "it fits only when that is changed (TMPDIR)",
+                resource="temporary files",
+                metadata={"can_ever_fit": "false"},
             )
         self._download(
             adapter_id,
@@ -138,6 +146,7 @@ def _translated(error: Exception, adapter_id: str) -> LoraplexError:
             "of temporary files",
             resource="temporary files",
             retry_after_s=RETRY_AFTER_S,
+            metadata={"can_ever_fit": "true"},
         )
     missing = (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.EntryNotFoundError)
     offline = (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled)

@@ -266,8 +266,9 @@ def test_a_pin_that_can_never_be_kept_is_refused() -> None:
     assert table.load("y", True, 0.0) is None
     end_fetch(table, NEW, num_bytes=500)
     turn(table)
-    with pytest.raises(AdapterMemoryFull, match="pin"):
+    with pytest.raises(AdapterMemoryFull, match="pin") as raised:
         table.load("y", True, 0.0)
+    assert raised.value.metadata == {"can_ever_fit": "true"}
     assert NEW not in table.residency.records
 
 

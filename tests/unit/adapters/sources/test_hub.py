@@ -165,6 +165,15 @@ def test_the_size_is_checked_before_the_download(hub: FakeHub) -> None:
     assert not hub.downloads
 
 
+def test_a_disk_that_it_never_fits_is_not_tried(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=100))
+    with pytest.raises(DiskFull, match="the disk of temporary files has 100") as raised:
+        source_of(hub).open("org/sql")
+    assert raised.value.retry_after_s is None
+    assert raised.value.metadata == {"can_ever_fit": "false"}
+    assert not hub.downloads
+
+
 @pytest.mark.parametrize("adapter_id", ["sql", "local-name"])
 def test_names_without_an_organisation_are_not_asked_for(hub: FakeHub, adapter_id: str) -> None:
     with pytest.raises(AdapterNotFound):
