@@ -264,6 +264,7 @@ class MessageTooLarge(ResourceExhausted):
     help: never retry it as it is."""
 
     reason = "MESSAGE_TOO_LARGE"
+    exit_code = 2
 
 
 class ListingTooLarge(ResourceExhausted):

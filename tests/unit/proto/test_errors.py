@@ -46,6 +46,11 @@ def test_pickles_whole(cls: type[LoraplexError]) -> None:
     assert again.retry_after == 1.5
 
 
+@pytest.mark.parametrize("cls", [errors.InvalidArgument, errors.MessageTooLarge, errors.ListingTooLarge])
+def test_commands_say_what_can_never_work(cls: type[LoraplexError]) -> None:
+    assert (cls.exit_code, errors.ResourceExhausted.exit_code) == (2, 1)
+
+
 def test_an_error_without_a_request_has_no_request_id() -> None:
     assert errors.QueueFull("wait").request_id is None
 
