@@ -106,7 +106,9 @@ class RouterConfig:
     )
     # A request that went down with this many workers is given up: perhaps it is what kills them.
     max_lost_workers: int = 2
-    announce_s: float = option(2.0, "On SIGTERM, seconds of NOT_SERVING before requests are refused.", "--announce")
+    announce_s: float = option(
+        2.0, "On SIGTERM or SIGHUP, seconds of NOT_SERVING before requests are refused.", "--announce"
+    )
     drain_s: float = option(30.0, "Seconds that running requests get to end on shutdown.", "--drain")
     log_level: str = option("info", "debug, info, warning or error.", "--log-level")
     log_format: Literal["plain", "json"] = option("plain", "plain or json.", "--log-format")

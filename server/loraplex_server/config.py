@@ -292,7 +292,9 @@ class WorkerConfig:
         "--stream-wait",
     )
     drain_s: float = option(30.0, "Seconds that running requests get to end on shutdown.", "--drain")
-    announce_s: float = option(2.0, "On SIGTERM, seconds of NOT_SERVING before requests are refused.", "--announce")
+    announce_s: float = option(
+        2.0, "On SIGTERM or SIGHUP, seconds of NOT_SERVING before requests are refused.", "--announce"
+    )
     # SHA-256 of the token of the one router that may call, in the place of a credentials file.
     router_digest: str = ""
 

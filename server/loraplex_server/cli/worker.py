@@ -38,7 +38,9 @@ SUPERVISED = inspect.Parameter(
     "supervised",
     inspect.Parameter.KEYWORD_ONLY,
     default=False,
-    annotation=Annotated[bool, typer.Option("--supervised", hidden=True, help="End when standard input closes.")],
+    annotation=Annotated[
+        bool, typer.Option("--supervised", help="End when standard input closes, as it does when a supervisor dies.")
+    ],
 )
 
 ON_ORPHAN = inspect.Parameter(
@@ -49,9 +51,8 @@ ON_ORPHAN = inspect.Parameter(
         str,
         typer.Option(
             "--on-orphan",
-            hidden=True,
             metavar="end|drain=SECONDS",
-            help="With --supervised, what running requests get when standard input closes.",
+            help="With --supervised, what running requests get when standard input closes: nothing, or SECONDS to end.",
         ),
     ],
 )
