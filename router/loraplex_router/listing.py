@@ -29,7 +29,9 @@ Ask = Callable[[ListQuery], Awaitable[Sequence[Response]]]
 class MergedListing:
     """Pages for clients."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_rows: int = MAX_ROWS, min_page_size: int = MIN_PAGE_SIZE) -> None:
+        self._max_rows = max_rows
+        self._min_page_size = min_page_size
         self._turn = asyncio.Semaphore()
 
     async def page(self, query: ListQuery, identity: Identity, num_workers: int, ask: Ask) -> Response:
@@ -38,7 +40,7 @@ class MergedListing:
         part = visible_part(query, identity)
         if part is None:
             return page.response
-        max_size = min(MAX_PAGE_SIZE, max(MIN_PAGE_SIZE, MAX_ROWS // max(1, num_workers)))
+        max_size = min(MAX_PAGE_SIZE, max(self._min_page_size, self._max_rows // max(1, num_workers)))
         # One more than fits on the page, because it has a token only if another adapter follows.
         size = min(query.page_size + 1, max_size) if query.page_size else max_size
         while True:

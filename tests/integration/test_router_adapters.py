@@ -20,6 +20,8 @@ from loraplex_proto.errors import (
     Draining,
     EngineLost,
     InvalidAdapterId,
+    InvalidArgument,
+    ListingTooLarge,
     LoraplexError,
     NoWorker,
     PermissionDenied,
@@ -165,6 +167,59 @@ async def test_listings_have_a_row_per_worker() -> None:
         assert isinstance(await error_of(stub(c.channel).GetAdapter(Get(adapter_id="xml"))), AdapterNotFound)
 
 
+async def pages_of(c: Cluster, **fields: Any) -> AsyncIterator[list[tuple[str, str]]]:
+    token = None
+    while token != "":
+        page = await stub(c.channel).ListAdapters(List(page_token=token or "", **fields))
+        yield [(row.adapter_id, row.worker) for row in page.adapters]
+        token = page.next_page_token
+
+
+async def test_pages_of_several_workers_are_merged() -> None:
+    async with cluster(3) as c:
+        for number, worker in enumerate(sorted(c.workers, key=lambda worker: worker.address)):
+            for idx in range(number, 60, number + 1):
+                worker.adapters[f"a{idx:02}"] = adapter_pb2.Adapter(adapter_id=f"a{idx:02}", state=idx % 2 + 3)
+        expected = sorted((name, worker.address) for worker in c.workers for name in worker.adapters)
+        pages = [page async for page in pages_of(c, page_size=7)]
+        assert [row for page in pages for row in page] == expected
+        assert {len({name for name, _ in page}) for page in pages[:-1]} == {7}
+        everything = (await stub(c.channel).ListAdapters(List())).adapters
+        assert [(row.adapter_id, row.worker) for row in everything] == expected
+        odd = [page async for page in pages_of(c, page_size=5, prefix="a1", state=adapter_pb2.ADAPTER_STATE_ON_DEVICE)]
+        assert [name for name, _ in odd[0]][:1] == ["a11"]
+        assert {name for page in odd for name, _ in page} == {f"a{idx}" for idx in range(11, 20, 2)}
+        assert all(query.page_size for worker in c.workers for query in worker.queries), "workers are asked for pages"
+
+
+async def test_a_worker_that_goes_between_two_pages_leaves_the_token_as_it_is() -> None:
+    async with cluster(2) as c:
+        for worker in c.workers:
+            for idx in range(9):
+                worker.adapters[f"a{idx}"] = adapter_pb2.Adapter(adapter_id=f"a{idx}")
+        names: list[str] = []
+        async for page in pages_of(c, page_size=2):
+            names += sorted({name for name, _ in page})
+            c.workers[0].report(draining=True)
+            await until(lambda: c.router.replicas.num_routable == 1)
+        assert names == [f"a{idx}" for idx in range(9)]
+
+
+async def test_what_a_listing_cannot_be_asked_for() -> None:
+    async with cluster(1) as c:
+        for fields in ({"page_size": -1}, {"page_token": "x"}, {"prefix": "a b"}):
+            error = await error_of(stub(c.channel).ListAdapters(List(**fields)))
+            assert isinstance(error, InvalidArgument)
+            assert error.field in fields
+        for idx in range(50):
+            worker = c.workers[0]
+            worker.adapters[f"a{idx}"] = adapter_pb2.Adapter(adapter_id=f"a{idx}", error="x" * 100_000)
+        error = await error_of(stub(c.channel).ListAdapters(List()))
+        assert isinstance(error, ListingTooLarge)
+        assert (error.field, error.retry_after_s) == ("page_size", None)
+        assert len([page async for page in pages_of(c, page_size=1000)]) > 4, "pages are cut by size too"
+
+
 async def test_a_verdict_comes_before_an_absence() -> None:
     async with cluster(2) as c:
         c.workers[0].adapter_error = Draining("going")
@@ -279,6 +334,19 @@ async def test_listings_show_a_tenant_its_own(guarded: Cluster) -> None:
         for token in ("a", "o")
     }
     assert seen == {"a": {"acme/a"}, "o": {"acme/a", "other/b"}}
+
+
+async def test_a_tenants_pages_are_full_of_its_own_and_betray_nobody(guarded: Cluster) -> None:
+    for name in [f"{org}/{idx}" for org in ("a", "acme", "acme2", "b") for idx in range(6)]:
+        for worker in guarded.workers:
+            worker.adapters[name] = adapter_pb2.Adapter(adapter_id=name)
+    listing = stub(guarded.channel).ListAdapters
+    first = await listing(List(page_size=4), metadata=bearer("a"))
+    assert sorted({row.adapter_id for row in first.adapters}) == [f"acme/{idx}" for idx in range(4)]
+    last = await listing(List(page_size=4, page_token=first.next_page_token), metadata=bearer("a"))
+    assert sorted({row.adapter_id for row in last.adapters}) == ["acme/4", "acme/5"]
+    assert last.next_page_token == "", "acme2/0 follows, and that is not acme's to know"
+    assert {query.prefix for worker in guarded.workers for query in worker.queries} == {"acme/"}
 
 
 async def test_without_credentials_no_tenant_is_claimed() -> None:

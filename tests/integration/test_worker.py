@@ -37,7 +37,7 @@ from loraplex import (
 )
 from loraplex_proto.status import from_rpc_error
 from loraplex_proto.telemetry import PlainFormatter
-from loraplex_proto.v1 import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
+from loraplex_proto.v1 import adapter_pb2, inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 from loraplex_server.config import AdaptersConfig, BatchConfig, EngineConfig, KvConfig, ModelConfig, WorkerConfig
 from loraplex_server.grpc.server import Worker, start_worker
 
@@ -190,6 +190,31 @@ def test_more_adapters_than_slots_simply_work(client: Client, tiny_world: TinyWo
     assert first == again
     rows = client.adapters.list()
     assert sum(row.state == "on_device" for row in rows) <= 3
+
+
+def test_a_folder_that_is_added_is_listed_soon_and_loads_at_once(
+    client: Client, tiny_world: TinyWorld, adapters_root: Path, worker: Worker
+) -> None:
+    def names() -> list[str]:
+        return [row.adapter_id for row in client.adapters.iterate(include_unloaded=True, page_size=2)]
+
+    before = names()
+    assert before == sorted(before)
+    assert set(tiny_world.names[:6]) <= set(before)
+    shutil.copytree(tiny_world.adapters / tiny_world.names[0], adapters_root / "org" / "added")
+    client.generate("x", adapter_id="org/added", max_tokens=1)
+    shutil.copytree(tiny_world.adapters / tiny_world.names[1], adapters_root / "later")
+    wait_until(lambda: {"org/added", "later"} <= set(names()))
+    (row,) = client.adapters.get("later")
+    assert (row.state, row.tier) == ("known", "source")
+    with grpc.insecure_channel(worker.address) as channel:  # as clients from before there were pages ask
+        raw: bytes = channel.unary_unary("/loraplex.v1.AdapterService/ListAdapters")(b"\x08\x01")
+    answer = adapter_pb2.ListAdaptersResponse.FromString(raw)
+    assert ([row.adapter_id for row in answer.adapters], answer.next_page_token) == (names(), "")
+    client.adapters.unload("org/added")
+    for name in ("org", "later"):
+        shutil.rmtree(adapters_root / name)
+    wait_until(lambda: "later" not in names())
 
 
 def test_new_content_under_the_same_name(client: Client, tiny_world: TinyWorld, adapters_root: Path) -> None:

@@ -201,6 +201,37 @@ def test_adapters(connect: Connect, fake: Any, make_adapter: Callable[..., Any])
     assert [s.metadata.get("x-adapter-id") for s in fake.seen] == [None, "sql", "sql", "org/sql"]
 
 
+def test_listings_follow_pages(connect: Connect, fake: Any, make_adapter: Callable[..., Any]) -> None:
+    fake.max_page_size, fake.delay_s = 2, 0.1
+    fake.adapters = [make_adapter(f"a{number}") for number in range(5)] + [make_adapter("b")]
+    with connect(fake.address) as client:
+        rows = client.adapters.list(prefix="a", state="on_device", timeout_s=5)
+        assert [row.adapter_id for row in rows] == [f"a{number}" for number in range(5)]
+        assert [(s.request.page_size, s.request.prefix, s.request.state) for s in fake.seen] == [(1000, "a", 4)] * 3
+        assert fake.seen[-1].time_remaining_s < fake.seen[0].time_remaining_s - 0.1, "the time is for all pages"
+        for wrong in ({"state": "asleep"}, {"prefix": 5}):
+            with pytest.raises(errors.InvalidArgument):
+                client.adapters.list(**wrong)  # type: ignore[arg-type]
+
+
+def test_an_iterator_asks_for_pages_when_they_are_needed(fake: Any, make_adapter: Callable[..., Any]) -> None:
+    fake.adapters = [make_adapter(f"a{number}") for number in range(5)]
+
+    async def asynchronously() -> list[str]:
+        async with loraplex.AsyncClient(fake.address) as client:
+            return [row.adapter_id async for row in client.adapters.iterate(page_size=2)]
+
+    with loraplex.Client(fake.address) as client:
+        rows = client.adapters.iterate(page_size=2)
+        assert [next(rows).adapter_id for _ in range(2)] == ["a0", "a1"]
+        assert len(fake.seen) == 1
+        assert [row.adapter_id for row in rows] == ["a2", "a3", "a4"]
+        assert len(fake.seen) == 3
+        with pytest.raises(errors.InvalidArgument):
+            next(client.adapters.iterate(page_size=0))
+    assert asyncio.run(asynchronously()) == [f"a{number}" for number in range(5)]
+
+
 # --- metadata and deadlines -----------------------------------------------------------------------------------------
 
 

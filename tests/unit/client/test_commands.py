@@ -325,6 +325,15 @@ def test_adapters_list(fake: Any, make_adapter: Callable[..., Any], capsys: Capt
     assert fake.seen[0].request.include_unloaded
 
 
+def test_adapters_list_of_some(fake: Any, make_adapter: Callable[..., Any], capsys: Capture) -> None:
+    fake.max_page_size = 1
+    fake.adapters = [make_adapter("a"), make_adapter("b1"), make_adapter("b2")]
+    assert main(["adapters", "list", "-s", fake.address, "--prefix", "b", "--state", "on_device"]) == 0
+    assert [line.split("\t")[0] for line in capsys.readouterr().out.splitlines()] == ["b1", "b2"]
+    assert main(["adapters", "list", "-s", fake.address, "--state", "asleep"]) == 2
+    assert "on_device" in capsys.readouterr().err
+
+
 def test_adapters_as_json(fake: Any, make_adapter: Callable[..., Any], capsys: Capture) -> None:
     fake.adapters = [make_adapter()]
     for verb in (["list"], ["load", "sql", "--pin"], ["unload", "sql"]):
