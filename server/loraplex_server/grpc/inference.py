@@ -106,6 +106,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Tokenize(self, request: inference_pb2.TokenizeRequest, context: Context) -> Any:
         """The answer as it is on the wire: one of a long text is serialized where the text is tokenized."""
         validate.check_tokenize(request)
+        self._edge.admit()
         async with _within(context.time_remaining()):
             if request.WhichOneof("input") == "chat":
                 messages, opens_turn = _messages(request.chat), not request.chat.omit_generation_prompt

@@ -27,6 +27,8 @@ async def check_that_newcomers_hear_why(address: str, stopwatch: Stopwatch) -> N
                 await newcomer.generate(token_ids=TOKENS, max_tokens=2)
             with pytest.raises(Draining) as streamed:
                 await anext(aiter(newcomer.stream(token_ids=TOKENS, max_tokens=2)))
+            with pytest.raises(Draining):
+                await newcomer.tokenize("hello")
             stopwatch.stop()
         assert unary.value.retry_after_s
         assert streamed.value.retry_after_s
