@@ -188,7 +188,7 @@ class Proxy:
         try:
             with upstream.failures_of(stream):
                 while isinstance(message := await stream.read(), bytes):  # else EOF: the call has ended well
-                    upstream.heard_s = self._clock()
+                    upstream.has_spoken()
                     if call.num_messages_sent == 0:
                         await self._begin_answer(stream, flight, call, admitted)
                     await call.context.write(message)

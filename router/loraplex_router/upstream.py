@@ -212,7 +212,21 @@ class Upstream:
         self._connection = _Connection(worker_id, options, credentials().ca)
         # When the worker last sent anything at all, on any call.
         self.heard_s = time.monotonic()
+        self._excused_s = 0.0
         self._under_way: set[Any] = set()
+
+    def has_spoken(self) -> None:
+        """It has sent something, on whatever call."""
+        self.heard_s, self._excused_s = time.monotonic(), 0.0
+
+    def excuse(self, pause_s: float) -> None:
+        """This process itself stood still for so long, and heard nobody."""
+        self._excused_s += pause_s
+
+    @property
+    def silent_s(self) -> float:
+        """For how long it has sent nothing, pauses of this process left out."""
+        return time.monotonic() - self.heard_s - self._excused_s
 
     @property
     def credentials(self) -> WorkerCredentials:
@@ -244,7 +258,7 @@ class Upstream:
         call = self.unary(method)(raw, timeout=timeout_s, metadata=metadata)
         with self.failures_of(call):
             answer = await call
-            self.heard_s = time.monotonic()
+            self.has_spoken()
             return answer
 
     @contextlib.contextmanager
@@ -256,7 +270,7 @@ class Upstream:
         except grpc.aio.AioRpcError as error:
             failure = UpstreamFailure(self.worker_id, error)
             if failure.typed is not None:
-                self.heard_s = time.monotonic()
+                self.has_spoken()
             raise failure from error
         except asyncio.CancelledError:
             task = asyncio.current_task()

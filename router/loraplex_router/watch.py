@@ -71,12 +71,10 @@ class Watcher:
         while True:
             before_s = time.monotonic()
             await asyncio.sleep(LOOK_S)
-            now_s = time.monotonic()
-            paused_s = now_s - before_s - LOOK_S
-            if paused_s < PAUSE_S:
-                continue
-            for upstream in self._upstreams.values():
-                upstream.heard_s = min(upstream.heard_s + paused_s, now_s)
+            pause_s = time.monotonic() - before_s - LOOK_S
+            if pause_s >= PAUSE_S:
+                for upstream in self._upstreams.values():
+                    upstream.excuse(pause_s)
 
     async def _follow(self, upstream: Upstream) -> None:
         """For ever: connect, read reports until they stop, say so, wait, again."""
@@ -121,7 +119,7 @@ class Watcher:
 
     def _is_silent(self, upstream: Upstream) -> bool:
         """Whether the worker has sent nothing for so long that it is taken for dead."""
-        return time.monotonic() - upstream.heard_s >= self._config.stale_after_s
+        return upstream.silent_s >= self._config.stale_after_s
 
     def _backoff_s(self, num_failures: int) -> float:
         """Doubles up to the limit; spread, so that routers do not come back in step."""
@@ -170,11 +168,12 @@ class Watcher:
         read = asyncio.ensure_future(call.read())
         try:
             while True:
-                silent_s = time.monotonic() - upstream.heard_s
-                done, _ = await asyncio.wait([read], timeout=max(0.0, self._config.stale_after_s - silent_s))
+                timeout_s = max(0.0, self._config.stale_after_s - upstream.silent_s)
+                done, _ = await asyncio.wait([read], timeout=timeout_s)
                 if done:
-                    upstream.heard_s = time.monotonic()
-                    return read.result()
+                    report = read.result()
+                    upstream.has_spoken()
+                    return report
                 if self._is_silent(upstream):
                     raise TimeoutError
         finally:
