@@ -3,6 +3,7 @@ counts that add up. Speculator and scheduler are the real ones; proposers do wha
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from dataclasses import dataclass, replace
 from random import Random
@@ -15,7 +16,7 @@ from support.scheduler_fakes import VOCAB_SIZE, adapter
 from support.scheduler_harness import Harness, RequestLog, make_request
 
 from loraplex_adapters.key import AdapterKey
-from loraplex_proto.errors import Cancelled, DeadlineExceeded, OutOfMemory
+from loraplex_proto.errors import Cancelled, DeadlineExceeded, OutOfMemory, Overloaded
 from loraplex_server.config import SpeculationConfig
 from loraplex_server.events import CompletionEnd, Event, RequestFailed, Tokens
 from loraplex_server.request import Request, SpeculationParams
@@ -142,7 +143,11 @@ class Speculating(Harness):
 
     def add(self, request: Request, key: AdapterKey | None = None) -> RequestLog:
         self.speculator.begin(request, key, None)
-        return super().add(request, key)
+        try:
+            return super().add(request, key)
+        except Overloaded:
+            self.speculator.end(request.request_id)
+            raise
 
     def take(self, events: list[Event]) -> None:
         super().take(events)
@@ -243,7 +248,8 @@ class Life(RuleBasedStateMachine):
         request, key = data.draw(requests(f"r{len(self.harness.logs)}"))
         now = self.harness.now
         deadline_s = None if deadline_s is None else now + deadline_s
-        self.harness.add(replace(request, arrival_s=now, deadline_s=deadline_s), key)
+        with contextlib.suppress(Overloaded):  # turns of 30 s are slow
+            self.harness.add(replace(request, arrival_s=now, deadline_s=deadline_s), key)
 
     @rule(num_turns=st.integers(1, 6), seconds=st.sampled_from([0.01, 0.01, 30.0]))
     def turn(self, num_turns: int, seconds: float) -> None:
@@ -271,7 +277,7 @@ class Life(RuleBasedStateMachine):
             return
         self.harness.finish()
         for request_id, log in self.harness.logs.items():
-            assert isinstance(log.error, Cancelled | OutOfMemory | DeadlineExceeded | None)
+            assert isinstance(log.error, Cancelled | OutOfMemory | DeadlineExceeded | Overloaded | None)
             for index in range(log.request.n):
                 expected = self.harness.expected(request_id, index)
                 tokens = tuple(log.tokens[index])

@@ -16,6 +16,7 @@ from loraplex.cli.connection import JsonOption
 # Extra -> distribution -> module, as pyproject.toml has them (a test compares).
 EXTRAS: Final[dict[str, dict[str, str]]] = {
     "router": {
+        "grpcio": "grpc",
         "grpcio-health-checking": "grpc_health",
         "grpcio-reflection": "grpc_reflection",
         "prometheus-client": "prometheus_client",

@@ -89,7 +89,7 @@ async def test_long_texts_leave_streams_alone(worker: Running, stopwatch: Stopwa
         gap = asyncio.ensure_future(longest_gap_s(stream, is_over))
         calls = [
             *[other.generate(text, timeout_s=DEADLINE_S) for _ in range(NUM_CALLERS - 4)],
-            *[other.generate([{"role": "user", "content": text}], timeout_s=DEADLINE_S) for _ in range(2)],
+            *[other.generate(messages=[{"role": "user", "content": text}], timeout_s=DEADLINE_S) for _ in range(2)],
             *[other.tokenize(text, timeout_s=DEADLINE_S) for _ in range(2)],
         ]
         stopwatch.start()
