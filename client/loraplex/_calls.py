@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Generic, TypeVar
 
 import grpc
@@ -45,6 +45,7 @@ class Call(Generic[_Answer]):
     timeout_s: float | None
     target: str
     request_id: str | None = None
+    allowed_s: float | None = None  # by the caller, for all calls of which this is one
     started_s: float = field(default_factory=time.monotonic)
 
     def error(self, error: grpc.RpcError) -> LoraplexError:
@@ -81,7 +82,7 @@ class Call(Generic[_Answer]):
         return self.timeout_s is not None and time.monotonic() - self.started_s >= self.timeout_s - CLOCK_SLACK_S
 
     def _too_late(self) -> str:
-        return f"no complete answer within {self.timeout_s:g} s; allow more (timeout_s, --timeout)"
+        return f"no complete answer within {self.allowed_s or self.timeout_s:g} s; allow more (timeout_s, --timeout)"
 
     def closed(self) -> Cancelled:
         """What a call ends with whose client is closed meanwhile."""
@@ -202,7 +203,7 @@ class Pages:
         timeout_s = self._timeout_s
         if self._until_s is not None:
             timeout_s = max(self._until_s - time.monotonic(), MIN_TIMEOUT_S)
-        return self._calls.list(self._request, timeout_s)
+        return replace(self._calls.list(self._request, timeout_s), allowed_s=self._timeout_s)
 
     def take(self, page: AdapterPage) -> tuple[Adapter, ...]:
         self._request.page_token = page.next_page_token

@@ -280,6 +280,18 @@ def test_a_passed_deadline_is_typed(connect: Connect, fake: Any) -> None:
     assert fake.cancelled.wait(3), "the server hears of it"
 
 
+def test_a_listing_that_takes_too_long_names_what_was_allowed(
+    connect: Connect, fake: Any, make_adapter: Callable[..., Any]
+) -> None:
+    fake.adapters = [make_adapter(name) for name in "abcdef"]
+    fake.delay_s, fake.max_page_size = 0.2, 1
+    with (
+        connect(fake.address) as client,
+        pytest.raises(loraplex.DeadlineExceeded, match=r"no complete answer within 0\.5 s"),
+    ):
+        client.adapters.list(timeout_s=0.5)
+
+
 # --- errors ---------------------------------------------------------------------------------------------------------
 
 
