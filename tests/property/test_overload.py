@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.simulated_load import Fate, Simulation, request
 
-from loraplex_proto.errors import DeadlineExceeded, Overloaded, ResourceExhausted
+from loraplex_proto.errors import Cancelled, DeadlineExceeded, Overloaded, ResourceExhausted
 from loraplex_server.request import Request
 
 StepTime = Callable[[int, int], float]
@@ -129,6 +129,30 @@ def test_a_speed_that_was_measured_wrong_refuses_nobody_for_long() -> None:
     simulation.run(load)
     later = [simulation.fates[one.request_id] for at_s, one in load if at_s > slow_until_s + 5]
     assert good(later) >= 0.97 * len(later)
+
+
+def test_forecasts_do_not_count_what_comes_after() -> None:
+    """A flood of lower priority keeps nobody out: neither the engine nor the front end refuses for it."""
+    simulation = Simulation(fixed, max_queue_wait_s=0)
+    for number in range(100):
+        simulation.add(request(f"low{number}", max_tokens=400, priority=-1))
+    simulation.run(until_s=10.0)
+    forecast = simulation.scheduler.forecast()
+    assert forecast is not None
+    forecast.check(("default", ""), 16, 350, left_s=10.0)
+
+
+def test_who_cancels_pays_for_what_was_done() -> None:
+    simulation = Simulation(fixed, max_queue_wait_s=0)
+    for number in range(32):
+        simulation.add(request(f"running{number}", max_tokens=400))
+    simulation.run(until_s=2.0)
+    for number in range(20):
+        simulation.add(request(f"left{number}", max_tokens=4000, tenant="leaves"))
+        simulation.scheduler.cancel(f"left{number}", Cancelled("the client went away"), simulation.now)
+    late = simulation.add(request("late", max_tokens=400, tenant="leaves"))
+    simulation.run(until_s=20.0)
+    assert late.ended_s is not None, "it has used nothing, so it is the first of those that wait"
 
 
 def test_who_could_not_be_done_in_time_even_alone_is_served_all_the_same() -> None:

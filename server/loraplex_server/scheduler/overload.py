@@ -48,8 +48,8 @@ class WaitLimits:
         waits_s: list[float] = []
         wait_s, longest, flows = 0.0, 0, set[Flow]()
         for seq in self.roster.waiting:
-            if seq.request.request.priority > 0:
-                continue
+            if seq.request.request.priority:
+                continue  # lower ones are behind all of these; higher ones the engine counts when it decides
             num_prompt, num_output = _work(seq)
             wait_s += self.speed.work_s(num_prompt, self.speed.num_outputs(num_output))
             longest = max(longest, num_prompt + num_output)

@@ -122,9 +122,12 @@ class Roster:
 
     def end_request(self, request: RequestState) -> None:
         """Frees all that the request still has. Its terminal event goes out with this, exactly once."""
+        num_unused = sum(seq.num_left for seq in request.sequences if seq.status is not SequenceStatus.FINISHED)
         if request.phase is RequestPhase.QUEUED:
             self.num_queued_requests -= 1
             self.clock.dequeue(request.flow)
+            num_unused += request.num_prompt_tokens
+        self.clock.refund(request.flow, num_unused)
         request.move(RequestPhase.ENDED)
         request.leader = None
         for seq in request.sequences:
