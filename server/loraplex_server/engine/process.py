@@ -43,8 +43,10 @@ from loraplex_server.parent import continue_when_parent_dies
 
 log = logging.getLogger(__name__)
 
-# What an engine that is loading, or is in a long step, gets to end by itself when its front end is gone.
+# What an engine that is loading, or is in a long step, gets to end by itself when its front end is gone, and when the
+# front end has told it to end. In the second case the front end kills it after as long, unless it has died meanwhile.
 ORPHAN_END_S: Final = 5.0
+SHUTDOWN_END_S: Final = 10.0
 
 # What builds the engine: given the configuration, a way to report progress and a way to wake the loop.
 EngineBuilder = Callable[[EngineConfig, Callable[[str], None], Callable[[], None]], Engine]
@@ -71,8 +73,8 @@ def engine_process(
         from tqdm import tqdm
 
         tqdm.set_lock(threading.RLock())  # its own is a semaphore between processes, which would outlive this one
-    on_orphaned = partial(_kill_after, ORPHAN_END_S, scratch)
-    serve_engine(conn, config, max_stream_wait_s, heartbeat, builder or _default_builder(), on_orphaned)
+    kill_after = partial(_kill_after, scratch)
+    serve_engine(conn, config, max_stream_wait_s, heartbeat, builder or _default_builder(), kill_after)
     shutil.rmtree(scratch, ignore_errors=True)  # the front end may be gone
     exit_at_once(0)
 
@@ -94,7 +96,7 @@ def _default_builder() -> EngineBuilder:
     return build_engine
 
 
-def _kill_after(seconds: float, scratch: Path) -> None:
+def _kill_after(scratch: Path, seconds: float) -> None:
     time.sleep(seconds)
     shutil.rmtree(scratch, ignore_errors=True)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -106,19 +108,19 @@ def serve_engine(
     max_stream_wait_s: float,
     heartbeat: Heartbeat,
     builder: EngineBuilder,
-    on_orphaned: Callable[[], None] = lambda: None,
+    kill_after: Callable[[float], None] = lambda seconds: None,
 ) -> None:
     """Builds the engine, then turns it until Shutdown or until the other end of the pipe is gone.
 
     Tokens of a stream may wait up to `max_stream_wait_s` for later ones, where sending them costs too much.
-    `on_orphaned` is called in a thread of its own when the other end is gone, however busy the engine is.
+    `kill_after` is called in a thread of its own when either has come, however busy the engine is.
     """
     inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
     outbox = Outbox()
     writer = threading.Thread(target=_write, args=(conn, outbox), name="engine-writer", daemon=True)
     writer.start()
     # Before anything slow: that the front end is gone is to be heard of while a model loads, too.
-    threading.Thread(target=_read, args=(conn, inbox, on_orphaned), name="engine-reader", daemon=True).start()
+    threading.Thread(target=_read, args=(conn, inbox, kill_after), name="engine-reader", daemon=True).start()
     engine: Engine | None = None
     integrity = ""  # of an engine that broke off nothing can be said
     try:
@@ -183,16 +185,21 @@ def _take(inbox: queue.SimpleQueue[Command], timeout_s: float | None) -> list[Co
         return commands
 
 
-def _read(conn: Connection, inbox: queue.SimpleQueue[Command], on_orphaned: Callable[[], None] = lambda: None) -> None:
+def _read(
+    conn: Connection,
+    inbox: queue.SimpleQueue[Command],
+    kill_after: Callable[[float], None] = lambda seconds: None,
+) -> None:
     try:
-        while True:
-            command = conn.recv()
+        # Nothing counts after a Shutdown, and the connection is closed soon.
+        while not isinstance(command := conn.recv(), Shutdown):
             inbox.put(command)
-            if isinstance(command, Shutdown):
-                return  # nothing counts after it, and the connection is closed soon
     except (EOFError, OSError):
         inbox.put(Shutdown())
-        on_orphaned()
+        kill_after(ORPHAN_END_S)
+    else:
+        inbox.put(command)
+        kill_after(SHUTDOWN_END_S)
 
 
 def _write(conn: Connection, outbox: Outbox) -> None:

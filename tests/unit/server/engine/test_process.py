@@ -8,7 +8,7 @@ import time
 import pytest
 
 from loraplex_server.engine.messages import Abandon, Command, MessageTakes, Shutdown, Wake
-from loraplex_server.engine.process import _read, _take
+from loraplex_server.engine.process import ORPHAN_END_S, SHUTDOWN_END_S, _read, _take
 
 
 def inbox_of(*commands: Command) -> queue.SimpleQueue[Command]:
@@ -67,3 +67,16 @@ def test_the_end_of_the_connection_is_a_shutdown() -> None:
     theirs.close()
     _read(ours, inbox)
     assert _take(inbox, 0.0) == [Abandon(1), Shutdown()]
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_an_engine_has_a_time_to_end_whether_it_is_told_or_alone(is_told: bool) -> None:
+    """Who tells it may die before it has ended, and nobody reads the connection any more."""
+    theirs, ours = multiprocessing.Pipe()
+    if is_told:
+        theirs.send(Shutdown())
+    theirs.close()
+    inbox, killed_after_s = inbox_of(), list[float]()
+    _read(ours, inbox, killed_after_s.append)
+    assert _take(inbox, 0.0) == [Shutdown()]
+    assert killed_after_s == [SHUTDOWN_END_S if is_told else ORPHAN_END_S]
