@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from loraplex_proto.errors import ContextLengthExceeded, OutOfMemory, unexpected
 from loraplex_proto.validate import ModelLimits, check_prompt_length
@@ -31,6 +31,9 @@ LONG_BYTES: Final = 1 << 17
 NUM_THREADS: Final = 2
 MAX_WAITING_BYTES: Final = 64 << 20
 IDLE_S: Final = 20.0  # until the process gives its memory back
+# The process counts as hung when a text takes it longer than this, and a second more for each so many bytes.
+HUNG_S: Final = 60.0
+SLOWEST_BYTES_PER_S: Final = 1 << 16
 TOKEN_CHARS: Final = 4
 MESSAGE_CHARS: Final = 32  # what a chat's template writes around a message, and its rendering
 
@@ -38,10 +41,13 @@ MESSAGE_CHARS: Final = 32  # what a chat's template writes around a message, and
 class Tokenizing:
     """Serves all requests of one worker. Call `close` at the end."""
 
-    def __init__(self, tokenizer: TextTokenizer, limits: ModelLimits, *, idle_s: float = IDLE_S) -> None:
+    def __init__(
+        self, tokenizer: TextTokenizer, limits: ModelLimits, *, idle_s: float = IDLE_S, hung_s: float = HUNG_S
+    ) -> None:
         self.tokenizer = tokenizer
         self.limits = limits
         self._idle_s = idle_s
+        self._hung_s = hung_s
         self._serialized = tokenizer.serialized()
         self._bytes_per_token = None if self._serialized is None else max_bytes_per_token(self._serialized)
         self._executor = ThreadPoolExecutor(NUM_THREADS + 1, thread_name_prefix="tokenizing")
@@ -129,8 +135,10 @@ class Tokenizing:
     async def _in_process(self, num_bytes: int, job: Job) -> array[int] | int | bytes:
         await self._long_turns.take(num_bytes)
         process = self._take_process()
+        hung = asyncio.timeout(self._hung_s + num_bytes / SLOWEST_BYTES_PER_S)
         try:
-            result = await self._work(self._long_turns, partial(process.run, job))
+            async with hung:
+                result = await self._work(self._long_turns, partial(process.run, job))
         except ProcessEnded as error:
             self._process = None
             if error.is_out_of_memory:
@@ -138,9 +146,11 @@ class Tokenizing:
                     "there was not enough memory to tokenize this text; shorten it, or send token_ids"
                 ) from error
             raise unexpected(error, "tokenizing a long text") from error
-        except BaseException:  # nobody waits any more
+        except BaseException as error:  # nobody waits any more, or for too long
             self._process = None
             process.kill()
+            if hung.expired() and isinstance(error, TimeoutError):
+                raise unexpected(error, "waiting for the process that tokenizes long texts") from error
             raise
         # The next turn begins later, and takes this back.
         self._idle = asyncio.get_running_loop().call_later(self._idle_s, self._end_idle_process)
@@ -155,7 +165,7 @@ class Tokenizing:
             if future.done():
                 turns.give_back()
             else:
-                future.add_done_callback(lambda _: turns.give_back())
+                future.add_done_callback(partial(_end_turn, turns))
 
     def _take_process(self) -> TokenizerProcess:
         if self._idle is not None:
@@ -169,3 +179,9 @@ class Tokenizing:
         process, self._process = self._process, None
         if process is not None:
             self._executor.submit(process.end)
+
+
+def _end_turn(turns: Turns, future: asyncio.Future[Any]) -> None:
+    turns.give_back()
+    if not future.cancelled():
+        future.exception()  # looked at, so that asyncio does not log it: nobody waits for this work

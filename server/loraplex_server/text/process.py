@@ -20,6 +20,8 @@ from typing import Any, Final
 
 from tokenizers import Tokenizer
 
+from loraplex_proto.ending import SIGNALS
+from loraplex_server.parent import continue_when_parent_dies, start_shielded
 from loraplex_server.text.vocabulary import Vocabulary
 
 # Below the engine's: its steps go first where cores are short.
@@ -95,7 +97,7 @@ class TokenizerProcess:
             if self._is_killed:
                 raise EOFError
             process = context.Process(target=tokenize_jobs, args=(theirs,), name="loraplex-tokenizer", daemon=True)
-            process.start()
+            start_shielded(process)
             self._process = process
         theirs.close()
         self._conn = ours
@@ -106,8 +108,10 @@ class TokenizerProcess:
 def tokenize_jobs(conn: Connection) -> None:
     """Entry point of the process; does not return."""
     # The front end decides when it ends, and a front end that is gone shows as the end of the pipe.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # blocked since before the start
+    continue_when_parent_dies()
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
     tokenizer = Tokenizer.from_str(conn.recv())

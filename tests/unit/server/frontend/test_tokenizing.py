@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gc
 import multiprocessing
+import os
+import signal
 import time
 from collections.abc import AsyncIterator
 
@@ -12,10 +15,11 @@ import pytest
 from support.tiny_tokenizers import tiny_tokenizer
 from tokenizers import Tokenizer, normalizers
 
-from loraplex_proto.errors import ContextLengthExceeded, InvalidArgument, LoraplexError, OutOfMemory
+from loraplex_proto.ending import SIGNALS
+from loraplex_proto.errors import ContextLengthExceeded, Internal, InvalidArgument, LoraplexError, OutOfMemory
 from loraplex_proto.v1 import inference_pb2
 from loraplex_proto.validate import ModelLimits
-from loraplex_server.frontend.tokenizing import LONG_BYTES, Tokenizing
+from loraplex_server.frontend.tokenizing import HUNG_S, LONG_BYTES, Tokenizing
 from loraplex_server.grpc.tokens import tokenize_response
 from loraplex_server.text.tokenizer import SHORT_CHARS, TextTokenizer
 
@@ -86,7 +90,9 @@ async def test_what_is_too_long_by_its_bytes_is_not_tokenized() -> None:
     await one.close()
 
 
-async def test_whoever_leaves_ends_the_process_and_the_next_one_is_served(tokenizing: Tokenizing) -> None:
+async def test_whoever_leaves_ends_the_process_and_the_next_one_is_served(
+    tokenizing: Tokenizing, caplog: pytest.LogCaptureFixture
+) -> None:
     text = LONG * 30
     tasks = [asyncio.ensure_future(tokenizing.encode(text)) for _ in range(4)]
     while not children():
@@ -96,6 +102,8 @@ async def test_whoever_leaves_ends_the_process_and_the_next_one_is_served(tokeni
     assert all(isinstance(end, asyncio.CancelledError) for end in await asyncio.gather(*tasks, return_exceptions=True))
     await gone()
     assert list(await tokenizing.encode(LONG)) == text_tokenizer().encode(LONG)
+    gc.collect()
+    assert not caplog.records
 
 
 async def test_a_process_that_dies_fails_its_text_and_no_other(tokenizing: Tokenizing) -> None:
@@ -106,6 +114,32 @@ async def test_a_process_that_dies_fails_its_text_and_no_other(tokenizing: Token
     with pytest.raises(OutOfMemory):
         await first
     assert list(await second) == text_tokenizer().encode(LONG + "b")
+
+
+async def running(tokenizing: Tokenizing) -> int:
+    """The process's id, as soon as it has its text."""
+    while tokenizing._process is None or tokenizing._process._conn is None:
+        await asyncio.sleep(0.001)
+    return tokenizing._process._process.pid
+
+
+async def test_a_process_that_is_frozen_fails_its_text_and_no_other() -> None:
+    one = Tokenizing(text_tokenizer(), LIMITS, hung_s=0.5)
+    first, second = (asyncio.ensure_future(one.encode(LONG + suffix)) for suffix in "ab")
+    os.kill(await running(one), signal.SIGSTOP)
+    with pytest.raises(Internal):
+        await first
+    one._hung_s = HUNG_S
+    assert list(await second) == text_tokenizer().encode(LONG + "b")
+    await one.close()
+
+
+async def test_signals_to_the_whole_group_are_for_the_front_end_alone(tokenizing: Tokenizing) -> None:
+    encoding = asyncio.ensure_future(tokenizing.encode(LONG))
+    pid = await running(tokenizing)
+    for number in SIGNALS:
+        os.kill(pid, number)
+    assert list(await encoding) == text_tokenizer().encode(LONG)
 
 
 async def test_a_process_without_work_ends() -> None:
