@@ -107,7 +107,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """The answer as it is on the wire: one of a long text is serialized where the text is tokenized."""
         validate.check_tokenize(request)
         self._edge.admit()
-        async with _within(context.time_remaining()):
+        async with _within(_remaining_s(context)):
             if request.WhichOneof("input") == "chat":
                 messages, opens_turn = _messages(request.chat), not request.chat.omit_generation_prompt
                 return await self._tokenizing.tokenize_chat(messages, tokenize_response, opens_turn)
@@ -142,16 +142,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         num_ids = len(message.token_ids.ids)
         if num_ids:
             validate.check_prompt_length(num_ids, self._limits, field="token_ids.ids")  # before any is looked at
-        await self._tokenizing.off_loop(num_ids, partial(validate.check_for_model, message, self._limits))
-        identity = self._edge.admit(*auth.adapters_in(message))
-        remaining_s: float | None = context.time_remaining()
-        if remaining_s is not None and remaining_s <= 0:
-            raise DeadlineExceeded("the deadline had passed when the request arrived; give it more time")
-        if remaining_s is not None:
-            remaining_s = answer_within_s(remaining_s)
-        self._refuse_early(message, identity.tenant, remaining_s)
-        arrival_s = time.monotonic()
+        arrival_s, remaining_s = time.monotonic(), _remaining_s(context)
         async with _within(remaining_s):
+            await self._tokenizing.off_loop(num_ids, partial(validate.check_for_model, message, self._limits))
+            identity = self._edge.admit(*auth.adapters_in(message))
+            self._refuse_early(message, identity.tenant, remaining_s)
             prompt = await self._prompt(message)
             validate.check_prompt_length(len(prompt), self._limits)
             echo = await self._tokenizing.decode(prompt) if message.output.echo else ""
@@ -224,6 +219,16 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             timings=_timings(progress),
             adapter_digest=progress.adapter_digest,
         )
+
+
+def _remaining_s(context: Context) -> float | None:
+    """The time in which to answer; None without a deadline. Raises DeadlineExceeded when there is none left."""
+    remaining_s: float | None = context.time_remaining()
+    if remaining_s is None:
+        return None
+    if remaining_s <= 0:
+        raise DeadlineExceeded("the deadline had passed when the request arrived; give it more time")
+    return answer_within_s(remaining_s)
 
 
 @contextlib.asynccontextmanager

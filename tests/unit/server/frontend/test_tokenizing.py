@@ -102,6 +102,7 @@ async def test_whoever_leaves_ends_the_process_and_the_next_one_is_served(
     assert all(isinstance(end, asyncio.CancelledError) for end in await asyncio.gather(*tasks, return_exceptions=True))
     await gone()
     assert list(await tokenizing.encode(LONG)) == text_tokenizer().encode(LONG)
+    del tasks, task
     gc.collect()
     assert not caplog.records
 

@@ -17,14 +17,14 @@ from support.engine_fakes import INFO, build_fake, build_slow
 from support.tiny_tokenizers import tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from loraplex_proto.errors import EngineLost, FailedPrecondition, LoraplexError
+from loraplex_proto.errors import DeadlineExceeded, EngineLost, FailedPrecondition, LoraplexError
 from loraplex_proto.status import DETAILS_KEY, from_status
 from loraplex_proto.v1 import inference_pb2
 from loraplex_proto.validate import ModelLimits
 from loraplex_server.config import EngineConfig, ModelConfig
 from loraplex_server.engine.client import EngineClient, EngineState
 from loraplex_server.engine.messages import LoadNumbers, ModelInfo
-from loraplex_server.frontend.tokenizing import Tokenizing
+from loraplex_server.frontend.tokenizing import NUM_THREADS, Tokenizing
 from loraplex_server.grpc.edge import Edge
 from loraplex_server.grpc.inference import InferenceServicer
 from loraplex_server.text.tokenizer import SHORT_CHARS, TextTokenizer
@@ -109,13 +109,32 @@ async def test_long_texts_and_chats_leave_the_event_loop_alone(given: dict[str, 
 
 
 class FakeContext:
-    """Of a call without a deadline. What it is aborted with is raised again."""
+    """Of a call. What it is aborted with is raised again."""
+
+    def __init__(self, remaining_s: float | None = None) -> None:
+        self._remaining_s = remaining_s
 
     def time_remaining(self) -> float | None:
-        return None
+        return self._remaining_s
 
     async def abort(self, code: Any, details: str, trailing_metadata: Any) -> NoReturn:
         raise from_status(status_pb2.Status.FromString(dict(trailing_metadata)[DETAILS_KEY]))
+
+
+@pytest.mark.parametrize("method", ["Generate", "Tokenize"])
+async def test_who_waits_for_a_turn_is_told_just_before_the_deadline(method: str) -> None:
+    """Ids to look at wait for a turn behind others' texts, and so does a text; gRPC itself would only say a code."""
+    one = service(None, replace(INFO, max_context_tokens=1 << 20), TextTokenizer(tiny_tokenizer("byte_level")))
+    for _ in range(NUM_THREADS):
+        await one._tokenizing._turns.take(1)
+    requests = {
+        "Generate": inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[3] * SHORT_CHARS)),
+        "Tokenize": inference_pb2.TokenizeRequest(text="x" * SHORT_CHARS),
+    }
+    async with asyncio.timeout(20):
+        with pytest.raises(DeadlineExceeded):
+            await getattr(one, method)(requests[method], FakeContext(1.0))
+    await one._tokenizing.close()
 
 
 async def test_every_streamed_completion_begins_with_the_prompt() -> None:
