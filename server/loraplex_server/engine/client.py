@@ -9,6 +9,8 @@ import asyncio
 import itertools
 import logging
 import multiprocessing
+import os
+import pickle
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +22,7 @@ from loraplex_adapters.cache.listing import Listing
 from loraplex_proto.errors import Draining, EngineLost, Internal, LoraplexError, WorkerLost
 from loraplex_server.config import EngineConfig
 from loraplex_server.engine.command_writer import CommandWriter
+from loraplex_server.engine.frames import FrameReader
 from loraplex_server.engine.heartbeat import Heartbeat
 from loraplex_server.engine.liveness import LOOK_S, Liveness, cpu_seconds
 from loraplex_server.engine.messages import (
@@ -59,6 +62,8 @@ RETRY_LOST_S = 1.0
 
 # An engine that has been stalled for so long is killed; whoever supervises the worker starts another.
 KILL_STALLED_S: Final = 10.0
+# Of the engine's pipe at a time; its buffer holds less.
+READ_BYTES: Final = 1 << 20
 
 
 @dataclass
@@ -85,6 +90,7 @@ class EngineClient:
         self._operation_ids = itertools.count(1)
         self._conn: Any = None
         self._commands: CommandWriter | None = None
+        self._frames = FrameReader()
         self._worker: Any = None
         self._scratch: Scratch | None = None  # of an engine in a process of its own
         self._stopping = False
@@ -266,11 +272,15 @@ class EngineClient:
             self._worker.kill()
 
     def _on_readable(self) -> None:
+        """Takes what has arrived. The engine may have frozen in the middle of a message: nothing waits for its end."""
         try:
-            # Everything that has arrived, so that a burst costs one wake-up.
-            while not self.lost.is_set() and self._conn.poll():
-                self._on_message(self._conn.recv())
-        except (EOFError, OSError):
+            data = os.read(self._conn.fileno(), READ_BYTES)
+        except OSError:
+            data = b""
+        for frame in self._frames.feed(data):
+            if not self.lost.is_set():
+                self._on_message(pickle.loads(frame))
+        if not data:
             self._on_lost()
 
     def _on_message(self, message: FromEngine) -> None:

@@ -79,7 +79,7 @@ class Engine:
         speculator: Speculator | None = None,
     ) -> None:
         self.info = info
-        # Told the number of tokens of each step before it runs.
+        # Told before a step runs how many tokens the turn computes, those of a step under way included.
         self.on_step: Callable[[int], None] = lambda num_tokens: None
         self._scheduler = scheduler
         self._cache = cache
@@ -152,8 +152,8 @@ class Engine:
         plan = self._scheduler.schedule(now, drafts)
         self._take(self._scheduler.take_events())
         self._num_steps += plan is not None
-        if plan is not None:
-            self.on_step(plan.num_tokens)
+        if plan is not None:  # the turn may also wait for the step before
+            self.on_step(plan.num_tokens + (self._under_way[0].num_tokens if self._under_way is not None else 0))
         if plan is None:
             has_ended |= self._end_step()
         elif self._runner.overlaps and not speculates:
