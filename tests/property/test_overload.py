@@ -193,6 +193,20 @@ def test_a_short_request_begins_soon_behind_any_number_of_long_ones(
     assert all(fate.error is None for fate in [*long, *short])
 
 
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_nobody_gives_way_who_would_have_to_compute_for_longer_than_a_slice(prefix_caching: bool) -> None:
+    def slow_prompts(num_rows: int, num_prompt_tokens: int) -> float:
+        return 0.02 + num_prompt_tokens / 500
+
+    simulation = Simulation(slow_prompts, max_running=2, max_queue_wait_s=0, prefix_caching=prefix_caching)
+    for number in range(2):
+        simulation.add(request(f"l{number}", prompt_tokens=1000, max_tokens=2000))
+    simulation.run(until_s=10.0)
+    simulation.add(request("short", max_tokens=5, arrival_s=simulation.now))
+    simulation.run(until_s=14.0)
+    assert simulation.scheduler.load().num_preemptions == int(prefix_caching)
+
+
 def test_long_requests_go_on_while_short_ones_never_end() -> None:
     """Short ones come for as long as it takes, as many as there is room for; each long one has its turns."""
     simulation = Simulation(fixed, num_blocks=8192)

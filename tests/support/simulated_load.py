@@ -40,6 +40,7 @@ class Simulation:
     max_step_tokens: int = 256
     num_blocks: int = 4096
     max_queue_wait_s: float = 60.0
+    prefix_caching: bool = True
     now: float = 0.0
     fates: dict[str, Fate] = field(default_factory=dict)
 
@@ -50,7 +51,7 @@ class Simulation:
             max_context_tokens=8192,
             max_queue_wait_s=self.max_queue_wait_s,
         )
-        pool = BlockPool(self.num_blocks, 16)
+        pool = BlockPool(self.num_blocks, 16, prefix_caching=self.prefix_caching)
         self.scheduler = Scheduler(config, pool, FakeCache(), frozenset())
         self.runner = FakeRunner()
 

@@ -140,9 +140,15 @@ class Admission:
         ready = (
             seq
             for seq in self._roster.running
-            if seq.entered_s <= entered_until and len(seq.token_ids) > seq.num_prompt_tokens
+            if seq.entered_s <= entered_until
+            and len(seq.token_ids) > seq.num_prompt_tokens
+            and self._is_cheap_to_resume(seq)
         )
         return max(ready, key=lambda seq: (-seq.request.request.priority, seq.num_left), default=None)
+
+    def _is_cheap_to_resume(self, seq: SequenceState) -> bool:
+        """Whether it computes its tokens again, where no prefix cache keeps them, in less than a slice."""
+        return seq.chain is not None or self._speed.prompt_s(len(seq.token_ids)) < self._config.slice_s
 
     def _would_fit(self, seq: SequenceState, leaving: SequenceState) -> bool:
         blocks = self._roster.blocks

@@ -156,6 +156,10 @@ class Speed:
         output_s = self._decode.at(num_rows) / (num_rows * self._tokens_per_row())
         return num_prompt_tokens * self._prompt_share * self._prompt.value() + num_outputs * output_s
 
+    def prompt_s(self, num_tokens: int) -> float:
+        """The time in which so many tokens are computed as a prompt; 0 while nothing is known."""
+        return num_tokens * self._prompt.value()
+
     def interval_s(self, num_rows: int) -> float:
         """From one token of a sequence to its next, among so many rows and with as many prompts beside as of late."""
         prompts_s = self._prompts / self._rows * num_rows * self._prompt.value() if self._rows else 0.0
