@@ -21,6 +21,7 @@ ROUTER = "loraplex router"
 VLLM = "vLLM"
 VLLM_OFF = "vLLM, LoRA off"
 PEFT = "PEFT"
+BEFORE = ", before"  # behind the name of a system that another checkout has
 
 Figures = dict[str, dict[str, list[float]]]  # system -> workload -> tokens per second, by round
 
@@ -28,6 +29,7 @@ Figures = dict[str, dict[str, list[float]]]  # system -> workload -> tokens per 
 def takes_part(system: str, workload: str) -> bool:
     """Whether a system is asked to run a workload."""
     is_base = workload.startswith("base-")
+    system = system.removesuffix(BEFORE)
     match system:
         case "loraplex, LoRA off" | "vLLM, LoRA off":
             return is_base
@@ -136,7 +138,7 @@ def _pairs(workloads: Sequence[str]) -> list[_Pair]:
 
 def before(name: str) -> str:
     """The same system as another checkout has it."""
-    return f"{name}, before"
+    return name + BEFORE
 
 
 def ratios(figures: Mapping[str, Mapping[str, Sequence[float]]], workloads: Sequence[str]) -> list[Ratio]:
