@@ -57,9 +57,8 @@ log = logging.getLogger(__name__)
 
 AdapterVerb = Literal["load", "unload", "get"]
 
-# Somebody else may take a request at once; who knows this worker alone waits for a new one.
-RETRY_LOST_S = 1.0
-
+# Another worker may take a request at once; a client of this worker alone waits for its successor.
+RETRY_LOST_S: Final = 1.0
 # An engine that has been stalled for so long is killed; whoever supervises the worker starts another.
 KILL_STALLED_S: Final = 10.0
 # Of the engine's pipe at a time; its buffer holds less.
@@ -189,6 +188,8 @@ class EngineClient:
         if self._worker is None:
             return
         self._stopping = True
+        if self._watching is not None:
+            self._watching.cancel()  # from here on the end of the engine is bounded below
         error = Draining("this worker is shutting down; send the request to another one", retry_after_s=1.0)
         for stream in list(self._streams.values()):
             self.cancel(stream, error)

@@ -50,7 +50,7 @@ class StepBound:
             self._slowest_s_per_token = max(self._slowest_s_per_token or 0.0, step_s / num_tokens)
 
     def allowed_s(self, num_tokens: int) -> float:
-        """For a turn with a step of so many tokens; 0 for a turn without one."""
+        """For a turn that computes `num_tokens` tokens, which is 0 where it runs no step."""
         if self._fixed_s is not None:
             return self._fixed_s
         if self._slowest_s_per_token is None:

@@ -76,7 +76,7 @@ def memory_bytes(server: Running) -> int:
 
 @fault(
     "eight callers send 4 MB of text each (prompts, chats, Tokenize) and leave after 3 s",
-    clients_see="DEADLINE_EXCEEDED; streams beside them: no gap over 0.2 s",
+    clients_see="DEADLINE_EXCEEDED; streams beside them: no gap over 0.6 s",
     within_s=5,
 )
 async def test_long_texts_leave_streams_alone(worker: Running, stopwatch: Stopwatch) -> None:
