@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-NATIVE := $(BIN)/python -m loraplex_adapters.native.build --objects build/native
+NATIVE := $(BIN)/python -m loraplex_server.backends.cpu.native.build --objects build/native
 
 .PHONY: help install native demo test test-nightly gpu-tests gpu-bench test-slow check format proto wire-baseline serve clean
 

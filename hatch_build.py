@@ -20,9 +20,9 @@ class NativeKernelsHook(BuildHookInterface[Any]):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         # The package is not installed where wheels are built.
-        sys.path.insert(0, str(Path(self.root) / "adapters"))
+        sys.path.insert(0, str(Path(self.root) / "server"))
         try:
-            from loraplex_adapters.native import build
+            from loraplex_server.backends.cpu.native import build
         finally:
             del sys.path[0]
         self._scratch = tempfile.TemporaryDirectory()  # until the wheel is written
@@ -38,7 +38,7 @@ class NativeKernelsHook(BuildHookInterface[Any]):
         if version != "editable":
             build_data["pure_python"] = False
             build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
-            build_data["force_include"][str(target)] = f"loraplex_adapters/native/{target.name}"
+            build_data["force_include"][str(target)] = f"loraplex_server/backends/cpu/native/{target.name}"
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         self._scratch.cleanup()

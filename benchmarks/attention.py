@@ -20,15 +20,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from loraplex_adapters.native import library as native
-from loraplex_adapters.native.kernels import NativeKernels
-from loraplex_adapters.native.prototypes import IDENTITY, KERNELS
-from loraplex_adapters.native.threads import default_num_threads
-from loraplex_server.model.attention.base import AttentionBatch, PagedAttention
-from loraplex_server.model.attention.native_paged import NativePagedAttention
-from loraplex_server.model.attention.torch_paged import TorchPagedAttention
-from loraplex_server.model.kv import LayerKv
-from loraplex_server.model.spec import AttentionSpec
+from loraplex_server.backends.cpu.attention import NativePagedAttention
+from loraplex_server.backends.cpu.native import library as native
+from loraplex_server.backends.cpu.native.kernels import NativeKernels
+from loraplex_server.backends.cpu.native.prototypes import IDENTITY, KERNELS
+from loraplex_server.backends.cpu.native.threads import default_num_threads
+from loraplex_server.backends.reference.attention import TorchPagedAttention
+from loraplex_server.layers.attention import AttentionBatch, PagedAttention
+from loraplex_server.layers.kv_memory import LayerKv
+from loraplex_server.layers.spec import AttentionSpec
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 16

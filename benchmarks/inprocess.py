@@ -19,13 +19,13 @@ from peers.lines import answer, take_stdout
 from workloads import WorkItem, read_workload
 
 import loraplex_proto
+from loraplex_contracts.events import CompletionEnd, RequestFailed, Tokens
+from loraplex_contracts.request import Request, StoppingParams
 from loraplex_server.cli.worker import worker, worker_config
 from loraplex_server.config import EngineConfig
-from loraplex_server.engine.build import build_engine
-from loraplex_server.engine.core import Engine
+from loraplex_server.engine.assembly import build_engine
+from loraplex_server.engine.engine import Engine
 from loraplex_server.engine.messages import Submit
-from loraplex_server.events import CompletionEnd, RequestFailed, Tokens
-from loraplex_server.request import Request, StoppingParams
 
 
 def worker_flags(inputs: Path, store: Path, *, lora: bool) -> list[str]:

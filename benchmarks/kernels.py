@@ -37,9 +37,10 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn import functional as F
 
-from loraplex_adapters.ops.base import FactorTable, LoraFactors, Segment, SegmentedLora
-from loraplex_adapters.ops.reference import ReferenceOps
-from loraplex_adapters.ops.registry import choose_ops
+from loraplex_adapters.weights import LoraFactors
+from loraplex_server.backends.lora_registry import choose_ops
+from loraplex_server.backends.reference.lora import ReferenceOps
+from loraplex_server.layers.lora import FactorTable, Segment, SegmentedLora
 
 POPULARITIES = ("identical", "distinct", "uniform", "skewed")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
@@ -129,7 +130,7 @@ def make_implementations(device: torch.device, variants: bool) -> dict[str, Call
     """What is measured, by name."""
     if not variants:
         return {choose_ops(device).name: lambda: choose_ops(device)}
-    from loraplex_adapters.ops.triton.lora import TritonOps
+    from loraplex_server.backends.cuda.lora.operation import TritonOps
 
     makers: dict[str, Callable[[], SegmentedLora]] = {
         "fused": lambda: TritonOps(variant="fused"),

@@ -26,12 +26,12 @@ from pathlib import Path
 from inprocess import build
 from workloads import adapter_names, read_workload
 
-from loraplex_server.engine.core import Engine, Runner
-from loraplex_server.engine.isolation import StepHandle
+from loraplex_contracts.events import CompletionEnd
+from loraplex_contracts.plan import StepPlan, StepResult
+from loraplex_contracts.request import Request, StoppingParams
+from loraplex_server.engine.engine import Engine, Runner
 from loraplex_server.engine.messages import AdapterCommand, Submit
-from loraplex_server.events import CompletionEnd
-from loraplex_server.request import Request, StoppingParams
-from loraplex_server.scheduler.plan import StepPlan, StepResult
+from loraplex_server.model.fault_isolation import StepHandle
 
 LOAD_EVERY_S = 1.0
 OUTPUT_TOKENS = 1024

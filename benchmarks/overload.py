@@ -23,13 +23,13 @@ from statistics import median
 from systems import READY, Child
 
 from loraplex import AsyncClient
-from loraplex_proto.errors import LoraplexError
+from loraplex_contracts.errors import LoraplexError
+from loraplex_contracts.plan import StepPlan
 from loraplex_server.config import BatchConfig, EngineConfig, ModelConfig, WorkerConfig
-from loraplex_server.engine.core import Engine
+from loraplex_server.engine.engine import Engine
 from loraplex_server.grpc.server import start_worker
 from loraplex_server.kv.blocks import BlockPool
 from loraplex_server.scheduler.config import SchedulerConfig
-from loraplex_server.scheduler.plan import StepPlan
 from loraplex_server.scheduler.scheduler import Scheduler
 from loraplex_server.text.tokenizer import TextTokenizer
 

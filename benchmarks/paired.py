@@ -24,10 +24,10 @@ from pathlib import Path
 from inprocess import build
 from workloads import read_workload
 
-from loraplex_server.engine.core import Engine
+from loraplex_contracts.events import CompletionEnd, RequestFailed, Tokens
+from loraplex_contracts.request import Request, StoppingParams
+from loraplex_server.engine.engine import Engine
 from loraplex_server.engine.messages import Submit
-from loraplex_server.events import CompletionEnd, RequestFailed, Tokens
-from loraplex_server.request import Request, StoppingParams
 
 DEFAULTS = {"unused": "base-8", "ranks": "distinct-8"}
 WARM_TOKENS = 24

@@ -21,11 +21,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from loraplex_adapters.native.kernels import NativeKernels
-from loraplex_adapters.native.library import load
-from loraplex_server.demo.evaluation import exact_match_matrix
-from loraplex_server.demo.world import committed_world
-from loraplex_server.model.native.rounding import round_linears
+from loraplex_demo.evaluation import exact_match_matrix
+from loraplex_demo.world import committed_world
+from loraplex_server.backends.cpu.native.kernels import NativeKernels
+from loraplex_server.backends.cpu.native.library import load
+from loraplex_server.backends.cpu.quantize import round_linears
 
 RANDOM_TEXTS, RANDOM_TOKENS = 16, 64
 

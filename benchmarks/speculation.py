@@ -37,6 +37,11 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from workloads import read_workload
 
+from loraplex_contracts.events import CompletionEnd, RequestFailed, Tokens
+from loraplex_contracts.plan import Candidate
+from loraplex_contracts.request import Request, SpeculationParams, StoppingParams
+from loraplex_demo.formats import FORMATS
+from loraplex_demo.world import MAX_NEW_TOKENS, Case, committed_world
 from loraplex_server.config import (
     AdaptersConfig,
     BatchConfig,
@@ -45,15 +50,10 @@ from loraplex_server.config import (
     ModelConfig,
     SpeculationConfig,
 )
-from loraplex_server.demo.formats import FORMATS
-from loraplex_server.demo.world import MAX_NEW_TOKENS, Case, committed_world
-from loraplex_server.engine.build import build_engine
-from loraplex_server.engine.core import Engine
+from loraplex_server.engine.assembly import build_engine
+from loraplex_server.engine.engine import Engine
 from loraplex_server.engine.messages import Submit
-from loraplex_server.events import CompletionEnd, RequestFailed, Tokens
 from loraplex_server.model import runner as runner_module
-from loraplex_server.request import Request, SpeculationParams, StoppingParams
-from loraplex_server.scheduler.plan import Candidate
 from loraplex_server.speculation.base import Ask
 from loraplex_server.speculation.copying import Piece
 from loraplex_server.speculation.lookup import PromptLookupProposer

@@ -21,7 +21,7 @@ from paired import Side, forget, ratios, run
 from speculation import KINDS, OFF, always_match, rolled_acceptance, synthetic_engine
 from workloads import WorkItem, read_workload
 
-from loraplex_server.request import Request, SpeculationParams, StoppingParams
+from loraplex_contracts.request import Request, SpeculationParams, StoppingParams
 
 WARM_TOKENS = 24
 

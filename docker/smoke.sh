@@ -156,7 +156,7 @@ PYTHON
 has_native_kernels() {
   python -c '
 import platform
-from loraplex_adapters.native.library import load
+from loraplex_server.backends.cpu.native.library import load
 status = load().status
 print(status)
 assert status.usable or platform.machine() != "x86_64" or status.reason.startswith("this CPU has none"), status'

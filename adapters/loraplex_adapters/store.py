@@ -29,9 +29,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
-from loraplex_adapters.key import AdapterKey, AdapterKind
-from loraplex_adapters.once import PAGE_BYTES, ChunkWriter, write_once
-from loraplex_proto.errors import DiskFull, FailedPrecondition
+from loraplex_adapters.io.uncached import PAGE_BYTES, ChunkWriter, write_once
+from loraplex_contracts.adapters import AdapterKey, AdapterKind
+from loraplex_contracts.errors import DiskFull, FailedPrecondition
 
 MAGIC = b"LPXADPT1"
 MAX_HEADER_BYTES = 16 << 20

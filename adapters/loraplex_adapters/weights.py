@@ -11,8 +11,23 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from loraplex_adapters.key import AdapterKey
-from loraplex_adapters.ops.base import LoraFactors
+from loraplex_contracts.adapters import AdapterKey
+
+
+@dataclass(frozen=True, slots=True)
+class LoraFactors:
+    """The low-rank term of one adapter at one module.
+
+    Both tensors are contiguous, of one dtype and on one device. For an embedding, `in` is the vocabulary.
+    """
+
+    a: Tensor  # [rank, in]
+    b: Tensor  # [out, rank]
+    scale: float  # alpha / rank, or alpha / sqrt(rank)
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[0]
 
 
 @dataclass(frozen=True, slots=True)

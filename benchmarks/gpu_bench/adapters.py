@@ -6,11 +6,10 @@ import random
 
 import torch
 
-from loraplex_adapters.key import AdapterKey
-from loraplex_adapters.ops.base import LoraFactors
-from loraplex_adapters.weights import AdapterWeights
-from loraplex_server.model.linear import AdaptedHead, AdaptedLinear
-from loraplex_server.model.loaded import LoadedModel
+from loraplex_adapters.weights import AdapterWeights, LoraFactors
+from loraplex_contracts.adapters import AdapterKey
+from loraplex_server.layers.linear import AdaptedHead, AdaptedLinear
+from loraplex_server.model.loaded_model import LoadedModel
 
 SKEW = 1.5  # each adapter is so many times as popular as the next, as in Punica's evaluation
 SCALE = 0.02  # of the factors: terms much smaller than what they are added to

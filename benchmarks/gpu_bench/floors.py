@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from gpu_bench.adapters import linears
 from gpu_bench.shapes import Shape
-from loraplex_server.model.loaded import LoadedModel
-from loraplex_server.model.spec import kv_block_bytes
+from loraplex_server.layers.spec import kv_block_bytes
+from loraplex_server.model.loaded_model import LoadedModel
 
 
 def weight_bytes(loaded: LoadedModel) -> int:

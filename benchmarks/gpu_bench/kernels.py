@@ -16,7 +16,12 @@ from gpu_bench.deadline import Deadline
 from gpu_bench.floors import kv_bytes
 from gpu_bench.machine import Timing, time_call
 from gpu_bench.stepper import BLOCK_SIZE, Stepper
-from loraplex_adapters.ops.base import (
+from loraplex_contracts.plan import NewSequence
+from loraplex_contracts.request import OutputParams, SamplingParams
+from loraplex_server.backends.lora_registry import available_ops, choose_dense, choose_punica
+from loraplex_server.layers.attention import AttentionBatch
+from loraplex_server.layers.linear import AdaptedLinear
+from loraplex_server.layers.lora import (
     FactorTable,
     PreparedSegments,
     ReplayableLora,
@@ -24,14 +29,9 @@ from loraplex_adapters.ops.base import (
     SegmentedLora,
     SiblingLora,
 )
-from loraplex_adapters.ops.dense import DenseTable, DenseWeight
-from loraplex_adapters.ops.registry import available_ops, choose_dense, choose_punica
-from loraplex_adapters.ops.segments import join_neighbours
-from loraplex_server.model.attention.base import AttentionBatch
-from loraplex_server.model.linear import AdaptedLinear
-from loraplex_server.request import OutputParams, SamplingParams
+from loraplex_server.layers.segmented_dense import DenseTable, DenseWeight
+from loraplex_server.layers.segments import join_neighbours
 from loraplex_server.sampling.sampler import Sampler
-from loraplex_server.scheduler.plan import NewSequence
 
 POPULARITIES = ("identical", "distinct")
 NEEDED_S = 10.0  # of one kernel, its compilation included

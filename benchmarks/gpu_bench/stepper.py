@@ -17,6 +17,8 @@ from gpu_bench.adapters import make_adapter
 from gpu_bench.machine import synchronize
 from gpu_bench.shapes import Shape
 from loraplex_adapters.weights import AdapterWeights
+from loraplex_contracts.plan import AdapterUse, NewSequence, Span, StepPlan
+from loraplex_contracts.request import OutputParams, SamplingParams
 from loraplex_server.config import (
     AdaptersConfig,
     BatchConfig,
@@ -25,13 +27,11 @@ from loraplex_server.config import (
     ModelConfig,
     SpeculationConfig,
 )
-from loraplex_server.engine.build import assemble
-from loraplex_server.engine.isolation import StepHandle
-from loraplex_server.model.loaded import LoadedModel
+from loraplex_server.engine.assembly import assemble
+from loraplex_server.layers.spec import kv_block_bytes
+from loraplex_server.model.fault_isolation import StepHandle
+from loraplex_server.model.loaded_model import LoadedModel
 from loraplex_server.model.runner import ModelRunner
-from loraplex_server.model.spec import kv_block_bytes
-from loraplex_server.request import OutputParams, SamplingParams
-from loraplex_server.scheduler.plan import AdapterUse, NewSequence, Span, StepPlan
 
 BLOCK_SIZE = 16
 NUM_UNTIMED = 3

@@ -31,8 +31,7 @@ from loraplex.types import (
     TopLogprob,
     Usage,
 )
-from loraplex_proto import __version__
-from loraplex_proto.errors import (
+from loraplex_contracts.errors import (
     AdapterInvalid,
     AdapterLoadsBusy,
     AdapterMemoryFull,
@@ -75,6 +74,7 @@ from loraplex_proto.errors import (
     UnsupportedModel,
     WorkerLost,
 )
+from loraplex_proto import __version__
 
 __all__ = [
     "Adapter",

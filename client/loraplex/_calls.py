@@ -17,7 +17,7 @@ from loraplex import _answers, _requests
 from loraplex._answers import AdapterPage
 from loraplex._settings import Settings, checked_timeout
 from loraplex.types import Adapter, CallOptions, Chunk, GenerateOptions, Generation, Message, ServerInfo, Tokenization
-from loraplex_proto.errors import Cancelled, ConnectionLost, DeadlineExceeded, LoraplexError, ServerUnreachable
+from loraplex_contracts.errors import Cancelled, ConnectionLost, DeadlineExceeded, LoraplexError, ServerUnreachable
 from loraplex_proto.status import from_rpc_error
 from loraplex_proto.v1 import inference_pb2
 from loraplex_proto.v1.adapter_pb2 import ListAdaptersRequest

@@ -17,8 +17,8 @@ from loraplex.types import (
     PromptLookup,
     Speculation,
 )
-from loraplex_proto.errors import InvalidArgument
-from loraplex_proto.ids import check_adapter_id
+from loraplex_contracts.errors import InvalidArgument
+from loraplex_contracts.ids import check_adapter_id
 from loraplex_proto.v1 import adapter_pb2, inference_pb2
 
 # Option -> path in GenerateRequest, for options whose value is the field's.

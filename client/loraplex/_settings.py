@@ -10,7 +10,7 @@ from typing import Any, Final
 import grpc
 
 import loraplex_proto
-from loraplex_proto.errors import InvalidArgument
+from loraplex_contracts.errors import InvalidArgument
 
 DEFAULT_PORT: Final = 50051
 DEFAULT_TIMEOUT_S: Final = 120.0

@@ -24,7 +24,7 @@ from loraplex.types import (
     ServerInfo,
     Tokenization,
 )
-from loraplex_proto.errors import FailedPrecondition
+from loraplex_contracts.errors import FailedPrecondition
 
 _Answer = TypeVar("_Answer")
 

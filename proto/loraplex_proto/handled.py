@@ -12,7 +12,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from loraplex_proto.errors import Unimplemented
+from loraplex_contracts.errors import Unimplemented
 
 MAX_UNKNOWN_BYTES: Final = 1 << 16  # of fields that each get a look
 

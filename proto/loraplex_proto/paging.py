@@ -15,9 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from loraplex_proto.auth import Identity
-from loraplex_proto.errors import InvalidAdapterId, InvalidArgument, ListingTooLarge
-from loraplex_proto.ids import MAX_ADAPTER_ID_CHARS, check_adapter_id
+from loraplex_contracts.errors import InvalidAdapterId, InvalidArgument, ListingTooLarge
+from loraplex_contracts.ids import MAX_ADAPTER_ID_CHARS, check_adapter_id
 from loraplex_proto.v1 import adapter_pb2
 
 MAX_PAGE_SIZE: Final = 1000
@@ -73,11 +72,12 @@ def page_token(query: ListQuery, after: str) -> str:
     return base64.urlsafe_b64encode(_VERSION + _checksum(query) + after.encode()).decode()
 
 
-def visible_part(query: ListQuery, identity: Identity) -> ListQuery | None:
-    """The part of the listing in which the caller may use anything, so that nobody reads the rest; None: nothing."""
-    literal = [re.split(r"[*?[]", glob, maxsplit=1)[0] for glob in identity.adapters]
+def visible_part(query: ListQuery, allowed: Sequence[str]) -> ListQuery | None:
+    """The part of the listing in which the caller may use anything (`allowed`: globs of adapter ids), so that nobody
+    reads the rest; None: nothing."""
+    literal = [re.split(r"[*?[]", glob, maxsplit=1)[0] for glob in allowed]
     theirs = os.path.commonprefix(literal)  # noqa: RUF071  # of names, not of paths
-    if not identity.adapters or not (theirs.startswith(query.prefix) or query.prefix.startswith(theirs)):
+    if not allowed or not (theirs.startswith(query.prefix) or query.prefix.startswith(theirs)):
         return None
     return replace(query, prefix=max(theirs, query.prefix, key=len))
 

@@ -17,8 +17,8 @@ from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from loraplex_proto import errors
-from loraplex_proto.errors import Code, LoraplexError
+from loraplex_contracts import errors
+from loraplex_contracts.errors import Code, LoraplexError
 from loraplex_proto.transport import from_transport
 
 DOMAIN: Final = "loraplex.dev"

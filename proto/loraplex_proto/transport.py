@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from loraplex_proto.errors import (
+from loraplex_contracts.errors import (
     Cancelled,
     Code,
     ConnectionLost,

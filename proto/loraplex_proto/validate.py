@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from loraplex_proto.errors import ContextLengthExceeded, InvalidAdapterId, InvalidArgument
+from loraplex_contracts.errors import ContextLengthExceeded, InvalidAdapterId, InvalidArgument
+from loraplex_contracts.ids import check_adapter_id, check_id, check_role
 from loraplex_proto.handled import HANDLED, NOT_BUILT, refuse_what_is_not_acted_on
-from loraplex_proto.ids import check_adapter_id, check_id, check_role
 from loraplex_proto.paging import ListQuery, list_query
 from loraplex_proto.v1 import adapter_pb2, inference_pb2, worker_pb2
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from loraplex_proto.errors import InvalidArgument
+from loraplex_contracts.errors import InvalidArgument
 
 M = TypeVar("M", bound=Message)
 

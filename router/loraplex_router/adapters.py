@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from loraplex_proto.auth import current_identity
-from loraplex_proto.errors import AdapterNotFound, Draining
+from loraplex_contracts.errors import AdapterNotFound, Draining
 from loraplex_proto.paging import ListQuery
 from loraplex_proto.v1 import adapter_pb2
 from loraplex_proto.validate import check_adapter_request, check_list_adapters
@@ -25,6 +24,7 @@ from loraplex_router.policy import rendezvous_order, routing_key
 from loraplex_router.proxy import no_worker
 from loraplex_router.replicas import Replicas
 from loraplex_router.upstream import ADAPTERS, FailureKind, Upstream, UpstreamFailure
+from loraplex_runtime.auth import current_identity
 
 log = logging.getLogger(__name__)
 

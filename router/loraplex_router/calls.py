@@ -16,11 +16,11 @@ from typing import Any, Final, NoReturn, TypeVar
 import grpc
 import grpc.aio
 
-from loraplex_proto.deadlines import answer_within_s
-from loraplex_proto.errors import Code, DeadlineExceeded, Draining, LoraplexError, QueueFull
+from loraplex_contracts.errors import Code, DeadlineExceeded, Draining, LoraplexError, QueueFull
 from loraplex_proto.status import abort, as_typed
 from loraplex_router.metrics import RouterMetrics
 from loraplex_router.upstream import UpstreamFailure
+from loraplex_runtime.deadlines import answer_within_s
 
 log = logging.getLogger(__name__)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from loraplex_proto.flags import with_flags
-from loraplex_proto.output import unread_output_is_lost
 from loraplex_router.config import RouterConfig, quieten_grpc
+from loraplex_runtime.flags import with_flags
+from loraplex_runtime.output import unread_output_is_lost
 
 if TYPE_CHECKING:
     from loraplex_router.server import Router
@@ -22,7 +22,7 @@ def router(config: RouterConfig) -> None:
     Example: loraplex router --worker 10.0.0.1:50051 --worker 10.0.0.2:50051
     """
     # Late: what only prints help needs no gRPC.
-    from loraplex_proto.telemetry import setup_logging
+    from loraplex_runtime.telemetry import setup_logging
 
     quieten_grpc()
     from loraplex_router.server import run_router

@@ -13,10 +13,10 @@ from dataclasses import replace
 from itertools import groupby
 from operator import attrgetter
 
-from loraplex_proto.auth import Identity
-from loraplex_proto.errors import Internal
+from loraplex_contracts.errors import Internal
 from loraplex_proto.paging import MAX_PAGE_SIZE, ListQuery, Page, last_of_page, visible_part
 from loraplex_proto.v1 import adapter_pb2
+from loraplex_runtime.auth import Identity
 
 # Of all workers together, asked for at once: reading them takes the event loop some milliseconds.
 MAX_ROWS = 1000
@@ -37,7 +37,7 @@ class MergedListing:
     async def page(self, query: ListQuery, identity: Identity, num_workers: int, ask: Ask) -> Response:
         """The page that the client asked for. `ask` puts a query to all workers. Raises ListingTooLarge."""
         page = Page(query)
-        part = visible_part(query, identity)
+        part = visible_part(query, identity.adapters)
         if part is None:
             return page.response
         max_size = min(MAX_PAGE_SIZE, max(self._min_page_size, self._max_rows // max(1, num_workers)))

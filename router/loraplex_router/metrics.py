@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from loraplex_proto.telemetry import PREFIX, RequestMetrics, gauges
 from loraplex_router.replicas import Replicas
+from loraplex_runtime.telemetry import PREFIX, RequestMetrics, gauges
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry

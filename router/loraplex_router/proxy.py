@@ -12,8 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from random import Random
 from typing import Any, Final, TypeVar
 
-from loraplex_proto.auth import current_identity
-from loraplex_proto.errors import LoraplexError, NoWorker, Overloaded
+from loraplex_contracts.errors import LoraplexError, NoWorker, Overloaded
 from loraplex_proto.v1 import inference_pb2
 from loraplex_proto.validate import check_bare, check_tokenize
 from loraplex_proto.wire import parse
@@ -24,6 +23,7 @@ from loraplex_router.metrics import RouterMetrics
 from loraplex_router.policy import Route, choose, routing_key
 from loraplex_router.replicas import Flight, Replicas
 from loraplex_router.upstream import INFERENCE, FailureKind, Metadata, Upstream, UpstreamFailure, passed_on
+from loraplex_runtime.auth import current_identity
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from loraplex_proto.overload import Forecast
+from loraplex_contracts.load import Forecast
 from loraplex_proto.v1 import inference_pb2, worker_pb2
 from loraplex_router.policy import WorkerView
 

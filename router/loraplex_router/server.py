@@ -17,14 +17,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from loraplex_proto.auth import ServerInterceptor, follow_credentials
-from loraplex_proto.ending import HOW_TO_HURRY, Ending
-from loraplex_proto.health import Health
-from loraplex_proto.listen import bind, check_free, exposure_warnings, join_address
-from loraplex_proto.reload import Reloader
 from loraplex_proto.status import UnknownMethods
-from loraplex_proto.telemetry import MetricsEndpoint, new_registry
-from loraplex_proto.tls import server_credentials
 from loraplex_router.adapters import AdapterFanOut
 from loraplex_router.calls import Calls
 from loraplex_router.config import RouterConfig, ServerOptions
@@ -33,6 +26,13 @@ from loraplex_router.proxy import Proxy
 from loraplex_router.replicas import Replicas
 from loraplex_router.upstream import ADAPTERS, INFERENCE, Upstream, follow_worker_credentials
 from loraplex_router.watch import Watcher
+from loraplex_runtime.auth import ServerInterceptor, follow_credentials
+from loraplex_runtime.health import Health
+from loraplex_runtime.ports import bind, check_free, exposure_warnings, join_address
+from loraplex_runtime.reload import Reloader
+from loraplex_runtime.shutdown import HOW_TO_HURRY, Ending
+from loraplex_runtime.telemetry import MetricsEndpoint, new_registry
+from loraplex_runtime.tls import server_credentials
 
 log = logging.getLogger(__name__)
 

@@ -20,8 +20,7 @@ from typing import Any, Final
 import grpc
 import grpc.aio
 
-from loraplex_proto.auth import AUTHORIZATION_KEY, TENANT_KEY
-from loraplex_proto.errors import (
+from loraplex_contracts.errors import (
     Cancelled,
     Code,
     ConnectionLost,
@@ -36,10 +35,11 @@ from loraplex_proto.errors import (
     ServerUnreachable,
     WorkerLost,
 )
-from loraplex_proto.reload import Followed, Reloader
 from loraplex_proto.status import DETAILS_KEY, from_rpc_error
-from loraplex_proto.tls import checked_authorities
 from loraplex_router.config import ServerOptions
+from loraplex_runtime.auth import AUTHORIZATION_KEY, TENANT_KEY
+from loraplex_runtime.reload import Followed, Reloader
+from loraplex_runtime.tls import checked_authorities
 
 log = logging.getLogger(__name__)
 

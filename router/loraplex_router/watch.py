@@ -15,11 +15,11 @@ from typing import Any, Final
 
 from google.protobuf.message import DecodeError
 
-from loraplex_proto.auth import DEFAULT_TENANT
 from loraplex_proto.v1 import inference_pb2, worker_pb2
 from loraplex_router.config import WatchConfig
 from loraplex_router.replicas import Replicas
 from loraplex_router.upstream import INFERENCE, Upstream, UpstreamFailure
+from loraplex_runtime.auth import DEFAULT_TENANT
 
 log = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from loraplex_proto.errors import InvalidArgument
-from loraplex_proto.ids import check_adapter_id, check_id
-from loraplex_proto.options import option
+from loraplex_contracts.errors import InvalidArgument
+from loraplex_contracts.ids import check_adapter_id, check_id
+from loraplex_runtime.options import option
 
 MAX_DRAFT_TOKENS: Final = 64  # per step; requests cannot ask for more either
 MAX_LOOKUP_HISTORY: Final = 1 << 20  # tokens of one namespace

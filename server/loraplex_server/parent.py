@@ -12,7 +12,7 @@ import sys
 from multiprocessing import resource_tracker
 from typing import Any, Final
 
-from loraplex_proto.ending import SIGNALS
+from loraplex_runtime.shutdown import SIGNALS
 
 PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
 

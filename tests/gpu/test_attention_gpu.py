@@ -10,10 +10,10 @@ import torch
 from support.attention_cases import Problem, make_problem, spec_of
 from support.lora_cases import pairwise
 
-from loraplex_server.model.attention.base import AttentionBatch, PagedAttention, ReplayableAttention
-from loraplex_server.model.attention.registry import available_attention
-from loraplex_server.model.kv import LayerKv
-from loraplex_server.model.spec import AttentionSpec
+from loraplex_server.backends.attention_registry import available_attention
+from loraplex_server.layers.attention import AttentionBatch, PagedAttention, ReplayableAttention
+from loraplex_server.layers.kv_memory import LayerKv
+from loraplex_server.layers.spec import AttentionSpec
 
 pytestmark = [
     pytest.mark.gpu,

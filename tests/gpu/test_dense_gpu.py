@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from loraplex_adapters.ops.base import Segment
-from loraplex_adapters.ops.dense import DenseTable, DenseWeight
-from loraplex_adapters.ops.registry import available_ops, choose_dense
+from loraplex_server.backends.lora_registry import available_ops, choose_dense
+from loraplex_server.layers.lora import Segment
+from loraplex_server.layers.segmented_dense import DenseTable, DenseWeight
 
 STATUS = next(status for status in available_ops() if status.name == "triton")
 pytestmark = [

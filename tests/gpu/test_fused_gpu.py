@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from loraplex_server.model.fused.base import NormForm, ReferenceFused
+from loraplex_server.layers.fused import NormForm, ReferenceFused
 
 pytestmark = [
     pytest.mark.gpu,
@@ -18,7 +18,7 @@ CUDA = torch.device("cuda")
 @pytest.mark.parametrize("num_features", [128, 4096, 14336])
 @pytest.mark.parametrize("form", [NormForm(0.0, True), NormForm(0.0, False), NormForm(1.0, False)], ids=str)
 def test_norms(form: NormForm, num_features: int, dtype: torch.dtype) -> None:
-    from loraplex_server.model.fused.triton_ops import TritonFused
+    from loraplex_server.backends.cuda.fused import TritonFused
 
     torch.manual_seed(0)
     x, weight = torch.randn(1, 33, num_features, device=CUDA).to(dtype), torch.randn(num_features, device=CUDA)
@@ -33,7 +33,7 @@ def test_norms(form: NormForm, num_features: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("num_tokens", [1, 40])
 def test_rotations(num_tokens: int, dtype: torch.dtype) -> None:
-    from loraplex_server.model.fused.triton_ops import TritonFused
+    from loraplex_server.backends.cuda.fused import TritonFused
 
     torch.manual_seed(0)
     joint = torch.randn(1, num_tokens, (32 + 8) * 128, device=CUDA).to(dtype)

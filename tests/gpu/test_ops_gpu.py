@@ -11,8 +11,9 @@ import torch
 from support.lora_cases import POPULARITIES, RANKS, TOLERANCES, bits, random_segments
 from torch import Tensor
 
-from loraplex_adapters.ops.base import FactorTable, LoraFactors, Segment, SegmentedLora
-from loraplex_adapters.ops.registry import available_ops
+from loraplex_adapters.weights import LoraFactors
+from loraplex_server.backends.lora_registry import available_ops
+from loraplex_server.layers.lora import FactorTable, Segment, SegmentedLora
 
 STATUS = next(status for status in available_ops() if status.name == "triton")
 pytestmark = [
@@ -37,7 +38,7 @@ def seeded(request: pytest.FixtureRequest) -> None:
 
 
 def make_ops(variant: str | None = None) -> SegmentedLora:
-    from loraplex_adapters.ops.triton.lora import TritonOps
+    from loraplex_server.backends.cuda.lora.operation import TritonOps
 
     return TritonOps(variant=variant)  # type: ignore[arg-type]
 
@@ -139,7 +140,7 @@ def test_a_column_slice_of_y_and_factors_that_are_not_aligned(variant: str) -> N
 @pytest.mark.parametrize(("variant", "overlaps"), [*((variant, False) for variant in VARIANTS), ("rows", True)])
 def test_a_graph_is_replayed_with_other_adapters(variant: str, overlaps: bool) -> None:
     """Captured without any adapter; afterwards segments and slots change, the graph does not."""
-    from loraplex_adapters.ops.triton.lora import TritonOps
+    from loraplex_server.backends.cuda.lora.operation import TritonOps
 
     if overlaps and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("launches overlap from compute capability 9.0 on")
@@ -200,7 +201,7 @@ def test_steps_that_follow_each_other_at_once() -> None:
 
 
 def test_siblings() -> None:
-    from loraplex_adapters.ops.triton.lora import TritonOps
+    from loraplex_server.backends.cuda.lora.operation import TritonOps
 
     outs = [4096, 1024, 1000]
     tables = [make_table([16, None, 5, 40], (4096, out), torch.bfloat16) for out in outs]

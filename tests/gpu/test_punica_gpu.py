@@ -8,8 +8,8 @@ import pytest
 import torch
 from support.lora_cases import POPULARITIES, pairwise, random_problem, random_segments, random_table
 
-from loraplex_adapters.ops.base import Segment
-from loraplex_adapters.ops.registry import available_ops, choose_punica
+from loraplex_server.backends.lora_registry import available_ops, choose_punica
+from loraplex_server.layers.lora import Segment
 
 STATUS = next(status for status in available_ops() if status.name == "punica")
 pytestmark = [

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.sampling_oracle import noise_field, sequence
 
-from loraplex_server.request import OutputParams, SamplingParams
+from loraplex_contracts.request import OutputParams, SamplingParams
 from loraplex_server.sampling.noise import NoiseField, row_keys
 from loraplex_server.sampling.sampler import Sampler
 

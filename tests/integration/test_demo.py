@@ -13,7 +13,7 @@ import psutil
 import pytest
 from support.processes import wait_until
 
-from loraplex_server.demo.world import committed_world
+from loraplex_demo.world import committed_world
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from loraplex_server.demo.train import make_world
+from loraplex_demo.train import make_world
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ import pytest
 import torch
 from support.as_on_cuda import build_as_on_cuda
 
-from loraplex_server.model.fused.base import ReferenceFused
+from loraplex_server.layers.fused import ReferenceFused
 
 ROOT = Path(__file__).resolve().parents[2]
 # What a machine with a GPU need not have.

@@ -23,13 +23,13 @@ from support.fake_workers import FAST_WATCH, Chunk, FakeWorker, Generate, chunks
 from support.inline_worker import inline_worker
 from support.world import TinyWorld
 
-from loraplex_proto import reload
-from loraplex_proto.auth import token_digest
-from loraplex_proto.errors import Unauthenticated
+from loraplex_contracts.errors import Unauthenticated
 from loraplex_proto.status import from_rpc_error
 from loraplex_proto.v1 import inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 from loraplex_router.config import RouterConfig
 from loraplex_router.server import Router, start_router
+from loraplex_runtime import reload
+from loraplex_runtime.auth import token_digest
 from loraplex_server.config import AdaptersConfig, BatchConfig, EngineConfig, KvConfig, ModelConfig, WorkerConfig
 
 BOUND_S = 5.0

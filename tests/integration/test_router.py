@@ -23,7 +23,7 @@ from support.fake_workers import (
     until,
 )
 
-from loraplex_proto.errors import (
+from loraplex_contracts.errors import (
     AdapterInvalid,
     DeadlineExceeded,
     Draining,

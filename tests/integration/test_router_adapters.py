@@ -12,8 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.fake_workers import Cluster, FakeWorker, Generate, cluster, router_for, until
 
-from loraplex_proto.auth import token_digest
-from loraplex_proto.errors import (
+from loraplex_contracts.errors import (
     AdapterInvalid,
     AdapterMemoryFull,
     AdapterNotFound,
@@ -32,6 +31,7 @@ from loraplex_proto.errors import (
 from loraplex_proto.status import from_rpc_error
 from loraplex_proto.v1 import adapter_pb2, adapter_pb2_grpc, inference_pb2_grpc
 from loraplex_router.policy import rendezvous_order
+from loraplex_runtime.auth import token_digest
 
 Load, Unload, Get = adapter_pb2.LoadAdapterRequest, adapter_pb2.UnloadAdapterRequest, adapter_pb2.GetAdapterRequest
 List = adapter_pb2.ListAdaptersRequest

@@ -6,7 +6,7 @@ import grpc
 import pytest
 from support.fake_workers import FakeWorker, cluster, fails, until
 
-from loraplex_proto.errors import NoWorker, Overloaded
+from loraplex_contracts.errors import NoWorker, Overloaded
 from loraplex_proto.status import from_rpc_error
 from loraplex_proto.v1 import inference_pb2, inference_pb2_grpc, worker_pb2
 from loraplex_router.server import Router

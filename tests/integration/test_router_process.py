@@ -22,7 +22,7 @@ from support.certificates import new_pair
 from support.fake_workers import FakeWorker, Generate, chunks, cluster, router_for, until
 
 from loraplex.cli.main import main
-from loraplex_proto.errors import FailedPrecondition, InvalidArgument, WorkerLost
+from loraplex_contracts.errors import FailedPrecondition, InvalidArgument, WorkerLost
 from loraplex_proto.status import from_rpc_error
 from loraplex_proto.v1 import inference_pb2_grpc
 from loraplex_router.config import RouterConfig

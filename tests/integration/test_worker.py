@@ -36,8 +36,8 @@ from loraplex import (
     Unimplemented,
 )
 from loraplex_proto.status import from_rpc_error
-from loraplex_proto.telemetry import PlainFormatter
 from loraplex_proto.v1 import adapter_pb2, inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
+from loraplex_runtime.telemetry import PlainFormatter
 from loraplex_server.config import AdaptersConfig, BatchConfig, EngineConfig, KvConfig, ModelConfig, WorkerConfig
 from loraplex_server.grpc.server import Worker, start_worker
 

@@ -16,13 +16,13 @@ from support.zoo import VOCAB_SIZE, random_model
 from torch import nn
 from transformers import PreTrainedModel
 
-from loraplex_adapters.ops.base import SegmentedLora
-from loraplex_adapters.ops.cpu import CpuOps
-from loraplex_adapters.ops.reference import ReferenceOps
 from loraplex_adapters.weights import AdapterWeights
-from loraplex_server.model.linear import AdaptedLinear
+from loraplex_contracts.plan import AdapterUse
+from loraplex_server.backends.cpu.torch_lora import CpuOps
+from loraplex_server.backends.reference.lora import ReferenceOps
+from loraplex_server.layers.linear import AdaptedLinear
+from loraplex_server.layers.lora import SegmentedLora
 from loraplex_server.model.loader import adopt_model
-from loraplex_server.scheduler.plan import AdapterUse
 
 NUM_TOKENS = 10
 FAMILIES = [

@@ -11,7 +11,7 @@ from support.dense import dense_logits, greedy, make_dense
 from support.driver import Job, make_rig, random_prompts
 from support.zoo import VOCAB_SIZE, ZOO, random_model
 
-from loraplex_server.model.fused.base import ReferenceFused
+from loraplex_server.layers.fused import ReferenceFused
 from loraplex_server.model.loader import adopt_model
 
 NUM_TOKENS = 12

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from loraplex_adapters.weights import AdapterWeights
+from loraplex_contracts.plan import AdapterUse
+from loraplex_contracts.request import OutputParams, Request, SamplingParams, SpeculationParams
 from loraplex_server.model.loader import adopt_model
-from loraplex_server.request import OutputParams, Request, SamplingParams, SpeculationParams
-from loraplex_server.scheduler.plan import AdapterUse
 from loraplex_server.speculation.base import DRAFT_MODEL, MEDUSA, PROMPT_LOOKUP
 
 NUM_TOKENS = 10

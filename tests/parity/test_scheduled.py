@@ -17,16 +17,16 @@ from support.scheduler_fakes import adapter
 from support.zoo import VOCAB_SIZE, random_model
 from torch import nn
 
-from loraplex_adapters.key import AdapterKey
-from loraplex_adapters.ops.cpu import CpuOps
-from loraplex_server.engine.isolation import StepHandle
-from loraplex_server.events import CompletionEnd, RequestFailed, Tokens
+from loraplex_contracts.adapters import AdapterKey
+from loraplex_contracts.events import CompletionEnd, RequestFailed, Tokens
+from loraplex_contracts.plan import Draft, StepPlan
+from loraplex_contracts.request import Request, StoppingParams
+from loraplex_server.backends.cpu.torch_lora import CpuOps
+from loraplex_server.backends.cuda.graphs import graph_shapes
 from loraplex_server.kv.blocks import BlockPool
-from loraplex_server.model.graphs import graph_shapes
+from loraplex_server.model.fault_isolation import StepHandle
 from loraplex_server.model.loader import adopt_model
-from loraplex_server.request import Request, StoppingParams
 from loraplex_server.scheduler.config import SchedulerConfig
-from loraplex_server.scheduler.plan import Draft, StepPlan
 from loraplex_server.scheduler.scheduler import Scheduler
 
 NUM_BLOCKS = 22  # of 4 tokens: not enough for all rows at once

@@ -20,9 +20,9 @@ from support.peft_files import SPECS
 from support.speculation import Outcome, World, draft_proposer, loopy, make_bench, request
 from support.zoo import VOCAB_SIZE, random_model
 
-from loraplex_proto.errors import Cancelled
+from loraplex_contracts.errors import Cancelled
+from loraplex_contracts.request import OutputParams, Request, SamplingParams, SpeculationParams, StoppingParams
 from loraplex_server.engine.messages import Cancel
-from loraplex_server.request import OutputParams, Request, SamplingParams, SpeculationParams, StoppingParams
 from loraplex_server.speculation.base import DRAFT_MODEL, MEDUSA, PROMPT_LOOKUP, Proposer
 
 EOS = 48  # one that the models like

@@ -16,9 +16,9 @@ from support.peft_files import SPECS
 from support.speculation import BLOCK_SIZE, World, loopy, make_bench, request
 from support.zoo import MAX_LEN, VOCAB_SIZE, random_model
 
-from loraplex_server.engine.isolation import StepHandle
-from loraplex_server.request import OutputParams, Request, SamplingParams, SpeculationParams, StoppingParams
-from loraplex_server.scheduler.plan import Candidate, StepPlan
+from loraplex_contracts.plan import Candidate, StepPlan
+from loraplex_contracts.request import OutputParams, Request, SamplingParams, SpeculationParams, StoppingParams
+from loraplex_server.model.fault_isolation import StepHandle
 from loraplex_server.speculation.base import Ask
 
 EOS = 48

@@ -21,6 +21,7 @@ from support.speculation import Bench, request
 from support.world import TinyWorld, make_world
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from loraplex_contracts.request import OutputParams, Request, SamplingParams, SpeculationParams, StoppingParams
 from loraplex_server.config import (
     AdaptersConfig,
     BatchConfig,
@@ -29,8 +30,7 @@ from loraplex_server.config import (
     ModelConfig,
     SpeculationConfig,
 )
-from loraplex_server.engine.build import build_engine
-from loraplex_server.request import OutputParams, Request, SamplingParams, SpeculationParams, StoppingParams
+from loraplex_server.engine.assembly import build_engine
 from loraplex_server.speculation.base import DRAFT_MODEL, MEDUSA, PROMPT_LOOKUP, UNIVERSAL
 
 NUM_TOKENS = 24

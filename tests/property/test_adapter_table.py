@@ -36,8 +36,14 @@ from loraplex_adapters.cache.states import (
     Stage,
 )
 from loraplex_adapters.cache.table import AdapterTable
-from loraplex_adapters.key import AdapterKey
-from loraplex_proto.errors import AdapterInvalid, AdapterLoadsBusy, AdapterNotFound, LoraplexError, SourceUnavailable
+from loraplex_contracts.adapters import AdapterKey
+from loraplex_contracts.errors import (
+    AdapterInvalid,
+    AdapterLoadsBusy,
+    AdapterNotFound,
+    LoraplexError,
+    SourceUnavailable,
+)
 
 NAMES = [f"n{i}" for i in range(5)]
 NUM_CONTENTS = 6

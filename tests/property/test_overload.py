@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.simulated_load import Fate, Simulation, request
 
-from loraplex_proto.errors import Cancelled, DeadlineExceeded, Overloaded, ResourceExhausted
-from loraplex_server.request import Request
+from loraplex_contracts.errors import Cancelled, DeadlineExceeded, Overloaded, ResourceExhausted
+from loraplex_contracts.request import Request
 
 StepTime = Callable[[int, int], float]
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loraplex_proto.errors import InvalidArgument
-from loraplex_proto.reload import Followed
+from loraplex_contracts.errors import InvalidArgument
+from loraplex_runtime.reload import Followed
 
 
 def parse(raw: bytes) -> str:
@@ -24,7 +24,7 @@ def parse(raw: bytes) -> str:
 @given(st.lists(st.tuples(st.sampled_from(["1", "2", "1x", "2x", None]), st.integers(1, 3)), max_size=20))
 def test_in_force_is_what_was_read_twice(steps: list[tuple[str | None, int]]) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(logging.getLogger("loraplex_proto.reload"), "disabled", True)
+        patch.setattr(logging.getLogger("loraplex_runtime.reload"), "disabled", True)
         path = Path(folder, "file")
         path.write_text("0")
         followed = Followed([(path, "--file")], parse)

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.sampling_oracle import drawn, processed, sequence
 
-from loraplex_server.request import OutputParams, SamplingParams
+from loraplex_contracts.plan import NewSequence
+from loraplex_contracts.request import OutputParams, SamplingParams
 from loraplex_server.sampling.sampler import Sampler
 from loraplex_server.sampling.verify import verify_chain
-from loraplex_server.scheduler.plan import NewSequence
 
 VOCAB = 97
 TOKENS = st.integers(0, VOCAB - 1)

@@ -14,9 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from support.scheduler_fakes import VOCAB_SIZE, adapter
 from support.scheduler_harness import Harness, make_request
 
-from loraplex_adapters.key import AdapterKey
-from loraplex_proto.errors import AdapterInvalid, Cancelled, DeadlineExceeded, OutOfMemory, Overloaded
-from loraplex_server.request import Request
+from loraplex_contracts.adapters import AdapterKey
+from loraplex_contracts.errors import AdapterInvalid, Cancelled, DeadlineExceeded, OutOfMemory, Overloaded
+from loraplex_contracts.request import Request
 
 ADAPTERS = [adapter(name) for name in "abcde"]
 # Few openings, so that prompts share prefixes with each other and with what others generated.

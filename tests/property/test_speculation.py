@@ -15,12 +15,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from support.scheduler_fakes import VOCAB_SIZE, adapter
 from support.scheduler_harness import Harness, RequestLog, make_request
 
-from loraplex_adapters.key import AdapterKey
-from loraplex_proto.errors import Cancelled, DeadlineExceeded, OutOfMemory, Overloaded
+from loraplex_contracts.adapters import AdapterKey
+from loraplex_contracts.errors import Cancelled, DeadlineExceeded, OutOfMemory, Overloaded
+from loraplex_contracts.events import CompletionEnd, Event, RequestFailed, Tokens
+from loraplex_contracts.plan import Candidate, StepPlan
+from loraplex_contracts.request import Request, SpeculationParams
 from loraplex_server.config import SpeculationConfig
-from loraplex_server.events import CompletionEnd, Event, RequestFailed, Tokens
-from loraplex_server.request import Request, SpeculationParams
-from loraplex_server.scheduler.plan import Candidate, StepPlan
 from loraplex_server.speculation.base import DRAFT_MODEL, MEDUSA, PROMPT_LOOKUP, Ask
 from loraplex_server.speculation.costs import StepCosts
 from loraplex_server.speculation.speculator import Speculator

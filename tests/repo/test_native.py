@@ -7,8 +7,8 @@ import ctypes
 import pytest
 from support.native import compiler_or_skip
 
-from loraplex_adapters.native.library import Library, load
-from loraplex_adapters.native.prototypes import IDENTITY, KERNELS
+from loraplex_server.backends.cpu.native.library import Library, load
+from loraplex_server.backends.cpu.native.prototypes import IDENTITY, KERNELS
 
 NO_SUCH_CPU = "this CPU has none"
 

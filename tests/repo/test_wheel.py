@@ -12,9 +12,20 @@ from pathlib import Path
 import pytest
 from support.native import compiler_or_skip
 
-from loraplex_adapters.native.library import load
+from loraplex_server.backends.cpu.native.library import load
 
-KERNELS = "loraplex_adapters/native/_kernels.so"
+KERNELS = "loraplex_server/backends/cpu/native/_kernels.so"
+PACKAGES = {
+    "loraplex",
+    "loraplex_contracts",
+    "loraplex_proto",
+    "loraplex_runtime",
+    "loraplex_router",
+    "loraplex_adapters",
+    "loraplex_server",
+    "loraplex_training",
+    "loraplex_demo",
+}
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -41,17 +52,11 @@ def wheel_names(wheel: Path) -> list[str]:
 def test_only_our_prefixed_packages(wheel_names: list[str]) -> None:
     tops = {name.split("/")[0] for name in wheel_names}
     packages = {top for top in tops if not top.endswith(".dist-info")}
-    assert packages == {
-        "loraplex",
-        "loraplex_proto",
-        "loraplex_router",
-        "loraplex_server",
-        "loraplex_adapters",
-    }
+    assert packages == PACKAGES
 
 
 def test_typed_and_complete(wheel_names: list[str]) -> None:
-    for package in ("loraplex", "loraplex_proto", "loraplex_router", "loraplex_server", "loraplex_adapters"):
+    for package in PACKAGES:
         assert f"{package}/py.typed" in wheel_names
     assert "loraplex_proto/v1/inference_pb2.py" in wheel_names
     assert "loraplex_proto/v1/inference.proto" in wheel_names
@@ -60,7 +65,7 @@ def test_typed_and_complete(wheel_names: list[str]) -> None:
 def test_the_demo_world_travels_and_stays_small(wheel_names: list[str]) -> None:
     weights = [name for name in wheel_names if name.endswith(".safetensors")]
     assert weights, "the demo's weights are missing from the wheel"
-    sizes = [(ROOT / "server" / name).stat().st_size for name in weights]
+    sizes = [(ROOT / "demo" / name).stat().st_size for name in weights]
     assert sum(sizes) <= 12 * 2**20
 
 
@@ -72,7 +77,7 @@ def test_the_native_kernels_travel(wheel: Path, tmp_path: Path) -> None:
     zipped.extractall(tmp_path)
     (described,) = tmp_path.glob("*.dist-info/WHEEL")
     assert "Root-Is-Purelib: false\nTag: py3-none-linux_x86_64" in described.read_text()
-    status = load(tmp_path / KERNELS, tmp_path / "loraplex_adapters/native/src").status
+    status = load(tmp_path / KERNELS, tmp_path / "loraplex_server/backends/cpu/native/src").status
     assert status.usable or status.reason.startswith("this CPU has none"), status
 
 

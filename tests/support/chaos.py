@@ -23,7 +23,7 @@ import grpc
 import psutil
 
 from loraplex import AsyncClient
-from loraplex_proto.errors import Internal, LoraplexError
+from loraplex_contracts.errors import Internal, LoraplexError
 from loraplex_proto.v1 import worker_pb2, worker_pb2_grpc
 from support.processes import Running, loraplex, wait_until
 from support.tcp_proxy import TcpProxy

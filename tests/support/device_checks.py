@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
+from loraplex_contracts.events import CompletionEnd, RequestFailed, Tokens
+from loraplex_contracts.request import OutputParams, Request, SpeculationParams, StoppingParams
 from loraplex_server.config import (
     AdaptersConfig,
     BatchConfig,
@@ -30,14 +32,12 @@ from loraplex_server.config import (
     ModelConfig,
     SpeculationConfig,
 )
-from loraplex_server.engine.build import assemble
-from loraplex_server.engine.core import Engine
+from loraplex_server.engine.assembly import assemble
+from loraplex_server.engine.engine import Engine
 from loraplex_server.engine.messages import Submit
-from loraplex_server.events import CompletionEnd, RequestFailed, Tokens
+from loraplex_server.layers.spec import kv_block_bytes
 from loraplex_server.model.batch import StagedStep
 from loraplex_server.model.loader import adopt_model
-from loraplex_server.model.spec import kv_block_bytes
-from loraplex_server.request import OutputParams, Request, SpeculationParams, StoppingParams
 from support.lora_files import RandomLora, random_lora
 
 BLOCK_SIZE = 16

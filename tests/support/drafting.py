@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from loraplex_server.request import Request, SamplingParams, SpeculationParams, StoppingParams
-from loraplex_server.scheduler.plan import Candidate
+from loraplex_contracts.plan import Candidate
+from loraplex_contracts.request import Request, SamplingParams, SpeculationParams, StoppingParams
 from loraplex_server.speculation.base import Ask, Proposer
 from support.driver import Job
 

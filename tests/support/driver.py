@@ -11,17 +11,17 @@ from dataclasses import dataclass, field
 
 import torch
 
-from loraplex_adapters.ops.base import SegmentedLora
-from loraplex_adapters.ops.reference import ReferenceOps
-from loraplex_server.model.adapt import AdapterSlots
-from loraplex_server.model.attention.base import PagedAttention
-from loraplex_server.model.attention.registry import make_attention
-from loraplex_server.model.kv import KvCache
+from loraplex_contracts.plan import AdapterUse, NewSequence, Span, SpanResult, StepPlan, TokenLogprobs
+from loraplex_contracts.request import OutputParams, SamplingParams
+from loraplex_server.backends.attention_registry import make_attention
+from loraplex_server.backends.reference.lora import ReferenceOps
+from loraplex_server.layers.attention import PagedAttention
+from loraplex_server.layers.kv_memory import KvCache
+from loraplex_server.layers.lora import SegmentedLora
 from loraplex_server.model.loader import LoadedModel
+from loraplex_server.model.lora_injection import AdapterSlots
 from loraplex_server.model.runner import ModelRunner
-from loraplex_server.request import OutputParams, SamplingParams
 from loraplex_server.sampling.sampler import Sampled, Sampler
-from loraplex_server.scheduler.plan import AdapterUse, NewSequence, Span, SpanResult, StepPlan, TokenLogprobs
 
 BLOCK_SIZE = 4
 

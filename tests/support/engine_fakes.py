@@ -7,14 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from loraplex_adapters.cache.api import AdapterInfo, CacheUsage, ListingChanges
-from loraplex_adapters.key import AdapterKey, AdapterKind
-from loraplex_proto.errors import AdapterNotFound, UnsupportedModel
+from loraplex_contracts.adapters import AdapterKey, AdapterKind
+from loraplex_contracts.errors import AdapterNotFound, UnsupportedModel
+from loraplex_contracts.plan import SpanResult, StepPlan, StepResult
 from loraplex_server.config import EngineConfig
-from loraplex_server.engine.core import Engine
+from loraplex_server.engine.engine import Engine
 from loraplex_server.engine.messages import ModelInfo
 from loraplex_server.kv.blocks import BlockPool
 from loraplex_server.scheduler.config import SchedulerConfig
-from loraplex_server.scheduler.plan import SpanResult, StepPlan, StepResult
 from loraplex_server.scheduler.scheduler import Scheduler
 
 EOS = 1

@@ -14,15 +14,15 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from loraplex_proto.auth import ServerInterceptor, follow_credentials, recheck_identity
-from loraplex_proto.errors import AdapterNotFound, LoraplexError
+from loraplex_contracts.errors import AdapterNotFound, LoraplexError
 from loraplex_proto.paging import ListQuery, Page, list_query
-from loraplex_proto.reload import Reloader
 from loraplex_proto.status import abort
-from loraplex_proto.tls import server_credentials
 from loraplex_proto.v1 import adapter_pb2, inference_pb2, worker_pb2
 from loraplex_router.config import RouterConfig, WatchConfig
 from loraplex_router.server import Router, start_router
+from loraplex_runtime.auth import ServerInterceptor, follow_credentials, recheck_identity
+from loraplex_runtime.reload import Reloader
+from loraplex_runtime.tls import server_credentials
 
 Generate = inference_pb2.GenerateRequest
 Chunk = inference_pb2.GenerateStreamResponse

@@ -9,10 +9,10 @@ from typing import Any, cast
 from loraplex_adapters.cache.api import AdapterInfo, AdapterStateName, TierName
 from loraplex_adapters.cache.listing import Listing
 from loraplex_adapters.sources.watch import SourceWatch
-from loraplex_proto.auth import EVERYBODY, Identity
 from loraplex_proto.paging import list_query
 from loraplex_proto.v1 import adapter_pb2
-from loraplex_server.grpc.listing import AdapterListing
+from loraplex_runtime.auth import EVERYBODY, Identity
+from loraplex_server.grpc.adapter_listing import AdapterListing
 
 Response = adapter_pb2.ListAdaptersResponse
 

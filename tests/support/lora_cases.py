@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from loraplex_adapters.ops.base import FactorTable, LoraFactors, PreparedSegments, Segment, SegmentedLora
+from loraplex_adapters.weights import LoraFactors
+from loraplex_server.layers.lora import FactorTable, PreparedSegments, Segment, SegmentedLora
 
 POPULARITIES = ("identical", "distinct", "uniform", "skewed")
 RANKS = (1, 4, 8, 13, 16, 32, 64, 128, 256)

@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from loraplex_adapters.key import AdapterKey
-from loraplex_adapters.ops.base import LoraFactors
-from loraplex_adapters.weights import AdapterWeights, MedusaHead, ResBlock
+from loraplex_adapters.weights import AdapterWeights, LoraFactors, MedusaHead, ResBlock
+from loraplex_contracts.adapters import AdapterKey
 
 
 def random_head(

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from loraplex_adapters.cache.loader import Imported, import_adapter
 from loraplex_adapters.cache.tiers import Tiers
-from loraplex_adapters.pace import no_pace
-from loraplex_adapters.sources.base import AdapterSource
+from loraplex_adapters.io.source_files import AdapterSource
+from loraplex_adapters.io.throttle import no_pace
 from loraplex_adapters.store import AdapterStore
 from loraplex_adapters.targets import BaseTargets
 from loraplex_adapters.weights import AdapterWeights

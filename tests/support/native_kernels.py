@@ -8,8 +8,8 @@ from functools import cache
 
 import pytest
 
-from loraplex_adapters.native.kernels import NativeKernels
-from loraplex_adapters.native.library import Library, Loaded, load
+from loraplex_server.backends.cpu.native.kernels import NativeKernels
+from loraplex_server.backends.cpu.native.library import Library, Loaded, load
 
 VARIANTS = ("avx512", "avx512bf16", "amx")  # from the least to the best
 

@@ -8,11 +8,11 @@ from typing import Any, Final
 import torch
 from transformers import PreTrainedModel
 
-from loraplex_adapters.native.kernels import NativeKernels
-from loraplex_adapters.ops.native import NativeOps
-from loraplex_server.model.attention.native_paged import NativePagedAttention, reason_against
+from loraplex_server.backends.cpu.attention import NativePagedAttention, reason_against
+from loraplex_server.backends.cpu.lora import NativeOps
+from loraplex_server.backends.cpu.native.kernels import NativeKernels
+from loraplex_server.backends.cpu.quantize import round_linears
 from loraplex_server.model.loader import adopt_model
-from loraplex_server.model.native.rounding import round_linears
 from support.driver import Rig, make_rig
 from support.zoo import random_model
 

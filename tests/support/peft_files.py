@@ -15,14 +15,14 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from loraplex_adapters.cache.loader import check_adapter
-from loraplex_adapters.key import AdapterKey
-from loraplex_adapters.layout import weights_at
-from loraplex_adapters.lora.convert import write_payload
-from loraplex_adapters.pace import no_pace
-from loraplex_adapters.pieces import PieceReader
+from loraplex_adapters.formats.convert_lora import write_payload
+from loraplex_adapters.io.tensor_pieces import PieceReader
+from loraplex_adapters.io.throttle import no_pace
+from loraplex_adapters.layout.adapter import weights_at
 from loraplex_adapters.sources.directory import DirectorySource
 from loraplex_adapters.targets import BaseTargets
 from loraplex_adapters.weights import AdapterWeights
+from loraplex_contracts.adapters import AdapterKey
 
 
 @dataclass(frozen=True)

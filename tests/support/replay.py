@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from loraplex_adapters.ops.base import FactorTable, PreparedSegments, Segment
-from loraplex_adapters.ops.reference import ReferenceOps
-from loraplex_server.model.attention.base import AttentionBatch
-from loraplex_server.model.attention.torch_paged import Plan, TorchPagedAttention
-from loraplex_server.model.kv import LayerKv
-from loraplex_server.model.linear import BaseLinear
-from loraplex_server.model.spec import AttentionSpec
+from loraplex_server.backends.reference.attention import Plan, TorchPagedAttention
+from loraplex_server.backends.reference.lora import ReferenceOps
+from loraplex_server.layers.attention import AttentionBatch
+from loraplex_server.layers.kv_memory import LayerKv
+from loraplex_server.layers.linear import BaseLinear
+from loraplex_server.layers.lora import FactorTable, PreparedSegments, Segment
+from loraplex_server.layers.spec import AttentionSpec
 
 
 class RowwiseLinear:

@@ -17,9 +17,9 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from loraplex_server.request import OutputParams, SamplingParams
+from loraplex_contracts.plan import NewSequence
+from loraplex_contracts.request import OutputParams, SamplingParams
 from loraplex_server.sampling.noise import NoiseField, row_keys, seed_to_int64
-from loraplex_server.scheduler.plan import NewSequence
 
 
 @cache

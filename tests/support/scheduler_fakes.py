@@ -11,10 +11,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from loraplex_adapters.key import AdapterKey
-from loraplex_proto.errors import LoraplexError
-from loraplex_server.request import Request, seed_of_completion
-from loraplex_server.scheduler.plan import NewSequence, Span, SpanResult, StepPlan, StepResult, TokenLogprobs
+from loraplex_contracts.adapters import AdapterKey
+from loraplex_contracts.errors import LoraplexError
+from loraplex_contracts.plan import NewSequence, Span, SpanResult, StepPlan, StepResult, TokenLogprobs
+from loraplex_contracts.request import Request, seed_of_completion
 
 VOCAB_SIZE = 24
 EOS = frozenset({0})

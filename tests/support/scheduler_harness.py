@@ -6,13 +6,13 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from loraplex_adapters.key import AdapterKey
-from loraplex_proto.errors import LoraplexError
-from loraplex_server.events import Admitted, CompletionEnd, Event, PromptLogprobs, RequestFailed, Tokens
+from loraplex_contracts.adapters import AdapterKey
+from loraplex_contracts.errors import LoraplexError
+from loraplex_contracts.events import Admitted, CompletionEnd, Event, PromptLogprobs, RequestFailed, Tokens
+from loraplex_contracts.plan import Draft, StepPlan, TokenLogprobs
+from loraplex_contracts.request import OutputParams, Request, SamplingParams, StoppingParams
 from loraplex_server.kv.blocks import BlockPool
-from loraplex_server.request import OutputParams, Request, SamplingParams, StoppingParams
 from loraplex_server.scheduler.config import SchedulerConfig
-from loraplex_server.scheduler.plan import Draft, StepPlan, TokenLogprobs
 from loraplex_server.scheduler.scheduler import Scheduler
 from support.scheduler_fakes import EOS, Drafts, Expected, FakeResidency, FakeRunner, expect
 

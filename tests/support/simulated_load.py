@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from loraplex_proto.errors import LoraplexError
-from loraplex_server.events import Admitted, CompletionEnd, Event, RequestFailed
+from loraplex_contracts.errors import LoraplexError
+from loraplex_contracts.events import Admitted, CompletionEnd, Event, RequestFailed
+from loraplex_contracts.plan import StepPlan
+from loraplex_contracts.request import Request
 from loraplex_server.kv.blocks import BlockPool
-from loraplex_server.request import Request
 from loraplex_server.scheduler.config import SchedulerConfig
-from loraplex_server.scheduler.plan import StepPlan
 from loraplex_server.scheduler.scheduler import Scheduler
 from support.engine_fakes import FakeCache, FakeRunner
 from support.scheduler_harness import make_request

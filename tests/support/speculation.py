@@ -21,8 +21,19 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from loraplex_adapters.cache.api import AdapterInfo
-from loraplex_adapters.native.kernels import NativeKernels
-from loraplex_proto.errors import LoraplexError
+from loraplex_contracts.errors import LoraplexError
+from loraplex_contracts.events import (
+    Admitted,
+    CompletionEnd,
+    Event,
+    FinishReason,
+    PromptLogprobs,
+    RequestFailed,
+    Tokens,
+)
+from loraplex_contracts.plan import StepPlan, TokenLogprobs
+from loraplex_contracts.request import Request, SamplingParams, SpeculationKind, SpeculationParams, StoppingParams
+from loraplex_server.backends.cpu.native.kernels import NativeKernels
 from loraplex_server.config import (
     AdaptersConfig,
     BatchConfig,
@@ -31,16 +42,13 @@ from loraplex_server.config import (
     ModelConfig,
     SpeculationConfig,
 )
-from loraplex_server.engine.build import assemble
-from loraplex_server.engine.core import Engine
-from loraplex_server.engine.isolation import StepHandle
+from loraplex_server.engine.assembly import assemble
+from loraplex_server.engine.engine import Engine
 from loraplex_server.engine.messages import AdapterCommand, Submit
-from loraplex_server.events import Admitted, CompletionEnd, Event, FinishReason, PromptLogprobs, RequestFailed, Tokens
+from loraplex_server.layers.spec import kv_block_bytes
+from loraplex_server.model.fault_isolation import StepHandle
 from loraplex_server.model.loader import adopt_model
-from loraplex_server.model.spec import kv_block_bytes
-from loraplex_server.request import Request, SamplingParams, SpeculationKind, SpeculationParams, StoppingParams
-from loraplex_server.scheduler.plan import StepPlan, TokenLogprobs
-from loraplex_server.scheduler.state import SequenceState
+from loraplex_server.scheduler.states import SequenceState
 from loraplex_server.speculation.base import MEDUSA, Proposer
 from loraplex_server.speculation.choice import draft_key
 from loraplex_server.speculation.costs import StepCosts

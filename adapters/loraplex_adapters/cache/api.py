@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from loraplex_adapters.key import AdapterKey
 from loraplex_adapters.weights import AdapterWeights
+from loraplex_contracts.adapters import AdapterKey
 
 AdapterStateName = Literal["known", "fetching", "on_host", "on_device", "draining", "failed"]
 TierName = Literal["source", "disk", "host", "device"]

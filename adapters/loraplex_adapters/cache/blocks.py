@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from loraplex_adapters.key import AdapterKey
-from loraplex_adapters.layout import AdapterLayout
+from loraplex_adapters.layout.adapter import AdapterLayout
+from loraplex_contracts.adapters import AdapterKey
 
 # Of an adapter's memory that is kept when it goes, and of those imported last: both beyond all budgets.
 MAX_SPARE_BYTES = 16 << 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from loraplex_proto.errors import InvalidArgument
+from loraplex_contracts.errors import InvalidArgument
 
 
 @dataclass(frozen=True, slots=True)

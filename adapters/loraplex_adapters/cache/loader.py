@@ -15,16 +15,16 @@ from dataclasses import dataclass
 
 from loraplex_adapters.cache.blocks import Landed, Landing
 from loraplex_adapters.formats.adapter import AdapterPlan, plan_adapter
+from loraplex_adapters.formats.convert_lora import check_base_copies, write_payload
+from loraplex_adapters.formats.convert_medusa import without_base_head, write_heads
 from loraplex_adapters.formats.model_files import OpenedFiles
-from loraplex_adapters.key import AdapterKey
-from loraplex_adapters.lora.convert import check_base_copies, write_payload
-from loraplex_adapters.medusa.convert import without_base_head, write_heads
-from loraplex_adapters.pace import GentlePace, Pace
-from loraplex_adapters.pieces import PieceReader, WriteFn, bytes_of
-from loraplex_adapters.sources.base import AdapterSource
+from loraplex_adapters.io.source_files import AdapterSource
+from loraplex_adapters.io.tensor_pieces import PieceReader, WriteFn, bytes_of
+from loraplex_adapters.io.throttle import GentlePace, Pace
 from loraplex_adapters.store import AdapterStore
 from loraplex_adapters.targets import BaseTargets
-from loraplex_proto.errors import AdapterMemoryFull, DiskFull, LoraplexError, SourceUnavailable, unexpected
+from loraplex_contracts.adapters import AdapterKey
+from loraplex_contracts.errors import AdapterMemoryFull, DiskFull, LoraplexError, SourceUnavailable, unexpected
 
 log = logging.getLogger(__name__)
 

@@ -26,13 +26,13 @@ from loraplex_adapters.cache.loader import BackgroundThread, Imported, import_ad
 from loraplex_adapters.cache.states import DropDevice, DropHost, Fetch, FetchName, KeyState, Move, Promote, Stage
 from loraplex_adapters.cache.table import AdapterTable, fresh
 from loraplex_adapters.cache.tiers import HostCopy, Tiers
-from loraplex_adapters.key import AdapterKey, check_adapter_id
-from loraplex_adapters.pace import Pace
-from loraplex_adapters.sources.base import AdapterSource, not_found
+from loraplex_adapters.io.source_files import AdapterSource, not_found
+from loraplex_adapters.io.throttle import Pace
 from loraplex_adapters.store import AdapterStore
 from loraplex_adapters.targets import BaseTargets
 from loraplex_adapters.weights import AdapterWeights
-from loraplex_proto.errors import LoraplexError
+from loraplex_contracts.adapters import AdapterKey, check_adapter_id
+from loraplex_contracts.errors import LoraplexError
 
 log = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from loraplex_adapters.cache.states import KeyRecord
-from loraplex_adapters.key import AdapterKey
+from loraplex_contracts.adapters import AdapterKey
 
 # A promoted key stays for this many rounds for whoever wanted it, used or not. Without that, two wants for the last
 # slot would push each other out before either is used; without an end, a want that never comes back would keep it.

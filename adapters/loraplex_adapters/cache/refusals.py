@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from loraplex_adapters.cache.states import KeyRecord, KeyState
-from loraplex_proto.errors import AdapterMemoryFull, FailedPrecondition, SourceUnavailable
+from loraplex_contracts.errors import AdapterMemoryFull, FailedPrecondition, SourceUnavailable
 
 RETRY_AFTER_S = 1.0
 

@@ -34,8 +34,8 @@ from loraplex_adapters.cache.states import (
     remembered_s,
 )
 from loraplex_adapters.cache.victims import Lru, choose_victims, may_leave_device, may_make_way
-from loraplex_adapters.key import AdapterKey
-from loraplex_proto.errors import AdapterMemoryFull
+from loraplex_contracts.adapters import AdapterKey
+from loraplex_contracts.errors import AdapterMemoryFull
 
 
 class ResidencyTable:

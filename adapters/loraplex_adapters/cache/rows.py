@@ -5,9 +5,9 @@ from __future__ import annotations
 from loraplex_adapters.cache.api import AdapterInfo, AdapterStateName, CacheUsage, ListingChanges, TierName
 from loraplex_adapters.cache.states import KeyRecord, KeyState, NameRecord, NameState
 from loraplex_adapters.cache.table import AdapterTable
-from loraplex_adapters.key import AdapterKey
-from loraplex_adapters.sources.base import not_found
-from loraplex_proto.errors import AdapterNotFound, LoraplexError
+from loraplex_adapters.io.source_files import not_found
+from loraplex_contracts.adapters import AdapterKey
+from loraplex_contracts.errors import AdapterNotFound, LoraplexError
 
 _STATES: dict[KeyState, AdapterStateName] = {
     KeyState.KNOWN: "known",

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from loraplex_adapters.key import AdapterKey
-from loraplex_proto.errors import LoraplexError
+from loraplex_contracts.adapters import AdapterKey
+from loraplex_contracts.errors import LoraplexError
 
 
 class IllegalTransition(RuntimeError):

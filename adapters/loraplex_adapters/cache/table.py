@@ -22,9 +22,9 @@ from loraplex_adapters.cache.states import (
     NameState,
     remembered_s,
 )
-from loraplex_adapters.key import AdapterKey
-from loraplex_adapters.sources.base import not_found
-from loraplex_proto.errors import AdapterLoadsBusy, AdapterMemoryFull
+from loraplex_adapters.io.source_files import not_found
+from loraplex_contracts.adapters import AdapterKey
+from loraplex_contracts.errors import AdapterLoadsBusy, AdapterMemoryFull
 
 MAX_REMEMBERED_FAILURES = 1024
 # A finished LoadAdapter that nobody asked about for so long was abandoned: its result is not handed to the next one.

@@ -22,11 +22,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loraplex_adapters.cache.blocks import Blocks, Landing
-from loraplex_adapters.key import AdapterKey
-from loraplex_adapters.layout import AdapterLayout, weights_at
-from loraplex_adapters.pace import Pace, no_pace
+from loraplex_adapters.io.throttle import Pace, no_pace
+from loraplex_adapters.layout.adapter import AdapterLayout, weights_at
 from loraplex_adapters.store import REMEMBERED_HEADERS, AdapterStore, header_content
 from loraplex_adapters.weights import AdapterWeights
+from loraplex_contracts.adapters import AdapterKey
 
 COPY_PIECE_BYTES = 256 << 10
 # Of pinned memory. The smallest is what an adapter may take beyond its size.

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
 from loraplex_adapters.cache.states import KeyRecord
-from loraplex_adapters.key import AdapterKey
+from loraplex_contracts.adapters import AdapterKey
 
 Lru = OrderedDict[AdapterKey, KeyRecord]  # least recently used first
 

@@ -16,13 +16,13 @@ from loraplex_adapters.formats.medusa_keys import split_heads
 from loraplex_adapters.formats.model_files import OpenedFiles, model_tensors
 from loraplex_adapters.formats.peft import LoraPlan, PlannedModule, plan_lora
 from loraplex_adapters.formats.peft_config import CONFIG_NAME, MAX_CONFIG_BYTES, parse_peft_config
-from loraplex_adapters.formats.safetensors_header import TensorInfo
-from loraplex_adapters.layout import AdapterLayout, adapter_layout
-from loraplex_adapters.lora.layout import place
-from loraplex_adapters.pace import Pace
-from loraplex_adapters.sources.base import read_all
+from loraplex_adapters.io.safetensors_header import TensorInfo
+from loraplex_adapters.io.source_files import read_all
+from loraplex_adapters.io.throttle import Pace
+from loraplex_adapters.layout.adapter import AdapterLayout, adapter_layout
+from loraplex_adapters.layout.lora import place
 from loraplex_adapters.targets import BaseTargets
-from loraplex_proto.errors import AdapterInvalid, AdapterUnsupported
+from loraplex_contracts.errors import AdapterInvalid, AdapterUnsupported
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 from loraplex_adapters.formats.medusa_config import MODEL_CONFIG_NAME
 from loraplex_adapters.formats.peft_config import CONFIG_NAME
-from loraplex_proto.errors import AdapterInvalid, UnsafeFormat
+from loraplex_contracts.errors import AdapterInvalid, UnsafeFormat
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 MEDUSA_WEIGHTS_NAME = "medusa_lm_head.safetensors"

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field, replace
 
 from loraplex_adapters.formats.medusa_config import MODEL_CONFIG_NAME, MedusaConfig
 from loraplex_adapters.formats.medusa_keys import HeadTensor
-from loraplex_adapters.formats.safetensors_header import TensorInfo
-from loraplex_adapters.medusa.layout import HeadsShape
-from loraplex_adapters.pieces import check_float
+from loraplex_adapters.io.safetensors_header import TensorInfo
+from loraplex_adapters.io.tensor_pieces import check_float
+from loraplex_adapters.layout.medusa import HeadsShape
 from loraplex_adapters.targets import BaseTargets
-from loraplex_proto.errors import AdapterInvalid, AdapterUnsupported, ShapeMismatch
+from loraplex_contracts.errors import AdapterInvalid, AdapterUnsupported, ShapeMismatch
 
 MAX_HEADS = 64
 MAX_LAYERS = 16

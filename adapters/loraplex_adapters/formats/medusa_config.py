@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from loraplex_adapters.formats.strict_json import parse_object
+from loraplex_adapters.io.strict_json import parse_object
 
 MODEL_CONFIG_NAME = "config.json"
 MAX_MODEL_CONFIG_BYTES = 1 << 20

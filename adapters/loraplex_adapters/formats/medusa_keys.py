@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from loraplex_adapters.formats.safetensors_header import TensorInfo
+from loraplex_adapters.io.safetensors_header import TensorInfo
 
 Part = Literal["weight", "bias", "projection", "projection_bias", "shared_projection", "token_map"]
 Family = Literal["sequential", "vllm", "either"]

@@ -24,11 +24,11 @@ from loraplex_adapters.formats.medusa_config import (
 )
 from loraplex_adapters.formats.medusa_keys import MODEL_PREFIXES
 from loraplex_adapters.formats.peft_config import CONFIG_NAME
-from loraplex_adapters.formats.safetensors_header import MAX_TENSORS, TensorInfo, read_header
-from loraplex_adapters.formats.strict_json import parse_object
-from loraplex_adapters.pace import Pace, no_pace
-from loraplex_adapters.sources.base import AdapterFiles, SourceFile, read_all
-from loraplex_proto.errors import AdapterInvalid
+from loraplex_adapters.io.safetensors_header import MAX_TENSORS, TensorInfo, read_header
+from loraplex_adapters.io.source_files import AdapterFiles, SourceFile, read_all
+from loraplex_adapters.io.strict_json import parse_object
+from loraplex_adapters.io.throttle import Pace, no_pace
+from loraplex_contracts.errors import AdapterInvalid
 
 # Of an adapter's directory. Parsing holds up the other threads of the process.
 MAX_INDEX_BYTES = 4 << 20

@@ -16,8 +16,8 @@ import string
 from dataclasses import dataclass, field
 from typing import Literal
 
-from loraplex_adapters.pace import Pace, no_pace
-from loraplex_proto.errors import AdapterUnsupported
+from loraplex_adapters.io.throttle import Pace, no_pace
+from loraplex_contracts.errors import AdapterUnsupported
 
 MAX_PATTERN_CHARS = 256
 MAX_PROGRAM = 2048

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from loraplex_adapters.formats.detect import WEIGHTS_NAME
 from loraplex_adapters.formats.patterns import MatchWork
 from loraplex_adapters.formats.peft_config import CONFIG_NAME, PeftLoraConfig, path_ends
-from loraplex_adapters.formats.safetensors_header import TensorInfo
-from loraplex_adapters.lora.layout import FactorShape, LoraLayout, place
-from loraplex_adapters.pace import Pace, no_pace
-from loraplex_adapters.pieces import check_float
+from loraplex_adapters.io.safetensors_header import TensorInfo
+from loraplex_adapters.io.tensor_pieces import check_float
+from loraplex_adapters.io.throttle import Pace, no_pace
+from loraplex_adapters.layout.lora import FactorShape, LoraLayout, place
 from loraplex_adapters.targets import BaseTargets, TargetModule
-from loraplex_proto.errors import AdapterInvalid, AdapterUnsupported, BaseMismatch, RankLimit, ShapeMismatch
+from loraplex_contracts.errors import AdapterInvalid, AdapterUnsupported, BaseMismatch, RankLimit, ShapeMismatch
 
 _PREFIX = "base_model.model."
 _FACTORS: Mapping[str, tuple[str, bool]] = {  # what the key says -> (which factor, of an embedding)

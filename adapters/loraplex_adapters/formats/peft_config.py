@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from loraplex_adapters.formats.patterns import CompileWork, MatchWork, ModulePattern, compile_pattern
-from loraplex_adapters.formats.strict_json import parse_object
-from loraplex_adapters.pace import Pace, no_pace
-from loraplex_proto.errors import AdapterInvalid, AdapterUnsupported
+from loraplex_adapters.io.strict_json import parse_object
+from loraplex_adapters.io.throttle import Pace, no_pace
+from loraplex_contracts.errors import AdapterInvalid, AdapterUnsupported
 
 CONFIG_NAME = "adapter_config.json"
 MAX_CONFIG_BYTES = 1 << 20

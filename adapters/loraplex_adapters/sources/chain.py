@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from loraplex_adapters.pace import Pace, no_pace
-from loraplex_adapters.sources.base import AdapterFiles, AdapterSource, not_found
+from loraplex_adapters.io.source_files import AdapterFiles, AdapterSource, not_found
+from loraplex_adapters.io.throttle import Pace, no_pace
 from loraplex_adapters.sources.directory import DirectorySource
 from loraplex_adapters.sources.hub import HubSource
-from loraplex_proto.errors import AdapterNotFound, AdapterOutsideRoot
+from loraplex_contracts.errors import AdapterNotFound, AdapterOutsideRoot
 
 
 class ChainSource:

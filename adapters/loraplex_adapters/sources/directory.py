@@ -18,13 +18,13 @@ from typing import Protocol, Self
 
 from loraplex_adapters.formats.detect import ADAPTER_NAMES, PICKLE_NAMES, has_model_layout
 from loraplex_adapters.formats.model_files import describe_medusa_model
-from loraplex_adapters.key import check_adapter_id
-from loraplex_adapters.once import read_once
-from loraplex_adapters.pace import Pace, no_pace
-from loraplex_adapters.sources.base import SourceFile, not_found
-from loraplex_adapters.sources.beneath import BadPath, Folder, kind_of
+from loraplex_adapters.io.beneath import BadPath, Folder, kind_of
+from loraplex_adapters.io.source_files import SourceFile, not_found
+from loraplex_adapters.io.throttle import Pace, no_pace
+from loraplex_adapters.io.uncached import read_once
 from loraplex_adapters.sources.index import DirectoryIndex
-from loraplex_proto.errors import (
+from loraplex_contracts.adapters import check_adapter_id
+from loraplex_contracts.errors import (
     AdapterInvalid,
     AdapterOutsideRoot,
     LoraplexError,

@@ -19,12 +19,12 @@ from typing import Any, Self
 
 from loraplex_adapters.formats.detect import MODEL_INDEX_NAME, WANTED_NAMES, detect_kind
 from loraplex_adapters.formats.model_files import OpenedFiles
-from loraplex_adapters.key import check_adapter_id
-from loraplex_adapters.pace import Pace, no_pace
-from loraplex_adapters.sources.base import SourceFile, not_found
-from loraplex_adapters.sources.beneath import Folder
+from loraplex_adapters.io.beneath import Folder
+from loraplex_adapters.io.source_files import SourceFile, not_found
+from loraplex_adapters.io.throttle import Pace, no_pace
 from loraplex_adapters.sources.directory import DirectoryFiles, open_folder
-from loraplex_proto.errors import AdapterInvalid, DiskFull, LoraplexError, SourceUnavailable
+from loraplex_contracts.adapters import check_adapter_id
+from loraplex_contracts.errors import AdapterInvalid, DiskFull, LoraplexError, SourceUnavailable
 
 TIMEOUT_S = 20.0
 RETRY_AFTER_S = 15.0

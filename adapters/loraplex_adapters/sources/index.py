@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from loraplex_adapters.key import check_adapter_id
-from loraplex_adapters.pace import Pace, no_pace
-from loraplex_adapters.sources.beneath import BadPath, Folder
-from loraplex_proto.errors import InvalidAdapterId
+from loraplex_adapters.io.beneath import BadPath, Folder
+from loraplex_adapters.io.throttle import Pace, no_pace
+from loraplex_contracts.adapters import check_adapter_id
+from loraplex_contracts.errors import InvalidAdapterId
 
 FULL_LOOK_EVERY = 16
 MAX_LISTED = 100_000  # folders in one

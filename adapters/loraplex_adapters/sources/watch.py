@@ -10,8 +10,8 @@ import threading
 import time
 from collections.abc import Sequence
 
-from loraplex_adapters.pace import GentlePace
-from loraplex_adapters.sources.base import AdapterSource
+from loraplex_adapters.io.source_files import AdapterSource
+from loraplex_adapters.io.throttle import GentlePace
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from random import Random
 from typing import Final
 
 from loraplex.bench.popularity import KINDS_HELP, Popularity, choices, parse_popularity
-from loraplex_proto.errors import InvalidArgument
-from loraplex_proto.options import option
+from loraplex_contracts.errors import InvalidArgument
+from loraplex_runtime.options import option
 
 DEFAULT_DURATION_S: Final = 30.0
 

@@ -17,7 +17,7 @@ from loraplex.bench.arrivals import Arrival
 from loraplex.bench.outcomes import Failure, Outcome, Summary, summarize
 from loraplex.bench.residency import Residency
 from loraplex.types import GenerateOptions
-from loraplex_proto.errors import LoraplexError
+from loraplex_contracts.errors import LoraplexError
 
 LOOK_EVERY_S = 1.0  # at the adapters that are loaded
 

@@ -9,7 +9,7 @@ from itertools import cycle
 from random import Random
 from typing import Final
 
-from loraplex_proto.errors import InvalidArgument
+from loraplex_contracts.errors import InvalidArgument
 
 KINDS: Final = ("identical", "distinct", "uniform", "skewed", "zipf")
 SKEW: Final = 1.5  # "skewed": each adapter is this many times as popular as the next one

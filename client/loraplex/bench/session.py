@@ -12,8 +12,8 @@ from loraplex.aio import AsyncClient
 from loraplex.bench.arrivals import LoadSpec, plan
 from loraplex.bench.driver import Recording, run_load
 from loraplex.types import GenerateOptions, ServerInfo
-from loraplex_proto.errors import InvalidArgument
-from loraplex_proto.options import option
+from loraplex_contracts.errors import InvalidArgument
+from loraplex_runtime.options import option
 
 _option = partial(option, panel="Adapters")
 

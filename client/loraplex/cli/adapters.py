@@ -14,7 +14,7 @@ from loraplex._requests import STATES
 from loraplex.cli import terminal
 from loraplex.cli.connection import DEFAULT_SERVER, Connection, JsonOption, ServerOption
 from loraplex.types import AdapterState
-from loraplex_proto.flags import with_flags
+from loraplex_runtime.flags import with_flags
 
 adapters = typer.Typer(
     help="List, load, unload and verify adapters.\n\n"

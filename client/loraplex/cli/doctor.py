@@ -119,7 +119,7 @@ def _devices() -> list[Row]:
 
 def _cpu_kernels() -> list[Row]:
     try:
-        from loraplex_adapters.native.library import load
+        from loraplex_server.backends.cpu.native.library import load
 
         status = load().status
         return [{"name": "native", "usable": status.usable, "note": status.isa or status.reason}]
@@ -129,7 +129,7 @@ def _cpu_kernels() -> list[Row]:
 
 def _lora_operations() -> list[Row]:
     try:
-        from loraplex_adapters.ops.registry import available_ops
+        from loraplex_server.backends.lora_registry import available_ops
 
         return [{"name": one.name, "usable": one.usable, "note": one.reason} for one in available_ops()]
     except Exception as error:  # whatever a half-working installation raises is what is to be shown
@@ -138,7 +138,7 @@ def _lora_operations() -> list[Row]:
 
 def _attention() -> list[Row]:
     try:
-        from loraplex_server.model.attention.registry import available_attention
+        from loraplex_server.backends.attention_registry import available_attention
 
         return [{"name": one.name, "usable": one.is_usable, "note": one.reason} for one in available_attention()]
     except Exception as error:

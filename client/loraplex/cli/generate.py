@@ -12,8 +12,8 @@ from loraplex import Chunk, Client, GenerateOptions, Generation, InvalidArgument
 from loraplex.cli import terminal
 from loraplex.cli.connection import DEFAULT_SERVER, Connection, JsonOption, ServerOption
 from loraplex.cli.request import Drafting, Sampling, options_of
-from loraplex_proto.flags import with_flags
-from loraplex_proto.options import option
+from loraplex_runtime.flags import with_flags
+from loraplex_runtime.options import option
 
 
 @dataclass(frozen=True, slots=True)

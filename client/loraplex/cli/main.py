@@ -18,7 +18,7 @@ import typer
 
 import loraplex_proto
 from loraplex.cli.terminal import complain
-from loraplex_proto.errors import LoraplexError
+from loraplex_contracts.errors import LoraplexError
 
 GROUP: Final = "loraplex.commands"
 
@@ -45,9 +45,9 @@ KNOWN: Final[dict[str, Known]] = {
     "serve": Known("loraplex_server.cli.serve:serve", "Serve a model on this machine: a router and its workers."),
     "generate": Known("loraplex.cli.generate:generate", "Send a prompt to a server and print what it writes."),
     "adapters": Known("loraplex.cli.adapters:adapters", "List, load, unload and verify adapters."),
-    "demo": Known("loraplex_server.cli.demo:demo", "See it work: a small model, its adapters, one mixed batch."),
+    "demo": Known("loraplex_demo.cli:demo", "See it work: a small model, its adapters, one mixed batch."),
     "train-medusa": Known(
-        "loraplex_server.cli.train_medusa:train_medusa", "Train Medusa heads, which make a model or adapter faster."
+        "loraplex_training.cli:train_medusa", "Train Medusa heads, which make a model or adapter faster."
     ),
     "bench": Known("loraplex.cli.bench:bench", "Put a server under load and measure how soon it answers."),
     "doctor": Known("loraplex.cli.doctor:doctor", "Show what is installed and what this machine can run."),

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, cast
 
 from loraplex import AnySpeculation, DraftModel, GenerateOptions, InvalidArgument, Medusa
-from loraplex_proto.options import option
+from loraplex_runtime.options import option
 
 _sampling = partial(option, panel="Sampling")
 _drafting = partial(option, panel="Speculation: the same text, sooner")

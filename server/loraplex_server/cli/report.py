@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.status import Status
 
-from loraplex_proto.ending import HOW_TO_HURRY
-from loraplex_proto.errors import LoraplexError
-from loraplex_proto.output import unread_output_is_lost
+from loraplex_contracts.errors import LoraplexError
+from loraplex_runtime.output import unread_output_is_lost
+from loraplex_runtime.shutdown import HOW_TO_HURRY
 
 
 class _Console(Console):

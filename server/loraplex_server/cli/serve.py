@@ -16,9 +16,9 @@ from typing import Annotated, Any
 
 import typer
 
-from loraplex_proto.ending import Ending
-from loraplex_proto.errors import InvalidArgument, LoraplexError
-from loraplex_proto.flags import command
+from loraplex_contracts.errors import InvalidArgument, LoraplexError
+from loraplex_runtime.flags import command
+from loraplex_runtime.shutdown import Ending
 from loraplex_server.cli.report import Report
 from loraplex_server.cli.serving import Serving, child_spec, serving
 from loraplex_server.cli.worker import FLAGS, JSON, MODEL, worker_config
@@ -58,7 +58,7 @@ def _serve(*, model: str, json: bool, workers: int, **given: Any) -> None:
         from loraplex_router.config import quieten_grpc
 
         quieten_grpc()  # before gRPC is imported
-        from loraplex_proto.telemetry import setup_logging
+        from loraplex_runtime.telemetry import setup_logging
 
         setup_logging(config.engine.log_level)
         with report:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loraplex_proto.ending import Ending
-from loraplex_server.cli.children import Children, ChildSpec
+from loraplex_runtime.shutdown import Ending
+from loraplex_server.cli.child_processes import Children, ChildSpec
 from loraplex_server.cli.worker import FLAGS
 from loraplex_server.config import WorkerConfig
 
@@ -43,7 +43,7 @@ async def serving(
     router raises when it cannot listen.
     """
     from loraplex_router.server import start_router  # late: printing help needs no gRPC
-    from loraplex_server.grpc.door import check_door
+    from loraplex_server.grpc.preflight import check_door
 
     check_door(config)
     children = Children(spec, num_workers, on_progress)
@@ -72,7 +72,7 @@ def child_spec(model: str, given: Mapping[str, Any], worker_token: str = "") -> 
     a `worker_token` it believes nobody else."""
     command = (sys.executable, "-m", "loraplex", "worker", *worker_arguments(model, given))
     if worker_token:
-        from loraplex_proto.auth import token_digest  # late: it imports gRPC
+        from loraplex_runtime.auth import token_digest  # late: it imports gRPC
 
         command += ("--router-digest", token_digest(worker_token))
     router_port: int | None = given["metrics_port"]

@@ -15,11 +15,11 @@ from transformers.utils.logging import disable_progress_bar
 
 from loraplex_adapters.cache.loader import check_adapter, import_adapter
 from loraplex_adapters.formats.detect import detect_kind
-from loraplex_adapters.key import check_adapter_id
-from loraplex_adapters.pace import no_pace
+from loraplex_adapters.io.throttle import no_pace
 from loraplex_adapters.sources.directory import FolderSource
 from loraplex_adapters.store import AdapterStore
-from loraplex_proto.errors import InvalidAdapterId
+from loraplex_contracts.adapters import check_adapter_id
+from loraplex_contracts.errors import InvalidAdapterId
 from loraplex_server.config import AdaptersConfig
 from loraplex_server.model.loader import load_model
 

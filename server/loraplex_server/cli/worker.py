@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from loraplex_proto.ending import exit_at_once
-from loraplex_proto.errors import InvalidArgument, LoraplexError
-from loraplex_proto.flags import command, configure, flags_of
+from loraplex_contracts.errors import InvalidArgument, LoraplexError
+from loraplex_runtime.flags import command, configure, flags_of
+from loraplex_runtime.shutdown import exit_at_once
+from loraplex_server.cli.parent_watch import END, end_with_supervisor, orphan_drain_s
 from loraplex_server.cli.report import Report
-from loraplex_server.cli.supervised import END, end_with_supervisor, orphan_drain_s
 from loraplex_server.config import WorkerConfig
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def _worker(*, model: str, json: bool, supervised: bool, on_orphan: str, router_
             raise InvalidArgument("--on-orphan goes with --supervised", field="--on-orphan")
         config = worker_config(model, given, router_digest)
         # Late: what only prints help needs neither gRPC nor torch.
-        from loraplex_proto.telemetry import setup_logging
+        from loraplex_runtime.telemetry import setup_logging
         from loraplex_server.grpc.server import run_worker
 
         setup_logging(config.engine.log_level)

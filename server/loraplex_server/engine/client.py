@@ -19,8 +19,11 @@ from typing import Any, Final, Literal
 
 from loraplex_adapters.cache.api import AdapterInfo, CacheUsage
 from loraplex_adapters.cache.listing import Listing
-from loraplex_proto.errors import Draining, EngineLost, Internal, LoraplexError, WorkerLost
+from loraplex_contracts.errors import Draining, EngineLost, Internal, LoraplexError, WorkerLost
+from loraplex_contracts.events import RequestFailed
+from loraplex_contracts.request import Request
 from loraplex_server.config import EngineConfig
+from loraplex_server.engine.change_signal import News
 from loraplex_server.engine.command_writer import CommandWriter
 from loraplex_server.engine.frames import FrameReader
 from loraplex_server.engine.heartbeat import Heartbeat
@@ -44,14 +47,11 @@ from loraplex_server.engine.messages import (
     Stopped,
     Submit,
 )
-from loraplex_server.engine.news import News
-from loraplex_server.engine.pacing import SendingMeter
 from loraplex_server.engine.process import EngineBuilder, engine_process, engine_thread
 from loraplex_server.engine.scratch import Scratch
+from loraplex_server.engine.send_pacing import SendingMeter
 from loraplex_server.engine.streams import RequestStream
-from loraplex_server.events import RequestFailed
 from loraplex_server.parent import start_shielded
-from loraplex_server.request import Request
 
 log = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from loraplex_adapters.cache.api import AdapterInfo, CacheUsage, ListingChanges
-from loraplex_proto.errors import LoraplexError
-from loraplex_proto.overload import Forecast
-from loraplex_server.events import Event
-from loraplex_server.request import Request
+from loraplex_contracts.errors import LoraplexError
+from loraplex_contracts.events import Event
+from loraplex_contracts.load import Forecast
+from loraplex_contracts.request import Request
 
 # --- to the engine --------------------------------------------------------------------------------------------------
 

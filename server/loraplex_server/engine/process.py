@@ -19,11 +19,11 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from loraplex_proto.ending import SIGNALS, exit_at_once
-from loraplex_proto.errors import Internal, LoraplexError
-from loraplex_proto.telemetry import setup_logging
+from loraplex_contracts.errors import Internal, LoraplexError
+from loraplex_runtime.shutdown import SIGNALS, exit_at_once
+from loraplex_runtime.telemetry import setup_logging
 from loraplex_server.config import EngineConfig
-from loraplex_server.engine.core import Engine
+from loraplex_server.engine.engine import Engine
 from loraplex_server.engine.heartbeat import Heartbeat, StepBound, TurnTimer
 from loraplex_server.engine.messages import (
     Command,
@@ -36,9 +36,9 @@ from loraplex_server.engine.messages import (
     Stopped,
     Wake,
 )
-from loraplex_server.engine.outbox import Outbox
-from loraplex_server.engine.pacing import Pacer, delivery_share
+from loraplex_server.engine.output_batching import Outbox
 from loraplex_server.engine.scratch import use_scratch
+from loraplex_server.engine.send_pacing import Pacer, delivery_share
 from loraplex_server.parent import continue_when_parent_dies
 
 log = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ def engine_thread(
 
 
 def _default_builder() -> EngineBuilder:
-    from loraplex_server.engine.build import build_engine  # late: tests bring their own, without a model
+    from loraplex_server.engine.assembly import build_engine  # late: tests bring their own, without a model
 
     return build_engine
 

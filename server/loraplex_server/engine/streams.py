@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from loraplex_proto.errors import ClientTooSlow, LoraplexError
-from loraplex_server.events import CompletionEnd, Event, RequestFailed, Tokens
-from loraplex_server.request import Request
+from loraplex_contracts.errors import ClientTooSlow, LoraplexError
+from loraplex_contracts.events import CompletionEnd, Event, RequestFailed, Tokens
+from loraplex_contracts.request import Request
 
 
 class RequestStream:

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from loraplex_server.events import CompletionEnd, FinishReason, Tokens
-from loraplex_server.request import StoppingParams
-from loraplex_server.scheduler.plan import TokenLogprobs
+from loraplex_contracts.events import CompletionEnd, FinishReason, Tokens
+from loraplex_contracts.plan import TokenLogprobs
+from loraplex_contracts.request import StoppingParams
 from loraplex_server.text.detokenizer import Detokenizer
 
 

@@ -10,12 +10,12 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
-from loraplex_proto.errors import Cancelled
+from loraplex_contracts.errors import Cancelled
+from loraplex_contracts.events import Admitted, CompletionEnd, Event, PromptLogprobs, RequestFailed, Tokens
+from loraplex_contracts.request import Request
 from loraplex_server.engine.client import EngineClient
 from loraplex_server.engine.streams import RequestStream
-from loraplex_server.events import Admitted, CompletionEnd, Event, PromptLogprobs, RequestFailed, Tokens
 from loraplex_server.frontend.completion import CompletionAssembler, Delta, TextLogprob
-from loraplex_server.request import Request
 
 AssemblerFactory = Callable[[Request, int], CompletionAssembler]
 

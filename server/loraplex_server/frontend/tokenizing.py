@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from loraplex_proto.errors import ContextLengthExceeded, OutOfMemory, unexpected
+from loraplex_contracts.errors import ContextLengthExceeded, OutOfMemory, unexpected
 from loraplex_proto.validate import ModelLimits, check_prompt_length
 from loraplex_server.text.bounds import max_bytes_per_token
 from loraplex_server.text.process import Job, Maker, ProcessEnded, TokenizerProcess

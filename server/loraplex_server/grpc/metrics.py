@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loraplex_proto.telemetry import Resident, WorkerSnapshot
+from loraplex_runtime.telemetry import Resident, WorkerSnapshot
 from loraplex_server.engine.client import EngineState
 
 

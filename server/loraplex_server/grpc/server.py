@@ -18,27 +18,27 @@ from grpc_reflection.v1alpha import reflection
 
 from loraplex_adapters.sources.chain import make_source
 from loraplex_adapters.sources.watch import SourceWatch
-from loraplex_proto import auth, telemetry
-from loraplex_proto.ending import Ending
-from loraplex_proto.health import Health
-from loraplex_proto.listen import bind, exposure_warnings, join_address
-from loraplex_proto.reload import Reloader
 from loraplex_proto.status import UnknownMethods
-from loraplex_proto.tls import server_credentials
 from loraplex_proto.v1 import adapter_pb2, inference_pb2, worker_pb2
 from loraplex_proto.validate import ModelLimits
+from loraplex_runtime import auth, telemetry
+from loraplex_runtime.health import Health
+from loraplex_runtime.ports import bind, exposure_warnings, join_address
+from loraplex_runtime.reload import Reloader
+from loraplex_runtime.shutdown import Ending
+from loraplex_runtime.tls import server_credentials
 from loraplex_server.config import WorkerConfig
 from loraplex_server.engine.client import EngineClient
 from loraplex_server.engine.messages import ModelInfo
 from loraplex_server.engine.process import EngineBuilder
 from loraplex_server.frontend.tokenizing import Tokenizing
-from loraplex_server.grpc.adapters import AdapterServicer
-from loraplex_server.grpc.door import check_door
-from loraplex_server.grpc.edge import Edge, add_service
-from loraplex_server.grpc.inference import InferenceServicer
-from loraplex_server.grpc.listing import AdapterListing
-from loraplex_server.grpc.load import WorkerServicer
+from loraplex_server.grpc.adapter_listing import AdapterListing
+from loraplex_server.grpc.adapter_service import AdapterServicer
+from loraplex_server.grpc.inference_service import InferenceServicer
+from loraplex_server.grpc.load_service import WorkerServicer
 from loraplex_server.grpc.metrics import snapshot
+from loraplex_server.grpc.middleware import Edge, add_service
+from loraplex_server.grpc.preflight import check_door
 from loraplex_server.text.tokenizer import TextTokenizer
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from loraplex_adapters.key import AdapterKey
+from loraplex_contracts.adapters import AdapterKey
 
 _LENGTH = struct.Struct("<Q")
 _WEIGHT = struct.Struct("<d")

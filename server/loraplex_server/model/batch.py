@@ -15,10 +15,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from loraplex_adapters.ops.base import Segment
-from loraplex_server.model.attention.base import AttentionBatch
-from loraplex_server.model.transfer import upload
-from loraplex_server.scheduler.plan import NewSequence, Span
+from loraplex_contracts.plan import NewSequence, Span
+from loraplex_server.layers.attention import AttentionBatch
+from loraplex_server.layers.lora import Segment
+from loraplex_server.layers.transfer import upload
 
 Ints = npt.NDArray[np.int64]
 

@@ -15,25 +15,25 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from loraplex_adapters.native.kernels import NativeKernels
-from loraplex_proto.errors import InvalidArgument, Unimplemented, UnsupportedModel
-from loraplex_server.model.adapt import AdaptedModule, adapt_modules
-from loraplex_server.model.attention import interface
-from loraplex_server.model.attention.base import AttentionLayer
-from loraplex_server.model.context import StepContext
-from loraplex_server.model.fused.base import FusedOps
-from loraplex_server.model.fused.find import fuse, separate
-from loraplex_server.model.fused.registry import fused_ops_for
-from loraplex_server.model.linear import BaseLinearFactory, PlainLinear
-from loraplex_server.model.loaded import LoadedModel
-from loraplex_server.model.native.linear import absorbing, native_linears
-from loraplex_server.model.native.match import find_stack
-from loraplex_server.model.native.rounding import round_linears
+from loraplex_contracts.errors import InvalidArgument, Unimplemented, UnsupportedModel
+from loraplex_server.backends.cpu.decoder_match import find_stack
+from loraplex_server.backends.cpu.linear import absorbing, native_linears
+from loraplex_server.backends.cpu.native.kernels import NativeKernels
+from loraplex_server.backends.cpu.quantize import round_linears
+from loraplex_server.backends.fused_match import fuse, separate
+from loraplex_server.backends.fused_registry import fused_ops_for
+from loraplex_server.layers import attention_interface as interface
+from loraplex_server.layers.attention import AttentionLayer
+from loraplex_server.layers.context import StepContext
+from loraplex_server.layers.fused import FusedOps
+from loraplex_server.layers.linear import BaseLinearFactory, PlainLinear
+from loraplex_server.layers.merged_linear import join_siblings
+from loraplex_server.layers.spec import ModelSpec, ShardSpec
+from loraplex_server.model.loaded_model import LoadedModel
+from loraplex_server.model.lora_injection import AdaptedModule, adapt_modules
 from loraplex_server.model.probe import Probe, probe_model, run_again
-from loraplex_server.model.refuse import reading, refuse_class, refuse_config
-from loraplex_server.model.siblings import join_siblings
-from loraplex_server.model.spec import ModelSpec, ShardSpec
-from loraplex_server.model.verify import reference_texts, verify_loaded
+from loraplex_server.model.self_test import reference_texts, verify_loaded
+from loraplex_server.model.unsupported import reading, refuse_class, refuse_config
 
 log = logging.getLogger(__name__)
 

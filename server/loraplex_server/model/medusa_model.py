@@ -16,7 +16,7 @@ from pathlib import Path
 
 from loraplex_adapters.formats.model_files import MedusaModel, describe_medusa_model
 from loraplex_adapters.sources.directory import open_folder
-from loraplex_proto.errors import LoraplexError, UnsupportedModel
+from loraplex_contracts.errors import LoraplexError, UnsupportedModel
 
 log = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ and behind the head; what of it a model really needs depends on kernels, so whoe
 
 from __future__ import annotations
 
-from loraplex_server.model.attention.torch_paged import MAX_GROUP_TOKENS
-from loraplex_server.model.linear import AdaptedHead, AdaptedLinear
-from loraplex_server.model.loaded import LoadedModel
+from loraplex_server.backends.reference.attention import MAX_GROUP_TOKENS
+from loraplex_server.layers.linear import AdaptedHead, AdaptedLinear
+from loraplex_server.model.loaded_model import LoadedModel
 
 # Tensors of a layer at once: the residual, its norm (in float32), queries, keys, values and their rotations; and in the
 # MLP gate, its activation, up and their product.

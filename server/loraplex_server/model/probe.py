@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from loraplex_proto.errors import UnsupportedModel
-from loraplex_server.model.attention import interface
+from loraplex_contracts.errors import UnsupportedModel
+from loraplex_server.layers import attention_interface as interface
+from loraplex_server.layers.spec import AttentionSpec
 from loraplex_server.model.positions import check_far, far_rows, packed_run, thresholds
 from loraplex_server.model.recording import Recording, Refusal, plain_inputs, trial_run, vocab_size
-from loraplex_server.model.spec import AttentionSpec
 
 KEPT = (2, 5)  # tokens whose logits are asked for
 

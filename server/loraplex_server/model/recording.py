@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
-from loraplex_server.model.attention import interface
-from loraplex_server.model.spec import AttentionSpec
+from loraplex_server.layers import attention_interface as interface
+from loraplex_server.layers.spec import AttentionSpec
 
 NUM_TOKENS = 9
 # Arguments that change attention in a way that AttentionSpec does not describe.

@@ -19,20 +19,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from loraplex_adapters.ops.base import PreparedSegments, Segment
-from loraplex_proto.errors import Internal, LoraplexError, NonFinite, unexpected
-from loraplex_server.model.adapt import AdapterSlots
-from loraplex_server.model.attention.base import PagedAttention, ReplayableAttention
+from loraplex_contracts.errors import Internal, LoraplexError, NonFinite, unexpected
+from loraplex_contracts.plan import NewSequence, Span, SpanResult, StepPlan, StepResult, TokenLogprobs
+from loraplex_server.backends.cuda.graphs import Capture, Shape, StepGraphs, capture_and_report
+from loraplex_server.layers.attention import PagedAttention, ReplayableAttention
+from loraplex_server.layers.kv_memory import KvCache
+from loraplex_server.layers.lora import PreparedSegments, Segment
+from loraplex_server.layers.transfer import Download, download, upload
 from loraplex_server.model.batch import BatchMirror, Row, StagedStep
-from loraplex_server.model.graphs import Capture, Shape, StepGraphs, capture_and_report
-from loraplex_server.model.kv import KvCache
-from loraplex_server.model.loaded import LoadedModel
-from loraplex_server.model.transfer import Download, download, upload
+from loraplex_server.model.loaded_model import LoadedModel
+from loraplex_server.model.lora_injection import AdapterSlots
 from loraplex_server.model.warm_up import warm_up
 from loraplex_server.sampling.logprobs import Logprobs, prompt_logprobs
 from loraplex_server.sampling.sampler import HostSampled, PackedSamples, Sampler
 from loraplex_server.sampling.verify import verify_chain
-from loraplex_server.scheduler.plan import NewSequence, Span, SpanResult, StepPlan, StepResult, TokenLogprobs
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from loraplex_server.scheduler.plan import TokenLogprobs
+from loraplex_contracts.plan import TokenLogprobs
 
 # Elements of logits that are converted at once.
 _MAX_ELEMENTS = 1 << 24

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from loraplex_contracts.plan import NewSequence
 from loraplex_server.sampling.noise import seed_to_int64
-from loraplex_server.scheduler.plan import NewSequence
 
 # Features of a sample, as bits.
 DRAWS = 1  # temperature above 0

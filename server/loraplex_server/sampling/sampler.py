@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from loraplex_contracts.plan import NewSequence, TokenLogprobs
 from loraplex_server.sampling import rows as row_table
 from loraplex_server.sampling.blocks import row_argmax
 from loraplex_server.sampling.draw import draw_dense, draw_narrow, draw_open
@@ -25,7 +26,6 @@ from loraplex_server.sampling.noise import NoiseField, row_keys
 from loraplex_server.sampling.processors import History, add_bias, ban, flatten, penalize_counts, penalize_repetition
 from loraplex_server.sampling.rows import RowTable
 from loraplex_server.sampling.truncation import DrawRows
-from loraplex_server.scheduler.plan import NewSequence, TokenLogprobs
 
 Argmax = Callable[[Tensor], tuple[Tensor, Tensor]]
 

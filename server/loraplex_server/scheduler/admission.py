@@ -19,16 +19,16 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from loraplex_adapters.key import AdapterKey
-from loraplex_proto.errors import DeadlineExceeded, Internal, LoraplexError
-from loraplex_proto.overload import MUCH_SHORTER
-from loraplex_server.events import Admitted, Event
+from loraplex_contracts.adapters import AdapterKey
+from loraplex_contracts.errors import DeadlineExceeded, Internal, LoraplexError
+from loraplex_contracts.events import Admitted, Event
+from loraplex_contracts.load import MUCH_SHORTER
 from loraplex_server.scheduler.config import SchedulerConfig
-from loraplex_server.scheduler.growth import PlanBuilder
 from loraplex_server.scheduler.overload import WaitLimits
-from loraplex_server.scheduler.roster import Prefix, Roster
-from loraplex_server.scheduler.speed import Speed
-from loraplex_server.scheduler.state import RequestPhase, RequestState, SequenceState, SequenceStatus
+from loraplex_server.scheduler.running import PlanBuilder
+from loraplex_server.scheduler.sequence_table import Prefix, Roster
+from loraplex_server.scheduler.states import RequestPhase, RequestState, SequenceState, SequenceStatus
+from loraplex_server.scheduler.step_speed import Speed
 
 LOOKS_PER_SLICE = 32  # looking for somebody to give way to takes time of every step
 MAX_HOLD_S = 1.0  # that nobody enters for the sake of deadlines

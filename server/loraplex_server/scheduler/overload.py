@@ -11,12 +11,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 
-from loraplex_proto.overload import MUCH_SHORTER, Forecast, overloaded, slack_s
-from loraplex_server.request import Request
-from loraplex_server.scheduler.flows import FairClock, Flow
-from loraplex_server.scheduler.roster import Roster
-from loraplex_server.scheduler.speed import Speed
-from loraplex_server.scheduler.state import RequestState, SequenceState
+from loraplex_contracts.load import MUCH_SHORTER, Forecast, overloaded, slack_s
+from loraplex_contracts.request import Request
+from loraplex_server.scheduler.fair_queue import FairClock, Flow
+from loraplex_server.scheduler.sequence_table import Roster
+from loraplex_server.scheduler.states import RequestState, SequenceState
+from loraplex_server.scheduler.step_speed import Speed
 
 
 @dataclass(frozen=True, slots=True)

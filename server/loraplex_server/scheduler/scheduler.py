@@ -17,8 +17,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from loraplex_adapters.key import AdapterKey
-from loraplex_proto.errors import (
+from loraplex_contracts.adapters import AdapterKey
+from loraplex_contracts.errors import (
     ContextLengthExceeded,
     DeadlineExceeded,
     InvalidArgument,
@@ -26,20 +26,20 @@ from loraplex_proto.errors import (
     Overloaded,
     QueueFull,
 )
-from loraplex_proto.overload import Forecast
-from loraplex_server.events import Event, FinishReason, RequestFailed
+from loraplex_contracts.events import Event, FinishReason, RequestFailed
+from loraplex_contracts.load import Forecast
+from loraplex_contracts.plan import Candidate, Draft, Span, StepPlan, StepResult
+from loraplex_contracts.request import Request, seed_of_completion
 from loraplex_server.kv.blocks import BlockPool
 from loraplex_server.kv.keys import KeyChain, Namespace
-from loraplex_server.request import Request, seed_of_completion
 from loraplex_server.scheduler.admission import Admission
-from loraplex_server.scheduler.commit import Committer
 from loraplex_server.scheduler.config import SchedulerConfig
-from loraplex_server.scheduler.growth import PlanBuilder, plan_running
 from loraplex_server.scheduler.overload import WaitLimits
-from loraplex_server.scheduler.plan import Candidate, Draft, Span, StepPlan, StepResult
-from loraplex_server.scheduler.roster import Roster
-from loraplex_server.scheduler.speed import Speed
-from loraplex_server.scheduler.state import InFlight, RequestPhase, RequestState, SequenceState, SequenceStatus
+from loraplex_server.scheduler.results import Committer
+from loraplex_server.scheduler.running import PlanBuilder, plan_running
+from loraplex_server.scheduler.sequence_table import Roster
+from loraplex_server.scheduler.states import InFlight, RequestPhase, RequestState, SequenceState, SequenceStatus
+from loraplex_server.scheduler.step_speed import Speed
 
 if TYPE_CHECKING:  # see roster
     from loraplex_adapters.cache.api import Residency

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from loraplex_adapters.key import AdapterKey
-from loraplex_server.request import SpeculationParams
-from loraplex_server.scheduler.plan import Candidate
+from loraplex_contracts.adapters import AdapterKey
+from loraplex_contracts.plan import Candidate
+from loraplex_contracts.request import SpeculationParams
 
 MEDUSA = "medusa"
 PROMPT_LOOKUP = "prompt_lookup"

@@ -11,16 +11,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from loraplex_adapters.cache.api import AdapterCache
-from loraplex_adapters.key import AdapterKey
-from loraplex_adapters.native.kernels import NativeKernels
-from loraplex_proto.errors import AdapterNotFound, InvalidArgument
+from loraplex_contracts.adapters import AdapterKey
+from loraplex_contracts.errors import AdapterNotFound, InvalidArgument
+from loraplex_server.backends.cpu.native.kernels import NativeKernels
+from loraplex_server.backends.cuda.capture import CudaCapture
+from loraplex_server.backends.cuda.graphs import graph_shapes
 from loraplex_server.config import EngineConfig
-from loraplex_server.model.cuda_capture import CudaCapture
-from loraplex_server.model.graphs import graph_shapes
-from loraplex_server.model.heads import HeadSlots
-from loraplex_server.model.loaded import LoadedModel
+from loraplex_server.layers.packed_linear import packed_linear
+from loraplex_server.model.loaded_model import LoadedModel
+from loraplex_server.model.medusa_heads import HeadSlots
 from loraplex_server.model.medusa_model import MODEL_HEADS, ServedModel
-from loraplex_server.model.packed import packed_linear
 from loraplex_server.model.runner import ModelRunner
 from loraplex_server.speculation.base import MEDUSA, Proposer
 from loraplex_server.speculation.choice import draft_key

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from loraplex_adapters.key import AdapterKey
-from loraplex_proto.errors import FailedPrecondition, InvalidArgument
+from loraplex_contracts.adapters import AdapterKey
+from loraplex_contracts.errors import FailedPrecondition, InvalidArgument
+from loraplex_contracts.request import Request, SpeculationParams
 from loraplex_server.config import SpeculationConfig
-from loraplex_server.request import Request, SpeculationParams
 from loraplex_server.speculation.base import DRAFT_MODEL, MEDUSA, PROMPT_LOOKUP
 
 DEFAULT_NUM_TOKENS = 8  # per step at most, where neither request nor server say

@@ -15,11 +15,17 @@ from typing import cast
 
 from transformers import PreTrainedModel
 
-from loraplex_adapters.native.kernels import NativeKernels
-from loraplex_proto.errors import AdapterInvalid, AdapterNotFound, FailedPrecondition, UnsafeFormat, UnsupportedModel
-from loraplex_server.model.linear import BaseLinearFactory, PlainLinear
+from loraplex_contracts.errors import (
+    AdapterInvalid,
+    AdapterNotFound,
+    FailedPrecondition,
+    UnsafeFormat,
+    UnsupportedModel,
+)
+from loraplex_server.backends.cpu.native.kernels import NativeKernels
+from loraplex_server.layers.linear import BaseLinearFactory, PlainLinear
+from loraplex_server.layers.spec import ModelSpec
 from loraplex_server.model.loader import load_model
-from loraplex_server.model.spec import ModelSpec
 from loraplex_server.speculation.base import Proposer
 from loraplex_server.speculation.draft_model import DraftModelProposer
 from loraplex_server.speculation.drafting import Drafter, DraftMemory

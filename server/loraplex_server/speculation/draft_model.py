@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from loraplex_server.scheduler.plan import Candidate
+from loraplex_contracts.plan import Candidate
 from loraplex_server.speculation.base import DRAFT_MODEL, Ask
 from loraplex_server.speculation.draft_rows import Wanted
 from loraplex_server.speculation.drafting import Drafter

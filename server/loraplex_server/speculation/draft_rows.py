@@ -15,10 +15,10 @@ import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from loraplex_contracts.plan import NewSequence
+from loraplex_contracts.request import OutputParams, SamplingParams
 from loraplex_server.kv.blocks import BlockPool
 from loraplex_server.kv.keys import KeyChain, Namespace
-from loraplex_server.request import OutputParams, SamplingParams
-from loraplex_server.scheduler.plan import NewSequence
 
 GREEDY = SamplingParams()
 

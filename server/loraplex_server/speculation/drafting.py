@@ -13,18 +13,18 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from loraplex_adapters.native.kernels import NativeKernels
-from loraplex_adapters.ops.reference import ReferenceOps
-from loraplex_proto.errors import OutOfMemory
-from loraplex_server.engine.isolation import execute_isolated
+from loraplex_contracts.errors import OutOfMemory
+from loraplex_contracts.plan import Span, SpanResult, StepPlan
+from loraplex_server.backends.attention_registry import make_attention
+from loraplex_server.backends.cpu.argmax import native_argmax
+from loraplex_server.backends.cpu.native.kernels import NativeKernels
+from loraplex_server.backends.reference.lora import ReferenceOps
 from loraplex_server.kv.blocks import BlockPool
-from loraplex_server.model.attention.registry import make_attention
-from loraplex_server.model.kv import KvCache, num_blocks_for
-from loraplex_server.model.loaded import LoadedModel
-from loraplex_server.model.native.argmax import native_argmax
+from loraplex_server.layers.kv_memory import KvCache, num_blocks_for
+from loraplex_server.model.fault_isolation import execute_isolated
+from loraplex_server.model.loaded_model import LoadedModel
 from loraplex_server.model.runner import ModelRunner
 from loraplex_server.sampling.sampler import Sampler
-from loraplex_server.scheduler.plan import Span, SpanResult, StepPlan
 from loraplex_server.speculation.costs import StepCosts
 from loraplex_server.speculation.draft_rows import DraftedSequence, DraftRows, Wanted
 from loraplex_server.speculation.measure import measure_runner

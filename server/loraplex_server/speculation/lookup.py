@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
-from loraplex_server.request import SpeculationParams
-from loraplex_server.scheduler.plan import Candidate
+from loraplex_contracts.plan import Candidate
+from loraplex_contracts.request import SpeculationParams
 from loraplex_server.speculation.base import PROMPT_LOOKUP, Ask
 from loraplex_server.speculation.copying import Known, Piece, Source, weave
 from loraplex_server.speculation.history import MAX_MATCH, MIN_RUN, History, Outputs, Reader

@@ -9,9 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from loraplex_contracts.plan import NewSequence, Span, StepPlan
+from loraplex_contracts.request import OutputParams, SamplingParams
 from loraplex_server.model.runner import ModelRunner
-from loraplex_server.request import OutputParams, SamplingParams
-from loraplex_server.scheduler.plan import NewSequence, Span, StepPlan
 from loraplex_server.speculation.costs import DEFAULT_SIZES, StepCosts, measure_step_costs
 
 LIMIT_S = 2.0

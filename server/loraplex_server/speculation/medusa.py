@@ -13,9 +13,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from loraplex_adapters.key import AdapterKey
-from loraplex_server.model.heads import HeadAsk, HeadSlots
-from loraplex_server.scheduler.plan import Candidate
+from loraplex_contracts.adapters import AdapterKey
+from loraplex_contracts.plan import Candidate
+from loraplex_server.model.medusa_heads import HeadAsk, HeadSlots
 from loraplex_server.speculation.base import MEDUSA, Ask
 
 log = logging.getLogger(__name__)

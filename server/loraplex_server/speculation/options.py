@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
-from loraplex_adapters.key import AdapterKey
-from loraplex_server.scheduler.plan import Candidate
+from loraplex_contracts.adapters import AdapterKey
+from loraplex_contracts.plan import Candidate
 from loraplex_server.speculation.acceptance import MAX_PAUSE, AcceptancePool, TrackRecord
 from loraplex_server.speculation.base import MEDUSA, PROMPT_LOOKUP, Proposer
 from loraplex_server.speculation.choice import Choice

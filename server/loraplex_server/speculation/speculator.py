@@ -12,11 +12,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from loraplex_adapters.key import AdapterKey
+from loraplex_contracts.adapters import AdapterKey
+from loraplex_contracts.events import Tokens
+from loraplex_contracts.plan import Candidate, Draft, StepPlan, StepResult
+from loraplex_contracts.request import Request
 from loraplex_server.config import SpeculationConfig
-from loraplex_server.events import Tokens
-from loraplex_server.request import Request
-from loraplex_server.scheduler.plan import Candidate, Draft, StepPlan, StepResult
 from loraplex_server.speculation.base import MEDUSA, PROMPT_LOOKUP, Ask, Proposer
 from loraplex_server.speculation.choice import Choice, brings_heads, check_named_heads, choose
 from loraplex_server.speculation.costs import LeastCost, StepCosts

@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Collection, Sequence
 
-from loraplex_server.scheduler.plan import Candidate
+from loraplex_contracts.plan import Candidate
 from loraplex_server.speculation.base import UNIVERSAL, Ask
 from loraplex_server.speculation.draft_model import stop_ids_of
 from loraplex_server.speculation.draft_rows import Wanted

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from tokenizers import Tokenizer
 
-from loraplex_proto.ending import SIGNALS
+from loraplex_runtime.shutdown import SIGNALS
 from loraplex_server.parent import continue_when_parent_dies, start_shielded
 from loraplex_server.text.vocabulary import Vocabulary
 

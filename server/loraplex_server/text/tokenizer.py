@@ -15,8 +15,8 @@ from typing import Final, cast
 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from loraplex_proto.errors import FailedPrecondition, InvalidArgument, NoChatTemplate, UnsupportedModel
-from loraplex_server.request import StoppingParams
+from loraplex_contracts.errors import FailedPrecondition, InvalidArgument, NoChatTemplate, UnsupportedModel
+from loraplex_contracts.request import StoppingParams
 from loraplex_server.text.detokenizer import Detokenizer, new_detokenizer
 from loraplex_server.text.stops import StopMatcher
 from loraplex_server.text.vocabulary import Vocabulary

@@ -13,7 +13,7 @@ import itertools
 import time
 from collections.abc import Callable
 
-from loraplex_proto.errors import QueueFull
+from loraplex_contracts.errors import QueueFull
 
 # What tokenizers do in a second, roughly.
 BYTES_PER_S = 1 << 20

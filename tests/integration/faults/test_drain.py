@@ -12,7 +12,7 @@ from support.faults import Stopwatch, fault
 from support.light_worker import light_worker
 
 from loraplex import AsyncClient
-from loraplex_proto.errors import Draining
+from loraplex_contracts.errors import Draining
 
 ROW = {"clients_see": "DRAINING with a retry hint; what runs ends well", "within_s": 2.0}
 TOKENS = [3, 4, 5]

@@ -20,7 +20,7 @@ from support.processes import Running, loraplex, wait_until
 from support.world import TinyWorld
 
 from loraplex import AsyncClient
-from loraplex_proto.errors import WorkerLost
+from loraplex_contracts.errors import WorkerLost
 from loraplex_router.config import WatchConfig
 from loraplex_router.server import Router
 from loraplex_server.grpc.server import Worker

@@ -21,8 +21,8 @@ from support.processes import wait_until
 from support.world import TinyWorld
 
 from loraplex import AsyncClient, Unavailable
-from loraplex_proto.auth import token_digest
-from loraplex_proto.listen import check_free
+from loraplex_runtime.auth import token_digest
+from loraplex_runtime.ports import check_free
 
 pytestmark = pytest.mark.timeout(240)
 TOKEN = "of-the-tests"

@@ -17,7 +17,7 @@ from support.fake_workers import Chunk, FakeWorker, Generate, chunks, router_for
 from support.faults import Stopwatch, fault
 from support.tcp_proxy import tcp_proxy
 
-from loraplex_proto.errors import LoraplexError, WorkerLost
+from loraplex_contracts.errors import LoraplexError, WorkerLost
 from loraplex_proto.status import from_rpc_error
 from loraplex_router.config import WatchConfig
 

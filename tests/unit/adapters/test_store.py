@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from loraplex_adapters import once
-from loraplex_adapters.key import AdapterKey
+from loraplex_adapters.io import uncached as once
 from loraplex_adapters.store import RETRY_FULL_S, AdapterStore, WriteFn, remove_abandoned
-from loraplex_proto.errors import DiskFull, FailedPrecondition, NonFinite
+from loraplex_contracts.adapters import AdapterKey
+from loraplex_contracts.errors import DiskFull, FailedPrecondition, NonFinite
 
 LAYOUT = {"dtype": "float32", "factors": []}
 FILE_BYTES = 4096 + 256

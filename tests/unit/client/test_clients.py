@@ -15,7 +15,7 @@ import pytest
 
 import loraplex
 from loraplex import AsyncClient, Client, FinishReason
-from loraplex_proto import errors
+from loraplex_contracts import errors
 from loraplex_proto.v1 import adapter_pb2, inference_pb2
 from loraplex_proto.v1.inference_pb2 import GenerateStreamResponse
 

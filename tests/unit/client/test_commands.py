@@ -18,7 +18,7 @@ import pytest
 
 from loraplex.cli import terminal
 from loraplex.cli.main import main
-from loraplex_proto import errors
+from loraplex_contracts import errors
 from loraplex_proto.v1 import inference_pb2
 from loraplex_proto.v1.inference_pb2 import GenerateStreamResponse
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from loraplex.cli import doctor, main
 from loraplex.cli.main import KNOWN, build_app, find_commands
-from loraplex_proto.errors import InvalidAdapterId, QueueFull
+from loraplex_contracts.errors import InvalidAdapterId, QueueFull
 
 ROOT = Path(__file__).resolve().parents[3]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import loraplex
-from loraplex_proto import errors
+from loraplex_contracts import errors
 
 PAIRS = [
     (loraplex.Client, loraplex.AsyncClient),

@@ -11,7 +11,7 @@ import pytest
 
 from loraplex import _requests
 from loraplex.types import DraftModel, GenerateOptions, Medusa, PromptLookup, Speculation
-from loraplex_proto.errors import InvalidAdapterId, InvalidArgument
+from loraplex_contracts.errors import InvalidAdapterId, InvalidArgument
 from loraplex_proto.validate import check_generate
 
 EVERYTHING: dict[str, tuple[Any, str]] = {

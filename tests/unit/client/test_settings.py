@@ -10,7 +10,7 @@ import pytest
 
 from loraplex import Client, Tls
 from loraplex._settings import Settings, checked_timeout
-from loraplex_proto.errors import InvalidArgument
+from loraplex_contracts.errors import InvalidArgument
 
 
 @pytest.mark.parametrize(

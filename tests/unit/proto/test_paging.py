@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from loraplex_proto.auth import EVERYBODY, Identity
-from loraplex_proto.errors import Code, InvalidArgument, ListingTooLarge, Unimplemented
+from loraplex_contracts.errors import Code, InvalidArgument, ListingTooLarge, Unimplemented
 from loraplex_proto.paging import MAX_PAGE_SIZE, ListQuery, Page, list_query, page_token, visible_part
 from loraplex_proto.v1 import adapter_pb2
 from loraplex_proto.validate import check_list_adapters
+from loraplex_runtime.auth import EVERYBODY
 
 Request = adapter_pb2.ListAdaptersRequest
 QUERY = ListQuery(include_unloaded=True, prefix="acme/", state=adapter_pb2.ADAPTER_STATE_KNOWN, page_size=10)
@@ -86,9 +86,9 @@ def test_the_page_size_may_change_between_pages() -> None:
     ],
 )
 def test_the_part_in_which_a_caller_may_see_anything(prefix: str, globs: tuple[str, ...], expected: str | None) -> None:
-    part = visible_part(ListQuery(prefix=prefix), Identity("t", adapters=globs))
+    part = visible_part(ListQuery(prefix=prefix), globs)
     assert (None if part is None else part.prefix) == expected
-    assert visible_part(QUERY, EVERYBODY) == QUERY
+    assert visible_part(QUERY, EVERYBODY.adapters) == QUERY
 
 
 def test_a_page_holds_whole_adapters_and_says_after_whom_the_next_one_begins() -> None:

@@ -12,8 +12,8 @@ import grpc.aio
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
-from loraplex_proto import errors
-from loraplex_proto.errors import Code, LoraplexError, by_reason
+from loraplex_contracts import errors
+from loraplex_contracts.errors import Code, LoraplexError, by_reason
 from loraplex_proto.status import DETAILS_KEY, abort, as_typed, from_rpc_error, from_status, to_status
 
 Call = Callable[[BaseException], Awaitable[grpc.aio.AioRpcError]]
@@ -73,7 +73,7 @@ async def test_long_and_odd_messages_arrive(call: Call) -> None:
 
 
 async def test_a_bug_shows_an_id_and_nothing_else(call: Call, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.ERROR, logger="loraplex_proto.errors"):
+    with caplog.at_level(logging.ERROR, logger="loraplex_contracts.errors"):
         got = from_rpc_error(await call(KeyError("/secret/path")))
     assert type(got) is errors.Internal
     error_id = got.metadata["error_id"]

@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from loraplex_proto.errors import (
+from loraplex_contracts.errors import (
     Cancelled,
     Code,
     ConnectionLost,

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
+from loraplex_contracts.errors import ContextLengthExceeded, InvalidAdapterId, InvalidArgument, Unimplemented
 from loraplex_proto import handled, validate
-from loraplex_proto.errors import ContextLengthExceeded, InvalidAdapterId, InvalidArgument, Unimplemented
 from loraplex_proto.v1 import adapter_pb2, inference_pb2, worker_pb2
 from loraplex_proto.v1.inference_pb2 import (
     Chat,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from loraplex_proto.auth import EVERYBODY, Identity
-from loraplex_proto.errors import AdapterNotFound, InvalidAdapterId, InvalidArgument
+from loraplex_contracts.errors import AdapterNotFound, InvalidAdapterId, InvalidArgument
 from loraplex_proto.v1 import inference_pb2
 from loraplex_proto.wire import parse
 from loraplex_router.admit import admit_generate
+from loraplex_runtime.auth import EVERYBODY, Identity
 
 Generate = inference_pb2.GenerateRequest
 

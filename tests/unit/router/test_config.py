@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from loraplex_proto.errors import InvalidArgument
+from loraplex_contracts.errors import InvalidArgument
 from loraplex_router.config import PolicyConfig, RouterConfig, WatchConfig
 
 ONE = ("127.0.0.1:50051",)

@@ -9,7 +9,7 @@ import grpc.aio
 import pytest
 from grpc_status import rpc_status
 
-from loraplex_proto.errors import (
+from loraplex_contracts.errors import (
     AdapterNotFound,
     DeadlineExceeded,
     Draining,
@@ -26,7 +26,6 @@ from loraplex_proto.errors import (
     Unimplemented,
     WorkerLost,
 )
-from loraplex_proto.reload import Reloader
 from loraplex_proto.status import DETAILS_KEY, to_status
 from loraplex_router.upstream import (
     FailureKind,
@@ -35,6 +34,7 @@ from loraplex_router.upstream import (
     follow_worker_credentials,
     passed_on,
 )
+from loraplex_runtime.reload import Reloader
 
 ANSWERED, DECLINED, UNREACHED, LOST = FailureKind
 OVER_LIMIT = "Received message larger than max (9 vs. 5)"

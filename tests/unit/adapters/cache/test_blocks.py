@@ -13,13 +13,13 @@ from support.adapter_files import base_targets, lora_tensors, write_adapter
 from loraplex_adapters.cache import blocks as blocks_module
 from loraplex_adapters.cache.blocks import Blocks, Landed, Landing
 from loraplex_adapters.cache.loader import import_adapter
-from loraplex_adapters.key import AdapterKey
-from loraplex_adapters.layout import adapter_layout
-from loraplex_adapters.lora.layout import FactorShape, place
-from loraplex_adapters.pace import no_pace
+from loraplex_adapters.io.throttle import no_pace
+from loraplex_adapters.layout.adapter import adapter_layout
+from loraplex_adapters.layout.lora import FactorShape, place
 from loraplex_adapters.sources.directory import DirectorySource
 from loraplex_adapters.store import AdapterStore
-from loraplex_proto.errors import NonFinite
+from loraplex_contracts.adapters import AdapterKey
+from loraplex_contracts.errors import NonFinite
 
 
 def test_a_block_comes_back_with_the_last_view_of_it() -> None:

@@ -12,9 +12,9 @@ from loraplex_adapters.cache.integrity import check_residency
 from loraplex_adapters.cache.residency import ResidencyTable
 from loraplex_adapters.cache.states import DropDevice, DropHost, IllegalTransition, KeyState, Move, Promote, Stage
 from loraplex_adapters.cache.victims import LENDING_ROUNDS
-from loraplex_adapters.key import AdapterKey, AdapterKind
 from loraplex_adapters.sources.directory import DirectorySource
-from loraplex_proto.errors import SourceUnavailable
+from loraplex_contracts.adapters import AdapterKey, AdapterKind
+from loraplex_contracts.errors import SourceUnavailable
 
 
 def key_of(kind: AdapterKind, content: int) -> AdapterKey:

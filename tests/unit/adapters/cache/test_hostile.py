@@ -35,7 +35,7 @@ from support.medusa_files import (
 from torch import Tensor
 
 from loraplex_adapters.sources.directory import DirectorySource
-from loraplex_proto.errors import (
+from loraplex_contracts.errors import (
     AdapterInvalid,
     AdapterMemoryFull,
     AdapterNotFound,

@@ -18,11 +18,11 @@ from support.adapter_files import DOWN_PROJ, PREFIX, Q_PROJ, Engine, lora_tensor
 from loraplex_adapters.cache import manager as manager_module
 from loraplex_adapters.cache.blocks import Landing
 from loraplex_adapters.cache.tiers import Tiers
-from loraplex_adapters.key import AdapterKey
-from loraplex_adapters.sources.base import AdapterFiles
+from loraplex_adapters.io.source_files import AdapterFiles
 from loraplex_adapters.sources.directory import DirectorySource
 from loraplex_adapters.weights import AdapterWeights
-from loraplex_proto.errors import (
+from loraplex_contracts.adapters import AdapterKey
+from loraplex_contracts.errors import (
     AdapterInvalid,
     AdapterLoadsBusy,
     AdapterMemoryFull,

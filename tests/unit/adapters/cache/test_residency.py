@@ -8,8 +8,8 @@ from loraplex_adapters.cache.integrity import check_residency
 from loraplex_adapters.cache.offers import OFFER_ROUNDS
 from loraplex_adapters.cache.residency import ResidencyTable
 from loraplex_adapters.cache.states import DropDevice, DropHost, KeyState, Promote, Refetch, Stage
-from loraplex_adapters.key import AdapterKey
-from loraplex_proto.errors import AdapterMemoryFull, FailedPrecondition, SourceUnavailable
+from loraplex_contracts.adapters import AdapterKey
+from loraplex_contracts.errors import AdapterMemoryFull, FailedPrecondition, SourceUnavailable
 
 
 def key_of(content: int) -> AdapterKey:

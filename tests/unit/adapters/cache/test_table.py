@@ -8,8 +8,8 @@ from loraplex_adapters.cache.config import AdapterCacheConfig
 from loraplex_adapters.cache.integrity import check_names, check_residency
 from loraplex_adapters.cache.states import FetchName, Promote, Stage
 from loraplex_adapters.cache.table import ABANDONED_S, MAX_REMEMBERED_FAILURES, AdapterTable
-from loraplex_adapters.key import AdapterKey
-from loraplex_proto.errors import (
+from loraplex_contracts.adapters import AdapterKey
+from loraplex_contracts.errors import (
     AdapterInvalid,
     AdapterLoadsBusy,
     AdapterMemoryFull,

@@ -17,11 +17,11 @@ from support.adapter_files import DOWN_PROJ, PREFIX, Q_PROJ, base_targets, lora_
 from loraplex_adapters.cache import tiers as tiers_module
 from loraplex_adapters.cache.loader import import_adapter
 from loraplex_adapters.cache.tiers import Tiers, pinned_sizes
-from loraplex_adapters.key import AdapterKey
-from loraplex_adapters.lora.layout import FactorShape, LoraLayout, place
-from loraplex_adapters.pace import MAX_SHARE, SHARE, GentlePace, no_pace
+from loraplex_adapters.io.throttle import MAX_SHARE, SHARE, GentlePace, no_pace
+from loraplex_adapters.layout.lora import FactorShape, LoraLayout, place
 from loraplex_adapters.sources.directory import DirectorySource
 from loraplex_adapters.store import AdapterStore, WriteFn
+from loraplex_contracts.adapters import AdapterKey
 
 
 def stored(folder: Path, dtype: str) -> tuple[AdapterStore, AdapterKey]:

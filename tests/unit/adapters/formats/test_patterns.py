@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from loraplex_adapters.formats.patterns import MAX_PATTERN_CHARS, CompileWork, MatchWork, compile_pattern
-from loraplex_proto.errors import AdapterUnsupported
+from loraplex_contracts.errors import AdapterUnsupported
 
 PATHS = [
     "model.layers.0.self_attn.q_proj",

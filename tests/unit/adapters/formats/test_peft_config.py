@@ -13,7 +13,7 @@ from support.adapter_files import lora_config
 
 from loraplex_adapters.formats.patterns import MatchWork
 from loraplex_adapters.formats.peft_config import MAX_CONFIG_BYTES, PeftLoraConfig, parse_peft_config
-from loraplex_proto.errors import AdapterInvalid, AdapterUnsupported
+from loraplex_contracts.errors import AdapterInvalid, AdapterUnsupported
 
 PATH = "model.layers.3.self_attn.q_proj"
 

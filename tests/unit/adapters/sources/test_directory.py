@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from support.adapter_files import write_adapter
 
+from loraplex_adapters.io.source_files import AdapterSource, read_all
 from loraplex_adapters.sources import directory
-from loraplex_adapters.sources.base import AdapterSource, read_all
 from loraplex_adapters.sources.chain import ChainSource
 from loraplex_adapters.sources.directory import DirectorySource, FolderSource
-from loraplex_proto.errors import (
+from loraplex_contracts.errors import (
     AdapterInvalid,
     AdapterNotFound,
     AdapterOutsideRoot,

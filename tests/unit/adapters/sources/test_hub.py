@@ -22,11 +22,11 @@ from support.medusa_files import (
     write_shards,
 )
 
-from loraplex_adapters.sources.base import read_all
+from loraplex_adapters.io.source_files import read_all
 from loraplex_adapters.sources.chain import ChainSource, make_source
 from loraplex_adapters.sources.directory import DirectorySource
 from loraplex_adapters.sources.hub import HubSource
-from loraplex_proto.errors import (
+from loraplex_contracts.errors import (
     AdapterInvalid,
     AdapterNotFound,
     DiskFull,

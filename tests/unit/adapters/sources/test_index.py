@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from loraplex_adapters.sources.beneath import Folder
+from loraplex_adapters.io.beneath import Folder
 from loraplex_adapters.sources.directory import DirectorySource
 from loraplex_adapters.sources.index import FULL_LOOK_EVERY, DirectoryIndex
 from loraplex_adapters.sources.watch import SourceWatch
-from loraplex_proto.errors import SourceUnavailable
+from loraplex_contracts.errors import SourceUnavailable
 
 LONG_AGO_S = 1_000_000_000.0
 MARK = "adapter_config.json"

@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from loraplex.bench.arrivals import DEFAULT_DURATION_S, Lengths, LoadSpec, gaps, parse_lengths, plan
-from loraplex_proto.errors import InvalidArgument
+from loraplex_contracts.errors import InvalidArgument
 
 SPEC = LoadSpec(rate=10, duration_s=20, adapter_ids=("a", "b", "c"), vocab_size=50, excluded_ids=frozenset({2}))
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from loraplex.cli.main import main
-from loraplex_proto import errors
+from loraplex_contracts import errors
 from loraplex_proto.v1.inference_pb2 import FINISH_REASON_LENGTH, GenerateStreamResponse, Usage
 
 Capture = pytest.CaptureFixture[str]

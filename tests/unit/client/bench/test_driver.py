@@ -12,7 +12,7 @@ from loraplex import AsyncClient, InvalidArgument
 from loraplex.bench.arrivals import Arrival, LoadSpec
 from loraplex.bench.driver import Recording, run_load
 from loraplex.bench.session import Selection, Session
-from loraplex_proto import errors
+from loraplex_contracts import errors
 from loraplex_proto.v1.inference_pb2 import FINISH_REASON_LENGTH, GenerateStreamResponse, Usage
 
 

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from loraplex.bench.popularity import Popularity, choices, parse_popularity, weights
-from loraplex_proto.errors import InvalidArgument
+from loraplex_contracts.errors import InvalidArgument
 
 NAMES = ("a", "b", "c", "d")
 

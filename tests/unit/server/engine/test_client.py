@@ -10,13 +10,13 @@ from contextlib import asynccontextmanager
 import pytest
 from support.engine_fakes import build_fake, build_for_ever, build_losing, build_slow
 
-from loraplex_proto.errors import AdapterNotFound, Cancelled, ClientTooSlow, EngineLost, UnsupportedModel
+from loraplex_contracts.errors import AdapterNotFound, Cancelled, ClientTooSlow, EngineLost, UnsupportedModel
+from loraplex_contracts.events import Event, RequestFailed, Tokens
+from loraplex_contracts.request import Request, StoppingParams
 from loraplex_server.config import EngineConfig, ModelConfig
 from loraplex_server.engine.client import EngineClient
 from loraplex_server.engine.process import EngineBuilder
 from loraplex_server.engine.streams import RequestStream
-from loraplex_server.events import Event, RequestFailed, Tokens
-from loraplex_server.request import Request, StoppingParams
 
 CONFIG = EngineConfig(ModelConfig("fake"))
 

@@ -7,7 +7,7 @@ import time
 import pytest
 from support.processes import wait_until
 
-from loraplex_proto.errors import Cancelled
+from loraplex_contracts.errors import Cancelled
 from loraplex_server.engine.command_writer import CommandWriter
 from loraplex_server.engine.messages import Abandon, Cancel
 

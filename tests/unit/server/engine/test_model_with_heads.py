@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.world import make_world
 
-from loraplex_proto.errors import UnsupportedModel
+from loraplex_contracts.errors import UnsupportedModel
+from loraplex_contracts.events import CompletionEnd, Tokens
+from loraplex_contracts.request import Request, SpeculationParams, StoppingParams
 from loraplex_server.config import EngineConfig, KvConfig, ModelConfig
-from loraplex_server.engine.build import build_engine
-from loraplex_server.engine.core import Engine
+from loraplex_server.engine.assembly import build_engine
+from loraplex_server.engine.engine import Engine
 from loraplex_server.engine.messages import Submit
-from loraplex_server.events import CompletionEnd, Tokens
-from loraplex_server.request import Request, SpeculationParams, StoppingParams
 
 NUM_HEADS = 3
 

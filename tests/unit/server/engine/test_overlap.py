@@ -10,16 +10,16 @@ import torch
 from support.engine_fakes import Done, FakeCache, FakeRunner, make_engine
 from support.zoo import VOCAB_SIZE, random_model
 
-from loraplex_proto.errors import Cancelled, Draining
+from loraplex_contracts.errors import Cancelled, Draining
+from loraplex_contracts.events import CompletionEnd, Event, RequestFailed, Tokens
+from loraplex_contracts.plan import StepPlan, StepResult
+from loraplex_contracts.request import Request, SamplingParams, SpeculationParams, StoppingParams
 from loraplex_server.config import AdaptersConfig, BatchConfig, EngineConfig, KvConfig, ModelConfig
-from loraplex_server.engine import build
-from loraplex_server.engine.core import Engine
+from loraplex_server.engine import assembly as build
+from loraplex_server.engine.engine import Engine
 from loraplex_server.engine.messages import Cancel, Submit
-from loraplex_server.events import CompletionEnd, Event, RequestFailed, Tokens
 from loraplex_server.model.loader import adopt_model
 from loraplex_server.model.runner import ModelRunner
-from loraplex_server.request import Request, SamplingParams, SpeculationParams, StoppingParams
-from loraplex_server.scheduler.plan import StepPlan, StepResult
 
 
 @dataclass

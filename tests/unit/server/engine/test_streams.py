@@ -9,16 +9,16 @@ from contextlib import aclosing, asynccontextmanager
 import pytest
 from support.engine_fakes import build_losing, build_slow
 
-from loraplex_proto.errors import Cancelled, ClientTooSlow, EngineLost, LoraplexError
+from loraplex_contracts.errors import Cancelled, ClientTooSlow, EngineLost, LoraplexError
+from loraplex_contracts.events import Admitted, CompletionEnd, Event, FinishReason, RequestFailed, Tokens
+from loraplex_contracts.request import Request, StoppingParams
 from loraplex_server.config import EngineConfig, ModelConfig
 from loraplex_server.engine import process as process_module
 from loraplex_server.engine.client import EngineClient
 from loraplex_server.engine.process import EngineBuilder
 from loraplex_server.engine.streams import RequestStream
-from loraplex_server.events import Admitted, CompletionEnd, Event, FinishReason, RequestFailed, Tokens
 from loraplex_server.frontend.completion import CompletionAssembler, Delta
 from loraplex_server.frontend.generation import Progress, generate
-from loraplex_server.request import Request, StoppingParams
 from loraplex_server.text.stops import StopMatcher
 
 

@@ -7,14 +7,14 @@ from contextlib import aclosing
 import pytest
 from support.engine_fakes import build_fake, build_slow
 
-from loraplex_proto.errors import AdapterNotFound
+from loraplex_contracts.errors import AdapterNotFound
+from loraplex_contracts.events import CompletionEnd, FinishReason, Tokens
+from loraplex_contracts.plan import TokenLogprobs
+from loraplex_contracts.request import Request, StoppingParams
 from loraplex_server.config import EngineConfig, ModelConfig
 from loraplex_server.engine.client import EngineClient
-from loraplex_server.events import CompletionEnd, FinishReason, Tokens
 from loraplex_server.frontend.completion import CompletionAssembler, Delta, Drafts
 from loraplex_server.frontend.generation import Progress, _coalesce, generate
-from loraplex_server.request import Request, StoppingParams
-from loraplex_server.scheduler.plan import TokenLogprobs
 from loraplex_server.text.stops import StopMatcher
 
 

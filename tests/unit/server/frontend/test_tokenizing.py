@@ -15,10 +15,10 @@ import pytest
 from support.tiny_tokenizers import tiny_tokenizer
 from tokenizers import Tokenizer, normalizers
 
-from loraplex_proto.ending import SIGNALS
-from loraplex_proto.errors import ContextLengthExceeded, Internal, InvalidArgument, LoraplexError, OutOfMemory
+from loraplex_contracts.errors import ContextLengthExceeded, Internal, InvalidArgument, LoraplexError, OutOfMemory
 from loraplex_proto.v1 import inference_pb2
 from loraplex_proto.validate import ModelLimits
+from loraplex_runtime.shutdown import SIGNALS
 from loraplex_server.frontend.tokenizing import HUNG_S, LONG_BYTES, Tokenizing
 from loraplex_server.grpc.tokens import tokenize_response
 from loraplex_server.text.tokenizer import SHORT_CHARS, TextTokenizer

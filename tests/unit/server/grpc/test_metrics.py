@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 
-from loraplex_proto.telemetry import WorkerCollector, new_registry
+from loraplex_runtime.telemetry import WorkerCollector, new_registry
 from loraplex_server.engine.client import EngineState
 from loraplex_server.engine.messages import LoadNumbers
 from loraplex_server.grpc.metrics import snapshot

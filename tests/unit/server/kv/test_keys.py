@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraplex_adapters.key import AdapterKey
+from loraplex_contracts.adapters import AdapterKey
 from loraplex_server.kv.keys import KeyChain, Namespace
 
 A, B = AdapterKey("lora", "a" * 64), AdapterKey("lora", "b" * 64)

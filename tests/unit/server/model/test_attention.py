@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from loraplex_proto.errors import InvalidArgument
-from loraplex_server.model.attention import torch_paged
-from loraplex_server.model.attention.base import AttentionBatch
-from loraplex_server.model.attention.registry import available_attention, make_attention
-from loraplex_server.model.kv import LayerKv
-from loraplex_server.model.spec import AttentionSpec
+from loraplex_contracts.errors import InvalidArgument
+from loraplex_server.backends.attention_registry import available_attention, make_attention
+from loraplex_server.backends.reference import attention as torch_paged
+from loraplex_server.layers.attention import AttentionBatch
+from loraplex_server.layers.kv_memory import LayerKv
+from loraplex_server.layers.spec import AttentionSpec
 
 BLOCK = 4
 USABLE = [backend.name for backend in available_attention(torch.device("cpu")) if backend.is_usable]

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from loraplex_adapters.ops.base import Segment
+from loraplex_contracts.plan import AdapterUse, NewSequence, Span
+from loraplex_contracts.request import OutputParams, SamplingParams
+from loraplex_server.layers.lora import Segment
 from loraplex_server.model.batch import BatchMirror, StagedStep
-from loraplex_server.request import OutputParams, SamplingParams
-from loraplex_server.scheduler.plan import AdapterUse, NewSequence, Span
 
 BLOCK = 4
 

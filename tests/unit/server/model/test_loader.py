@@ -14,12 +14,12 @@ from support.zoo import MAX_LEN, VOCAB_SIZE, WINDOW, ZOO, random_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from loraplex_proto.errors import InvalidArgument, Unimplemented, UnsupportedModel
-from loraplex_server.model.attention import interface
-from loraplex_server.model.linear import AdaptedEmbedding, AdaptedHead, AdaptedLinear
+from loraplex_contracts.errors import InvalidArgument, Unimplemented, UnsupportedModel
+from loraplex_server.layers import attention_interface as interface
+from loraplex_server.layers.linear import AdaptedEmbedding, AdaptedHead, AdaptedLinear
+from loraplex_server.layers.spec import AttentionSpec, ModelSpec, ShardSpec, kv_block_bytes
 from loraplex_server.model.loader import adopt_model, load_model, resolve_device
-from loraplex_server.model.refuse import refuse_config
-from loraplex_server.model.spec import AttentionSpec, ModelSpec, ShardSpec, kv_block_bytes
+from loraplex_server.model.unsupported import refuse_config
 
 SMALL: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,

@@ -13,7 +13,7 @@ from support.driver import Job, make_rig, random_prompts
 from support.zoo import MAX_LEN, VOCAB_SIZE, random_model
 from torch import Tensor, nn
 
-from loraplex_proto.errors import UnsupportedModel
+from loraplex_contracts.errors import UnsupportedModel
 from loraplex_server.model import probe as probe_module
 from loraplex_server.model.loader import adopt_model
 from loraplex_server.model.past import EmptyPast

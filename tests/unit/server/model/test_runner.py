@@ -15,14 +15,13 @@ from support.zoo import MAX_LEN, VOCAB_SIZE, random_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from loraplex_adapters.key import AdapterKey
-from loraplex_adapters.ops.base import LoraFactors
-from loraplex_adapters.weights import AdapterWeights
-from loraplex_proto.errors import Internal, NonFinite, OutOfMemory
-from loraplex_server.engine.isolation import execute_isolated
+from loraplex_adapters.weights import AdapterWeights, LoraFactors
+from loraplex_contracts.adapters import AdapterKey
+from loraplex_contracts.errors import Internal, NonFinite, OutOfMemory
+from loraplex_contracts.plan import AdapterUse, BlockCopy, NewSequence, Span, SpanResult, StepPlan
+from loraplex_contracts.request import OutputParams, SamplingParams
+from loraplex_server.model.fault_isolation import execute_isolated
 from loraplex_server.model.loader import adopt_model
-from loraplex_server.request import OutputParams, SamplingParams
-from loraplex_server.scheduler.plan import AdapterUse, BlockCopy, NewSequence, Span, SpanResult, StepPlan
 
 NUM_TOKENS = 8
 Q_PROJ = "model.layers.0.self_attn.q_proj"

@@ -8,9 +8,9 @@ from support.driver import Job, make_rig, random_prompts
 from support.replay import ReplayableReference
 from support.zoo import VOCAB_SIZE, random_model
 
+from loraplex_server.backends.reference.attention import TorchPagedAttention
+from loraplex_server.layers.linear import AdaptedLinear
 from loraplex_server.model import warm_up as module
-from loraplex_server.model.attention.torch_paged import TorchPagedAttention
-from loraplex_server.model.linear import AdaptedLinear
 from loraplex_server.model.loader import adopt_model
 
 

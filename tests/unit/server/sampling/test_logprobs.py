@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.sampling_oracle import sequence
 
-from loraplex_server.request import OutputParams, SamplingParams
+from loraplex_contracts.request import OutputParams, SamplingParams
 from loraplex_server.sampling import logprobs as module
 from loraplex_server.sampling.logprobs import compute_logprobs, prompt_logprobs
 from loraplex_server.sampling.sampler import Sampler

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from loraplex_server.request import seed_of_completion
+from loraplex_contracts.request import seed_of_completion
 from loraplex_server.sampling.noise import BOUND_SHIFT, NoiseField, row_keys, seed_to_int64
 
 torch.set_num_threads(1)

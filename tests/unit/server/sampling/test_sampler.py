@@ -11,9 +11,9 @@ import torch
 from support.sampling_oracle import drawn, processed, sequence
 from torch import Tensor
 
-from loraplex_server.request import OutputParams, SamplingParams
+from loraplex_contracts.plan import NewSequence
+from loraplex_contracts.request import OutputParams, SamplingParams
 from loraplex_server.sampling.sampler import HostSampled, Sampler
-from loraplex_server.scheduler.plan import NewSequence
 
 torch.set_num_threads(1)
 

@@ -6,7 +6,7 @@ import pytest
 from support.scheduler_fakes import adapter
 from support.scheduler_harness import Harness, make_request
 
-from loraplex_proto.errors import AdapterInvalid, Cancelled, Internal
+from loraplex_contracts.errors import AdapterInvalid, Cancelled, Internal
 
 A, B, C = adapter("a"), adapter("b"), adapter("c")
 

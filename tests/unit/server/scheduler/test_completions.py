@@ -6,8 +6,8 @@ import pytest
 from support.scheduler_fakes import adapter
 from support.scheduler_harness import Harness, make_request
 
-from loraplex_proto.errors import Cancelled
-from loraplex_server.request import StoppingParams
+from loraplex_contracts.errors import Cancelled
+from loraplex_contracts.request import StoppingParams
 
 PROMPT = tuple(range(1, 11))  # two and a half blocks of four
 

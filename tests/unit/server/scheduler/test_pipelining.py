@@ -5,8 +5,8 @@ from __future__ import annotations
 from support.scheduler_fakes import VOCAB_SIZE, adapter
 from support.scheduler_harness import Harness, make_request
 
-from loraplex_proto.errors import Cancelled, OutOfMemory
-from loraplex_server.scheduler.plan import StepPlan
+from loraplex_contracts.errors import Cancelled, OutOfMemory
+from loraplex_contracts.plan import StepPlan
 
 A = adapter("a")
 

@@ -8,8 +8,8 @@ import pytest
 from support.scheduler_fakes import adapter
 from support.scheduler_harness import Harness, make_request
 
-from loraplex_adapters.key import AdapterKey
-from loraplex_server.scheduler.plan import StepPlan
+from loraplex_contracts.adapters import AdapterKey
+from loraplex_contracts.plan import StepPlan
 
 PROMPT = tuple(range(1, 13))  # three full blocks of four
 

@@ -6,12 +6,12 @@ import pytest
 from support.scheduler_fakes import FakeResidency
 from support.scheduler_harness import Harness, make_request
 
-from loraplex_proto.errors import Internal, OutOfMemory
-from loraplex_server.events import CompletionEnd, Event, FinishReason, RequestFailed, Tokens
+from loraplex_contracts.errors import Internal, OutOfMemory
+from loraplex_contracts.events import CompletionEnd, Event, FinishReason, RequestFailed, Tokens
+from loraplex_contracts.plan import Draft, SpanResult, StepPlan, StepResult, TokenLogprobs
+from loraplex_contracts.request import Request, StoppingParams
 from loraplex_server.kv.blocks import BlockPool
-from loraplex_server.request import Request, StoppingParams
 from loraplex_server.scheduler.config import SchedulerConfig
-from loraplex_server.scheduler.plan import Draft, SpanResult, StepPlan, StepResult, TokenLogprobs
 from loraplex_server.scheduler.scheduler import Scheduler
 
 EOS, STOP, PLAIN = 0, 9, 1

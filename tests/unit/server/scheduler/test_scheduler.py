@@ -10,7 +10,7 @@ import pytest
 from support.scheduler_fakes import adapter
 from support.scheduler_harness import Harness, make_request
 
-from loraplex_proto.errors import (
+from loraplex_contracts.errors import (
     Cancelled,
     ContextLengthExceeded,
     DeadlineExceeded,
@@ -18,10 +18,10 @@ from loraplex_proto.errors import (
     LoraplexError,
     QueueFull,
 )
-from loraplex_server.events import Admitted
-from loraplex_server.request import Request, seed_of_completion
-from loraplex_server.scheduler.plan import SpanResult, StepPlan, StepResult
-from loraplex_server.scheduler.state import RequestState
+from loraplex_contracts.events import Admitted
+from loraplex_contracts.plan import SpanResult, StepPlan, StepResult
+from loraplex_contracts.request import Request, seed_of_completion
+from loraplex_server.scheduler.states import RequestState
 
 LONG = tuple(range(1, 21))
 

@@ -7,10 +7,10 @@ from typing import get_args
 
 import pytest
 
-from loraplex_adapters.key import AdapterKey
-from loraplex_proto.errors import FailedPrecondition, InvalidArgument
+from loraplex_contracts.adapters import AdapterKey
+from loraplex_contracts.errors import FailedPrecondition, InvalidArgument
+from loraplex_contracts.request import Request, SpeculationKind, SpeculationParams, StoppingParams
 from loraplex_server.config import SpeculationConfig
-from loraplex_server.request import Request, SpeculationKind, SpeculationParams, StoppingParams
 from loraplex_server.speculation.base import MEDUSA, PROMPT_LOOKUP
 from loraplex_server.speculation.choice import DEFAULT_NUM_TOKENS, Choice, brings_heads, choose, draft_key
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraplex_server.request import Request, SamplingParams, SpeculationParams, StoppingParams
-from loraplex_server.scheduler.plan import Candidate
+from loraplex_contracts.plan import Candidate
+from loraplex_contracts.request import Request, SamplingParams, SpeculationParams, StoppingParams
 from loraplex_server.speculation.base import Ask
 from loraplex_server.speculation.copying import Known, Piece, continuation, weave
 from loraplex_server.speculation.history import History, Outputs

@@ -16,7 +16,7 @@ from support.tiny_tokenizers import tiny_tokenizer
 from support.world import TinyWorld, byte_tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from loraplex_proto.errors import (
+from loraplex_contracts.errors import (
     AdapterInvalid,
     AdapterNotFound,
     FailedPrecondition,
@@ -25,7 +25,7 @@ from loraplex_proto.errors import (
     UnsafeFormat,
     UnsupportedModel,
 )
-from loraplex_server.model.spec import ModelSpec
+from loraplex_server.layers.spec import ModelSpec
 from loraplex_server.speculation.base import DRAFT_MODEL, UNIVERSAL
 from loraplex_server.speculation.draft_loading import (
     DraftModel,

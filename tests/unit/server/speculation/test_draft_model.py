@@ -18,12 +18,12 @@ from support.zoo import MAX_LEN, VOCAB_SIZE, random_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from loraplex_proto.errors import OutOfMemory
-from loraplex_server.model.loaded import LoadedModel
+from loraplex_contracts.errors import OutOfMemory
+from loraplex_contracts.plan import StepPlan
+from loraplex_contracts.request import SamplingParams, StoppingParams
+from loraplex_server.model.loaded_model import LoadedModel
 from loraplex_server.model.loader import adopt_model
-from loraplex_server.request import SamplingParams, StoppingParams
 from loraplex_server.sampling.sampler import Sampled, Sampler
-from loraplex_server.scheduler.plan import StepPlan
 from loraplex_server.speculation.draft_model import DraftModelProposer
 from loraplex_server.speculation.drafting import Drafter, DraftMemory
 

@@ -11,9 +11,9 @@ from functools import cache
 import pytest
 from support.zoo import VOCAB_SIZE, random_model
 
-from loraplex_server.model.loaded import LoadedModel
+from loraplex_contracts.plan import NewSequence, Span, SpanResult, StepPlan, StepResult
+from loraplex_server.model.loaded_model import LoadedModel
 from loraplex_server.model.loader import adopt_model
-from loraplex_server.scheduler.plan import NewSequence, Span, SpanResult, StepPlan, StepResult
 from loraplex_server.speculation.draft_rows import Wanted
 from loraplex_server.speculation.drafting import Drafter, DraftMemory
 

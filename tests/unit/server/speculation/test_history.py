@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loraplex_contracts.plan import Candidate, Span, SpanResult, StepPlan, StepResult
+from loraplex_contracts.request import Request, SamplingParams, SpeculationParams, StoppingParams
 from loraplex_server.config import SpeculationConfig
-from loraplex_server.request import Request, SamplingParams, SpeculationParams, StoppingParams
-from loraplex_server.scheduler.plan import Candidate, Span, SpanResult, StepPlan, StepResult
 from loraplex_server.speculation import history as module
 from loraplex_server.speculation.base import PROMPT_LOOKUP, Ask
 from loraplex_server.speculation.costs import StepCosts

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraplex_server.request import Request, SamplingParams, SpeculationParams, StoppingParams
-from loraplex_server.scheduler.plan import Candidate
+from loraplex_contracts.plan import Candidate
+from loraplex_contracts.request import Request, SamplingParams, SpeculationParams, StoppingParams
 from loraplex_server.speculation.base import Ask, Proposer
 from loraplex_server.speculation.copying import continuation
 from loraplex_server.speculation.lookup import (

@@ -9,9 +9,9 @@ from support.dense import greedy, make_dense
 from support.driver import Job, Rig, make_rig, random_prompts
 from support.zoo import VOCAB_SIZE, random_model
 
-from loraplex_server.engine.isolation import StepHandle
+from loraplex_contracts.plan import StepPlan
+from loraplex_server.model.fault_isolation import StepHandle
 from loraplex_server.model.loader import adopt_model
-from loraplex_server.scheduler.plan import StepPlan
 from loraplex_server.speculation import measure
 from loraplex_server.speculation.measure import measure_runner
 

@@ -16,14 +16,13 @@ from support.medusa_cases import best_token, expected_draft, head_logits, head_w
 from support.zoo import VOCAB_SIZE, random_model
 from transformers import PreTrainedModel
 
-from loraplex_adapters.key import AdapterKey
-from loraplex_adapters.ops.base import LoraFactors
-from loraplex_adapters.ops.dense_cpu import CpuDense
-from loraplex_adapters.weights import AdapterWeights, MedusaHead
-from loraplex_server.model.heads import HeadSlots
+from loraplex_adapters.weights import AdapterWeights, LoraFactors, MedusaHead
+from loraplex_contracts.adapters import AdapterKey
+from loraplex_contracts.plan import AdapterUse, Candidate, StepPlan
+from loraplex_contracts.request import Request, SpeculationParams, StoppingParams
+from loraplex_server.backends.cpu.torch_dense import CpuDense
 from loraplex_server.model.loader import adopt_model
-from loraplex_server.request import Request, SpeculationParams, StoppingParams
-from loraplex_server.scheduler.plan import AdapterUse, Candidate, StepPlan
+from loraplex_server.model.medusa_heads import HeadSlots
 from loraplex_server.speculation.base import MEDUSA, Ask, Proposer
 from loraplex_server.speculation.medusa import MedusaProposer
 

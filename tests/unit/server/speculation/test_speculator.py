@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from loraplex_adapters.key import AdapterKey
-from loraplex_proto.errors import FailedPrecondition, Internal, InvalidArgument
+from loraplex_contracts.adapters import AdapterKey
+from loraplex_contracts.errors import FailedPrecondition, Internal, InvalidArgument
+from loraplex_contracts.events import Tokens
+from loraplex_contracts.plan import Candidate, Draft, Span, SpanResult, StepPlan, StepResult
+from loraplex_contracts.request import Request, SamplingParams, SpeculationKind, SpeculationParams, StoppingParams
 from loraplex_server.config import SpeculationConfig
-from loraplex_server.events import Tokens
-from loraplex_server.request import Request, SamplingParams, SpeculationKind, SpeculationParams, StoppingParams
-from loraplex_server.scheduler.plan import Candidate, Draft, Span, SpanResult, StepPlan, StepResult
 from loraplex_server.speculation import options as module
 from loraplex_server.speculation.base import DRAFT_MODEL, MEDUSA, PROMPT_LOOKUP, Ask
 from loraplex_server.speculation.choice import draft_key

@@ -17,8 +17,8 @@ from support.tiny_tokenizers import TEXT, tiny_tokenizer
 from support.zoo import ZOO
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from loraplex_contracts.request import SamplingParams, StoppingParams
 from loraplex_server.model.loader import adopt_model
-from loraplex_server.request import SamplingParams, StoppingParams
 from loraplex_server.speculation import universal
 from loraplex_server.speculation.draft_rows import Wanted
 from loraplex_server.speculation.drafting import Drafter, DraftMemory

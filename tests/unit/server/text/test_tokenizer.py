@@ -10,8 +10,8 @@ from support.tiny_tokenizers import KINDS, tiny_tokenizer
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from loraplex_proto.errors import FailedPrecondition, InvalidArgument, NoChatTemplate, UnsupportedModel
-from loraplex_server.request import StoppingParams
+from loraplex_contracts.errors import FailedPrecondition, InvalidArgument, NoChatTemplate, UnsupportedModel
+from loraplex_contracts.request import StoppingParams
 from loraplex_server.text.tokenizer import TextTokenizer
 
 TEMPLATE = (

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from loraplex_proto.errors import QueueFull
+from loraplex_contracts.errors import QueueFull
 from loraplex_server.text.turns import BYTES_PER_S, Turns
 
 

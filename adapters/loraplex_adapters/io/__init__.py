@@ -1,0 +1,1 @@
+"""Reading and writing of adapter files beside a busy step loop."""

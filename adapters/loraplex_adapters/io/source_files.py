@@ -1,0 +1,78 @@
+"""The contract of a source: from an adapter's name to its open files.
+
+A source finds files and reads them; it does not know formats, digests, or what becomes of the bytes. Everything here is
+called from a background thread and may block. Files are read with explicit reads, never mapped: a file that is cut
+while it is mapped would kill the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Protocol, Self
+
+from loraplex_adapters.io.throttle import Pace, no_pace
+from loraplex_contracts.errors import AdapterInvalid, AdapterNotFound
+
+
+class SourceFile(Protocol):
+    """One open regular file."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fills all of `buffer` from `offset`. Raises AdapterInvalid when the file ends before."""
+        ...
+
+    def check_unchanged(self) -> None:
+        """Raises SourceUnavailable when the file was written to since it was opened."""
+        ...
+
+
+class AdapterFiles(Protocol):
+    """The files of one adapter, open until the end of the `with` block."""
+
+    @property
+    def names(self) -> frozenset[str]: ...
+
+    def open(self, name: str) -> SourceFile:
+        """Raises AdapterInvalid when it is no regular file, AdapterOutsideRoot when it is a link to elsewhere."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class AdapterSource(Protocol):
+    """Finds adapters by name."""
+
+    def open(self, adapter_id: str) -> AdapterFiles:
+        """Raises AdapterNotFound, or SourceUnavailable when it cannot be said at the moment."""
+        ...
+
+    def list(self, pace: Pace = no_pace) -> Sequence[str]:
+        """The names that are there now, sorted; empty for a source that cannot be listed. For one thread; a source
+        keeps what it found, so that another look costs little. Raises SourceUnavailable."""
+        ...
+
+
+def not_found(adapter_id: str) -> AdapterNotFound:
+    """The one error for unknown adapters and other tenants' adapters."""
+    return AdapterNotFound(
+        f"there is no adapter {adapter_id!a} on this server; `loraplex adapters list` shows those that there are",
+        field="adapter_id",
+        resource=adapter_id,
+    )
+
+
+def read_all(file: SourceFile, max_bytes: int, what: str) -> bytes:
+    """A small file at once. Raises AdapterInvalid when it is larger than `max_bytes`."""
+    if file.num_bytes > max_bytes:
+        raise AdapterInvalid(f"{what} has {file.num_bytes} bytes; at most {max_bytes} are read")
+    data = bytearray(file.num_bytes)
+    file.read_into(memoryview(data), 0)
+    return bytes(data)

@@ -1,0 +1,1 @@
+"""The one allocation that holds an adapter's weights."""

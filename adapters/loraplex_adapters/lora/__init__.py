@@ -1,1 +1,0 @@
-"""LoRA weights in the form that kernels read."""

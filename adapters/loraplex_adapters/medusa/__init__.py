@@ -1,1 +1,0 @@
-"""Medusa heads in the form that kernels read."""

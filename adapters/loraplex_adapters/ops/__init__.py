@@ -1,1 +1,0 @@
-"""Segmented LoRA matmuls: one Protocol (base), the obviously correct version (reference), and the fast ones."""

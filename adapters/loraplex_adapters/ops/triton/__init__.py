@@ -1,1 +1,0 @@
-"""Segmented LoRA as two Triton kernels. Import `lora` only where `registry.available_ops` says that triton is there."""

@@ -1,0 +1,1 @@
+"""Records and errors that cross the borders between parts."""

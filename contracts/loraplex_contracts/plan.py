@@ -1,0 +1,136 @@
+"""What crosses between scheduler and runner: the plan of a step and its result. Plain data, could be broadcast.
+
+A plan is `{sequence: number of tokens}` plus draft tokens. Prefill, chunked prefill, decode and verification of a draft
+are the same thing: run `num_tokens` of a sequence from position `start`, sample behind the last `num_samples` of them.
+Token ids themselves are not in a span: the runner mirrors every sequence's tokens in its row, so that a plan can be
+made before the tokens that the last step sampled are known on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from loraplex_contracts.errors import LoraplexError
+from loraplex_contracts.request import OutputParams, Request, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterUse:
+    """A device slot that a sequence uses, and its weight in a mixture."""
+
+    slot: int
+    weight: float = 1.0
+
+
+class Candidate(NamedTuple):
+    """A running sequence that decodes in the next step: what whoever drafts for it may know."""
+
+    sequence_id: str
+    row: int
+    token_ids: Sequence[int]  # all known ones, prompt first. The scheduler's own list, which only grows: to be read
+    num_prompt_tokens: int
+    num_room: int  # draft tokens that can still be of use, 0 at the completion's last token
+    request: Request
+    sampling: SamplingParams  # the completion's own, seed included
+    slot: int | None  # of its LoRA
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Tokens that somebody proposes to follow a sequence's known ones: a chain. `proposer` is who, for the counters.
+
+    A tree would name each token's parent beside it; nobody makes one yet.
+    """
+
+    token_ids: tuple[int, ...]
+    proposer: str
+
+
+@dataclass(frozen=True, slots=True)
+class NewSequence:
+    """A sequence enters (or, after a preemption, re-enters) the runner's batch in `row`."""
+
+    sequence_id: str
+    row: int
+    token_ids: tuple[int, ...]  # everything known so far: prompt, then output
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    output: OutputParams
+    adapters: tuple[AdapterUse, ...] = ()
+    # No end-of-sequence or stop token may be sampled before this many output tokens.
+    min_tokens: int = 0
+    banned_until_min: frozenset[int] = frozenset()
+    # Its last hidden state is kept after every step, for heads that draft from it.
+    keeps_hidden: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Copy a KV block before the step runs (a completion forks off its sibling's half-filled block)."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Run `num_tokens` tokens of one sequence, positions `start` to `start + num_tokens`.
+
+    The last `len(draft)` of them are draft tokens; the `num_samples` last positions are sampled: 0 in the middle of a
+    prompt, else 1 + len(draft).
+    """
+
+    sequence_id: str
+    row: int
+    start: int
+    num_tokens: int
+    num_samples: int
+    # Appended to the row's block table before the step.
+    new_block_ids: tuple[int, ...] = ()
+    draft: tuple[int, ...] = ()
+    proposer: str = ""  # of the draft
+    # Positions whose prompt logprobs are wanted are all of the span's that have a next prompt token.
+    prompt_logprobs: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step. The runner applies, in this order: `released`, `entered`, `copies`, then runs `spans`."""
+
+    step: int
+    spans: tuple[Span, ...]
+    entered: tuple[NewSequence, ...] = ()
+    released: tuple[int, ...] = ()  # rows
+    copies: tuple[BlockCopy, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(span.num_tokens for span in self.spans)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Of one position: the token that came, its logprob, and the most likely alternatives, best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SpanResult:
+    """What one span gave. With a draft: the accepted tokens and the one sampled behind them."""
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token_id, when asked for
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of prompt positions start+1 .. start+num_tokens
+    num_drafted: int = 0
+    error: LoraplexError | None = None  # this sequence failed; the others have not
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    step: int
+    spans: Mapping[str, SpanResult]  # by sequence_id

@@ -1,0 +1,246 @@
+"""`loraplex demo`: the small world that comes along, served like any other model, one mixed batch, every answer judged.
+
+The batch mixes adapters and kinds of speculation; the same requests without speculation are asked too, for comparison.
+Exit status 0 only if every answer is right and the same both ways.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json as jsonlib
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from loraplex_contracts.errors import LoraplexError
+from loraplex_demo.world import MAX_NEW_TOKENS, Case, World, committed_world, open_world
+from loraplex_runtime.flags import flags_of
+from loraplex_runtime.shutdown import Ending
+from loraplex_server.cli.report import Report
+from loraplex_server.cli.serving import child_spec, serving
+from loraplex_server.cli.worker import worker_config
+from loraplex_server.config import WorkerConfig
+
+if TYPE_CHECKING:  # the SDK brings gRPC along, which only what is run needs
+    from loraplex import AnySpeculation
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one request of the batch gave."""
+
+    adapter: str  # "": the base model
+    case: Case
+    text: str
+    is_right: bool
+    num_tokens: int
+    seconds: float
+    drafted_by: str = ""  # "": nobody
+    tokens_per_step: float | None = None  # of the model
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The batch, with speculation and without."""
+
+    answers: list[Answer]
+    seconds: float
+    plain: list[Answer]
+    plain_seconds: float
+
+    @property
+    def is_right(self) -> bool:
+        """Every answer, and no text depends on who drafted."""
+        return all(one.is_right and one.text == other.text for one, other in zip(self.answers, self.plain, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How requests with one adapter are asked."""
+
+    adapter_id: str
+    speculation: AnySpeculation
+    drafted_by: str
+
+
+def ways(world: World) -> dict[str, Way]:
+    """A way for the base model and each adapter, as different as there is something to draft with: its own heads where
+    it has some, else prompt lookup and the draft models in turn."""
+    from loraplex import DraftModel, Medusa
+
+    others: list[tuple[str, AnySpeculation]] = [("prompt lookup", "prompt_lookup")]
+    others += [(f"draft model {draft.name}", DraftModel(draft.name)) for draft in world.drafts]
+    heads = {heads.adapter: heads for heads in world.heads}
+    found: dict[str, Way] = {}
+    for name in ["", *(adapter.name for adapter in world.adapters)]:
+        own = heads.get(name)
+        if own is None:
+            drafted_by, speculation = others[len(found) % len(others)]
+            found[name] = Way(name, speculation, drafted_by)
+        elif own.is_combined:
+            found[name] = Way(own.name, "medusa", f"Medusa, in {own.name}")
+        else:
+            found[name] = Way(name, Medusa(own.name), f"Medusa {own.name}")
+    return found
+
+
+def demo(
+    records: Annotated[int, typer.Option(min=1, max=32, help="Held-out records; each goes to every adapter.")] = 4,
+    retrain: Annotated[
+        Path | None, typer.Option(help="Train the world again into this folder first (several minutes).")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+) -> None:
+    """See it work: a small model and its adapters, trained for this, in one mixed batch.
+
+    The model reads a short record; each adapter writes it in a format of its own (JSON, YAML, SQL, ...). The prompts do
+    not name the format: only the adapter knows it. Every answer is compared with the one right text.
+    """
+    report = Report("demo", as_json=False)
+    try:
+        world = _world(retrain)
+        with report:
+            run = asyncio.run(_run(world, records, report))
+    except LoraplexError as error:
+        sys.exit(report.failed(error))
+    if isinstance(run, int):
+        sys.exit(run)
+    is_plain = json or not sys.stdout.isatty()
+    (_print_json if json else _print_table)(world, run, is_plain)
+    sys.exit(0 if run.is_right else 1)
+
+
+def _world(retrain: Path | None) -> World:
+    if retrain is None:
+        return committed_world()
+    from loraplex_demo.train import make_world  # torch and PEFT, only when asked for
+    from loraplex_training.thresholds import training_progress
+
+    with training_progress(Console(stderr=True)) as progress:
+        make_world(retrain, scale="full", progress=progress)
+    return open_world(retrain)
+
+
+async def _run(world: World, num_records: int, report: Report) -> Run | int:
+    """The exit status where a signal came first."""
+    given = {flag.parameter: flag.default for flag in flags_of(WorkerConfig)}
+    # One thread: in a model this small, every product is over before a second one has woken up.
+    given |= {"adapters": world.adapters_root, "port": 0, "drain": 2.0, "log_level": "error", "threads": 1}
+    given["draft_model"] = [f"{draft.name}={world.draft_path(draft.name)}" for draft in world.drafts]
+    config = worker_config(str(world.base_path), given)
+    ending = Ending()
+    ending.listen()
+    async with serving(config, child_spec(config.engine.model.model, given), 1, "", report.progress, ending) as served:
+        if served is None:
+            return ending.status
+        report.progress("asking")
+        asking = asyncio.ensure_future(_ask(served.address, world, num_records))
+        stopping = asyncio.ensure_future(ending.asked.wait())
+        try:
+            await asyncio.wait({asking, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            return asking.result() if asking.done() else ending.status
+        finally:
+            asking.cancel()
+            stopping.cancel()
+            await asyncio.gather(asking, stopping, return_exceptions=True)
+
+
+async def _ask(address: str, world: World, num_records: int) -> Run:
+    """All requests at once: every record with every adapter, and with none; without speculation, then with."""
+    from loraplex import AsyncClient
+
+    cases, asked = world.showcase(num_records), ways(world)
+    plain = {name: Way(name, "off", "") for name in asked}
+    async with AsyncClient(address) as client:
+
+        async def one(name: str, way: Way, case: Case) -> Answer:
+            made = await client.generate(
+                case.prompt, adapter_id=way.adapter_id, speculation=way.speculation, max_tokens=MAX_NEW_TOKENS
+            )
+            return Answer(
+                name,
+                case,
+                made.text,
+                world.is_right(made.text, case, name or None),
+                made.usage.completion_tokens,
+                made.timings.total_s,
+                way.drafted_by,
+                made.usage.tokens_per_step,
+            )
+
+        async def batch(by_name: dict[str, Way]) -> tuple[list[Answer], float]:
+            start = time.perf_counter()
+            answers = await asyncio.gather(*(one(name, way, case) for case in cases for name, way in by_name.items()))
+            return answers, time.perf_counter() - start
+
+        # Once unmeasured: adapters and heads load, and what is measured afterwards is serving.
+        for by_name in (plain, asked):
+            await batch(by_name)
+        return Run(*(await batch(asked)), *(await batch(plain)))
+
+
+def _print_table(world: World, run: Run, is_plain: bool) -> None:
+    """A table for each record with every text that came, and what a wrong one should have been."""
+    console = Console(width=200 if is_plain else None, highlight=False)
+    console.print(f"{len(run.answers)} requests, one batch, one base model")
+    ranks = {adapter.name: str(adapter.rank) for adapter in world.adapters}
+    for prompt in dict.fromkeys(answer.case.prompt for answer in run.answers):
+        table = Table(title=Text(prompt), title_justify="left", title_style="bold")
+        for column in ("adapter", "rank", "drafted by", "tokens/step", "answer", "right?"):
+            table.add_column(column, overflow="fold")
+        for answer, plain in zip(run.answers, run.plain, strict=True):
+            if answer.case.prompt != prompt:
+                continue
+            mark = Text("right", style="green") if answer.is_right else Text("WRONG", style="bold red")
+            per_step = "" if answer.tokens_per_step is None else f"{answer.tokens_per_step:.2f}"
+            name = answer.adapter or "(base)"
+            table.add_row(name, ranks.get(answer.adapter, ""), answer.drafted_by, per_step, Text(answer.text), mark)
+            if not answer.is_right:
+                wanted = Text(_expected(world, answer), style="dim")
+                table.add_row("", "", "", "", wanted, Text("expected", style="dim"))
+            if plain.text != answer.text:
+                other = Text("DIFFERS", style="bold red")
+                table.add_row("", "", "without speculation", "", Text(plain.text, style="dim"), other)
+        console.print(table)
+    console.print(_summary(run))
+
+
+def _summary(run: Run) -> str:
+    num_right = sum(answer.is_right for answer in run.answers)
+    num_tokens = sum(answer.num_tokens for answer in run.answers)
+    speed, plain_speed = num_tokens / run.seconds, num_tokens / run.plain_seconds
+    return (
+        f"{num_right} of {len(run.answers)} answers are right; {num_tokens} tokens in {run.seconds:.2f} s, "
+        f"{speed:.0f} tokens/s through router and worker, {plain_speed:.0f} without speculation"
+    )
+
+
+def _expected(world: World, answer: Answer) -> str:
+    return answer.case.expected(world.format_of(answer.adapter or None))
+
+
+def _print_json(world: World, run: Run, is_plain: bool) -> None:
+    rows = [
+        {
+            "adapter": answer.adapter,
+            "prompt": answer.case.prompt,
+            "text": answer.text,
+            "expected": _expected(world, answer),
+            "is_right": answer.is_right,
+            "num_tokens": answer.num_tokens,
+            "seconds": round(answer.seconds, 4),
+            "drafted_by": answer.drafted_by,
+            "tokens_per_step": answer.tokens_per_step,
+            "is_same_without_speculation": answer.text == plain.text,
+        }
+        for answer, plain in zip(run.answers, run.plain, strict=True)
+    ]
+    seconds = {"seconds": round(run.seconds, 3), "seconds_without_speculation": round(run.plain_seconds, 3)}
+    print(jsonlib.dumps({**seconds, "answers": rows}))

@@ -1,0 +1,310 @@
+"""Who is calling, and what they may do: static credentials from a file, the same for routers and workers.
+
+A credential is a token of which the file holds the SHA-256 only. It belongs to a tenant, has roles, and names the
+adapters that the tenant may use. With a credentials file every method is denied unless `METHOD_ROLES` opens it to one
+of the caller's roles; without one everybody is `EVERYBODY`, and what a client says about its tenant is not read.
+
+How to use it in a server:
+
+    files = Reloader()
+    server = grpc.aio.server(interceptors=[ServerInterceptor(follow_credentials(files, path_or_none))])
+    files.start()
+    ...
+    identity = current_identity()              # inside any handler, with or without a credentials file
+    identity.check_adapters(adapters_in(request))   # raises AdapterNotFound, before anything is looked up
+
+Owns the file's format, the table of methods and the names of the metadata. Knows nothing of adapters' files.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import fnmatch
+import hashlib
+import hmac
+import json
+import re
+import tomllib
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, cast
+
+import grpc
+import grpc.aio
+
+from loraplex_contracts.errors import AdapterNotFound, InvalidArgument, LoraplexError, PermissionDenied, Unauthenticated
+from loraplex_contracts.ids import check_id
+from loraplex_proto.status import refusing
+from loraplex_proto.v1 import inference_pb2
+from loraplex_runtime.reload import Reloader, read_file
+
+AUTHORIZATION_KEY: Final = "authorization"
+TENANT_KEY: Final = "x-loraplex-tenant"
+DEFAULT_TENANT: Final = "default"
+
+USER: Final = "user"
+ADMIN: Final = "admin"
+ROUTER: Final = "router"
+ROLES: Final = frozenset({USER, ADMIN, ROUTER})
+
+_INFERENCE: Final = "/loraplex.v1.InferenceService/"
+_ADAPTERS: Final = "/loraplex.v1.AdapterService/"
+_WORKER: Final = "/loraplex.v1.WorkerService/"
+
+# Any one of the roles opens the method. What is not here is denied.
+METHOD_ROLES: Final[Mapping[str, frozenset[str]]] = {
+    _INFERENCE + "Generate": frozenset({USER, ROUTER}),
+    _INFERENCE + "GenerateStream": frozenset({USER, ROUTER}),
+    _INFERENCE + "Tokenize": frozenset({USER, ROUTER}),
+    _INFERENCE + "GetInfo": ROLES,
+    _ADAPTERS + "LoadAdapter": frozenset({ADMIN, ROUTER}),
+    _ADAPTERS + "UnloadAdapter": frozenset({ADMIN, ROUTER}),
+    _ADAPTERS + "GetAdapter": ROLES,
+    _ADAPTERS + "ListAdapters": ROLES,
+    _WORKER + "GetLoad": frozenset({ADMIN, ROUTER}),
+    _WORKER + "WatchLoad": frozenset({ADMIN, ROUTER}),
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": ROLES,
+    "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo": ROLES,
+}
+# Balancers and orchestrators have no credential; health says nothing that a closed port would not say.
+OPEN_METHODS: Final = frozenset({"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"})
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who a request is for. `adapters` are glob patterns over whole adapter ids ('*' takes '/' too)."""
+
+    tenant: str
+    roles: frozenset[str] = frozenset({USER})
+    adapters: tuple[str, ...] = ()
+    _patterns: tuple[re.Pattern[str], ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        patterns = tuple(re.compile(fnmatch.translate(glob)) for glob in self.adapters)
+        object.__setattr__(self, "_patterns", patterns)
+
+    def may_use(self, adapter_id: str) -> bool:
+        return any(pattern.match(adapter_id) for pattern in self._patterns)
+
+    def check_adapters(self, adapter_ids: Iterable[str]) -> None:
+        """Raises AdapterNotFound for the first one that this tenant may not use: the same as for an unknown one."""
+        for adapter_id in adapter_ids:
+            if not self.may_use(adapter_id):
+                raise adapter_not_found(adapter_id)
+
+
+EVERYBODY: Final = Identity(tenant=DEFAULT_TENANT, roles=ROLES, adapters=("*",))
+
+# Raises where the call's credential no longer opens its method.
+_recheck: contextvars.ContextVar[Callable[[], object]] = contextvars.ContextVar(
+    "loraplex_recheck", default=lambda: None
+)
+_identity: contextvars.ContextVar[Identity] = contextvars.ContextVar("loraplex_identity", default=EVERYBODY)
+
+
+def current_identity() -> Identity:
+    """Of the call whose handler this runs in. A task that the handler starts inherits it."""
+    return _identity.get()
+
+
+def recheck_identity() -> None:
+    """For a stream that has no end of its own: raises Unauthenticated or PermissionDenied once the credential that it
+    was opened with has been revoked."""
+    _recheck.get()()
+
+
+def adapter_not_found(adapter_id: str) -> AdapterNotFound:
+    """Word for word what a worker says of an adapter that does not exist (a test compares), so that nobody learns from
+    the answer which of the two it is."""
+    return AdapterNotFound(
+        f"there is no adapter {adapter_id!a} on this server; `loraplex adapters list` shows those that there are",
+        field="adapter_id",
+        resource=adapter_id,
+    )
+
+
+def adapters_in(request: inference_pb2.GenerateRequest) -> tuple[str, ...]:
+    """Every adapter that a request names, anywhere in it, each once."""
+    names = [request.adapter_id, *(one.id for one in request.adapters), request.speculation.medusa.adapter_id]
+    return tuple(dict.fromkeys(name for name in names if name))
+
+
+# --- credentials ----------------------------------------------------------------------------------------------------
+
+
+def token_digest(token: str) -> str:
+    """What the file holds of a token: `printf %s TOKEN | sha256sum` gives the same."""
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+class Credentials:
+    """The credentials of one file, or none at all, which lets nobody in."""
+
+    def __init__(self, identities: Mapping[str, Identity]) -> None:
+        """`identities` by the token's digest, 64 lower-case hexadecimal digits."""
+        self._identities = [(bytes.fromhex(digest), identity) for digest, identity in identities.items()]
+
+    @classmethod
+    def parse(cls, path: Path, raw: bytes) -> Credentials:
+        """The content of a .toml file, or JSON under any other name:
+
+            [[credentials]]
+            sha256 = "..."              # of the token
+            tenant = "acme"
+            adapters = ["acme/*"]       # default: none, the base model only; for a router all of them
+            roles = ["user"]            # user, admin, router; default: user
+
+        Raises InvalidArgument that says what is wrong where; never shows what the file holds.
+        """
+        try:
+            text = raw.decode("utf-8")
+            content: Any = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+        except ValueError as error:  # of TOML, JSON and UTF-8 alike; their messages may quote the file
+            kind = "TOML" if path.suffix == ".toml" else "JSON"
+            line = re.search(r"\bline \d+", str(error))
+            raise _bad_file(path, f"is not valid {kind}" + (f" (in {line[0]})" if line else "")) from error
+        rows = _table(path, content, "the file", required={"credentials": list}, optional={})["credentials"]
+        identities: dict[str, Identity] = {}
+        for number, row in enumerate(cast("list[Any]", rows), start=1):
+            digest, identity = _credential(path, f"credential {number}", row)
+            if digest in identities:
+                raise _bad_file(path, f"has the token of credential {number} twice")
+            identities[digest] = identity
+        return cls(identities)
+
+    def identify(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> Identity:
+        """Who calls `method`, for whom. Raises Unauthenticated, PermissionDenied, InvalidArgument."""
+        pairs = list(metadata)
+        identity = self._find(_single(pairs, AUTHORIZATION_KEY, Unauthenticated))
+        if identity.roles.isdisjoint(METHOD_ROLES.get(method, frozenset())):
+            name = method.rpartition("/")[2]
+            raise PermissionDenied(f"this credential may not call {name}; ask for one that has the role for it")
+        tenant = _single(pairs, TENANT_KEY, InvalidArgument)
+        if ROUTER not in identity.roles or not tenant:
+            return identity  # what anybody else says about a tenant is not read
+        check_id(tenant, field=TENANT_KEY)
+        return Identity(tenant, identity.roles, identity.adapters)
+
+    def _find(self, authorization: str) -> Identity:
+        scheme, _, token = authorization.partition(" ")
+        if not authorization:
+            raise Unauthenticated("this server wants a credential: send metadata 'authorization: Bearer TOKEN'")
+        if scheme.lower() != "bearer" or not token.strip():
+            raise Unauthenticated("metadata 'authorization' must read 'Bearer TOKEN'")
+        presented = hashlib.sha256(token.strip().encode()).digest()
+        found: Identity | None = None
+        # Every digest is compared, each in constant time: how long it takes says nothing about any of them.
+        for digest, identity in self._identities:
+            if hmac.compare_digest(digest, presented):
+                found = identity
+        if found is None:
+            raise Unauthenticated("this credential is not known here")
+        return found
+
+
+def load_credentials(path: Path | None) -> Credentials | None:
+    """None for None: a server that asks for no credentials. Raises as `read_file` and `Credentials.parse`."""
+    return None if path is None else Credentials.parse(path, read_file(path, "--auth-file"))
+
+
+def follow_credentials(files: Reloader, path: Path | None) -> Callable[[], Credentials] | None:
+    """What `path` says at any time, for `ServerInterceptor`. Raises as `load_credentials`."""
+    if path is None:
+        return None
+    followed = files.follow([(path, "--auth-file")], lambda raw: Credentials.parse(path, raw))
+    return lambda: followed.value
+
+
+def one_router(digest: str) -> Credentials:
+    """For a worker that believes one router only, the one whose token has this SHA-256."""
+    return Credentials({digest: Identity(DEFAULT_TENANT, frozenset({ROUTER}), ("*",))})
+
+
+def _single(metadata: list[tuple[str, str | bytes]], key: str, error: type[LoraplexError]) -> str:
+    """The one value of `key`, "" where there is none; two of them are refused rather than chosen from."""
+    values = [value for name, value in metadata if name == key]
+    if len(values) > 1:
+        raise error(f"metadata '{key}' is given {len(values)} times; send it once")
+    value = values[0] if values else ""
+    return value if isinstance(value, str) else value.decode("ascii", "replace")
+
+
+def _credential(path: Path, where: str, row: Any) -> tuple[str, Identity]:
+    fields = _table(
+        path, row, where, required={"sha256": str, "tenant": str}, optional={"adapters": list, "roles": list}
+    )
+    digest = fields["sha256"].lower()
+    if not re.fullmatch(r"[0-9a-f]{64}", digest):
+        raise _bad_file(path, f"{where}: sha256 must be the 64 hexadecimal digits of the token's SHA-256")
+    try:
+        check_id(fields["tenant"], field="tenant")
+    except InvalidArgument as error:
+        raise _bad_file(path, f"{where}: {error.message}") from error
+    roles = frozenset(_strings(path, f"{where}: roles", fields.get("roles", [USER])))
+    if not roles or not roles <= ROLES:
+        raise _bad_file(path, f"{where}: roles must be some of {', '.join(sorted(ROLES))}")
+    # A router has asked already whether its client may.
+    default = ["*"] if ROUTER in roles else []
+    adapters = _strings(path, f"{where}: adapters", fields.get("adapters", default))
+    return digest, Identity(fields["tenant"], roles, adapters)
+
+
+def _table(
+    path: Path, value: Any, where: str, *, required: dict[str, type], optional: dict[str, type]
+) -> dict[str, Any]:
+    """`value` as a table with exactly these keys, or the sentence that says what is wrong."""
+    if not isinstance(value, dict):
+        raise _bad_file(path, f"{where} must be a table")
+    table = cast("dict[str, Any]", value)
+    known = required | optional
+    for key in table:
+        if key not in known:
+            raise _bad_file(path, f"{where}: {ascii(key)[:40]} is not known; use {', '.join(known)}")
+    for key, kind in known.items():
+        if key in table and not isinstance(table[key], kind):
+            raise _bad_file(path, f"{where}: {key} must be a {'list' if kind is list else 'string'}")
+        if key in required and key not in table:
+            raise _bad_file(path, f"{where}: {key} is missing")
+    return table
+
+
+def _strings(path: Path, where: str, values: Any) -> tuple[str, ...]:
+    items = cast("list[Any]", values)
+    if not all(isinstance(item, str) and item for item in items):
+        raise _bad_file(path, f"{where} must be strings that are not empty")
+    return tuple(items)
+
+
+def _bad_file(path: Path, what: str) -> InvalidArgument:
+    return InvalidArgument(f"the credentials file {path} {what}", field="--auth-file")
+
+
+# --- in the server --------------------------------------------------------------------------------------------------
+
+_Continuation = Callable[[grpc.HandlerCallDetails], Awaitable["grpc.RpcMethodHandler[Any, Any] | None"]]
+
+
+class ServerInterceptor(grpc.aio.ServerInterceptor):
+    """Denies, or sets what `current_identity` returns in the handler. Without credentials it does nothing."""
+
+    def __init__(self, current: Callable[[], Credentials] | None) -> None:
+        """`current` returns the credentials that are in force at the time of a call."""
+        self._current = current
+
+    async def intercept_service(
+        self, continuation: _Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> Any:
+        # The untyped metadata of the details is a sequence of pairs.
+        method = str(handler_call_details.method)
+        current = self._current
+        if current is None or method in OPEN_METHODS:
+            return await continuation(handler_call_details)
+        try:
+            pairs = cast("Iterable[tuple[str, str | bytes]]", handler_call_details.invocation_metadata or ())
+            _identity.set(current().identify(method, pairs))
+            _recheck.set(lambda: current().identify(method, pairs))
+        except LoraplexError as error:
+            return refusing(error)
+        # The handler runs in the same task, and every call has a task of its own.
+        return await continuation(handler_call_details)

@@ -1,0 +1,176 @@
+"""Command line flags out of dataclasses, so that a setting is written down once.
+
+`with_flags` makes a command of a function that takes such dataclasses. What needs the raw flags too takes the pieces:
+`flags_of` lists the flags of a class and of the dataclasses in its fields, `configure` builds the instance from what
+the command line gave. Pure; typer sees an ordinary signature.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any
+
+import typer
+
+from loraplex_runtime.options import parse_bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Flag:
+    """One flag: where it belongs in the configuration, and how it looks on the command line."""
+
+    path: tuple[str, ...]  # field names from the root, ("engine", "kv", "block_size")
+    flag: str
+    help: str
+    type: Any
+    default: Any
+    is_bytes: bool
+    aliases: tuple[str, ...] = ()  # other names of the flag
+    parse: Callable[[str], Any] | None = None  # from the command line's text to the value
+    off: str = ""  # the flag of a switch's opposite, where it is not --no-FLAG
+    metavar: str | None = None
+    env: str | None = None  # environment variable
+    panel: str | None = None  # of the help
+
+    @property
+    def parameter(self) -> str:
+        return self.flag.lstrip("-").replace("-", "_")
+
+
+def flags_of(cls: type, prefix: tuple[str, ...] = ()) -> Iterator[Flag]:
+    """Every field with a flag, depth first, in the order of the source."""
+    hints = typing.get_type_hints(cls)
+    for one in dataclasses.fields(cls):
+        kind = hints[one.name]
+        if "flag" in one.metadata:
+            yield Flag(path=(*prefix, one.name), type=kind, default=one.default, **one.metadata)
+        elif dataclasses.is_dataclass(kind):
+            yield from flags_of(typing.cast(type, kind), (*prefix, one.name))
+
+
+def parameters_of(flags: list[Flag]) -> list[inspect.Parameter]:
+    """The flags as keyword parameters that typer understands."""
+    return [
+        inspect.Parameter(
+            flag.parameter,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=_shown(flag),
+            annotation=Annotated[
+                _command_line_type(flag),
+                typer.Option(
+                    *_names(flag),
+                    help=flag.help,
+                    metavar=flag.metavar,
+                    envvar=flag.env,
+                    rich_help_panel=flag.panel,
+                ),
+            ],
+        )
+        for flag in flags
+    ]
+
+
+def configure(cls: type, flags: list[Flag], given: Mapping[str, Any], fixed: Mapping[tuple[str, ...], Any]) -> Any:
+    """An instance of `cls` from what the command line gave, plus the values of `fixed` by path."""
+    values: dict[tuple[str, ...], Any] = dict(fixed)
+    for flag in flags:
+        value = given[flag.parameter]
+        parse = parse_bytes if flag.is_bytes else flag.parse
+        if _is_repeated(flag):
+            value = tuple(typing.cast(list[str], value or ()))
+        elif parse is not None and isinstance(value, str):
+            value = parse(value)
+        values[flag.path] = value
+    return _build(cls, values, ())
+
+
+def command(
+    flags: list[Flag], own: list[inspect.Parameter], body: Callable[..., None], doc: str
+) -> Callable[..., None]:
+    """A function for typer with the parameters `own` and then one for each flag; all reach `body` by keyword."""
+    return _with_signature(body, [*own, *parameters_of(flags)], "", doc)
+
+
+def with_flags(body: Callable[..., None]) -> Callable[..., None]:
+    """For typer: in the place of each parameter of `body` that is such a dataclass, its fields' flags. Raises what the
+    dataclasses raise for values that they do not take."""
+    hints = typing.get_type_hints(body, include_extras=True)
+    groups: dict[str, tuple[type, list[Flag]]] = {}
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(body).parameters.items():
+        kind = hints[name]
+        if dataclasses.is_dataclass(kind):
+            flags = list(flags_of(typing.cast(type, kind)))
+            groups[name] = typing.cast(type, kind), flags
+            parameters += parameters_of(flags)
+        else:
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=kind))
+
+    def run(**given: Any) -> None:
+        for name, (cls, flags) in groups.items():
+            given[name] = configure(cls, flags, {flag.parameter: given.pop(flag.parameter) for flag in flags}, {})
+        body(**given)
+
+    return _with_signature(run, parameters, body.__name__, body.__doc__)
+
+
+def _with_signature(
+    body: Callable[..., None], parameters: list[inspect.Parameter], name: str, doc: str | None
+) -> Callable[..., None]:
+    def run(**given: Any) -> None:
+        body(**given)
+
+    run.__name__ = name or run.__name__
+    run.__doc__ = doc
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    return run
+
+
+def _names(flag: Flag) -> list[str]:
+    names = [flag.flag, *flag.aliases]
+    if flag.off:
+        return [f"{names[0]}/{flag.off}", *names[1:]]
+    return [f"{name}/--no-{name[2:]}" for name in names] if flag.default is True else names
+
+
+def _command_line_type(flag: Flag) -> Any:
+    if _is_repeated(flag):
+        return list[str]
+    if not flag.is_bytes and flag.parse is None:
+        return flag.type
+    return str | None if flag.default is None else str
+
+
+def _is_repeated(flag: Flag) -> bool:
+    """Whether the flag may be given several times."""
+    return flag.parse is None and typing.get_origin(flag.type) is tuple
+
+
+def _shown(flag: Flag) -> Any:
+    """The default as the help shows it."""
+    if flag.default == ():
+        return None
+    if flag.parse is not None and flag.default is not None:
+        return str(flag.default)
+    if not flag.is_bytes or flag.default is None:
+        return flag.default
+    size, units = flag.default, ["", "KiB", "MiB", "GiB", "TiB"]
+    while size % 1024 == 0 and len(units) > 1:
+        size, units = size // 1024, units[1:]
+    return f"{size}{units[0]}"
+
+
+def _build(cls: type, values: Mapping[tuple[str, ...], Any], prefix: tuple[str, ...]) -> Any:
+    hints = typing.get_type_hints(cls)
+    arguments: dict[str, Any] = {}
+    for one in dataclasses.fields(cls):
+        path = (*prefix, one.name)
+        if path in values:
+            arguments[one.name] = values[path]
+        elif dataclasses.is_dataclass(hints[one.name]):
+            arguments[one.name] = _build(typing.cast(type, hints[one.name]), values, path)
+    return cls(**arguments)

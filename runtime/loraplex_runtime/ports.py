@@ -1,0 +1,80 @@
+"""A server's port, the same for router and worker: its address, who can reach it, taking it.
+
+Owns the sentences for a port that cannot be had or that is open to everybody. Knows nothing of what is served there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from loraplex_contracts.errors import FailedPrecondition
+
+
+def join_address(host: str, port: int) -> str:
+    """host:port, with brackets around an IPv6 address that has none yet."""
+    is_bare_ipv6 = ":" in host and not host.startswith("[")
+    return f"[{host}]:{port}" if is_bare_ipv6 else f"{host}:{port}"
+
+
+def is_public(host: str) -> bool:
+    """Whether others than this machine can reach a port that listens on `host`."""
+    try:
+        return not ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host != "localhost"
+
+
+def exposure_warnings(host: str, *, asks_credentials: bool, has_tls: bool) -> Iterator[str]:
+    """What an operator should know of a port that others can reach."""
+    if not is_public(host):
+        return
+    if not asks_credentials:
+        yield f"{host} can be reached from other machines and asks for no credential; see --auth-file"
+    elif not has_tls:
+        yield "credentials travel in clear text: give --tls-cert and --tls-key, or end TLS in front of this server"
+
+
+def bind(server: grpc.aio.Server, host: str, port: int, tls: grpc.ServerCredentials | None) -> int:
+    """Has `server` listen, with TLS where there are credentials for it. Returns the port. Raises FailedPrecondition."""
+    address = join_address(host, port)
+    try:
+        return server.add_insecure_port(address) if tls is None else server.add_secure_port(address, tls)
+    except RuntimeError as error:
+        raise _cannot_listen(address) from error
+
+
+def check_free(host: str, port: int) -> None:
+    """Raises FailedPrecondition where `bind` would: for who has much to do before it listens. Not for shared ports."""
+    refused: OSError | None = None
+    try:
+        for family, kind, protocol, _, address in socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM):
+            try:
+                _try_listening(socket.socket(family, kind, protocol), address)
+            except OSError as error:
+                refused = error
+            else:
+                return  # gRPC, too, is content with one of a name's addresses
+    except OSError as error:
+        refused = error
+    raise _cannot_listen(join_address(host, port)) from refused
+
+
+def _try_listening(probe: socket.socket, address: Any) -> None:
+    with contextlib.closing(probe):
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does
+        probe.bind(address)
+        probe.listen(1)  # with SO_REUSEADDR, Linux finds out here that somebody else listens
+
+
+def _cannot_listen(address: str) -> FailedPrecondition:
+    return FailedPrecondition(
+        f"cannot listen on {address}: the port is taken, or the address is not this machine's; see --host and --port",
+        field="--port",
+    )

@@ -1,0 +1,123 @@
+"""Files that are read again when they change: credentials, tokens, certificates.
+
+    files = Reloader()
+    token = files.follow([(path, "--worker-token-file")], parse_token)   # raises what is wrong with it now
+    files.start()
+    ...
+    token.value                                                           # what the file says now
+    files.stop()
+
+Contents are compared, because a file may be replaced within one tick of its time stamp, and paths are opened anew each
+time, because Kubernetes replaces a mounted secret by swapping a link in its path. A new content counts when two
+readings in a row agree, so that a file that is being written is left alone, and when it can be parsed. Until then what
+was read before stays in force, and the log says once what is wrong.
+
+Owns the reading and its thread. Knows nothing of what files hold.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final, Generic, TypeVar
+
+from loraplex_contracts.errors import InvalidArgument, LoraplexError
+
+log = logging.getLogger(__name__)
+
+# A change is in force after one to two of these.
+POLL_S: Final = 1.0
+
+T = TypeVar("T")
+
+
+def read_file(path: Path, flag: str) -> bytes:
+    """Raises InvalidArgument, naming the flag."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InvalidArgument(f"{flag} {path} cannot be read: {error.strerror}", field=flag) from error
+
+
+class Followed(Generic[T]):
+    """What some files say together. `value` changes as a whole and may be read from any thread."""
+
+    def __init__(self, files: Sequence[tuple[Path, str]], parse: Callable[..., T]) -> None:
+        """`files` are paths with their flags; `parse` takes the content of each. Raises what `read_file` and `parse`
+        raise."""
+        self._files = tuple(files)
+        self._parse = parse
+        self._in_force = self._read()
+        self.value = parse(*self._in_force)
+        # Contents, or the sentence that says why there are none.
+        self._last_seen: tuple[bytes, ...] | str = self._in_force
+        self._refused: tuple[bytes, ...] | str | None = None  # what the log complained of, while the files hold it
+
+    def poll(self) -> None:
+        """Looks once more. Never raises."""
+        try:
+            seen = self._read()
+        except Exception as error:
+            seen = self._sentence(error)
+        has_settled = seen == self._last_seen
+        self._last_seen = seen
+        if seen == self._in_force:
+            if self._refused is not None:
+                log.info("%s: as before again", self._names)
+            self._refused = None
+        elif has_settled:
+            self._take(seen)
+
+    def _take(self, seen: tuple[bytes, ...] | str) -> None:
+        # What was refused is tried again: a parser may look at more than the contents, such as the files themselves.
+        try:
+            if isinstance(seen, str):
+                raise InvalidArgument(seen)
+            self.value = self._parse(*seen)
+        except Exception as error:
+            if seen != self._refused:
+                log.error("%s; what was read before stays in force", self._sentence(error))
+            self._refused = seen
+        else:
+            self._in_force, self._refused = seen, None
+            log.info("%s: read again, in force from now on", self._names)
+
+    def _read(self) -> tuple[bytes, ...]:
+        return tuple(read_file(path, flag) for path, flag in self._files)
+
+    def _sentence(self, error: Exception) -> str:
+        # Errors that are not ours were not foreseen, and their text may quote a secret.
+        return error.message if isinstance(error, LoraplexError) else f"{self._names}: {type(error).__name__}"
+
+    @property
+    def _names(self) -> str:
+        return " and ".join(f"{flag} {path}" for path, flag in self._files)
+
+
+class Reloader:
+    """Polls the files of one server, on a thread of its own: a file system that hangs holds up nothing else."""
+
+    def __init__(self) -> None:
+        self._followed: list[Followed[Any]] = []
+        self._stopped = threading.Event()
+
+    def follow(self, files: Sequence[tuple[Path, str]], parse: Callable[..., T]) -> Followed[T]:
+        """Before `start`. Raises as `Followed`."""
+        followed = Followed(files, parse)
+        self._followed.append(followed)
+        return followed
+
+    def start(self) -> None:
+        if self._followed:
+            threading.Thread(target=self._run, name="reload-files", daemon=True).start()
+
+    def stop(self) -> None:
+        """Returns at once; the thread ends by itself."""
+        self._stopped.set()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(POLL_S):
+            for followed in self._followed:
+                followed.poll()

@@ -1,0 +1,356 @@
+"""What a router and a worker tell their operator: log lines, Prometheus metrics, and the port that serves them.
+
+Owns the formats of the lines, the names of the metrics and the bounds on their cardinality. What changes all the time
+(queues, residency) is read at the moment of a scrape, so no label set outlives what it stood for. Metrics need
+prometheus_client, which is imported where a registry is made; without a registry every recorder does nothing. Knows
+nothing of who calls it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, Literal, TextIO
+
+from loraplex_contracts.errors import FailedPrecondition, InvalidArgument
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.core import Metric
+
+# --- log lines ------------------------------------------------------------------------------------------------------
+
+LogStyle = Literal["plain", "json"]
+LEVELS: Final = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+
+_request_id: ContextVar[str] = ContextVar("loraplex_request_id", default="")
+
+# Attributes that every record has; what else is on one came with `extra=`.
+_STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "request_id"}
+
+
+def bind_request_id(request_id: str) -> None:
+    """Log lines of this task, and of tasks that it starts, carry the id from here on. `extra={"request_id": ...}` on a
+    single line goes before it."""
+    _request_id.set(request_id)
+
+
+def bound_request_id() -> str:
+    """What `bind_request_id` was last told in this task; empty before."""
+    return _request_id.get()
+
+
+def _request_id_of(record: logging.LogRecord) -> str:
+    return getattr(record, "request_id", "") or _request_id.get()
+
+
+class PlainFormatter(logging.Formatter):
+    """One line for a person: time, level, logger, message, request id. A message cannot forge another line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        seconds = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
+        line = (
+            f"{seconds}.{int(record.msecs):03d} {record.levelname:<7} {record.name}: {_one_line(record.getMessage())}"
+        )
+        if request_id := _request_id_of(record):
+            line += f" request_id={_one_line(request_id)}"
+        if record.exc_info:
+            line += "\n" + self.formatException(record.exc_info)
+        return line
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line, exceptions included."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if request_id := _request_id_of(record):
+            line["request_id"] = request_id
+        line |= {key: value for key, value in vars(record).items() if key not in _STANDARD}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def _one_line(text: str) -> str:
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+
+
+def setup_logging(level: str = "info", style: LogStyle = "plain", stream: TextIO | None = None) -> None:
+    """Sends every logger's lines to standard error, and nowhere else. For commands; a library never calls this."""
+    if level not in LEVELS:
+        raise InvalidArgument(f"--log-level takes {', '.join(LEVELS)}, not {level!a}", field="--log-level")
+    if style not in ("plain", "json"):
+        raise InvalidArgument(f"--log-format takes plain or json, not {style!a}", field="--log-format")
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(JsonFormatter() if style == "json" else PlainFormatter())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(LEVELS[level])
+
+
+# --- metrics --------------------------------------------------------------------------------------------------------
+
+PREFIX: Final = "loraplex:"
+# Adapters that are shown by name; the rest are counted together.
+MAX_NAMED_ADAPTERS: Final = 100
+OTHER: Final = "other"
+
+_REQUEST_BUCKETS_S: Final = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+_FIRST_MESSAGE_BUCKETS_S: Final = (0.003, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+
+
+def new_registry() -> CollectorRegistry:
+    """A registry of our own, so that two servers in one process (tests) do not meet. Raises FailedPrecondition."""
+    try:
+        from prometheus_client import CollectorRegistry
+    except ModuleNotFoundError as error:
+        raise FailedPrecondition(
+            "metrics need the package prometheus-client: pip install 'loraplex[router]', or leave --metrics-port out",
+            field="--metrics-port",
+        ) from error
+    return CollectorRegistry()
+
+
+class RequestMetrics:
+    """Counts and latencies of requests, by method. `role` is "worker" or "router"."""
+
+    def __init__(self, registry: CollectorRegistry | None, role: Literal["worker", "router"]) -> None:
+        self._requests: Any = None
+        if registry is None:
+            return
+        from prometheus_client import Counter, Histogram
+
+        name = PREFIX if role == "worker" else f"{PREFIX}router_"
+        self._requests = Counter(name + "requests", "Requests that have ended.", ["method", "code"], registry=registry)
+        self._seconds = Histogram(
+            name + "request_seconds",
+            "From a request's arrival to its end.",
+            ["method"],
+            buckets=_REQUEST_BUCKETS_S,
+            registry=registry,
+        )
+        self._first_message_seconds = Histogram(
+            name + "time_to_first_message_seconds",
+            "From a request's arrival to the first message of its stream.",
+            ["method"],
+            buckets=_FIRST_MESSAGE_BUCKETS_S,
+            registry=registry,
+        )
+
+    def ended(self, method: str, code: str, seconds: float) -> None:
+        """`code` is the name of a gRPC status code."""
+        if self._requests is not None:
+            self._requests.labels(method, code).inc()
+            self._seconds.labels(method).observe(seconds)
+
+    def first_message(self, method: str, seconds: float) -> None:
+        if self._requests is not None:
+            self._first_message_seconds.labels(method).observe(seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """An adapter that a worker holds."""
+
+    adapter_id: str
+    tier: str
+    pinned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSnapshot:
+    """A worker at the moment of a scrape. Counters are since the start; mappings are by tier where nothing else is
+    said."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_cache_usage: float = 0.0  # 0 to 1
+    # Adapters that fit the device at the same time.
+    max_lora: int = 0
+    # On the device, running or idle: a gateway that routes by this must find the idle ones too.
+    running_adapters: Sequence[str] = ()
+    waiting_adapters: Sequence[str] = ()
+    # Most recently used first.
+    residents: Sequence[Resident] = ()
+    hits: Mapping[str, int] = field(default_factory=dict[str, int])
+    misses: Mapping[str, int] = field(default_factory=dict[str, int])
+    evictions: Mapping[str, int] = field(default_factory=dict[str, int])
+    num_loads: int = 0
+    load_seconds: float = 0.0
+    # By proposer.
+    drafted_tokens: Mapping[str, int] = field(default_factory=dict[str, int])
+    accepted_tokens: Mapping[str, int] = field(default_factory=dict[str, int])
+
+
+class WorkerCollector:
+    """Turns a snapshot into metrics, once per scrape."""
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        snapshot: Callable[[], WorkerSnapshot],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._snapshot = snapshot
+        self._clock = clock
+        registry.register(self)  # pyright: ignore[reportArgumentType]  # the protocol is `collect` alone
+
+    def collect(self) -> Iterator[Metric]:
+        now = self._snapshot()
+        yield gauge("num_requests_running", "Requests in the running batch.", now.num_running)
+        yield gauge("num_requests_waiting", "Requests that wait to run.", now.num_waiting)
+        yield gauge("kv_cache_usage", "Share of the KV blocks that are taken, 0 to 1.", now.kv_cache_usage)
+        yield self._lora_requests_info(now)
+        yield _residency(now.residents)
+        yield _counter("adapter_cache_hits", "Requests that found their adapter in the tier.", "tier", now.hits)
+        yield _counter("adapter_cache_misses", "Requests that did not.", "tier", now.misses)
+        yield _counter("adapter_cache_evictions", "Adapters that had to leave the tier.", "tier", now.evictions)
+        yield _summary("adapter_load_seconds", "Time to load an adapter.", now.num_loads, now.load_seconds)
+        yield _counter("draft_tokens", "Tokens that speculation has proposed.", "proposer", now.drafted_tokens)
+        yield _counter("accepted_tokens", "Those that the model agreed with.", "proposer", now.accepted_tokens)
+
+    def _lora_requests_info(self, now: WorkerSnapshot) -> Metric:
+        """As the Gateway API Inference Extension reads it: label names and meaning are that protocol's."""
+        labels = {
+            "max_lora": str(now.max_lora),
+            "running_lora_adapters": ",".join(now.running_adapters[:MAX_NAMED_ADAPTERS]),
+            "waiting_lora_adapters": ",".join(now.waiting_adapters[:MAX_NAMED_ADAPTERS]),
+        }
+        return gauge(
+            "lora_requests_info",
+            "Adapters on the device and waiting for it; the value is the time.",
+            self._clock(),
+            labels,
+        )
+
+
+def gauge(name: str, text: str, value: float, labels: Mapping[str, str] | None = None) -> Metric:
+    """One gauge with one sample."""
+    return gauges(name, text, tuple(labels or ()), [(tuple((labels or {}).values()), value)])
+
+
+def gauges(name: str, text: str, labels: Sequence[str], samples: Sequence[tuple[Sequence[str], float]]) -> Metric:
+    """One gauge with a sample for each row of label values."""
+    from prometheus_client.core import GaugeMetricFamily
+
+    family = GaugeMetricFamily(PREFIX + name, text, labels=list(labels))
+    for values, value in samples:
+        family.add_metric(list(values), value)
+    return family
+
+
+def _residency(residents: Sequence[Resident]) -> Metric:
+    samples = [((one.adapter_id, one.tier, _flag(one.pinned)), 1.0) for one in residents[:MAX_NAMED_ADAPTERS]]
+    rest: dict[tuple[str, str, str], float] = {}
+    for one in residents[MAX_NAMED_ADAPTERS:]:
+        labels = (OTHER, one.tier, _flag(one.pinned))
+        rest[labels] = rest.get(labels, 0.0) + 1.0
+    samples += rest.items()
+    return gauges("adapter_resident", "Adapters that this worker holds.", ("adapter", "tier", "pinned"), samples)
+
+
+def _flag(value: bool) -> str:
+    return "true" if value else "false"
+
+
+def _counter(name: str, text: str, label: str, values: Mapping[str, int]) -> Metric:
+    from prometheus_client.core import CounterMetricFamily
+
+    family = CounterMetricFamily(PREFIX + name, text, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], value)
+    return family
+
+
+def _summary(name: str, text: str, count: int, total: float) -> Metric:
+    from prometheus_client.core import SummaryMetricFamily
+
+    return SummaryMetricFamily(PREFIX + name, text, count_value=count, sum_value=total)
+
+
+# --- the port -------------------------------------------------------------------------------------------------------
+
+_MAX_HEAD_BYTES: Final = 16 << 10
+_CLIENT_TIMEOUT_S: Final = 10.0
+
+
+class MetricsEndpoint:
+    """`GET /metrics` on the server's own event loop: a scrape reads state between two callbacks, never within one.
+
+    Speaks just enough HTTP/1.1 for a scraper; every connection carries one request.
+    """
+
+    def __init__(self, server: asyncio.Server, host: str) -> None:
+        self._server = server
+        self.host = host
+        self.port: int = server.sockets[0].getsockname()[1]
+
+    @classmethod
+    async def start(cls, host: str, port: int, registry: CollectorRegistry) -> MetricsEndpoint:
+        """Port 0 takes a free one. Raises FailedPrecondition when it cannot listen."""
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await _serve_scrape(reader, writer, registry)
+
+        try:
+            server = await asyncio.start_server(serve, host.strip("[]"), port, limit=_MAX_HEAD_BYTES)
+        except OSError as error:
+            raise FailedPrecondition(
+                f"cannot serve metrics on {host}:{port}: {error.strerror}; choose another --metrics-port",
+                field="--metrics-port",
+            ) from error
+        return cls(server, host)
+
+    async def stop(self) -> None:
+        self._server.close()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._server.wait_closed(), _CLIENT_TIMEOUT_S)
+
+
+async def _serve_scrape(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, registry: CollectorRegistry
+) -> None:
+    # A client that hangs, lies about its size or leaves is its own problem.
+    with contextlib.suppress(TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+        async with asyncio.timeout(_CLIENT_TIMEOUT_S):
+            head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+            writer.write(_answer(head, registry))
+            await writer.drain()
+            writer.close()
+            await writer.wait_closed()
+    writer.close()
+
+
+def _answer(head: str, registry: CollectorRegistry) -> bytes:
+    from prometheus_client.exposition import choose_encoder
+
+    request, *lines = head.split("\r\n")
+    method, _, target = request.partition(" ")
+    path = target.partition(" ")[0].partition("?")[0]
+    if path != "/metrics":
+        return _response("404 Not Found", "text/plain", b"metrics are at /metrics\n")
+    if method != "GET":
+        return _response("405 Method Not Allowed", "text/plain", b"GET only\n")
+    headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    encode, content_type = choose_encoder(headers.get("accept", ""))
+    return _response("200 OK", content_type, encode(registry))
+
+
+def _response(status: str, content_type: str, body: bytes) -> bytes:
+    head = (
+        f"HTTP/1.1 {status}\r\nContent-Type: {content_type}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    )
+    return head.encode() + body

@@ -1,0 +1,86 @@
+"""Paged attention by the native CPU kernels: keys and values are read in their pages, once for all query heads of a KV
+head. A query's result does not depend on what else is in the step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from loraplex_server.backends.cpu.native.kernels import DTYPES, NativeKernels
+from loraplex_server.backends.cpu.native.prototypes import Spans
+from loraplex_server.layers.attention import AttentionBatch
+from loraplex_server.layers.kv_memory import LayerKv
+from loraplex_server.layers.spec import AttentionSpec
+
+DIM_MULTIPLE = 32
+
+
+@dataclass(frozen=True, slots=True)
+class HostSpans:
+    """A step's spans as the kernels read them, with what keeps their arrays alive."""
+
+    struct: Spans
+    arrays: tuple[Any, ...]
+
+
+@dataclass(slots=True)
+class Plan:
+    batch: AttentionBatch
+    spans: HostSpans = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.spans = _spans(self.batch)
+
+
+class NativePagedAttention:
+    """Implements PagedAttention."""
+
+    name = "native"
+    needs_clean_blocks = False
+
+    def __init__(self, kernels: NativeKernels) -> None:
+        self._kernels = kernels
+
+    def plan(self, batch: AttentionBatch, dtype: torch.dtype, device: torch.device) -> Plan:
+        return Plan(batch)
+
+    def run(self, query: Tensor, key: Tensor, value: Tensor, kv: LayerKv, spec: AttentionSpec, plan: Plan) -> Tensor:
+        kv.write(key, value, plan.batch.slots)
+        return self._kernels.attend(
+            *(query.to(kv.k.dtype), kv.k, kv.v, plan.spans.struct),
+            scaling=spec.scaling,
+            softcap=spec.softcap,
+            window=spec.window,
+        )
+
+
+def reason_against(spec: AttentionSpec, dtype: torch.dtype | None) -> str:
+    """Why the kernels do not compute this attention; empty where they do."""
+    if dtype is not None and dtype not in DTYPES:
+        return f"not in {str(dtype).removeprefix('torch.')}"
+    if spec.k_dim != spec.v_dim or spec.k_dim % DIM_MULTIPLE or spec.k_dim > 256:
+        return f"heads of {spec.k_dim} and {spec.v_dim}; it needs the same multiple of {DIM_MULTIPLE} up to 256"
+    if spec.scaling <= 0:
+        return f"scores times {spec.scaling}; it needs a factor above 0"
+    return ""
+
+
+def spans_of(plan: Any) -> HostSpans:
+    """The spans of a step, whichever back end made the plan: all of them keep the batch."""
+    return plan.spans if isinstance(plan, Plan) else _spans(plan.batch)
+
+
+def _spans(batch: AttentionBatch) -> HostSpans:
+    starts = np.ascontiguousarray(batch.query_starts)
+    contexts = np.ascontiguousarray(batch.context_lens)
+    tables = np.ascontiguousarray(batch.block_tables)
+    struct = Spans(
+        *(len(contexts), batch.block_size, tables.shape[1], starts.ctypes.data, contexts.ctypes.data),
+        *(tables.ctypes.data, batch.slots.data_ptr()),
+    )
+    return HostSpans(struct, (starts, contexts, tables, batch.slots))

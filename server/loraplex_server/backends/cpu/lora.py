@@ -1,0 +1,155 @@
+"""Segmented LoRA and dense products by the native CPU kernels: factors are read where they lie, nothing is packed.
+
+A step's segments become runs of rows that use the same adapters, which all modules share. Dtypes that the kernels do
+not know go to the torch implementation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from loraplex_server.backends.cpu.native.kernels import DTYPES, NativeKernels, RunsOfRows
+from loraplex_server.backends.cpu.native.prototypes import Runs, Table
+from loraplex_server.backends.cpu.torch_dense import CpuDense
+from loraplex_server.backends.cpu.torch_lora import CpuOps
+from loraplex_server.layers.lora import Derived, FactorTable, PreparedSegments, Segment
+from loraplex_server.layers.segmented_dense import DenseTable
+from loraplex_server.layers.segments import check_segments
+
+# A weight that is read as it lies is read anew for every few rows; from here on torch's product is faster.
+MAX_DENSE_ROWS = 16
+
+
+@dataclass(slots=True)
+class NativeSegments:
+    """What `prepare` makes."""
+
+    runs: RunsOfRows
+    num_slots: int  # that they were checked against
+    fallback: PreparedSegments | None = None  # torch's, made for the first module of another dtype
+
+
+class NativeOps:
+    """SegmentedLora on a CPU by native kernels."""
+
+    def __init__(self, kernels: NativeKernels) -> None:
+        self.kernels = kernels
+        self._fallback = CpuOps()
+        # Decoding repeats itself: the same segments step after step, for all rows and for those of the head.
+        self._recent: list[PreparedSegments] = []
+
+    @property
+    def name(self) -> str:
+        return "native"
+
+    def prepare(
+        self, segments: Sequence[Segment], num_rows: int, num_slots: int, device: torch.device
+    ) -> PreparedSegments:
+        key = tuple(segments)
+        for recent in self._recent:
+            is_same = recent.num_rows == num_rows and recent.segments == key
+            if is_same and cast(NativeSegments, recent.data).num_slots == num_slots:
+                return recent
+        check_segments(segments, num_rows, num_slots)
+        prepared = PreparedSegments(key, num_rows, NativeSegments(runs_of(segments), num_slots))
+        self._recent = [prepared, *self._recent[:3]]
+        return prepared
+
+    def apply(self, y: Tensor, x: Tensor, table: FactorTable, prepared: PreparedSegments) -> None:
+        data = cast(NativeSegments, prepared.data)
+        if x.dtype not in DTYPES:
+            if data.fallback is None:
+                data.fallback = self._fallback.prepare(prepared.segments, prepared.num_rows, data.num_slots, x.device)
+            self._fallback.apply(y, x, table, data.fallback)
+            return
+        if table.derived is None:
+            table.derived = _Native(table_of(table), int(table.ranks.max()))
+        native = cast(_Native, table.derived)
+        if native.max_rank and data.runs.max_uses:
+            rows = x if x.is_contiguous() else x.contiguous()
+            self.kernels.add_lora(y, rows, native.table, data.runs, native.max_rank)
+
+
+@dataclass(frozen=True, slots=True)
+class _Native:
+    """A table as the kernels see it. Implements base.Derived: the pointers stay, the ranks do not."""
+
+    table: Table
+    max_rank: int
+
+    def without(self, slot: int) -> Derived | None:
+        return None
+
+
+def table_of(table: FactorTable) -> Table:
+    """A module's factors as the kernels read them; right for as long as the table lives."""
+    return Table(*(column.data_ptr() for column in (table.a_ptrs, table.b_ptrs, table.ranks, table.scales)))
+
+
+def runs_of(segments: Sequence[Segment]) -> RunsOfRows:
+    """Runs of rows which use the same adapters. Segments may overlap: their terms add up in the order given."""
+    live = [s for s in segments if s.start < s.end]
+    bounds = sorted({bound for s in live for bound in (s.start, s.end)})
+    starts: list[int] = []
+    ends: list[int] = []
+    first_uses = [0]
+    slots: list[int] = []
+    weights: list[float] = []
+    max_uses = 0
+    for start, end in pairwise(bounds):
+        uses = _uses(live, start, end)
+        if not uses:
+            continue
+        starts.append(start)
+        ends.append(end)
+        slots += [s.slot for s in uses]
+        weights += [s.weight for s in uses]
+        first_uses.append(len(slots))
+        max_uses = max(max_uses, len(uses))
+    arrays = (
+        *(torch.tensor(values, dtype=torch.int32) for values in (starts, ends, first_uses, slots)),
+        torch.tensor(weights, dtype=torch.float32),
+    )
+    struct = Runs(len(starts), 0, *(array.data_ptr() for array in arrays))
+    return RunsOfRows(struct, max_uses, arrays)
+
+
+def _uses(segments: list[Segment], start: int, end: int) -> list[Segment]:
+    return [s for s in segments if s.start <= start and end <= s.end]
+
+
+class NativeDense:
+    """SegmentedDense on a CPU: weights are read where they lie."""
+
+    def __init__(self, kernels: NativeKernels) -> None:
+        self._kernels = kernels
+        self._fallback = CpuDense()
+
+    @property
+    def name(self) -> str:
+        return "native"
+
+    def prepare(
+        self, segments: Sequence[Segment], num_rows: int, num_slots: int, device: torch.device
+    ) -> PreparedSegments:
+        return self._fallback.prepare(segments, num_rows, num_slots, device)
+
+    def apply(self, y: Tensor, x: Tensor, table: DenseTable, prepared: PreparedSegments) -> None:
+        if x.dtype not in DTYPES:
+            self._fallback.apply(y, x, table, prepared)
+            return
+        for segment in prepared.segments:
+            dense = table.get(segment.slot)
+            if dense is None:
+                continue
+            if segment.end - segment.start > MAX_DENSE_ROWS:
+                alone = PreparedSegments((segment,), prepared.num_rows)
+                self._fallback.apply(y, x, table, alone)
+            else:
+                self._kernels.dense(x, dense.weight, dense.bias, y, segment.start, segment.end)

@@ -1,0 +1,224 @@
+"""The native kernels with tensors: packing of weights, products, low-rank updates, attention, whole stacks of layers.
+
+Owns the threads. Checks nothing that its callers know: a wrong shape here is a wrong address there, so callers are the
+few modules that take their shapes from the tensors themselves.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from loraplex_server.backends.cpu.native.int8 import to_int8
+from loraplex_server.backends.cpu.native.library import Library
+from loraplex_server.backends.cpu.native.prototypes import Guesses, GuessScratch, Head, Runs, Spans, Stack, Step, Table
+
+DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}  # lp::DType
+K_MULTIPLE: Final = {torch.float32: 1, torch.bfloat16: 32}  # of a packed weight's inputs
+LARGE_PAGE: Final = 2 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """One or several weights [out, in] in bands; see src/kernels.h."""
+
+    memory: Tensor  # uint8
+    num_outputs: int
+    num_inputs: int
+    dtype: torch.dtype  # of products with it
+    is_int8: bool = False
+
+    @property
+    def address(self) -> int:
+        return self.memory.data_ptr()
+
+
+@dataclass(frozen=True, slots=True)
+class RunsOfRows:
+    """A step's adapters as the kernels read them, with what keeps its arrays alive."""
+
+    struct: Runs
+    max_uses: int  # adapters of one row
+    arrays: tuple[Tensor, ...]
+
+
+class NativeKernels:
+    """The library with a pool of threads."""
+
+    def __init__(self, library: Library, num_threads: int) -> None:
+        self.num_threads = num_threads
+        self.isa = library.isa
+        self._functions: Any = library.functions
+        self._pool: int = self._functions.lp_pool_new(num_threads)
+        self._inner = torch.empty(0)  # scratch of `add_lora`
+        # Not at exit: threads that are still computing then would lose the pool under their feet.
+        weakref.finalize(self, _free_pool, self._functions, self._pool, os.getpid()).atexit = False
+
+    # --- weights ------------------------------------------------------------------------------------------------------
+
+    def can_pack(self, weight: Tensor) -> bool:
+        """Whether there is a product for this weight [out, in]."""
+        multiple = K_MULTIPLE.get(weight.dtype)
+        return weight.device.type == "cpu" and multiple is not None and weight.shape[1] % multiple == 0
+
+    def pack(self, weights: Sequence[Tensor], *, int8: bool = False) -> PackedWeight:
+        """Weights [out, in] one below the other; all but the last have a multiple of 32 outputs. `int8`: in eight bits,
+        see int8.py."""
+        dtype, num_inputs = weights[0].dtype, weights[0].shape[1]
+        packed = self._allocate(sum(w.shape[0] for w in weights), num_inputs, dtype, int8)
+        address = packed.address
+        for weight in weights:
+            values, exponents = _source(weight, int8)
+            self._functions.lp_pack(
+                *(self._pool, DTYPES[dtype], values.data_ptr(), _address(exponents), num_inputs, weight.shape[0]),
+                *(num_inputs, address),
+            )
+            address += self._functions.lp_packed_bytes(DTYPES[dtype], int8, weight.shape[0], num_inputs)
+        return packed
+
+    def pack_pair(self, first: Tensor, second: Tensor, *, int8: bool = False) -> PackedWeight:
+        """Two weights of one shape [out, in]: 16 outputs of each take turns."""
+        num_outputs, num_inputs = first.shape
+        packed = self._allocate(-(-num_outputs // 16) * 32, num_inputs, first.dtype, int8)
+        (one, one_exponents), (other, other_exponents) = _source(first, int8), _source(second, int8)
+        self._functions.lp_pack_pair(
+            *(self._pool, DTYPES[first.dtype], one.data_ptr(), _address(one_exponents)),
+            *(other.data_ptr(), _address(other_exponents), num_inputs, num_outputs, num_inputs, packed.address),
+        )
+        return packed
+
+    def _allocate(self, num_outputs: int, num_inputs: int, dtype: torch.dtype, int8: bool) -> PackedWeight:
+        num_bytes = self._functions.lp_packed_bytes(DTYPES[dtype], int8, num_outputs, num_inputs)
+        align = LARGE_PAGE if num_bytes >= LARGE_PAGE else 64
+        memory = torch.empty(num_bytes + align, dtype=torch.uint8)
+        start = -memory.data_ptr() % align
+        memory = memory[start : start + num_bytes]
+        self._functions.lp_use_large_pages(memory.data_ptr(), num_bytes)
+        return PackedWeight(memory, num_outputs, num_inputs, dtype, int8)
+
+    # --- single operations --------------------------------------------------------------------------------------------
+
+    def linear(self, x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
+        """x [..., in] -> x @ W.T + bias [..., out]"""
+        rows = x.reshape(-1, packed.num_inputs).contiguous()
+        y = x.new_empty((*x.shape[:-1], packed.num_outputs))
+        self._functions.lp_linear(
+            *(self._pool, DTYPES[packed.dtype], rows.data_ptr(), packed.num_inputs, rows.shape[0]),
+            *(packed.num_inputs, packed.address, packed.is_int8, packed.num_outputs),
+            *(_address(bias), y.data_ptr(), packed.num_outputs),
+        )
+        return y
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x [..., features] -> weight * x / rms(x)"""
+        rows = x.contiguous()
+        y = torch.empty_like(rows)
+        num_features = weight.shape[0]
+        self._functions.lp_rms_norm(
+            *(self._pool, DTYPES[x.dtype], rows.data_ptr(), weight.data_ptr(), rows.numel() // num_features),
+            *(num_features, eps, y.data_ptr()),
+        )
+        return y
+
+    def argmax(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """values [rows, n] -> the largest of each row (float32; NaN if one is) and its index, the lowest on ties."""
+        rows = values if values.is_contiguous() else values.contiguous()
+        best = torch.empty(rows.shape[0], dtype=torch.float32)
+        where = torch.empty(rows.shape[0], dtype=torch.int64)
+        self._functions.lp_argmax(
+            *(self._pool, DTYPES[rows.dtype], rows.data_ptr(), rows.shape[0], rows.shape[1]),
+            *(best.data_ptr(), where.data_ptr()),
+        )
+        return best, where
+
+    def add_lora(self, y: Tensor, x: Tensor, table: Table, runs: RunsOfRows, max_rank: int) -> None:
+        """y [rows, out] += each run's update of x [rows, in]; last dimensions contiguous. `max_rank`: of the table."""
+        num_rows, num_inputs = x.shape
+        runs.struct.max_rank = max_rank * runs.max_uses
+        needed = self._functions.lp_lora_scratch(num_rows, runs.struct.max_rank, y.shape[1])
+        if self._inner.numel() < needed:
+            self._inner = torch.empty(2 * needed)
+        self._functions.lp_lora(
+            *(self._pool, DTYPES[y.dtype], x.data_ptr(), num_inputs, num_rows),
+            *(ctypes.byref(table), ctypes.byref(runs.struct), self._inner.data_ptr()),
+            *(y.data_ptr(), y.shape[1], y.stride(0)),
+        )
+
+    def dense(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, start: int = 0, end: int | None = None
+    ) -> None:
+        """y [rows, out] = x [rows, in] @ weight.T + bias, in rows start..end, with a weight as it lies, [out, in]; for
+        few rows."""
+        x_stride, y_stride, item_bytes = x.stride(0), y.stride(0), x.element_size()
+        end = x.shape[0] if end is None else end
+        self._functions.lp_dense(
+            *(self._pool, DTYPES[x.dtype], x.data_ptr() + start * x_stride * item_bytes, x_stride, end - start),
+            *(x.shape[1], weight.data_ptr(), weight.shape[0], _address(bias)),
+            *(y.data_ptr() + start * y_stride * item_bytes, y_stride),
+        )
+
+    def guess(self, guesses: Guesses, head: Head, hidden: Tensor, scratch: GuessScratch, best: Any, where: Any) -> None:
+        """What heads that share the model's own guess from hidden [states, features], into arrays of C."""
+        self._functions.lp_guess(
+            *(self._pool, ctypes.byref(guesses), ctypes.byref(head), hidden.data_ptr(), ctypes.byref(scratch)),
+            *(best, where),
+        )
+
+    def attend(
+        self,
+        query: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        spans: Spans,
+        *,
+        scaling: float,
+        softcap: float | None,
+        window: int | None,
+    ) -> Tensor:
+        """query [tokens, heads, dim] -> [tokens, heads, dim] over pages [blocks, block_size, kv_heads, dim], in which
+        the step's own keys and values are already."""
+        query = query.contiguous()
+        out = torch.empty_like(query)
+        _, num_heads, dim = query.shape
+        self._functions.lp_attend(
+            *(self._pool, DTYPES[query.dtype], query.data_ptr(), out.data_ptr(), k_pages.data_ptr()),
+            *(v_pages.data_ptr(), num_heads, k_pages.shape[2], dim, scaling, softcap or 0.0, window or 0),
+            ctypes.byref(spans),
+        )
+        return out
+
+    # --- stacks of layers ---------------------------------------------------------------------------------------------
+
+    def stack_scratch_bytes(self, stack: Stack, num_tokens: int, max_rank: int) -> int:
+        return int(self._functions.lp_stack_scratch_bytes(ctypes.byref(stack), num_tokens, max_rank))
+
+    def run_stack(self, stack: Stack, step: Step) -> None:
+        """All layers, in place over the step's hidden states."""
+        self._functions.lp_stack_run(self._pool, ctypes.byref(stack), ctypes.byref(step))
+
+
+def _source(weight: Tensor, int8: bool) -> tuple[Tensor, Tensor | None]:
+    """What is packed of a weight: its values, and the exponents of those in eight bits."""
+    if not int8:
+        return weight.detach().contiguous(), None
+    found = to_int8(weight)
+    return found.values, found.exponents
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _free_pool(functions: Any, pool: int, process_id: int) -> None:
+    if os.getpid() == process_id:  # a forked process has the pool without its threads, for which it would wait for ever
+        functions.lp_pool_free(pool)
+
+
+NO_RUNS: Final = RunsOfRows(Runs(), 0, ())

@@ -1,0 +1,40 @@
+"""How many threads compute, where nobody says so: one for each core that the process may use.
+
+Asked of the machine, not of torch: its number is one of the process, and whoever runs the native kernels lowers it.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Final
+
+from loraplex_server.backends.cpu.native.config import threads_from_environment
+
+CPUS: Final = Path("/sys/devices/system/cpu")
+
+
+def default_num_threads() -> int:
+    """$OMP_NUM_THREADS where it is set, as torch reads it, or the number of cores."""
+    return threads_from_environment() or num_cores(own_cpus())
+
+
+def num_cores(cpus: set[int], root: Path = CPUS) -> int:
+    """Of these logical CPUs those that share a core count once: two threads on one only wait for each other."""
+    return len({_core(cpu, root) for cpu in cpus})
+
+
+def own_cpus() -> set[int]:
+    """The logical CPUs that this process may use."""
+    try:
+        return os.sched_getaffinity(0)
+    except AttributeError:  # not on Linux
+        return set(range(os.cpu_count() or 1))
+
+
+def _core(cpu: int, root: Path) -> str:
+    """What all logical CPUs of a core have in common; the CPU itself where nothing says."""
+    try:
+        return (root / f"cpu{cpu}" / "topology" / "thread_siblings_list").read_text().strip()
+    except OSError:
+        return str(cpu)

@@ -1,0 +1,263 @@
+"""A step as the attention kernels read it: pieces of work over one int32 buffer, built with numpy on the host.
+
+A piece is a block of one span's queries against a range of its keys. Long contexts are split into ranges, whose partial
+results a second kernel puts together in order. How a span is cut depends on the span alone, so that what it gets does
+not depend on its neighbours. Knows no tensors of the model and imports no triton.
+
+The buffer, in this order: number of pieces by launch | slot by token | (first partial, step, number of partials) by
+token, for each shape | pieces by launch | block tables, one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from loraplex_server.layers.attention import AttentionBatch
+from loraplex_server.layers.attention_spans import Ints, Reserved, Spans, host_ints, no_spans, read_spans
+from loraplex_server.layers.spec import AttentionSpec
+
+# Of a piece: first token, number of queries, position of the first, first key, end of the keys, start of the block
+# table, first partial or -1 for a result that is complete, unused.
+PIECE_INTS = 8
+PARTIAL_INTS = 3
+# Key ranges begin at multiples of this; tiles of keys are as large at most.
+KEY_ALIGN = 64
+MIN_ROWS, MAX_ROWS = 16, 128  # the least is what a tensor core takes
+ROW_BYTES = 32 << 10  # of a block of queries
+# A range has at least this many keys, and this many per row of the block: partial results cost little beside the keys.
+MIN_SPLIT_KEYS, SPLIT_KEYS_PER_ROW = 128, 8
+# Pieces that a span is cut into at most in order to fill a GPU.
+MAX_SPLIT_PIECES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What of an attention layer decides how spans are cut."""
+
+    window: int | None
+    num_groups: int
+    max_rows: int  # of a block: queries times the query heads of one KV head
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Pieces with blocks of one size."""
+
+    block_rows: int
+    count_at: int
+    pieces_at: int
+    max_pieces: int
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What the layers of one shape launch."""
+
+    launches: tuple[Launch, ...]
+    partials_at: int
+    num_partials: int  # 0: no result is put together from parts
+
+
+@dataclass(frozen=True, slots=True)
+class KernelPlan:
+    """A step on the device. Offsets count int32 values of `buffer`."""
+
+    buffer: Tensor  # int32
+    num_tokens: int
+    block_size: int
+    dtype: torch.dtype
+    slots_at: int
+    tables_at: int
+    works: dict[Shape, Work]
+    reserved: Reserved | None = None
+
+    @property
+    def slots(self) -> Tensor:
+        """[num_tokens] where keys and values go; -1: nowhere."""
+        return self.buffer[self.slots_at : self.slots_at + self.num_tokens]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How the spans are cut for layers of one shape."""
+
+    pieces: dict[int, Ints]  # [num_pieces, PIECE_INTS] by rows of a block
+    partials: Ints  # [num_tokens, PARTIAL_INTS]
+    num_partials: int
+
+
+def shape_of(spec: AttentionSpec, dtype: torch.dtype) -> Shape:
+    """Blocks are as tall as registers allow; float32, which tensor cores do not compute, needs more of them."""
+    row_bytes = max(spec.k_dim, spec.v_dim) * dtype.itemsize
+    fitting = ROW_BYTES // (row_bytes if dtype.itemsize == 2 else 2 * row_bytes)
+    max_rows = min(MAX_ROWS, max(MIN_ROWS, 1 << max(0, fitting.bit_length() - 1)))
+    return Shape(spec.window, spec.num_groups, max(max_rows, next_power(spec.num_groups)))
+
+
+def build_plan(batch: AttentionBatch, shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device) -> KernelPlan:
+    """A plan for one step."""
+    spans = read_spans(batch)
+    cuts = {shape: cut_spans(spans, shape) for shape in shapes}
+    sizes = {shape: {rows: len(found) for rows, found in cut.pieces.items()} for shape, cut in cuts.items()}
+    partials = {shape: cut.num_partials for shape, cut in cuts.items()}
+    plan = _lay_out(sizes, partials, len(spans.slots), batch.block_size, dtype)
+    host = _fill(plan, spans, cuts, device)
+    return _on(plan, host.to(device, non_blocking=True))
+
+
+def reserve_plan(
+    reserved: Reserved, block_size: int, shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device
+) -> KernelPlan:
+    """A plan for steps of up to `reserved.num_spans` spans, all of them empty."""
+    sizes: dict[Shape, dict[int, int]] = {}
+    partials: dict[Shape, int] = {}
+    for shape in shapes:
+        rows = int(_block_rows(np.array([reserved.query_len]), shape)[0])
+        num_blocks = -(-reserved.query_len // (rows // shape.num_groups))
+        most = -(-reserved.max_blocks * block_size // _min_split(np.array([rows]))[0])
+        num_splits = int(min(most, max(1, MAX_SPLIT_PIECES // num_blocks)))
+        sizes[shape] = {rows: reserved.num_spans * num_blocks * num_splits}
+        partials[shape] = reserved.num_spans * reserved.query_len * num_splits if num_splits > 1 else 0
+    plan = _lay_out(sizes, partials, reserved.num_spans * reserved.query_len, block_size, dtype)
+    buffer = torch.zeros(plan.tables_at + reserved.num_spans * reserved.max_blocks, dtype=torch.int32, device=device)
+    plan = _on(plan, buffer, reserved)
+    refill_plan(plan, no_spans(block_size))
+    return plan
+
+
+def refill_plan(plan: KernelPlan, batch: AttentionBatch) -> None:
+    """Puts a step into a reserved plan. Raises ValueError when it does not fit."""
+    reserved = plan.reserved
+    assert reserved is not None
+    spans = read_spans(batch, reserved)
+    host = _fill(plan, spans, {shape: cut_spans(spans, shape) for shape in plan.works}, plan.buffer.device)
+    plan.buffer[: len(host)].copy_(host, non_blocking=True)
+
+
+# --- cutting ----------------------------------------------------------------------------------------------------------
+
+
+def cut_spans(spans: Spans, shape: Shape) -> Cut:
+    """The pieces of all spans, for layers of one shape."""
+    lens, ends = spans.query_lens, spans.context_lens
+    block_rows = _block_rows(lens, shape)
+    block_queries = block_rows // shape.num_groups
+    num_blocks = -(-lens // block_queries)
+    lows = _first_key(spans.starts, shape)
+    split_keys = _split_keys(num_blocks, lows, ends, _min_split(block_rows))
+    num_splits = _num_splits(lows, ends, split_keys)
+    num_partials = np.where(num_splits > 1, num_splits * lens, 0)
+    first_partials = np.cumsum(num_partials) - num_partials
+
+    counts = num_blocks * num_splits
+    owners = np.repeat(np.arange(len(lens)), counts)  # [num_pieces] span of each piece
+    place = np.arange(len(owners)) - (np.cumsum(counts) - counts)[owners]
+    query = place // num_splits[owners] * block_queries[owners]  # first query of the block
+    split = place % num_splits[owners]
+    num_queries = np.minimum(block_queries[owners], lens[owners] - query)
+    position = spans.starts[owners] + query
+    begin = (lows[owners] // split_keys[owners] + split) * split_keys[owners]
+    pieces = np.zeros((len(owners), PIECE_INTS), np.int64)
+    pieces[:, 0] = spans.first_tokens[owners] + query
+    pieces[:, 1] = num_queries
+    pieces[:, 2] = position
+    pieces[:, 3] = np.maximum(begin, _first_key(position, shape))
+    pieces[:, 4] = np.minimum(begin + split_keys[owners], position + num_queries)
+    pieces[:, 5] = spans.table_starts[owners]
+    pieces[:, 6] = np.where(num_splits[owners] > 1, first_partials[owners] + split * lens[owners] + query, -1)
+
+    token_owners = np.repeat(np.arange(len(lens)), lens)
+    partials = np.zeros((len(token_owners), PARTIAL_INTS), np.int64)
+    partials[:, 0] = (first_partials - spans.first_tokens)[token_owners] + np.arange(len(token_owners))
+    partials[:, 1] = lens[token_owners]
+    partials[:, 2] = np.where(num_splits > 1, num_splits, 0)[token_owners]
+    rows_of_pieces = block_rows[owners]
+    by_rows = {int(rows): pieces[rows_of_pieces == rows] for rows in np.unique(block_rows)}
+    return Cut(by_rows, partials, int(num_partials.sum()))
+
+
+def _block_rows(query_lens: Ints, shape: Shape) -> Ints:
+    """Rows of a span's blocks: a power of two, no larger than the span needs."""
+    wanted = np.maximum(query_lens * shape.num_groups, MIN_ROWS)
+    return np.minimum(1 << np.ceil(np.log2(wanted)).astype(np.int64), shape.max_rows)
+
+
+def _first_key(positions: Ints, shape: Shape) -> Ints:
+    """The first key that a query at a position can see, or one before it."""
+    if shape.window is None:
+        return np.zeros_like(positions)
+    return np.maximum(positions - shape.window + 1, 0) // KEY_ALIGN * KEY_ALIGN
+
+
+def _min_split(block_rows: Ints) -> Ints:
+    return np.maximum(MIN_SPLIT_KEYS, SPLIT_KEYS_PER_ROW * block_rows)
+
+
+def _num_splits(lows: Ints, ends: Ints, split_keys: Ints) -> Ints:
+    return np.maximum(-(-ends // split_keys) - lows // split_keys, 1)
+
+
+def _split_keys(num_blocks: Ints, lows: Ints, ends: Ints, split_keys: Ints) -> Ints:
+    """Keys of a range, by span: doubled until the span has few enough pieces, or is whole."""
+    while True:
+        num_splits = _num_splits(lows, ends, split_keys)
+        is_more = (num_splits > 1) & (num_blocks * num_splits > MAX_SPLIT_PIECES)
+        if not is_more.any():
+            return split_keys
+        split_keys = np.where(is_more, 2 * split_keys, split_keys)
+
+
+def next_power(number: int) -> int:
+    return 1 << max(0, number - 1).bit_length()
+
+
+# --- the buffer -------------------------------------------------------------------------------------------------------
+
+
+def _lay_out(
+    sizes: dict[Shape, dict[int, int]], partials: dict[Shape, int], num_tokens: int, block_size: int, dtype: torch.dtype
+) -> KernelPlan:
+    """Where everything lies, with an empty buffer. `sizes`: pieces that there is room for, by shape and rows."""
+    slots_at = sum(len(by_rows) for by_rows in sizes.values())
+    partials_at = slots_at + num_tokens
+    pieces_at = partials_at + PARTIAL_INTS * num_tokens * len(sizes)
+    works: dict[Shape, Work] = {}
+    count_at = 0
+    for shape, by_rows in sizes.items():
+        launches: list[Launch] = []
+        for rows, max_pieces in by_rows.items():
+            launches.append(Launch(rows, count_at, pieces_at, max_pieces))
+            count_at += 1
+            pieces_at += PIECE_INTS * max_pieces
+        works[shape] = Work(tuple(launches), partials_at, partials[shape])
+        partials_at += PARTIAL_INTS * num_tokens
+    return KernelPlan(torch.empty(0, dtype=torch.int32), num_tokens, block_size, dtype, slots_at, pieces_at, works)
+
+
+def _fill(plan: KernelPlan, spans: Spans, cuts: dict[Shape, Cut], device: torch.device) -> Tensor:
+    """The buffer's content on the host; what lies between the sections is never read."""
+    host = host_ints(plan.tables_at + len(spans.tables), device)
+    view: npt.NDArray[np.int32] = host.numpy()
+    view[plan.slots_at : plan.slots_at + plan.num_tokens] = spans.slots
+    view[plan.tables_at :] = spans.tables
+    for shape, work in plan.works.items():
+        cut = cuts[shape]
+        view[work.partials_at : work.partials_at + cut.partials.size] = cut.partials.ravel()
+        for launch in work.launches:
+            pieces = cut.pieces[launch.block_rows]
+            assert len(pieces) <= launch.max_pieces
+            view[launch.count_at] = len(pieces)
+            view[launch.pieces_at : launch.pieces_at + pieces.size] = pieces.ravel()
+    return host
+
+
+def _on(plan: KernelPlan, buffer: Tensor, reserved: Reserved | None = None) -> KernelPlan:
+    return KernelPlan(
+        buffer, plan.num_tokens, plan.block_size, plan.dtype, plan.slots_at, plan.tables_at, plan.works, reserved
+    )

@@ -1,0 +1,142 @@
+"""Fused operations as Triton kernels. Needs triton; runs on CUDA, and on a CPU in Triton's interpreter for tests."""
+
+# Triton evaluates annotations, so parameters have none but `constexpr`; constants are upper case by its custom.
+# pyright: reportMissingParameterType=false
+# ruff: noqa: N803
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from loraplex_server.layers.fused import NormForm, ReferenceFused
+
+# Anything else (float64, of checks) is computed by the reference.
+SUPPORTED = (torch.bfloat16, torch.float16, torch.float32)
+# Wider rows do not fit a program's registers.
+MAX_FEATURES = 16384
+
+
+@triton.jit(do_not_specialize=["num_inner"])
+def rms_norm_kernel(
+    y_ptr,  # [num_rows, num_features]
+    x_ptr,  # row `i` begins at i // num_inner * outer_stride + i % num_inner * inner_stride
+    weight_ptr,  # [num_features]
+    num_features,
+    num_inner,
+    outer_stride,
+    inner_stride,
+    eps,
+    OFFSET: tl.constexpr,
+    NARROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.arange(0, BLOCK)
+    inside = n < num_features
+    x_at = x_ptr + row // num_inner * outer_stride + row % num_inner * inner_stride + n
+    x = tl.load(x_at, mask=inside, other=0.0).to(tl.float32)
+    x = x * tl.rsqrt(tl.sum(x * x, axis=0) / num_features + eps)
+    if NARROWS:
+        x = x.to(y_ptr.dtype.element_ty).to(tl.float32)
+    weight = tl.load(weight_ptr + n, mask=inside, other=0.0).to(tl.float32) + OFFSET
+    tl.store(y_ptr + row * num_features + n, (x * weight).to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def rotate_kernel(
+    query_out_ptr,  # [num_tokens, query_heads, 2 * HALF]
+    key_out_ptr,  # [num_tokens, key_heads, 2 * HALF]
+    query_ptr,
+    key_ptr,
+    cos_ptr,  # [num_tokens, 2 * HALF]
+    sin_ptr,  # likewise
+    query_heads,
+    query_token_stride,
+    query_head_stride,
+    key_token_stride,
+    key_head_stride,
+    cos_stride,
+    sin_stride,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid: tokens x (query heads and then key heads)."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    key_heads = tl.num_programs(1) - query_heads
+    d = tl.arange(0, BLOCK)
+    inside = d < HALF
+    if head < query_heads:
+        x_at = query_ptr + token * query_token_stride + head * query_head_stride + d
+        out_at = query_out_ptr + (token * query_heads + head) * (2 * HALF) + d
+    else:
+        x_at = key_ptr + token * key_token_stride + (head - query_heads) * key_head_stride + d
+        out_at = key_out_ptr + (token * key_heads + head - query_heads) * (2 * HALF) + d
+    dtype = query_ptr.dtype.element_ty
+    first = tl.load(x_at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(x_at + HALF, mask=inside, other=0.0).to(tl.float32)
+    cos_at = cos_ptr + token * cos_stride + d
+    sin_at = sin_ptr + token * sin_stride + d
+    # Rounded as a model's own code does it, product by product.
+    left = (first * tl.load(cos_at, mask=inside, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
+    right = (second * tl.load(sin_at, mask=inside, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
+    tl.store(out_at, (left - right).to(dtype), mask=inside)
+    left = (second * tl.load(cos_at + HALF, mask=inside, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
+    right = (first * tl.load(sin_at + HALF, mask=inside, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
+    tl.store(out_at + HALF, (left + right).to(dtype), mask=inside)
+
+
+# Their types know neither launch options nor that a plain int becomes a constant.
+_rms_norm: Any = rms_norm_kernel
+_rotate: Any = rotate_kernel
+
+
+class TritonFused:
+    """FusedOps for CUDA."""
+
+    name = "triton"
+
+    def __init__(self) -> None:
+        self._reference = ReferenceFused()
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, form: NormForm) -> Tensor:
+        num_features = x.shape[-1]
+        if x.dtype not in SUPPORTED or num_features > MAX_FEATURES:
+            return self._reference.rms_norm(x, weight, eps, form)
+        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        if not y.numel():
+            return y
+        # As heads of tokens, whose rows may lie apart; anything else becomes one piece first.
+        rows = x[0] if x.dim() == 4 and x.shape[0] == 1 else x.reshape(1, -1, num_features)
+        if rows.stride(2) != 1:
+            rows = rows.contiguous()
+        block = triton.next_power_of_2(num_features)
+        _rms_norm[(y.numel() // num_features,)](
+            *(y, rows, weight, num_features, rows.shape[1], rows.stride(0), rows.stride(1), eps),
+            OFFSET=form.offset,
+            NARROWS=form.narrows,
+            BLOCK=block,
+            num_warps=min(16, max(1, block // 512)),
+        )
+        return y
+
+    def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        if query.dtype not in SUPPORTED or query.shape[-1] % 2:
+            return self._reference.rotate(query, key, cos, sin)
+        num_tokens, dim = query.shape[2:]
+        query, key = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key))
+        cos, sin = (x if x.stride(2) == 1 else x.contiguous() for x in (cos, sin))
+        outs = [torch.empty(num_tokens, x.shape[1], dim, dtype=x.dtype, device=x.device) for x in (query, key)]
+        if num_tokens:
+            _rotate[(num_tokens, query.shape[1] + key.shape[1])](
+                *(*outs, query, key, cos, sin, query.shape[1], query.stride(2), query.stride(1)),
+                *(key.stride(2), key.stride(1), cos.stride(1), sin.stride(1)),
+                HALF=dim // 2,
+                BLOCK=triton.next_power_of_2(dim // 2),
+                num_warps=1,
+            )
+        return outs[0].transpose(0, 1).unsqueeze(0), outs[1].transpose(0, 1).unsqueeze(0)

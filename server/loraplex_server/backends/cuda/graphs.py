@@ -1,0 +1,362 @@
+"""Steps from CUDA graphs: a decode or verification step is one launch instead of a thousand.
+
+A graph repeats kernels with the arguments that they were captured with, so everything that differs from step to step is
+in buffers at fixed addresses, which are refilled before a replay. There is a graph for each *bucket*: so many spans of
+so many tokens, with or without adapters. Which adapters those are is in the buffers too, so loading and evicting them
+changes no graph.
+
+What a step lacks is padding, and nobody looks at its logits: spans that are missing have no context, no adapter and no
+place in the KV cache; a span that is short gets known tokens of its own in front, which are run again and not written.
+So drafts of different lengths, and rows without any, share a replay.
+
+Owns buffers and graphs. Knows no CUDA: what makes a graph out of a function is given (`cuda_capture` there, a function
+that calls it again in tests). Decides nothing about sequences: a step that fits no bucket is run eager by the runner.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from loraplex_server.layers.attention import ReplayableAttention
+from loraplex_server.layers.kv_memory import KvCache
+from loraplex_server.layers.linear import AdaptedEmbedding, AdaptedHead
+from loraplex_server.layers.lora import PreparedSegments, ReplayableLora, Segment
+from loraplex_server.layers.transfer import refill
+from loraplex_server.model.batch import BatchMirror, Ints, StagedStep
+from loraplex_server.model.loaded_model import LoadedModel
+from loraplex_server.model.lora_injection import AdaptedModule, AdapterSlots, as_if_installed
+
+log = logging.getLogger(__name__)
+
+# Verification pays where a step waits for the weights. With more tokens than this it computes.
+MAX_VERIFIED_TOKENS = 256
+# Drafts longer than this are rare: their steps run eager.
+MAX_GRAPH_DRAFT = 8
+# What a graph keeps on the device, by layer: its nodes, and buffers that it shares with nobody.
+GRAPH_BYTES_PER_LAYER = 256 << 10
+
+REPORT_EVERY = 16
+
+Replay = Callable[[], None]
+# Makes a graph of what a function launches; the function may be called several times for that.
+Capture = Callable[[Callable[[], object]], Replay]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Up to `num_spans` spans of `query_len` tokens each."""
+
+    num_spans: int
+    query_len: int = 1
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_spans * self.query_len
+
+
+def graph_shapes(max_running: int, max_drafted: int) -> list[Shape]:
+    """What there are graphs of, for so many sequences and drafts of so many tokens."""
+    shapes = [Shape(num_spans) for num_spans in _sizes(max_running)]
+    for query_len in [1 + length for length in _powers(min(max_drafted, MAX_GRAPH_DRAFT))]:
+        fitting = [size for size in _powers(max_running) if size * query_len <= MAX_VERIFIED_TOKENS]
+        shapes += [Shape(num_spans, query_len) for num_spans in fitting]
+    return shapes
+
+
+def graph_bytes(shapes: Sequence[Shape], loaded: LoadedModel) -> int:
+    """Device memory that graphs of these shapes take at most, both families. An estimate."""
+    spec = loaded.spec
+    num_tokens = max((shape.num_tokens for shape in shapes), default=0)
+    per_graph = GRAPH_BYTES_PER_LAYER * len(spec.layers)
+    return 2 * len(shapes) * per_graph + num_tokens * (spec.num_logits + spec.hidden_size) * loaded.dtype.itemsize
+
+
+def _powers(largest: int) -> list[int]:
+    """1, 2, 4, ... and the largest itself; nothing up to 0."""
+    return sorted({*(1 << exponent for exponent in range(largest.bit_length())), largest} - {0})
+
+
+def _sizes(largest: int) -> list[int]:
+    """1, 2, 4, 8, 16, 24, 32, ...: an eighth apart at most where steps are long, and the largest itself."""
+    sizes = [1, 2, 4, 8]
+    while sizes[-1] < largest:
+        sizes.append(sizes[-1] + max(8, (1 << sizes[-1].bit_length()) // 16))
+    return [*(size for size in sizes if size < largest), largest]
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedStep:
+    """A step laid out for graphs: spans of one length, one after the other."""
+
+    tokens: Ints  # [3, num_spans * query_len] as in StagedStep; slot -1: not written
+    query_lens: Ints  # [num_spans], all the same
+    token_segments: tuple[Segment, ...]
+    head_rows: Ints  # [num_head_rows]
+
+
+def pad_step(staged: StagedStep, query_len: int) -> PaddedStep | None:
+    """None where a span has too few known tokens to fill it up."""
+    lens = staged.query_lens
+    if (lens == query_len).all():
+        return PaddedStep(staged.tokens, lens, staged.token_segments, staged.head_rows)
+    first = np.cumsum(lens) - lens  # [num_spans] first token of each span
+    starts = staged.tokens[1, first]
+    missing = query_len - lens
+    if (starts < missing).any():
+        return None
+    ahead = np.arange(query_len)[None, :] - missing[:, None]  # [num_spans, query_len] of the span's own first token
+    own = first[:, None] + np.maximum(ahead, 0)
+    behind = np.minimum(ahead, 0)
+    places, positions = staged.tokens[0][own] + behind, staged.tokens[1][own] + behind
+    slots = np.where(ahead < 0, -1, staged.tokens[2][own])
+    rows = np.arange(staged.num_tokens) + np.repeat(np.arange(len(lens)) * query_len + missing - first, lens)
+    begins = rows.copy()
+    begins[first] -= missing  # what is run again is run as it was
+    segments = tuple(
+        replace(s, start=int(begins[s.start]), end=int(rows[s.end - 1]) + 1) for s in staged.token_segments
+    )
+    tokens = np.stack([places, positions, slots]).reshape(3, -1)
+    return PaddedStep(tokens, np.full_like(lens, query_len), segments, rows[staged.head_rows])
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """The graphs of one shape, and what they read."""
+
+    shape: Shape
+    attention: Any  # the back end's reserved plan
+    segments: PreparedSegments | None = None
+    plain: Replay | None = None  # without any adapter
+    adapted: Replay | None = None
+
+
+class StepGraphs:
+    """Captured steps of one model."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        cache: KvCache,
+        mirror: BatchMirror,
+        attention: ReplayableAttention,
+        slots: AdapterSlots,
+        max_tokens: int,
+        *,
+        with_adapters: bool = True,
+    ) -> None:
+        """`with_adapters`: whether steps with adapters are captured too, where the kernels allow it."""
+        self._loaded = loaded
+        self._cache = cache
+        self._mirror = mirror
+        self._attention = attention
+        self._slots = slots
+        # None: steps with adapters run eager.
+        self._ops = slots.ops if with_adapters and isinstance(slots.ops, ReplayableLora) else None
+        self._embeddings = [m for m in loaded.targets.values() if isinstance(m, AdaptedEmbedding)]
+        # Few adapters change the head, and launches over its many columns are not free: its part follows a replay.
+        self._head = next((m for m in loaded.targets.values() if isinstance(m, AdaptedHead)), None)
+        self._is_head_last = False  # what the head computes is the model's answer
+        # A step's inputs, one after the other: places of its tokens in the mirror, positions, rows that reach the head.
+        self._inputs = torch.zeros(3 * max_tokens, dtype=torch.int64, device=loaded.device)
+        # [max_tokens, num_logits] and [max_tokens, hidden]: what all graphs put their results into.
+        self._logits: Tensor | None = None
+        self._hidden: Tensor | None = None
+        self._max_tokens = max_tokens
+        self._buckets: dict[int, list[_Bucket]] = {}  # by query length, the smallest first
+        self._query_lens: list[int] = []
+
+    def num_wanted(self, shapes: Sequence[Shape]) -> int:
+        return len(shapes) * (1 if self._ops is None else 2)
+
+    @property
+    def num_graphs(self) -> int:
+        return sum(
+            (bucket.plain is not None) + (bucket.adapted is not None)
+            for found in self._buckets.values()
+            for bucket in found
+        )
+
+    # --- capturing ----------------------------------------------------------------------------------------------------
+
+    def capture(self, shapes: Sequence[Shape], capture: Capture, progress: Callable[[int], None]) -> None:
+        """Captures all of them without adapters, then with: the largest first, whose memory the others use again.
+
+        Raises whatever the first one raises that cannot be captured; those before it stay of use. `progress` is told
+        how many graphs there are.
+        """
+        ordered = sorted(shapes, key=lambda shape: (shape.num_tokens, shape.num_spans), reverse=True)
+        buckets: list[_Bucket] = []
+        with torch.inference_mode():
+            for shape in ordered:
+                bucket = self._reserve(shape)
+                if self._logits is None:
+                    self._look_at_head(bucket)
+                bucket.plain = capture(lambda bucket=bucket: self._launch(bucket, adapted=False))
+                buckets.append(bucket)
+                self._buckets.setdefault(shape.query_len, []).insert(0, bucket)
+                self._query_lens = sorted(self._buckets)
+                progress(self.num_graphs)
+            for bucket in buckets if self._ops is not None else ():
+                bucket.adapted = capture(lambda bucket=bucket: self._launch(bucket, adapted=True))
+                progress(self.num_graphs)
+
+    def _reserve(self, shape: Shape) -> _Bucket:
+        device, num_tokens = self._loaded.device, shape.num_tokens
+        max_blocks = -(-self._mirror.max_len // self._cache.block_size)
+        plan = self._attention.reserve(
+            num_tokens,
+            shape.num_spans,
+            max_blocks,
+            self._cache.block_size,
+            shape.query_len,
+            self._cache.dtype,
+            device,
+        )
+        bucket = _Bucket(shape, plan)
+        if self._ops is not None:
+            bucket.segments = self._ops.reserve(num_tokens, self._slots.num_slots, device)
+        return bucket
+
+    def _launch(self, bucket: _Bucket, adapted: bool) -> Tensor:
+        """The step, on what is in the buffers. The model's own logits, of which there is a copy in the buffer."""
+        context, num_tokens = self._loaded.context, bucket.shape.num_tokens
+        places, positions, head_rows = self._inputs[: 3 * num_tokens].view(3, num_tokens)
+        with as_if_installed(self._loaded.targets if adapted else {}):
+            try:
+                context.capture_head_input = True
+                context.attention = bucket.attention
+                context.token_segments = bucket.segments if adapted else None
+                out = self._loaded.model(
+                    input_ids=self._mirror.tokens.view(-1).index_select(0, places).unsqueeze(0),
+                    position_ids=positions.unsqueeze(0),
+                    use_cache=False,
+                    logits_to_keep=head_rows,
+                )
+                assert context.head_input is not None
+                self._keep(out.logits[0], context.head_input)
+                return out.logits
+            finally:
+                context.clear()
+
+    def _look_at_head(self, bucket: _Bucket) -> None:
+        """Whether what its adapters add can be added to the logits, or something is still done to these."""
+        found: list[Tensor] = []
+
+        def look(module: nn.Module, args: object, output: Tensor) -> None:
+            found.append(output)
+
+        hook = self._head.register_forward_hook(look) if self._head is not None else None
+        try:
+            out = self._launch(bucket, adapted=False)
+        finally:
+            if hook is not None:
+                hook.remove()
+        self._is_head_last = [y.data_ptr() for y in found] == [out.data_ptr()] and found[0].dtype == out.dtype
+
+    def _keep(self, logits: Tensor, hidden: Tensor) -> None:
+        """Copies results to where they stay: graphs share the memory of everything else."""
+        if self._logits is None or self._hidden is None:  # the first run, which nothing captures
+            self._logits = logits.new_zeros(self._max_tokens, logits.shape[1])
+            self._hidden = hidden.new_zeros(self._max_tokens, hidden.shape[1])
+        self._logits[: len(logits)].copy_(logits)
+        self._hidden[: len(hidden)].copy_(hidden)
+
+    # --- a step -------------------------------------------------------------------------------------------------------
+
+    def run(self, staged: StagedStep) -> tuple[Tensor, Tensor] | None:
+        """Logits [num_head_rows, num_logits] and what they were made of [num_head_rows, hidden], until the next call.
+
+        None where the step fits no graph: nothing has been run then.
+        """
+        bucket = self._find(staged)
+        replay = None if bucket is None else bucket.adapted if staged.token_segments else bucket.plain
+        changes_head = self._changes([self._head] if self._head is not None else [], staged)
+        if bucket is None or replay is None or (changes_head and not self._is_head_last):
+            return None
+        if self._changes(self._embeddings, staged):
+            return None  # looked up on the host
+        step = pad_step(staged, bucket.shape.query_len)
+        if step is None:
+            return None
+        try:
+            self._refill(bucket, staged, step)
+        except ValueError as error:  # more than was reserved: many adapters on one row, for instance
+            log.debug("a step runs without its graph: %s", error)
+            return None
+        replay()
+        num_rows = len(staged.head_rows)
+        assert self._logits is not None
+        assert self._hidden is not None
+        logits, hidden = self._logits[:num_rows], self._hidden[:num_rows]
+        if changes_head and self._head is not None and self._head.table is not None:
+            ops, num_slots = self._slots.ops, self._slots.num_slots
+            ops.apply(
+                logits, hidden, self._head.table, ops.prepare(staged.head_segments, num_rows, num_slots, logits.device)
+            )
+        return logits, hidden
+
+    def _find(self, staged: StagedStep) -> _Bucket | None:
+        """The smallest that the step fits."""
+        longest, num_spans = int(staged.query_lens[-1]), len(staged.spans)  # spans are ordered by length
+        query_len = next((length for length in self._query_lens if length >= longest), None)
+        if query_len is None:
+            return None
+        buckets = self._buckets[query_len]
+        idx = bisect_left(buckets, num_spans, key=lambda bucket: bucket.shape.num_spans)
+        return buckets[idx] if idx < len(buckets) else None
+
+    def _changes(self, modules: Sequence[AdaptedModule], staged: StagedStep) -> bool:
+        """Whether an adapter of the step has a part in one of these modules."""
+        return any(
+            module.num_installed and module.table is not None and module.table.factors[segment.slot] is not None
+            for module in modules
+            for segment in staged.token_segments
+        )
+
+    def _refill(self, bucket: _Bucket, staged: StagedStep, step: PaddedStep) -> None:
+        """Missing spans read the first token of the first row, at position 0. Raises ValueError for what does not
+        fit."""
+        slots = torch.from_numpy(np.ascontiguousarray(step.tokens[2]))
+        context = replace(staged.attention(slots), query_lens=step.query_lens)
+        self._attention.refill(bucket.attention, context)
+        if step.token_segments:
+            assert self._ops is not None
+            assert bucket.segments is not None
+            self._ops.refill(bucket.segments, step.token_segments)
+        packed = np.zeros((3, bucket.shape.num_tokens), dtype=np.int64)
+        packed[:2, : step.tokens.shape[1]] = step.tokens[:2]
+        packed[2, : len(step.head_rows)] = step.head_rows
+        refill(self._inputs[: packed.size], torch.from_numpy(packed).view(-1))
+
+
+def capture_and_report(
+    graphs: StepGraphs, shapes: Sequence[Shape], capture: Capture, progress: Callable[[str], None]
+) -> bool:
+    """Captures what can be captured and says what came of it. False: nothing, every step runs eager."""
+    start_s, num_wanted = time.perf_counter(), graphs.num_wanted(shapes)
+    progress(f"capturing {num_wanted} CUDA graphs")
+
+    def report(num_graphs: int) -> None:
+        if num_graphs % REPORT_EVERY == 0 and num_graphs < num_wanted:
+            progress(f"captured {num_graphs} of {num_wanted} CUDA graphs")
+
+    try:
+        graphs.capture(shapes, capture, report)
+    except Exception as error:  # whatever a model's code, kernels and driver raise; eager steps do without them all
+        log.warning("a step could not be captured", exc_info=error)
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        num_graphs = graphs.num_graphs
+        which = f"steps that fit none of {num_graphs} captured graphs" if num_graphs else "steps"
+        progress(f"{which} run without CUDA graphs: {reason}")
+    else:
+        progress(f"{num_wanted} CUDA graphs in {time.perf_counter() - start_s:.1f} s")
+    return graphs.num_graphs > 0

@@ -1,0 +1,1 @@
+"""Segmented LoRA in Triton."""

@@ -1,0 +1,262 @@
+"""Launches the LoRA kernels for one module, or for siblings. Needs triton; runs on CUDA, and on a CPU in Triton's
+interpreter for tests.
+
+Owns nothing between steps but what it knows of a table in general (in its `derived`). Deliberately chooses nothing:
+`variants.py` says which kernels with which block sizes, `plan.py` lays out the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton import knobs
+
+from loraplex_server.backends.cuda.lora.decode import expand_rows_kernel, fused_rows_kernel, shrink_rows_kernel
+from loraplex_server.backends.cuda.lora.plan import KernelPlan, build_plan, refill_plan, reserve_plan
+from loraplex_server.backends.cuda.lora.prefill import expand_tiles_kernel, shrink_tiles_kernel
+from loraplex_server.backends.cuda.lora.variants import Launch, Variant, choose_block_rows, choose_launch
+from loraplex_server.backends.reference.lora import ReferenceOps
+from loraplex_server.layers.lora import FactorTable, PreparedSegments, Segment
+from loraplex_server.layers.segments import check_segments
+
+# Their types know neither launch options nor that a plain int becomes a constant.
+_shrink_rows: Any = shrink_rows_kernel
+_expand_rows: Any = expand_rows_kernel
+_fused_rows: Any = fused_rows_kernel
+_shrink_tiles: Any = shrink_tiles_kernel
+_expand_tiles: Any = expand_tiles_kernel
+
+# Anything else (float64, of checks) is computed by the reference: a tensor core would narrow it.
+SUPPORTED = (torch.bfloat16, torch.float16, torch.float32)
+ALIGN_BYTES = 16  # of the widest load
+MAX_SIBLINGS = 3
+
+# Triton decides when it decorates, that is at import. The interpreter's dot cannot take bfloat16: it answers garbage.
+INTERPRETED: bool = bool(knobs.runtime.interpret)
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What there is to know of a table's factors before a launch. Any change makes it anew."""
+
+    max_rank: int
+    is_aligned: bool
+
+    def without(self, slot: int) -> None:
+        """Implements base.Derived."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One launch's or two launches' arguments."""
+
+    y: Tensor  # [num_rows, sum of outputs]
+    x: Tensor  # [num_rows, in]
+    tables: Sequence[FactorTable]  # 1 to MAX_SIBLINGS, evenly spaced in memory
+    plan: KernelPlan
+    max_rank: int
+    is_aligned: bool
+    launch: Launch
+
+    def inner(self) -> Tensor:
+        """Not zeroed: a kernel reads only what the other wrote."""
+        shape = len(self.tables), self.launch.num_splits, self.plan.num_positions, self.inner_stride
+        return torch.empty(shape, dtype=torch.float32, device=self.x.device)
+
+    @property
+    def inner_stride(self) -> int:
+        return self.plan.max_terms * self.max_rank
+
+    @property
+    def table_stride(self) -> int:
+        return _spacing(self.tables) if len(self.tables) > 1 else 0
+
+    def ends(self) -> tuple[int, int, int]:
+        """Where the siblings' columns end; those that are missing have none."""
+        ends = list(accumulate(table.out_features for table in self.tables))
+        return ends[0], ends[min(1, len(ends) - 1)], ends[-1]
+
+    def constants(self) -> dict[str, int]:
+        """That all kernels of the two halves have."""
+        launch = self.launch
+        return {"NUM_SPLITS": launch.num_splits, "BLOCK_RANK": launch.block_rank, "IS_ALIGNED": self.is_aligned}
+
+    def num_column_blocks(self) -> int:
+        return sum(-(-table.out_features // self.launch.block_out) for table in self.tables)
+
+
+class TritonOps:
+    """SegmentedLora and ReplayableLora for CUDA: kernels in bfloat16, float16 and float32."""
+
+    def __init__(self, max_rank: int = 256, variant: Variant | None = None, *, overlaps: bool = False) -> None:
+        """`variant` is for tests and measurements: None takes what the table says. `overlaps` lets the second of two
+        launches begin before the first has ended, which takes compute capability 9 (not measured yet, so off)."""
+        self.max_rank = max_rank  # of whatever is installed; more than that only in what is prepared
+        self._variant: Variant | None = variant
+        self._overlaps = overlaps
+        self._reference = ReferenceOps()
+
+    @property
+    def name(self) -> str:
+        return "triton"
+
+    def prepare(
+        self, segments: Sequence[Segment], num_rows: int, num_slots: int, device: torch.device
+    ) -> PreparedSegments:
+        check_segments(segments, num_rows, num_slots)
+        return PreparedSegments(tuple(segments), num_rows, build_plan(segments, num_slots, device, self._block_rows))
+
+    def reserve(self, num_rows: int, num_slots: int, device: torch.device) -> PreparedSegments:
+        """Implements ReplayableLora."""
+        return PreparedSegments((), num_rows, reserve_plan(num_rows, num_slots, device, self._block_rows(num_rows)))
+
+    def refill(self, reserved: PreparedSegments, segments: Sequence[Segment]) -> None:
+        """Implements ReplayableLora."""
+        plan: KernelPlan = reserved.data
+        assert plan.slots is None, "only what was reserved can be refilled"
+        check_segments(segments, reserved.num_rows, plan.num_slots)
+        refill_plan(plan, segments)
+
+    def apply(self, y: Tensor, x: Tensor, table: FactorTable, prepared: PreparedSegments) -> None:
+        if x.dtype not in SUPPORTED:
+            self._reference.apply(y, x, table, prepared)
+            return
+        self._launch(y, x, [table], prepared.data)
+
+    def apply_siblings(self, y: Tensor, x: Tensor, tables: Sequence[FactorTable], prepared: PreparedSegments) -> None:
+        """`apply` for modules that read the same x and whose outputs lie side by side in y [num_rows, sum of outputs],
+        in as few launches as one module takes where the tables are evenly spaced (AdapterSlots makes them so)."""
+        if x.dtype in SUPPORTED and len(tables) <= MAX_SIBLINGS and _spacing(tables) > 0:
+            self._launch(y, x, tables, prepared.data)
+            return
+        start = 0
+        for table in tables:
+            self.apply(y[:, start : start + table.out_features], x, table, prepared)
+            start += table.out_features
+
+    def _block_rows(self, num_rows: int) -> int:
+        return choose_block_rows(num_rows, self._variant)
+
+    def _launch(self, y: Tensor, x: Tensor, tables: Sequence[FactorTable], plan: KernelPlan) -> None:
+        if plan.num_blocks == 0:
+            return
+        known = [_known(table) for table in tables]
+        max_rank, is_aligned = max(k.max_rank for k in known), all(k.is_aligned for k in known)
+        if plan.slots is not None and not any(
+            table.factors[slot] is not None for table in tables for slot in plan.slots
+        ):
+            return
+        if plan.slots is None and (max_rank > self.max_rank or not is_aligned):
+            raise ValueError(
+                f"a reserved plan takes ranks up to {self.max_rank} and factors that begin at a multiple of "
+                f"{ALIGN_BYTES} bytes; here is rank {max_rank}"
+            )
+        # Kernels for what may come, and not for what is there: fewer kinds of them, and none that a new adapter needs.
+        max_rank = max(max_rank, self.max_rank)
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        launch = choose_launch(
+            plan.block_rows,
+            plan.num_blocks,
+            tables[0].in_features,
+            sum(table.out_features for table in tables),
+            max_rank,
+            x.element_size(),
+            self._variant,
+        )
+        call = Call(y, x, tables, plan, max_rank, is_aligned, launch)
+        if launch.variant == "fused":
+            _run_fused(call)
+        else:
+            _run_halves(call, self._overlaps)
+
+
+def _known(table: FactorTable) -> _Known:
+    known = table.derived
+    if not isinstance(known, _Known):
+        present = [f for f in table.factors if f is not None]
+        known = table.derived = _Known(
+            max_rank=max((f.rank for f in present), default=0),
+            is_aligned=all((f.a.data_ptr() | f.b.data_ptr()) % ALIGN_BYTES == 0 for f in present),
+        )
+    return known
+
+
+def _spacing(tables: Sequence[FactorTable]) -> int:
+    """How many entries lie from one table to the next in all that kernels read of them; 0 if that is not one number."""
+    found: set[int] = set()
+    for one, other in pairwise(tables):
+        for a, b in (
+            (one.a_ptrs, other.a_ptrs),
+            (one.b_ptrs, other.b_ptrs),
+            (one.ranks, other.ranks),
+            (one.scales, other.scales),
+        ):
+            found.add((b.data_ptr() - a.data_ptr()) // a.element_size())
+    return found.pop() if len(found) == 1 and min(found) > 0 else 0
+
+
+def _run_halves(call: Call, overlaps: bool) -> None:
+    """Shrink and expand, by rows or by tiles."""
+    plan, launch, table = call.plan, call.launch, call.tables[0]
+    is_tiled = launch.variant == "tiles"
+    options = _tile_options(call) if is_tiled else _row_options(call, overlaps)
+    inner = call.inner()
+    step = (plan.rows, plan.blocks, plan.term_slots)
+    sizes = (plan.num_positions, call.max_rank, call.inner_stride, call.table_stride)
+    shrink, expand = (_shrink_tiles, _expand_tiles) if is_tiled else (_shrink_rows, _expand_rows)
+    shrink[(plan.num_blocks, launch.num_splits, launch.num_lanes * len(call.tables))](
+        *(call.x, inner, *step, table.a_ptrs, table.ranks, table.in_features, call.x.stride(0), *sizes),
+        NUM_LANES=launch.num_lanes,
+        BLOCK_IN=launch.block_in,
+        **call.constants(),
+        **options.shrink,
+    )
+    expand[(plan.num_blocks, call.num_column_blocks())](
+        *(call.y, inner, *step, plan.term_weights, table.b_ptrs, table.ranks, table.scales, *call.ends()),
+        *(call.y.stride(0), *sizes),
+        BLOCK_OUT=launch.block_out,
+        **call.constants(),
+        **options.expand,
+    )
+
+
+class _Options(NamedTuple):
+    """What only one kind of kernels knows."""
+
+    shrink: dict[str, Any]
+    expand: dict[str, Any]
+
+
+def _row_options(call: Call, overlaps: bool) -> _Options:
+    splits = triton.next_power_of_2(call.launch.num_splits)
+    return _Options({"OVERLAPS": overlaps}, {"OVERLAPS": overlaps, "SPLITS": splits, "launch_pdl": overlaps})
+
+
+def _tile_options(call: Call) -> _Options:
+    launch = call.launch
+    both = {"BLOCK_ROWS": call.plan.block_rows, "UPCAST": INTERPRETED, "num_warps": launch.num_warps}
+    # Pipelined, Hopper's wgmma with its left operand in registers (inner, narrowed here) is miscompiled by ptxas before
+    # 13.3.
+    return _Options({**both, "NUM_STEPS": launch.num_steps, "num_stages": launch.num_stages}, {**both, "num_stages": 1})
+
+
+def _run_fused(call: Call) -> None:
+    plan, launch, table = call.plan, call.launch, call.tables[0]
+    _fused_rows[(plan.num_blocks, call.num_column_blocks())](
+        *(call.y, call.x, plan.rows, plan.blocks, plan.term_slots, plan.term_weights),
+        *(table.a_ptrs, table.b_ptrs, table.ranks, table.scales, table.in_features, *call.ends()),
+        *(call.x.stride(0), call.y.stride(0), call.table_stride),
+        NUM_STEPS=launch.num_steps,
+        BLOCK_RANK=launch.block_rank,
+        BLOCK_IN=launch.block_in,
+        BLOCK_OUT=launch.block_out,
+        NUM_STAGES=launch.num_stages,
+        IS_ALIGNED=call.is_aligned,
+    )

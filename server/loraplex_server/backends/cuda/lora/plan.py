@@ -1,0 +1,216 @@
+"""A step's segments as the kernels read them: blocks of rows that have the same adapters.
+
+Built on the host (sorting on the device would synchronise every step), in one array that goes to the device in one
+copy; into memory of its own, or into a buffer that stays where it is, for CUDA graphs. Knows no ranks and no factors,
+and not how long a block should be; imports no triton.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from loraplex_server.layers.lora import Segment
+from loraplex_server.layers.segments import join_neighbours
+
+# Adapters on one row that a reserved plan has room for.
+MAX_TERMS = 4
+# Blocks in a reserved plan beyond what its slots can need, for mixtures: every one is a set of slots of its own.
+SPARE_BLOCKS = 8
+
+Terms = tuple[tuple[int, float], ...]  # (slot, weight) in order: equal sets add up in the same order everywhere
+Words = npt.NDArray[np.int32]
+
+
+@dataclass(slots=True)
+class KernelPlan:
+    """Positions list the rows of every block one after the other; a row is in one block at most.
+
+    Rows need no order in the step: blocks reach them through `rows`, so that activations are not permuted. A block of
+    no rows is a program that ends at once. All four tensors are parts of `words`. Of a reserved plan the contents
+    change, of others nothing.
+    """
+
+    slots: tuple[int, ...] | None  # distinct, for the host's own look at ranks; None: reserved, they change
+    num_slots: int  # that there are
+    block_rows: int
+    max_terms: int  # adapters on one row, at most
+    words: Tensor  # int32
+    blocks: Tensor  # int32 [num_blocks, 4]: first position, number of rows, first term, number of terms
+    rows: Tensor  # int32 [num_positions]
+    term_slots: Tensor  # int32 [num_terms]
+    term_weights: Tensor  # float32 [num_terms]
+    contents: tuple[Segment, ...] = ()  # what a reserved plan was refilled with
+
+    @property
+    def num_blocks(self) -> int:
+        return self.blocks.shape[0]
+
+    @property
+    def num_positions(self) -> int:
+        return self.rows.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class HostPlan:
+    """The same on the host, by its parts."""
+
+    blocks: Words  # [num_blocks, 4]
+    rows: Words
+    term_slots: Words
+    term_weights: npt.NDArray[np.float32]
+    max_terms: int
+
+
+def build_plan(
+    segments: Sequence[Segment], num_slots: int, device: torch.device, choose_block_rows: Callable[[int], int]
+) -> KernelPlan:
+    """A plan for these segments and no others. `choose_block_rows` is told how many rows the most popular have."""
+    groups = group_rows(segments)
+    longest = max((sum(end - start for start, end in ranges) for _, ranges in groups), default=0)
+    block_rows = choose_block_rows(longest)
+    host = _host_plan(groups, block_rows)
+    sizes = (len(host.blocks), len(host.rows), len(host.term_slots))
+    words = _host_words(sum(_spans(*sizes)), device)
+    _write(host, words.numpy(), sizes)
+    slots = tuple(np.unique(host.term_slots).tolist())
+    return _view(words.to(device, non_blocking=True), sizes, block_rows, host.max_terms, slots, num_slots)
+
+
+def reserve_plan(num_rows: int, num_slots: int, device: torch.device, block_rows: int) -> KernelPlan:
+    """Room for every composition of `num_rows` rows out of `num_slots` adapters, and for some mixtures. Empty."""
+    # One block per adapter is not full, at most.
+    num_blocks = min(num_rows, num_rows // block_rows + num_slots + SPARE_BLOCKS)
+    sizes = (num_blocks, num_rows, num_blocks * MAX_TERMS)
+    words = torch.zeros(sum(_spans(*sizes)), dtype=torch.int32, device=device)
+    return _view(words, sizes, block_rows, MAX_TERMS, None, num_slots)
+
+
+def refill_plan(plan: KernelPlan, segments: Sequence[Segment]) -> None:
+    """Puts other segments into a reserved plan. Raises ValueError, and changes nothing, where they do not fit."""
+    contents = tuple(segments)
+    if contents == plan.contents:  # decoding repeats itself, step after step
+        return
+    host = _host_plan(group_rows(segments), plan.block_rows)
+    sizes = (plan.num_blocks, plan.num_positions, len(plan.term_slots))
+    found = (len(host.blocks), len(host.rows), len(host.term_slots))
+    if host.max_terms > plan.max_terms or any(f > s for f, s in zip(found, sizes, strict=True)):
+        raise ValueError(
+            f"{found[0]} blocks of {found[1]} rows with up to {host.max_terms} adapters each do not fit the "
+            f"{sizes[0]} blocks of {sizes[1]} rows with up to {plan.max_terms} that were reserved; prepare them instead"
+        )
+    # New memory every time: the caching allocator hands none out again before its copy has happened, so that nobody
+    # has to wait for the step before.
+    words = _host_words(plan.words.shape[0], plan.words.device)
+    _write(host, words.numpy(), sizes)
+    plan.words.copy_(words, non_blocking=True)
+    plan.contents = contents
+
+
+def group_rows(segments: Sequence[Segment]) -> list[tuple[Terms, list[tuple[int, int]]]]:
+    """Ranges of rows by the adapters that they have, ordered by these."""
+    groups: dict[Terms, list[tuple[int, int]]] = {}
+    for start, end, terms in _ranges(join_neighbours(segments)):
+        groups.setdefault(terms, []).append((start, end))
+    return sorted(groups.items())
+
+
+def _ranges(segments: Sequence[Segment]) -> Iterable[tuple[int, int, Terms]]:
+    """Disjoint ranges of rows with everything that they have, from segments in row order that may overlap."""
+    if all(before.end <= after.start for before, after in pairwise(segments)):
+        for s in segments:
+            yield s.start, s.end, ((s.slot, s.weight),)
+        return
+    changes = [(s.start, 1, (s.slot, s.weight)) for s in segments] + [(s.end, 0, (s.slot, s.weight)) for s in segments]
+    active: list[tuple[int, float]] = []
+    since = 0
+    for row, begins, term in sorted(changes):
+        if row > since and active:
+            yield since, row, tuple(active)
+        since = row
+        if begins:
+            insort(active, term)
+        else:
+            active.remove(term)
+
+
+def _host_plan(groups: Sequence[tuple[Terms, list[tuple[int, int]]]], block_rows: int) -> HostPlan:
+    ranges = np.array([r for _, of_group in groups for r in of_group], dtype=np.int64).reshape(-1, 2)
+    owner = np.repeat(np.arange(len(groups)), [len(of_group) for _, of_group in groups])
+    lengths = ranges[:, 1] - ranges[:, 0]
+    rows = np.repeat(ranges[:, 0], lengths) + _within(lengths)
+
+    num_rows = np.bincount(owner, lengths, minlength=len(groups)).astype(np.int64)  # by group, as all that follows
+    num_terms = np.array([len(terms) for terms, _ in groups], dtype=np.int64)
+    num_blocks = -(-num_rows // block_rows)
+    of_block = np.repeat(np.arange(len(groups)), num_blocks)
+    offset = _within(num_blocks) * block_rows  # of each block in its group
+    blocks = np.empty((len(of_block), 4), dtype=np.int32)
+    blocks[:, 0] = (np.cumsum(num_rows) - num_rows)[of_block] + offset
+    blocks[:, 1] = np.minimum(block_rows, num_rows[of_block] - offset)
+    blocks[:, 2] = (np.cumsum(num_terms) - num_terms)[of_block]
+    blocks[:, 3] = num_terms[of_block]
+    return HostPlan(
+        blocks=blocks,
+        rows=rows.astype(np.int32),
+        term_slots=np.array([slot for terms, _ in groups for slot, _ in terms], dtype=np.int32),
+        term_weights=np.array([weight for terms, _ in groups for _, weight in terms], dtype=np.float32),
+        max_terms=int(num_terms.max(initial=0)),
+    )
+
+
+def _within(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """0, 1, ... for each length in turn."""
+    starts = np.cumsum(lengths) - lengths
+    return np.arange(int(lengths.sum())) - np.repeat(starts, lengths)
+
+
+def _spans(num_blocks: int, num_positions: int, num_terms: int) -> list[int]:
+    """Words of each part, in the order in which they lie. Multiples of 16 bytes: Triton compiles a kernel once more for
+    pointers that are none."""
+    return [-(-size // 4) * 4 for size in (4 * num_blocks, num_positions, num_terms, num_terms)]
+
+
+def _host_words(num_words: int, device: torch.device) -> Tensor:
+    """Pinned for CUDA: only then does the host not wait for the copy."""
+    return torch.empty(num_words, dtype=torch.int32, pin_memory=device.type == "cuda")
+
+
+def _write(host: HostPlan, words: Words, sizes: tuple[int, int, int]) -> None:
+    """Into all of `words`; what is not used is zero, so that a block there has no rows."""
+    words.fill(0)
+    start = 0
+    parts = (host.blocks.reshape(-1), host.rows, host.term_slots, host.term_weights.view(np.int32))
+    for part, span in zip(parts, _spans(*sizes), strict=True):
+        words[start : start + len(part)] = part
+        start += span
+
+
+def _view(
+    words: Tensor,
+    sizes: tuple[int, int, int],
+    block_rows: int,
+    max_terms: int,
+    slots: tuple[int, ...] | None,
+    num_slots: int,
+) -> KernelPlan:
+    blocks, rows, term_slots, term_weights = words.split(_spans(*sizes))
+    num_blocks, num_positions, num_terms = sizes
+    return KernelPlan(
+        slots=slots,
+        num_slots=num_slots,
+        block_rows=block_rows,
+        max_terms=max_terms,
+        words=words,
+        blocks=blocks.view(num_blocks, 4),
+        rows=rows[:num_positions],
+        term_slots=term_slots[:num_terms],
+        term_weights=term_weights[:num_terms].view(torch.float32),
+    )

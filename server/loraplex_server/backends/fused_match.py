@@ -1,0 +1,156 @@
+"""Puts fused operations into a model: into norms and attention modules that are proven to compute what they replace.
+
+Nobody's names are trusted but one: attention modules call a function `apply_rotary_pos_emb` of the file they are
+written in. Whatever is called so, and every module that looks like an RMS norm, is run beside the fused operation on
+random values, in float32 where rounding hides nothing and in the model's dtype. What differs is left alone.
+
+A module keeps its class and its weights; it is given a `forward` of its own. Of an attention module that is the same
+code, which finds our function under the other one's name: nothing in Transformers changes, and no other model does.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor, nn
+
+from loraplex_server.layers.fused import FusedOps, NormForm
+
+log = logging.getLogger(__name__)
+
+ROTATE: Final = "apply_rotary_pos_emb"
+FORMS: Final = (NormForm(0.0, True), NormForm(0.0, False), NormForm(1.0, False), NormForm(1.0, True))
+# By how much results may differ: by the order in which float32 was added up; in narrow dtypes by a last bit too.
+WIDE_TOLERANCE, NARROW_TOLERANCE = 1e-5, 1e-2
+NUM_ROWS, NUM_HEADS = 5, 3
+
+Rotate = Callable[..., tuple[Tensor, Tensor]]
+
+
+def fuse(model: nn.Module, attention: Sequence[nn.Module], ops: FusedOps) -> list[nn.Module]:
+    """Gives modules fused forwards where that is proven right. Returns them; `separate` takes it back."""
+    changed: list[nn.Module] = []
+    with torch.no_grad():
+        for module in model.modules():
+            if (forward := _norm_forward(module, ops)) is not None:
+                module.forward = forward
+                changed.append(module)
+        proven: dict[int, Rotate | None] = {}
+        for module in attention:
+            if (forward := _attention_forward(module, ops, proven)) is not None:
+                module.forward = forward
+                changed.append(module)
+    log.info("%d of a model's modules have fused operations (%s)", len(changed), ops.name)
+    return changed
+
+
+def separate(modules: Sequence[nn.Module]) -> None:
+    """Gives modules their own forwards back."""
+    for module in modules:
+        module.__dict__.pop("forward", None)
+
+
+# --- norms ------------------------------------------------------------------------------------------------------------
+
+
+def _norm_forward(module: nn.Module, ops: FusedOps) -> Callable[[Tensor], Tensor] | None:
+    parameters = dict(module.named_parameters(recurse=False))
+    weight, eps = parameters.get("weight"), getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if weight is None or weight.dim() != 1 or len(parameters) != 1 or not isinstance(eps, float):
+        return None
+    if isinstance(module, nn.LayerNorm) or next(module.children(), None) is not None:
+        return None
+    wide = copy.deepcopy(module).float()
+    right = [form for form in FORMS if _error(wide, cast(Tensor, wide.weight), eps, form, ops) <= WIDE_TOLERANCE]
+    errors = [_error(module, weight, eps, form, ops) for form in right]
+    if not errors or min(errors) > (WIDE_TOLERANCE if weight.dtype.itemsize >= 4 else NARROW_TOLERANCE):
+        return None
+    form = right[errors.index(min(errors))]  # the one that rounds as the module does
+    own = type(module).forward.__get__(module)
+    return partial(_norm, own=own, weight=weight, eps=eps, form=form, ops=ops)
+
+
+def _error(module: nn.Module, weight: Tensor, eps: float, form: NormForm, ops: FusedOps) -> float:
+    generator = torch.Generator().manual_seed(5)
+    errors: list[float] = []
+    for scale in (1.0, eps**0.5):  # the second shows where eps is added
+        x = scale * torch.randn(1, NUM_ROWS, weight.shape[0], generator=generator)
+        x = x.to(weight.device, weight.dtype)
+        try:
+            errors.append(_difference(module(x.clone()), ops.rms_norm(x, weight, eps, form)))
+        except Exception:  # model-specific code that takes something else
+            return math.inf
+    return max(errors)
+
+
+def _norm(x: Tensor, *, own: Callable[[Tensor], Tensor], weight: Tensor, eps: float, form: NormForm, ops: FusedOps):
+    return ops.rms_norm(x, weight, eps, form) if x.dtype == weight.dtype else own(x)
+
+
+# --- rotary embeddings ------------------------------------------------------------------------------------------------
+
+
+def _attention_forward(module: nn.Module, ops: FusedOps, proven: dict[int, Rotate | None]) -> Any:
+    """The module's own code over other globals."""
+    forward = type(module).forward
+    if not isinstance(forward, FunctionType) or ROTATE not in forward.__code__.co_names:
+        return None
+    own = forward.__globals__.get(ROTATE)
+    if own is None:
+        return None
+    if id(own) not in proven:
+        tensor = next(module.parameters(), None)
+        is_right = tensor is not None and _rotates_halves(own, ops, tensor)
+        proven[id(own)] = partial(_rotate, own=own, ops=ops) if is_right else None
+    rotate = proven[id(own)]
+    if rotate is None:
+        return None
+    names = {**forward.__globals__, ROTATE: rotate}
+    twin = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    twin.__kwdefaults__ = forward.__kwdefaults__
+    return MethodType(twin, module)
+
+
+def _rotates_halves(own: Rotate, ops: FusedOps, like: Tensor) -> bool:
+    generator = torch.Generator().manual_seed(7)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(1, *shape, generator=generator).to(like.device)
+
+    dim = 16
+    wide = random(NUM_HEADS, NUM_ROWS, dim), random(1, NUM_ROWS, dim), random(NUM_ROWS, dim), random(NUM_ROWS, dim)
+    for dtype in (torch.float32, like.dtype):
+        tensors = tuple(tensor.to(dtype) for tensor in wide)
+        try:
+            expected = own(*tensors)
+        except Exception:  # it takes something else
+            return False
+        tolerance = WIDE_TOLERANCE if dtype.itemsize >= 4 else NARROW_TOLERANCE
+        if not all(_difference(*pair) <= tolerance for pair in zip(expected, ops.rotate(*tensors), strict=True)):
+            return False
+    return True
+
+
+def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, own: Rotate, ops: FusedOps, **options: Any):
+    """Of what the fused operation does not know the function's own code takes care."""
+    shape = (1, q.shape[-2], q.shape[-1])
+    is_known = q.dim() == k.dim() == 4 and q.shape[0] == 1 and cos.shape == sin.shape == shape
+    is_known &= q.dtype == k.dtype == cos.dtype == sin.dtype and k.shape[-2:] == q.shape[-2:]
+    if rest or options or not is_known:
+        return own(q, k, cos, sin, *rest, **options)
+    return ops.rotate(q, k, cos, sin)
+
+
+def _difference(one: Tensor, other: Tensor) -> float:
+    """Relative to `one`; infinite where they are not even of one kind."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return math.inf
+    error = float((one.double() - other.double()).norm() / one.double().norm().clamp_min(1e-30))
+    return error if math.isfinite(error) else math.inf

@@ -1,0 +1,213 @@
+"""The worker processes of `loraplex serve`: starting them, reading their JSON lines, starting them again, ending
+them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import signal
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from loraplex_contracts.errors import FailedPrecondition, LoraplexError, by_reason
+
+log = logging.getLogger(__name__)
+
+RESTART_DELAYS_S: Final = (1.0, 2.0, 5.0, 10.0, 30.0)
+# A worker that the router has not heard for so many looks is killed and started again: it may be frozen for good.
+# Looks are counted, so that a pause of this process is not taken for the worker's.
+LOOK_S: Final = 5.0
+MAX_SILENT_LOOKS: Final = 6
+# What a line of a child may be long; the rest of it is dropped.
+MAX_LINE_BYTES: Final = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class ChildSpec:
+    """How to start one worker; `--port N --supervised` is appended, and `--metrics-port` where there is a first one."""
+
+    command: tuple[str, ...]
+    metrics_port: int | None = None  # of the first worker; the others follow. 0: free ones
+
+
+@dataclass
+class _Child:
+    number: int
+    process: asyncio.subprocess.Process
+    address: str
+    metrics_ports: list[int]
+    reader: asyncio.Task[None]
+
+
+class Children:
+    """Owns the processes. A child keeps its port when it is started again, so that the router finds it there."""
+
+    def __init__(self, spec: ChildSpec, num_workers: int, on_progress: Callable[[str], None]) -> None:
+        self._spec = spec
+        self._num_workers = num_workers
+        self._on_progress = on_progress
+        self._children: list[_Child] = []
+        self._starting: list[asyncio.subprocess.Process] = []
+
+    @property
+    def metrics_ports(self) -> list[int]:
+        return [port for child in self._children for port in child.metrics_ports]
+
+    @property
+    def pids(self) -> list[int]:
+        return [child.process.pid for child in self._children]
+
+    async def start(self, stop: asyncio.Event) -> list[str] | None:
+        """Starts all of them, one after the other (loading is memory-hungry). None when `stop` came first.
+
+        Raises the error that a worker reported."""
+        for number in range(self._num_workers):
+            starting = asyncio.ensure_future(self._start_one(number, port=0))
+            stopping = asyncio.ensure_future(stop.wait())
+            try:
+                await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+                if not starting.done():
+                    return None
+                self._children.append(starting.result())
+            finally:  # also when this task is cancelled: nobody else would ask the two how they ended
+                starting.cancel()
+                stopping.cancel()
+                await asyncio.gather(starting, stopping, return_exceptions=True)
+        return [child.address for child in self._children]
+
+    async def watch(self) -> None:
+        """Starts again what dies, with growing pauses. Runs until cancelled."""
+        await asyncio.gather(*(self._watch_one(index) for index in range(len(self._children))))
+
+    async def kill_silent(self, heard_s: Callable[[str], float]) -> None:
+        """Kills workers that have fallen silent; `watch` starts them again. Runs until cancelled.
+
+        `heard_s` tells when the worker at an address was last heard, by any clock."""
+        last: list[float] = [0.0] * len(self._children)
+        num_silent_looks = [0] * len(self._children)
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for index, child in enumerate(self._children):
+                is_silent = child.process.returncode is None and heard_s(child.address) == last[index]
+                num_silent_looks[index] = num_silent_looks[index] + 1 if is_silent else 0
+                last[index] = heard_s(child.address)
+                if num_silent_looks[index] >= MAX_SILENT_LOOKS:
+                    log.error("worker %d is silent and is killed", index)
+                    child.process.kill()
+                    num_silent_looks[index] = 0
+
+    async def stop(self, drain_s: float, grace_s: float = 10.0) -> None:
+        """SIGTERM to all, `drain_s` and `grace_s` for all to end, then SIGKILL. Returns when every process is reaped.
+
+        Called again it tells them again, which has workers end at once."""
+        processes = [child.process for child in self._children] + self._starting
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(drain_s + grace_s):
+                await asyncio.gather(*(process.wait() for process in processes))
+        except TimeoutError:
+            for process in processes:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+            await asyncio.gather(*(process.wait() for process in processes))
+        for child in self._children:
+            child.reader.cancel()
+
+    async def _watch_one(self, index: int) -> None:
+        num_failures = 0
+        while True:
+            child = self._children[index]
+            code = await child.process.wait()
+            port = int(child.address.rpartition(":")[2])
+            delay_s = RESTART_DELAYS_S[min(num_failures, len(RESTART_DELAYS_S) - 1)]
+            log.error("worker %d ended with status %s; starting it again in %.0f s", index, code, delay_s)
+            await asyncio.sleep(delay_s)
+            try:
+                self._children[index] = await self._start_one(index, port)
+                num_failures = 0
+            except LoraplexError as error:
+                num_failures += 1
+                log.error("worker %d does not start: %s", index, error.message)
+            except Exception:  # whatever it is (no memory for a process, a bug), the next try may go well
+                num_failures += 1
+                log.exception("worker %d does not start", index)
+
+    async def _start_one(self, number: int, port: int) -> _Child:
+        first = self._spec.metrics_port
+        metrics = () if first is None else ("--metrics-port", str(first and first + number))
+        process = await asyncio.create_subprocess_exec(
+            *self._spec.command,
+            *metrics,
+            "--port",
+            str(port),
+            "--supervised",
+            stdout=asyncio.subprocess.PIPE,
+            stdin=asyncio.subprocess.PIPE,  # closes with this process
+            # Ctrl-C and the end of a terminal are for the supervisor alone: it drains, then tells the workers.
+            start_new_session=True,
+        )
+        self._starting.append(process)
+        prefix = f"worker {number}: " if self._num_workers > 1 else ""
+        assert process.stdout is not None
+        lines = _lines(process.stdout)
+        try:
+            ready = await self._until_ready(process, lines, prefix)
+        except Exception:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+            self._starting.remove(process)
+            raise
+        self._starting.remove(process)
+        reader = asyncio.ensure_future(_drain(lines))
+        return _Child(number, process, ready["address"], ready.get("metrics_ports", []), reader)
+
+    async def _until_ready(
+        self, process: asyncio.subprocess.Process, lines: AsyncGenerator[bytes], prefix: str
+    ) -> dict[str, Any]:
+        """What the worker says when it is ready."""
+        async for line in lines:
+            message = _message(line)
+            match message.get("event"):
+                case "progress":
+                    self._on_progress(prefix + message["text"])
+                case "ready":
+                    return message
+                case "failed":
+                    kind = by_reason().get(message["reason"], FailedPrecondition)
+                    raise kind(message["message"])
+                case _:
+                    log.info("%s%s", prefix, line.decode(errors="replace"))
+        raise FailedPrecondition(f"the worker ended with status {await process.wait()} before it was ready")
+
+
+async def _lines(stream: asyncio.StreamReader) -> AsyncGenerator[bytes]:
+    """Lines of any length, to the end. StreamReader's own raise for long ones."""
+    rest = b""
+    while chunk := await stream.read(MAX_LINE_BYTES):
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            yield line[:MAX_LINE_BYTES]
+        rest = rest[:MAX_LINE_BYTES]
+    if rest:
+        yield rest
+
+
+def _message(line: bytes) -> dict[str, Any]:
+    """What a worker reports; empty for anything else that it prints."""
+    try:
+        message: Any = json.loads(line)
+    except ValueError:
+        return {}
+    return message if isinstance(message, dict) else {}
+
+
+async def _drain(lines: AsyncGenerator[bytes]) -> None:
+    """Keeps the pipe empty; what a worker says later is for its log."""
+    async for line in lines:
+        log.debug("%s", line.decode(errors="replace"))

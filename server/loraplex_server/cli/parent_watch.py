@@ -1,0 +1,65 @@
+"""What a worker does when its supervisor dies.
+
+The supervisor holds the other end of the worker's standard input, and nobody else does, so the end of the file says
+that the supervisor is gone, however it went.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from typing import Final
+
+from loraplex_contracts.errors import InvalidArgument
+from loraplex_server.parent import continue_when_parent_dies
+
+# From the end of the drain until the engine is killed, and from there until the worker itself is. Together with what an
+# engine takes to end by itself (engine/process.py) they stay under 10 seconds.
+END_S: Final = 5.0
+KILL_S: Final = 2.0
+HURRY_EVERY_S: Final = 0.5
+
+END: Final = "end"
+
+
+def orphan_drain_s(text: str) -> float:
+    """Seconds of `--on-orphan`: `end` or `drain=SECONDS`. Raises InvalidArgument."""
+    kind, _, seconds = text.partition("=")
+    try:
+        drain_s = 0.0 if text == END else float(seconds)
+    except ValueError:
+        drain_s = math.nan
+    if (kind != "drain" and text != END) or not 0 <= drain_s < math.inf:
+        raise InvalidArgument(f"--on-orphan takes end or drain=SECONDS, not {text!a}", field="--on-orphan")
+    return drain_s
+
+
+def end_with_supervisor(drain_s: float) -> None:
+    """Ends this process when standard input ends: requests get `drain_s` to end, then everything is killed that does
+    not end by itself."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the supervisor may have been started with nohup
+    continue_when_parent_dies()
+    threading.Thread(target=_wait_and_end, args=(drain_s,), name="supervisor", daemon=True).start()
+
+
+def _wait_and_end(drain_s: float) -> None:
+    """Prints nothing: whoever would read it is gone, and a full pipe would hold up the end."""
+    with contextlib.suppress(OSError):
+        while os.read(0, 4096):  # not sys.stdin: its lock would be held while the interpreter ends
+            pass
+    me = os.getpid()
+    os.kill(me, signal.SIGHUP)  # a drain; one that is under way goes on
+    time.sleep(drain_s)
+    killing_at_s = time.monotonic() + END_S
+    while time.monotonic() < killing_at_s:
+        os.kill(me, signal.SIGTERM)  # the first asks, if nobody has; every other one hurries
+        time.sleep(HURRY_EVERY_S)
+    for child in multiprocessing.active_children():
+        child.kill()  # a front end that works ends now, and leaves no files
+    time.sleep(KILL_S)
+    os.kill(me, signal.SIGKILL)

@@ -1,0 +1,257 @@
+"""Puts an engine together from its configuration: model, KV cache, adapter cache, runner, scheduler.
+
+Runs in the engine's process. The only place that knows all the parts.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+from loraplex_adapters.cache.config import AdapterCacheConfig
+from loraplex_adapters.cache.manager import AdapterManager
+from loraplex_adapters.sources.chain import make_source
+from loraplex_adapters.sources.directory import FolderSource
+from loraplex_adapters.weights import AdapterWeights
+from loraplex_contracts.errors import InvalidArgument, OutOfMemory, Unimplemented
+from loraplex_server.backends.attention_registry import make_attention
+from loraplex_server.backends.cpu.argmax import native_argmax
+from loraplex_server.backends.cpu.medusa import native_guesser
+from loraplex_server.backends.cpu.native.kernels import NativeKernels
+from loraplex_server.backends.cpu.native.library import load as load_native
+from loraplex_server.backends.cpu.native.threads import default_num_threads
+from loraplex_server.backends.cuda.capture import CudaCapture
+from loraplex_server.backends.cuda.graphs import Shape, graph_bytes, graph_shapes
+from loraplex_server.backends.lora_registry import choose_dense, choose_ops
+from loraplex_server.config import AdaptersConfig, EngineConfig, KvConfig, hub_token
+from loraplex_server.engine.engine import Engine
+from loraplex_server.engine.messages import ModelInfo
+from loraplex_server.kv.blocks import BlockPool
+from loraplex_server.layers.kv_memory import KvCache, free_memory_bytes, num_blocks_for
+from loraplex_server.layers.packed_linear import packed_linear
+from loraplex_server.model.loader import LoadedModel, load_model, resolve_device
+from loraplex_server.model.lora_injection import AdapterSlots
+from loraplex_server.model.medusa_heads import HeadSlots
+from loraplex_server.model.medusa_model import MODEL_HEADS, ServedModel, served_model
+from loraplex_server.model.memory import step_bytes
+from loraplex_server.model.runner import ModelRunner
+from loraplex_server.sampling.sampler import Sampler
+from loraplex_server.scheduler.config import SchedulerConfig
+from loraplex_server.scheduler.scheduler import Scheduler
+from loraplex_server.speculation.build import Target, build_speculator
+from loraplex_server.speculation.costs import StepCosts
+from loraplex_server.speculation.measure import measure_runner
+
+log = logging.getLogger(__name__)
+
+# Of the memory that is free after the weights, the adapters' budget and, on a GPU, the largest step. On a CPU the rest
+# of the machine needs its share, of which a step takes what it needs, and nobody gains from a cache larger than
+# CPU_KV_BYTES.
+KV_SHARE = {"cuda": 0.9, "cpu": 0.25}
+CPU_KV_BYTES = 4 << 30
+
+
+def build_engine(config: EngineConfig, progress: Callable[[str], None], notify: Callable[[], None]) -> Engine:
+    """Loads everything. Raises the typed error of what cannot be had."""
+    logging.getLogger("loraplex_server").setLevel(config.log_level.upper())
+    num_threads = config.num_threads or default_num_threads()
+    torch.set_num_threads(num_threads)  # an engine before this one may have lowered it
+    disable_progress_bar()  # what happens is told through `progress`; a second voice on the terminal would garble it
+    native = _native_kernels(config, num_threads, progress)
+    int8 = config.model.quantize == "int8"
+    if int8 and native is None:
+        raise Unimplemented(
+            "--quantize int8 is there for the native CPU kernels only: use it with --device cpu and --cpu-kernels auto "
+            "where loraplex doctor says that they run",
+            field="--quantize",
+        )
+    progress(f"loading {config.model.model}{', linears in eight bits' if int8 else ''}")
+    with served_model(config.model.model, config.model.revision) as served:
+        loaded = load_model(
+            served.base,
+            dtype=config.model.dtype,
+            device=config.model.device,
+            revision=served.revision,
+            max_context_tokens=config.model.max_context_tokens,
+            make_base=packed_linear,
+            native=native,
+            # They do their own attention, so another one that was asked for would never be called.
+            stacks=config.model.attention in ("auto", "native"),
+            int8=int8,
+        )
+        if loaded.stack is not None:
+            # What is left to torch is small, and its threads would spin on the cores that the kernels' threads need.
+            torch.set_num_threads(1)
+        engine = assemble(loaded, config, progress, notify, served, native)
+    # What has been made by now stays to the end. Collections would go through all of it, and steps would wait for them.
+    gc.collect()
+    gc.freeze()
+    return engine
+
+
+def assemble(
+    loaded: LoadedModel,
+    config: EngineConfig,
+    progress: Callable[[str], None],
+    notify: Callable[[], None],
+    served: ServedModel | None = None,
+    native: NativeKernels | None = None,
+    step_costs: StepCosts | None = None,
+) -> Engine:
+    """An engine around a model that is loaded already. `served`: where it came from, None for nowhere. `native`: the
+    CPU kernels in C++, None where torch does the work. `step_costs`: what steps take, measured where it is None."""
+    served = served or ServedModel(config.model.model)
+    spec, batch, block_size = loaded.spec, config.batch, config.kv.block_size
+    ops = choose_ops(loaded.device, native, config.adapters.max_rank, config.lora_kernels)
+    slots = loaded.adapter_slots(ops, config.adapters.num_device_slots)
+    argmax = native_argmax(native)
+    guesser = native_guesser(native, loaded)
+    heads = HeadSlots(loaded, slots, choose_dense(loaded.device, native), argmax=argmax, guesser=guesser)
+    num_blocks = _num_blocks(config, loaded)
+    progress(f"{num_blocks * block_size:,} tokens of KV cache in {loaded.dtype_name} on {loaded.device}")
+    max_context_tokens = _max_context_tokens(spec.max_context_tokens, num_blocks, block_size, progress)
+    runner = ModelRunner(
+        loaded,
+        KvCache(spec, num_blocks, block_size, loaded.dtype, loaded.device),
+        make_attention(config.model.attention, loaded.device, spec.layers, loaded.dtype, native),
+        slots,
+        Sampler(batch.max_running, spec.num_logits, loaded.device, argmax=argmax),
+        max_rows=batch.max_running,
+    )
+    if loaded.device.type == "cuda":
+        runner.warm_up(batch.max_step_tokens, progress)
+    if shapes := captured_shapes(config, loaded.device):
+        runner.capture(shapes, CudaCapture(loaded.device), progress)
+    manager = _manager(loaded, config.adapters, slots, heads, notify, served.heads)
+    speculator = build_speculator(
+        config,
+        Target(loaded, served, runner, manager, heads, native),
+        step_costs or measure_runner(runner, max_rows=batch.max_running, num_blocks=num_blocks, block_size=block_size),
+        progress,
+    )
+    scheduler = Scheduler(
+        SchedulerConfig(
+            max_running=batch.max_running,
+            max_step_tokens=batch.max_step_tokens,
+            max_context_tokens=max_context_tokens,
+            max_queued=batch.max_queued,
+            max_queue_wait_s=batch.max_queue_wait_s,
+            model_digest=loaded.model_id,
+        ),
+        BlockPool(num_blocks, block_size, prefix_caching=config.kv.prefix_caching),
+        manager,
+        frozenset(spec.eos_token_ids),
+    )
+    info = ModelInfo(
+        model_id=loaded.model_id,
+        model_type=loaded.model_type,
+        dtype=f"{loaded.dtype_name}, linears in int8" if config.model.quantize == "int8" else loaded.dtype_name,
+        device=str(loaded.device),
+        vocab_size=spec.vocab_size,
+        max_context_tokens=max_context_tokens,
+        max_lora_rank=config.adapters.max_rank,
+        eos_token_ids=spec.eos_token_ids,
+        speculation=speculator.kinds,
+        base=served.base,
+        base_revision=served.revision,
+        own_adapters=() if served.heads is None else (MODEL_HEADS,),
+    )
+    return Engine(info, scheduler, manager, runner, speculator=speculator)
+
+
+def captured_shapes(config: EngineConfig, device: torch.device) -> list[Shape]:
+    """The steps that are captured as CUDA graphs."""
+    if device.type != "cuda" or not config.model.cuda_graphs:
+        return []
+    return graph_shapes(config.batch.max_running, config.speculation.max_num_tokens)
+
+
+def _native_kernels(config: EngineConfig, num_threads: int, progress: Callable[[str], None]) -> NativeKernels | None:
+    """The native kernels, where the model runs on a CPU and they can be used. Raises InvalidArgument where they have to
+    be used and cannot."""
+    if config.cpu_kernels == "torch" or resolve_device(config.model.device).type != "cpu":
+        return None
+    library, status = load_native()
+    if library is not None:
+        progress(f"native CPU kernels for {status.isa}")
+        return NativeKernels(library, num_threads)
+    if config.cpu_kernels == "native":
+        raise InvalidArgument(
+            f"--cpu-kernels native: {status.reason}; with --cpu-kernels auto torch does the work", field="--cpu-kernels"
+        )
+    progress(f"no native CPU kernels, torch does their work: {status.reason}")
+    return None
+
+
+def _manager(
+    loaded: LoadedModel,
+    config: AdaptersConfig,
+    slots: AdapterSlots,
+    heads: HeadSlots,
+    notify: Callable[[], None],
+    model_heads: Path | None,
+) -> AdapterManager:
+    """The adapter cache; what it puts into a slot is LoRA, heads, or both. `model_heads`: the model's own are there."""
+    own = () if model_heads is None else (FolderSource(MODEL_HEADS, model_heads),)
+
+    def install(slot: int, weights: AdapterWeights | None) -> None:
+        slots.install(slot, weights)
+        heads.install(slot, weights)
+
+    return AdapterManager(
+        _cache_config(config),
+        make_source(config.root, config.hub, hub_token(), own),
+        loaded.base_targets(config.max_rank),
+        loaded.device,
+        install,
+        notify,
+    )
+
+
+def _cache_config(config: AdaptersConfig) -> AdapterCacheConfig:
+    return AdapterCacheConfig(
+        host_bytes=config.host_bytes,
+        device_bytes=config.device_bytes,
+        num_device_slots=config.num_device_slots,
+        disk_bytes=config.disk_bytes,
+        store_dir=config.store_dir,
+    )
+
+
+def _num_blocks(config: EngineConfig, loaded: LoadedModel) -> int:
+    """Blocks of the KV cache: what the budget holds, and no more than all rows could fill."""
+    kv: KvConfig = config.kv
+    budget = kv.memory_bytes
+    if budget is None:
+        free = free_memory_bytes(loaded.device) - config.adapters.device_bytes
+        if loaded.device.type != "cpu":
+            free -= step_bytes(loaded, config.batch.max_step_tokens, config.batch.max_running)
+            free -= graph_bytes(captured_shapes(config, loaded.device), loaded)
+        budget = int(max(0, free) * KV_SHARE.get(loaded.device.type, 0.25))
+        if loaded.device.type == "cpu":
+            budget = min(budget, CPU_KV_BYTES)
+    per_row = -(-loaded.spec.max_context_tokens // kv.block_size)
+    num_blocks = min(
+        num_blocks_for(loaded.spec, kv.block_size, loaded.dtype, budget), config.batch.max_running * per_row + 2
+    )
+    if num_blocks < 3:
+        raise OutOfMemory(
+            f"{budget / 2**20:.0f} MiB of KV cache hold less than three blocks; give more with --kv-memory"
+        )
+    return num_blocks
+
+
+def _max_context_tokens(of_model: int, num_blocks: int, block_size: int, progress: Callable[[str], None]) -> int:
+    """The model's context, or as much of it as the whole KV cache holds: what is promised is not cut short later."""
+    num_kv_tokens = (num_blocks - 1) * block_size  # block 0 is for padding
+    if num_kv_tokens < of_model:
+        progress(
+            f"a request may have {num_kv_tokens:,} tokens, all that the KV cache holds, and not the model's "
+            f"{of_model:,}; give more with --kv-memory"
+        )
+    return min(of_model, num_kv_tokens)

@@ -1,0 +1,352 @@
+"""The body of the engine's loop: schedule, execute, apply, and what surrounds them.
+
+Owns every accepted request with the pin that it holds on its adapter's key, and the adapter operations that wait for a
+load. Owns neither threads nor pipes: `process` turns it, tests may too.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from loraplex_adapters.cache.api import AdapterCache, AdapterInfo
+from loraplex_contracts.adapters import AdapterKey
+from loraplex_contracts.errors import DeadlineExceeded, Draining, LoraplexError, ResourceExhausted, unexpected
+from loraplex_contracts.events import CompletionEnd, Event, RequestFailed, Tokens
+from loraplex_contracts.load import Forecast
+from loraplex_contracts.plan import StepPlan
+from loraplex_contracts.request import Request
+from loraplex_server.config import SpeculationConfig
+from loraplex_server.engine.messages import (
+    Abandon,
+    AdapterCommand,
+    Batch,
+    Cancel,
+    Command,
+    LoadNumbers,
+    ModelInfo,
+    Reply,
+    StopCompletion,
+    Submit,
+)
+from loraplex_server.engine.pending_adapters import Unresolved
+from loraplex_server.model.fault_isolation import Execute, StepHandle, execute_isolated, start_isolated
+from loraplex_server.scheduler.scheduler import Scheduler
+from loraplex_server.speculation.costs import StepCosts
+from loraplex_server.speculation.speculator import Speculator
+
+log = logging.getLogger(__name__)
+
+FORECAST_EVERY_S = 0.05  # it takes time for each request that waits
+MAX_IDLE_S = 3600.0  # a lock cannot be waited for until any deadline that a client may name
+
+
+class Runner(Protocol):
+    """The only place with tensors (model/runner.py; a fake in tests)."""
+
+    overlaps: bool  # a second step may be handed over before the first one's result is asked for
+
+    @property
+    def execute(self) -> Execute: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class _Accepted:
+    """A request from Submit to its terminal event."""
+
+    request: Request
+    num_open: int
+    key: AdapterKey | None = None  # pinned for the request's life, as are the heads
+    heads: AdapterKey | None = None  # that it names apart from its adapter
+    is_scheduled: bool = False  # False: its adapter is not resolved yet
+
+
+class Engine:
+    """One turn: take in finished loads, admit what is resolved, run one step, report."""
+
+    def __init__(
+        self,
+        info: ModelInfo,
+        scheduler: Scheduler,
+        cache: AdapterCache,
+        runner: Runner,
+        clock: Callable[[], float] = time.monotonic,
+        speculator: Speculator | None = None,
+    ) -> None:
+        self.info = info
+        # Told before a step runs how many tokens the turn computes, those of a step under way included.
+        self.on_step: Callable[[int], None] = lambda num_tokens: None
+        self._scheduler = scheduler
+        self._cache = cache
+        self._runner = runner
+        self._clock = clock
+        self._speculator = speculator or Speculator(SpeculationConfig(), {}, StepCosts({1: 1.0}))
+        self._accepted: dict[str, _Accepted] = {}
+        self._unresolved = Unresolved(cache.resolve, lambda request: request.adapter_id)
+        self._without_heads = Unresolved(cache.resolve, lambda request: request.speculation.medusa_id)
+        self._operations: dict[int, AdapterCommand] = {}
+        self._events: list[Event] = []
+        self._replies: list[Reply] = []
+        self._under_way: tuple[StepPlan, StepHandle] | None = None
+        self._num_steps = 0
+        self._can_step = False
+        self._residency_changed = True
+        self._num_queued_reported = 0
+        self._forecast: Forecast | None = None
+        self._forecast_due_s = 0.0
+
+    @property
+    def can_step(self) -> bool:
+        """Whether another turn now is likely to do work."""
+        return self._can_step
+
+    def idle_timeout_s(self) -> float | None:
+        """How long the loop may sleep when nothing arrives: until the next deadline, or for ever."""
+        if self._events or self._replies:
+            return 0.0
+        deadlines = [a.request.deadline_s for a in self._accepted.values() if a.request.deadline_s is not None]
+        if (expiry_s := self._scheduler.next_expiry_s) is not None:
+            deadlines.append(expiry_s)
+        if not deadlines:
+            return None
+        return min(max(0.0, min(deadlines) - self._clock()) + 0.001, MAX_IDLE_S)
+
+    def handle(self, command: Command) -> None:
+        """Takes in one command. What a request did wrong comes out as its own failure."""
+        self._can_step = True
+        match command:
+            case Submit(request):
+                self._submit(request)
+            case Cancel(request_id, error):
+                self._end(request_id, error)
+            case StopCompletion(request_id, index):
+                self._take(self._scheduler.stop_completion(request_id, index, self._clock()))
+            case AdapterCommand():
+                self._operations[command.operation_id] = command
+            case Abandon(operation_id):
+                self._operations.pop(operation_id, None)
+            case _:
+                pass  # Wake: the turn looks by itself
+
+    def turn(self) -> Batch | None:
+        """One turn of the loop. None when there is nothing to report."""
+        now = self._clock()
+        has_news = self._cache.poll(now)
+        self._residency_changed |= has_news
+        self._admit_resolved(has_news, now)
+        self._run_operations(now)
+        self._run_step(now)
+        return self._report()
+
+    def _run_step(self, now: float) -> None:
+        """Plans a step and starts it. Where steps may overlap, the device is given it before the result of the step
+        before is asked for, so that it never waits for the host; but drafts follow tokens that are known."""
+        speculates = self._speculator.is_wanted
+        has_ended = speculates and self._end_step()
+        drafts = self._speculator.propose(self._scheduler.candidates()) if speculates else {}
+        plan = self._scheduler.schedule(now, drafts)
+        self._take(self._scheduler.take_events())
+        self._num_steps += plan is not None
+        if plan is not None:  # the turn may also wait for the step before
+            self.on_step(plan.num_tokens + (self._under_way[0].num_tokens if self._under_way is not None else 0))
+        if plan is None:
+            has_ended |= self._end_step()
+        elif self._runner.overlaps and not speculates:
+            following = plan, start_isolated(self._runner.execute, plan)
+            self._end_step()
+            self._under_way = following
+        else:
+            result = execute_isolated(self._runner.execute, plan)
+            if drafts:
+                self._speculator.observe(plan, result)
+            self._take(self._scheduler.apply(plan, result, self._clock()))
+        self._can_step = plan is not None or has_ended
+
+    def _end_step(self) -> bool:
+        """Waits for the step under way; False where there is none."""
+        if self._under_way is None:
+            return False
+        (plan, handle), self._under_way = self._under_way, None
+        self._take(self._scheduler.apply(plan, handle.result(), self._clock()))
+        return True
+
+    def abort_all(self) -> Batch:
+        """Ends every request as Draining; the last batch."""
+        self._end_step()
+        error = Draining("the server is shutting down; send the request to another worker", retry_after_s=1.0)
+        for request_id in list(self._accepted):
+            self._end(request_id, error)
+        self._replies += [Reply(operation_id, error=error) for operation_id in self._operations]
+        self._operations.clear()
+        return self._report() or Batch(load=self._load())
+
+    def integrity_report(self) -> str:
+        """What is unaccounted for while idle; empty when nothing is."""
+        try:
+            assert not self._accepted, f"requests without a terminal event: {list(self._accepted)}"
+            self._scheduler.check_integrity()
+            self._cache.check_integrity()
+        except AssertionError as leak:
+            return str(leak) or "an integrity check failed"
+        return ""
+
+    def close(self) -> None:
+        self._speculator.close()
+        self._cache.close()
+        self._runner.close()
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def _submit(self, request: Request) -> None:
+        accepted = _Accepted(request, num_open=request.n)
+        self._accepted[request.request_id] = accepted
+        try:
+            # Those whose adapter is being fetched will stand in the scheduler's queue, so they count as if they did.
+            num_unresolved = self._unresolved.num_requests + self._without_heads.num_requests
+            self._scheduler.check_room(request, self._clock(), num_unresolved)
+        except ResourceExhausted as error:
+            self._end(request.request_id, error)
+            return
+        if request.adapter_id:
+            self._unresolved.add(request)
+        else:
+            self._fetch_heads(accepted)
+
+    def _admit_resolved(self, has_news: bool, now: float) -> None:
+        for waiting in (self._unresolved, self._without_heads):
+            for request in waiting.take_expired(now):
+                error = DeadlineExceeded("the deadline passed while the adapter was being fetched; allow more time")
+                self._end(request.request_id, error)
+            for request, outcome in waiting.take_resolved(has_news, now):
+                accepted = self._accepted[request.request_id]
+                if isinstance(outcome, LoraplexError):
+                    self._end(request.request_id, outcome)
+                elif waiting is self._unresolved:
+                    accepted.key = outcome
+                    self._fetch_heads(accepted)
+                else:
+                    accepted.heads = outcome
+                    self._schedule(accepted)
+
+    def _fetch_heads(self, accepted: _Accepted) -> None:
+        """Sees to heads that the request names apart from its adapter. That they exist is waited for, their coming to
+        the device is not."""
+        if accepted.request.speculation.medusa_id:
+            self._without_heads.add(accepted.request)
+        else:
+            self._schedule(accepted)
+
+    def _schedule(self, accepted: _Accepted) -> None:
+        request, key = accepted.request, accepted.key
+        accepted.is_scheduled = True
+        try:
+            keeps_hidden = self._speculator.begin(request, key, accepted.heads)
+            self._scheduler.add(request, key, self._clock(), keeps_hidden=keeps_hidden)
+        except LoraplexError as error:
+            accepted.is_scheduled = False
+            self._end(accepted.request.request_id, error)
+
+    def _end(self, request_id: str, error: LoraplexError) -> None:
+        """Ends a request with `error`, wherever it is; a request that has ended already is left alone."""
+        accepted = self._accepted.get(request_id)
+        if accepted is None:
+            return
+        if accepted.is_scheduled:
+            self._take(self._scheduler.cancel(request_id, error, self._clock()))
+        else:
+            self._take([RequestFailed(request_id, error)])
+
+    def _take(self, events: list[Event]) -> None:
+        """Passes events on; a request's terminal event gives its pin back."""
+        for event in events:
+            self._events.append(event)
+            accepted = self._accepted.get(event.request_id)
+            if accepted is None:
+                continue
+            if isinstance(event, Tokens):
+                self._speculator.count(event)
+            elif isinstance(event, CompletionEnd):
+                accepted.num_open -= 1
+            elif isinstance(event, RequestFailed):
+                accepted.num_open = 0
+            if accepted.num_open == 0:
+                del self._accepted[event.request_id]
+                self._unresolved.discard(accepted.request)
+                self._without_heads.discard(accepted.request)
+                self._speculator.end(event.request_id)
+                for key in (accepted.key, accepted.heads):
+                    if key is not None:
+                        self._cache.unpin(key)
+
+    # --- adapter operations -------------------------------------------------------------------------------------------
+
+    def _run_operations(self, now: float) -> None:
+        for operation_id, command in list(self._operations.items()):
+            try:
+                infos = self._run_operation(command, now)
+            except LoraplexError as error:
+                reply = Reply(operation_id, error=error)
+            except Exception as error:
+                reply = Reply(operation_id, error=unexpected(error, f"running the adapter operation {command.verb}"))
+            else:
+                if infos is None:
+                    continue  # under way; looked at again after the next poll
+                reply = Reply(operation_id, adapters=infos)
+            del self._operations[operation_id]
+            self._residency_changed = True
+            self._replies.append(reply)
+
+    def _run_operation(self, command: AdapterCommand, now: float) -> tuple[AdapterInfo, ...] | None:
+        match command.verb:
+            case "load":
+                info = self._cache.load(command.adapter_id, command.pin, now)
+                return None if info is None else (info,)
+            case "unload":
+                return (self._cache.unload(command.adapter_id),)
+            case "get":
+                return (self._cache.get(command.adapter_id),)
+
+    # --- reporting ----------------------------------------------------------------------------------------------------
+
+    def _report(self) -> Batch | None:
+        load = self._load()
+        # Routers spread by the queue, and while all wait for a fetch there is nothing else to say.
+        has_news = self._residency_changed or load.num_queued != self._num_queued_reported
+        if not self._events and not self._replies and not has_news:
+            return None
+        changes = usage = None
+        if self._residency_changed:
+            changes = self._cache.take_changes()
+            usage = self._cache.usage()
+            self._residency_changed = False
+        batch = Batch(tuple(self._events), tuple(self._replies), load, changes, usage)
+        self._num_queued_reported = load.num_queued
+        self._events, self._replies = [], []
+        return batch
+
+    def _load(self) -> LoadNumbers:
+        load = self._scheduler.load()
+        return LoadNumbers(
+            num_running=load.num_running,
+            num_queued=load.num_queued + self._unresolved.num_completions + self._without_heads.num_completions,
+            pending_tokens=load.pending_tokens,
+            num_blocks=load.num_blocks,
+            num_free_blocks=load.num_free_blocks,
+            max_running=load.max_running,
+            num_steps=self._num_steps,
+            num_preemptions=load.num_preemptions,
+            drafted=dict(self._speculator.drafted),
+            accepted=dict(self._speculator.accepted),
+            forecast=self._current_forecast() if load.num_queued else None,
+        )
+
+    def _current_forecast(self) -> Forecast | None:
+        now = self._clock()
+        if now >= self._forecast_due_s:
+            self._forecast, self._forecast_due_s = self._scheduler.forecast(), now + FORECAST_EVERY_S
+        return self._forecast

@@ -1,0 +1,94 @@
+"""Requests whose adapter is still being fetched, by what they wait for.
+
+Owns who waits, and decides when the cache is asked again: once for all requests of one name and tenant, and only when
+something has come in. Knows neither the scheduler nor how requests end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from loraplex_contracts.adapters import AdapterKey
+from loraplex_contracts.errors import LoraplexError, unexpected
+from loraplex_contracts.request import Request
+
+# As AdapterCache.resolve: the key, pinned once; None while it is fetched; or a typed error.
+Resolve = Callable[[str, str, float], AdapterKey | None]
+_Group = tuple[str, str]  # adapter id and tenant
+
+
+class Unresolved:
+    """From when a request's adapter is asked for until its key, or why it has none, is known. `name_of`: which adapter
+    of the request's."""
+
+    def __init__(self, resolve: Resolve, name_of: Callable[[Request], str]) -> None:
+        self._resolve = resolve
+        self._name_of = name_of
+        self._groups: dict[_Group, dict[str, Request]] = {}  # in the order of arrival, and so are their requests
+        self._unasked: dict[_Group, None] = {}  # that the cache has not been asked for yet
+        self._next_deadline_s = math.inf  # none is earlier
+        # Asked for in every step.
+        self.num_requests = 0
+        self.num_completions = 0
+
+    def add(self, request: Request) -> None:
+        group = (self._name_of(request), request.tenant)
+        if group not in self._groups:
+            self._groups[group] = {}
+            self._unasked[group] = None
+        self._groups[group][request.request_id] = request
+        self.num_requests += 1
+        self.num_completions += request.n
+        if request.deadline_s is not None:
+            self._next_deadline_s = min(self._next_deadline_s, request.deadline_s)
+
+    def discard(self, request: Request) -> None:
+        """One that does not wait here is left alone."""
+        group = (self._name_of(request), request.tenant)
+        waiting = self._groups.get(group, {})
+        if waiting.pop(request.request_id, None) is not None:
+            self.num_requests -= 1
+            self.num_completions -= request.n
+            if not waiting:
+                del self._groups[group]
+                self._unasked.pop(group, None)
+
+    def take_expired(self, now: float) -> list[Request]:
+        """Those whose deadline has passed wait no longer."""
+        if now < self._next_deadline_s:
+            return []
+        dated = [
+            (request.deadline_s, request)
+            for group in self._groups.values()
+            for request in group.values()
+            if request.deadline_s is not None
+        ]
+        expired = [request for deadline_s, request in dated if deadline_s <= now]
+        self._next_deadline_s = min((deadline_s for deadline_s, _ in dated if deadline_s > now), default=math.inf)
+        for request in expired:
+            self.discard(request)
+        return expired
+
+    def take_resolved(self, has_news: bool, now: float) -> list[tuple[Request, AdapterKey | LoraplexError]]:
+        """Those that need not wait any longer, each with its own pin on the key. `has_news`: what AdapterCache.poll
+        has returned since the last time."""
+        groups, self._unasked = self._groups if has_news else self._unasked, {}
+        taken = [outcome for group in list(groups) for outcome in self._ask(self._groups[group], now)]
+        for request, _ in taken:
+            self.discard(request)
+        return taken
+
+    def _ask(self, waiting: dict[str, Request], now: float) -> list[tuple[Request, AdapterKey | LoraplexError]]:
+        taken: list[tuple[Request, AdapterKey | LoraplexError]] = []
+        for request in waiting.values():
+            try:
+                key = self._resolve(self._name_of(request), request.tenant, now)
+            except Exception as error:
+                # It is the same for all of them, and asking again might start another try.
+                typed = error if isinstance(error, LoraplexError) else unexpected(error, "resolving an adapter")
+                return [*taken, *((other, typed) for other in list(waiting.values())[len(taken) :])]
+            if key is None:
+                return taken
+            taken.append((request, key))
+        return taken

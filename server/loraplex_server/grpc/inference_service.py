@@ -1,0 +1,271 @@
+"""InferenceService of a worker."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import itertools
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import loraplex_proto
+from loraplex_contracts.errors import DeadlineExceeded, LoraplexError
+from loraplex_contracts.request import Request
+from loraplex_proto import validate
+from loraplex_proto.v1 import inference_pb2, inference_pb2_grpc
+from loraplex_runtime import auth
+from loraplex_runtime.deadlines import answer_within_s
+from loraplex_server.engine.client import EngineClient
+from loraplex_server.engine.messages import ModelInfo
+from loraplex_server.frontend.completion import CompletionAssembler, CompletionSummary, Delta
+from loraplex_server.frontend.generation import Progress, generate
+from loraplex_server.frontend.tokenizing import Tokenizing
+from loraplex_server.grpc import protobuf as convert
+from loraplex_server.grpc.middleware import Edge, begin_request, handles_errors, handles_stream_errors
+from loraplex_server.grpc.tokens import tokenize_response
+
+Context = Any  # grpc.aio.ServicerContext, which is generic over messages in its stubs
+
+IDS_AT_ONCE = 1 << 14  # that are copied in one step
+TOKEN_CHARS = 4
+
+
+@dataclass(slots=True)
+class Sent:
+    """What the client has of an answer. An error that ends it says so, whatever the error is."""
+
+    num_messages: int = 0
+    num_tokens: int = 0
+
+    @contextlib.asynccontextmanager
+    async def told_with_errors(self) -> AsyncGenerator[None]:
+        try:
+            yield
+        except LoraplexError as error:
+            told = copy.copy(error)  # it may be the end of other requests too
+            told.metadata |= {"messages_sent": str(self.num_messages), "tokens_sent": str(self.num_tokens)}
+            raise told from error
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
+    """Owns nothing but the counter that makes engine request ids unique."""
+
+    def __init__(self, engine: EngineClient, info: ModelInfo, tokenizing: Tokenizing, edge: Edge) -> None:
+        self._engine = engine
+        self._info = info
+        self._tokenizing = tokenizing
+        self._tokenizer = tokenizing.tokenizer
+        self._edge = edge
+        self._limits = tokenizing.limits
+        self._counter = itertools.count(1)
+
+    @handles_errors
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: Context
+    ) -> inference_pb2.GenerateResponse:
+        progress = Progress()
+        deltas: dict[int, list[Delta]] = {}
+        accepted, echo = await self._accept(request, context)
+        generating = generate(self._engine, accepted, self._new_assembler, progress)
+        async with Sent().told_with_errors(), aclosing(generating) as batches:
+            async for batch in batches:
+                for delta in batch:
+                    deltas.setdefault(delta.index, []).append(delta)
+        return self._answer(request, accepted, echo, deltas, progress)
+
+    @handles_stream_errors
+    async def GenerateStream(
+        self, request: inference_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[inference_pb2.GenerateStreamResponse]:
+        progress = Progress()
+        accepted, echo = await self._accept(request, context)
+        sent, echoed = Sent(), set[int]()
+        generating = generate(self._engine, accepted, self._new_assembler, progress)
+        async with sent.told_with_errors(), aclosing(generating) as batches:
+            async for batch in batches:
+                for delta in batch:
+                    message = convert.delta_to_pb(delta, with_token_ids=not request.output.omit_token_ids)
+                    if sent.num_messages == 0:
+                        message.request_id = _public_id(accepted)
+                        message.adapter_digest = progress.adapter_digest
+                        message.prompt_logprobs.extend(convert.logprobs_to_pb(progress.prompt_logprobs))
+                    if delta.index not in echoed:
+                        echoed.add(delta.index)
+                        message.text_delta = echo + message.text_delta
+                    if delta.end is not None:
+                        message.timings.CopyFrom(_timings(progress))
+                    yield message
+                    sent.num_messages += 1
+                    sent.num_tokens += len(delta.token_ids)
+
+    @handles_errors
+    async def Tokenize(self, request: inference_pb2.TokenizeRequest, context: Context) -> Any:
+        """The answer as it is on the wire: one of a long text is serialized where the text is tokenized."""
+        validate.check_tokenize(request)
+        self._edge.admit()
+        async with _within(_remaining_s(context)):
+            if request.WhichOneof("input") == "chat":
+                messages, opens_turn = _messages(request.chat), not request.chat.omit_generation_prompt
+                return await self._tokenizing.tokenize_chat(messages, tokenize_response, opens_turn)
+            special = not request.omit_special_tokens
+            return await self._tokenizing.tokenize(request.text, tokenize_response, special=special)
+
+    @handles_errors
+    async def GetInfo(self, request: inference_pb2.GetInfoRequest, context: Context) -> inference_pb2.GetInfoResponse:
+        validate.check_bare(request)
+        info = self._info
+        return inference_pb2.GetInfoResponse(
+            model_id=info.model_id,
+            model_type=info.model_type,
+            version=loraplex_proto.__version__,
+            role="worker",
+            max_context_tokens=info.max_context_tokens,
+            vocab_size=info.vocab_size,
+            dtype=info.dtype,
+            device=info.device,
+            max_lora_rank=info.max_lora_rank,
+            eos_token_ids=info.eos_token_ids,
+            has_chat_template=self._tokenizer.has_chat_template,
+            speculation=convert.speculation_kinds(info.speculation),
+            draft_models=convert.draft_model_names(info.speculation),
+        )
+
+    async def _accept(self, message: inference_pb2.GenerateRequest, context: Context) -> tuple[Request, str]:
+        """From the wire to a request that the engine takes, and the text to put before every completion. Raises the
+        typed error."""
+        request_id = begin_request(message.request_id)
+        validate.check_generate(message)
+        num_ids = len(message.token_ids.ids)
+        if num_ids:
+            validate.check_prompt_length(num_ids, self._limits, field="token_ids.ids")  # before any is looked at
+        arrival_s, remaining_s = time.monotonic(), _remaining_s(context)
+        async with _within(remaining_s):
+            await self._tokenizing.off_loop(num_ids, partial(validate.check_for_model, message, self._limits))
+            identity = self._edge.admit(*auth.adapters_in(message))
+            self._refuse_early(message, identity.tenant, remaining_s)
+            prompt = await self._prompt(message)
+            validate.check_prompt_length(len(prompt), self._limits)
+            echo = await self._tokenizing.decode(prompt) if message.output.echo else ""
+        request = convert.to_request(
+            message,
+            prompt,
+            # Clients choose ids as they like; in the engine they are unique.
+            request_id=f"{request_id}/{next(self._counter)}",
+            tenant=identity.tenant,
+            room=self._info.max_context_tokens - len(prompt),
+            arrival_s=arrival_s,
+            deadline_s=None if remaining_s is None else arrival_s + remaining_s,
+        )
+        return request, echo
+
+    def _refuse_early(self, message: inference_pb2.GenerateRequest, tenant: str, remaining_s: float | None) -> None:
+        """Raises Overloaded where the engine would, as far as that can be told without tokens: refusals of a flood
+        must not take the CPU of what is served."""
+        forecast = self._engine.state.load.forecast
+        if forecast is None or message.priority > 0:
+            return
+        num_prompt = len(message.token_ids.ids) or (len(message.text) + message.chat.ByteSize()) // TOKEN_CHARS
+        room = max(1, self._info.max_context_tokens - num_prompt)
+        wanted = message.stopping.max_tokens if message.stopping.HasField("max_tokens") else room
+        num_outputs = min(wanted, room)
+        forecast.check((tenant, message.adapter_id), num_prompt, num_outputs, remaining_s)
+
+    async def _prompt(self, message: inference_pb2.GenerateRequest) -> tuple[int, ...]:
+        match message.WhichOneof("input"):
+            case "token_ids":
+                ids = message.token_ids.ids
+                return await self._tokenizing.off_loop(len(ids), partial(_copied, ids))
+            case "chat":
+                messages = _messages(message.chat)
+                return tuple(await self._tokenizing.encode_chat(messages, not message.chat.omit_generation_prompt))
+            case _:
+                return tuple(await self._tokenizing.encode(message.text))
+
+    def _new_assembler(self, request: Request, index: int) -> CompletionAssembler:
+        tokenizer, stopping = self._tokenizer, request.stopping
+        # What ends a completion is no part of its text, special token or not.
+        ending = stopping.stop_token_ids | (frozenset() if stopping.ignore_eos else frozenset(self._info.eos_token_ids))
+        return CompletionAssembler(
+            index,
+            request.stopping,
+            tokenizer.new_detokenizer(request.prompt_token_ids, frozenset() if stopping.include_stop else ending),
+            tokenizer.new_stop_matcher(request.stopping),
+            tokenizer.token_text,
+        )
+
+    def _answer(
+        self,
+        message: inference_pb2.GenerateRequest,
+        request: Request,
+        echo: str,
+        deltas: dict[int, list[Delta]],
+        progress: Progress,
+    ) -> inference_pb2.GenerateResponse:
+        summaries = [_summary(deltas[index]) for index in range(request.n)]
+        return inference_pb2.GenerateResponse(
+            request_id=_public_id(request),
+            completions=[
+                convert.completion_to_pb(
+                    summary, deltas[summary.index], prefix=echo, with_token_ids=not message.output.omit_token_ids
+                )
+                for summary in summaries
+            ],
+            prompt_logprobs=convert.logprobs_to_pb(progress.prompt_logprobs),
+            usage=convert.total_usage(summaries),
+            timings=_timings(progress),
+            adapter_digest=progress.adapter_digest,
+        )
+
+
+def _remaining_s(context: Context) -> float | None:
+    """The time in which to answer; None without a deadline. Raises DeadlineExceeded when there is none left."""
+    remaining_s: float | None = context.time_remaining()
+    if remaining_s is None:
+        return None
+    if remaining_s <= 0:
+        raise DeadlineExceeded("the deadline had passed when the request arrived; give it more time")
+    return answer_within_s(remaining_s)
+
+
+@contextlib.asynccontextmanager
+async def _within(remaining_s: float | None) -> AsyncGenerator[None]:
+    """Raises DeadlineExceeded when the block takes longer."""
+    timeout = asyncio.timeout(remaining_s)
+    try:
+        async with timeout:
+            yield
+    except TimeoutError:
+        if not timeout.expired():
+            raise
+        raise DeadlineExceeded("the deadline passed before the text was tokenized; give it more time") from None
+
+
+def _copied(ids: Sequence[int]) -> tuple[int, ...]:
+    """In steps, so that other threads go on in between."""
+    copied: list[int] = []
+    for start in range(0, len(ids), IDS_AT_ONCE):
+        copied += ids[start : start + IDS_AT_ONCE]
+    return tuple(copied)
+
+
+def _public_id(request: Request) -> str:
+    return request.request_id.rpartition("/")[0]
+
+
+def _summary(deltas: list[Delta]) -> CompletionSummary:
+    end = deltas[-1].end
+    assert end is not None, "the last delta of a completion carries its end"
+    return end
+
+
+def _messages(chat: inference_pb2.Chat) -> list[dict[str, str]]:
+    return [{"role": message.role, "content": message.content} for message in chat.messages]
+
+
+def _timings(progress: Progress) -> inference_pb2.Timings:
+    return convert.timings_to_pb(progress.queue_s, progress.first_token_s or 0.0, progress.elapsed_s())

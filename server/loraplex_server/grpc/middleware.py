@@ -1,0 +1,179 @@
+"""What every handler of the worker does first and last: is it a message, who calls, do we drain, which error leaves.
+
+Owns the flags of draining and the counts of calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import functools
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Generator
+from typing import Any, Final, TypeVar, cast
+
+import grpc
+import grpc.aio
+from google.protobuf.descriptor import ServiceDescriptor
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+
+from loraplex_contracts.errors import Draining, InvalidArgument, LoraplexError
+from loraplex_contracts.ids import MAX_ID_CHARS
+from loraplex_proto import status
+from loraplex_proto.wire import parse
+from loraplex_runtime import auth, telemetry
+
+log = logging.getLogger(__name__)
+
+Context = Any
+_Handler = TypeVar("_Handler", bound=Callable[..., Any])
+
+
+# Calls that last as long as their client likes. A drain does not wait for them.
+WATCHES: Final = frozenset({"WatchLoad"})
+
+
+class Edge:
+    """Shared by the services of one server."""
+
+    def __init__(self, metrics: telemetry.RequestMetrics | None = None) -> None:
+        self.is_leaving = False  # what routers are told, so that they send no more
+        self.is_draining = False  # whoever sends all the same is refused
+        self.metrics = metrics or telemetry.RequestMetrics(None, "worker")
+        self._num_active = 0
+        self._all_ended = asyncio.Event()
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuses new calls from now on; returns when those under way have ended, or after `timeout_s`."""
+        self.is_draining = True
+        if self._num_active:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._all_ended.wait(), timeout_s)
+
+    @contextlib.contextmanager
+    def call(self, method: str) -> Generator[_Call]:
+        """One call, from its arrival to its end."""
+        call = _Call(self.metrics, method)
+        self._num_active += method not in WATCHES
+        try:
+            yield call
+            call.code = "OK"
+        finally:
+            call.ended()
+            self._num_active -= method not in WATCHES
+            if self.is_draining and not self._num_active:
+                self._all_ended.set()
+
+    def admit(self, *adapter_ids: str) -> auth.Identity:
+        """The caller's identity. Raises Draining, and AdapterNotFound for an adapter that is not the caller's."""
+        if self.is_draining:
+            raise Draining("this worker is shutting down; send the request to another one", retry_after_s=1.0)
+        identity = auth.current_identity()
+        identity.check_adapters(adapter_ids)
+        return identity
+
+
+def begin_request(given: str) -> str:
+    """The client's request id, or one of ours. Log lines and the error of this call carry it from here on."""
+    request_id = given or uuid.uuid4().hex
+    telemetry.bind_request_id(request_id[:MAX_ID_CHARS])
+    return request_id
+
+
+def add_service(server: grpc.aio.Server, service: ServiceDescriptor, servicer: object) -> None:
+    """Serves `service` by the methods of `servicer`, each decorated with `handles_errors` or `handles_stream_errors`.
+
+    In place of the generated function, whose handlers gRPC ends itself, in its own words, when a request is no message.
+    """
+    handlers: dict[str, Any] = {}
+    for method in service.methods:
+        make = grpc.unary_stream_rpc_method_handler if method.server_streaming else grpc.unary_unary_rpc_method_handler
+        handlers[method.name] = make(
+            getattr(servicer, method.name),
+            request_deserializer=functools.partial(_parsed_or_error, GetMessageClass(method.input_type)),
+            response_serializer=_serialized,
+        )
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
+
+
+def _parsed_or_error(cls: type[Message], raw: bytes) -> Message | InvalidArgument:
+    """What is wrong with a request is for its handler to say."""
+    try:
+        return parse(cls, raw)
+    except InvalidArgument as error:
+        return error
+
+
+def _serialized(response: Message | bytes) -> bytes:
+    """A handler may have serialized its answer itself."""
+    return response if isinstance(response, bytes) else response.SerializeToString()
+
+
+def handles_errors(handler: _Handler) -> _Handler:
+    """Errors of a unary handler leave as typed status, unknown ones as INTERNAL with an opaque id; calls are counted.
+
+    The handler's `self` has an Edge in `_edge`."""
+
+    @functools.wraps(handler)
+    async def wrapped(self: Any, request: Any, context: Context) -> Any:
+        with self._edge.call(handler.__name__) as call:
+            try:
+                return await handler(self, _checked(request), context)
+            except Exception as error:
+                await status.abort(context, call.failed(error))
+
+    return cast(_Handler, wrapped)
+
+
+def handles_stream_errors(handler: _Handler) -> _Handler:
+    """The same for a handler that streams."""
+
+    @functools.wraps(handler)
+    async def wrapped(self: Any, request: Any, context: Context) -> AsyncIterator[Any]:
+        with self._edge.call(handler.__name__) as call:
+            try:
+                async for message in handler(self, _checked(request), context):
+                    call.has_message()
+                    yield message
+            except Exception as error:
+                await status.abort(context, call.failed(error))
+
+    return cast(_Handler, wrapped)
+
+
+def _checked(request: Any) -> Any:
+    if isinstance(request, InvalidArgument):
+        raise request
+    return request
+
+
+class _Call:
+    """One call's metrics. A call that neither failed nor ended was cancelled."""
+
+    def __init__(self, metrics: telemetry.RequestMetrics, method: str) -> None:
+        self._metrics = metrics
+        self._method = method
+        self._started_s = time.monotonic()
+        self._has_message = False
+        self.code = "CANCELLED"
+
+    def has_message(self) -> None:
+        if not self._has_message:
+            self._has_message = True
+            self._metrics.first_message(self._method, time.monotonic() - self._started_s)
+
+    def failed(self, error: Exception) -> LoraplexError:
+        # One error may have ended many requests, and this one's id is nobody else's business.
+        typed = copy.copy(status.as_typed(error))
+        self.code = typed.code.name
+        if request_id := telemetry.bound_request_id():
+            typed.metadata.setdefault("request_id", request_id)
+        log.info("%s failed: %s: %s", self._method, self.code, typed.message)
+        return typed
+
+    def ended(self) -> None:
+        self._metrics.ended(self._method, self.code, time.monotonic() - self._started_s)

@@ -1,0 +1,300 @@
+"""Between the wire's messages and the engine's plain data. Pure; messages arrive here validated
+(loraplex_proto.validate)."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Sequence
+
+from loraplex_adapters.cache.api import AdapterInfo, CacheUsage
+from loraplex_adapters.cache.listing import Resident
+from loraplex_contracts.load import Forecast
+from loraplex_contracts.request import (
+    OutputParams,
+    Request,
+    SamplingParams,
+    SpeculationKind,
+    SpeculationParams,
+    StoppingParams,
+)
+from loraplex_proto.v1 import adapter_pb2, inference_pb2, worker_pb2
+from loraplex_server.engine.messages import LoadNumbers
+from loraplex_server.frontend.completion import CompletionSummary, Delta, Drafts, TextLogprob
+
+MAX_FLOWS = 256  # in a forecast
+DRAFT_MODEL_PREFIX = "draft_model:"  # of a name, among what an engine says that it can do
+
+STATES = {
+    "known": adapter_pb2.ADAPTER_STATE_KNOWN,
+    "fetching": adapter_pb2.ADAPTER_STATE_FETCHING,
+    "on_host": adapter_pb2.ADAPTER_STATE_ON_HOST,
+    "on_device": adapter_pb2.ADAPTER_STATE_ON_DEVICE,
+    "draining": adapter_pb2.ADAPTER_STATE_DRAINING,
+    "failed": adapter_pb2.ADAPTER_STATE_FAILED,
+}
+_TIERS = {
+    "source": adapter_pb2.ADAPTER_TIER_SOURCE,
+    "disk": adapter_pb2.ADAPTER_TIER_DISK,
+    "host": adapter_pb2.ADAPTER_TIER_HOST,
+    "device": adapter_pb2.ADAPTER_TIER_DEVICE,
+}
+_REASONS = {
+    "eos": inference_pb2.FINISH_REASON_EOS,
+    "stop": inference_pb2.FINISH_REASON_STOP,
+    "length": inference_pb2.FINISH_REASON_LENGTH,
+}
+
+
+def sampling_params(message: inference_pb2.Sampling) -> SamplingParams:
+    """Unset fields take the wire's documented defaults; a seed is drawn where the client gave none."""
+
+    present = {field.name for field, _ in message.ListFields()}
+
+    def value(name: str, default: float) -> float:
+        return getattr(message, name) if name in present else default
+
+    return SamplingParams(
+        temperature=value("temperature", 0.0),
+        top_k=int(value("top_k", 0)),
+        top_p=value("top_p", 1.0),
+        min_p=value("min_p", 0.0),
+        repetition_penalty=value("repetition_penalty", 1.0),
+        frequency_penalty=value("frequency_penalty", 0.0),
+        presence_penalty=value("presence_penalty", 0.0),
+        seed=message.seed if message.HasField("seed") else secrets.randbits(64),
+        logit_bias=tuple(sorted(message.logit_bias.items())),
+    )
+
+
+def stopping_params(message: inference_pb2.Stopping, room: int) -> StoppingParams:
+    """`room` is what the context has left for new tokens."""
+    wanted = message.max_tokens if message.HasField("max_tokens") else room
+    return StoppingParams(
+        max_tokens=min(wanted, room),
+        min_tokens=message.min_tokens if message.HasField("min_tokens") else 0,
+        stop=tuple(message.stop),
+        stop_token_ids=frozenset(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+        include_stop=message.include_stop,
+    )
+
+
+def output_params(message: inference_pb2.Output) -> OutputParams:
+    return OutputParams(
+        logprobs=message.logprobs or message.top_logprobs > 0,
+        top_logprobs=message.top_logprobs,
+        prompt_logprobs=message.prompt_logprobs,
+    )
+
+
+def speculation_params(message: inference_pb2.Speculation) -> SpeculationParams:
+    kind: SpeculationKind | None = message.WhichOneof("kind")
+    return SpeculationParams(
+        kind=kind,
+        medusa_id=message.medusa.adapter_id,
+        min_ngram=message.prompt_lookup.min_ngram,
+        max_ngram=message.prompt_lookup.max_ngram,
+        draft_name=message.draft_model.name,
+        max_draft_tokens=message.max_draft_tokens,
+        fixed_length=message.fixed_length,
+    )
+
+
+def to_request(
+    message: inference_pb2.GenerateRequest,
+    prompt_token_ids: tuple[int, ...],
+    *,
+    request_id: str,
+    tenant: str,
+    room: int,
+    arrival_s: float,
+    deadline_s: float | None,
+) -> Request:
+    """A validated message as the engine's request; `room` as for `stopping_params`."""
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=prompt_token_ids,
+        stopping=stopping_params(message.stopping, room),
+        sampling=sampling_params(message.sampling),
+        output=output_params(message.output),
+        speculation=speculation_params(message.speculation),
+        adapter_id=message.adapter_id,
+        tenant=tenant,
+        cache_salt=message.cache_salt,
+        n=message.n or 1,
+        priority=message.priority,
+        arrival_s=arrival_s,
+        deadline_s=deadline_s,
+    )
+
+
+def logprobs_to_pb(logprobs: Iterable[TextLogprob]) -> list[inference_pb2.TokenLogprob]:
+    return [
+        inference_pb2.TokenLogprob(
+            token_id=one.token_id,
+            text=one.text,
+            logprob=one.logprob,
+            top=[inference_pb2.TopLogprob(token_id=t.token_id, text=t.text, logprob=t.logprob) for t in one.top],
+        )
+        for one in logprobs
+    ]
+
+
+def usage_to_pb(summary: CompletionSummary) -> inference_pb2.Usage:
+    usage = inference_pb2.Usage(
+        prompt_tokens=summary.num_prompt_tokens,
+        completion_tokens=summary.num_completion_tokens,
+        cached_tokens=summary.num_cached_tokens,
+        steps=summary.num_steps,
+    )
+    _fill_drafts(usage, summary.drafts)
+    return usage
+
+
+def total_usage(summaries: Sequence[CompletionSummary]) -> inference_pb2.Usage:
+    """Of a whole request: the prompt counts once, what was made counts for every completion."""
+    total = inference_pb2.Usage()
+    for summary in summaries:
+        if summary.index == 0:  # the others share its prefill
+            total.prompt_tokens = summary.num_prompt_tokens
+            total.cached_tokens = summary.num_cached_tokens
+        total.completion_tokens += summary.num_completion_tokens
+        total.steps += summary.num_steps
+    _fill_drafts(total, (one for summary in summaries for one in summary.drafts))
+    return total
+
+
+def _fill_drafts(usage: inference_pb2.Usage, drafts: Iterable[Drafts]) -> None:
+    """Several of one proposer count together."""
+    rows: dict[str, inference_pb2.ProposerUsage] = {}
+    for one in drafts:
+        row = rows.setdefault(one.proposer, inference_pb2.ProposerUsage(name=one.proposer))
+        row.drafted_tokens += one.num_drafted
+        row.accepted_tokens += one.num_accepted
+        usage.drafted_tokens += one.num_drafted
+        usage.accepted_tokens += one.num_accepted
+    usage.proposers.extend(rows[name] for name in sorted(rows))
+
+
+def timings_to_pb(queue_s: float, first_token_s: float, total_s: float) -> inference_pb2.Timings:
+    return inference_pb2.Timings(queue_s=queue_s, time_to_first_token_s=first_token_s, total_s=total_s)
+
+
+def delta_to_pb(delta: Delta, *, with_token_ids: bool) -> inference_pb2.GenerateStreamResponse:
+    message = inference_pb2.GenerateStreamResponse(
+        index=delta.index,
+        text_delta=delta.text,
+        token_ids=delta.token_ids if with_token_ids else (),
+        logprobs=logprobs_to_pb(delta.logprobs),
+        drafted_tokens=delta.num_drafted,
+        accepted_tokens=delta.num_accepted,
+        proposer=delta.proposer,
+    )
+    if delta.end is not None:
+        fill_end(message, delta.end)
+        message.usage.CopyFrom(usage_to_pb(delta.end))
+    return message
+
+
+def fill_end(
+    message: inference_pb2.GenerateStreamResponse | inference_pb2.Completion, summary: CompletionSummary
+) -> None:
+    """Why the completion ended, the same in a stream's last chunk and in a whole answer."""
+    message.finish_reason = _REASONS[summary.reason.value]
+    if summary.stop_string is not None:
+        message.stop_string = summary.stop_string
+    if summary.stop_token_id is not None:
+        message.stop_token_id = summary.stop_token_id
+
+
+def completion_to_pb(
+    summary: CompletionSummary, deltas: list[Delta], *, prefix: str, with_token_ids: bool
+) -> inference_pb2.Completion:
+    """A completion put together from all its deltas."""
+    message = inference_pb2.Completion(
+        index=summary.index,
+        text=prefix + "".join(delta.text for delta in deltas),
+        token_ids=[t for delta in deltas for t in delta.token_ids] if with_token_ids else (),
+        logprobs=logprobs_to_pb(one for delta in deltas for one in delta.logprobs),
+        usage=usage_to_pb(summary),
+    )
+    fill_end(message, summary)
+    return message
+
+
+def speculation_kinds(available: Iterable[str]) -> list[str]:
+    """What a request may ask for: not to speculate always, to have the engine pick where there is something to pick."""
+    proposers = list(available)
+    return ["off", *(["auto"] if proposers else []), *proposers]
+
+
+def draft_model_names(available: Iterable[str]) -> list[str]:
+    return [one.removeprefix(DRAFT_MODEL_PREFIX) for one in available if one.startswith(DRAFT_MODEL_PREFIX)]
+
+
+def adapter_to_pb(info: AdapterInfo) -> adapter_pb2.Adapter:
+    return adapter_pb2.Adapter(
+        adapter_id=info.adapter_id,
+        kind=info.kind,
+        digest=info.digest,
+        state=STATES[info.state],
+        tier=_TIERS[info.tier],
+        bytes=info.num_bytes,
+        rank=info.rank,
+        running_requests=info.num_running,
+        pinned=info.pinned,
+        error=info.error,
+        error_reason=info.error_reason,
+    )
+
+
+def unloaded_to_pb(adapter_id: str) -> adapter_pb2.Adapter:
+    """An adapter in the source that nobody has asked for yet."""
+    return adapter_pb2.Adapter(
+        adapter_id=adapter_id, state=adapter_pb2.ADAPTER_STATE_KNOWN, tier=adapter_pb2.ADAPTER_TIER_SOURCE
+    )
+
+
+def residents_to_pb(nearest: Iterable[Resident]) -> list[worker_pb2.ResidentAdapter]:
+    """As `Listing.nearest` gives them."""
+    return [
+        worker_pb2.ResidentAdapter(adapter_id=name, digest=digest, tier=_TIERS[tier]) for tier, name, digest in nearest
+    ]
+
+
+def load_to_pb(
+    load: LoadNumbers, resident: Iterable[worker_pb2.ResidentAdapter], usage: CacheUsage | None, draining: bool
+) -> worker_pb2.Load:
+    message = worker_pb2.Load(
+        running_requests=load.num_running,
+        queued_requests=load.num_queued,
+        pending_tokens=load.pending_tokens,
+        total_kv_blocks=load.num_blocks,
+        free_kv_blocks=load.num_free_blocks,
+        max_running_requests=load.max_running,
+        draining=draining,
+        adapters=resident,
+    )
+    if usage is not None:
+        message.device_adapter_bytes = usage.device_bytes
+        message.device_adapter_budget_bytes = usage.device_budget_bytes
+        message.host_adapter_bytes = usage.host_bytes
+        message.host_adapter_budget_bytes = usage.host_budget_bytes
+    if load.forecast is not None:
+        message.forecast.CopyFrom(_forecast_to_pb(load.forecast))
+    return message
+
+
+def _forecast_to_pb(forecast: Forecast) -> worker_pb2.Forecast:
+    longest = sorted(forecast.waits_s.items(), key=lambda entry: -entry[1])[:MAX_FLOWS]
+    return worker_pb2.Forecast(
+        waits=[
+            worker_pb2.FlowWait(tenant=tenant, adapter_id=adapter_id, wait_s=wait_s)
+            for (tenant, adapter_id), wait_s in longest
+        ],
+        max_queue_wait_s=forecast.max_queue_wait_s,
+        prompt_token_s=forecast.prompt_token_s,
+        token_interval_s=forecast.interval_s,
+        end_probability=forecast.end_probability,
+        longest_tokens=forecast.longest_tokens,
+    )

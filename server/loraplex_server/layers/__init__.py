@@ -1,0 +1,1 @@
+"""The layers that every model is made of here, and what they share in a step."""

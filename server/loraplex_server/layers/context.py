@@ -1,0 +1,49 @@
+"""What the modules of a model read during one step: the runner fills it in, they hold a reference to it.
+
+One object per loaded model instead of a global or of keyword arguments through Transformers' forwards, which not every
+architecture hands on.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from loraplex_server.layers.lora import PreparedSegments
+
+
+class JointOutput(NamedTuple):
+    """What the first of some siblings leaves for the others."""
+
+    siblings: object  # whose output it is
+    next_idx: int  # of the member whose columns come next
+    x: Tensor  # [..., in], as it was given
+    y: Tensor  # [..., sum of outputs]
+
+
+class StepContext:
+    """The current step. Owned and written by the runner; modules only read, but for what they leave for each other."""
+
+    __slots__ = ("attention", "capture_head_input", "head_input", "head_segments", "joint", "token_segments")
+
+    def __init__(self) -> None:
+        # Adapter segments of the step's token rows, and of the rows that reach the head. None: nobody has an adapter.
+        self.token_segments: PreparedSegments | None = None
+        self.head_segments: PreparedSegments | None = None
+        # The attention back end's own plan of the step.
+        self.attention: Any = None
+        # Post-norm hidden states of the head's rows [num_head_rows, hidden], for whoever drafts from them.
+        self.capture_head_input = False
+        self.head_input: Tensor | None = None
+        # What the first of some siblings has computed for the others.
+        self.joint: JointOutput | None = None
+
+    def clear(self) -> None:
+        """Between steps nothing is referenced: a step that raised must not leak its tensors into the next."""
+        self.token_segments = None
+        self.head_segments = None
+        self.attention = None
+        self.capture_head_input = False
+        self.head_input = None
+        self.joint = None

@@ -1,0 +1,141 @@
+"""The contract of segmented LoRA: factors by device slot, segments of rows, and what an implementation does with them.
+
+    y[start:end] += weight * scale * (x[start:end] @ a.T) @ b.T      for each segment, with its slot's factors
+
+Semantics of Punica's SGMV and BGMV (arXiv 2310.18547) in one operation, with the true rank and scale of each adapter;
+rows in no segment are not touched. Segments may overlap (several adapters on the same rows add up).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from loraplex_adapters.weights import LoraFactors
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Rows `start` to `end` (exclusive) of the step use the adapter in `slot`, times `weight`."""
+
+    start: int
+    end: int
+    slot: int
+    weight: float = 1.0
+
+
+class Derived(Protocol):
+    """What an implementation made from a table's factors (views, packed copies)."""
+
+    def without(self, slot: int) -> Derived | None:
+        """What stays right of it when `slot` changes. Keeps none of the slot's tensors alive."""
+        ...
+
+
+class FactorTable:
+    """One module's factors by device slot. Owned by the module that applies them; changed only between steps.
+
+    Beside the Python list it keeps what kernels read, at fixed addresses (CUDA graphs): pointers, ranks and scales.
+    A slot without factors has rank 0: the adapter leaves this module alone.
+
+    `derived` belongs to the implementation that applies the table. Every change of a slot drops what was made from it,
+    so that nothing outlives its factors; what was made from other slots stays.
+    """
+
+    def __init__(self, num_slots: int, in_features: int, out_features: int, device: torch.device | str) -> None:
+        self.in_features = in_features
+        self.out_features = out_features
+        self.factors: list[LoraFactors | None] = [None] * num_slots
+        self.a_ptrs = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self.b_ptrs = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self.ranks = torch.zeros(num_slots, dtype=torch.int32, device=device)
+        self.scales = torch.zeros(num_slots, dtype=torch.float32, device=device)
+        self.derived: Derived | None = None
+
+    def set(self, slot: int, factors: LoraFactors | None) -> None:
+        """Puts `factors` into `slot`, or clears it. The caller keeps the tensors alive while the slot is in use."""
+        self.put(slot, factors)
+        self.a_ptrs[slot] = factors.a.data_ptr() if factors is not None else 0
+        self.b_ptrs[slot] = factors.b.data_ptr() if factors is not None else 0
+        self.ranks[slot] = factors.rank if factors is not None else 0
+        self.scales[slot] = factors.scale if factors is not None else 0.0
+
+    def put(self, slot: int, factors: LoraFactors | None) -> None:
+        """The host's half of `set`, for who fills in what kernels read of many tables at once."""
+        if factors is None and self.factors[slot] is None:
+            return
+        self.factors[slot] = factors
+        if self.derived is not None:
+            self.derived = self.derived.without(slot)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedSegments:
+    """A step's segments, once per step for all modules. `data` is the implementation's own (index tensors, groups)."""
+
+    segments: tuple[Segment, ...]
+    num_rows: int
+    data: Any = None
+
+
+class SegmentedLora(Protocol):
+    """One implementation. Stateless apart from caches of its own; safe to call for many modules of a step in turn."""
+
+    @property
+    def name(self) -> str: ...
+
+    def prepare(
+        self, segments: Sequence[Segment], num_rows: int, num_slots: int, device: torch.device
+    ) -> PreparedSegments:
+        """Builds what all modules of the step share. Host work only, no device synchronisation.
+
+        Raises ValueError on a segment outside `0..num_rows` or a slot outside `0..num_slots`.
+        """
+        ...
+
+    def apply(self, y: Tensor, x: Tensor, table: FactorTable, prepared: PreparedSegments) -> None:
+        """Adds every segment's term to `y` in place.
+
+        x [num_rows, in], y [num_rows, out], the factors' dtype; accumulation at least in float32. Deterministic.
+        `y` may be a column slice (last dimension contiguous, any row stride).
+        """
+        ...
+
+
+@runtime_checkable
+class SiblingLora(SegmentedLora, Protocol):
+    """One that has fewer launches for modules that read the same input than `apply` for each of them."""
+
+    def apply_siblings(self, y: Tensor, x: Tensor, tables: Sequence[FactorTable], prepared: PreparedSegments) -> None:
+        """`apply` for each table in turn, on its columns of y [num_rows, sum of outputs]: the same to the last bit."""
+        ...
+
+
+@runtime_checkable
+class ReplayableLora(SegmentedLora, Protocol):
+    """One whose launches can be captured in a CUDA graph and replayed with other segments and other factors.
+
+    Between capture and replay slots may change as they like, to ranks no larger than the implementation was made for
+    and to factors that begin at a multiple of 16 bytes, as those of `lora/layout.py` do.
+    """
+
+    def reserve(self, num_rows: int, num_slots: int, device: torch.device) -> PreparedSegments:
+        """Fixed buffers for steps of `num_rows` rows; as reserved, no row has an adapter.
+
+        `apply` with it launches the same kernels on the same addresses whatever was refilled: rows and slots without
+        an adapter leave early on the device. Its `segments` are () and say nothing.
+        """
+        ...
+
+    def refill(self, reserved: PreparedSegments, segments: Sequence[Segment]) -> None:
+        """Puts a step's segments in: host work and one asynchronous copy on the current stream, no synchronisation.
+
+        Every composition of whole adapters fits, mixtures fit up to a bound of the implementation. Raises ValueError,
+        and leaves the buffers as they were, on segments that do not fit and on what `prepare` refuses; such a step
+        is prepared instead.
+        """
+        ...

@@ -1,0 +1,45 @@
+"""Base weights in oneDNN's own layout: the same product, without reordering the weight in every call.
+
+The operators are private to PyTorch, so everything about them is in here: `packed_linear` answers with a plain linear
+wherever they are missing or do not take the weight. A test notices when they go.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from loraplex_server.layers.linear import BaseLinear, PlainLinear
+
+# What oneDNN computes in natively; float64 it does not, and float16 slower than plain on most CPUs.
+_DTYPES = (torch.bfloat16, torch.float32)
+
+
+class PackedLinear:
+    """`x @ W.T + bias` from a prepacked copy of W."""
+
+    __slots__ = ("_bias", "_packed")
+    is_copy = True
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        # The number of rows that the layout is chosen for; what there is to choose from differs little.
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), 8)
+        self._bias = bias.detach() if bias is not None else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+
+
+def packed_linear(weight: Tensor, bias: Tensor | None) -> BaseLinear:
+    """A prepacked linear where there is one for this weight, else a plain one."""
+    if not can_pack(weight):
+        return PlainLinear(weight, bias)
+    return PackedLinear(weight, bias)
+
+
+def can_pack(weight: Tensor) -> bool:
+    if weight.device.type != "cpu" or weight.dtype not in _DTYPES or not torch.backends.mkldnn.is_available():
+        return False
+    if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
+        return False
+    return weight.dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

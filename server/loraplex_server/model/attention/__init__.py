@@ -1,1 +1,0 @@
-"""Attention over the paged KV cache: the contract, its implementations, and how Transformers' models reach it."""

@@ -1,1 +1,0 @@
-"""What lies between a model's products, in one launch each: RMS norms and rotary embeddings."""

@@ -1,0 +1,82 @@
+"""A loaded model and what belongs to it: modules that may carry adapters, attention layers, the step's context."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from loraplex_adapters.formats.convert_lora import weight_sha256
+from loraplex_adapters.targets import BaseTargets
+from loraplex_server.backends.cpu.decoder import NativeStack
+from loraplex_server.layers.attention import AttentionLayer, PagedAttention
+from loraplex_server.layers.context import StepContext
+from loraplex_server.layers.kv_memory import KvCache
+from loraplex_server.layers.linear import AdaptedHead
+from loraplex_server.layers.lora import SegmentedLora
+from loraplex_server.layers.spec import ModelSpec, ShardSpec
+from loraplex_server.model.lora_injection import AdaptedModule, AdapterSlots, target_modules
+
+
+@dataclass
+class LoadedModel:
+    """A model that is ready for steps, once KV cache and adapter slots are bound to it."""
+
+    model: PreTrainedModel
+    model_id: str
+    spec: ModelSpec
+    dtype: torch.dtype
+    device: torch.device
+    context: StepContext
+    attention: tuple[AttentionLayer, ...]
+    targets: dict[str, AdaptedModule]
+    embedding_path: str
+    shard: ShardSpec
+    stack: NativeStack | None = None  # computes the layers in one call, where there is one
+    digests: Mapping[str, str] = field(default_factory=dict[str, str])  # of weights as they were before rounding
+
+    @property
+    def model_type(self) -> str:
+        return self.model.config.model_type
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    def base_targets(self, max_rank: int) -> BaseTargets:
+        """What adapter formats check against. Digests of the two weights that PEFT saves copies of take a moment."""
+        modules = target_modules(self.targets)
+        digests: dict[int, str] = {}  # tied weights are read once
+        for path, target in modules.items():
+            module = self.targets[path]
+            if isinstance(module, AdaptedHead) or path == self.embedding_path:
+                weight = cast(Tensor, module.weight)
+                digest = self.digests.get(path) or digests.get(weight.data_ptr()) or weight_sha256(weight)
+                modules[path] = replace(target, weight_sha256=digest)
+                digests[weight.data_ptr()] = digest
+        spec = self.spec
+        return BaseTargets(modules, self.model_id, self.dtype_name, max_rank, spec.hidden_size, spec.num_logits)
+
+    def bind_kv(self, cache: KvCache, backend: PagedAttention) -> None:
+        """Connects the attention layers to their pages."""
+        for layer, kv in zip(self.attention, cache.layers, strict=True):
+            layer.bind(backend, kv)
+        if self.stack is not None:
+            self.stack.bind(cache.layers)
+
+    def unbind_kv(self) -> None:
+        for layer in self.attention:
+            layer.unbind()
+        if self.stack is not None:
+            self.stack.bind(())
+
+    def adapter_slots(self, ops: SegmentedLora, num_slots: int) -> AdapterSlots:
+        """Makes the modules' factor tables; once per model."""
+        slots = AdapterSlots(self.targets, ops, num_slots, self.device)
+        if self.stack is not None:
+            self.stack.use(slots)
+        return slots

@@ -1,0 +1,105 @@
+"""What running sequences do in the next step: decodes first, then pieces of prompt. Makes room where it is lacking.
+
+A sequence gets the blocks of all its known tokens when it enters, so that only decoding grows. When blocks run out, the
+least entitled sequence is preempted: it waits again and computes its tokens anew (or finds them in the prefix cache).
+The most entitled one is never taken from, and fits alone (see Scheduler.add): so something always moves on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from loraplex_contracts.plan import Draft
+from loraplex_server.scheduler.sequence_table import Arrivals, Roster
+from loraplex_server.scheduler.states import SequenceState, SequenceStatus
+
+
+@dataclass(slots=True)
+class PlanBuilder:
+    """A plan in the making: who runs how many tokens. Nothing of a sequence's own state has moved yet."""
+
+    num_left: int  # of the step's token budget
+    spans: list[tuple[SequenceState, int, Draft | None]] = field(
+        default_factory=list[tuple[SequenceState, int, Draft | None]]
+    )
+    arrivals: Arrivals = field(default_factory=Arrivals)
+    num_preempted: int = 0
+    is_full: bool = False  # somebody waits for a row, for blocks or for the budget
+
+    def add(self, seq: SequenceState, num_tokens: int) -> None:
+        self.num_left -= num_tokens
+        self.spans.append((seq, num_tokens, None))
+
+
+def plan_running(roster: Roster, step: PlanBuilder, drafts: Mapping[str, Draft]) -> None:
+    """Puts every running sequence that can go on into `step`, as far as budget and blocks reach."""
+    decodes: list[SequenceState] = []
+    prefills: list[SequenceState] = []
+    for seq in roster.running:
+        num_tokens = len(seq.token_ids) + seq.num_coming
+        # With its last token, or a draft's verdict, still to come there is nothing to plan.
+        if seq.is_draft_coming or num_tokens >= seq.max_total_tokens:
+            continue
+        # One that speculates waits for its token: a draft follows a token that is known.
+        if seq.num_coming and seq.sequence_id in drafts:
+            continue
+        (decodes if num_tokens - seq.num_computed == 1 else prefills).append(seq)
+    # In order, so that whoever has to make room has not had its own turn yet.
+    going = [seq for seq in decodes if _make_room(roster, step, seq)]
+    step.num_left -= len(going)
+    chosen = _choose_drafts(roster, step, going, drafts, has_more_work=bool(prefills) or len(roster.waiting) > 0)
+    for seq in going:
+        step.spans.append((seq, 1, chosen.get(seq.sequence_id)))
+    for seq in prefills:
+        if seq.status is SequenceStatus.RUNNING and step.num_left > 0:
+            step.add(seq, min(step.num_left, seq.num_tokens - seq.num_computed))
+
+
+def _make_room(roster: Roster, step: PlanBuilder, seq: SequenceState) -> bool:
+    """Sees to the block of the one token that `seq` is about to run. False when `seq` itself had to go."""
+    if seq.status is not SequenceStatus.RUNNING:
+        return False
+    blocks = roster.blocks
+    if seq.num_computed < len(seq.block_ids) * blocks.block_size:
+        return True
+    while blocks.num_free == 0:
+        if roster.drop_hold():
+            continue
+        victim = roster.running.last()
+        roster.preempt(victim)
+        step.num_preempted += 1
+        if victim is seq:
+            return False
+    seq.block_ids += blocks.allocate(1)
+    return True
+
+
+def _choose_drafts(
+    roster: Roster,
+    step: PlanBuilder,
+    going: Iterable[SequenceState],
+    drafts: Mapping[str, Draft],
+    *,
+    has_more_work: bool,
+) -> dict[str, Draft]:
+    """As much of each draft as may run: within the budget, the completion's end, and blocks that are free anyway."""
+    chosen: dict[str, Draft] = {}
+    if not drafts:
+        return chosen
+    budget = step.num_left // 2 if has_more_work else step.num_left  # drafts are a bet, prompts are not
+    blocks = roster.blocks
+    for seq in going:
+        draft = drafts.get(seq.sequence_id)
+        if draft is None or not draft.token_ids:
+            continue
+        num_drafted = min(len(draft.token_ids), budget, seq.max_total_tokens - len(seq.token_ids) - 1)
+        num_missing = blocks.num_blocks_for(seq.num_computed + 1 + num_drafted) - len(seq.block_ids)
+        if num_missing > 0:
+            seq.block_ids += blocks.allocate(min(num_missing, blocks.num_free))
+            num_drafted = min(num_drafted, len(seq.block_ids) * blocks.block_size - seq.num_computed - 1)
+        if num_drafted > 0:
+            chosen[seq.sequence_id] = Draft(draft.token_ids[:num_drafted], draft.proposer)
+            budget -= num_drafted
+            step.num_left -= num_drafted
+    return chosen

@@ -1,0 +1,328 @@
+"""Who waits, who runs in which row, and every reference that running sequences hold.
+
+Owner of all requests and sequences, of the rows, and of the references on blocks and adapters. Mechanism only: what to
+admit, whom to preempt and when a completion ends is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from loraplex_contracts.adapters import AdapterKey
+from loraplex_contracts.plan import AdapterUse, BlockCopy, NewSequence
+from loraplex_server.kv.blocks import BlockPool
+from loraplex_server.scheduler.fair_queue import FairClock
+from loraplex_server.scheduler.states import PromptHold, RequestPhase, RequestState, SequenceState, SequenceStatus
+
+if TYPE_CHECKING:  # the cache's interface names weights, hence torch, which has no business in here
+    from loraplex_adapters.cache.api import Residency
+
+
+def _order(seq: SequenceState) -> tuple[int, float, int, int]:
+    return seq.order
+
+
+class OrderedSequences:
+    """Sequences, the most entitled first: by priority, then in the fair order (flows.py)."""
+
+    def __init__(self) -> None:
+        self._items: list[SequenceState] = []
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[SequenceState]:
+        return iter(self._items)
+
+    def add(self, seq: SequenceState) -> None:
+        insort(self._items, seq, key=_order)
+
+    def remove(self, seq: SequenceState) -> None:
+        at = bisect_left(self._items, seq.order, key=_order)
+        assert self._items[at] is seq, f"{seq.sequence_id} is not in this list"
+        del self._items[at]
+
+    def snapshot(self) -> tuple[SequenceState, ...]:
+        return tuple(self._items)
+
+    def last(self) -> SequenceState:
+        return self._items[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """What of a sequence's tokens is computed already when it enters."""
+
+    num_computed: int
+    shared: list[int]  # blocks to take a reference on
+    copied: int | None  # the block behind them, half of which is wanted: to be copied
+    num_new_blocks: int  # that the rest of the known tokens needs
+
+
+@dataclass(slots=True)
+class Arrivals:
+    """What a plan says of the sequences that enter with it."""
+
+    entered: list[NewSequence] = field(default_factory=list[NewSequence])
+    copies: list[BlockCopy] = field(default_factory=list[BlockCopy])
+
+
+class Roster:
+    """See the module. Every method leaves lists, rows and references consistent."""
+
+    def __init__(self, max_running: int, blocks: BlockPool, residency: Residency) -> None:
+        self.blocks = blocks
+        self.max_running = max_running
+        self.requests: dict[str, RequestState] = {}
+        self.waiting = OrderedSequences()
+        self.running = OrderedSequences()
+        self.released_rows: list[int] = []  # since the last plan, which tells the runner
+        self.holds: dict[RequestState, None] = {}  # requests with a hold, in the order of their making
+        self.num_queued_requests = 0
+        self.num_waiting_tokens = 0  # of work ahead, for all sequences that do not run
+        self.num_waiting_prompt_tokens = 0  # among them
+        self.clock = FairClock()
+        self.num_preemptions = 0
+        self._residency = residency
+        self._free_rows = list(range(max_running))  # a heap: low rows first keeps the batch dense
+        self._adapter_refs: Counter[AdapterKey] = Counter()
+
+    @property
+    def num_free_rows(self) -> int:
+        return len(self._free_rows)
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def add(self, request: RequestState) -> None:
+        """Takes in a new request; its first sequence waits to compute the prompt for all."""
+        self.requests[request.request.request_id] = request
+        self.num_queued_requests += 1
+        num_outputs = len(request.sequences) * (request.max_total_tokens - request.num_prompt_tokens)
+        start_tag = self.clock.enqueue(request.flow, request.num_prompt_tokens + num_outputs)
+        request.start_tag = start_tag
+        for seq in request.sequences:
+            seq.order = (seq.order[0], start_tag, *seq.order[2:])
+        request.num_open = len(request.sequences)
+        request.leader = request.sequences[0]
+        for seq in request.sequences:
+            self._count_waiting(seq, 1)
+        self.waiting.add(request.leader)
+
+    def begin(self, request: RequestState) -> None:
+        """Its first sequence enters."""
+        request.move(RequestPhase.ACTIVE)
+        self.num_queued_requests -= 1
+        self.clock.dequeue(request.flow)
+        self.clock.begin(request.start_tag)
+
+    def end_request(self, request: RequestState) -> None:
+        """Frees all that the request still has. Its terminal event goes out with this, exactly once."""
+        num_unused = sum(seq.num_left for seq in request.sequences if seq.status is not SequenceStatus.FINISHED)
+        if request.phase is RequestPhase.QUEUED:
+            self.num_queued_requests -= 1
+            self.clock.dequeue(request.flow)
+            num_unused += request.num_prompt_tokens
+        self.clock.refund(request.flow, num_unused)
+        request.move(RequestPhase.ENDED)
+        request.leader = None
+        for seq in request.sequences:
+            if seq.status is not SequenceStatus.FINISHED:
+                self._finish(seq)
+        if request.hold is not None:
+            self._release_hold(request)
+        request.sequences.clear()  # no cycle: an ended request goes without waiting for the garbage collector
+        del self.requests[request.request.request_id]
+
+    # --- sequences ----------------------------------------------------------------------------------------------------
+
+    def enter(self, seq: SequenceState, prefix: Prefix, slot: int | None, arrivals: Arrivals, now: float) -> None:
+        """Gives a waiting sequence a row, its blocks and its slot. The caller has made sure of all three."""
+        assert seq.last_plan is None, "a result of its last stay is still to come"
+        self.waiting.remove(seq)
+        seq.move(SequenceStatus.RUNNING)
+        self.running.add(seq)
+        seq.entered_s = now
+        self._count_waiting(seq, -1)
+        self.blocks.share(prefix.shared)
+        new_block_ids = self.blocks.allocate(prefix.num_new_blocks)
+        seq.row, seq.slot = heapq.heappop(self._free_rows), slot
+        seq.block_ids, seq.num_sent_blocks = prefix.shared + new_block_ids, 0
+        seq.num_computed, seq.num_published = prefix.num_computed, 0
+        seq.has_entered = True
+        if prefix.copied is not None:
+            arrivals.copies.append(BlockCopy(prefix.copied, new_block_ids[0]))
+        request = seq.request.request
+        min_tokens = request.stopping.min_tokens
+        arrivals.entered.append(
+            NewSequence(
+                sequence_id=seq.sequence_id,
+                row=seq.row,
+                token_ids=tuple(seq.token_ids),
+                num_prompt_tokens=seq.num_prompt_tokens,
+                sampling=seq.sampling,
+                output=request.output,
+                adapters=() if slot is None else (AdapterUse(slot),),
+                min_tokens=min_tokens,
+                banned_until_min=seq.request.stop_ids if min_tokens else frozenset(),
+                keeps_hidden=seq.request.keeps_hidden,
+            )
+        )
+
+    def preempt(self, seq: SequenceState) -> None:
+        """Takes row, blocks and slot away; the sequence waits again, with the tokens it has."""
+        seq.move(SequenceStatus.PREEMPTED)
+        self._leave(seq)
+        self.waiting.add(seq)
+        self._count_waiting(seq, 1)
+        self.num_preemptions += 1
+
+    def finish(self, seq: SequenceState) -> None:
+        """The completion has ended. Where it was to compute the prompt, the next sibling does."""
+        request = seq.request
+        self.clock.refund(request.flow, seq.num_left)
+        self._finish(seq)
+        request.num_open -= 1
+        if request.leader is seq:
+            request.leader = next((s for s in request.sequences if s.status is SequenceStatus.HELD), None)
+            if request.leader is not None:
+                request.leader.move(SequenceStatus.WAITING)
+                self.waiting.add(request.leader)
+
+    def _finish(self, seq: SequenceState) -> None:
+        was = seq.status
+        if seq.is_waiting:
+            self.waiting.remove(seq)
+        seq.move(SequenceStatus.FINISHED)
+        if was is SequenceStatus.RUNNING:
+            self._leave(seq)
+            return
+        self._count_waiting(seq, -1)
+        if seq.slot is not None:
+            self.give_back_slot(seq)
+
+    def _count_waiting(self, seq: SequenceState, sign: int) -> None:
+        """Work ahead of a sequence that does not run, at most; the siblings' shared prompt counts once."""
+        num_prompt = 0 if seq.index else seq.num_prompt_tokens
+        self.num_waiting_prompt_tokens += sign * num_prompt
+        self.num_waiting_tokens += sign * (num_prompt + seq.max_total_tokens - seq.num_prompt_tokens)
+
+    def _leave(self, seq: SequenceState) -> None:
+        self.running.remove(seq)
+        heapq.heappush(self._free_rows, seq.row)
+        self.released_rows.append(seq.row)
+        # A plan under way may still write to them: the device runs plans in order, and only a later one reuses them.
+        self.blocks.release(seq.block_ids)
+        seq.block_ids = []
+        if seq.slot is not None:
+            self.give_back_slot(seq)
+
+    # --- prompts shared by siblings -----------------------------------------------------------------------------------
+
+    def on_prompt_planned(self, request: RequestState) -> None:
+        """The leader's last piece of prompt is in a plan: from the next one on, siblings can share what it wrote."""
+        leader = request.leader
+        assert leader is not None
+        request.leader = None
+        held = [seq for seq in request.sequences if seq.status is SequenceStatus.HELD]
+        if not held:
+            return
+        request.hold = PromptHold(leader.block_ids[: self.blocks.num_blocks_for(leader.num_prompt_tokens)])
+        self.blocks.share(request.hold.block_ids)
+        self.holds[request] = None
+        num_full = leader.num_prompt_tokens // self.blocks.block_size
+        for seq in held:
+            if leader.chain is not None and num_full:
+                leader.chain.key(num_full - 1, leader.token_ids)
+                seq.chain = leader.chain.fork(num_full)
+            seq.move(SequenceStatus.WAITING)
+            self.waiting.add(seq)
+
+    def settle_holds(self) -> None:
+        """Lets go of prompts that no sibling is waiting for any more."""
+        for request in [r for r in self.holds if not any(_is_new(seq) for seq in r.sequences)]:
+            self._release_hold(request)
+
+    def drop_hold(self) -> bool:
+        """Gives up the latest hold for its blocks; the first of the siblings that it was for computes the prompt again.
+        False when there is none."""
+        if not self.holds:
+            return False
+        request = next(reversed(self.holds))
+        self._release_hold(request)
+        orphans = [seq for seq in request.sequences if _is_new(seq)]
+        request.leader = orphans[0] if orphans else None
+        for seq in orphans[1:]:
+            if seq.slot is not None:
+                self.give_back_slot(seq)
+            self.waiting.remove(seq)
+            seq.move(SequenceStatus.HELD)
+        return True
+
+    def _release_hold(self, request: RequestState) -> None:
+        assert request.hold is not None
+        self.blocks.release(request.hold.block_ids)
+        request.hold = None
+        del self.holds[request]
+
+    # --- adapters -----------------------------------------------------------------------------------------------------
+
+    def take_slot(self, key: AdapterKey) -> int | None:
+        """The adapter's slot, with a reference; None when it is not on the device."""
+        slot = self._residency.acquire(key)
+        if slot is not None:
+            self._adapter_refs[key] += 1
+        return slot
+
+    def give_back_slot(self, seq: SequenceState) -> None:
+        """Gives the sequence's reference back: now, or when the last plan that uses the slot has run."""
+        key = seq.request.slot_key
+        assert key is not None
+        seq.slot = None
+        if seq.last_plan is not None:
+            seq.last_plan.releases.append(key)
+        else:
+            self.release_adapter(key)
+
+    def release_adapter(self, key: AdapterKey) -> None:
+        self._adapter_refs[key] -= 1
+        self._residency.release(key)
+
+    def adapter_failure(self, key: AdapterKey) -> Exception | None:
+        return self._residency.failure(key)
+
+    # --- checks -------------------------------------------------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when a row, a block or an adapter reference is unaccounted for, idle or not."""
+        rows = [seq.row for seq in self.running] + self._free_rows
+        assert sorted(rows) == list(range(self.max_running)), f"rows leaked: {sorted(rows)}"
+        held: Counter[int] = Counter()
+        for seq in self.running:
+            held.update(seq.block_ids)
+        for request in self.holds:
+            assert request.hold is not None
+            held.update(request.hold.block_ids)
+        self.blocks.check_integrity(held)
+        if not self.requests:
+            left = (len(self.running), len(self.waiting), len(self.holds))
+            assert left == (0, 0, 0), f"running, waiting, holds outlived their requests: {left}"
+            assert self.num_waiting_tokens == 0, f"{self.num_waiting_tokens} tokens of work ahead of nobody"
+            assert self.num_queued_requests == 0, f"{self.num_queued_requests} requests counted as queued"
+
+    def check_adapters(self) -> None:
+        """Raises AssertionError when a reference is held for nobody. Only while no plan is under way."""
+        kept: Counter[AdapterKey] = Counter()
+        for request in self.requests.values():
+            for seq in request.sequences:
+                if seq.slot is not None and request.slot_key is not None:
+                    kept[request.slot_key] += 1
+        assert +self._adapter_refs == kept, f"adapter references leaked: {self._adapter_refs} for {kept}"
+
+
+def _is_new(seq: SequenceState) -> bool:
+    return not seq.has_entered and seq.status is not SequenceStatus.FINISHED

@@ -1,0 +1,179 @@
+"""How fast the engine is: what steps have taken of late, and how much of what requests may take they do take.
+
+A step takes what its decoding rows take, measured by their number, and a little for each prompt token beside them.
+From that follow how soon one sequence goes on, and what work costs the whole engine when it is full. Prompts that are
+cached and texts that end early make requests smaller than they might be; both are measured too. Newer measurements
+count for more. Pure; time is an argument.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from loraplex_contracts.load import expected_tokens
+
+HALF_LIFE_S, HALF_LIFE_STEPS = 5.0, 64  # of what a step has said: whichever is shorter
+MAX_SURPRISE = 8.0  # a step that took longer than so many usual ones counts as so many
+MIN_FULL_STEPS = 4  # before they say anything
+MIN_STEPS = 8
+MIN_WEIGHT = 8.0  # of a point that others follow
+MEAN_STEP = 0.05  # what one more value changes in a mean
+HALF_LIFE_TOKENS = 16_384  # of what output tokens have said about where texts end
+
+
+@dataclass(slots=True)
+class StepSize:
+    """What a step did."""
+
+    num_rows: int  # that decode
+    num_prompt_tokens: int
+    is_full: bool  # somebody had to wait for a row, for blocks or for the step's budget
+
+
+@dataclass(slots=True)
+class _Point:
+    """Means over steps with about as many rows."""
+
+    weight: float = 0.0
+    rows: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class _Curve:
+    """Seconds of a step over its number of rows: a point for each power of two, straight lines between them. Where an
+    engine gets slower or faster with so many rows, it is taken to do so with any number."""
+
+    points: dict[int, _Point] = field(default_factory=dict[int, _Point])
+
+    def add(self, num_rows: int, seconds: float, decay: float) -> None:
+        point = self.points.setdefault(num_rows.bit_length(), _Point())
+        point.weight = point.weight * decay + 1.0
+        point.rows += (num_rows - point.rows) / point.weight
+        before_s = point.seconds
+        point.seconds += (seconds - point.seconds) / point.weight
+        if point.weight >= MIN_WEIGHT and before_s and point.seconds:
+            for other in self.points.values():
+                if other is not point:
+                    other.seconds *= point.seconds / before_s
+
+    def at(self, num_rows: float) -> float:
+        """More rows never take less: a point that lies above one with more rows is wrong. Flat beyond the points."""
+        points: list[tuple[float, float]] = []
+        for point in sorted(self.points.values(), key=lambda point: -point.rows):
+            points.append((point.rows, min([point.seconds, *(seconds for _, seconds in points[-1:])])))
+        if not points:
+            return 0.0
+        rows, seconds = points[0]
+        for fewer_rows, fewer_seconds in points:
+            if num_rows >= fewer_rows:
+                share = min(1.0, (num_rows - fewer_rows) / max(rows - fewer_rows, 0.5))
+                return fewer_seconds + (seconds - fewer_seconds) * share
+            rows, seconds = fewer_rows, fewer_seconds
+        return seconds
+
+
+@dataclass(slots=True)
+class _Slope:
+    """Of y over x, by a decaying least-squares fit; 0 where x does not vary."""
+
+    weight: float = 0.0
+    x: float = 0.0
+    y: float = 0.0
+    xx: float = 0.0
+    xy: float = 0.0
+
+    def add(self, x: float, y: float, decay: float) -> None:
+        self.weight = self.weight * decay + 1.0
+        self.x = self.x * decay + x
+        self.y = self.y * decay + y
+        self.xx = self.xx * decay + x * x
+        self.xy = self.xy * decay + x * y
+
+    def value(self) -> float:
+        variance = self.xx * self.weight - self.x * self.x
+        return max(0.0, (self.xy * self.weight - self.x * self.y) / variance) if variance > 1e-6 * self.xx else 0.0
+
+
+@dataclass(slots=True)
+class Speed:
+    """Owner of the measurements."""
+
+    _decode: _Curve = field(default_factory=_Curve)  # without what prompts in the same step took
+    _prompt: _Slope = field(default_factory=_Slope)
+    _num_steps: int = 0
+    _num_full: int = 0
+    _full_rows: float = 1.0  # mean over full steps
+    # Decaying sums: rows that decoded, the tokens that they gave (with drafts these are more), prompt tokens beside.
+    _rows: float = 0.0
+    _outputs: float = 0.0
+    _prompts: float = 0.0
+    _prompt_share: float = 1.0  # of prompt tokens that are computed: not cached
+    _ends: float = 0.0  # texts that ended before their limit, among so many tokens
+    _tokens: float = 0.0
+
+    def on_step(self, step: StepSize, num_outputs: int, elapsed_s: float) -> None:
+        """A step has ended, `elapsed_s` after the one before it."""
+        prompt_s = self._prompt.value()
+        if usual_s := self._decode.at(step.num_rows):
+            elapsed_s = min(elapsed_s, MAX_SURPRISE * (usual_s + prompt_s * step.num_prompt_tokens))
+        decay = 0.5 ** max(elapsed_s / HALF_LIFE_S, 1 / HALF_LIFE_STEPS)
+        self._prompt.add(step.num_prompt_tokens, elapsed_s, decay)
+        if step.num_rows:
+            self._decode.add(step.num_rows, max(0.0, elapsed_s - prompt_s * step.num_prompt_tokens), decay)
+        self._rows = self._rows * decay + step.num_rows
+        self._outputs = self._outputs * decay + num_outputs
+        self._prompts = self._prompts * decay + step.num_prompt_tokens
+        token_decay = 0.5 ** (num_outputs / HALF_LIFE_TOKENS)
+        self._ends *= token_decay
+        self._tokens = self._tokens * token_decay + num_outputs
+        self._num_steps += 1
+        if step.is_full:
+            self._num_full += 1
+            self._full_rows += max(MEAN_STEP, 1.0 / self._num_full) * (step.num_rows - self._full_rows)
+
+    def on_entry(self, num_cached: int, num_tokens: int) -> None:
+        """A request begins; `num_cached` of its prompt's tokens need not be computed."""
+        self._prompt_share += MEAN_STEP * (1.0 - num_cached / num_tokens - self._prompt_share)
+
+    def on_early_end(self) -> None:
+        """A text has ended before its limit."""
+        self._ends += 1.0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there are measurements enough to say how long a step takes."""
+        return self._num_steps >= MIN_STEPS
+
+    @property
+    def is_work_known(self) -> bool:
+        """Whether there are measurements enough to say what work costs."""
+        return self._num_full >= MIN_FULL_STEPS and self.is_known
+
+    def work_s(self, num_prompt_tokens: float, num_outputs: float) -> float:
+        """The time in which the whole engine, when it is full, does so much work."""
+        num_rows = max(1.0, self._full_rows)
+        output_s = self._decode.at(num_rows) / (num_rows * self._tokens_per_row())
+        return num_prompt_tokens * self._prompt_share * self._prompt.value() + num_outputs * output_s
+
+    def prompt_s(self, num_tokens: int) -> float:
+        """The time in which so many tokens are computed as a prompt; 0 while nothing is known."""
+        return num_tokens * self._prompt.value()
+
+    def interval_s(self, num_rows: int) -> float:
+        """From one token of a sequence to its next, among so many rows and with as many prompts beside as of late."""
+        prompts_s = self._prompts / self._rows * num_rows * self._prompt.value() if self._rows else 0.0
+        return (self._decode.at(num_rows) + prompts_s) / self._tokens_per_row()
+
+    def num_outputs(self, num_allowed: int) -> float:
+        """Tokens that a text is likely to have yet, of those that it may have: as if it ended at each with the same
+        probability. Texts that go on say as much about that as those which have ended."""
+        return expected_tokens(num_allowed, self.end_probability)
+
+    @property
+    def end_probability(self) -> float:
+        """That a text ends at its next token, as far as texts have shown; 0 while none has."""
+        return min(1.0, (self._ends + 1.0) / self._tokens) if self._tokens else 0.0
+
+    def _tokens_per_row(self) -> float:
+        return max(1.0, self._outputs / self._rows) if self._rows else 1.0

@@ -1,0 +1,74 @@
+"""Tensors read piece by piece."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from loraplex_adapters.io.safetensors_header import TensorInfo
+from loraplex_adapters.io.tensor_pieces import DTYPES, FILE_DTYPES, PIECE_BYTES, SERIAL_ELEMENTS, PieceReader
+from loraplex_adapters.io.uncached import PAGE_BYTES
+from loraplex_contracts.errors import NonFinite
+
+
+class Bytes:
+    """A file in memory, and where it was read."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.reads: list[tuple[int, int]] = []  # offset, end
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.data)
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        self.reads.append((offset, offset + len(buffer)))
+        buffer[:] = self.data[offset : offset + len(buffer)]
+
+    def check_unchanged(self) -> None:
+        """It never is."""
+
+
+def file_of(values: torch.Tensor, file_dtype: str, offset: int) -> tuple[Bytes, TensorInfo]:
+    data = values.view(torch.uint8).numpy().tobytes()
+    info = TensorInfo("x", file_dtype, (values.numel(),), offset, len(data), "f")
+    return Bytes(b"\0" * offset + data), info
+
+
+@pytest.mark.parametrize("file_dtype", FILE_DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("offset", [0, 8, 1 << 13])
+def test_all_elements_in_order(file_dtype: str, dtype: str, offset: int) -> None:
+    source = DTYPES[FILE_DTYPES[file_dtype]]
+    values = torch.randn(3 * PIECE_BYTES // source.itemsize + 77).to(source)
+    file, info = file_of(values, file_dtype, offset)
+    reader = PieceReader()
+    for _ in range(2):  # memory that was used before
+        pieces = [piece.clone() for piece in reader.pieces(info, file, dtype)]
+        assert torch.equal(torch.cat(pieces), values.to(DTYPES[dtype]))
+    num = values.numel() // 2
+    some = [piece.clone() for piece in reader.pieces(info, file, dtype, start=1000, count=num)]
+    assert torch.equal(torch.cat(some), values[1000 : 1000 + num].to(DTYPES[dtype]))
+
+
+def test_a_piece_ends_with_a_page() -> None:
+    """Where the tensor lies on whole elements of it; and no piece is large."""
+    file, info = file_of(torch.zeros(PIECE_BYTES), "F32", 8 * 101)
+    assert all(piece.numel() <= PIECE_BYTES // 4 for piece in PieceReader().pieces(info, file, "bfloat16"))
+    assert all(end % PAGE_BYTES == 0 for _, end in file.reads[:-1])
+    assert all(end - start <= PIECE_BYTES for start, end in file.reads)
+    assert len(file.reads) == 5
+    file, info = file_of(torch.zeros(PIECE_BYTES), "F32", 4097)
+    assert sum(piece.numel() for piece in PieceReader().pieces(info, file, "float32")) == PIECE_BYTES
+
+
+@pytest.mark.parametrize("place", [0, SERIAL_ELEMENTS - 1, SERIAL_ELEMENTS, 100_000])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), 1e30])
+def test_what_is_not_finite_is_found_anywhere(place: int, value: float) -> None:
+    values = torch.zeros(100_001)
+    values[place] = value
+    file, info = file_of(values, "F32", 0)
+    with pytest.raises(NonFinite):
+        for _ in PieceReader().pieces(info, file, "float16"):
+            pass

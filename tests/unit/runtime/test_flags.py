@@ -1,0 +1,122 @@
+"""Commands whose parameters are dataclasses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from loraplex_contracts.errors import InvalidArgument
+from loraplex_runtime.flags import with_flags
+from loraplex_runtime.options import option
+
+
+@dataclass(frozen=True)
+class Size:
+    width: int
+    height: int
+
+    def __str__(self) -> str:
+        return f"{self.width}x{self.height}"
+
+
+def parse_size(text: str) -> Size:
+    width, _, height = text.partition("x")
+    if not (width.isdecimal() and height.isdecimal()):
+        raise InvalidArgument("--size takes WxH", field="--size")
+    return Size(int(width), int(height))
+
+
+@dataclass(frozen=True)
+class Frame:
+    size: Size = option(Size(2, 3), "How large.", "--size", "-s", parse=parse_size, metavar="WxH")
+    inner: Size | None = option(None, "What is cut out.", "--inner", parse=parse_size)
+    names: tuple[str, ...] = option((), "Names.", "--name", "-n")
+    memory: int = option(1 << 20, "Memory.", "--memory", is_bytes=True)
+
+
+@dataclass(frozen=True)
+class Lights:
+    lamp: bool = option(False, "A lamp.", "--lamp")
+    sun: bool = option(True, "The sun.", "--sun")
+    music: bool = option(True, "Music.", "--music", off="--silence", panel="Noise")
+    token: str | None = option(None, "A token.", "--token", env="LAMP_TOKEN")
+
+
+@dataclass(frozen=True)
+class Room:
+    """Nested, with a field that is no flag."""
+
+    frame: Frame = field(default_factory=Frame)
+    number: int = 7
+
+
+def run(*arguments: str, env: dict[str, str] | None = None) -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+
+    @with_flags
+    def paint(
+        what: Annotated[str, typer.Argument()],
+        *,
+        room: Room,
+        twice: Annotated[bool, typer.Option("--twice")] = False,
+        lights: Lights,
+    ) -> None:
+        """Paint."""
+        seen.update(what=what, room=room, twice=twice, lights=lights)
+
+    result = invoke(paint, *arguments, env=env)
+    assert result.exit_code == 0, result.output
+    return seen
+
+
+def invoke(command: Callable[..., None], *arguments: str, env: dict[str, str] | None = None) -> Any:
+    app = typer.Typer()
+    app.command()(command)
+    result = CliRunner().invoke(app, arguments, env=env)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def test_dataclasses_arrive_whole() -> None:
+    assert run("wall") == {"what": "wall", "room": Room(), "twice": False, "lights": Lights()}
+
+
+def test_every_kind_of_value() -> None:
+    seen = run("wall", "-s", "4x5", "--inner", "1x1", "-n", "a", "--name", "b", "--memory", "2KiB", "--twice")
+    assert seen["room"] == Room(Frame(Size(4, 5), Size(1, 1), ("a", "b"), 2048))
+    assert seen["twice"] is True
+
+
+def test_switches_have_the_opposite_that_they_need() -> None:
+    assert run("wall", "--lamp", "--no-sun", "--silence")["lights"] == Lights(True, False, False)
+    for flag in ("--no-lamp", "--no-music"):
+        with pytest.raises(AssertionError, match="No such option"):
+            run("wall", flag)
+
+
+def test_the_environment_may_give_a_value() -> None:
+    assert run("wall", env={"LAMP_TOKEN": "t"})["lights"].token == "t"
+    assert run("wall", "--token", "u", env={"LAMP_TOKEN": "t"})["lights"].token == "u"
+
+
+def test_a_value_that_is_none_raises_what_its_parser_raises() -> None:
+    with pytest.raises(InvalidArgument, match="WxH"):
+        run("wall", "--size", "big")
+
+
+def test_the_help_has_defaults_names_and_panels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+
+    @with_flags
+    def paint(frame: Frame, lights: Lights) -> None:
+        """Paint a room."""
+
+    shown = invoke(paint, "--help").output
+    for text in ("Paint a room.", "WxH", "[default: 2x3]", "[default: 1MiB]", "LAMP_TOKEN", "Noise", "--silence"):
+        assert text in shown

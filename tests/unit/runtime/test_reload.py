@@ -1,0 +1,177 @@
+"""Files that change under a running server: what is in force at any time, and what the log says."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from pathlib import Path
+
+import pytest
+from support.processes import wait_until
+
+from loraplex_contracts.errors import InvalidArgument
+from loraplex_runtime import reload
+from loraplex_runtime.reload import Followed, Reloader
+
+
+def parse(raw: bytes) -> int:
+    """Digits only. A parser with a bug for 13."""
+    if not raw.isdigit():
+        raise InvalidArgument("--number is not a number")
+    if raw == b"13":
+        raise RuntimeError("13 is secret")
+    return int(raw)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "number"
+    path.write_text("1")
+    return path
+
+
+@pytest.fixture
+def number(path: Path, caplog: pytest.LogCaptureFixture) -> Followed[int]:
+    caplog.set_level(logging.INFO)
+    return Followed([(path, "--number")], parse)
+
+
+def settle(followed: Followed[int]) -> int:
+    followed.poll()
+    followed.poll()
+    return followed.value
+
+
+def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def test_a_change_that_size_and_time_do_not_show(path: Path, number: Followed[int]) -> None:
+    stat = path.stat()
+    path.write_text("2")
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (stat.st_size, stat.st_mtime_ns)
+    assert settle(number) == 2
+
+
+def test_nothing_is_said_while_nothing_changes(number: Followed[int], caplog: pytest.LogCaptureFixture) -> None:
+    assert settle(number) == 1
+    assert not caplog.records
+
+
+def test_a_file_that_is_being_written_is_left_alone(
+    path: Path, number: Followed[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    for written in ("", "2", "2x", "23"):
+        path.write_text(written)
+        number.poll()
+        assert number.value == 1
+    number.poll()
+    assert number.value == 23
+    assert not errors(caplog)
+
+
+def test_a_broken_content_is_told_once(path: Path, number: Followed[int], caplog: pytest.LogCaptureFixture) -> None:
+    path.write_text("x")
+    assert settle(number) == settle(number) == 1
+    assert errors(caplog) == ["--number is not a number; what was read before stays in force"]
+    path.write_text("y")
+    assert settle(number) == settle(number) == 1
+    assert len(errors(caplog)) == 2, "another broken content"
+    path.write_text("1")
+    assert settle(number) == 1
+    assert caplog.messages[-1] == f"--number {path}: as before again"
+    path.write_text("x")
+    settle(number)
+    assert len(errors(caplog)) == 3, "it had been well in between"
+    path.write_text("2")
+    assert settle(number) == 2
+    assert caplog.messages[-1] == f"--number {path}: read again, in force from now on"
+
+
+def test_a_file_that_vanishes_and_comes_back(
+    path: Path, number: Followed[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    path.unlink()
+    assert settle(number) == settle(number) == 1
+    (said,) = errors(caplog)
+    assert f"--number {path} cannot be read: No such file or directory" in said
+    path.write_text("2")
+    assert settle(number) == 2
+
+
+def test_a_file_that_is_away_while_it_is_replaced_is_not_worth_a_word(
+    path: Path, number: Followed[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    path.unlink()
+    number.poll()
+    path.write_text("2")
+    assert settle(number) == 2
+    assert not errors(caplog)
+
+
+def test_a_bug_in_a_parser_keeps_what_is_in_force_and_a_secret(
+    path: Path, number: Followed[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    path.write_text("13")
+    assert settle(number) == 1
+    assert errors(caplog) == [f"--number {path}: RuntimeError; what was read before stays in force"]
+
+
+def test_a_secret_as_kubernetes_swaps_it(tmp_path: Path) -> None:
+    """name -> ..data/name, ..data -> a folder; a new folder comes by renaming a new link over ..data."""
+    for name, text in (("old", "1"), ("new", "2")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "number").write_text(text)
+    (tmp_path / "..data").symlink_to("old")
+    (tmp_path / "number").symlink_to("..data/number")
+    number = Followed([(tmp_path / "number", "--number")], parse)
+    (tmp_path / "..tmp").symlink_to("new")
+    (tmp_path / "..tmp").rename(tmp_path / "..data")
+    assert settle(number) == 2
+
+
+def test_files_that_belong_together_change_together(tmp_path: Path) -> None:
+    def equal(first: bytes, second: bytes) -> int:
+        if first != second:
+            raise InvalidArgument("they differ")
+        return parse(first)
+
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.write_text("1")
+    second.write_text("1")
+    both = Followed([(first, "--first"), (second, "--second")], equal)
+    first.write_text("2")
+    assert settle(both) == 1
+    second.write_text("2")
+    assert settle(both) == 2
+
+
+@pytest.mark.parametrize("text", [None, "x"])
+def test_a_start_wants_a_file_that_is_sound(tmp_path: Path, text: str | None) -> None:
+    path = tmp_path / "number"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(InvalidArgument):
+        Reloader().follow([(path, "--number")], parse)
+
+
+def test_a_thread_polls_until_it_is_stopped(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reload, "POLL_S", 0.01)
+    files = Reloader()
+    number = files.follow([(path, "--number")], parse)
+    files.start()
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "reload-files"]
+    path.write_text("2")
+    wait_until(lambda: number.value == 2)
+    path.write_text("x")
+    files.stop()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_without_files_there_is_no_thread() -> None:
+    before = threading.active_count()
+    Reloader().start()
+    assert threading.active_count() == before

@@ -1,0 +1,253 @@
+"""Log lines, metrics and the port that serves them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from loraplex_contracts.errors import FailedPrecondition, InvalidArgument
+from loraplex_runtime.telemetry import (
+    MAX_NAMED_ADAPTERS,
+    MetricsEndpoint,
+    RequestMetrics,
+    Resident,
+    WorkerCollector,
+    WorkerSnapshot,
+    bind_request_id,
+    new_registry,
+    setup_logging,
+)
+
+log = logging.getLogger("loraplex.test")
+
+
+@pytest.fixture
+def stream() -> Iterator[io.StringIO]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield io.StringIO()
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+# --- lines ------------------------------------------------------------------------------------------------------------
+
+
+def test_plain_lines(stream: io.StringIO) -> None:
+    setup_logging("info", "plain", stream)
+    log.debug("not shown")
+    log.info("hello %s", "you", extra={"request_id": "r1"})
+    line = stream.getvalue()
+    assert line.endswith("INFO    loraplex.test: hello you request_id=r1\n")
+    assert line.count("\n") == 1
+
+
+def test_nobody_forges_a_line(stream: io.StringIO) -> None:
+    setup_logging("info", "plain", stream)
+    log.info("id %s", "x\n2026-01-01 ERROR forged\x1b[2J")
+    assert stream.getvalue().count("\n") == 1
+    assert "\x1b" not in stream.getvalue()
+    assert "x\\n2026" in stream.getvalue()
+
+
+def test_json_lines(stream: io.StringIO) -> None:
+    setup_logging("debug", "json", stream)
+    try:
+        raise ValueError("no")
+    except ValueError:
+        log.exception("failed\nbadly", extra={"request_id": "r1", "worker": "w:1"})
+    (line,) = stream.getvalue().splitlines()
+    fields = json.loads(line)
+    assert fields["message"] == "failed\nbadly"
+    assert fields["level"] == "error"
+    assert fields["logger"] == "loraplex.test"
+    assert fields["request_id"] == "r1"
+    assert fields["worker"] == "w:1"
+    assert "ValueError: no" in fields["exception"]
+    assert set(fields) == {"time", "level", "logger", "message", "request_id", "worker", "exception"}
+
+
+async def test_a_bound_request_id_stays_in_its_task(stream: io.StringIO) -> None:
+    setup_logging("info", "json", stream)
+
+    async def one(request_id: str) -> None:
+        bind_request_id(request_id)
+        await asyncio.sleep(0)
+        log.info("in the middle")
+
+    await asyncio.gather(one("a"), one("b"))
+    log.info("outside")
+    ids = [json.loads(line).get("request_id") for line in stream.getvalue().splitlines()]
+    assert ids == ["a", "b", None]
+
+
+def test_settings_that_are_not_there() -> None:
+    with pytest.raises(InvalidArgument, match="--log-level"):
+        setup_logging("loud")
+    with pytest.raises(InvalidArgument, match="--log-format"):
+        setup_logging("info", "xml")  # type: ignore[arg-type]
+
+
+# --- metrics ----------------------------------------------------------------------------------------------------------
+
+
+def samples(registry: Any, name: str) -> dict[tuple[tuple[str, str], ...], float]:
+    """Label pairs -> value of every sample with that name."""
+    found = [sample for family in registry.collect() for sample in family.samples if sample.name == name]
+    return {tuple(sorted(sample.labels.items())): sample.value for sample in found}
+
+
+def value(registry: Any, name: str, **labels: str) -> float | None:
+    return registry.get_sample_value(name, labels)
+
+
+def test_a_worker_is_shown_as_it_is_at_the_scrape() -> None:
+    registry = new_registry()
+    now = WorkerSnapshot(
+        num_running=3,
+        num_waiting=2,
+        kv_cache_usage=0.25,
+        max_lora=8,
+        running_adapters=("sql", "json"),
+        waiting_adapters=("xml",),
+        hits={"device": 5},
+        misses={"device": 1, "host": 2},
+        evictions={"device": 4},
+        num_loads=2,
+        load_seconds=0.5,
+        drafted_tokens={"medusa": 8, "prompt_lookup": 3},
+        accepted_tokens={"medusa": 5, "prompt_lookup": 0},
+    )
+    WorkerCollector(registry, lambda: now, clock=lambda: 1234.5)
+    assert value(registry, "loraplex:num_requests_running") == 3
+    assert value(registry, "loraplex:num_requests_waiting") == 2
+    assert value(registry, "loraplex:kv_cache_usage") == 0.25
+    assert samples(registry, "loraplex:lora_requests_info") == {
+        (("max_lora", "8"), ("running_lora_adapters", "sql,json"), ("waiting_lora_adapters", "xml")): 1234.5
+    }
+    assert value(registry, "loraplex:adapter_cache_hits_total", tier="device") == 5
+    assert value(registry, "loraplex:adapter_cache_misses_total", tier="host") == 2
+    assert value(registry, "loraplex:adapter_cache_evictions_total", tier="device") == 4
+    assert value(registry, "loraplex:adapter_load_seconds_count") == 2
+    assert value(registry, "loraplex:adapter_load_seconds_sum") == 0.5
+    assert value(registry, "loraplex:draft_tokens_total", proposer="medusa") == 8
+    assert value(registry, "loraplex:accepted_tokens_total", proposer="medusa") == 5
+    assert value(registry, "loraplex:accepted_tokens_total", proposer="prompt_lookup") == 0
+    now = WorkerSnapshot(max_lora=8, running_adapters=("xml",))
+    # The label set of a moment ago is gone.
+    assert list(samples(registry, "loraplex:lora_requests_info")) == [
+        (("max_lora", "8"), ("running_lora_adapters", "xml"), ("waiting_lora_adapters", ""))
+    ]
+
+
+def test_residents_are_shown_and_forgotten() -> None:
+    registry = new_registry()
+    residents = [Resident("sql", "device", True), Resident("json", "disk", False)]
+    WorkerCollector(registry, lambda: WorkerSnapshot(residents=residents))
+    name = "loraplex:adapter_resident"
+    assert value(registry, name, adapter="sql", tier="device", pinned="true") == 1
+    assert value(registry, name, adapter="json", tier="disk", pinned="false") == 1
+    residents[1:] = []
+    assert value(registry, name, adapter="json", tier="disk", pinned="false") is None
+    assert value(registry, name, adapter="sql", tier="device", pinned="true") == 1
+
+
+def test_many_residents_are_counted_together() -> None:
+    registry = new_registry()
+    tiers = ["device"] * MAX_NAMED_ADAPTERS + ["host"] * 30 + ["disk"] * 70
+    residents = [Resident(f"a{number}", tier, False) for number, tier in enumerate(tiers)]
+    WorkerCollector(registry, lambda: WorkerSnapshot(residents=residents))
+    shown = samples(registry, "loraplex:adapter_resident")
+    assert len(shown) == MAX_NAMED_ADAPTERS + 2
+    assert sum(shown.values()) == 200
+    assert value(registry, "loraplex:adapter_resident", adapter="other", tier="disk", pinned="false") == 70
+
+
+@pytest.mark.parametrize(("role", "prefix"), [("worker", "loraplex:"), ("router", "loraplex:router_")])
+def test_requests_are_counted(role: Any, prefix: str) -> None:
+    registry = new_registry()
+    metrics = RequestMetrics(registry, role)
+    metrics.first_message("GenerateStream", 0.01)
+    metrics.ended("GenerateStream", "OK", 0.2)
+    metrics.ended("GenerateStream", "UNAVAILABLE", 0.1)
+    assert value(registry, f"{prefix}requests_total", method="GenerateStream", code="OK") == 1
+    assert value(registry, f"{prefix}request_seconds_count", method="GenerateStream") == 2
+    assert value(registry, f"{prefix}time_to_first_message_seconds_sum", method="GenerateStream") == 0.01
+
+
+def test_without_a_registry_nothing_happens() -> None:
+    metrics = RequestMetrics(None, "worker")
+    metrics.ended("Generate", "OK", 1.0)
+    metrics.first_message("Generate", 1.0)
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(FailedPrecondition, match="prometheus-client"):
+        new_registry()
+
+
+# --- the port ---------------------------------------------------------------------------------------------------------
+
+
+async def ask(port: int, text: bytes) -> tuple[str, dict[str, str], str]:
+    """Status line, headers, body."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(text)
+    answer = b""
+    with contextlib.suppress(ConnectionResetError):  # what a server does that closes before it has read everything
+        answer = await reader.read()
+    head, _, body = answer.decode().partition("\r\n\r\n")
+    writer.close()
+    with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+        await writer.wait_closed()
+    status, *lines = head.split("\r\n")
+    return status, {name.lower(): text for name, _, text in (line.partition(": ") for line in lines)}, body
+
+
+@pytest.fixture
+async def endpoint() -> Any:
+    registry = new_registry()
+    WorkerCollector(registry, lambda: WorkerSnapshot(num_running=7))
+    endpoint = await MetricsEndpoint.start("127.0.0.1", 0, registry)
+    yield endpoint
+    await endpoint.stop()
+
+
+async def test_a_scrape(endpoint: MetricsEndpoint) -> None:
+    status, headers, body = await ask(endpoint.port, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert status == "HTTP/1.1 200 OK"
+    assert headers["content-type"].startswith("text/plain")
+    assert int(headers["content-length"]) == len(body)
+    assert "loraplex:num_requests_running 7.0\n" in body
+
+
+async def test_a_scraper_may_ask_for_openmetrics(endpoint: MetricsEndpoint) -> None:
+    request = b"GET /metrics?x=1 HTTP/1.1\r\nAccept: application/openmetrics-text;version=1.0.0\r\n\r\n"
+    status, headers, body = await ask(endpoint.port, request)
+    assert status.endswith("200 OK")
+    assert headers["content-type"].startswith("application/openmetrics-text")
+    assert body.endswith("# EOF\n")
+
+
+async def test_other_questions(endpoint: MetricsEndpoint) -> None:
+    assert (await ask(endpoint.port, b"GET / HTTP/1.1\r\n\r\n"))[0] == "HTTP/1.1 404 Not Found"
+    assert (await ask(endpoint.port, b"POST /metrics HTTP/1.1\r\n\r\n"))[0] == "HTTP/1.1 405 Method Not Allowed"
+    assert (await ask(endpoint.port, b"\xff\x00\r\n\r\n"))[0] == "HTTP/1.1 404 Not Found"
+    # More than a head may have: the connection is closed without a word.
+    assert (await ask(endpoint.port, b"GET /metrics HTTP/1.1\r\nX: " + b"x" * 70_000))[0] == ""
+    # It goes on.
+    assert (await ask(endpoint.port, b"GET /metrics HTTP/1.1\r\n\r\n"))[0] == "HTTP/1.1 200 OK"
+
+
+async def test_a_taken_port(endpoint: MetricsEndpoint) -> None:
+    with pytest.raises(FailedPrecondition, match="--metrics-port"):
+        await MetricsEndpoint.start("127.0.0.1", endpoint.port, new_registry())

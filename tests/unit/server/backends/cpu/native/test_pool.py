@@ -1,0 +1,151 @@
+"""The kernels' own threads: shared by Python's, made and freed, and left alone by forked processes."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.lora_cases import bits, random_problem, random_table
+from support.native_kernels import library_or_skip, native_kernels
+
+from loraplex_server.backends.cpu.lora import NativeOps
+from loraplex_server.backends.cpu.native.kernels import NativeKernels
+from loraplex_server.backends.cpu.native.library import load
+from loraplex_server.layers.lora import Segment
+
+
+@pytest.fixture(autouse=True)
+def built() -> None:
+    library_or_skip()
+
+
+def num_os_threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def test_many_small_jobs_from_many_threads() -> None:
+    """All share one pool and take turns in it."""
+    torch.manual_seed(0)
+    kernels = native_kernels(3)
+    packed = [kernels.pack([torch.randn(size, 64)]) for size in (33, 200, 2100)]
+    inputs = [torch.randn(rows, 64) for rows in (1, 3, 70)]
+    want = [[kernels.linear(x, weight, None) for x in inputs] for weight in packed]
+    norm = torch.randn(64)
+    want_norm = [kernels.rms_norm(x, norm, 1e-5) for x in inputs]
+
+    def work(number: int) -> None:
+        for turn in range(150):
+            i, j = (number + turn) % 3, (number * turn) % 3
+            assert torch.equal(kernels.linear(inputs[j], packed[i], None), want[i][j])
+            assert torch.equal(kernels.rms_norm(inputs[j], norm, 1e-5), want_norm[j])
+
+    with ThreadPoolExecutor(5) as threads:
+        for done in [threads.submit(work, number) for number in range(5)]:
+            done.result()
+
+
+def test_pools_beside_each_other() -> None:
+    torch.manual_seed(1)
+    table = random_table([8, 3, 16], 64, 300, torch.float32)
+    problem = random_problem([Segment(0, 20, 0), Segment(20, 21, 1), Segment(21, 40, 2)], table, 40, torch.float32)
+    want = problem.run(NativeOps(native_kernels(1)))
+
+    def work(number: int) -> None:
+        ops = NativeOps(native_kernels(1 + number % 3))
+        for _ in range(60):
+            assert torch.equal(bits(problem.run(ops)), bits(want))
+
+    with ThreadPoolExecutor(4) as threads:
+        for done in [threads.submit(work, number) for number in range(4)]:
+            done.result()
+
+
+def test_jobs_after_a_pause_wake_the_threads() -> None:
+    kernels = native_kernels(3)
+    weight, x = torch.randn(500, 64), torch.randn(5, 64)
+    packed = kernels.pack([weight])
+    want = kernels.linear(x, packed, None)
+    for pause_s in (0.0, 1e-5, 1e-4, 1e-3, 1e-2) * 8:
+        time.sleep(pause_s)
+        assert torch.equal(kernels.linear(x, packed, None), want)
+
+
+def test_a_freed_pool_leaves_no_threads() -> None:
+    gc.collect()
+    before = num_os_threads()
+    for number in range(40):
+        kernels = native_kernels(1 + number % 5)
+        kernels.linear(torch.zeros(3, 64), kernels.pack([torch.zeros(200, 64)]), None)
+        assert num_os_threads() == before + number % 5
+        del kernels
+        assert num_os_threads() == before
+
+
+def test_a_fresh_pool_is_freed_at_once() -> None:
+    for _ in range(60):
+        native_kernels(4)
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+EXITING = """
+import os, sys, threading, torch
+torch.set_num_threads(1)
+from loraplex_server.backends.cpu.native.kernels import NativeKernels
+from loraplex_server.backends.cpu.native.library import load
+library = load().library
+kernels = NativeKernels(library, 3)
+x, packed = torch.randn(64, 640), kernels.pack([torch.randn(3000, 640)])
+y = torch.empty(64, 3000)
+arguments = (kernels._pool, 0, x.data_ptr(), 640, 64, 640, packed.address, 0, 3000, None, y.data_ptr(), 3000)
+started = threading.Event()
+def work():
+    while True:
+        library.functions.lp_linear(*arguments)
+        started.set()
+if sys.argv[1] == "busy":
+    threading.Thread(target=work, daemon=True).start()
+    assert started.wait(60)
+    sys.exit(7)
+kernels.linear(x, packed, None)
+child = os.fork()
+if child == 0:  # has the pool without its threads
+    own = NativeKernels(library, 2)
+    same = torch.equal(own.linear(x, packed, None), kernels.linear(x, packed, None))
+    del kernels
+    sys.exit(7 if same else 1)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.parametrize("how", ["busy", "forked"])
+def test_a_process_ends(how: str) -> None:
+    """While a thread is computing; and one that was forked, which must not wait for threads that it does not have."""
+    done = subprocess.run([sys.executable, "-c", EXITING, how], timeout=60, check=False, capture_output=True, text=True)
+    assert done.returncode == 7, done.stderr
+
+
+def _product(values: np.ndarray, weight: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
+    torch.set_num_threads(1)
+    library = load().library
+    assert library is not None
+    kernels = NativeKernels(library, 2)
+    return kernels.linear(torch.from_numpy(values), kernels.pack([torch.from_numpy(weight)]), None).numpy()
+
+
+def test_a_spawned_process_computes_the_same() -> None:
+    torch.manual_seed(2)
+    x, weight = torch.randn(40, 96), torch.randn(70, 96)
+    kernels = native_kernels(3)
+    want = kernels.linear(x, kernels.pack([weight]), None)
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        got = pool.apply_async(_product, (x.numpy(), weight.numpy())).get(timeout=60)
+    assert np.array_equal(got, want.numpy())

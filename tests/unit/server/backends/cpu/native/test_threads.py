@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from loraplex_server.backends.cpu.native import threads
+from loraplex_server.backends.cpu.native.threads import default_num_threads, num_cores
+
+
+@pytest.fixture
+def cpus(tmp_path: Path) -> Path:
+    """Two cores of two threads each, and a CPU of which nothing is known."""
+    for cpu, siblings in enumerate(("0,2", "1,3", "0,2", "1,3")):
+        topology = tmp_path / f"cpu{cpu}" / "topology"
+        topology.mkdir(parents=True)
+        (topology / "thread_siblings_list").write_text(siblings + "\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"), [({0, 1, 2, 3}, 2), ({0, 2}, 1), ({0, 1}, 2), ({3}, 1), ({0, 4}, 2), ({4, 5}, 2)]
+)
+def test_cores_count_once(cpus: Path, own: set[int], expected: int) -> None:
+    assert num_cores(own, cpus) == expected
+
+
+@pytest.mark.parametrize(("given", "expected"), [("3", 3), (" 5,2", 5), ("0", 7), ("", 7), ("many", 7), ("-2", 7)])
+def test_the_environment_comes_first(given: str, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "num_cores", lambda cpus: 7)
+    monkeypatch.setenv("OMP_NUM_THREADS", given)
+    assert default_num_threads() == expected
+
+
+def test_no_more_than_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(before)})
+        assert default_num_threads() == 1
+    finally:
+        os.sched_setaffinity(0, before)
+    assert 1 <= default_num_threads() <= len(before)

@@ -1,0 +1,150 @@
+"""Which modules get fused operations: those that compute the same, and no others."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from support.zoo import random_model
+from torch import Tensor, nn
+
+from loraplex_server.backends.fused_match import fuse, separate
+from loraplex_server.backends.fused_registry import fused_ops_for
+from loraplex_server.layers.fused import NormForm, ReferenceFused
+from loraplex_server.model.loader import adopt_model
+
+
+class Counting(ReferenceFused):
+    """Counts what is asked of it."""
+
+    def __init__(self) -> None:
+        self.forms: list[NormForm] = []
+        self.num_rotations = 0
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, form: NormForm) -> Tensor:
+        self.forms.append(form)
+        return super().rms_norm(x, weight, eps, form)
+
+    def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        self.num_rotations += 1
+        return super().rotate(query, key, cos, sin)
+
+
+class Norm(nn.Module):
+    """An RMS norm of a family of our own."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64) / 3, requires_grad=False)
+        self.eps = 1e-5
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        root = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + (0.0 if self.kind == "no eps" else self.eps))
+        match self.kind:
+            case "narrow":
+                return self.weight * (wide * root).to(x.dtype)
+            case "wide":
+                return (self.weight * (wide * root)).to(x.dtype)
+            case "offset":
+                return ((1 + self.weight.float()) * (wide * root)).to(x.dtype)
+            case "mean":
+                return self.weight * ((wide - wide.mean(-1, keepdim=True)) * root).to(x.dtype)
+            case "three dimensions":
+                assert x.dim() == 2
+                return x
+        return self.weight * (wide * root).to(x.dtype)
+
+
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [
+        ("narrow", NormForm(0.0, True)),
+        ("wide", NormForm(0.0, False)),
+        ("offset", NormForm(1.0, False)),
+        ("mean", None),
+        ("no eps", None),
+        ("three dimensions", None),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_norm_is_known_by_what_it_computes(kind: str, form: NormForm | None, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    norm, ops = Norm(kind).to(dtype), Counting()
+    x = torch.randn(1, 7, 64).to(dtype)
+    want = copy.deepcopy(norm)(x) if form is not None else None
+    assert fuse(norm, [], ops) == ([norm] if form is not None else [])
+    if form is None:
+        return
+    ops.forms.clear()
+    got = norm(x)
+    assert ops.forms == [form] if dtype == torch.bfloat16 else ops.forms[0].offset == form.offset
+    assert torch.equal(got, want)
+    other = norm(x.double())  # another dtype than the weight's: its own code
+    assert len(ops.forms) == 1
+    torch.testing.assert_close(other.float(), want.float(), rtol=2e-2, atol=2e-2)
+    separate([norm])
+    norm(x)
+    assert len(ops.forms) == 1
+
+
+@pytest.mark.parametrize("module", [nn.LayerNorm(8), nn.Linear(8, 8), nn.Embedding(4, 8), nn.BatchNorm1d(8)])
+def test_other_modules_are_left_alone(module: nn.Module) -> None:
+    assert fuse(module, [], ReferenceFused()) == []
+
+
+# By family: fused norms and attention modules of its two layers, the norm at the end included.
+FUSED = {
+    "llama": (5, 2), "qwen3": (9, 2), "gemma2": (9, 2), "gemma3": (13, 2), "phi3": (5, 2), "gpt2": (0, 0),
+    "opt": (0, 0), "phi": (0, 2), "cohere": (0, 0), "glm4": (9, 0), "deepseek_v3": (9, 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FUSED)
+def test_families(family: str) -> None:
+    loaded = adopt_model(random_model(family), fused=ReferenceFused())
+    fused = [module for module in loaded.model.modules() if "forward" in module.__dict__]
+    attention = [layer for layer in fused if any(True for _ in layer.children())]
+    assert (len(fused) - len(attention), len(attention)) == FUSED[family]
+
+
+def test_a_model_is_served_by_its_own_code_where_the_whole_differs() -> None:
+    class Wrong(Counting):
+        """Right on what it is proven with, wrong on what the model gives it."""
+
+        def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+            query, key = super().rotate(query, key, cos, sin)
+            return (query, key) if query.shape[1] == 3 else (query + 0.1, key)
+
+    loaded = adopt_model(random_model("llama"), fused=Wrong())
+    assert not [module for module in loaded.model.modules() if "forward" in module.__dict__]
+
+
+def test_transformers_stays_as_it_is() -> None:
+    from transformers.models.llama import modeling_llama
+
+    before = modeling_llama.apply_rotary_pos_emb, modeling_llama.LlamaAttention.forward
+    ops = Counting()
+    loaded = adopt_model(random_model("llama", torch.float32), fused=ops, verify=False)
+    assert (modeling_llama.apply_rotary_pos_emb, modeling_llama.LlamaAttention.forward) == before
+    ops.num_rotations = 0
+    other = random_model("llama", torch.float32)
+    other(input_ids=torch.tensor([[3, 4]]))
+    assert ops.num_rotations == 0
+    rotate = loaded.model.model.layers[0].self_attn.forward.__func__.__globals__["apply_rotary_pos_emb"]
+    q, k, table = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8), torch.randn(1, 3, 8)
+    options: list[dict[str, Any]] = [{}, {"unsqueeze_dim": 1}]
+    found = [rotate(q, k, table, table, **given) for given in options]
+    assert ops.num_rotations == 1, "what it does not know its own code computes"
+    for one, another in zip(*found, strict=True):
+        torch.testing.assert_close(one, another)
+    batch = torch.randn(2, 4, 3, 8)
+    torch.testing.assert_close(rotate(batch, batch, table, table)[0], before[0](batch, batch, table, table)[0])
+    assert ops.num_rotations == 1
+
+
+def test_a_cpu_gets_none() -> None:
+    assert fused_ops_for(torch.device("cpu")) is None

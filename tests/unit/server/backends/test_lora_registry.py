@@ -1,0 +1,77 @@
+"""Every device gets an implementation that works there, and what is missing is said in words."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from loraplex_contracts.errors import InvalidArgument
+from loraplex_server.backends import lora_registry as registry
+
+WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = None  # any import of it fails
+from loraplex_server.backends import lora_registry as registry
+statuses = {s.name: s for s in registry.available_ops()}
+assert statuses["triton"] == ("triton", False, "the package triton is not installed"), statuses
+assert statuses["cpu"].usable and statuses["reference"].usable
+assert registry.choose_ops("cpu").name == "cpu"
+assert registry.choose_ops("cuda").name == "reference"
+"""
+
+
+def test_the_cpu_gets_its_own() -> None:
+    assert registry.choose_ops(torch.device("cpu")).name == "cpu"
+
+
+def test_a_device_without_its_own_gets_the_reference() -> None:
+    assert registry.choose_ops("meta").name == "reference"
+
+
+def test_cuda_without_a_device_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    triton = next(s for s in registry.available_ops() if s.name == "triton")
+    assert not triton.usable
+    assert triton.reason in ("no CUDA device", "the package triton is not installed")
+    assert registry.choose_ops("cuda").name == "reference"
+
+
+def test_cuda_gets_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert registry.available_ops()[0] == ("triton", True, "for CUDA devices")
+    assert registry.choose_ops("cuda:0").name == "triton"
+
+
+def test_one_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert registry.choose_ops("cuda", None, 16, "auto").name == "triton"
+    ops = registry.choose_ops("cuda", None, 16, "triton")
+    assert (ops.name, ops.max_rank) == ("triton", 16)  # type: ignore[attr-defined]
+    assert registry.choose_ops("cuda", None, 16, "reference").name == "reference"
+
+
+@pytest.mark.parametrize(
+    ("device", "name", "why"),
+    [
+        ("cpu", "reference", "is for GPUs; on a CPU --cpu-kernels says"),
+        ("cuda", "triton", "--lora-kernels triton: no CUDA device|not installed"),
+        ("cuda", "punica", "Punica's kernels cannot be used: the package punica is not installed"),
+        ("cuda", "native", "takes auto, triton, punica or reference, not 'native'"),
+    ],
+)
+def test_one_that_cannot_be_used_is_refused_by_its_flag(
+    device: str, name: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(InvalidArgument, match=why) as raised:
+        registry.choose_ops(device, None, 16, name)
+    assert raised.value.field == "--lora-kernels"
+
+
+def test_everything_imports_where_triton_is_missing() -> None:
+    subprocess.run([sys.executable, "-W", "error", "-c", WITHOUT_TRITON], check=True, timeout=100)

@@ -1,0 +1,149 @@
+"""Supervision of worker processes, with small programs in the workers' place."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.fake_workers import until
+
+from loraplex_contracts.errors import FailedPrecondition, UnsupportedModel
+from loraplex_server.cli import child_processes as children_module
+from loraplex_server.cli.child_processes import Children, ChildSpec
+
+READY = """print('{"event": "progress", "text": "loading"}', flush=True)
+print('{"event": "ready", "address": "127.0.0.1:7"}', flush=True)
+"""
+WAIT = "sys.stdin.read()\n"
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(children_module, "RESTART_DELAYS_S", (0.01,))
+
+
+@asynccontextmanager
+async def started(path: Path, program: str) -> AsyncIterator[tuple[Children, list[str]]]:
+    """One running child, watched."""
+    path.write_text(f"#!{sys.executable}\nimport os, sys, time\n{program}")
+    path.chmod(0o755)
+    progress: list[str] = []
+    children = Children(ChildSpec((str(path),)), 1, progress.append)
+    assert await children.start(asyncio.Event()) == ["127.0.0.1:7"]
+    watching = asyncio.ensure_future(children.watch())
+    try:
+        yield children, progress
+        assert not watching.done()
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        await children.stop(1.0)
+
+
+async def kill(children: Children) -> int:
+    """Ends the child as a crash does; returns the pid of the one that takes its place."""
+    (before,) = children.pids
+    os.kill(before, signal.SIGKILL)
+    await until(lambda: children.pids != [before])
+    return children.pids[0]
+
+
+async def test_what_dies_is_started_again(tmp_path: Path) -> None:
+    async with started(tmp_path / "worker", READY + WAIT) as (children, progress):
+        for _ in range(2):
+            pid = await kill(children)
+            os.kill(pid, 0)  # it is there
+        assert progress == ["loading"] * 3
+
+
+@pytest.mark.parametrize("noise", ["print([1, 2])", "print('x' * 300_000)", "print('no JSON')", "print('{}')"])
+async def test_whatever_a_worker_prints(tmp_path: Path, noise: str) -> None:
+    """Before it is ready and afterwards; more than a pipe holds, so that somebody must have read it."""
+    program = f"{noise}\n{READY}for _ in range(3): {noise}\nprint('y' * 300_000, flush=True)\nopen('done', 'w')\n{WAIT}"
+    path = tmp_path / "worker"
+    program = program.replace("'done'", repr(str(tmp_path / "done")))
+    async with started(path, program) as (children, _):
+        await until((tmp_path / "done").exists)
+        (tmp_path / "done").unlink()
+        await kill(children)
+        await until((tmp_path / "done").exists)
+
+
+async def test_a_worker_that_cannot_be_started_for_a_while(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "worker"
+    async with started(path, READY + WAIT) as (children, _):
+        path.rename(tmp_path / "elsewhere")  # FileNotFoundError
+        os.kill(children.pids[0], signal.SIGKILL)
+        await until(lambda: caplog.text.count("worker 0 does not start") >= 2)
+        (tmp_path / "elsewhere").rename(path)
+        await until(lambda: _is_running(children.pids[0]))
+
+
+def _is_running(pid: int) -> bool:
+    """Neither reaped nor a zombie."""
+    try:
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+
+
+async def test_a_start_that_fails_leaves_no_process(tmp_path: Path) -> None:
+    path = tmp_path / "worker"
+    pid_file = tmp_path / "pid"
+    note = f"open({str(pid_file)!r}, 'w').write(str(os.getpid()))\n"
+    failed = '{"event": "failed", "reason": "UNSUPPORTED_MODEL", "message": "no such thing"}'
+    path.write_text(f"#!{sys.executable}\nimport os, sys, time\n{note}print({failed!r}, flush=True)\ntime.sleep(60)")
+    path.chmod(0o755)
+    with pytest.raises(UnsupportedModel, match="no such thing"):
+        await Children(ChildSpec((str(path),)), 1, lambda text: None).start(asyncio.Event())
+    assert not _is_running(int(pid_file.read_text()))
+    path.write_text(f"#!{sys.executable}\nraise SystemExit(3)")
+    with pytest.raises(FailedPrecondition, match="status 3"):
+        await Children(ChildSpec((str(path),)), 1, lambda text: None).start(asyncio.Event())
+
+
+@pytest.mark.parametrize("way", ["stop", "cancel"])
+async def test_a_start_that_is_given_up_leaves_nothing_behind(tmp_path: Path, way: str) -> None:
+    unheard: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: unheard.append(context))
+    path = tmp_path / "worker"
+    path.write_text(f"#!{sys.executable}\nimport time\ntime.sleep(60)")
+    path.chmod(0o755)
+    others = asyncio.all_tasks()
+    children = Children(ChildSpec((str(path),)), 2, lambda text: None)
+    stop = asyncio.Event()
+    starting = asyncio.ensure_future(children.start(stop))
+    await until(lambda: len(children._starting) == 1)
+    (process,) = children._starting
+    if way == "stop":
+        stop.set()
+        assert await starting is None
+    else:
+        starting.cancel()
+        assert isinstance((await asyncio.gather(starting, return_exceptions=True))[0], asyncio.CancelledError)
+    await children.stop(1.0)
+    assert process.returncode == -signal.SIGTERM
+    assert asyncio.all_tasks() == others
+    assert unheard == []
+
+
+async def test_who_is_silent_is_replaced_and_who_speaks_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(children_module, "LOOK_S", 0.02)
+    async with started(tmp_path / "worker", READY + WAIT) as (children, _):
+        heard_s = 1.0
+        watching = asyncio.ensure_future(children.kill_silent(lambda address: heard_s))
+        (before,) = children.pids
+        for number in range(20):
+            heard_s = float(number)
+            await asyncio.sleep(0.02)
+        assert children.pids == [before]
+        await until(lambda: children.pids != [before])  # now it says nothing any more
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)

@@ -1,0 +1,250 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from support.native_kernels import native_kernels
+from support.native_models import native_model
+from support.replay import calls_again
+from support.zoo import MAX_LEN, random_model
+
+from loraplex_contracts.errors import InvalidArgument, OutOfMemory, Unimplemented
+from loraplex_contracts.events import CompletionEnd, Tokens
+from loraplex_contracts.request import Request, StoppingParams
+from loraplex_server.backends.cpu.native.library import Library, Loaded, NativeStatus
+from loraplex_server.backends.cuda.graphs import graph_bytes, graph_shapes
+from loraplex_server.config import AdaptersConfig, BatchConfig, EngineConfig, KvConfig, ModelConfig
+from loraplex_server.engine import assembly as build
+from loraplex_server.engine.messages import Submit
+from loraplex_server.layers.kv_memory import num_blocks_for
+from loraplex_server.layers.spec import kv_block_bytes
+from loraplex_server.model.loaded_model import LoadedModel
+from loraplex_server.model.loader import adopt_model
+from loraplex_server.model.memory import step_bytes
+
+BLOCK_SIZE = 16
+ADAPTERS = AdaptersConfig(device_bytes=1 << 20, host_bytes=1 << 20, disk_bytes=1 << 20, num_device_slots=2)
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    torch.set_num_threads(1)
+    return adopt_model(random_model("llama"))
+
+
+@pytest.fixture(scope="module")
+def block_bytes(loaded: LoadedModel) -> int:
+    return kv_block_bytes(loaded.spec, BLOCK_SIZE, loaded.dtype.itemsize)
+
+
+def config_of(
+    memory_bytes: int | None, max_running: int = 4, max_step_tokens: int = 64, adapters: AdaptersConfig = ADAPTERS
+) -> EngineConfig:
+    kv = KvConfig(block_size=BLOCK_SIZE, memory_bytes=memory_bytes)
+    return EngineConfig(ModelConfig("m"), kv, BatchConfig(max_running, max_step_tokens), adapters)
+
+
+def on_cuda(loaded: LoadedModel) -> LoadedModel:
+    """For arithmetic only."""
+    return replace(loaded, device=torch.device("cuda"))
+
+
+def test_what_is_given_is_what_is_taken(loaded: LoadedModel, block_bytes: int) -> None:
+    config = config_of(7 * block_bytes + 1)
+    assert build._num_blocks(config, loaded) == build._num_blocks(config, on_cuda(loaded)) == 7
+
+
+def test_no_more_than_all_rows_could_fill(loaded: LoadedModel) -> None:
+    assert build._num_blocks(config_of(1 << 40), loaded) == 4 * MAX_LEN // BLOCK_SIZE + 2
+
+
+def test_two_blocks_are_too_few(loaded: LoadedModel, block_bytes: int) -> None:
+    assert build._num_blocks(config_of(3 * block_bytes), loaded) == 3
+    with pytest.raises(OutOfMemory, match="--kv-memory"):
+        build._num_blocks(config_of(3 * block_bytes - 1), loaded)
+
+
+def test_a_cpu_gives_a_quarter_of_what_is_free(
+    loaded: LoadedModel, block_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(None)
+    monkeypatch.setattr(build, "free_memory_bytes", lambda device: 4 * 9 * block_bytes + ADAPTERS.device_bytes)
+    assert build._num_blocks(config, loaded) == 9
+    monkeypatch.setattr(build, "free_memory_bytes", lambda device: ADAPTERS.device_bytes - 1)
+    with pytest.raises(OutOfMemory):
+        build._num_blocks(config, loaded)
+    monkeypatch.setattr(build, "free_memory_bytes", lambda device: 1 << 50)
+    many = config_of(None, max_running=1 << 20, max_step_tokens=1 << 20)
+    assert build._num_blocks(many, loaded) == num_blocks_for(loaded.spec, BLOCK_SIZE, loaded.dtype, build.CPU_KV_BYTES)
+
+
+@pytest.mark.parametrize("max_step_tokens", [64, 4096])
+def test_a_gpu_keeps_room_for_the_largest_step(
+    max_step_tokens: int, loaded: LoadedModel, block_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(None, max_running=64, max_step_tokens=max_step_tokens)
+    graphs = graph_bytes(build.captured_shapes(config, torch.device("cuda")), loaded)
+    assert graphs > 0
+    free = ADAPTERS.device_bytes + step_bytes(loaded, max_step_tokens, 64) + graphs + 100 * block_bytes
+    monkeypatch.setattr(build, "free_memory_bytes", lambda device: free)
+    assert build._num_blocks(config, on_cuda(loaded)) == 90
+
+
+def test_steps_are_captured_on_a_gpu_unless_told_otherwise(loaded: LoadedModel) -> None:
+    config = config_of(None, max_running=8)
+    assert build.captured_shapes(config, torch.device("cpu")) == []
+    assert build.captured_shapes(config, torch.device("cuda")) == graph_shapes(8, config.speculation.max_num_tokens)
+    without = replace(config, model=replace(config.model, cuda_graphs=False))
+    assert build.captured_shapes(without, torch.device("cuda")) == []
+    assert graph_bytes([], loaded) == 0
+
+
+def test_what_cannot_be_captured_is_said_at_the_start(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "captured_shapes", lambda config, device: graph_shapes(2, 0))
+    monkeypatch.setattr(build, "CudaCapture", lambda device: calls_again)
+    said: list[str] = []
+    build.assemble(loaded, config_of(1 << 20, max_running=2), said.append, lambda: None).close()
+    assert [text for text in said if "graph" in text] == [
+        "steps run without CUDA graphs, of which torch attention cannot be a part"
+    ]
+
+
+def test_the_context_that_is_promised_fits_the_cache(loaded: LoadedModel, block_bytes: int) -> None:
+    """Longer prompts are refused at the door, and no answer ends before its max_tokens for want of blocks."""
+    said: list[str] = []
+    engine = build.assemble(loaded, config_of(5 * block_bytes, max_running=2), said.append, lambda: None)
+    try:
+        assert engine.info.max_context_tokens == 4 * BLOCK_SIZE < MAX_LEN
+        assert any("--kv-memory" in text and str(MAX_LEN) in text for text in said)
+        stopping = StoppingParams(4 * BLOCK_SIZE - 5, ignore_eos=True)
+        engine.handle(Submit(Request("r", (5, 6, 7, 8, 9), stopping)))
+        events = [event for _ in range(100) if (batch := engine.turn()) is not None for event in batch.events]
+        assert any(isinstance(event, CompletionEnd) for event in events)
+        num_tokens = sum(len(event.token_ids) for event in events if isinstance(event, Tokens))
+        assert num_tokens == 4 * BLOCK_SIZE - 5
+        assert engine.integrity_report() == ""
+    finally:
+        engine.close()
+
+
+def test_a_cache_that_is_large_enough_changes_nothing(loaded: LoadedModel) -> None:
+    said: list[str] = []
+    engine = build.assemble(loaded, config_of(1 << 20, max_running=2), said.append, lambda: None)
+    engine.close()
+    assert engine.info.max_context_tokens == MAX_LEN
+    assert not any("--kv-memory" in text for text in said)
+
+
+def library_or(reason: str) -> Loaded:
+    if reason:
+        return Loaded(None, NativeStatus(False, reason, ""))
+    return Loaded(Library(None, Path("a library")), NativeStatus(True, "", "avx512"))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "device", "reason", "is_used", "says"),
+    [
+        ("auto", "cpu", "", True, "native CPU kernels for avx512"),
+        ("auto", "cpu", "it rains", False, "no native CPU kernels, torch does their work: it rains"),
+        ("native", "cpu", "", True, "native CPU kernels for avx512"),
+        ("torch", "cpu", "", False, ""),
+    ],
+)
+def test_cpu_kernels(
+    wanted: str, device: str, reason: str, is_used: bool, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "load_native", lambda: library_or(reason))
+    monkeypatch.setattr(build, "NativeKernels", lambda library, num_threads: object())
+    said: list[str] = []
+    config = EngineConfig(ModelConfig("m", device=device), cpu_kernels=wanted)
+    assert (build._native_kernels(config, 1, said.append) is not None) == is_used
+    assert said == [says] * bool(says)
+
+
+def test_cpu_kernels_that_must_be_native_and_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "load_native", lambda: library_or("it rains"))
+    config = EngineConfig(ModelConfig("m", device="cpu"), cpu_kernels="native")
+    with pytest.raises(InvalidArgument, match="--cpu-kernels native: it rains; with --cpu-kernels auto torch"):
+        build.build_engine(config, lambda text: None, lambda: None)  # before the model is looked for
+
+
+def test_weights_in_eight_bits_need_the_native_kernels() -> None:
+    config = EngineConfig(ModelConfig("m", device="cpu", quantize="int8"), cpu_kernels="torch")
+    with pytest.raises(Unimplemented, match="--quantize int8 is there for the native CPU kernels only"):
+        build.build_engine(config, lambda text: None, lambda: None)  # before the model is looked for
+
+
+def test_a_gpu_needs_no_cpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "resolve_device", lambda name: torch.device("cuda"))
+    config = EngineConfig(ModelConfig("m", device="cuda"), cpu_kernels="native")
+    assert build._native_kernels(config, 1, lambda text: pytest.fail(text)) is None
+
+
+@pytest.fixture(scope="module")
+def stackable(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a model whose layers the native kernels compute in one call."""
+    native_kernels()  # or skip
+    folder = tmp_path_factory.mktemp("model")
+    native_model("llama").save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("attention", "is_stack", "name"), [("auto", True, "native"), ("native", True, "native"), ("torch", False, "torch")]
+)
+def test_the_attention_that_is_asked_for_is_the_one_that_runs(
+    attention: str, is_stack: bool, name: str, stackable: Path, tmp_path: Path
+) -> None:
+    """A stack of layers attends by itself, so there is none where it may not."""
+    config = config_on_cpu(stackable, tmp_path, attention)
+    engine = build.build_engine(config, lambda text: None, lambda: None)
+    try:
+        runner = engine._runner
+        assert (runner._loaded.stack is not None) == is_stack
+        assert runner._attention.name == name
+    finally:
+        engine.close()
+
+
+def test_weights_in_eight_bits(stackable: Path, tmp_path: Path) -> None:
+    config = config_on_cpu(stackable, tmp_path, "auto")
+    said: list[str] = []
+    engine = build.build_engine(
+        replace(config, model=replace(config.model, quantize="int8")), said.append, lambda: None
+    )
+    engine.close()
+    assert f"loading {stackable}, linears in eight bits" in said
+    stack = engine._runner._loaded.stack
+    assert stack is not None
+    assert stack.shape.is_int8
+
+
+def test_an_engine_gets_its_threads_whatever_ran_before_it(
+    stackable: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a stack of layers torch keeps one thread, of which the next engine must know nothing."""
+    monkeypatch.setattr(build, "default_num_threads", lambda: 3)
+    made: list[int] = []
+    real = build.NativeKernels
+    monkeypatch.setattr(build, "NativeKernels", lambda library, num: made.append(num) or real(library, num))
+    before = torch.get_num_threads()
+    try:
+        for attention, num_torch_threads in (("auto", 1), ("torch", 3), ("auto", 1)):
+            config = config_on_cpu(stackable, tmp_path, attention)
+            build.build_engine(config, lambda text: None, lambda: None).close()
+            assert torch.get_num_threads() == num_torch_threads
+        build.build_engine(replace(config, num_threads=2), lambda text: None, lambda: None).close()
+    finally:
+        torch.set_num_threads(before)
+    assert made == [3, 3, 3, 2]
+
+
+def config_on_cpu(model: Path, store: Path, attention: str) -> EngineConfig:
+    return EngineConfig(
+        ModelConfig(str(model), device="cpu", attention=attention),
+        KvConfig(block_size=BLOCK_SIZE, memory_bytes=1 << 20),
+        BatchConfig(2, 64),
+        replace(ADAPTERS, store_dir=store),
+    )

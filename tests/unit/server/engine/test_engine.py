@@ -1,0 +1,267 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+from support.engine_fakes import FakeCache, FakeRunner, make_engine
+
+from loraplex_contracts.errors import (
+    AdapterNotFound,
+    Cancelled,
+    DeadlineExceeded,
+    Draining,
+    FailedPrecondition,
+    Internal,
+    LoraplexError,
+    OutOfMemory,
+    QueueFull,
+)
+from loraplex_contracts.events import Admitted, CompletionEnd, Event, FinishReason, RequestFailed, Tokens
+from loraplex_contracts.plan import StepPlan
+from loraplex_contracts.request import Request, SpeculationParams, StoppingParams
+from loraplex_server.engine.engine import Engine
+from loraplex_server.engine.messages import Abandon, AdapterCommand, Cancel, Reply, StopCompletion, Submit
+
+
+def request(request_id: str = "r", *, num_prompt: int = 5, max_tokens: int = 4, **more: object) -> Request:
+    stopping = StoppingParams(max_tokens=max_tokens)
+    return Request(request_id, tuple(range(20, 20 + num_prompt)), stopping, **more)  # type: ignore[arg-type]
+
+
+def run(engine: Engine, num_turns: int = 50) -> tuple[list[Event], list[Reply]]:
+    events: list[Event] = []
+    replies: list[Reply] = []
+    for _ in range(num_turns):
+        batch = engine.turn()
+        if batch is not None:
+            events += batch.events
+            replies += batch.replies
+    return events, replies
+
+
+def terminal(events: list[Event], request_id: str) -> list[Event]:
+    return [e for e in events if e.request_id == request_id and isinstance(e, CompletionEnd | RequestFailed)]
+
+
+def failure(events: list[Event], request_id: str) -> LoraplexError:
+    (end,) = terminal(events, request_id)
+    assert isinstance(end, RequestFailed)
+    return end.error
+
+
+def test_a_request_runs_to_its_length() -> None:
+    engine = make_engine()
+    engine.handle(Submit(request(adapter_id="a")))
+    events, _ = run(engine)
+    assert isinstance(events[0], Admitted)
+    assert [t for e in events if isinstance(e, Tokens) for t in e.token_ids] == [15, 16, 17, 18]
+    (end,) = terminal(events, "r")
+    assert isinstance(end, CompletionEnd)
+    assert end.reason is FinishReason.LENGTH
+    assert engine.integrity_report() == ""
+
+
+def test_an_unknown_adapter_fails_its_request_only() -> None:
+    engine = make_engine()
+    engine.handle(Submit(request("bad", adapter_id="zzz")))
+    engine.handle(Submit(request("good", adapter_id="a")))
+    events, _ = run(engine)
+    assert isinstance(failure(events, "bad"), AdapterNotFound)
+    assert isinstance(terminal(events, "good")[0], CompletionEnd)
+    assert engine.integrity_report() == ""
+
+
+def test_others_run_while_an_adapter_is_fetched() -> None:
+    cache = FakeCache(delay=20)
+    engine = make_engine(cache=cache)
+    engine.handle(Submit(request("slow", adapter_id="a")))
+    engine.handle(Submit(request("base")))
+    first, _ = run(engine, 10)
+    assert isinstance(terminal(first, "base")[0], CompletionEnd)
+    assert not terminal(first, "slow")
+    rest, _ = run(engine, 40)
+    assert isinstance(terminal(rest, "slow")[0], CompletionEnd)
+
+
+def test_cancel_before_and_after_the_adapter_is_there() -> None:
+    engine = make_engine(cache=FakeCache(delay=10))
+    engine.handle(Submit(request("r", adapter_id="a")))
+    run(engine, 2)
+    engine.handle(Cancel("r", Cancelled("gone")))
+    engine.handle(Cancel("r", Cancelled("gone again")))
+    engine.handle(Submit(request("s", max_tokens=100)))
+    events, _ = run(engine, 5)
+    engine.handle(Cancel("s", Cancelled("gone")))
+    more, _ = run(engine, 2)
+    assert isinstance(failure(events, "r"), Cancelled)
+    assert isinstance(failure(more, "s"), Cancelled)
+    assert engine.integrity_report() == ""
+
+
+def test_a_deadline_ends_a_request_that_waits_for_its_adapter() -> None:
+    now = [0.0]
+    engine = make_engine(cache=FakeCache(delay=1000), clock=lambda: now[0])
+    engine.handle(Submit(request(adapter_id="a", deadline_s=5.0)))
+    events, _ = run(engine, 3)
+    assert not terminal(events, "r")
+    assert engine.idle_timeout_s() == pytest.approx(5.0, abs=0.01)
+    now[0] = 5.1
+    events, _ = run(engine, 1)
+    assert isinstance(failure(events, "r"), DeadlineExceeded)
+
+
+def test_requests_that_wait_for_an_adapter_count_as_queued() -> None:
+    cache = FakeCache(delay=1000)
+    engine = make_engine(cache=cache, max_queued=3)
+    for number in range(4):
+        engine.handle(Submit(request(f"r{number}", adapter_id="ab"[number % 2])))
+    engine.handle(Submit(request("base")))
+    events, _ = run(engine, 3)
+    for name in ("r3", "base"):
+        error = failure(events, name)
+        assert isinstance(error, QueueFull)
+        assert error.retry_after_s
+    assert not terminal(events, "r2")
+    engine.handle(Cancel("r0", Cancelled("gone")))
+    engine.handle(Submit(request("base")))  # there is room again
+    events, _ = run(engine, 10)
+    assert isinstance(terminal(events, "base")[0], CompletionEnd)
+
+
+def test_who_was_let_in_is_not_refused_once_its_adapter_is_there() -> None:
+    engine = make_engine(cache=FakeCache(delay=5), max_queued=3)
+    for number in range(3):
+        engine.handle(Submit(request(f"r{number}", adapter_id="a")))
+    events, _ = run(engine)
+    assert all(isinstance(terminal(events, f"r{number}")[0], CompletionEnd) for number in range(3))
+    assert engine.integrity_report() == ""
+
+
+def test_a_grown_queue_is_news() -> None:
+    """While the only requests wait for a long fetch, routers and metrics still see them."""
+    engine = make_engine(cache=FakeCache(delay=1000))
+    engine.turn()
+    engine.handle(Submit(request("one", adapter_id="a")))
+    batch = engine.turn()
+    assert batch is not None
+    assert batch.load.num_queued == 1
+    engine.handle(Submit(request("two", adapter_id="a", n=2)))
+    batch = engine.turn()
+    assert batch is not None
+    assert batch.load.num_queued == 3
+
+
+def test_a_deadline_in_the_far_future_can_be_waited_for() -> None:
+    engine = make_engine(cache=FakeCache(delay=1000))
+    engine.handle(Submit(request(adapter_id="a", deadline_s=1e12)))
+    run(engine, 2)
+    timeout_s = engine.idle_timeout_s()
+    assert timeout_s is not None
+    assert 0 < timeout_s <= threading.TIMEOUT_MAX
+
+
+def test_a_step_that_raises_fails_the_one_at_fault() -> None:
+    def fail(plan: StepPlan) -> None:
+        if any(span.sequence_id.startswith("bad") for span in plan.spans):
+            raise MemoryError
+
+    engine = make_engine(FakeRunner(fail))
+    for name in ("good", "bad", "fine"):
+        engine.handle(Submit(request(name)))
+    events, _ = run(engine)
+    assert isinstance(failure(events, "bad"), OutOfMemory)
+    for name in ("good", "fine"):
+        assert [t for e in events if isinstance(e, Tokens) and e.request_id == name for t in e.token_ids] == [
+            15,
+            16,
+            17,
+            18,
+        ]
+    assert engine.integrity_report() == ""
+
+
+def test_an_unknown_exception_is_internal_with_an_opaque_id() -> None:
+    def fail(plan: StepPlan) -> None:
+        raise KeyError("secret path")
+
+    engine = make_engine(FakeRunner(fail))
+    engine.handle(Submit(request()))
+    events, _ = run(engine, 3)
+    error = failure(events, "r")
+    assert isinstance(error, Internal)
+    assert "secret" not in error.message
+    assert error.metadata["error_id"] in error.message
+
+
+def test_a_stop_string_ends_one_completion() -> None:
+    engine = make_engine()
+    engine.handle(Submit(request(n=2, max_tokens=50)))
+    run(engine, 6)
+    engine.handle(StopCompletion("r", 1))
+    engine.handle(StopCompletion("r", 1))
+    events, _ = run(engine, 60)
+    ends = {e.index: e.reason for e in events if isinstance(e, CompletionEnd)}
+    assert ends == {0: FinishReason.LENGTH, 1: FinishReason.STOP}
+    assert engine.integrity_report() == ""
+
+
+def test_adapter_operations_answer_once() -> None:
+    engine = make_engine(cache=FakeCache(delay=5))
+    engine.handle(AdapterCommand(1, "load", "a"))
+    engine.handle(AdapterCommand(2, "load", "zzz"))
+    engine.handle(AdapterCommand(3, "get", "b"))
+    engine.handle(AdapterCommand(4, "load", "b"))
+    engine.handle(Abandon(4))
+    _, replies = run(engine, 10)
+    by_id = {reply.operation_id: reply for reply in replies}
+    assert len(replies) == 3
+    assert by_id[1].adapters[0].adapter_id == "a"
+    assert isinstance(by_id[2].error, AdapterNotFound)
+    assert [info.adapter_id for info in by_id[3].adapters] == ["b"]
+
+
+def test_shutdown_ends_everything_once() -> None:
+    engine = make_engine(cache=FakeCache(delay=1000))
+    engine.handle(Submit(request("waiting", adapter_id="a")))
+    engine.handle(Submit(request("running", max_tokens=100)))
+    engine.handle(AdapterCommand(9, "load", "b"))
+    run(engine, 3)
+    batch = engine.abort_all()
+    for name in ("waiting", "running"):
+        assert isinstance(failure(list(batch.events), name), Draining)
+    assert isinstance(batch.replies[0].error, Draining)
+    assert engine.integrity_report() == ""
+
+
+def naming_heads(request_id: str, adapter_id: str = "") -> Request:
+    """One token, before which there is nothing to draft: this engine has no proposer for heads."""
+    return request(
+        request_id, max_tokens=1, adapter_id=adapter_id, speculation=SpeculationParams("medusa", medusa_id="b")
+    )
+
+
+@pytest.mark.parametrize("adapter_id", ["", "a", "b"])
+def test_heads_that_are_none_are_refused_and_nothing_stays_pinned(adapter_id: str) -> None:
+    engine = make_engine(cache=FakeCache(delay=3))
+    engine.handle(Submit(naming_heads("r", adapter_id)))
+    engine.handle(Submit(request("other", adapter_id="b")))
+    events, _ = run(engine)
+    error = failure(events, "r")
+    assert isinstance(error, FailedPrecondition)
+    assert (error.field, error.resource) == ("speculation.medusa.adapter_id", "b")
+    assert isinstance(terminal(events, "other")[0], CompletionEnd)
+    assert engine.integrity_report() == ""
+
+
+def test_a_name_may_lose_its_heads_and_get_some() -> None:
+    """Bound anew by a load: requests are answered by what the name means when they come."""
+    cache = FakeCache(kinds={"b": "medusa"})
+    engine = make_engine(cache=cache)
+    outcomes: list[bool] = []
+    for number, kind in enumerate(("medusa", "lora", "combined")):
+        cache.kinds["b"] = kind
+        engine.handle(Submit(naming_heads(f"r{number}")))
+        events, _ = run(engine)
+        outcomes.append(isinstance(terminal(events, f"r{number}")[0], CompletionEnd))
+    assert outcomes == [True, False, True]
+    assert engine.integrity_report() == ""

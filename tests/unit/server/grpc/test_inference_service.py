@@ -1,0 +1,221 @@
+"""The inference service without a network: over no engine at all, or over one that computes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import threading
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import pytest
+from google.rpc import status_pb2
+from support.engine_fakes import INFO, build_fake, build_slow
+from support.tiny_tokenizers import tiny_tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from loraplex_contracts.errors import DeadlineExceeded, EngineLost, FailedPrecondition, LoraplexError
+from loraplex_proto.status import DETAILS_KEY, from_status
+from loraplex_proto.v1 import inference_pb2
+from loraplex_proto.validate import ModelLimits
+from loraplex_server.config import EngineConfig, ModelConfig
+from loraplex_server.engine.client import EngineClient, EngineState
+from loraplex_server.engine.messages import LoadNumbers, ModelInfo
+from loraplex_server.frontend.tokenizing import NUM_THREADS, Tokenizing
+from loraplex_server.grpc.inference_service import InferenceServicer
+from loraplex_server.grpc.middleware import Edge
+from loraplex_server.text.tokenizer import SHORT_CHARS, TextTokenizer
+
+
+def service(engine: Any, info: ModelInfo, tokenizer: TextTokenizer) -> InferenceServicer:
+    limits = ModelLimits(info.vocab_size, info.max_context_tokens)
+    return InferenceServicer(engine, info, Tokenizing(tokenizer, limits), Edge())
+
+
+def servicer(*speculation: str) -> InferenceServicer:
+    info = ModelInfo("m", "llama", "float32", "cpu", 100, 64, 8, (2,), speculation)
+    return service(None, info, TextTokenizer(None))
+
+
+@pytest.mark.parametrize(
+    ("speculation", "kinds", "names"),
+    [
+        ((), ["off"], []),
+        (("prompt_lookup", "medusa"), ["off", "auto", "prompt_lookup", "medusa"], []),
+        (
+            ("prompt_lookup", "draft_model:tiny", "draft_model:small"),
+            ["off", "auto", "prompt_lookup", "draft_model:tiny", "draft_model:small"],
+            ["tiny", "small"],
+        ),
+    ],
+)
+async def test_info_says_how_requests_may_speculate(
+    speculation: tuple[str, ...], kinds: list[str], names: list[str]
+) -> None:
+    info = await servicer(*speculation).GetInfo(inference_pb2.GetInfoRequest(), None)
+    assert list(info.speculation) == kinds
+    assert list(info.draft_models) == names
+    assert (info.model_id, info.role) == ("m", "worker")
+
+
+# --- where text is made -----------------------------------------------------------------------------------------------
+
+
+class WatchedTokenizer(TextTokenizer):
+    """Says in which threads it was asked."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        super().__init__(tokenizer)
+        self.threads: set[int] = set()
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        self.threads.add(threading.get_ident())
+        return super().encode(text, add_special_tokens=add_special_tokens)
+
+    def render_chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
+        self.threads.add(threading.get_ident())
+        return super().render_chat(messages, add_generation_prompt)
+
+
+def chat_of(*contents: str) -> inference_pb2.Chat:
+    return inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role="user", content=text) for text in contents])
+
+
+LONG = "x" * SHORT_CHARS
+LONG_INPUTS = [{"text": LONG}, {"chat": chat_of(LONG)}, {"chat": chat_of(*["x"] * 2000)}]
+SHORT_INPUTS = [{"text": "x"}, {"chat": chat_of("x", "x")}]
+
+
+@pytest.mark.parametrize(("given", "is_long"), [(given, given in LONG_INPUTS) for given in LONG_INPUTS + SHORT_INPUTS])
+async def test_long_texts_and_chats_leave_the_event_loop_alone(given: dict[str, Any], is_long: bool) -> None:
+    tiny = copy.copy(tiny_tokenizer("byte_level"))
+    tiny.chat_template = "{% for m in messages %}<|turn|>{{ m.content }}{% endfor %}"
+    tokenizer = WatchedTokenizer(tiny)
+    one = service(None, replace(INFO, max_context_tokens=1 << 20), tokenizer)
+    raw = await one.Tokenize(inference_pb2.TokenizeRequest(**given), FakeContext())
+    response = inference_pb2.TokenizeResponse.FromString(raw)
+    assert len(response.tokens) == len(response.token_ids)
+    assert (threading.get_ident() not in tokenizer.threads) == is_long
+    tokenizer.threads.clear()
+    assert await one._prompt(inference_pb2.GenerateRequest(**given)) == tuple(response.token_ids)
+    assert (threading.get_ident() not in tokenizer.threads) == is_long
+    await one._tokenizing.close()
+
+
+# --- echo -------------------------------------------------------------------------------------------------------------
+
+
+class FakeContext:
+    """Of a call. What it is aborted with is raised again."""
+
+    def __init__(self, remaining_s: float | None = None) -> None:
+        self._remaining_s = remaining_s
+
+    def time_remaining(self) -> float | None:
+        return self._remaining_s
+
+    async def abort(self, code: Any, details: str, trailing_metadata: Any) -> NoReturn:
+        raise from_status(status_pb2.Status.FromString(dict(trailing_metadata)[DETAILS_KEY]))
+
+
+@pytest.mark.parametrize("method", ["Generate", "Tokenize"])
+async def test_who_waits_for_a_turn_is_told_just_before_the_deadline(method: str) -> None:
+    """Ids to look at wait for a turn behind others' texts, and so does a text; gRPC itself would only say a code."""
+    one = service(None, replace(INFO, max_context_tokens=1 << 20), TextTokenizer(tiny_tokenizer("byte_level")))
+    for _ in range(NUM_THREADS):
+        await one._tokenizing._turns.take(1)
+    requests = {
+        "Generate": inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[3] * SHORT_CHARS)),
+        "Tokenize": inference_pb2.TokenizeRequest(text="x" * SHORT_CHARS),
+    }
+    async with asyncio.timeout(20):
+        with pytest.raises(DeadlineExceeded):
+            await getattr(one, method)(requests[method], FakeContext(1.0))
+    await one._tokenizing.close()
+
+
+async def test_every_streamed_completion_begins_with_the_prompt() -> None:
+    engine = EngineClient(EngineConfig(ModelConfig("fake")))
+    await engine.start(inline=True, builder=build_fake)
+    try:
+        one = service(engine, INFO, TextTokenizer(tiny_tokenizer("byte_level")))
+        request = inference_pb2.GenerateRequest(
+            token_ids=inference_pb2.TokenIds(ids=[70, 71, 72]),
+            n=3,
+            stopping=inference_pb2.Stopping(max_tokens=5),
+            output=inference_pb2.Output(echo=True),
+        )
+        texts: dict[int, str] = defaultdict(str)
+        async for message in one.GenerateStream(request, FakeContext()):
+            texts[message.index] += message.text_delta
+        whole = await one.Generate(request, FakeContext())
+    finally:
+        await engine.stop()
+    assert texts == {completion.index: completion.text for completion in whole.completions}
+    assert len(texts) == 3
+    assert len(set(texts.values())) == 1
+    prompt = one._tokenizer.decode([70, 71, 72])
+    assert texts[0].startswith(prompt)
+    assert len(texts[0]) > len(prompt)
+
+
+@pytest.mark.parametrize("method", ["Generate", "GenerateStream"])
+async def test_an_echo_that_cannot_be_is_refused_before_anything_runs(method: str) -> None:
+    idle = SimpleNamespace(state=EngineState(LoadNumbers()))  # whatever else is asked of it fails
+    one = service(idle, INFO, TextTokenizer(None))
+    request = inference_pb2.GenerateRequest(
+        token_ids=inference_pb2.TokenIds(ids=[70]), output=inference_pb2.Output(echo=True)
+    )
+    with pytest.raises(FailedPrecondition) as caught:
+        if method == "Generate":
+            await one.Generate(request, FakeContext())
+        else:
+            async for _ in one.GenerateStream(request, FakeContext()):
+                pass
+    assert caught.value.field == "output.echo"
+
+
+# --- errors in the middle ---------------------------------------------------------------------------------------------
+
+
+def long_request(request_id: str) -> inference_pb2.GenerateRequest:
+    return inference_pb2.GenerateRequest(
+        request_id=request_id,
+        token_ids=inference_pb2.TokenIds(ids=[70, 71]),
+        stopping=inference_pb2.Stopping(max_tokens=200),
+        output=inference_pb2.Output(omit_token_ids=True),
+    )
+
+
+async def test_a_lost_engine_is_told_with_what_was_sent_and_to_each_its_own() -> None:
+    engine = EngineClient(EngineConfig(ModelConfig("fake")))
+    await engine.start(inline=True, builder=build_slow)
+    one = service(engine, INFO, TextTokenizer(tiny_tokenizer("byte_level")))
+    num_read = defaultdict[str, int](int)
+
+    async def stream(request_id: str) -> LoraplexError:
+        with pytest.raises(LoraplexError) as caught:
+            async for _ in one.GenerateStream(long_request(request_id), FakeContext()):
+                num_read[request_id] += 1
+        return caught.value
+
+    async def unary() -> LoraplexError:
+        with pytest.raises(LoraplexError) as caught:
+            await one.Generate(long_request("whole"), FakeContext())
+        return caught.value
+
+    tasks = [asyncio.ensure_future(call) for call in (stream("one"), stream("two"), unary())]
+    while len(num_read) < 2:
+        await asyncio.sleep(0.01)
+    engine._on_lost()  # what the end of the pipe does
+    errors = await asyncio.gather(*tasks)
+    await engine.stop()
+    assert [error.request_id for error in errors] == ["one", "two", "whole"]
+    for error in errors:
+        assert isinstance(error, EngineLost)
+        assert error.retry_after_s == 1.0
+        assert int(error.metadata["messages_sent"]) == num_read[error.request_id or ""]
+    assert [int(error.metadata["tokens_sent"]) > 0 for error in errors] == [True, True, False]

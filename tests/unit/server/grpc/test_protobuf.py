@@ -1,0 +1,103 @@
+"""Between messages and plain data: how a request speculates, and what an answer says of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from loraplex_contracts.events import FinishReason
+from loraplex_contracts.request import Request, SpeculationParams
+from loraplex_proto.v1 import inference_pb2
+from loraplex_proto.v1.inference_pb2 import GenerateRequest, ProposerUsage, Speculation
+from loraplex_proto.validate import check_generate
+from loraplex_server.frontend.completion import CompletionSummary, Delta, Drafts
+from loraplex_server.grpc import protobuf as convert
+
+
+def request_of(message: GenerateRequest) -> Request:
+    check_generate(message)
+    return convert.to_request(
+        message, (1, 2), request_id="r/1", tenant="default", room=10, arrival_s=0.0, deadline_s=None
+    )
+
+
+@pytest.mark.parametrize(
+    ("speculation", "params"),
+    [
+        ({}, SpeculationParams()),
+        ({"off": True}, SpeculationParams("off")),
+        ({"auto": True, "max_draft_tokens": 6}, SpeculationParams("auto", max_draft_tokens=6)),
+        ({"medusa": {}}, SpeculationParams("medusa")),
+        ({"medusa": {"adapter_id": "heads"}}, SpeculationParams("medusa", medusa_id="heads")),
+        ({"prompt_lookup": {}}, SpeculationParams("prompt_lookup")),
+        (
+            {"prompt_lookup": {"min_ngram": 2, "max_ngram": 5}, "fixed_length": True},
+            SpeculationParams("prompt_lookup", min_ngram=2, max_ngram=5, fixed_length=True),
+        ),
+        ({"draft_model": {}}, SpeculationParams("draft_model")),
+        ({"draft_model": {"name": "tiny"}}, SpeculationParams("draft_model", draft_name="tiny")),
+        ({"max_draft_tokens": 3}, SpeculationParams(None, max_draft_tokens=3)),
+    ],
+)
+def test_how_a_request_speculates(speculation: Any, params: SpeculationParams) -> None:
+    assert request_of(GenerateRequest(text="a", speculation=Speculation(**speculation))).speculation == params
+
+
+def test_a_request_that_does_not_say() -> None:
+    assert request_of(GenerateRequest(text="a")).speculation == SpeculationParams()
+
+
+def summary(index: int, *drafts: Drafts, num_tokens: int = 4, num_steps: int = 2) -> CompletionSummary:
+    return CompletionSummary(index, FinishReason.EOS, None, 0, 3, 1, num_tokens, num_steps, drafts)
+
+
+def test_usage_of_a_completion() -> None:
+    usage = convert.usage_to_pb(summary(0, Drafts("medusa", 5, 3), Drafts("prompt_lookup", 2, 0)))
+    assert usage == inference_pb2.Usage(
+        prompt_tokens=3,
+        completion_tokens=4,
+        cached_tokens=1,
+        drafted_tokens=7,
+        accepted_tokens=3,
+        steps=2,
+        proposers=[
+            ProposerUsage(name="medusa", drafted_tokens=5, accepted_tokens=3),
+            ProposerUsage(name="prompt_lookup", drafted_tokens=2, accepted_tokens=0),
+        ],
+    )
+
+
+def test_usage_of_a_request_is_the_sum_by_proposer() -> None:
+    first = summary(0, Drafts("prompt_lookup", 2, 1))
+    second = summary(1, Drafts("medusa", 5, 3), Drafts("prompt_lookup", 4, 4), num_tokens=9, num_steps=3)
+    usage = convert.total_usage([first, second])
+    assert (usage.prompt_tokens, usage.cached_tokens) == (3, 1), "one prefill"
+    assert (usage.completion_tokens, usage.steps) == (13, 5)
+    assert (usage.drafted_tokens, usage.accepted_tokens) == (11, 8)
+    assert [(p.name, p.drafted_tokens, p.accepted_tokens) for p in usage.proposers] == [
+        ("medusa", 5, 3),
+        ("prompt_lookup", 6, 5),
+    ]
+
+
+def test_nothing_drafted() -> None:
+    usage = convert.total_usage([summary(0)])
+    assert not usage.proposers
+    assert usage.drafted_tokens == 0
+
+
+def test_a_chunk_names_its_proposer() -> None:
+    delta = Delta(0, "ab", (1, 2), num_drafted=4, num_accepted=1, proposer="medusa")
+    chunk = convert.delta_to_pb(delta, with_token_ids=True)
+    assert (chunk.drafted_tokens, chunk.accepted_tokens, chunk.proposer) == (4, 1, "medusa")
+    last = convert.delta_to_pb(Delta(0, end=summary(0, Drafts("medusa", 4, 1))), with_token_ids=True)
+    assert (last.proposer, last.usage.proposers[0].name) == ("", "medusa")
+
+
+def test_what_a_server_can_do() -> None:
+    available = ("prompt_lookup", "medusa", "draft_model:tiny", "draft_model:a:b")
+    assert convert.speculation_kinds(available) == ["off", "auto", *available]
+    assert convert.draft_model_names(available) == ["tiny", "a:b"]
+    assert convert.speculation_kinds(()) == ["off"], "nothing to pick from"
+    assert convert.draft_model_names(()) == []

@@ -1,0 +1,208 @@
+"""The frozen model: greedy text, hidden states that are what the head reads, and errors as sentences."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from support.world import TinyWorld, byte_tokenizer
+from support.zoo import ZOO
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from loraplex_contracts.errors import (
+    AdapterInvalid,
+    AdapterNotFound,
+    BaseMismatch,
+    NoChatTemplate,
+    OutOfMemory,
+    UnsafeFormat,
+    UnsupportedModel,
+)
+from loraplex_training.target import Example, Target, in_batches, load_target
+from loraplex_training.thresholds import quiet_transformers
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> object:
+    with quiet_transformers():
+        yield
+
+
+def load(world: TinyWorld, adapter: str | None = None) -> Target:
+    path = None if adapter is None else world.adapters / adapter
+    return load_target(str(world.model), path, dtype=torch.float64, device=CPU)
+
+
+@pytest.mark.parametrize("adapter", [None, "a002"])
+def test_generation_is_greedy_and_no_neighbour_matters(tiny_world: TinyWorld, adapter: str | None) -> None:
+    target = load(tiny_world, adapter)
+    prompts = [target.encode(text) for text in ("a", "a longer prompt", "one more")]
+    together = target.generate(prompts, 12)
+    for prompt, made in zip(prompts, together, strict=True):
+        assert made.num_given == len(prompt)
+        assert target.generate([prompt], 12) == [made]
+        tokens = list(prompt)
+        for _ in range(12):
+            tokens.append(int(target.model(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()))
+            if tokens[-1] in target.eos_token_ids:
+                break
+        assert made.token_ids == tokens
+
+
+def test_a_models_own_sampling_defaults_do_not_count(tiny_world: TinyWorld) -> None:
+    target = load(tiny_world)
+    wanted = target.generate([target.encode("abc")], 12)
+    target.model.generation_config = GenerationConfig(
+        do_sample=True, temperature=3.0, repetition_penalty=5.0, no_repeat_ngram_size=1, max_length=4, num_beams=1
+    )
+    assert target.generate([target.encode("abc")], 12) == wanted
+
+
+def test_the_end_of_text_token_ends_an_example(tiny_world: TinyWorld) -> None:
+    target = load(tiny_world)
+    (long,) = target.generate([target.encode("abc")], 12)
+    new = long.token_ids[long.num_given :]
+    end = new[4]
+    ending = Target(target.model, target.head, target.tokenizer, (end,), target.max_context_tokens)
+    (short,) = ending.generate([target.encode("abc")], 12)
+    assert short.token_ids[short.num_given :] == new[: new.index(end) + 1]
+
+
+@pytest.mark.parametrize("adapter", [None, "a001"])
+def test_hidden_states_are_what_the_head_reads(tiny_world: TinyWorld, adapter: str | None) -> None:
+    target = load(tiny_world, adapter)
+    examples = [Example(target.encode("short"), 0), Example(target.encode("much longer than that"), 3)]
+    hidden = target.hidden_states(examples)
+    for example, states in zip(examples, hidden, strict=True):
+        assert states.shape == (len(example.token_ids), 32)
+        logits = target.model(input_ids=torch.tensor([example.token_ids])).logits[0]
+        torch.testing.assert_close(target.head.logits(states).double(), logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["opt", "gemma2", "cohere", "granite", "mixtral", "gpt2"])
+def test_families_that_project_scale_or_cap(tmp_path: Path, family: str) -> None:
+    torch.manual_seed(0)
+    config = ZOO[family]()
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    dtype = torch.float32 if family == "mixtral" else torch.float64  # grouped products have no float64
+    target = load_target(str(tmp_path), None, dtype=dtype, device=CPU)
+    example = Example(list(range(5, 25)), 1)
+    (states,) = target.hidden_states([example])
+    assert states.shape == (20, target.hidden_size)
+    logits = target.model(input_ids=torch.tensor([example.token_ids])).logits[0]
+    assert torch.equal(target.head.logits(states).argmax(dim=-1), logits.argmax(dim=-1))
+    if family != "gemma2":  # a soft cap is no factor
+        torch.testing.assert_close(target.head.logits(states).double(), logits.double(), rtol=1e-4, atol=1e-4)
+    assert 0 < target.head.scale < 1.001
+
+
+def test_a_lora_on_the_head_is_part_of_it(tiny_world: TinyWorld, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    base = AutoModelForCausalLM.from_pretrained(tiny_world.model)
+    lora = LoraConfig(r=4, target_modules=["lm_head", "q_proj"], init_lora_weights=False)
+    get_peft_model(base, lora).save_pretrained(str(tmp_path), save_embedding_layers=False)
+    target = load_target(str(tiny_world.model), tmp_path, dtype=torch.float64, device=CPU)
+    example = Example(target.encode("hello"), 0)
+    (states,) = target.hidden_states([example])
+    logits = target.model(input_ids=torch.tensor([example.token_ids])).logits[0]
+    torch.testing.assert_close(target.head.logits(states).double(), logits, rtol=1e-5, atol=1e-5)
+    plain = load(tiny_world)
+    assert not torch.allclose(plain.head.logits(states), target.head.logits(states))
+
+
+def test_the_adapter_is_the_one_that_peft_loads(tiny_world: TinyWorld) -> None:
+    target = load(tiny_world, "a000")
+    base = AutoModelForCausalLM.from_pretrained(tiny_world.model, dtype=torch.float64)
+    wanted = PeftModel.from_pretrained(base, str(tiny_world.adapters / "a000")).eval()
+    ids = torch.tensor([target.encode("hello there")])
+    torch.testing.assert_close(target.model(input_ids=ids).logits, wanted(input_ids=ids).logits)
+    assert not any(parameter.requires_grad for parameter in target.model.parameters())
+
+
+def test_messages_need_a_chat_template(tiny_world: TinyWorld) -> None:
+    target = load(tiny_world)
+    messages = [{"role": "user", "content": "hi"}]
+    with pytest.raises(NoChatTemplate):
+        target.encode(messages)
+    target.tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}[{{ m.content }}]{% endfor %}>"
+    assert target.tokenizer.decode(target.encode(messages)) == "<s>[hi]>"
+
+
+def test_the_longest_come_first() -> None:
+    assert list(in_batches([3, 9, 1, 7, 5], 2)) == [[1, 3], [4, 0], [2]]
+
+
+# --- what cannot be loaded ------------------------------------------------------------------------------------------
+
+
+def test_no_model(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match="cannot be loaded"):
+        load_target(str(tmp_path), None, dtype=None, device=CPU)
+
+
+def copy_of(world: TinyWorld, folder: Path) -> Path:
+    return Path(shutil.copytree(world.adapters / "a000", folder / "adapter"))
+
+
+def test_no_adapter(tiny_world: TinyWorld, tmp_path: Path) -> None:
+    def refused(path: Path, error: type[Exception], match: str) -> None:
+        with pytest.raises(error, match=match):
+            load_target(str(tiny_world.model), path, dtype=None, device=CPU)
+
+    refused(tmp_path / "none", AdapterNotFound, "there is no adapter in")
+    refused(tmp_path, AdapterInvalid, "has no adapter_config.json")
+    adapter = copy_of(tiny_world, tmp_path)
+    (adapter / "adapter_model.safetensors").rename(adapter / "adapter_model.bin")
+    refused(adapter, UnsafeFormat, "can run code")
+    (adapter / "adapter_model.bin").unlink()
+    refused(adapter, AdapterInvalid, "has no adapter_model.safetensors")
+    (adapter / "adapter_model.safetensors").write_bytes(b"nonsense" * 10)
+    refused(adapter, AdapterInvalid, "cannot be loaded")
+
+
+def test_an_adapter_of_another_kind(tiny_world: TinyWorld, tmp_path: Path) -> None:
+    adapter = copy_of(tiny_world, tmp_path)
+    config = adapter / "adapter_config.json"
+    config.write_text("[")
+    with pytest.raises(AdapterInvalid, match="cannot be loaded"):
+        load_target(str(tiny_world.model), adapter, dtype=None, device=CPU)
+    config.write_text(json.dumps({"peft_type": "NONSENSE"}))
+    with pytest.raises(AdapterInvalid, match="cannot be loaded"):
+        load_target(str(tiny_world.model), adapter, dtype=None, device=CPU)
+
+
+def test_an_adapter_of_another_base(tiny_world: TinyWorld, tmp_path: Path) -> None:
+    adapter = copy_of(tiny_world, tmp_path)
+    path = adapter / "adapter_model.safetensors"
+    tensors = load_file(path)
+    key = next(name for name in tensors if "layers.1.self_attn.q_proj.lora_A" in name)
+    save_file({name.replace("layers.1.", "layers.7."): tensor for name, tensor in tensors.items()}, path)
+    with pytest.raises(BaseMismatch, match=r"layers\.\d"):
+        load_target(str(tiny_world.model), adapter, dtype=None, device=CPU)
+    save_file(tensors | {key: torch.zeros(2, 5)}, path)
+    with pytest.raises(BaseMismatch, match="does not fit"):
+        load_target(str(tiny_world.model), adapter, dtype=None, device=CPU)
+
+
+def test_a_full_device_is_said_so(tiny_world: TinyWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = load(tiny_world)
+
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(target.model, "generate", full)
+    with pytest.raises(OutOfMemory, match="--batch-size"):
+        target.generate([[1, 2]], 4)
+
+
+def test_the_tokenizer_comes_with_the_base(tiny_world: TinyWorld) -> None:
+    wanted = AutoTokenizer.from_pretrained(tiny_world.model)
+    assert load(tiny_world).encode("abc") == wanted.encode("abc")

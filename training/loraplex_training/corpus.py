@@ -1,0 +1,96 @@
+"""Reads the prompts or texts that heads are trained on, from a .txt or .jsonl file.
+
+Owns the file formats and what is said about a file that does not fit them. Knows no tokens and no models.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from loraplex_contracts.errors import InvalidArgument
+
+Messages = list[dict[str, str]]
+Prompt = str | Messages  # messages go through the tokenizer's chat template
+
+T = TypeVar("T")
+
+
+def read_prompts(path: Path, field: str = "--prompts") -> list[Prompt]:
+    """One prompt per line: the line itself in a .txt, in a .jsonl a string or an object with `prompt` or `messages`.
+
+    Raises InvalidArgument, with `field` as the option that named the file.
+    """
+    return _read(path, field, _prompt)
+
+
+def read_texts(path: Path, field: str = "--texts") -> list[str]:
+    """One text per line: the line itself in a .txt, in a .jsonl a string or an object with `text`."""
+    return _read(path, field, _text)
+
+
+def _read(path: Path, field: str, parse: Callable[[Any], T | None]) -> list[T]:
+    """What `parse` makes of each line that is not blank; None of it is a line that does not fit."""
+    suffix = path.suffix.lower()
+    if suffix not in (".txt", ".jsonl"):
+        raise InvalidArgument(f"{path}: give a file that ends in .txt (one per line) or .jsonl", field=field)
+    found: list[T] = []
+    for number, line in enumerate(_lines(path, field), start=1):
+        if not line.strip():
+            continue
+        value = _json(line, path, number, field) if suffix == ".jsonl" else line
+        item = parse(value)
+        if item is None:
+            wanted = "`prompt` or `messages`" if field == "--prompts" else "`text`"
+            raise InvalidArgument(
+                f"{path}, line {number}: give a string that is not empty, or an object with {wanted}", field=field
+            )
+        found.append(item)
+    if not found:
+        raise InvalidArgument(f"{path} is empty: there is nothing to train on", field=field)
+    return found
+
+
+def _lines(path: Path, field: str) -> list[str]:
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise InvalidArgument(f"{path} cannot be read: {error.strerror or error}", field=field) from error
+    except UnicodeDecodeError as error:
+        raise InvalidArgument(f"{path} is not UTF-8 text (byte {error.start})", field=field) from error
+    return text.split("\n")  # not splitlines(): other line ends may stand inside a text
+
+
+def _json(line: str, path: Path, number: int, field: str) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(f"{path}, line {number} is not JSON: {error}", field=field) from error
+
+
+def _prompt(value: Any) -> Prompt | None:
+    if not isinstance(value, dict):
+        return _string(value)
+    return _messages(value["messages"]) if "messages" in value else _string(value.get("prompt"))
+
+
+def _text(value: Any) -> str | None:
+    return _string(value.get("text") if isinstance(value, dict) else value)
+
+
+def _string(value: Any) -> str | None:
+    return value.rstrip("\r") if isinstance(value, str) and value.strip() else None
+
+
+def _messages(value: Any) -> Messages | None:
+    if not isinstance(value, list) or not value:
+        return None
+    messages: Messages = []
+    for each in value:
+        role, content = (each.get("role"), each.get("content")) if isinstance(each, dict) else (None, None)
+        if not isinstance(role, str) or not isinstance(content, str):
+            return None
+        messages.append({"role": role, "content": content})
+    return messages

@@ -1,0 +1,78 @@
+"""Directories that are there whole or not at all, and disk errors as sentences.
+
+Owns the temporary folders beside the result: on the same file system, so that the last step is one rename. Knows
+nothing of what is written.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from loraplex_contracts.errors import DiskFull, InvalidArgument
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def check_new(out: Path) -> None:
+    """Raises InvalidArgument unless `out` can become a new directory. Nothing is ever overwritten."""
+    if out.is_dir() and not any(out.iterdir()):
+        return
+    if out.exists() or out.is_symlink():
+        raise InvalidArgument(f"{out} exists already; name a new directory, or remove it first", field="--out")
+
+
+@contextmanager
+def new_directory(out: Path) -> Generator[Path]:
+    """A folder to fill, which becomes `out` when the block ends well and is gone whenever it does not (Ctrl-C
+    included). Raises InvalidArgument and DiskFull."""
+    check_new(out)
+    with _beside(out, "partial") as partial:
+        yield partial
+        with disk_errors(out):
+            partial.chmod(0o755)  # mkdtemp's is for its owner alone
+            partial.rename(out)
+
+
+@contextmanager
+def scratch_directory(out: Path) -> Generator[Path]:
+    """A folder beside `out` for as long as the block runs."""
+    with _beside(out, "states") as folder:
+        yield folder
+
+
+@contextmanager
+def _beside(out: Path, what: str) -> Generator[Path]:
+    with disk_errors(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{out.name}-{what}-", dir=out.parent))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """To the disk before it returns, so that a rename that follows never shows an empty file."""
+    with disk_errors(path), path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def disk_errors(path: Path) -> Generator[None]:
+    """OSErrors of writing, as DiskFull or InvalidArgument."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            raise DiskFull(
+                f"the disk of {path.parent} is full; free some space or name another --out", resource=str(path.parent)
+            ) from error
+        raise InvalidArgument(f"{path} cannot be written: {error.strerror or error}", field="--out") from error

@@ -1,0 +1,254 @@
+"""The model that heads are trained for: a base, with one LoRA or none, frozen, run through Transformers and PEFT.
+
+Owns loading, greedy generation, the post-norm hidden states and what the model's own head makes of such states. Knows
+nothing of Medusa.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from peft import PeftModel, get_peft_model_state_dict
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from loraplex_adapters.formats.detect import WEIGHTS_NAME
+from loraplex_adapters.formats.peft_config import CONFIG_NAME
+from loraplex_contracts.errors import (
+    AdapterInvalid,
+    AdapterNotFound,
+    BaseMismatch,
+    NoChatTemplate,
+    OutOfMemory,
+    UnsafeFormat,
+    UnsupportedModel,
+)
+from loraplex_server.model.unsupported import reading
+from loraplex_training.corpus import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A token sequence. The first `num_given` tokens were given; what follows is what heads have to foresee."""
+
+    token_ids: list[int]
+    num_given: int
+
+    @property
+    def first(self) -> int:
+        """The position whose hidden state is the first that anything is drafted from."""
+        return max(0, self.num_given - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenHead:
+    """The model's own head, which all Medusa heads share, its LoRA included: so they are served."""
+
+    module: nn.Module
+    scale: float  # some models scale what their head gives; argmax does not care, cross entropy does
+    num_logits: int
+    hidden_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., hidden] -> float32 [..., num_logits]"""
+        raw: Tensor = self.module(hidden.to(self.dtype))
+        return raw.float() * self.scale
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A frozen model."""
+
+    model: Any
+    head: FrozenHead
+    tokenizer: Any
+    eos_token_ids: tuple[int, ...]
+    max_context_tokens: int
+
+    @property
+    def device(self) -> torch.device:
+        return self.head.device
+
+    @property
+    def hidden_size(self) -> int:
+        return self.head.hidden_size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.head.dtype
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Raises NoChatTemplate."""
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        if not self.tokenizer.chat_template:
+            raise NoChatTemplate("the tokenizer has no chat template; give plain prompts instead of messages")
+        made = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+        return self.tokenizer.encode(made, add_special_tokens=False)
+
+    @torch.inference_mode()
+    def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Example]:
+        """The greedy continuation of each prompt, the end-of-text token included, as one batch."""
+        width = max(len(prompt) for prompt in prompts)
+        pad_id = self.eos_token_ids[0] if self.eos_token_ids else 0
+        rows = [[pad_id] * (width - len(prompt)) + list(prompt) for prompt in prompts]
+        mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+        # All of it spelled out: a model's own defaults may sample or penalize, and then nothing would be greedy.
+        config = GenerationConfig(
+            max_new_tokens=max_new_tokens, do_sample=False, num_beams=1, repetition_penalty=1.0, no_repeat_ngram_size=0,
+            eos_token_id=list(self.eos_token_ids) or None, pad_token_id=pad_id,
+            temperature=None, top_p=None, top_k=None, min_p=None, typical_p=None,
+        )  # fmt: skip
+        with out_of_memory():
+            made: Tensor = self.model.generate(
+                input_ids=torch.tensor(rows, device=self.device),
+                attention_mask=torch.tensor(mask, device=self.device),
+                generation_config=config,
+            )
+        new_tokens = made[:, width:].tolist()
+        return [
+            Example([*prompt, *self._until_end(new)], len(prompt))
+            for prompt, new in zip(prompts, new_tokens, strict=True)
+        ]
+
+    @torch.inference_mode()
+    def hidden_states(self, examples: Sequence[Example]) -> list[Tensor]:
+        """What the head is given at each position of each example, [num_tokens, hidden], in one forward pass."""
+        width = max(len(each.token_ids) for each in examples)
+        # Padding is on the right of a causal model: no position that counts can see it.
+        rows = [each.token_ids + [0] * (width - len(each.token_ids)) for each in examples]
+        with out_of_memory():
+            hidden, _ = _run(self.model, self.head.module, torch.tensor(rows, device=self.device), with_logits=False)
+        return [states[: len(each.token_ids)] for states, each in zip(hidden, examples, strict=True)]
+
+    def _until_end(self, token_ids: list[int]) -> list[int]:
+        ends = [idx for idx, token in enumerate(token_ids) if token in self.eos_token_ids]
+        return token_ids[: ends[0] + 1] if ends else token_ids
+
+
+def load_target(base: str, adapter: Path | None, *, dtype: torch.dtype | None, device: torch.device) -> Target:
+    """`base` is a directory or a Hub id; without `dtype` it is loaded as it is stored. Raises UnsupportedModel,
+    AdapterNotFound and AdapterInvalid."""
+    if adapter is not None:
+        check_adapter(adapter)
+    with reading(base):
+        config = AutoConfig.from_pretrained(base, trust_remote_code=False)
+        tokenizer: Any = AutoTokenizer.from_pretrained(base, trust_remote_code=False)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            base, config=config, dtype=dtype or "auto", trust_remote_code=False
+        )
+        limit = int(getattr(config.get_text_config(), "max_position_embeddings", None) or 4096)
+    with out_of_memory():
+        model.to(device)
+    eos_token_ids = _eos_token_ids(model)
+    head = model.get_output_embeddings()
+    if head is None:
+        raise UnsupportedModel(f"{base} has no language modelling head, so there is nothing to draft")
+    num_logits, hidden_size = head.weight.shape
+    head_dtype: torch.dtype = head.weight.dtype
+    if adapter is not None:
+        model = _with_adapter(model, adapter)
+        head = model.get_base_model().get_output_embeddings()  # perhaps wrapped now
+    model.eval().requires_grad_(False)
+    frozen = FrozenHead(head, _logit_scale(model, head), num_logits, hidden_size, head_dtype, device)
+    return Target(model, frozen, tokenizer, eos_token_ids, limit)
+
+
+def check_adapter(adapter: Path) -> None:
+    """Raises AdapterNotFound, UnsafeFormat or AdapterInvalid."""
+    if not adapter.is_dir():
+        raise AdapterNotFound(f"there is no adapter in {adapter}; give a directory that PEFT has saved")
+    for name in (CONFIG_NAME, WEIGHTS_NAME):
+        if (adapter / name).is_file():
+            continue
+        if any(adapter.glob("adapter_model.*")) and name == WEIGHTS_NAME:
+            raise UnsafeFormat(f"{adapter} has no {WEIGHTS_NAME}; other formats can run code, save it as safetensors")
+        raise AdapterInvalid(f"{adapter} has no {name}; give a directory that PEFT has saved")
+
+
+def _with_adapter(model: Any, adapter: Path) -> PeftModel:
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Found missing adapter keys")  # an error below
+            loaded = PeftModel.from_pretrained(model, str(adapter), is_trainable=False)
+        with safe_open(adapter / WEIGHTS_NAME, "pt") as weights:
+            there = set(weights.keys())
+    except RuntimeError as error:  # PyTorch's way to say that shapes differ
+        raise BaseMismatch(f"{adapter} does not fit this base model: {_first_line(error)}") from error
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise AdapterInvalid(f"{adapter} cannot be loaded: {_first_line(error)}") from error
+    if loaded.active_peft_config.peft_type != "LORA":
+        raise AdapterInvalid(f"{adapter} is a {loaded.active_peft_config.peft_type} adapter; only LoRA is served")
+    # PEFT is content when either side has modules that the other lacks.
+    wanted = set(get_peft_model_state_dict(loaded, save_embedding_layers=False))
+    strange = sorted(key for key in wanted ^ there if ".lora_" in key)
+    if strange:
+        raise BaseMismatch(f"{adapter} was made for another base model: {strange[0]} is on one side only")
+    return loaded
+
+
+@torch.inference_mode()
+def _logit_scale(model: Any, head: nn.Module) -> float:
+    """What the model multiplies its head's output with, or nearly (of a soft cap)."""
+    device = next(head.parameters()).device
+    _, (raw, logits) = _run(model, head, torch.arange(8, device=device).unsqueeze(0), with_logits=True)
+    return float((raw * logits).sum() / (raw * raw).sum().clamp(min=1e-12))
+
+
+def _run(model: Any, head: nn.Module, token_ids: Tensor, *, with_logits: bool) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """What the head is given, [num_rows, num_tokens, hidden], and what it and the model make of that, in float32."""
+    seen: list[Tensor] = []
+
+    def before(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        seen.append(cast(Tensor, inputs[0]))
+        return None if with_logits else (inputs[0][:, :0], *inputs[1:])  # many logits, none of them wanted
+
+    def after(_module: nn.Module, _inputs: tuple[Any, ...], output: Tensor) -> None:
+        seen.append(output.float())
+
+    hooks = head.register_forward_pre_hook(before), head.register_forward_hook(after)
+    try:
+        logits: Tensor = model(input_ids=token_ids, use_cache=False).logits
+    finally:
+        for hook in hooks:
+            hook.remove()
+    hidden, raw = seen
+    return hidden, (raw, logits.float())
+
+
+def _eos_token_ids(model: Any) -> tuple[int, ...]:
+    found = model.generation_config.eos_token_id if model.generation_config is not None else None
+    if found is None:
+        found = getattr(model.config.get_text_config(), "eos_token_id", None)
+    if found is None:
+        return ()
+    return (found,) if isinstance(found, int) else tuple(found)
+
+
+@contextmanager
+def out_of_memory() -> Generator[None]:
+    """The device's, as a sentence."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemory("the device's memory is full; try a smaller --batch-size, or --device cpu") from error
+
+
+def in_batches(lengths: Sequence[int], batch_size: int) -> Iterator[list[int]]:
+    """Indices in batches of similar length, the longest first: what does not fit the memory shows at once."""
+    order = sorted(range(len(lengths)), key=lambda idx: lengths[idx], reverse=True)
+    for start in range(0, len(order), batch_size):
+        yield order[start : start + batch_size]
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
