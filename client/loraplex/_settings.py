@@ -45,7 +45,7 @@ class Tls:
         for name in ("root_certificates", "client_key", "client_certificate"):
             pem = getattr(self, name)
             if pem is not None and b"-----BEGIN" not in pem:
-                raise InvalidArgument(f"{name} is no PEM: it has no line -----BEGIN ...-----", field=name)
+                raise InvalidArgument(f"{name} is not PEM: it has no line -----BEGIN ...-----", field=name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,7 @@ def list_query(request: adapter_pb2.ListAdaptersRequest) -> ListQuery:
             field="prefix",
         )
     if request.state not in adapter_pb2.AdapterState.values():
-        raise InvalidArgument(f"`state` is {request.state}, which is no AdapterState", field="state")
+        raise InvalidArgument(f"`state` is {request.state}, which is not an AdapterState", field="state")
     query = ListQuery(request.include_unloaded, request.prefix, request.state, min(request.page_size, MAX_PAGE_SIZE))
     return replace(query, after=_read_token(query, request.page_token)) if request.page_token else query
 
@@ -131,7 +131,7 @@ def _read_token(query: ListQuery, token: str) -> str:
         after = check_adapter_id(raw[_HEADER_BYTES:].decode("ascii"))
     except (ValueError, InvalidAdapterId) as error:
         raise InvalidArgument(
-            "`page_token` is no token of this listing: send `next_page_token` as it came, or none to begin anew",
+            "`page_token` is not a token of this listing: send `next_page_token` as it came, or none to begin anew",
             field="page_token",
         ) from error
     if raw[1:_HEADER_BYTES] != _checksum(query):

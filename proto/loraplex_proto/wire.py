@@ -20,4 +20,4 @@ def parse(cls: type[M], raw: bytes) -> M:
         return cls.FromString(raw)
     except DecodeError as error:
         name = cls.DESCRIPTOR.full_name
-        raise InvalidArgument(f"the request's bytes are no {name}; use the published .proto files") from error
+        raise InvalidArgument(f"the request's bytes are not a {name}; use the published .proto files") from error

@@ -74,7 +74,7 @@ def train_medusa(
     if combined and adapter is None:
         raise InvalidArgument("--combined copies the LoRA of --adapter; give one", field="--combined")
     if not 0 < lr < 1:
-        raise InvalidArgument(f"--lr {lr} is no learning rate; 0.001 is a good start", field="--lr")
+        raise InvalidArgument(f"--lr {lr} is not a learning rate; 0.001 is a good start", field="--lr")
     # Before anything slow: what is wrong with the files should be known at once.
     given_prompts = read_prompts(prompts) if prompts is not None else []
     given_texts = read_texts(texts) if texts is not None else []
@@ -135,7 +135,7 @@ def _run(
 
     check_new(out)
     if dtype != "auto" and dtype not in DTYPES:
-        raise InvalidArgument(f"{dtype!r} is no dtype; use auto or one of {', '.join(DTYPES)}", field="--dtype")
+        raise InvalidArgument(f"{dtype!r} is not a dtype; use auto or one of {', '.join(DTYPES)}", field="--dtype")
     with training_progress(Console(stderr=True)) as progress, quiet_transformers():
         target = load_target(base, adapter, dtype=DTYPES.get(dtype), device=resolve_device(device))
         if prompts:

@@ -69,11 +69,13 @@ def _plan_lora(files: OpenedFiles, tensors: Sequence[TensorInfo], targets: BaseT
         if not tensors:
             raise AdapterInvalid(f"{', '.join(sorted(files.opened))} has no Medusa head")
         raise AdapterUnsupported(
-            f"{tensors[0].where} is no tensor of a Medusa head, no {CONFIG_NAME} says that it is a LoRA's, and no "
+            f"{tensors[0].where} is not a tensor of a Medusa head, no {CONFIG_NAME} says that it is a LoRA's, and no "
             "tensor is left out silently"
         )
     stranger = next((tensor for tensor in tensors if tensor.file != tensors[0].file), None)
     if stranger is not None:
-        raise AdapterInvalid(f"{stranger.where} is no tensor of a Medusa head; a LoRA's tensors must lie in one file")
+        raise AdapterInvalid(
+            f"{stranger.where} is not a tensor of a Medusa head; a LoRA's tensors must lie in one file"
+        )
     config = parse_peft_config(read_all(files.open(CONFIG_NAME), MAX_CONFIG_BYTES, CONFIG_NAME), pace)
     return plan_lora(config, {tensor.name: tensor for tensor in tensors}, targets, pace)

@@ -139,7 +139,7 @@ def _base_copy(tensor: TensorInfo, targets: BaseTargets) -> TargetModule:
     module = targets.modules.get(path.removesuffix(".base_layer"))
     if last != "weight" or module is None:
         raise AdapterUnsupported(
-            f"{tensor.where} is no part of a plain LoRA on {targets.model_id!a}, and no tensor is left out silently"
+            f"{tensor.where} is not part of a plain LoRA on {targets.model_id!a}, and no tensor is left out silently"
         )
     if not module.weight_sha256:
         raise AdapterUnsupported(

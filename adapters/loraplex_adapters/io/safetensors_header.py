@@ -58,7 +58,7 @@ class TensorInfo:
 def read_header(read_at: ReadAt, file_bytes: int, what: str, pace: Pace = no_pace) -> dict[str, TensorInfo]:
     """The tensors of a safetensors file of `file_bytes`, by name. `what` names the file. Raises AdapterInvalid."""
     if file_bytes < 8:
-        raise AdapterInvalid(f"{what} is cut short: {file_bytes} bytes are no safetensors file")
+        raise AdapterInvalid(f"{what} is cut short: {file_bytes} bytes are not a safetensors file")
     prefix = read_at(0, 8)
     if prefix == b"version ":
         raise AdapterInvalid(f"{what} is a Git LFS pointer, not the weights; fetch them with `git lfs pull`")

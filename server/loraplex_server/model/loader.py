@@ -221,7 +221,7 @@ def resolve_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise InvalidArgument(f"{name!r} is no device; use auto, cpu, cuda or cuda:N", field="--device") from None
+        raise InvalidArgument(f"{name!r} is not a device; use auto, cpu, cuda or cuda:N", field="--device") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise InvalidArgument(f"--device {name}: this PyTorch sees no CUDA GPU", field="--device")
     if device.type == "cuda" and (device.index or 0) >= (num_devices := torch.cuda.device_count()):
@@ -231,7 +231,7 @@ def resolve_device(name: str) -> torch.device:
 
 def _dtype(name: str) -> torch.dtype:
     if name not in DTYPES:
-        raise InvalidArgument(f"{name!r} is no dtype; use auto or one of {', '.join(DTYPES)}", field="--dtype")
+        raise InvalidArgument(f"{name!r} is not a dtype; use auto or one of {', '.join(DTYPES)}", field="--dtype")
     return DTYPES[name]
 
 

@@ -78,7 +78,7 @@ class TextTokenizer:
             _logger.warning("no tokenizer for %s, serving token ids only: %s", model, error)
             return cls(None)
         if not isinstance(loaded, PreTrainedTokenizerFast):
-            _logger.warning("%s is no fast tokenizer, serving token ids only", type(loaded).__name__)
+            _logger.warning("%s is not a fast tokenizer; serving token ids only", type(loaded).__name__)
             return cls(None, missing_reason=f"the base model's tokenizer ({type(loaded).__name__}) is not a fast one")
         return cls(loaded)
 

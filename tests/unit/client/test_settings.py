@@ -92,5 +92,5 @@ def test_values_of_another_type_are_told_by_name(given: dict[str, Any], field: s
 
 @pytest.mark.parametrize("name", ["root_certificates", "client_key", "client_certificate"])
 def test_certificates_that_are_none(name: str) -> None:
-    with pytest.raises(InvalidArgument, match=f"{name} is no PEM"):
+    with pytest.raises(InvalidArgument, match=f"{name} is not PEM"):
         replace(Tls(), **{name: b"\x30\x82"})

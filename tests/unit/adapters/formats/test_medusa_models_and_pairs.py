@@ -305,7 +305,7 @@ def test_a_lora_alone_does_not_care_for_its_base_models_configuration(tmp_path: 
         (
             lambda f: (write_adapter(f), write_heads(f, sequential_tensors() | {"x.lora_A.weight": torch.zeros(4, 4)})),
             AdapterInvalid,
-            "medusa_lm_head.safetensors: 'x.lora_A.weight' is no tensor of a Medusa head",
+            "medusa_lm_head.safetensors: 'x.lora_A.weight' is not a tensor of a Medusa head",
         ),
         (
             lambda f: (
@@ -315,7 +315,7 @@ def test_a_lora_alone_does_not_care_for_its_base_models_configuration(tmp_path: 
             AdapterInvalid,
             "is there twice",
         ),
-        (lambda f: (write_adapter(f), write_heads(f, {"x": torch.zeros(1)})), AdapterInvalid, "'x' is no tensor"),
+        (lambda f: (write_adapter(f), write_heads(f, {"x": torch.zeros(1)})), AdapterInvalid, "'x' is not a tensor"),
     ],
 )
 def test_pairs_that_do_not_fit(write: Any, expected: type[LoraplexError], says: str, tmp_path: Path) -> None:

@@ -108,12 +108,12 @@ FROM_HEADERS: dict[str, Case] = {
     "a tensor that is no head's": (
         B | {"0.0.norm.weight": torch.zeros(1)},
         AdapterUnsupported,
-        "'0.0.norm.weight' is no",
+        "'0.0.norm.weight' is not",
     ),
     "a Hydra": (
         {"hydra_mlp.weight": torch.zeros(1)},
         AdapterUnsupported,
-        "'hydra_mlp.weight' is no tensor of a Medusa head",
+        "'hydra_mlp.weight' is not a tensor of a Medusa head",
     ),
     "a number with a zero before it": (
         B | {"00.0.linear.weight": NO_BLOCK},
@@ -124,7 +124,7 @@ FROM_HEADERS: dict[str, Case] = {
     "a token map alone": (
         {"token_map": torch.zeros(1, dtype=torch.int64)},
         AdapterUnsupported,
-        "'token_map' is no tensor of a Medusa head",
+        "'token_map' is not a tensor of a Medusa head",
     ),
     "a bias of a projection": (A | {"0.2.bias": torch.zeros(VOCAB)}, AdapterUnsupported, "'0.2.bias' is a bias of a"),
     "vLLM's bias of a projection": (

@@ -232,7 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=LIBRARY, help="the library to write")
     parser.add_argument("--objects", type=Path, help="folder that keeps object files, so that the next build is short")
     parser.add_argument("--if-stale", action="store_true", help="do nothing while the library is that of the sources")
-    parser.add_argument("--optional", action="store_true", help="a machine that cannot build it is no failure")
+    parser.add_argument("--optional", action="store_true", help="exit with 0 on a machine that cannot build it")
     given = parser.parse_args(arguments)
     if given.if_stale and built_from(given.out) == source_hash():
         return 0
