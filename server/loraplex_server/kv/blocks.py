@@ -41,6 +41,11 @@ class BlockPool:
         return len(self._clean) + len(self._idle)
 
     @property
+    def num_clean(self) -> int:
+        """Free blocks whose content is of no use: taking them evicts nothing from the prefix cache."""
+        return len(self._clean)
+
+    @property
     def num_cached(self) -> int:
         """Blocks in the prefix cache, held or idle."""
         return len(self._block_of)

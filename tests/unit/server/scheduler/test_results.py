@@ -102,6 +102,22 @@ def test_drafts(sampled: tuple[int, ...], kept: tuple[int, ...], num_accepted: i
     scheduler.check_integrity()
 
 
+def test_drafts_evict_nothing_from_the_prefix_cache() -> None:
+    """A draft runs as far as blocks reach that hold nothing; the sequence's own next token may evict one."""
+    pool = BlockPool(1 + 4, 4)
+    scheduler = make_scheduler(pool)
+    cached = pool.allocate(2)
+    for block_id in cached:
+        pool.publish(block_id, bytes([block_id]) * 32)
+    pool.release(cached)
+    scheduler.add(Request("r", (1, 2, 3), StoppingParams(12)), None, 0.0)
+    step(scheduler, PLAIN)
+    plan, _ = step(scheduler, *([PLAIN] * 5), draft=(PLAIN,) * 10)
+    assert (len(plan.spans[0].draft), pool.num_evictions) == (4, 0)
+    plan, _ = step(scheduler, PLAIN, draft=(PLAIN,) * 3)
+    assert (plan.spans[0].start, len(plan.spans[0].draft), pool.num_evictions) == (8, 3, 1)
+
+
 def test_drafts_never_enter_the_prefix_cache() -> None:
     """A block that rejected drafts filled is published with what came to stand there, not with the drafts."""
     pool = BlockPool(32, 4)
@@ -167,7 +183,7 @@ def test_a_draft_is_cut_to_the_end_of_the_completion_the_budget_and_free_blocks(
     scheduler.apply(plan, StepResult(plan.step, results), 0.0)
     plan = scheduler.schedule(0.0, {mine.sequence_id: Draft((5,) * 50, "test")})
     assert plan is not None
-    assert scheduler.load().num_free_blocks == 0
+    assert scheduler.load().num_free_blocks == 1  # in the prefix cache
     assert scheduler.load().num_preemptions == 0
     assert 3 < len(plan.spans[0].draft) < 20
 
