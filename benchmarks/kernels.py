@@ -265,7 +265,7 @@ def measure(
             args.repetitions,
         )
     reference_us, own_us, new_step_us, base_us = (t / args.modules for t in times)
-    used = {s.slot for s in steps[0]}
+    used = {s.adapter_slot for s in steps[0]}
     factors = [f for slot in used if (f := tables[0][0].factors[slot]) is not None]
     num_bytes = sum(f.a.nbytes + f.b.nbytes for f in factors) + x.nbytes + 2 * y.nbytes
     floor_us = num_bytes / bandwidth * 1e6

@@ -81,7 +81,7 @@ class Stepper:
             KvConfig(BLOCK_SIZE, num_blocks * kv_block_bytes(loaded.spec, BLOCK_SIZE, loaded.dtype.itemsize), False),
             BatchConfig(shape.max_batch, max_step_tokens=shape.max_batch * (shape.num_draft_tokens + 1)),
             AdaptersConfig(num_device_slots=shape.max_batch, max_rank=shape.max_rank or DEFAULT_MAX_RANK),
-            SpeculationConfig(num_tokens=shape.num_draft_tokens, max_num_tokens=shape.num_draft_tokens),
+            SpeculationConfig(shape.num_draft_tokens, max_draft_tokens=shape.num_draft_tokens),
         )
         self.engine = assemble(loaded, config, say, lambda: None)
         runner = self.engine._runner

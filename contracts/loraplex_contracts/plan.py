@@ -20,7 +20,7 @@ from loraplex_contracts.request import OutputParams, Request, SamplingParams
 class AdapterUse:
     """A device slot that a sequence uses, and its weight in a mixture."""
 
-    slot: int
+    adapter_slot: int
     weight: float = 1.0
 
 
@@ -34,7 +34,7 @@ class Candidate(NamedTuple):
     num_room: int  # draft tokens that can still be of use, 0 at the completion's last token
     request: Request
     sampling: SamplingParams  # the completion's own, seed included
-    slot: int | None  # of its LoRA
+    adapter_slot: int | None  # of its LoRA
 
 
 @dataclass(frozen=True, slots=True)

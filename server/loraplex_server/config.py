@@ -106,14 +106,14 @@ class DraftModelConfig:
 class SpeculationConfig:
     """What is there to draft with, and how requests speculate that do not say."""
 
-    num_tokens: int = option(
+    default_draft_tokens: int = option(
         0,
         "Guess up to this many tokens ahead per step for every request that does not say how to speculate: the same "
         "text, sooner. With 0, only for requests that ask for it or whose adapter brings Medusa heads.",
         "--speculate",
         "--speculative-tokens",
     )
-    max_num_tokens: int = option(
+    max_draft_tokens: int = option(
         16, "Guess at most this many tokens per step, whatever a request asks for.", "--max-draft-tokens"
     )
     adaptive: bool = option(
@@ -250,15 +250,15 @@ class EngineConfig:
         speculation = self.speculation
         return (
             (
-                1 <= speculation.max_num_tokens <= MAX_DRAFT_TOKENS,
+                1 <= speculation.max_draft_tokens <= MAX_DRAFT_TOKENS,
                 "--max-draft-tokens",
                 f"must be 1 to {MAX_DRAFT_TOKENS}",
             ),
-            (speculation.num_tokens >= 0, "--speculate", "must be at least 0"),
+            (speculation.default_draft_tokens >= 0, "--speculate", "must be at least 0"),
             (
-                speculation.num_tokens <= speculation.max_num_tokens,
+                speculation.default_draft_tokens <= speculation.max_draft_tokens,
                 "--speculate",
-                f"must be at most --max-draft-tokens, {speculation.max_num_tokens}",
+                f"must be at most --max-draft-tokens, {speculation.max_draft_tokens}",
             ),
             (speculation.draft_kv_bytes >= 1, "--draft-kv-memory", "must be at least 1 byte"),
             (

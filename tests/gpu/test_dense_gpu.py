@@ -32,7 +32,7 @@ def test_products(dtype: torch.dtype, width: int, rows_per_segment: int) -> None
     y = torch.full((num_rows, 32000), float("nan"), dtype=dtype, device="cuda")
     want = y.double()
     for segment in segments:
-        dense = table.get(segment.slot)
+        dense = table.get(segment.adapter_slot)
         assert dense is not None
         rows = slice(segment.start, segment.end)
         product = x[rows].double() @ dense.weight.double().T

@@ -70,7 +70,7 @@ def check(got: Tensor, x: Tensor, y: Tensor, table: FactorTable, segments: Seque
     is_idle = torch.ones(len(y), dtype=torch.bool)
     rows_of: dict[tuple[int, float], list[int]] = {}
     for s in segments:
-        rows_of.setdefault((s.slot, s.weight), []).extend(range(s.start, s.end))
+        rows_of.setdefault((s.adapter_slot, s.weight), []).extend(range(s.start, s.end))
     for (slot, weight), rows in rows_of.items():
         factors = table.factors[slot]
         if factors is not None and rows:

@@ -170,7 +170,7 @@ def test_weighted_mixture_adds_up(tmp_path: Path) -> None:
     merged = copy.deepcopy(world.base)
     with torch.no_grad():
         for use in uses:
-            for path, factors in world.weights[use.slot].factors.items():
+            for path, factors in world.weights[use.adapter_slot].factors.items():
                 delta = factors.b @ factors.a * (factors.scale * use.weight)
                 module = merged.get_submodule(path)
                 module.weight.add_(delta.T if isinstance(module, nn.Embedding) else delta)

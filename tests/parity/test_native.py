@@ -141,7 +141,7 @@ def test_mixed_batch_equals_peft(best: str, family: str, tmp_path: Path) -> None
     for job in jobs:
         assert job.error is None
         if len(job.adapters) < 2:
-            owner = job.adapters[0].slot if job.adapters else None
+            owner = job.adapters[0].adapter_slot if job.adapters else None
             peft = adapted.peft[owner] if owner is not None else None
             want = dense_logits(peft, job.prompt, job.tokens) if peft is not None else None
         else:
@@ -188,7 +188,7 @@ def test_logits_have_the_same_bits_in_any_batch(isa: str, family: str, dtype: to
 
 
 def bitwise_jobs() -> list[Job]:
-    return [job for job in mixed_jobs(longest=90) if EMBEDDING not in [use.slot for use in job.adapters]]
+    return [job for job in mixed_jobs(longest=90) if EMBEDDING not in [use.adapter_slot for use in job.adapters]]
 
 
 def drafting(twin: Job, seed: int):  # type: ignore[no-untyped-def]
@@ -260,7 +260,7 @@ def test_int8_is_the_rounded_model(isa: str, family: str, dtype: torch.dtype, tm
         rig.run(ran[-1])
     for job, twin in zip(*ran, strict=True):
         assert job.error is None
-        if EMBEDDING not in [use.slot for use in job.adapters]:
+        if EMBEDDING not in [use.adapter_slot for use in job.adapters]:
             assert same_bits(rigs[0], job, rigs[1], twin)
         if dtype == torch.float32 and not job.adapters:
             check_logits(rigs[0].logits(job), dense_logits(rounded, job.prompt, job.tokens), job.tokens)

@@ -331,7 +331,12 @@ def test_the_servers_own_settings(world: World) -> None:
         for one in known_requests(world, name)
     ]
     bench = make_bench(
-        world.model, world.root, default_heads="heads-own", num_tokens=3, step_costs=None, drafts=proposers(world)
+        world.model,
+        world.root,
+        default_heads="heads-own",
+        default_draft_tokens=3,
+        step_costs=None,
+        drafts=proposers(world),
     )
     outcomes = bench.run(requests, random.Random(6))
     world.check(outcomes)

@@ -128,7 +128,7 @@ def test_everything_that_flags_bring(world: TinyWorld, twins: Bench) -> None:
     write_heads(world.adapters / "heads", heads, medusa_config(base_model_name_or_path="llama"))
     bench = build(
         world,
-        num_tokens=4,
+        default_draft_tokens=4,
         default_medusa="heads",
         draft_models=(f"same={world.model}", f"turned={world.model.parent / 'turned'}"),
     )

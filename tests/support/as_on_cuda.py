@@ -15,7 +15,7 @@ from support.replay import ReplayableReference, ReplayableTorch, calls_again
 
 
 def _captured_shapes(config: EngineConfig, device: torch.device) -> list[Shape]:
-    return graph_shapes(config.batch.max_running, config.speculation.max_num_tokens)
+    return graph_shapes(config.batch.max_running, config.speculation.max_draft_tokens)
 
 
 def build_as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

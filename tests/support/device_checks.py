@@ -229,7 +229,7 @@ def check_speculation(settings: Settings, root: Path) -> None:
     right ones in what the same requests were answered the first time, and wrong ones in every text."""
     world = World(random_model(settings.dtype, settings.hidden_size), settings.dtype, root)
     names = ["", world.add(8, 1), world.add(16, 2)]
-    engine = make_engine(world, settings, max_num_tokens=6)
+    engine = make_engine(world, settings, max_draft_tokens=6)
     plain = make_requests(names, 12, 40)
     without = run(engine, plain)
     kinds = [

@@ -48,7 +48,7 @@ class Problem:
         """float64, row by row: shares no code with any implementation."""
         y = self.y.double().clone()
         for segment in self.segments:
-            factors = self.table.factors[segment.slot]
+            factors = self.table.factors[segment.adapter_slot]
             if factors is None:
                 continue
             for row in range(segment.start, segment.end):
@@ -69,7 +69,7 @@ class Problem:
             factors = self.table.factors[slot]
             return factors is not None and factors.rank > 0
 
-        return any(s.start <= row < s.end and has_rank(s.slot) for s in self.segments)
+        return any(s.start <= row < s.end and has_rank(s.adapter_slot) for s in self.segments)
 
 
 def bits(values: Tensor) -> Tensor:

@@ -254,7 +254,7 @@ class FakeRunner:
             assert not span.draft
             assert end < len(row.token_ids)
         if row.key is not None:
-            in_slot = self._residency.key_in(row.new.adapters[0].slot)
+            in_slot = self._residency.key_in(row.new.adapters[0].adapter_slot)
             assert in_slot == row.key, f"{span.sequence_id} runs with {in_slot} instead of {row.key}"
 
     def _check_past(self, row: Row, num_tokens: int) -> None:

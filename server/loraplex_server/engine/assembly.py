@@ -168,7 +168,7 @@ def captured_shapes(config: EngineConfig, device: torch.device) -> list[Shape]:
     """The steps that are captured as CUDA graphs."""
     if device.type != "cuda" or not config.model.cuda_graphs:
         return []
-    return graph_shapes(config.batch.max_running, config.speculation.max_num_tokens)
+    return graph_shapes(config.batch.max_running, config.speculation.max_draft_tokens)
 
 
 def _native_kernels(config: EngineConfig, num_threads: int, progress: Callable[[str], None]) -> NativeKernels | None:

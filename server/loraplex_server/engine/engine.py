@@ -61,8 +61,8 @@ class _Accepted:
 
     request: Request
     num_open: int
-    key: AdapterKey | None = None  # pinned for the request's life, as are the heads
-    heads: AdapterKey | None = None  # that it names apart from its adapter
+    adapter_key: AdapterKey | None = None  # pinned for the request's life, as is `medusa_key`
+    medusa_key: AdapterKey | None = None  # of heads that it names apart from its adapter
     is_scheduled: bool = False  # False: its adapter is not resolved yet
 
 
@@ -227,10 +227,10 @@ class Engine:
                 if isinstance(outcome, LoraplexError):
                     self._end(request.request_id, outcome)
                 elif waiting is self._unresolved:
-                    accepted.key = outcome
+                    accepted.adapter_key = outcome
                     self._fetch_heads(accepted)
                 else:
-                    accepted.heads = outcome
+                    accepted.medusa_key = outcome
                     self._schedule(accepted)
 
     def _fetch_heads(self, accepted: _Accepted) -> None:
@@ -242,11 +242,11 @@ class Engine:
             self._schedule(accepted)
 
     def _schedule(self, accepted: _Accepted) -> None:
-        request, key = accepted.request, accepted.key
+        request, adapter_key = accepted.request, accepted.adapter_key
         accepted.is_scheduled = True
         try:
-            keeps_hidden = self._speculator.begin(request, key, accepted.heads)
-            self._scheduler.add(request, key, self._clock(), keeps_hidden=keeps_hidden)
+            keeps_hidden = self._speculator.begin(request, adapter_key, accepted.medusa_key)
+            self._scheduler.add(request, adapter_key, self._clock(), keeps_hidden=keeps_hidden)
         except LoraplexError as error:
             accepted.is_scheduled = False
             self._end(accepted.request.request_id, error)
@@ -279,9 +279,9 @@ class Engine:
                 self._unresolved.discard(accepted.request)
                 self._without_heads.discard(accepted.request)
                 self._speculator.end(event.request_id)
-                for key in (accepted.key, accepted.heads):
-                    if key is not None:
-                        self._cache.unpin(key)
+                for adapter_key in (accepted.adapter_key, accepted.medusa_key):
+                    if adapter_key is not None:
+                        self._cache.unpin(adapter_key)
 
     # --- adapter operations -------------------------------------------------------------------------------------------
 

@@ -19,12 +19,11 @@ _Group = tuple[str, str]  # adapter id and tenant
 
 
 class Unresolved:
-    """From when a request's adapter is asked for until its key, or why it has none, is known. `name_of`: which adapter
-    of the request's."""
+    """Holds requests until their adapter's key, or the error, is known. `adapter_id_of`: of a request."""
 
-    def __init__(self, resolve: Resolve, name_of: Callable[[Request], str]) -> None:
+    def __init__(self, resolve: Resolve, adapter_id_of: Callable[[Request], str]) -> None:
         self._resolve = resolve
-        self._name_of = name_of
+        self._adapter_id_of = adapter_id_of
         self._groups: dict[_Group, dict[str, Request]] = {}  # in the order of arrival, and so are their requests
         self._unasked: dict[_Group, None] = {}  # that the cache has not been asked for yet
         self._next_deadline_s = math.inf  # none is earlier
@@ -33,7 +32,7 @@ class Unresolved:
         self.num_completions = 0
 
     def add(self, request: Request) -> None:
-        group = (self._name_of(request), request.tenant)
+        group = (self._adapter_id_of(request), request.tenant)
         if group not in self._groups:
             self._groups[group] = {}
             self._unasked[group] = None
@@ -45,7 +44,7 @@ class Unresolved:
 
     def discard(self, request: Request) -> None:
         """One that does not wait here is left alone."""
-        group = (self._name_of(request), request.tenant)
+        group = (self._adapter_id_of(request), request.tenant)
         waiting = self._groups.get(group, {})
         if waiting.pop(request.request_id, None) is not None:
             self.num_requests -= 1
@@ -83,12 +82,12 @@ class Unresolved:
         taken: list[tuple[Request, AdapterKey | LoraplexError]] = []
         for request in waiting.values():
             try:
-                key = self._resolve(self._name_of(request), request.tenant, now)
+                adapter_key = self._resolve(self._adapter_id_of(request), request.tenant, now)
             except Exception as error:
                 # It is the same for all of them, and asking again might start another try.
                 typed = error if isinstance(error, LoraplexError) else unexpected(error, "resolving an adapter")
                 return [*taken, *((other, typed) for other in list(waiting.values())[len(taken) :])]
-            if key is None:
+            if adapter_key is None:
                 return taken
-            taken.append((request, key))
+            taken.append((request, adapter_key))
         return taken

@@ -162,7 +162,7 @@ class AdaptedEmbedding(nn.Module):
         self, y: Tensor, ids: Tensor, prepared: PreparedSegments, table: FactorTable, embed_scale: Tensor | None
     ) -> None:
         for segment in prepared.segments:
-            factors = table.factors[segment.slot]
+            factors = table.factors[segment.adapter_slot]
             if factors is None:
                 continue
             down = factors.a.index_select(1, ids[segment.start : segment.end]).t()  # [rows, rank]

@@ -20,11 +20,11 @@ from loraplex_adapters.weights import LoraFactors
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Rows `start` to `end` (exclusive) of the step use the adapter in `slot`, times `weight`."""
+    """Rows `start` to `end` (exclusive) of the step use the adapter in `adapter_slot`, times `weight`."""
 
     start: int
     end: int
-    slot: int
+    adapter_slot: int
     weight: float = 1.0
 
 

@@ -110,7 +110,7 @@ class ReferenceDense:
     def apply(self, y: Tensor, x: Tensor, table: DenseTable, prepared: PreparedSegments) -> None:
         wide = torch.promote_types(y.dtype, torch.float32)
         for segment in prepared.segments:
-            dense = table.get(segment.slot)
+            dense = table.get(segment.adapter_slot)
             if dense is None or segment.start == segment.end:
                 continue
             product = x[segment.start : segment.end].to(wide) @ dense.weight.to(wide).T  # [rows, out]

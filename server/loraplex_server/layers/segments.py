@@ -15,7 +15,7 @@ def check_segments(segments: Sequence[Segment], num_rows: int, num_slots: int) -
     for segment in segments:
         if not 0 <= segment.start <= segment.end <= num_rows:
             raise ValueError(f"Segment {segment} is not inside the step's {num_rows} rows.")
-        if not 0 <= segment.slot < num_slots:
+        if not 0 <= segment.adapter_slot < num_slots:
             raise ValueError(f"Segment {segment} names a slot outside 0..{num_slots - 1}.")
 
 
@@ -26,13 +26,13 @@ def join_neighbours(segments: Sequence[Segment]) -> list[Segment]:
     """
     joined: list[Segment] = []
     open_idx: dict[tuple[int, float], int] = {}  # where in `joined` the latest rows of a slot and weight are
-    for segment in sorted(segments, key=lambda s: (s.start, s.end, s.slot, s.weight)):
+    for segment in sorted(segments, key=lambda s: (s.start, s.end, s.adapter_slot, s.weight)):
         if segment.start == segment.end:
             continue
-        key = (segment.slot, segment.weight)
+        key = (segment.adapter_slot, segment.weight)
         idx = open_idx.get(key)
         if idx is not None and joined[idx].end == segment.start:
-            joined[idx] = Segment(joined[idx].start, segment.end, segment.slot, segment.weight)
+            joined[idx] = Segment(joined[idx].start, segment.end, segment.adapter_slot, segment.weight)
         else:
             open_idx[key] = len(joined)
             joined.append(segment)

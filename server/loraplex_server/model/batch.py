@@ -155,7 +155,7 @@ class BatchMirror:
     def _order(self, span: Span) -> tuple[int, tuple[tuple[int, float], ...]]:
         """Spans of one length lie together (attention computes them at once), in them those of one adapter."""
         adapters = self.row(span).sequence.adapters
-        return (span.num_tokens, tuple((use.slot, use.weight) for use in adapters))
+        return (span.num_tokens, tuple((use.adapter_slot, use.weight) for use in adapters))
 
     def check(self, span: Span) -> None:
         """Raises ValueError on a span that its row cannot satisfy."""
@@ -199,14 +199,14 @@ class BatchMirror:
             if (
                 len(uses) == 1
                 and last is not None
-                and (last.end, last.slot, last.weight)
+                and (last.end, last.adapter_slot, last.weight)
                 == (
                     start,
-                    uses[0].slot,
+                    uses[0].adapter_slot,
                     uses[0].weight,
                 )
             ):
-                last = Segment(last.start, end, last.slot, last.weight)
+                last = Segment(last.start, end, last.adapter_slot, last.weight)
             elif count:
                 if last is not None:
                     yield last
@@ -214,7 +214,7 @@ class BatchMirror:
                 for use in uses:
                     if last is not None:
                         yield last
-                    last = Segment(start, end, use.slot, use.weight)
+                    last = Segment(start, end, use.adapter_slot, use.weight)
                 if len(uses) > 1 and last is not None:
                     yield last
                     last = None

@@ -38,9 +38,9 @@ MAX_LAYOUTS = 64
 
 
 class HeadAsk(NamedTuple):
-    """Up to `num_tokens` guesses are wanted from the heads in `slot`."""
+    """Up to `num_tokens` guesses are wanted from the heads in `adapter_slot`."""
 
-    slot: int
+    adapter_slot: int
     num_tokens: int
     lora_slot: int | None = None  # of the LoRA whose part of the base model's head counts for this row
 
@@ -196,7 +196,7 @@ class HeadSlots:
         guesses = [
             _Guess(*place, -1 if ask.lora_slot is None else ask.lora_slot, ask_idx, head_idx)
             for ask_idx, ask in enumerate(asks)
-            for head_idx, place in enumerate(self._places[ask.slot][: ask.num_tokens])
+            for head_idx, place in enumerate(self._places[ask.adapter_slot][: ask.num_tokens])
         ]
         guesses.sort()
         shared = [i for i, guess in enumerate(guesses) if not guess.is_own]
@@ -207,7 +207,7 @@ class HeadSlots:
         lora_segments = tuple(_segments([guesses[i] for i in shared], _LORA_SLOT)) if has_lora else ()
         layers = self._layers_of(guesses)
         return _Layout(
-            num_tokens=tuple(min(ask.num_tokens, len(self.heads(ask.slot))) for ask in asks),
+            num_tokens=tuple(min(ask.num_tokens, len(self.heads(ask.adapter_slot))) for ask in asks),
             rows=upload(torch.tensor([guess.ask_idx for guess in guesses], dtype=torch.int64), self._device),
             layers=layers,
             shared=self._selected(shared),
@@ -238,7 +238,7 @@ class HeadSlots:
             [
                 BlockRows(segment.start, segment.end, weight)
                 for segment in prepared.segments
-                if (weight := table.get(segment.slot)) is not None
+                if (weight := table.get(segment.adapter_slot)) is not None
             ]
             for table, prepared in layers
         ]
@@ -304,7 +304,7 @@ class HeadSlots:
 
     def _own_logits(self, x: Tensor, prepared: PreparedSegments) -> Tensor:
         """Of the heads' own projections [num_rows, columns of the largest]; a smaller one ends in -inf."""
-        projections = [self._projections.get(segment.slot) for segment in prepared.segments]
+        projections = [self._projections.get(segment.adapter_slot) for segment in prepared.segments]
         sizes = {projection.num_outputs for projection in projections if projection is not None}
         logits = x.new_empty(x.shape[0], max(sizes))
         if len(sizes) > 1:

@@ -86,20 +86,20 @@ class Admission:
             if step.num_left <= 0 or self._roster.num_free_rows == 0:
                 # Next but for a row or the budget: its adapter is asked for and, once there, kept there.
                 scan.is_full = True
-                if self._take_slot(seq, scan, now):
-                    self._keep_slot(seq)
+                if self._lease_adapter(seq, scan, now):
+                    self._keep_lease(seq)
                 return
             if seq.request.phase is RequestPhase.QUEUED and self._limits.is_too_late(seq.request, now):
                 scan.failed[seq.request] = DeadlineExceeded(
                     "the request waited for so long that its deadline could not be met any more; allow more time"
                 )
                 continue
-            if not self._take_slot(seq, scan, now):
+            if not self._lease_adapter(seq, scan, now):
                 continue
             prefix = None if self._is_held_back(seq, scan, now) else self._prefix_that_fits(seq)
             if prefix is None:
                 scan.is_full = True
-                self._keep_slot(seq)
+                self._keep_lease(seq)
                 return
             self._enter(seq, prefix, step, now)
 
@@ -127,8 +127,8 @@ class Admission:
                 return
             if MUCH_SHORTER * seq.max_total_tokens > longest.num_left or not self._would_fit(seq, longest):
                 continue
-            if self._take_slot(seq, _Scan(), now):
-                self._keep_slot(seq)
+            if self._lease_adapter(seq, _Scan(), now):
+                self._keep_lease(seq)
                 self._roster.preempt(longest)
                 self._given_way = seq
                 step.num_preempted += 1
@@ -195,10 +195,10 @@ class Admission:
             self._roster.begin(request)
             request.num_cached_tokens = prefix.num_computed
             self._speed.on_entry(prefix.num_computed, request.num_prompt_tokens)
-            digest = request.key.digest if request.key else ""
+            digest = request.adapter_key.digest if request.adapter_key else ""
             self._emit(Admitted(request.request.request_id, digest, max(0.0, now - request.request.arrival_s)))
             self._note_admitted(now)
-        self._roster.enter(seq, prefix, seq.slot, step.arrivals, now)
+        self._roster.enter(seq, prefix, step.arrivals, now)
         if self._kept_for is seq:
             self._kept_for = None
         step.add(seq, min(step.num_left, len(seq.token_ids) - seq.num_computed))
@@ -210,25 +210,24 @@ class Admission:
 
     # --- adapters -----------------------------------------------------------------------------------------------------
 
-    def _take_slot(self, seq: SequenceState, scan: _Scan, now: float) -> bool:
-        """Sees to the slot of the sequence's adapter. False: not now, and others may pass."""
-        request, key = seq.request, seq.request.slot_key
-        if key is None or seq.slot is not None:
+    def _lease_adapter(self, seq: SequenceState, scan: _Scan, now: float) -> bool:
+        """Leases the sequence's adapter, if it has one. False: not now, and others may pass."""
+        request, adapter_key = seq.request, seq.request.lora_key
+        if adapter_key is None or seq.adapter_slot is not None:
             return True
-        if key in scan.missing or (scan.starving and key not in scan.open_keys):
+        if adapter_key in scan.missing or (scan.starving and adapter_key not in scan.open_keys):
             return False
-        seq.slot = self._roster.take_slot(key)
-        if seq.slot is not None:
+        if self._roster.lease(seq):
             request.blocked_since_s = None
             self._num_adapter_entries += 1
             return True
-        failure = self._roster.adapter_failure(key)
+        failure = self._roster.adapter_failure(adapter_key)
         if failure is not None:
             scan.failed[request] = _typed(failure)
             return False
-        scan.missing.add(key)
+        scan.missing.add(adapter_key)
         if self._is_starving(request, now):
-            scan.starving.add(key)
+            scan.starving.add(adapter_key)
             self._choose_open_keys(scan)
         return False
 
@@ -250,19 +249,19 @@ class Admission:
         if scan.by_tokens_left is None:
             tokens_left: dict[AdapterKey, int] = {}
             for seq in self._roster.running:
-                if seq.request.slot_key is not None and seq.slot is not None:
+                if seq.request.lora_key is not None and seq.adapter_slot is not None:
                     num_left = seq.max_total_tokens - seq.num_computed
-                    tokens_left[seq.request.slot_key] = max(num_left, tokens_left.get(seq.request.slot_key, 0))
+                    tokens_left[seq.request.lora_key] = max(num_left, tokens_left.get(seq.request.lora_key, 0))
             scan.by_tokens_left = sorted(tokens_left, key=lambda key: (tokens_left[key], key))
             scan.open_keys = set(scan.by_tokens_left)
         if scan.open_keys:
             scan.open_keys.discard(scan.by_tokens_left[len(scan.starving) - 1])
 
-    def _keep_slot(self, seq: SequenceState) -> None:
-        """Only the head of the queue keeps a slot without running."""
+    def _keep_lease(self, seq: SequenceState) -> None:
+        """Only the head of the queue keeps a lease without running."""
         before, self._kept_for = self._kept_for, seq
-        if before is not None and before is not seq and before.is_waiting and before.slot is not None:
-            self._roster.give_back_slot(before)
+        if before is not None and before is not seq and before.is_waiting and before.adapter_slot is not None:
+            self._roster.end_lease(before)
 
     # --- blocks -------------------------------------------------------------------------------------------------------
 

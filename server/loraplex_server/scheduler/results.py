@@ -52,8 +52,8 @@ class Committer:
                 self._fail(seq.request, error)
             else:
                 self._commit_span(seq, span, out)
-        for key in flight.releases:
-            self._roster.release_adapter(key)
+        for adapter_key in flight.ended_leases:
+            self._roster.release_adapter(adapter_key)
 
     def finish(self, seq: SequenceState, reason: FinishReason, stop_token_id: int | None) -> None:
         """Ends a completion well; the request's last one ends the request."""

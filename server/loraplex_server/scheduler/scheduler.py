@@ -6,7 +6,9 @@ Pure decisions over plain data: no tensors, clock, threads or I/O; time is an ar
 The view advances when a plan is made, not when its result comes, so the next plan may be made while one is under way:
 tokens that are still to come are counted without being known. Two plans at most are open at a time, and results come in
 the order of plans. Blocks and rows that come free while a plan is under way are reused by later plans only, which the
-device runs later; an adapter's slot is given back when the last plan that reads it has run.
+device runs later; an adapter's lease ends when the last plan that reads its slot has run.
+
+Planning calls the adapter cache in one place, `Roster.lease`: a lease decides who enters.
 """
 
 from __future__ import annotations
@@ -86,16 +88,16 @@ class Scheduler:
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def add(self, request: Request, key: AdapterKey | None, now: float, *, keeps_hidden: bool = False) -> None:
-        """Accepts a request: from here on it gets exactly one terminal event. `key` is what its adapter_id means.
-        `keeps_hidden` goes to the runner with each of its sequences.
+    def add(self, request: Request, adapter_key: AdapterKey | None, now: float, *, keeps_hidden: bool = False) -> None:
+        """Accepts a request: from here on it gets exactly one terminal event. `adapter_key` is what its
+        adapter_id is bound to. `keeps_hidden` goes to the runner with each of its sequences.
 
         Raises InvalidArgument, ContextLengthExceeded, DeadlineExceeded, Overloaded or QueueFull, and has not accepted
         it then.
         """
         self._check(request, now)
         self._num_added += 1
-        state = self._new_state(request, key)
+        state = self._new_state(request, adapter_key)
         state.keeps_hidden = keeps_hidden
         state.queued_s = now
         self._roster.add(state)
@@ -183,7 +185,7 @@ class Scheduler:
                 num_room=seq.max_total_tokens - len(seq.token_ids) - 1,
                 request=seq.request.request,
                 sampling=seq.sampling,
-                slot=seq.slot,
+                adapter_slot=seq.adapter_slot,
             )
             for seq in self._roster.running
             if not seq.num_coming and not seq.is_draft_coming and len(seq.token_ids) - seq.num_computed == 1
@@ -307,11 +309,11 @@ class Scheduler:
             self._blocks.num_blocks * self._blocks.block_size + 1,
         )
 
-    def _new_state(self, request: Request, key: AdapterKey | None) -> RequestState:
+    def _new_state(self, request: Request, adapter_key: AdapterKey | None) -> RequestState:
         stopping, num_prompt_tokens = request.stopping, len(request.prompt_token_ids)
         state = RequestState(
             request=request,
-            key=key,
+            adapter_key=adapter_key,
             max_total_tokens=self._max_total_tokens(request),
             num_prompt_tokens=num_prompt_tokens,
             stop_ids=stopping.stop_token_ids | (frozenset() if stopping.ignore_eos else self._eos_token_ids),
@@ -319,7 +321,7 @@ class Scheduler:
         # Medusa heads alone read the last hidden state and change neither K nor V.
         namespace = Namespace(
             model_digest=self._config.model_digest,
-            adapters=((state.slot_key, 1.0),) if state.slot_key is not None else (),
+            adapters=((state.lora_key, 1.0),) if state.lora_key is not None else (),
             tenant=request.tenant,
             cache_salt=request.cache_salt,
         ).digest()
@@ -344,7 +346,9 @@ class Scheduler:
     def _close(self, step: PlanBuilder) -> StepPlan:
         """Makes the plan, and moves the view of every sequence in it on."""
         # Base rows first, then slot by slot: rows of one adapter are contiguous, so that segments merge.
-        step.spans.sort(key=lambda entry: (-1 if entry[0].slot is None else entry[0].slot, entry[0].row))
+        step.spans.sort(
+            key=lambda entry: (-1 if entry[0].adapter_slot is None else entry[0].adapter_slot, entry[0].row)
+        )
         flight_spans = [(seq, _span(seq, num_tokens, draft)) for seq, num_tokens, draft in step.spans]
         self._num_steps += 1
         plan = StepPlan(

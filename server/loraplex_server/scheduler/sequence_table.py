@@ -140,8 +140,8 @@ class Roster:
 
     # --- sequences ----------------------------------------------------------------------------------------------------
 
-    def enter(self, seq: SequenceState, prefix: Prefix, slot: int | None, arrivals: Arrivals, now: float) -> None:
-        """Gives a waiting sequence a row, its blocks and its slot. The caller has made sure of all three."""
+    def enter(self, seq: SequenceState, prefix: Prefix, arrivals: Arrivals, now: float) -> None:
+        """Gives a waiting sequence a row and blocks. The caller has made sure of both, and has leased its adapter."""
         assert seq.last_plan is None, "a result of its last stay is still to come"
         self.waiting.remove(seq)
         seq.move(SequenceStatus.RUNNING)
@@ -150,7 +150,7 @@ class Roster:
         self._count_waiting(seq, -1)
         self.blocks.share(prefix.shared)
         new_block_ids = self.blocks.allocate(prefix.num_new_blocks)
-        seq.row, seq.slot = heapq.heappop(self._free_rows), slot
+        seq.row = heapq.heappop(self._free_rows)
         seq.block_ids, seq.num_sent_blocks = prefix.shared + new_block_ids, 0
         seq.num_computed, seq.num_published = prefix.num_computed, 0
         seq.has_entered = True
@@ -166,7 +166,7 @@ class Roster:
                 num_prompt_tokens=seq.num_prompt_tokens,
                 sampling=seq.sampling,
                 output=request.output,
-                adapters=() if slot is None else (AdapterUse(slot),),
+                adapters=() if seq.adapter_slot is None else (AdapterUse(seq.adapter_slot),),
                 min_tokens=min_tokens,
                 banned_until_min=seq.request.stop_ids if min_tokens else frozenset(),
                 keeps_hidden=seq.request.keeps_hidden,
@@ -174,7 +174,7 @@ class Roster:
         )
 
     def preempt(self, seq: SequenceState) -> None:
-        """Takes row, blocks and slot away; the sequence waits again, with the tokens it has."""
+        """Takes row, blocks and adapter lease away; the sequence waits again, with the tokens it has."""
         seq.move(SequenceStatus.PREEMPTED)
         self._leave(seq)
         self.waiting.add(seq)
@@ -202,8 +202,8 @@ class Roster:
             self._leave(seq)
             return
         self._count_waiting(seq, -1)
-        if seq.slot is not None:
-            self.give_back_slot(seq)
+        if seq.adapter_slot is not None:
+            self.end_lease(seq)
 
     def _count_waiting(self, seq: SequenceState, sign: int) -> None:
         """Work ahead of a sequence that does not run, at most; the siblings' shared prompt counts once."""
@@ -218,8 +218,8 @@ class Roster:
         # A plan under way may still write to them: the device runs plans in order, and only a later one reuses them.
         self.blocks.release(seq.block_ids)
         seq.block_ids = []
-        if seq.slot is not None:
-            self.give_back_slot(seq)
+        if seq.adapter_slot is not None:
+            self.end_lease(seq)
 
     # --- prompts shared by siblings -----------------------------------------------------------------------------------
 
@@ -257,8 +257,8 @@ class Roster:
         orphans = [seq for seq in request.sequences if _is_new(seq)]
         request.leader = orphans[0] if orphans else None
         for seq in orphans[1:]:
-            if seq.slot is not None:
-                self.give_back_slot(seq)
+            if seq.adapter_slot is not None:
+                self.end_lease(seq)
             self.waiting.remove(seq)
             seq.move(SequenceStatus.HELD)
         return True
@@ -271,29 +271,34 @@ class Roster:
 
     # --- adapters -----------------------------------------------------------------------------------------------------
 
-    def take_slot(self, key: AdapterKey) -> int | None:
-        """The adapter's slot, with a reference; None when it is not on the device."""
-        slot = self._residency.acquire(key)
-        if slot is not None:
-            self._adapter_refs[key] += 1
-        return slot
+    def lease(self, seq: SequenceState) -> bool:
+        """Takes a reference on the sequence's adapter in its device slot; False when it is not on the device.
 
-    def give_back_slot(self, seq: SequenceState) -> None:
+        The only call of planning that changes the adapter cache: an adapter that is missed here is loaded from now on.
+        """
+        adapter_key = seq.request.lora_key
+        assert adapter_key is not None
+        seq.adapter_slot = self._residency.acquire(adapter_key)
+        if seq.adapter_slot is not None:
+            self._adapter_refs[adapter_key] += 1
+        return seq.adapter_slot is not None
+
+    def end_lease(self, seq: SequenceState) -> None:
         """Gives the sequence's reference back: now, or when the last plan that uses the slot has run."""
-        key = seq.request.slot_key
-        assert key is not None
-        seq.slot = None
+        adapter_key = seq.request.lora_key
+        assert adapter_key is not None
+        seq.adapter_slot = None
         if seq.last_plan is not None:
-            seq.last_plan.releases.append(key)
+            seq.last_plan.ended_leases.append(adapter_key)
         else:
-            self.release_adapter(key)
+            self.release_adapter(adapter_key)
 
-    def release_adapter(self, key: AdapterKey) -> None:
-        self._adapter_refs[key] -= 1
-        self._residency.release(key)
+    def release_adapter(self, adapter_key: AdapterKey) -> None:
+        self._adapter_refs[adapter_key] -= 1
+        self._residency.release(adapter_key)
 
-    def adapter_failure(self, key: AdapterKey) -> Exception | None:
-        return self._residency.failure(key)
+    def adapter_failure(self, adapter_key: AdapterKey) -> Exception | None:
+        return self._residency.failure(adapter_key)
 
     # --- checks -------------------------------------------------------------------------------------------------------
 
@@ -319,8 +324,8 @@ class Roster:
         kept: Counter[AdapterKey] = Counter()
         for request in self.requests.values():
             for seq in request.sequences:
-                if seq.slot is not None and request.slot_key is not None:
-                    kept[request.slot_key] += 1
+                if seq.adapter_slot is not None and request.lora_key is not None:
+                    kept[request.lora_key] += 1
         assert +self._adapter_refs == kept, f"adapter references leaked: {self._adapter_refs} for {kept}"
 
 

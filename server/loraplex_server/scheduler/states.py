@@ -62,8 +62,8 @@ class InFlight:
     plan: StepPlan
     # Each span with its sequence: a result finds the object that it is for, not whoever has its name by then.
     spans: list[tuple[SequenceState, Span]]
-    # Adapter references that go back when the plan has run: until then the device reads the slot.
-    releases: list[AdapterKey] = field(default_factory=list[AdapterKey])
+    # Adapter leases that end when the plan has run: until then the device reads the slot.
+    ended_leases: list[AdapterKey] = field(default_factory=list[AdapterKey])
     size: StepSize = field(default_factory=lambda: StepSize(0, 0, False))
 
 
@@ -79,7 +79,7 @@ class RequestState:
     """One request from `add` to its terminal event."""
 
     request: Request
-    key: AdapterKey | None
+    adapter_key: AdapterKey | None
     # Tokens that a completion may have in all: the least of max_tokens, the context and the whole KV cache.
     max_total_tokens: int
     num_prompt_tokens: int
@@ -109,9 +109,9 @@ class RequestState:
         self.phase = to
 
     @property
-    def slot_key(self) -> AdapterKey | None:
-        """The adapter whose slot its sequences need to run. Heads alone are none: they only draft, when they can."""
-        return None if self.key is None or self.key.kind == "medusa" else self.key
+    def lora_key(self) -> AdapterKey | None:
+        """The adapter that its sequences need in a slot to run; None for heads alone, which only draft."""
+        return None if self.adapter_key is None or self.adapter_key.kind == "medusa" else self.adapter_key
 
     @property
     def flow(self) -> Flow:
@@ -142,7 +142,7 @@ class SequenceState:
 
     # Running. `num_computed` is the scheduler's view: it runs ahead of the device, and is taken back where drafts miss.
     row: int = -1
-    slot: int | None = None
+    adapter_slot: int | None = None
     entered_s: float = 0.0
     block_ids: list[int] = field(default_factory=list[int])
     num_sent_blocks: int = 0  # that the runner has in the row's table

@@ -55,7 +55,7 @@ def choose(
     params = request.speculation
     kind = params.kind
     if kind is None:
-        kind = "auto" if heads is not None or config.num_tokens > 0 else "off"
+        kind = "auto" if heads is not None or config.default_draft_tokens > 0 else "off"
     if kind == "off":
         return Choice()
     match kind:
@@ -103,9 +103,9 @@ def _draft_name(params: SpeculationParams, names: Collection[str]) -> str:
 
 def _filled(params: SpeculationParams, config: SpeculationConfig) -> SpeculationParams:
     """Bounds of n-grams stay as they are: what 0 means is prompt lookup's own matter."""
-    wanted = params.max_draft_tokens or config.num_tokens or DEFAULT_NUM_TOKENS
+    wanted = params.max_draft_tokens or config.default_draft_tokens or DEFAULT_NUM_TOKENS
     return replace(
         params,
-        max_draft_tokens=min(wanted, config.max_num_tokens),
+        max_draft_tokens=min(wanted, config.max_draft_tokens),
         fixed_length=params.fixed_length or not config.adaptive,
     )

@@ -64,7 +64,7 @@ class MedusaProposer:
             if slot is not None and self._heads.heads(slot) and self._runner.has_hidden(ask.candidate.row):
                 wanted.append(idx)
                 rows.append(ask.candidate.row)
-                head_asks.append(HeadAsk(slot, ask.num_tokens, ask.candidate.slot))
+                head_asks.append(HeadAsk(slot, ask.num_tokens, ask.candidate.adapter_slot))
         drafts: list[tuple[int, ...]] = [()] * len(asks)
         if wanted:
             guesses = self._heads.guess(self._runner.last_hidden(rows), head_asks)

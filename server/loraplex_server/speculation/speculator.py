@@ -56,7 +56,7 @@ class Speculator:
         self._options = Options(self._proposers, self._lookup, step_costs, least_costs, clock)
         self._draft_names = tuple(draft_names)
         self._default_heads = default_heads
-        self._drafts_by_default = drafts_by_default or config.num_tokens > 0
+        self._drafts_by_default = drafts_by_default or config.default_draft_tokens > 0
         self._num_token_ids = num_token_ids
         self._max_step_tokens = max_step_tokens
         self._clock = clock

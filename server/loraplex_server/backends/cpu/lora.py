@@ -108,7 +108,7 @@ def runs_of(segments: Sequence[Segment]) -> RunsOfRows:
             continue
         starts.append(start)
         ends.append(end)
-        slots += [s.slot for s in uses]
+        slots += [s.adapter_slot for s in uses]
         weights += [s.weight for s in uses]
         first_uses.append(len(slots))
         max_uses = max(max_uses, len(uses))
@@ -145,7 +145,7 @@ class NativeDense:
             self._fallback.apply(y, x, table, prepared)
             return
         for segment in prepared.segments:
-            dense = table.get(segment.slot)
+            dense = table.get(segment.adapter_slot)
             if dense is None:
                 continue
             if segment.end - segment.start > MAX_DENSE_ROWS:

@@ -39,7 +39,7 @@ class CpuDense:
     def apply(self, y: Tensor, x: Tensor, table: DenseTable, prepared: PreparedSegments) -> None:
         uses_vector = self._has_fast_vector and x.dtype == torch.bfloat16
         for segment in prepared.segments:
-            dense = table.get(segment.slot)
+            dense = table.get(segment.adapter_slot)
             if dense is None:
                 continue
             start, end = segment.start, segment.end

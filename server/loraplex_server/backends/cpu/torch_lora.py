@@ -120,7 +120,7 @@ class _Plan:
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         self.segments = join_neighbours(segments)
-        self.slots = sorted({s.slot for s in self.segments})
+        self.slots = sorted({s.adapter_slot for s in self.segments})
         self.layouts: dict[Profile, tuple[Piece, ...]] = {}
 
 
@@ -189,11 +189,11 @@ class CpuOps:
         products: list[_Product] = []
         for piece in layout:
             if isinstance(piece, Alone):
-                products.append(_own_product(piece, _present(factors[piece.slot])))
+                products.append(_own_product(piece, _present(factors[piece.adapter_slot])))
                 continue
             pack = old.get(piece.slots) or _pack([_present(factors[slot]) for slot in piece.slots])
             if pack is None:
-                products += [_own_product(part, _present(factors[part.slot])) for part in piece.apart]
+                products += [_own_product(part, _present(factors[part.adapter_slot])) for part in piece.apart]
             else:
                 packs[piece.slots] = pack
                 products.append(_SharedProduct(piece, pack))

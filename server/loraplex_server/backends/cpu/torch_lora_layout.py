@@ -84,7 +84,7 @@ class Alone:
 
     start: int
     end: int
-    slot: int
+    adapter_slot: int
     alpha: float  # weight * scale
     upcast: bool
 
@@ -113,7 +113,7 @@ def lay_out(segments: Sequence[Segment], slots: Sequence[int], profile: Profile)
     ranks = dict(zip(slots, profile.ranks, strict=True))
     scales = dict(zip(slots, profile.scales, strict=True))
     chooser = _Chooser(ranks, scales, profile)
-    live = [s for s in segments if ranks[s.slot]]
+    live = [s for s in segments if ranks[s.adapter_slot]]
     small = [s for s in live if s.end - s.start <= MAX_PACKED_ROWS]
     pieces: list[Piece] = [chooser.alone(s)[1] for s in live if s.end - s.start > MAX_PACKED_ROWS]
     num_packs = -(-len(small) // MAX_PACKED_SEGMENTS)
@@ -135,9 +135,9 @@ class _Chooser:
         self.profile = profile
 
     def alone(self, segment: Segment) -> tuple[float, Alone]:
-        cost_us, upcast = self._product_us(segment.end - segment.start, self.ranks[segment.slot])
-        alpha = segment.weight * self.scales[segment.slot]
-        return SLICE_US + cost_us, Alone(segment.start, segment.end, segment.slot, alpha, upcast)
+        cost_us, upcast = self._product_us(segment.end - segment.start, self.ranks[segment.adapter_slot])
+        alpha = segment.weight * self.scales[segment.adapter_slot]
+        return SLICE_US + cost_us, Alone(segment.start, segment.end, segment.adapter_slot, alpha, upcast)
 
     def cheaper(self, segments: Sequence[Segment], max_bytes: int) -> tuple[Sequence[Piece], int]:
         """These segments as one pack, or each by itself; and the bytes that are copied for it.
@@ -149,7 +149,7 @@ class _Chooser:
         apart = tuple(piece for _, piece in parts)
         if len(segments) == 1:
             return apart, 0
-        slots = sorted({s.slot for s in segments})
+        slots = sorted({s.adapter_slot for s in segments})
         rows = sorted({row for s in segments for row in range(s.start, s.end)})
         num_columns = sum(self.ranks[slot] for slot in slots)
         has_gaps = rows[-1] - rows[0] >= len(rows)
@@ -198,10 +198,10 @@ class _Chooser:
         """Which columns a row uses (see Packed.keep), and times what: both [rows, sum of ranks]."""
         row_idx = {row: i for i, row in enumerate(rows)}
         slot_idx = {slot: i for i, slot in enumerate(slots)}
-        uses = [(row_idx[row], slot_idx[s.slot], s) for s in segments for row in range(s.start, s.end)]
+        uses = [(row_idx[row], slot_idx[s.adapter_slot], s) for s in segments for row in range(s.start, s.end)]
         at = (torch.tensor([row for row, _, _ in uses]), torch.tensor([slot for _, slot, _ in uses]))
         wide = torch.promote_types(self.profile.dtype, torch.float32)
-        alphas = torch.tensor([s.weight * self.scales[s.slot] for _, _, s in uses], dtype=wide)
+        alphas = torch.tensor([s.weight * self.scales[s.adapter_slot] for _, _, s in uses], dtype=wide)
         weights = torch.zeros(len(rows), len(slots), dtype=wide).index_put_(at, alphas, accumulate=True)
         used = torch.zeros(len(rows), len(slots), dtype=WORDS[torch.float32 if upcast else self.profile.dtype])
         used[at] = -1

@@ -317,7 +317,7 @@ class StepGraphs:
     def _changes(self, modules: Sequence[AdaptedModule], staged: StagedStep) -> bool:
         """Whether an adapter of the step has a part in one of these modules."""
         return any(
-            module.num_installed and module.table is not None and module.table.factors[segment.slot] is not None
+            module.num_installed and module.table is not None and module.table.factors[segment.adapter_slot] is not None
             for module in modules
             for segment in staged.token_segments
         )

@@ -80,7 +80,7 @@ class PunicaOps:
 
     def apply(self, y: Tensor, x: Tensor, table: FactorTable, prepared: PreparedSegments) -> None:
         # Modules whose adapters have the same ranks share calls; rank 0 is what is not for Punica.
-        ranks = tuple(self._rank(table, segment.slot, x.dtype) for segment in prepared.segments)
+        ranks = tuple(self._rank(table, segment.adapter_slot, x.dtype) for segment in prepared.segments)
         if ranks not in prepared.data:
             calls, rest = _cut(prepared.segments, ranks, x.device)
             prepared.data[ranks] = calls, self._other.prepare(rest, prepared.num_rows, len(table.factors), x.device)
@@ -110,10 +110,10 @@ class PunicaOps:
         first = call.segments[0]
         if call.rank in SGMV_RANKS and first.weight == 1.0:
             for segment in call.segments:
-                folded.add(segment.slot, table.factors[segment.slot])
+                folded.add(segment.adapter_slot, table.factors[segment.adapter_slot])
             a, b = (pointers.index_select(0, call.slots) for pointers in (table.a_ptrs, folded.pointers))
             self._functions.add_lora_sgmv_custom_cutlass(part, x, a, b, call.starts, 0, call.rank)
-        elif factors := table.factors[first.slot]:
+        elif factors := table.factors[first.adapter_slot]:
             a, b, only = factors.a[None, None], factors.b[None, None], torch.zeros_like(call.rows)
             self._functions.add_lora_bgmv(part, x, a, b, only, 0, first.weight * factors.scale)
         y.index_copy_(0, call.rows, part)
@@ -124,7 +124,7 @@ def _cut(segments: Sequence[Segment], ranks: Sequence[int], device: torch.device
     rest: list[Segment] = []
     for segment, rank in zip(segments, ranks, strict=True):
         is_plain = segment.weight == 1.0 and rank in SGMV_RANKS
-        group = groups.setdefault((rank,) if is_plain else (rank, segment.slot, segment.weight), [])
+        group = groups.setdefault((rank,) if is_plain else (rank, segment.adapter_slot, segment.weight), [])
         is_free = not group or group[-1].end <= segment.start  # segments come in the order of their rows
         (group if is_free and (is_plain or rank in BGMV_RANKS) else rest).append(segment)
     return [_call_of(group, int(key[0]), device) for key, group in groups.items() if group], rest
@@ -133,5 +133,5 @@ def _cut(segments: Sequence[Segment], ranks: Sequence[int], device: torch.device
 def _call_of(segments: Sequence[Segment], rank: int, device: torch.device) -> _Call:
     rows = torch.cat([torch.arange(segment.start, segment.end) for segment in segments])
     starts = torch.tensor([0, *(segment.end - segment.start for segment in segments)]).cumsum(0).int()
-    slots = torch.tensor([segment.slot for segment in segments])
+    slots = torch.tensor([segment.adapter_slot for segment in segments])
     return _Call(tuple(segments), rank, rows.to(device), slots.to(device), starts.to(device))

@@ -37,7 +37,7 @@ class ReferenceOps:
 
     def apply(self, y: Tensor, x: Tensor, table: FactorTable, prepared: PreparedSegments) -> None:
         for segment in prepared.segments:
-            factors = table.factors[segment.slot]
+            factors = table.factors[segment.adapter_slot]
             if factors is None or factors.rank == 0 or segment.start == segment.end:
                 continue
             rows = slice(segment.start, segment.end)

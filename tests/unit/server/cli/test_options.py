@@ -114,7 +114,7 @@ def test_draft_models_with_what_belongs_to_them(tmp_path: Path, monkeypatch: pyt
 
 def test_an_alias_is_the_flag_itself() -> None:
     for flag in ("--speculate", "--speculative-tokens"):
-        assert configured(flag, "5").engine.speculation.num_tokens == 5
+        assert configured(flag, "5").engine.speculation.default_draft_tokens == 5
     (speculate,) = [flag for flag in FLAGS if flag.flag == "--speculate"]
     assert speculate.aliases == ("--speculative-tokens",)
 
@@ -154,7 +154,7 @@ def test_serve_passes_everything_on_but_what_is_the_routers(tmp_path: Path) -> N
     )
     speculation = configured(*(a for a in several[1:] if a != "--json")).engine.speculation
     assert speculation.draft_models == ("a=/x", "b=/y")
-    assert (speculation.num_tokens, speculation.adaptive, speculation.default_medusa) == (3, False, "h")
+    assert (speculation.default_draft_tokens, speculation.adaptive, speculation.default_medusa) == (3, False, "h")
     assert not {f"--{name.replace('_', '-')}" for name in ROUTER_ONLY - {"host", "metrics_host", "announce"}} & set(
         arguments
     )

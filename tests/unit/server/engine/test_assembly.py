@@ -95,7 +95,7 @@ def test_a_gpu_keeps_room_for_the_largest_step(
 def test_steps_are_captured_on_a_gpu_unless_told_otherwise(loaded: LoadedModel) -> None:
     config = config_of(None, max_running=8)
     assert build.captured_shapes(config, torch.device("cpu")) == []
-    assert build.captured_shapes(config, torch.device("cuda")) == graph_shapes(8, config.speculation.max_num_tokens)
+    assert build.captured_shapes(config, torch.device("cuda")) == graph_shapes(8, config.speculation.max_draft_tokens)
     without = replace(config, model=replace(config.model, cuda_graphs=False))
     assert build.captured_shapes(without, torch.device("cuda")) == []
     assert graph_bytes([], loaded) == 0

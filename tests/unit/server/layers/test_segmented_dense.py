@@ -80,7 +80,7 @@ def expected(y: Tensor, x: Tensor, table: DenseTable, segments: Sequence[Segment
     """float64, row by row."""
     want = y.double().clone()
     for segment in segments:
-        dense = table.weights[segment.slot]
+        dense = table.weights[segment.adapter_slot]
         for row in range(segment.start, segment.end):
             if dense is not None:
                 product = dense.weight.double() @ x[row].double()
@@ -98,7 +98,7 @@ def check(ops: SegmentedDense, x: Tensor, table: DenseTable, segments: Sequence[
     torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance, equal_nan=True)
     idle = torch.ones_like(y, dtype=torch.bool)
     for segment in segments:
-        dense = table.weights[segment.slot]
+        dense = table.weights[segment.adapter_slot]
         if dense is not None:
             idle[segment.start : segment.end, : dense.num_outputs] = False
     word = WORDS[x.dtype]

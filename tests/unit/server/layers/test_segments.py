@@ -23,7 +23,7 @@ def segments(draw: st.DrawFn) -> Segment:
 
 
 def terms(found: list[Segment]) -> Counter[tuple[int, int, float]]:
-    return Counter((row, s.slot, s.weight) for s in found for row in range(s.start, s.end))
+    return Counter((row, s.adapter_slot, s.weight) for s in found for row in range(s.start, s.end))
 
 
 @given(st.lists(segments(), max_size=8))

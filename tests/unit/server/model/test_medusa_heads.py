@@ -118,9 +118,9 @@ def test_every_kind_in_one_batch(model: PreTrainedModel, loaded: LoadedModel, de
     before = hidden.clone()
     got = slots.guess(hidden, asks)
     for row, ask in enumerate(asks):
-        want = expected_draft(sets[ask.slot], lm_head(model), hidden[row], ask.num_tokens)
+        want = expected_draft(sets[ask.adapter_slot], lm_head(model), hidden[row], ask.num_tokens)
         assert got[row] == want, (row, ask)
-        assert len(want) == min(ask.num_tokens, len(sets[ask.slot]))
+        assert len(want) == min(ask.num_tokens, len(sets[ask.adapter_slot]))
         assert slots.guess(hidden[row : row + 1], [ask]) == [want]
     assert torch.equal(hidden, before)
 
@@ -133,8 +133,8 @@ def test_one_product_per_layer_whoever_asks(loaded: LoadedModel) -> None:
     slots.install(1, head_weights("1", [random_head(HIDDEN, 1, num_rows=60) for _ in range(3)]))
     asks = [HeadAsk(i % 2, 1 + i % 3) for i in range(24)]
     slots.guess(states(24), asks)
-    deep = sum(ask.num_tokens for ask in asks if ask.slot == 0)
-    own = sum(ask.num_tokens for ask in asks if ask.slot == 1)
+    deep = sum(ask.num_tokens for ask in asks if ask.adapter_slot == 0)
+    own = sum(ask.num_tokens for ask in asks if ask.adapter_slot == 1)
     assert [prepared.num_rows for prepared in dense.applied] == [deep + own, deep, own]
     assert all(len(prepared.segments) <= 6 for prepared in dense.applied)
 
@@ -272,9 +272,9 @@ def test_the_base_models_head_has_the_rows_lora(
     changed = 0
     for row, ask in enumerate(asks):
         head = _WithLora(lm_head(model), factors.get(ask.lora_slot or -1))
-        want = expected_draft(shared if ask.slot == 0 else owned, head, hidden[row], ask.num_tokens)
+        want = expected_draft(shared if ask.adapter_slot == 0 else owned, head, hidden[row], ask.num_tokens)
         assert got[row] == want, ask
-        changed += want != expected_draft(shared if ask.slot == 0 else owned, lm_head(model), hidden[row], 3)
+        changed += want != expected_draft(shared if ask.adapter_slot == 0 else owned, lm_head(model), hidden[row], 3)
     assert changed >= 3
     assert loaded.context.head_segments is None
 
@@ -322,8 +322,8 @@ def test_half_precision(model: PreTrainedModel) -> None:
         hidden = states(6, dtype)
         asks = [HeadAsk(i % 2, 3) for i in range(6)]
         for row, (ask, guess) in enumerate(zip(asks, slots.guess(hidden, asks), strict=True)):
-            assert len(guess) == len(sets[ask.slot])
-            for head, token in zip(sets[ask.slot], guess, strict=True):
+            assert len(guess) == len(sets[ask.adapter_slot])
+            for head, token in zip(sets[ask.adapter_slot], guess, strict=True):
                 logits = head_logits(_double(head), exact, hidden[row].double())
                 eps = torch.finfo(dtype).eps * 16
                 assert float(logits[token]) >= float(logits.max()) - eps * float(logits.abs().max())

@@ -32,7 +32,7 @@ def test_rows_of_one_adapter_stand_together_base_first() -> None:
     plan = harness.turn()
     assert plan is not None
     slots = [harness.runner.rows[span.row].new.adapters for span in plan.spans]
-    order = [-1 if not uses else uses[0].slot for uses in slots]
+    order = [-1 if not uses else uses[0].adapter_slot for uses in slots]
     assert order == sorted(order)
     assert order.count(-1) == 2
     harness.run()

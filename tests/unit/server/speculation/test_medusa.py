@@ -69,7 +69,7 @@ class Bench:
 
 def ask_for(job: Job, key: AdapterKey | None, num_tokens: int = MAX_DRAFT) -> Ask:
     request = Request(job.sequence_id, tuple(job.prompt), StoppingParams(job.num_tokens))
-    slot = job.adapters[0].slot if job.adapters else None
+    slot = job.adapters[0].adapter_slot if job.adapters else None
     candidate = Candidate(job.sequence_id, job.row, job.all_tokens, len(job.prompt), 99, request, job.sampling, slot)
     return Ask(candidate, num_tokens, SpeculationParams(kind="medusa"), key)
 

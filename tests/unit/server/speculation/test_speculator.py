@@ -253,7 +253,7 @@ def test_completions_of_a_request_are_apart() -> None:
 
 def test_one_call_of_each_proposer() -> None:
     """With all of its sequences, their parameters filled in."""
-    table = Table(SpeculationConfig(num_tokens=5, max_num_tokens=6))
+    table = Table(SpeculationConfig(default_draft_tokens=5, max_draft_tokens=6))
     table.begin("a", "draft_model", fixed_length=True, max_draft_tokens=3)
     table.begin("b", "medusa", BOTH)
     table.begin("c", "draft_model", max_draft_tokens=90)

@@ -126,9 +126,11 @@ def _ranges(segments: Sequence[Segment]) -> Iterable[tuple[int, int, Terms]]:
     """Disjoint ranges of rows with everything that they have, from segments in row order that may overlap."""
     if all(before.end <= after.start for before, after in pairwise(segments)):
         for s in segments:
-            yield s.start, s.end, ((s.slot, s.weight),)
+            yield s.start, s.end, ((s.adapter_slot, s.weight),)
         return
-    changes = [(s.start, 1, (s.slot, s.weight)) for s in segments] + [(s.end, 0, (s.slot, s.weight)) for s in segments]
+    changes = [(s.start, 1, (s.adapter_slot, s.weight)) for s in segments] + [
+        (s.end, 0, (s.adapter_slot, s.weight)) for s in segments
+    ]
     active: list[tuple[int, float]] = []
     since = 0
     for row, begins, term in sorted(changes):

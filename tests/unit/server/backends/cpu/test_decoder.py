@@ -128,7 +128,9 @@ def test_nothing_beyond_the_arguments_is_touched(
         bench.slots.install(slot, adapter(walled))
     segments = [Segment(0, 1, 0), Segment(1, 2, 1), Segment(2, 40, 2), Segment(30, 36, 0, 0.5), Segment(50, 70, 1)]
     for num_tokens in (1, 2, 17, 70, 131):
-        own = [Segment(s.start, min(s.end, num_tokens), s.slot, s.weight) for s in segments if s.start < num_tokens]
+        own = [
+            Segment(s.start, min(s.end, num_tokens), s.adapter_slot, s.weight) for s in segments if s.start < num_tokens
+        ]
         states = bench.states(num_tokens)
         bench.bind(bench.pages())
         want = bench.run(states.clone(), own)

@@ -114,7 +114,7 @@ def test_inner_products_are_not_rounded(ops: NativeOps, dtype: torch.dtype, num_
 
 def alone(ops: NativeOps, problem: Problem, row: int) -> Tensor:
     """What the row becomes when it is the only one."""
-    uses = [Segment(0, 1, s.slot, s.weight) for s in problem.segments if s.start <= row < s.end]
+    uses = [Segment(0, 1, s.adapter_slot, s.weight) for s in problem.segments if s.start <= row < s.end]
     single = Problem(problem.table, uses, problem.x[row : row + 1], problem.y[row : row + 1])
     return single.run(ops)[0]
 
@@ -224,7 +224,7 @@ def test_runs_are_in_order_and_apart(isa: str) -> None:
         assert all(a[1] <= b[0] for a, b in pairwise(found))
         by_row = {row: [slot for slot, _ in uses] for start, end, uses in found for row in range(start, end)}
         for row in range(50):
-            assert by_row.get(row, []) == [s.slot for s in segments if s.start <= row < s.end]
+            assert by_row.get(row, []) == [s.adapter_slot for s in segments if s.start <= row < s.end]
 
 
 def test_other_dtypes_cost_nothing_until_one_comes(ops: NativeOps, monkeypatch: pytest.MonkeyPatch) -> None:

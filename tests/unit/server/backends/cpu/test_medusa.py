@@ -81,7 +81,7 @@ def test_every_set_guesses_what_its_heads_would_alone(kernels: NativeKernels) ->
         for _ in range(2):
             got = bench.slots.guess(hidden, asks)
             for row, ask in enumerate(asks):
-                assert got[row] == expected_draft(sets[ask.slot], bench.lm_head, hidden[row], ask.num_tokens)
+                assert got[row] == expected_draft(sets[ask.adapter_slot], bench.lm_head, hidden[row], ask.num_tokens)
             hidden = hidden.flip(0).clone()
     assert bench.guesser.num_runs == 8
 

@@ -89,12 +89,12 @@ def test_every_term_exactly_once(dtype: torch.dtype, seed: int) -> None:
     shape = profile(dtype, 64, ranks)
     wanted = torch.zeros(num_rows, 6)
     for s in segments:
-        wanted[s.start : s.end, s.slot] += s.weight * (ranks[s.slot] > 0)
+        wanted[s.start : s.end, s.adapter_slot] += s.weight * (ranks[s.adapter_slot] > 0)
 
     found = torch.zeros(num_rows, 6)
     for piece in lay_out(segments, range(6), shape):
         if isinstance(piece, Alone):
-            found[piece.start : piece.end, piece.slot] += piece.alpha
+            found[piece.start : piece.end, piece.adapter_slot] += piece.alpha
             continue
         rows = piece.rows if isinstance(piece.rows, torch.Tensor) else torch.arange(*piece.rows)
         factors = piece.factors if piece.factors is not None else piece.alpha * piece.keep.ne(0).float()
@@ -106,6 +106,6 @@ def test_every_term_exactly_once(dtype: torch.dtype, seed: int) -> None:
         # The same terms once more, for factors that cannot be packed.
         apart = torch.zeros(num_rows, 6)
         for part in piece.apart:
-            apart[part.start : part.end, part.slot] += part.alpha
+            apart[part.start : part.end, part.adapter_slot] += part.alpha
         assert apart.sum() == sum(factors[:, column].sum() for column in first_columns(piece, ranks))
     assert torch.equal(found, wanted)

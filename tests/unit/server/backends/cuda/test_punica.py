@@ -93,7 +93,7 @@ class CountingOps(ReferenceOps):
         self.slots: list[int] = []
 
     def apply(self, y: Tensor, x: Tensor, table: FactorTable, prepared: PreparedSegments) -> None:
-        self.slots += [segment.slot for segment in prepared.segments]
+        self.slots += [segment.adapter_slot for segment in prepared.segments]
         super().apply(y, x, table, prepared)
 
 

@@ -44,7 +44,7 @@ def found_in(plan: KernelPlan) -> Found:
 
 
 def wanted(segments: list[Segment]) -> Found:
-    return Counter((row, s.slot, s.weight) for s in segments for row in range(s.start, s.end))
+    return Counter((row, s.adapter_slot, s.weight) for s in segments for row in range(s.start, s.end))
 
 
 def random_step(chooser: random.Random, num_rows: int, max_terms: int = 12) -> list[Segment]:
@@ -66,7 +66,7 @@ def test_blocks_hold_every_term_once_and_every_row_in_one_place(seed: int) -> No
     segments = random_step(chooser, 200)
     plan = plan_of(segments, chooser.choice([4, 16, 64]))
     assert found_in(plan) == wanted(segments)
-    assert plan.slots == tuple(sorted({s.slot for s in segments if s.end > s.start}))
+    assert plan.slots == tuple(sorted({s.adapter_slot for s in segments if s.end > s.start}))
     assert plan.num_positions == len({row for s in segments for row in range(s.start, s.end)})
 
 
