@@ -73,7 +73,9 @@ def measure_machine(num_bytes: int) -> Machine:
     """The best of several tries. `num_bytes`: as large as the weights are, so that caches help as much as they may."""
     matrix = torch.ones(max(1, num_bytes // 4 // ROW), ROW)  # float32
     vector = torch.ones(ROW)
-    square = torch.randn(GEMM_SIZE, GEMM_SIZE).to(torch.bfloat16)
+    # Without instructions for bfloat16 a CPU multiplies it as float32, and torch takes 50 times as long over it.
+    dtype = torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+    square = torch.randn(GEMM_SIZE, GEMM_SIZE).to(dtype)
     with torch.inference_mode():
         # Which of the two reads faster depends on the processor.
         read_s = min(_best_s(lambda: matrix @ vector), _best_s(lambda: matrix.sum()))

@@ -208,7 +208,7 @@ def test_a_foreign_process_can_run_it() -> None:
         "sys.argv = ['build', '--help']\n"
         "runpy.run_module('loraplex_server.backends.cpu.native.build', run_name='__main__')\n"
     )
-    root = str(build.HERE.parents[1])
+    root = str(build.HERE.parents[3])
     command = ["python3", "-S", "-c", f"import sys; sys.path.insert(0, {root!r})\n{code}"]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr

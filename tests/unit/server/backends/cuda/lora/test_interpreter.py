@@ -18,13 +18,18 @@ import pytest
 pytest.importorskip("triton", reason="triton is not installed (it is for Linux)")
 
 HERE = Path(__file__).parent
-SUITES = (HERE.parent / "test_ops.py", HERE.parent / "test_dense.py", HERE / "kernel_grid.py")
+SERVER = HERE.parents[2]
+SUITES = (
+    SERVER / "backends/test_lora_operations.py",
+    SERVER / "layers/test_segmented_dense.py",
+    HERE / "kernel_grid.py",
+)
 
 
 @pytest.mark.timeout(400)  # half a minute of work, on a machine that may have other work
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the suites run over the kernels directly")
 def test_the_suites_over_the_kernels() -> None:
-    command = [sys.executable, "-m", "pytest", *map(str, SUITES), "--confcutdir", str(HERE.parent)]
+    command = [sys.executable, "-m", "pytest", *map(str, SUITES), "--confcutdir", str(SERVER)]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
         [*command, "-p", "no:cacheprovider"], env=environment, capture_output=True, text=True, timeout=380
