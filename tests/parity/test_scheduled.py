@@ -22,9 +22,9 @@ from loraplex_contracts.events import CompletionEnd, RequestFailed, Tokens
 from loraplex_contracts.plan import Draft, StepPlan
 from loraplex_contracts.request import Request, StoppingParams
 from loraplex_server.backends.cpu.torch_lora import CpuOps
-from loraplex_server.backends.cuda.graphs import graph_shapes
 from loraplex_server.kv.blocks import BlockPool
 from loraplex_server.model.fault_isolation import StepHandle
+from loraplex_server.model.graphs import graph_shapes
 from loraplex_server.model.loader import adopt_model
 from loraplex_server.scheduler.config import SchedulerConfig
 from loraplex_server.scheduler.scheduler import Scheduler

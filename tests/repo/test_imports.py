@@ -52,8 +52,6 @@ ORDER = {
         *("engine", "frontend", "grpc", "cli"),
     ),
 }
-# Until what they need of the model has moved below them.
-STILL_WRONG = ("server/loraplex_server/backends/cuda/graphs.py", "server/loraplex_server/backends/cpu/medusa.py")
 TORCH_FREE = ("loraplex_contracts", "loraplex_proto", "loraplex_runtime", "loraplex", "loraplex_router")
 TORCH_LIKE = {"torch", "transformers", "peft", "safetensors", "triton", "numpy"}
 
@@ -117,7 +115,7 @@ def test_folders_use_only_what_is_below_them(package: str) -> None:
             parts = module.split(".")
             if parts[0] == package and len(parts) > 1 and order.index(parts[1]) > order.index(here):
                 wrong.append(f"{path.relative_to(ROOT)} imports {module}")
-    assert not {line for line in wrong if not line.startswith(STILL_WRONG)}, wrong
+    assert not wrong, wrong
 
 
 @pytest.mark.parametrize("package", PACKAGES)

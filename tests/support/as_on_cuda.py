@@ -7,9 +7,9 @@ from functools import partial
 import pytest
 import torch
 
-from loraplex_server.backends.cuda.graphs import Shape, graph_shapes
 from loraplex_server.config import EngineConfig
 from loraplex_server.engine import assembly as build
+from loraplex_server.model.graphs import Shape, graph_shapes
 from loraplex_server.model.runner import ModelRunner
 from support.replay import ReplayableReference, ReplayableTorch, calls_again
 

@@ -15,11 +15,11 @@ from loraplex_contracts.plan import AdapterUse, NewSequence, Span, SpanResult, S
 from loraplex_contracts.request import OutputParams, SamplingParams
 from loraplex_server.backends.attention_registry import make_attention
 from loraplex_server.backends.reference.lora import ReferenceOps
+from loraplex_server.layers.adapter_slots import AdapterSlots
 from loraplex_server.layers.attention import PagedAttention
 from loraplex_server.layers.kv_memory import KvCache
 from loraplex_server.layers.lora import SegmentedLora
 from loraplex_server.model.loader import LoadedModel
-from loraplex_server.model.lora_injection import AdapterSlots
 from loraplex_server.model.runner import ModelRunner
 from loraplex_server.sampling.sampler import Sampled, Sampler
 

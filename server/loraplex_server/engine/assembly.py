@@ -18,7 +18,7 @@ from loraplex_adapters.cache.manager import AdapterManager
 from loraplex_adapters.sources.chain import make_source
 from loraplex_adapters.sources.directory import FolderSource
 from loraplex_adapters.weights import AdapterWeights
-from loraplex_contracts.errors import InvalidArgument, OutOfMemory, Unimplemented
+from loraplex_contracts.errors import InvalidArgument, Unimplemented
 from loraplex_server.backends.attention_registry import make_attention
 from loraplex_server.backends.cpu.argmax import native_argmax
 from loraplex_server.backends.cpu.medusa import native_guesser
@@ -26,19 +26,20 @@ from loraplex_server.backends.cpu.native.kernels import NativeKernels
 from loraplex_server.backends.cpu.native.library import load as load_native
 from loraplex_server.backends.cpu.native.threads import default_num_threads
 from loraplex_server.backends.cuda.capture import CudaCapture
-from loraplex_server.backends.cuda.graphs import Shape, graph_bytes, graph_shapes
 from loraplex_server.backends.lora_registry import choose_dense, choose_ops
-from loraplex_server.config import AdaptersConfig, EngineConfig, KvConfig, hub_token
+from loraplex_server.config import AdaptersConfig, EngineConfig, hub_token
 from loraplex_server.engine.engine import Engine
 from loraplex_server.engine.messages import ModelInfo
 from loraplex_server.kv.blocks import BlockPool
-from loraplex_server.layers.kv_memory import KvCache, free_memory_bytes, num_blocks_for
+from loraplex_server.layers.adapter_slots import AdapterSlots
+from loraplex_server.layers.kv_memory import KvCache
 from loraplex_server.layers.packed_linear import packed_linear
+from loraplex_server.layers.spec import kv_block_bytes
+from loraplex_server.model.graphs import Shape, graph_bytes, graph_shapes
 from loraplex_server.model.loader import LoadedModel, load_model, resolve_device
-from loraplex_server.model.lora_injection import AdapterSlots
 from loraplex_server.model.medusa_heads import HeadSlots
 from loraplex_server.model.medusa_model import MODEL_HEADS, ServedModel, served_model
-from loraplex_server.model.memory import step_bytes
+from loraplex_server.model.memory import free_memory_bytes, kv_budget_bytes, num_kv_blocks, step_bytes
 from loraplex_server.model.runner import ModelRunner
 from loraplex_server.sampling.sampler import Sampler
 from loraplex_server.scheduler.config import SchedulerConfig
@@ -48,12 +49,6 @@ from loraplex_server.speculation.costs import StepCosts
 from loraplex_server.speculation.measure import measure_runner
 
 log = logging.getLogger(__name__)
-
-# Of the memory that is free after the weights, the adapters' budget and, on a GPU, the largest step. On a CPU the rest
-# of the machine needs its share, of which a step takes what it needs, and nobody gains from a cache larger than
-# CPU_KV_BYTES.
-KV_SHARE = {"cuda": 0.9, "cpu": 0.25}
-CPU_KV_BYTES = 4 << 30
 
 
 def build_engine(config: EngineConfig, progress: Callable[[str], None], notify: Callable[[], None]) -> Engine:
@@ -110,9 +105,10 @@ def assemble(
     ops = choose_ops(loaded.device, native, config.adapters.max_rank, config.lora_kernels)
     slots = loaded.adapter_slots(ops, config.adapters.num_device_slots)
     argmax = native_argmax(native)
-    guesser = native_guesser(native, loaded)
+    guesser = native_guesser(native, loaded.head, loaded.dtype)
     heads = HeadSlots(loaded, slots, choose_dense(loaded.device, native), argmax=argmax, guesser=guesser)
-    num_blocks = _num_blocks(config, loaded)
+    has_adapters = config.adapters.root is not None or config.adapters.hub or served.heads is not None
+    num_blocks = kv_blocks(config, loaded, free_memory_bytes(loaded.device), has_adapters=has_adapters)
     progress(f"{num_blocks * block_size:,} tokens of KV cache in {loaded.dtype_name} on {loaded.device}")
     max_context_tokens = _max_context_tokens(spec.max_context_tokens, num_blocks, block_size, progress)
     runner = ModelRunner(
@@ -223,27 +219,23 @@ def _cache_config(config: AdaptersConfig) -> AdapterCacheConfig:
     )
 
 
-def _num_blocks(config: EngineConfig, loaded: LoadedModel) -> int:
-    """Blocks of the KV cache: what the budget holds, and no more than all rows could fill."""
-    kv: KvConfig = config.kv
-    budget = kv.memory_bytes
+def kv_blocks(config: EngineConfig, loaded: LoadedModel, free_bytes: int, *, has_adapters: bool) -> int:
+    """Blocks of the KV cache where `free_bytes` are free beside the weights. `has_adapters`: their budget is kept free.
+    Raises OutOfMemory."""
+    kv, batch, device = config.kv, config.batch, loaded.device
+    budget, remedy = kv.memory_bytes, "give more with --kv-memory"
     if budget is None:
-        free = free_memory_bytes(loaded.device) - config.adapters.device_bytes
-        if loaded.device.type != "cpu":
-            free -= step_bytes(loaded, config.batch.max_step_tokens, config.batch.max_running)
-            free -= graph_bytes(captured_shapes(config, loaded.device), loaded)
-        budget = int(max(0, free) * KV_SHARE.get(loaded.device.type, 0.25))
-        if loaded.device.type == "cpu":
-            budget = min(budget, CPU_KV_BYTES)
+        reserved = config.adapters.device_bytes if has_adapters else 0
+        if device.type != "cpu":
+            reserved += step_bytes(loaded, batch.max_step_tokens, batch.max_running)
+            reserved += graph_bytes(captured_shapes(config, device), loaded)
+        budget = kv_budget_bytes(device.type, free_bytes, reserved)
+        remedy = f"{free_bytes / 2**20:.0f} MiB are free: make room, or name a size with --kv-memory"
+        if has_adapters:
+            remedy += f", or keep less than {config.adapters.device_bytes / 2**20:.0f} MiB with --adapter-device-memory"
     per_row = -(-loaded.spec.max_context_tokens // kv.block_size)
-    num_blocks = min(
-        num_blocks_for(loaded.spec, kv.block_size, loaded.dtype, budget), config.batch.max_running * per_row + 2
-    )
-    if num_blocks < 3:
-        raise OutOfMemory(
-            f"{budget / 2**20:.0f} MiB of KV cache hold less than three blocks; give more with --kv-memory"
-        )
-    return num_blocks
+    block_bytes = kv_block_bytes(loaded.spec, kv.block_size, loaded.dtype.itemsize)
+    return num_kv_blocks(budget, block_bytes, batch.max_running * per_row + 2, remedy)
 
 
 def _max_context_tokens(of_model: int, num_blocks: int, block_size: int, progress: Callable[[str], None]) -> int:

@@ -1,13 +1,12 @@
-"""The paged KV cache: memory for the keys and values of all layers, and how many blocks fit.
+"""The paged KV cache: memory for the keys and values of all layers.
 
-Owns the tensors. Which sequence has which block is the scheduler's; which block holds which position is the batch's.
+Owns the tensors. The scheduler decides which sequence has which block; block tables say which block holds a position.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -81,33 +80,3 @@ class KvCache:
 def num_blocks_for(spec: ModelSpec, block_size: int, dtype: torch.dtype, budget_bytes: int) -> int:
     """How many blocks fit into a byte budget; 0 when not even one does."""
     return budget_bytes // kv_block_bytes(spec, block_size, dtype.itemsize)
-
-
-def free_memory_bytes(device: torch.device) -> int:
-    """Memory that is free on the device now; on a CPU, within the container's limit if there is one."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    free = _meminfo_available_bytes()
-    limit = _read_int(Path("/sys/fs/cgroup/memory.max"))
-    used = _read_int(Path("/sys/fs/cgroup/memory.current"))
-    if limit is not None and used is not None:
-        free = min(free, max(0, limit - used))
-    return free
-
-
-def _meminfo_available_bytes() -> int:
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return 4 << 30  # no way to know here: a size that a desktop can bear
-
-
-def _read_int(path: Path) -> int | None:
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None

@@ -170,3 +170,6 @@ class AdaptedEmbedding(nn.Module):
             if embed_scale is not None:
                 update = update * embed_scale.to(update.dtype)
             y[segment.start : segment.end] += update
+
+
+AdaptedModule = AdaptedLinear | AdaptedEmbedding

@@ -7,19 +7,20 @@ from dataclasses import dataclass, field, replace
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from loraplex_adapters.formats.convert_lora import weight_sha256
 from loraplex_adapters.targets import BaseTargets
 from loraplex_server.backends.cpu.decoder import NativeStack
+from loraplex_server.layers.adapter_slots import AdapterSlots
 from loraplex_server.layers.attention import AttentionLayer, PagedAttention
 from loraplex_server.layers.context import StepContext
 from loraplex_server.layers.kv_memory import KvCache
-from loraplex_server.layers.linear import AdaptedHead
+from loraplex_server.layers.linear import AdaptedHead, AdaptedModule
 from loraplex_server.layers.lora import SegmentedLora
 from loraplex_server.layers.spec import ModelSpec, ShardSpec
-from loraplex_server.model.lora_injection import AdaptedModule, AdapterSlots, target_modules
+from loraplex_server.model.lora_injection import target_modules
 
 
 @dataclass
@@ -46,6 +47,11 @@ class LoadedModel:
     @property
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def head(self) -> nn.Module:
+        """The language model's head."""
+        return cast(nn.Module, self.model.get_output_embeddings())
 
     def base_targets(self, max_rank: int) -> BaseTargets:
         """What adapter formats check against. Digests of the two weights that PEFT saves copies of take a moment."""

@@ -26,11 +26,11 @@ from loraplex_server.layers import attention_interface as interface
 from loraplex_server.layers.attention import AttentionLayer
 from loraplex_server.layers.context import StepContext
 from loraplex_server.layers.fused import FusedOps
-from loraplex_server.layers.linear import BaseLinearFactory, PlainLinear
+from loraplex_server.layers.linear import AdaptedModule, BaseLinearFactory, PlainLinear
 from loraplex_server.layers.merged_linear import join_siblings
 from loraplex_server.layers.spec import ModelSpec, ShardSpec
 from loraplex_server.model.loaded_model import LoadedModel
-from loraplex_server.model.lora_injection import AdaptedModule, adapt_modules
+from loraplex_server.model.lora_injection import adapt_modules
 from loraplex_server.model.probe import Probe, probe_model, run_again
 from loraplex_server.model.self_test import reference_texts, verify_loaded
 from loraplex_server.model.unsupported import reading, refuse_class, refuse_config

@@ -14,22 +14,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, takewhile
 from operator import attrgetter
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from loraplex_adapters.weights import AdapterWeights, MedusaHead
 from loraplex_server.backends.cpu.medusa import BlockRows, GuessPlan, NativeGuesser
+from loraplex_server.layers.adapter_slots import AdapterSlots
 from loraplex_server.layers.linear import AdaptedHead
 from loraplex_server.layers.lora import PreparedSegments, Segment
 from loraplex_server.layers.segmented_dense import DenseTable, DenseWeight, SegmentedDense
 from loraplex_server.layers.transfer import upload
 from loraplex_server.model.loaded_model import LoadedModel
-from loraplex_server.model.lora_injection import AdapterSlots
 from loraplex_server.sampling.blocks import row_argmax
 from loraplex_server.sampling.sampler import Argmax
 
@@ -89,7 +89,7 @@ class HeadSlots:
         guesser: NativeGuesser | None = None,
     ) -> None:
         """`argmax`: as the sampler's. `guesser`: used where it can be."""
-        self._head = cast(nn.Module, loaded.model.get_output_embeddings())
+        self._head = loaded.head
         self._context = loaded.context
         self._slots = slots
         self._dense = dense

@@ -1,12 +1,18 @@
-"""How much memory a step takes beside the weights and the KV cache.
+"""Memory budgets: what is free, what a step takes, and how much of it the KV cache gets.
 
-A bound by shapes, for whoever sizes the KV cache: memory that the cache takes cannot be had back when a long prompt
-comes. It counts tensors that live at the same time in a decoder layer, in the gathered contexts of one attention layer
-and behind the head; what of it a model really needs depends on kernels, so whoever uses it leaves some slack.
+Memory that the KV cache takes cannot be had back when a long prompt comes, so steps are bounded by their shapes: the
+tensors that live at the same time in a decoder layer, in the gathered contexts of one attention layer and behind the
+head. What a model really needs depends on kernels, so callers leave some slack.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from loraplex_contracts.errors import OutOfMemory
 from loraplex_server.backends.reference.attention import MAX_GROUP_TOKENS
 from loraplex_server.layers.linear import AdaptedHead, AdaptedLinear
 from loraplex_server.model.loaded_model import LoadedModel
@@ -18,12 +24,20 @@ NUM_HIDDEN, NUM_WIDE = 10, 4
 NUM_CONTEXTS = 2
 # Scores in float32: as they are, tempered, sorted (with ids of 8 bytes), truncated, with noise.
 SCORE_BYTES = 4 * 8
-# Scores that are made logprobs at once, or all of the rows that draw.
+# Scores that become logprobs at once, or all of the rows that draw.
 NUM_LOGPROBS = 1 << 24
+# The KV cache's share of what is left after weights, adapters and, on a GPU, the largest step. On a CPU the rest of the
+# machine needs its share, of which a step takes what it needs, and a cache beyond CPU_KV_BYTES gains nothing.
+KV_SHARE: Final = {"cuda": 0.9, "cpu": 0.25}
+CPU_KV_BYTES: Final = 4 << 30
+MIN_BLOCKS: Final = 3  # one for padding, two for a sequence
+UNKNOWN_FREE_BYTES: Final = 4 << 30  # where the system does not tell: a size that a desktop can bear
+CGROUPS: Final = Path("/sys/fs/cgroup")
+OWN_CGROUPS: Final = Path("/proc/self/cgroup")
 
 
 def step_bytes(loaded: LoadedModel, num_tokens: int, max_rows: int) -> int:
-    """Of a step of `num_tokens` tokens, each of which may want its logits, and up to `max_rows` sequences that draw."""
+    """Bytes of a step: `num_tokens` tokens that may all want logits, and up to `max_rows` sequences that draw."""
     spec, itemsize = loaded.spec, loaded.dtype.itemsize
     wide = [
         module.out_features
@@ -42,3 +56,77 @@ def step_bytes(loaded: LoadedModel, num_tokens: int, max_rows: int) -> int:
         + num_tokens * spec.num_logits * itemsize
         + num_scores * SCORE_BYTES
     )
+
+
+def kv_budget_bytes(device_type: str, free_bytes: int, reserved_bytes: int) -> int:
+    """Bytes of KV cache where the operator names none. `reserved_bytes`: for adapters, steps and graphs."""
+    budget = int(max(0, free_bytes - reserved_bytes) * KV_SHARE.get(device_type, 0.25))
+    return min(budget, CPU_KV_BYTES) if device_type == "cpu" else budget
+
+
+def num_kv_blocks(budget_bytes: int, block_bytes: int, max_blocks: int, remedy: str) -> int:
+    """Blocks of `block_bytes` within the budget, and no more than all rows could fill.
+
+    Raises OutOfMemory where even one sequence would not fit; `remedy` says which flag helps.
+    """
+    num_blocks = min(budget_bytes // block_bytes, max_blocks)
+    if num_blocks < MIN_BLOCKS:
+        raise OutOfMemory(f"{budget_bytes / 2**20:.0f} MiB of KV cache hold less than three blocks; {remedy}")
+    return num_blocks
+
+
+def free_memory_bytes(device: torch.device) -> int:
+    """Memory that is free on the device now; on a CPU, within the container's limit if there is one."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    free, left = _available_bytes(), cgroup_free_bytes()
+    return free if left is None else min(free, left)
+
+
+def cgroup_free_bytes(root: Path = CGROUPS, own: Path = OWN_CGROUPS) -> int | None:
+    """Memory left under the tightest limit of the process's control groups, v1 or v2; None without a limit."""
+    found = [left for folder in _cgroup_folders(root, own) if (left := _left_bytes(folder)) is not None]
+    return min(found, default=None)
+
+
+def _cgroup_folders(root: Path, own: Path) -> list[Path]:
+    """The process's own groups and those around them: a limit counts for all groups inside."""
+    folders = [root, root / "memory"]  # in a container the path may be the host's; the mounted root is ours then
+    for line in _read(own).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers in ("", "memory"):  # v2 names no controller
+            folder = root / controllers
+            for part in Path(path).parts[1:]:
+                folder = folder / part
+                folders.append(folder)
+    return folders
+
+
+def _left_bytes(folder: Path) -> int | None:
+    for limit_name, used_name, prefix in (
+        ("memory.max", "memory.current", ""),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    ):
+        limit, used = _read(folder / limit_name).strip(), _read(folder / used_name).strip()
+        if limit.isdigit() and used.isdigit():
+            stat = dict(line.split(maxsplit=1) for line in _read(folder / "memory.stat").splitlines())
+            # The page cache counts as used but makes room where it is needed, except for what is mapped: a CPU reads
+            # weights from there.
+            cached = int(stat.get(f"{prefix}inactive_file", 0)) + int(stat.get(f"{prefix}active_file", 0))
+            mapped = int(stat.get("file_mapped", 0)) + int(stat.get("total_mapped_file", 0))
+            return max(0, int(limit) - int(used) + max(0, cached - mapped))
+    return None
+
+
+def _available_bytes() -> int:
+    for line in _read(Path("/proc/meminfo")).splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return UNKNOWN_FREE_BYTES
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -12,11 +12,11 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from loraplex_server.layers.adapter_slots import AdapterSlots, as_if_installed
 from loraplex_server.layers.attention import AttentionBatch, PagedAttention
 from loraplex_server.layers.kv_memory import KvCache
 from loraplex_server.layers.lora import ReplayableLora
 from loraplex_server.model.loaded_model import LoadedModel
-from loraplex_server.model.lora_injection import AdapterSlots, as_if_installed
 
 REPORT_EVERY_S = 5.0
 

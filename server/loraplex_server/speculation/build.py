@@ -15,9 +15,9 @@ from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.errors import AdapterNotFound, InvalidArgument
 from loraplex_server.backends.cpu.native.kernels import NativeKernels
 from loraplex_server.backends.cuda.capture import CudaCapture
-from loraplex_server.backends.cuda.graphs import graph_shapes
 from loraplex_server.config import EngineConfig
 from loraplex_server.layers.packed_linear import packed_linear
+from loraplex_server.model.graphs import graph_shapes
 from loraplex_server.model.loaded_model import LoadedModel
 from loraplex_server.model.medusa_heads import HeadSlots
 from loraplex_server.model.medusa_model import MODEL_HEADS, ServedModel

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,21 +18,13 @@ from loraplex_server.backends.cpu.attention import spans_of
 from loraplex_server.backends.cpu.lora import NativeSegments, table_of
 from loraplex_server.backends.cpu.native.kernels import DTYPES, NO_RUNS, NativeKernels, PackedWeight, RunsOfRows
 from loraplex_server.backends.cpu.native.prototypes import Layer, Stack, Step
+from loraplex_server.layers.adapter_slots import AdapterSlots
 from loraplex_server.layers.context import StepContext
 from loraplex_server.layers.kv_memory import LayerKv
 from loraplex_server.layers.linear import AdaptedLinear
 from loraplex_server.layers.spec import AttentionSpec
 
 PARTS = ("q", "k", "v", "o", "gate", "up", "down")
-
-
-class RankedSlots(Protocol):
-    """The adapter slots, as far as a stack needs to know them."""
-
-    @property
-    def max_rank(self) -> int:
-        """The largest rank of anything that is installed; 0 while nothing is."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +78,7 @@ class NativeStack(nn.Module):
         )
         self._linears: list[list[AdaptedLinear | None]] = []
         self._pages: tuple[LayerKv, ...] = ()
-        self._slots: RankedSlots | None = None
+        self._slots: AdapterSlots | None = None
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def connect(self, linears: list[list[AdaptedLinear | None]]) -> None:
@@ -99,7 +91,7 @@ class NativeStack(nn.Module):
         for layer, kv in zip(self._layers, self._pages, strict=bool(pages)):
             layer.k_pages, layer.v_pages = kv.k.data_ptr(), kv.v.data_ptr()
 
-    def use(self, slots: RankedSlots) -> None:
+    def use(self, slots: AdapterSlots) -> None:
         """The linears have their factor tables now, which `slots` fills."""
         self._slots = slots
         for layer, linears in zip(self._layers, self._linears, strict=True):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from loraplex_server.backends.cpu.linear import NativeLinear
 from loraplex_server.backends.cpu.lora import MAX_DENSE_ROWS
@@ -20,7 +20,6 @@ from loraplex_server.backends.cpu.native.kernels import DTYPES, NativeKernels
 from loraplex_server.backends.cpu.native.prototypes import Block, Guesses, GuessScratch, Head
 from loraplex_server.layers.linear import AdaptedHead
 from loraplex_server.layers.segmented_dense import DenseWeight
-from loraplex_server.model.loaded_model import LoadedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +90,11 @@ class NativeGuesser:
             self._scratch = GuessScratch(*(part.data_ptr() for part in self._memory))
 
 
-def native_guesser(kernels: NativeKernels | None, loaded: LoadedModel) -> NativeGuesser | None:
-    """None where the model's head is not one of the kernels'."""
-    head = loaded.model.get_output_embeddings()
+def native_guesser(kernels: NativeKernels | None, head: nn.Module, dtype: torch.dtype) -> NativeGuesser | None:
+    """For the model's own `head`; None where it is not computed by the kernels."""
     if kernels is None or not isinstance(head, AdaptedHead) or not isinstance(head.base, NativeLinear):
         return None
-    return NativeGuesser(kernels, head.base, loaded.dtype)
+    return NativeGuesser(kernels, head.base, dtype)
 
 
 def _block(rows: BlockRows) -> Block:

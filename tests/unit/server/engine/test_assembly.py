@@ -14,15 +14,15 @@ from loraplex_contracts.errors import InvalidArgument, OutOfMemory, Unimplemente
 from loraplex_contracts.events import CompletionEnd, Tokens
 from loraplex_contracts.request import Request, StoppingParams
 from loraplex_server.backends.cpu.native.library import Library, Loaded, NativeStatus
-from loraplex_server.backends.cuda.graphs import graph_bytes, graph_shapes
 from loraplex_server.config import AdaptersConfig, BatchConfig, EngineConfig, KvConfig, ModelConfig
 from loraplex_server.engine import assembly as build
 from loraplex_server.engine.messages import Submit
 from loraplex_server.layers.kv_memory import num_blocks_for
 from loraplex_server.layers.spec import kv_block_bytes
+from loraplex_server.model.graphs import graph_bytes, graph_shapes
 from loraplex_server.model.loaded_model import LoadedModel
 from loraplex_server.model.loader import adopt_model
-from loraplex_server.model.memory import step_bytes
+from loraplex_server.model.memory import CPU_KV_BYTES, step_bytes
 
 BLOCK_SIZE = 16
 ADAPTERS = AdaptersConfig(device_bytes=1 << 20, host_bytes=1 << 20, disk_bytes=1 << 20, num_device_slots=2)
@@ -46,6 +46,10 @@ def config_of(
     return EngineConfig(ModelConfig("m"), kv, BatchConfig(max_running, max_step_tokens), adapters)
 
 
+def blocks(config: EngineConfig, loaded: LoadedModel, free_bytes: int = 1 << 40) -> int:
+    return build.kv_blocks(config, loaded, free_bytes, has_adapters=True)
+
+
 def on_cuda(loaded: LoadedModel) -> LoadedModel:
     """For arithmetic only."""
     return replace(loaded, device=torch.device("cuda"))
@@ -53,43 +57,46 @@ def on_cuda(loaded: LoadedModel) -> LoadedModel:
 
 def test_what_is_given_is_what_is_taken(loaded: LoadedModel, block_bytes: int) -> None:
     config = config_of(7 * block_bytes + 1)
-    assert build._num_blocks(config, loaded) == build._num_blocks(config, on_cuda(loaded)) == 7
+    assert blocks(config, loaded) == blocks(config, on_cuda(loaded)) == 7
 
 
 def test_no_more_than_all_rows_could_fill(loaded: LoadedModel) -> None:
-    assert build._num_blocks(config_of(1 << 40), loaded) == 4 * MAX_LEN // BLOCK_SIZE + 2
+    assert blocks(config_of(1 << 40), loaded) == 4 * MAX_LEN // BLOCK_SIZE + 2
 
 
 def test_two_blocks_are_too_few(loaded: LoadedModel, block_bytes: int) -> None:
-    assert build._num_blocks(config_of(3 * block_bytes), loaded) == 3
+    assert blocks(config_of(3 * block_bytes), loaded) == 3
     with pytest.raises(OutOfMemory, match="--kv-memory"):
-        build._num_blocks(config_of(3 * block_bytes - 1), loaded)
+        blocks(config_of(3 * block_bytes - 1), loaded)
 
 
-def test_a_cpu_gives_a_quarter_of_what_is_free(
-    loaded: LoadedModel, block_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cpu_gives_a_quarter_of_what_is_free(loaded: LoadedModel, block_bytes: int) -> None:
     config = config_of(None)
-    monkeypatch.setattr(build, "free_memory_bytes", lambda device: 4 * 9 * block_bytes + ADAPTERS.device_bytes)
-    assert build._num_blocks(config, loaded) == 9
-    monkeypatch.setattr(build, "free_memory_bytes", lambda device: ADAPTERS.device_bytes - 1)
+    assert blocks(config, loaded, 4 * 9 * block_bytes + ADAPTERS.device_bytes) == 9
     with pytest.raises(OutOfMemory):
-        build._num_blocks(config, loaded)
-    monkeypatch.setattr(build, "free_memory_bytes", lambda device: 1 << 50)
+        blocks(config, loaded, ADAPTERS.device_bytes - 1)
     many = config_of(None, max_running=1 << 20, max_step_tokens=1 << 20)
-    assert build._num_blocks(many, loaded) == num_blocks_for(loaded.spec, BLOCK_SIZE, loaded.dtype, build.CPU_KV_BYTES)
+    assert blocks(many, loaded, 1 << 50) == num_blocks_for(loaded.spec, BLOCK_SIZE, loaded.dtype, CPU_KV_BYTES)
+
+
+def test_the_budget_of_adapters_is_kept_free_only_where_there_are_any(loaded: LoadedModel, block_bytes: int) -> None:
+    config = config_of(None)
+    assert build.kv_blocks(config, loaded, 4 * 9 * block_bytes, has_adapters=False) == 9
+    with pytest.raises(OutOfMemory, match="--adapter-device-memory"):
+        blocks(config, loaded, ADAPTERS.device_bytes - 1)
+    with pytest.raises(OutOfMemory) as without:
+        build.kv_blocks(config, loaded, block_bytes, has_adapters=False)
+    assert "--kv-memory" in without.value.message
+    assert "--adapter-device-memory" not in without.value.message
 
 
 @pytest.mark.parametrize("max_step_tokens", [64, 4096])
-def test_a_gpu_keeps_room_for_the_largest_step(
-    max_step_tokens: int, loaded: LoadedModel, block_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_keeps_room_for_the_largest_step(max_step_tokens: int, loaded: LoadedModel, block_bytes: int) -> None:
     config = config_of(None, max_running=64, max_step_tokens=max_step_tokens)
     graphs = graph_bytes(build.captured_shapes(config, torch.device("cuda")), loaded)
     assert graphs > 0
     free = ADAPTERS.device_bytes + step_bytes(loaded, max_step_tokens, 64) + graphs + 100 * block_bytes
-    monkeypatch.setattr(build, "free_memory_bytes", lambda device: free)
-    assert build._num_blocks(config, on_cuda(loaded)) == 90
+    assert blocks(config, on_cuda(loaded), free) == 90
 
 
 def test_steps_are_captured_on_a_gpu_unless_told_otherwise(loaded: LoadedModel) -> None:

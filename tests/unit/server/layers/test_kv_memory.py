@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from loraplex_server.layers.kv_memory import KvCache, free_memory_bytes, num_blocks_for
+from loraplex_server.layers.kv_memory import KvCache, num_blocks_for
 from loraplex_server.layers.spec import AttentionSpec, ModelSpec, kv_block_bytes
 
 LAYERS = (AttentionSpec(4, 2, 8, 8, 1.0), AttentionSpec(4, 1, 8, 4, 1.0), AttentionSpec(4, 2, 8, 8, 1.0))
@@ -55,4 +55,3 @@ def test_budget() -> None:
     block = kv_block_bytes(SPEC, 4, 2)
     assert num_blocks_for(SPEC, 4, torch.bfloat16, 10 * block + 1) == 10
     assert num_blocks_for(SPEC, 4, torch.bfloat16, block - 1) == 0
-    assert free_memory_bytes(CPU) > 1 << 20

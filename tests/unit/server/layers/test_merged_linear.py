@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from loraplex_adapters.weights import AdapterWeights, LoraFactors
 from loraplex_contracts.adapters import AdapterKey
 from loraplex_server.backends.reference.lora import ReferenceOps
+from loraplex_server.layers.adapter_slots import AdapterSlots
 from loraplex_server.layers.context import StepContext
 from loraplex_server.layers.linear import AdaptedLinear
 from loraplex_server.layers.lora import FactorTable, PreparedSegments, Segment
 from loraplex_server.layers.merged_linear import Siblings, join_siblings
 from loraplex_server.model import loader
 from loraplex_server.model.loader import adopt_model
-from loraplex_server.model.lora_injection import AdapterSlots
 
 CPU = torch.device("cpu")
 NAMES = ("q", "k", "v")

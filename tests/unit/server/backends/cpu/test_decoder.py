@@ -23,12 +23,12 @@ from loraplex_server.backends.cpu.attention import NativePagedAttention
 from loraplex_server.backends.cpu.lora import NativeOps
 from loraplex_server.backends.cpu.native.kernels import NativeKernels
 from loraplex_server.backends.reference.lora import ReferenceOps
+from loraplex_server.layers.adapter_slots import AdapterSlots
 from loraplex_server.layers.attention import AttentionBatch
 from loraplex_server.layers.kv_memory import KvCache, LayerKv
 from loraplex_server.layers.lora import Segment
 from loraplex_server.model.loaded_model import LoadedModel
 from loraplex_server.model.loader import adopt_model
-from loraplex_server.model.lora_injection import AdapterSlots
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 40

@@ -19,9 +19,9 @@ from loraplex_server.backends.cpu.linear import NativeLinear
 from loraplex_server.backends.cpu.lora import MAX_DENSE_ROWS, NativeDense, NativeOps
 from loraplex_server.backends.cpu.medusa import GuessPlan, NativeGuesser, native_guesser
 from loraplex_server.backends.cpu.native.kernels import NativeKernels
+from loraplex_server.layers.adapter_slots import AdapterSlots
 from loraplex_server.layers.linear import AdaptedHead
 from loraplex_server.model.loader import adopt_model
-from loraplex_server.model.lora_injection import AdapterSlots
 from loraplex_server.model.medusa_heads import HeadAsk, HeadSlots
 
 HIDDEN = SIZES["hidden_size"]
@@ -144,6 +144,7 @@ def test_what_is_not_plain_goes_another_way(kernels: NativeKernels) -> None:
 
 def test_only_heads_of_the_kernels_kind(kernels: NativeKernels) -> None:
     narrow = adopt_model(native_model("llama"), native=kernels)
-    assert isinstance(native_guesser(kernels, narrow), NativeGuesser)
-    assert native_guesser(None, narrow) is None
-    assert native_guesser(kernels, adopt_model(native_model("llama", torch.float64), native=kernels)) is None
+    assert isinstance(native_guesser(kernels, narrow.head, narrow.dtype), NativeGuesser)
+    assert native_guesser(None, narrow.head, narrow.dtype) is None
+    wide = adopt_model(native_model("llama", torch.float64), native=kernels)
+    assert native_guesser(kernels, wide.head, wide.dtype) is None

@@ -25,7 +25,7 @@ from support.zoo import VOCAB_SIZE, random_model
 from loraplex_adapters.weights import AdapterWeights, LoraFactors
 from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.plan import AdapterUse
-from loraplex_server.backends.cuda.graphs import Shape
+from loraplex_server.model.graphs import Shape
 from loraplex_server.model.loader import adopt_model
 
 IN_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"

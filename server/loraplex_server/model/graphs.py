@@ -26,14 +26,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from loraplex_server.layers.adapter_slots import AdapterSlots, as_if_installed
 from loraplex_server.layers.attention import ReplayableAttention
 from loraplex_server.layers.kv_memory import KvCache
-from loraplex_server.layers.linear import AdaptedEmbedding, AdaptedHead
+from loraplex_server.layers.linear import AdaptedEmbedding, AdaptedHead, AdaptedModule
 from loraplex_server.layers.lora import PreparedSegments, ReplayableLora, Segment
 from loraplex_server.layers.transfer import refill
 from loraplex_server.model.batch import BatchMirror, Ints, StagedStep
 from loraplex_server.model.loaded_model import LoadedModel
-from loraplex_server.model.lora_injection import AdaptedModule, AdapterSlots, as_if_installed
 
 log = logging.getLogger(__name__)
 

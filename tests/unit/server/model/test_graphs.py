@@ -23,9 +23,9 @@ from loraplex_adapters.weights import AdapterWeights, LoraFactors
 from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.plan import AdapterUse, NewSequence, Span, StepPlan
 from loraplex_contracts.request import OutputParams, SamplingParams
-from loraplex_server.backends.cuda.graphs import Shape, graph_shapes, pad_step
 from loraplex_server.layers.lora import Segment
 from loraplex_server.model.batch import StagedStep
+from loraplex_server.model.graphs import Shape, graph_shapes, pad_step
 from loraplex_server.model.loader import adopt_model
 
 NUM_TOKENS = 7
