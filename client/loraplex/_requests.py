@@ -19,6 +19,7 @@ from loraplex.types import (
 )
 from loraplex_contracts.errors import InvalidArgument
 from loraplex_contracts.ids import check_adapter_id
+from loraplex_contracts.sampling import SAMPLING_OPTIONS
 from loraplex_proto.v1 import adapter_pb2, inference_pb2
 
 # Option -> path in GenerateRequest, for options whose value is the field's.
@@ -31,15 +32,7 @@ _FIELDS: Final[dict[str, str]] = {
     "stop_token_ids": "stopping.stop_token_ids",
     "ignore_eos": "stopping.ignore_eos",
     "include_stop": "stopping.include_stop",
-    "temperature": "sampling.temperature",
-    "top_k": "sampling.top_k",
-    "top_p": "sampling.top_p",
-    "min_p": "sampling.min_p",
-    "repetition_penalty": "sampling.repetition_penalty",
-    "frequency_penalty": "sampling.frequency_penalty",
-    "presence_penalty": "sampling.presence_penalty",
-    "seed": "sampling.seed",
-    "logit_bias": "sampling.logit_bias",
+    **{name: option.path for name, option in SAMPLING_OPTIONS.items()},
     "n": "n",
     "logprobs": "output.logprobs",
     "top_logprobs": "output.top_logprobs",
@@ -92,8 +85,7 @@ def generate_request(prompt: str | None, options: GenerateOptions) -> inference_
         raise InvalidArgument(_WITHOUT_MESSAGES, field="chat.omit_generation_prompt")
     for name, path in _FIELDS.items():
         if name in given:
-            value: Any = given[name]
-            _assign(request, path, [value] if name == "stop" and isinstance(value, str) else value)
+            _assign(request, path, given[name])
     mixture: Any = given.get("adapters", {})
     if not isinstance(mixture, Mapping):
         raise InvalidArgument(f"adapters takes {{name: weight}}, not {_shown(mixture)}", field="adapters")
@@ -250,7 +242,7 @@ def _assign(message: Any, path: str, value: Any, *, shown_as: str = "") -> None:
         elif isinstance(value, Mapping):
             current.update(value)
         else:
-            current.extend(value)
+            current.extend([value] if isinstance(value, str) else value)
     except (TypeError, ValueError, AttributeError) as error:  # what protobuf raises; UnicodeEncodeError is a ValueError
         field = shown_as or path
         raise InvalidArgument(f"`{field}` cannot be {_shown(value)}", field=field) from error

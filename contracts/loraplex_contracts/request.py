@@ -5,27 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from loraplex_contracts.sampling import SamplingParams
+
 SpeculationKind = Literal["off", "auto", "medusa", "prompt_lookup", "draft_model"]
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How tokens are drawn. Order of application is that of Transformers' `generate()`: bias, penalties, temperature,
-    top-k, top-p, min-p."""
-
-    temperature: float = 0.0  # 0: greedy
-    top_k: int = 0  # 0: off
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    seed: int = 0  # always set: the service draws one where the client did not
-    logit_bias: tuple[tuple[int, float], ...] = ()
-
-    @property
-    def is_greedy(self) -> bool:
-        return self.temperature == 0.0
 
 
 @dataclass(frozen=True, slots=True)

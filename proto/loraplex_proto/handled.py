@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from loraplex_contracts.errors import Unimplemented
+from loraplex_contracts.sampling import SAMPLING_OPTIONS
 
 MAX_UNKNOWN_BYTES: Final = 1 << 16  # of fields that each get a look
 
@@ -27,15 +28,7 @@ HANDLED: Final[dict[str, frozenset[str]]] = {
             "chat.messages.content",
             "chat.omit_generation_prompt",
             "adapter_id",
-            "sampling.temperature",
-            "sampling.top_k",
-            "sampling.top_p",
-            "sampling.min_p",
-            "sampling.repetition_penalty",
-            "sampling.frequency_penalty",
-            "sampling.presence_penalty",
-            "sampling.seed",
-            "sampling.logit_bias",
+            *(option.path for option in SAMPLING_OPTIONS.values()),
             "stopping.max_tokens",
             "stopping.min_tokens",
             "stopping.stop",

@@ -8,12 +8,13 @@ every value one that any model could take (InvalidArgument with the field's path
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from loraplex_contracts.errors import ContextLengthExceeded, InvalidAdapterId, InvalidArgument
 from loraplex_contracts.ids import check_adapter_id, check_id, check_role
+from loraplex_contracts.sampling import SAMPLING_OPTIONS, SamplingOption
 from loraplex_proto.handled import HANDLED, NOT_BUILT, refuse_what_is_not_acted_on
 from loraplex_proto.paging import ListQuery, list_query
 from loraplex_proto.v1 import adapter_pb2, inference_pb2, worker_pb2
@@ -35,12 +36,10 @@ __all__ = [
 
 MAX_COMPLETIONS: Final = 64
 MAX_NEW_TOKENS: Final = 1 << 24  # beyond any context there is; the model's own limit is checked apart
-MAX_TOP_K: Final = (1 << 31) - 1  # what an int32 tensor holds
 MAX_TOP_LOGPROBS: Final = 20
 MAX_STOP_STRINGS: Final = 16
 MAX_STOP_BYTES: Final = 256
 MAX_STOP_TOKEN_IDS: Final = 128
-MAX_LOGIT_BIASES: Final = 1024
 MAX_CHAT_MESSAGES: Final = 4096
 MAX_WATCH_INTERVAL_S: Final = 60.0
 MAX_DRAFT_TOKENS: Final = 64  # per step
@@ -78,14 +77,6 @@ class _Rule:
 _RULES: Final = (
     _Rule("", "n", lambda v: v <= MAX_COMPLETIONS, f"must be at most {MAX_COMPLETIONS}"),
     _Rule("", "priority", lambda v: -100 <= v <= 100, "must be from -100 to 100"),
-    # Below that, logits / temperature leaves float32.
-    _Rule("sampling", "temperature", lambda v: v == 0 or 1e-5 <= v <= 100, "must be 0 (greedy) or 0.00001 to 100"),
-    _Rule("sampling", "top_k", lambda v: v <= MAX_TOP_K, f"must be at most {MAX_TOP_K}; 0 keeps all tokens"),
-    _Rule("sampling", "top_p", lambda v: 0 < v <= 1, "must be above 0 and at most 1"),
-    _Rule("sampling", "min_p", lambda v: 0 <= v <= 1, "must be from 0 to 1"),
-    _Rule("sampling", "repetition_penalty", lambda v: 0.01 <= v <= 100, "must be from 0.01 to 100; 1 changes nothing"),
-    _Rule("sampling", "frequency_penalty", lambda v: -2 <= v <= 2, "must be from -2 to 2"),
-    _Rule("sampling", "presence_penalty", lambda v: -2 <= v <= 2, "must be from -2 to 2"),
     _Rule("stopping", "max_tokens", lambda v: 1 <= v <= MAX_NEW_TOKENS, f"must be from 1 to {MAX_NEW_TOKENS}"),
     _Rule("stopping", "min_tokens", lambda v: v <= MAX_NEW_TOKENS, f"must be at most {MAX_NEW_TOKENS}"),
     _Rule(
@@ -120,7 +111,7 @@ def check_generate(request: inference_pb2.GenerateRequest) -> None:
     for rule in _RULES:
         _check_rule(request, rule)
     _check_stopping(request.stopping)
-    _check_logit_bias(request.sampling)
+    _check_sampling(request.sampling)
     _check_speculation(request.speculation)
 
 
@@ -130,7 +121,11 @@ def _check_counts(request: inference_pb2.GenerateRequest) -> None:
     counts = (
         ("stopping.stop", len(request.stopping.stop), MAX_STOP_STRINGS, "strings"),
         ("stopping.stop_token_ids", len(request.stopping.stop_token_ids), MAX_STOP_TOKEN_IDS, "ids"),
-        ("sampling.logit_bias", len(request.sampling.logit_bias), MAX_LOGIT_BIASES, "entries"),
+        *(
+            (option.path, len(getattr(request.sampling, option.name)), option.max_entries, "entries")
+            for option in SAMPLING_OPTIONS.values()
+            if option.max_entries
+        ),
     )
     for path, number, most, what in counts:
         if number > most:
@@ -180,13 +175,24 @@ def _check_stopping(stopping: inference_pb2.Stopping) -> None:
             )
 
 
-def _check_logit_bias(sampling: inference_pb2.Sampling) -> None:
-    for token_id, bias in sampling.logit_bias.items():
-        if not -100 <= bias <= 100:
-            raise InvalidArgument(
-                f"`sampling.logit_bias` must be from -100 to 100; for token {token_id} it is {bias}",
-                field="sampling.logit_bias",
-            )
+def _check_sampling(sampling: inference_pb2.Sampling) -> None:
+    for field, value in sampling.ListFields():
+        option = SAMPLING_OPTIONS[field.name]
+        if not option.max_entries:
+            _check_option(option, value, "it is")
+        elif isinstance(value, Mapping):
+            for key, entry in cast("Mapping[int, float]", value).items():
+                _check_option(option, entry, f"for token {key} it is")
+        else:
+            for index, entry in enumerate(value):
+                _check_option(option, entry, f"number {index} is")
+
+
+def _check_option(option: SamplingOption, value: Any, it_is: str) -> None:
+    if not option.is_ok(value):
+        shown = ascii(value)
+        shown = shown if len(shown) <= 60 else shown[:57] + "..."
+        raise InvalidArgument(f"`{option.path}` {option.rule}; {it_is} {shown}", field=option.path)
 
 
 def _check_speculation(speculation: inference_pb2.Speculation) -> None:
@@ -284,7 +290,9 @@ def check_for_model(request: inference_pb2.GenerateRequest, limits: ModelLimits)
         check_prompt_length(len(request.token_ids.ids), limits, field="token_ids.ids")  # before each id is looked at
     _check_token_ids(request.token_ids.ids, "token_ids.ids", limits)
     _check_token_ids(request.stopping.stop_token_ids, "stopping.stop_token_ids", limits)
-    _check_token_ids(list(request.sampling.logit_bias), "sampling.logit_bias", limits)
+    for option in SAMPLING_OPTIONS.values():
+        if option.has_token_ids:
+            _check_token_ids(list(getattr(request.sampling, option.name)), option.path, limits)
     for name in ("max_tokens", "min_tokens"):
         value: int = getattr(request.stopping, name)
         if value > limits.max_context_tokens:

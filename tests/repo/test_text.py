@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,3 +29,7 @@ def test_readme_commands_are_make_targets() -> None:
     for target in ("demo", "test"):
         assert f"make {target}" in readme
         assert f"\n{target}:" in makefile
+
+
+def test_the_table_of_sampling_options_is_that_of_the_source() -> None:
+    subprocess.run([sys.executable, ROOT / "scripts/sampling_docs.py"], check=True)

@@ -5,11 +5,14 @@ Groups of fields that are called as the SDK's options are, so that `options_of` 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import builtins
+from collections import abc
+from dataclasses import dataclass, fields, make_dataclass
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast, get_args, get_origin, get_type_hints
 
 from loraplex import AnySpeculation, DraftModel, GenerateOptions, InvalidArgument, Medusa
+from loraplex_contracts.sampling import SAMPLING_OPTIONS
 from loraplex_runtime.options import option
 
 _sampling = partial(option, panel="Sampling")
@@ -34,16 +37,44 @@ def parse_speculation(text: str) -> AnySpeculation:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How tokens are chosen."""
+def _sampling_flag(name: str) -> tuple[str, Any, Any]:
+    """A sampling option's field, from the table of options and its type in `GenerateOptions`."""
+    flag, text = "--" + name.replace("_", "-"), SAMPLING_OPTIONS[name].help
+    kind = get_args(get_type_hints(GenerateOptions)[name])[0]
+    match get_origin(kind) or kind:
+        case abc.Mapping:
+            parse = partial(_parse_pairs, flag=flag)
+            return name, Any, _sampling(None, text, flag, metavar="ID:VALUE,...", parse=parse)
+        case abc.Sequence:
+            return name, Any, _sampling(None, text, flag, metavar="ID,...", parse=partial(_parse_ids, flag=flag))
+        case builtins.str:
+            return name, tuple[str, ...], _sampling((), f"{text} May be given several times.", flag)
+        case _:
+            return name, kind | None, _sampling(None, text, flag)
 
-    temperature: float | None = _sampling(
-        None, "0 takes the likeliest token, the default; higher varies more.", "--temperature"
-    )
-    top_p: float | None = _sampling(None, "Choose among the tokens that make up this share.", "--top-p")
-    top_k: int | None = _sampling(None, "Choose among this many tokens.", "--top-k")
-    seed: int | None = _sampling(None, "The same seed gives the same text again.", "--seed")
+
+def _parse_ids(text: str, *, flag: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise InvalidArgument(f"{flag} takes token ids, 5,17, not {text!a}", field=flag) from None
+
+
+def _parse_pairs(text: str, *, flag: str) -> dict[int, float]:
+    try:
+        pairs = [part.split(":") for part in text.split(",")]
+        return {int(token_id): float(value) for token_id, value in pairs}
+    except ValueError:
+        raise InvalidArgument(f"{flag} takes token ids and values, 5:-1.5,17:2, not {text!a}", field=flag) from None
+
+
+if TYPE_CHECKING:
+
+    class Sampling:
+        """The flags of all sampling options."""
+
+else:
+    Sampling = make_dataclass("Sampling", [_sampling_flag(name) for name in SAMPLING_OPTIONS], frozen=True)
 
 
 @dataclass(frozen=True, slots=True)

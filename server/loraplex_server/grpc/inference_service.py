@@ -16,6 +16,7 @@ from typing import Any
 import loraplex_proto
 from loraplex_contracts.errors import DeadlineExceeded, LoraplexError
 from loraplex_contracts.request import Request
+from loraplex_contracts.sampling import TokenizerView
 from loraplex_proto import validate
 from loraplex_proto.v1 import inference_pb2, inference_pb2_grpc
 from loraplex_runtime import auth
@@ -62,6 +63,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._tokenizer = tokenizing.tokenizer
         self._edge = edge
         self._limits = tokenizing.limits
+        self._tokenizer_view = TokenizerView(
+            partial(self._tokenizer.encode, add_special_tokens=False), frozenset(info.eos_token_ids)
+        )
         self._counter = itertools.count(1)
 
     @handles_errors
@@ -151,9 +155,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             prompt = await self._prompt(message)
             validate.check_prompt_length(len(prompt), self._limits)
             echo = await self._tokenizing.decode(prompt) if message.output.echo else ""
+            to_params = partial(convert.sampling_params, message.sampling, self._tokenizer_view)
+            sampling = await self._tokenizing.off_loop(message.sampling.ByteSize(), to_params)
         request = convert.to_request(
             message,
             prompt,
+            sampling,
             # Clients choose ids as they like; in the engine they are unique.
             request_id=f"{request_id}/{next(self._counter)}",
             tenant=identity.tenant,

@@ -3,20 +3,20 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterable, Sequence
 
 from loraplex_adapters.cache.api import AdapterInfo, CacheUsage
 from loraplex_adapters.cache.listing import Resident
+from loraplex_contracts import sampling
 from loraplex_contracts.load import Forecast
 from loraplex_contracts.request import (
     OutputParams,
     Request,
-    SamplingParams,
     SpeculationKind,
     SpeculationParams,
     StoppingParams,
 )
+from loraplex_contracts.sampling import SamplingParams, TokenizerView
 from loraplex_proto.v1 import adapter_pb2, inference_pb2, worker_pb2
 from loraplex_server.engine.messages import LoadNumbers
 from loraplex_server.frontend.completion import CompletionSummary, Delta, Drafts, TextLogprob
@@ -45,25 +45,9 @@ _REASONS = {
 }
 
 
-def sampling_params(message: inference_pb2.Sampling) -> SamplingParams:
-    """Unset fields take the wire's documented defaults; a seed is drawn where the client gave none."""
-
-    present = {field.name for field, _ in message.ListFields()}
-
-    def value(name: str, default: float) -> float:
-        return getattr(message, name) if name in present else default
-
-    return SamplingParams(
-        temperature=value("temperature", 0.0),
-        top_k=int(value("top_k", 0)),
-        top_p=value("top_p", 1.0),
-        min_p=value("min_p", 0.0),
-        repetition_penalty=value("repetition_penalty", 1.0),
-        frequency_penalty=value("frequency_penalty", 0.0),
-        presence_penalty=value("presence_penalty", 0.0),
-        seed=message.seed if message.HasField("seed") else secrets.randbits(64),
-        logit_bias=tuple(sorted(message.logit_bias.items())),
-    )
+def sampling_params(message: inference_pb2.Sampling, tokenizer: TokenizerView) -> SamplingParams:
+    """Unset fields take the wire's documented defaults. Raises what the tokenizer raises."""
+    return sampling.sampling_params({field.name: value for field, value in message.ListFields()}, tokenizer)
 
 
 def stopping_params(message: inference_pb2.Stopping, room: int) -> StoppingParams:
@@ -103,6 +87,7 @@ def speculation_params(message: inference_pb2.Speculation) -> SpeculationParams:
 def to_request(
     message: inference_pb2.GenerateRequest,
     prompt_token_ids: tuple[int, ...],
+    params: SamplingParams,
     *,
     request_id: str,
     tenant: str,
@@ -115,7 +100,7 @@ def to_request(
         request_id=request_id,
         prompt_token_ids=prompt_token_ids,
         stopping=stopping_params(message.stopping, room),
-        sampling=sampling_params(message.sampling),
+        sampling=params,
         output=output_params(message.output),
         speculation=speculation_params(message.speculation),
         adapter_id=message.adapter_id,

@@ -19,6 +19,7 @@ import pytest
 from loraplex.cli import terminal
 from loraplex.cli.main import main
 from loraplex_contracts import errors
+from loraplex_contracts.sampling import SAMPLING_OPTIONS
 from loraplex_proto.v1 import inference_pb2
 from loraplex_proto.v1.inference_pb2 import GenerateStreamResponse
 
@@ -71,6 +72,33 @@ def test_options_reach_the_request(fake: Any) -> None:
     assert (request.sampling.temperature, request.sampling.top_p, request.sampling.top_k) == (0.5, 0.9, 5)
     assert (request.sampling.seed, list(request.stopping.stop), request.stopping.ignore_eos) == (7, ["a", "b"], True)
     assert (request.n, request.speculation.off, request.output.logprobs) == (2, True, True)
+
+
+def test_every_sampling_option_has_a_flag(fake: Any) -> None:
+    argv = [part for name in SAMPLING_OPTIONS for part in ("--" + name.replace("_", "-"), SAMPLING_FLAGS[name][0])]
+    assert main(["generate", "x", "-s", fake.address, *argv]) == 0
+    expected = {name: value for name, (_, value) in SAMPLING_FLAGS.items()}
+    assert fake.seen[0].request.sampling == inference_pb2.Sampling(**expected)
+
+
+SAMPLING_FLAGS: dict[str, tuple[str, Any]] = {
+    "logit_bias": ("5:-1.5,7:2", {5: -1.5, 7: 2.0}),
+    "repetition_penalty": ("1.5", 1.5),
+    "frequency_penalty": ("0.5", 0.5),
+    "presence_penalty": ("-0.5", -0.5),
+    "temperature": ("0", 0.0),
+    "top_k": ("3", 3),
+    "top_p": ("0.5", 0.5),
+    "min_p": ("0.25", 0.25),
+    "seed": ("0", 0),
+}
+
+
+@pytest.mark.parametrize("text", ["", "5", "5:x", "5:1:2", "x:1", "5:1,"])
+def test_a_bias_that_is_none(fake: Any, capsys: Capture, text: str) -> None:
+    assert main(["generate", "x", "-s", fake.address, "--logit-bias", text]) == 2
+    assert "--logit-bias takes token ids and values" in capsys.readouterr().err
+    assert fake.seen == []
 
 
 def test_what_is_not_given_is_not_sent(fake: Any) -> None:

@@ -12,6 +12,7 @@ import pytest
 from loraplex import _requests
 from loraplex.types import DraftModel, GenerateOptions, Medusa, PromptLookup, Speculation
 from loraplex_contracts.errors import InvalidAdapterId, InvalidArgument
+from loraplex_contracts.sampling import SAMPLING_OPTIONS
 from loraplex_proto.validate import check_generate
 
 EVERYTHING: dict[str, tuple[Any, str]] = {
@@ -55,6 +56,7 @@ def value_at(message: Any, path: str) -> Any:
 
 def test_every_option_is_tested() -> None:
     assert set(get_type_hints(GenerateOptions)) == EVERYTHING.keys() | TESTED_BELOW
+    assert set(SAMPLING_OPTIONS) <= set(get_type_hints(GenerateOptions)), "each option of the table is one of the SDK's"
 
 
 @pytest.mark.parametrize("option", EVERYTHING)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from loraplex_contracts.events import FinishReason
-from loraplex_contracts.request import Request, SpeculationParams
+from loraplex_contracts.request import Request, SamplingParams, SpeculationParams
 from loraplex_proto.v1 import inference_pb2
 from loraplex_proto.v1.inference_pb2 import GenerateRequest, ProposerUsage, Speculation
 from loraplex_proto.validate import check_generate
@@ -18,7 +18,7 @@ from loraplex_server.grpc import protobuf as convert
 def request_of(message: GenerateRequest) -> Request:
     check_generate(message)
     return convert.to_request(
-        message, (1, 2), request_id="r/1", tenant="default", room=10, arrival_s=0.0, deadline_s=None
+        message, (1, 2), SamplingParams(), request_id="r/1", tenant="default", room=10, arrival_s=0.0, deadline_s=None
     )
 
 

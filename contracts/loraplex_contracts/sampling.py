@@ -1,0 +1,159 @@
+"""Sampling options: the table of their defaults, ranges and help texts.
+
+Validation, conversion from the wire, the SDK's fields, the command's flags and docs/sampling.md are derived from the
+fields of `SamplingParams`. A new option is a field here, a field of the same name in inference.proto, a line in the
+SDK's `GenerateOptions`, and a class in `loraplex_server/sampling/processors.py`.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Final
+
+from loraplex_contracts.errors import LoraplexError
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerView:
+    """What an option needs of the base model's tokenizer to become token ids."""
+
+    encode: Callable[[str], Sequence[int]]  # without special tokens
+    eos_token_ids: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingOption:
+    """One option. `rule` and `is_ok` are about its value; of a list or map, about each entry."""
+
+    name: str  # of the wire's field, of the SDK's option and of the field of SamplingParams
+    default: Any
+    help: str
+    is_ok: Callable[[Any], bool]  # NaN fails every comparison
+    rule: str  # "must be from 0 to 1", for error messages and documents
+    max_entries: int  # of a list or map
+    has_token_ids: bool  # entries, or a map's keys, are below the size of the vocabulary
+    from_wire: Callable[[Any, TokenizerView], Any] | None
+    if_unset: Callable[[], Any] | None
+
+    @property
+    def path(self) -> str:
+        """In a GenerateRequest."""
+        return f"sampling.{self.name}"
+
+
+def _option(
+    default: Any,
+    help_text: str,
+    rule: str = "",
+    is_ok: Callable[[Any], bool] = lambda value: True,
+    *,
+    max_entries: int = 0,
+    has_token_ids: bool = False,
+    from_wire: Callable[[Any, TokenizerView], Any] | None = None,
+    if_unset: Callable[[], Any] | None = None,
+) -> Any:
+    metadata = {
+        "help": help_text,
+        "is_ok": is_ok,
+        "rule": rule,
+        "max_entries": max_entries,
+        "has_token_ids": has_token_ids,
+        "from_wire": from_wire,
+        "if_unset": if_unset,
+    }
+    return field(default=default, metadata=metadata)
+
+
+MAX_TOP_K: Final = (1 << 31) - 1  # what an int32 tensor holds
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn. Applied in the order of the fields, which is that of Transformers' `generate()`."""
+
+    logit_bias: tuple[tuple[int, float], ...] = _option(
+        (),
+        "Added to the logits: token id and bias.",
+        "must be from -100 to 100",
+        lambda value: -100 <= value <= 100,
+        max_entries=1024,
+        has_token_ids=True,
+        from_wire=lambda value, tokenizer: tuple(sorted(value.items())),
+    )
+    repetition_penalty: float = _option(
+        1.0,
+        "Divide positive and multiply negative logits of tokens in prompt or output.",
+        "must be from 0.01 to 100; 1 changes nothing",
+        lambda value: 0.01 <= value <= 100,
+    )
+    frequency_penalty: float = _option(
+        0.0,
+        "Subtract this from a token's logit for each occurrence in the output.",
+        "must be from -2 to 2",
+        lambda value: -2 <= value <= 2,
+    )
+    presence_penalty: float = _option(
+        0.0,
+        "Subtract this once from the logits of tokens in the output.",
+        "must be from -2 to 2",
+        lambda value: -2 <= value <= 2,
+    )
+    temperature: float = _option(
+        0.0,
+        "0, the default, takes the likeliest token; higher varies more.",
+        # Below that, logits / temperature leaves float32.
+        "must be 0 (greedy) or 0.00001 to 100",
+        lambda value: value == 0 or 1e-5 <= value <= 100,
+    )
+    top_k: int = _option(
+        0,
+        "Choose among this many tokens; 0 keeps all.",
+        f"must be at most {MAX_TOP_K}; 0 keeps all tokens",
+        lambda value: value <= MAX_TOP_K,
+    )
+    top_p: float = _option(
+        1.0,
+        "Choose among the likeliest tokens that make up this share.",
+        "must be above 0 and at most 1",
+        lambda value: 0 < value <= 1,
+    )
+    min_p: float = _option(
+        0.0,
+        "Drop tokens below this share of the likeliest token's probability.",
+        "must be from 0 to 1",
+        lambda value: 0 <= value <= 1,
+    )
+    seed: int = _option(
+        0,
+        "The same seed gives the same text again. Default: a random one.",
+        if_unset=lambda: secrets.randbits(64),
+    )
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+SAMPLING_OPTIONS: Final[Mapping[str, SamplingOption]] = {
+    one.name: SamplingOption(one.name, one.default, **one.metadata) for one in fields(SamplingParams)
+}
+
+
+def sampling_params(given: Mapping[str, Any], tokenizer: TokenizerView) -> SamplingParams:
+    """From the wire's fields that are set and valid; the others take their defaults. Raises what `tokenizer.encode` and
+    the options' conversions raise, with the field's path."""
+    values: dict[str, Any] = {}
+    for name, option in SAMPLING_OPTIONS.items():
+        if name in given and option.from_wire is not None:
+            try:
+                values[name] = option.from_wire(given[name], tokenizer)
+            except LoraplexError as error:
+                error.field = option.path
+                raise
+        elif name in given:
+            values[name] = given[name]
+        elif option.if_unset is not None:
+            values[name] = option.if_unset()
+    return SamplingParams(**values)
