@@ -14,7 +14,6 @@ from torch import Tensor
 from loraplex_adapters.cache.loader import Imported, import_adapter
 from loraplex_adapters.cache.tiers import Tiers
 from loraplex_adapters.io.source_files import AdapterSource
-from loraplex_adapters.io.throttle import no_pace
 from loraplex_adapters.store import AdapterStore
 from loraplex_adapters.targets import BaseTargets
 from loraplex_adapters.weights import AdapterWeights
@@ -147,10 +146,10 @@ def load(source: AdapterSource, name: str, targets: BaseTargets, store_dir: Path
     """By way of the store and the tiers, as the cache does it."""
     store = AdapterStore(store_dir, 1 << 24, durable=False)
     try:
-        imported = import_adapter(name, source, targets, store, no_pace)
+        imported = import_adapter(name, source, targets, store)
         tiers = Tiers(store, torch.device("cpu"))
         host = tiers.stage(imported.key)
         assert host is not None
-        return imported, tiers.promote(host, no_pace)
+        return imported, tiers.promote(host)
     finally:
         store.close()

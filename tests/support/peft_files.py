@@ -17,7 +17,6 @@ from transformers.pytorch_utils import Conv1D
 from loraplex_adapters.cache.loader import check_adapter
 from loraplex_adapters.formats.convert_lora import write_payload
 from loraplex_adapters.io.tensor_pieces import PieceReader
-from loraplex_adapters.io.throttle import no_pace
 from loraplex_adapters.layout.adapter import weights_at
 from loraplex_adapters.sources.directory import DirectorySource
 from loraplex_adapters.targets import BaseTargets
@@ -109,7 +108,7 @@ def save_adapter(model: PreTrainedModel, spec: LoraSpec, folder: Path, seed: int
 def load_lora(root: Path, name: str, targets: BaseTargets) -> AdapterWeights:
     """The server's own reading of an adapter directory, without cache or store."""
     source = DirectorySource(root)
-    plan = check_adapter(name, source, targets, no_pace)
+    plan = check_adapter(name, source, targets)
     data = bytearray()
     with source.open(name) as files:
         assert plan.lora is not None

@@ -20,7 +20,7 @@ from loraplex_adapters.formats.convert_medusa import without_base_head, write_he
 from loraplex_adapters.formats.model_files import OpenedFiles
 from loraplex_adapters.io.source_files import AdapterSource
 from loraplex_adapters.io.tensor_pieces import PieceReader, WriteFn, bytes_of
-from loraplex_adapters.io.throttle import GentlePace, Pace
+from loraplex_adapters.io.throttle import Throttle, throttled
 from loraplex_adapters.store import AdapterStore
 from loraplex_adapters.targets import BaseTargets
 from loraplex_contracts.adapters import AdapterKey
@@ -44,15 +44,14 @@ def import_adapter(
     source: AdapterSource,
     targets: BaseTargets,
     store: AdapterStore,
-    pace: Pace,
     landing: Landing | None = None,
 ) -> Imported:
     """Reads the source, checks everything, stores. Raises a typed error, and then nothing is left behind. With a
     `landing` it stays in memory for its first move."""
-    reader = PieceReader(pace)
+    reader = PieceReader()
     with source.open(adapter_id) as found:
         files = OpenedFiles(found)
-        plan = plan_adapter(files, targets, pace)
+        plan = plan_adapter(files, targets)
         for warning in plan.warnings:
             log.warning("adapter %s %s", ascii(adapter_id), warning)
         if plan.heads is not None:
@@ -76,10 +75,10 @@ def import_adapter(
     return Imported(key, layout.num_bytes, layout.max_rank, layout.num_heads)
 
 
-def check_adapter(adapter_id: str, source: AdapterSource, targets: BaseTargets, pace: Pace) -> AdapterPlan:
+def check_adapter(adapter_id: str, source: AdapterSource, targets: BaseTargets) -> AdapterPlan:
     """All checks that need only the headers, for whoever wants to know without loading."""
     with source.open(adapter_id) as files:
-        return plan_adapter(OpenedFiles(files), targets, pace)
+        return plan_adapter(OpenedFiles(files), targets)
 
 
 def typed(error: BaseException, what: str) -> LoraplexError:
@@ -101,14 +100,14 @@ def typed(error: BaseException, what: str) -> LoraplexError:
 
 
 class BackgroundThread:
-    """Runs jobs one after another, each with the thread's pace. A job must not raise. Owns its thread."""
+    """Runs jobs one after another on a throttled thread. A job must not raise. Owns its thread."""
 
     def __init__(self, name: str) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[Pace], None] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, job: Callable[[Pace], None]) -> None:
+    def submit(self, job: Callable[[], None]) -> None:
         self._jobs.put(job)
 
     def close(self, timeout_s: float) -> bool:
@@ -122,10 +121,7 @@ class BackgroundThread:
 
     def _run(self) -> None:
         # At the steps' priority: at a lower one a load is under way for longer, and no step is the shorter for it.
-        pace = GentlePace(self._jobs.qsize)
-        while True:
-            job = self._jobs.get()
-            if job is None:
-                return
-            job(pace)
-            del job  # its closure may hold weights
+        with throttled(Throttle(self._jobs.qsize)):
+            while (job := self._jobs.get()) is not None:
+                job()
+                del job  # its closure may hold weights

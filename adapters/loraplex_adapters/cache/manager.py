@@ -27,7 +27,6 @@ from loraplex_adapters.cache.states import DropDevice, DropHost, Fetch, FetchNam
 from loraplex_adapters.cache.table import AdapterTable, fresh
 from loraplex_adapters.cache.tiers import HostCopy, Tiers
 from loraplex_adapters.io.source_files import AdapterSource, not_found
-from loraplex_adapters.io.throttle import Pace
 from loraplex_adapters.store import AdapterStore
 from loraplex_adapters.targets import BaseTargets
 from loraplex_adapters.weights import AdapterWeights
@@ -215,12 +214,12 @@ class AdapterManager:
 
     def _start_fetches(self) -> None:
         for fetch in self._table.take_fetches():
-            self._fetcher.submit(lambda pace, fetch=fetch: self._fetch(fetch, pace))
+            self._fetcher.submit(lambda fetch=fetch: self._fetch(fetch))
 
-    def _fetch(self, fetch: Fetch, pace: Pace) -> None:
+    def _fetch(self, fetch: Fetch) -> None:
         started_s = time.perf_counter()
         try:
-            found = import_adapter(fetch.name, self._source, self._targets, self._store, pace, self._tiers.landing)
+            found = import_adapter(fetch.name, self._source, self._targets, self._store, self._tiers.landing)
         except Exception as error:
             failure = _bare(_about(fetch.name, typed(error, f"fetching adapter {fetch.name}")))
             self._finish(lambda now: self._take_failed_fetch(fetch, failure, now))
@@ -253,20 +252,20 @@ class AdapterManager:
                 self._discard(self._device.pop(key))
             case Stage(key) | Promote(key):
                 host = self._host.get(key)
-                self._mover.submit(lambda pace: self._move(move, host, pace))
+                self._mover.submit(lambda: self._move(move, host))
 
     def _discard(self, memory: HostCopy | AdapterWeights | None) -> None:
         """Frees large memory on the mover's thread, before the moves that come after."""
         if memory is not None:
             box = [memory]
-            self._mover.submit(lambda pace: box.clear())
+            self._mover.submit(lambda: box.clear())
 
-    def _move(self, move: Stage | Promote, host: HostCopy | None, pace: Pace) -> None:
+    def _move(self, move: Stage | Promote, host: HostCopy | None) -> None:
         started_s = time.perf_counter()
         key = move.key
         try:
-            host = host or self._tiers.stage(key, pace)
-            weights = self._tiers.promote(host, pace) if host and isinstance(move, Promote) else None
+            host = host or self._tiers.stage(key)
+            weights = self._tiers.promote(host) if host and isinstance(move, Promote) else None
         except Exception as error:
             failure = _bare(typed(error, "moving an adapter's weights"))
             self._finish(lambda now: self._table.residency.failed(key, failure, now))

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loraplex_adapters.cache.blocks import Blocks, Landing
-from loraplex_adapters.io.throttle import Pace, no_pace
+from loraplex_adapters.io.throttle import checkpoint
 from loraplex_adapters.layout.adapter import AdapterLayout, weights_at
 from loraplex_adapters.store import REMEMBERED_HEADERS, AdapterStore, header_content
 from loraplex_adapters.weights import AdapterWeights
@@ -98,7 +98,7 @@ class Tiers:
         self._blocks = Blocks()
         self.landing = Landing(self._blocks)
 
-    def stage(self, key: AdapterKey, pace: Pace = no_pace) -> HostCopy | None:
+    def stage(self, key: AdapterKey) -> HostCopy | None:
         """From the store, or from where it has just landed. None when the store has dropped the adapter."""
         landed = self.landing.find(key) if self._memory is None else self.landing.take(key)
         if landed is not None:
@@ -111,10 +111,10 @@ class Tiers:
         if self._memory is None:
             return HostCopy(key, layout)
         pieces = tuple(self._memory.pin(num_bytes) for num_bytes in pinned_sizes(layout.num_bytes))
-        _copy([piece.numpy() for piece in pieces], payload, layout.num_bytes, pace)
+        _copy([piece.numpy() for piece in pieces], payload, layout.num_bytes)
         return HostCopy(key, layout, pieces)
 
-    def promote(self, host: HostCopy, pace: Pace) -> AdapterWeights | None:
+    def promote(self, host: HostCopy) -> AdapterWeights | None:
         """A copy on the device, complete. None when it was to come from the store, and that has dropped the adapter."""
         num_bytes = host.layout.num_bytes
         if self._memory is not None:
@@ -126,8 +126,8 @@ class Tiers:
             if stored is None:
                 return None
             storage = self._blocks.take(num_bytes)
-            _copy([storage.numpy()], np.frombuffer(stored.payload, dtype=np.uint8), num_bytes, pace)
-        return weights_at(host.key, host.layout, storage, pace)
+            _copy([storage.numpy()], np.frombuffer(stored.payload, dtype=np.uint8), num_bytes)
+        return weights_at(host.key, host.layout, storage)
 
     def hand_over(self, weights: AdapterWeights) -> None:
         """Called where the steps run, before the first one that reads the weights."""
@@ -153,7 +153,7 @@ def pinned_sizes(num_bytes: int) -> Iterator[int]:
             size //= 2
 
 
-def _copy(targets: Sequence[NDArray[np.uint8]], source: NDArray[np.uint8], num_bytes: int, pace: Pace) -> None:
+def _copy(targets: Sequence[NDArray[np.uint8]], source: NDArray[np.uint8], num_bytes: int) -> None:
     """By numpy and in pieces: without the interpreter lock, and without torch's team of threads."""
     assert source.size == num_bytes, "a stored payload is as large as its layout"
     begin = 0
@@ -162,5 +162,5 @@ def _copy(targets: Sequence[NDArray[np.uint8]], source: NDArray[np.uint8], num_b
         for start in range(0, part.size, COPY_PIECE_BYTES):
             piece = part[start : start + COPY_PIECE_BYTES]
             np.copyto(target[start : start + piece.size], piece)
-            pace()
+            checkpoint()
         begin += target.size

@@ -18,7 +18,6 @@ from loraplex_adapters.formats.peft import LoraPlan, PlannedModule, plan_lora
 from loraplex_adapters.formats.peft_config import CONFIG_NAME, MAX_CONFIG_BYTES, parse_peft_config
 from loraplex_adapters.io.safetensors_header import TensorInfo
 from loraplex_adapters.io.source_files import read_all
-from loraplex_adapters.io.throttle import Pace
 from loraplex_adapters.layout.adapter import AdapterLayout, adapter_layout
 from loraplex_adapters.layout.lora import place
 from loraplex_adapters.targets import BaseTargets
@@ -43,16 +42,16 @@ class AdapterPlan:
         return replace(self, heads=heads, layout=adapter_layout(self.layout.lora, heads.shape))
 
 
-def plan_adapter(files: OpenedFiles, targets: BaseTargets, pace: Pace) -> AdapterPlan:
+def plan_adapter(files: OpenedFiles, targets: BaseTargets) -> AdapterPlan:
     """Raises AdapterInvalid or one of its kinds, or what the files raise."""
     layout_of_files = detect_kind(files.names)
     if layout_of_files == "model":
-        tensors = model_tensors(files, files.medusa_config(), pace)
+        tensors = model_tensors(files, files.medusa_config())
     else:
         names = [name for name in (WEIGHTS_NAME, MEDUSA_WEIGHTS_NAME) if name in files.names]
-        tensors = [tensor for name in names for tensor in files.header(name, pace).values()]
+        tensors = [tensor for name in names for tensor in files.header(name).values()]
     found, others = split_heads(tensors)
-    lora = _plan_lora(files, others, targets, pace) if others or not found else None
+    lora = _plan_lora(files, others, targets) if others or not found else None
     # A LoRA alone often has its base model's config.json beside it: nothing to do with it.
     heads = plan_heads(files.medusa_config(), found, targets) if found else None
     if lora is None and CONFIG_NAME in files.names:
@@ -64,7 +63,7 @@ def plan_adapter(files: OpenedFiles, targets: BaseTargets, pace: Pace) -> Adapte
     return AdapterPlan(layout, lora, heads, tuple(dict.fromkeys(said)))
 
 
-def _plan_lora(files: OpenedFiles, tensors: Sequence[TensorInfo], targets: BaseTargets, pace: Pace) -> LoraPlan:
+def _plan_lora(files: OpenedFiles, tensors: Sequence[TensorInfo], targets: BaseTargets) -> LoraPlan:
     if CONFIG_NAME not in files.names:
         if not tensors:
             raise AdapterInvalid(f"{', '.join(sorted(files.opened))} has no Medusa head")
@@ -77,5 +76,5 @@ def _plan_lora(files: OpenedFiles, tensors: Sequence[TensorInfo], targets: BaseT
         raise AdapterInvalid(
             f"{stranger.where} is not a tensor of a Medusa head; a LoRA's tensors must lie in one file"
         )
-    config = parse_peft_config(read_all(files.open(CONFIG_NAME), MAX_CONFIG_BYTES, CONFIG_NAME), pace)
-    return plan_lora(config, {tensor.name: tensor for tensor in tensors}, targets, pace)
+    config = parse_peft_config(read_all(files.open(CONFIG_NAME), MAX_CONFIG_BYTES, CONFIG_NAME))
+    return plan_lora(config, {tensor.name: tensor for tensor in tensors}, targets)

@@ -27,7 +27,6 @@ from loraplex_adapters.formats.peft_config import CONFIG_NAME
 from loraplex_adapters.io.safetensors_header import MAX_TENSORS, TensorInfo, read_header
 from loraplex_adapters.io.source_files import AdapterFiles, SourceFile, read_all
 from loraplex_adapters.io.strict_json import parse_object
-from loraplex_adapters.io.throttle import Pace, no_pace
 from loraplex_contracts.errors import AdapterInvalid
 
 # Of an adapter's directory. Parsing holds up the other threads of the process.
@@ -52,7 +51,7 @@ class OpenedFiles:
             self.opened[name] = self._files.open(name)
         return self.opened[name]
 
-    def header(self, name: str, pace: Pace = no_pace) -> dict[str, TensorInfo]:
+    def header(self, name: str) -> dict[str, TensorInfo]:
         """The checked tensors of a safetensors file. Raises AdapterInvalid."""
         file = self.open(name)
 
@@ -61,7 +60,7 @@ class OpenedFiles:
             file.read_into(memoryview(data), offset)
             return bytes(data)
 
-        return read_header(read_at, file.num_bytes, name, pace)
+        return read_header(read_at, file.num_bytes, name)
 
     def medusa_config(self) -> MedusaConfig | None:
         """What config.json says of heads. Raises AdapterInvalid when it is no JSON object."""
@@ -102,17 +101,17 @@ def describe_medusa_model(directory_files: AdapterFiles) -> MedusaModel:
     return MedusaModel("none")
 
 
-def model_tensors(files: OpenedFiles, config: MedusaConfig | None, pace: Pace) -> list[TensorInfo]:
+def model_tensors(files: OpenedFiles, config: MedusaConfig | None) -> list[TensorInfo]:
     """What is the adapter's in files that are laid out like a whole model: everything where the configuration says
     that the model is the heads (or a LoRA's lies beside), else what stands under `medusa_head`."""
     is_all = CONFIG_NAME in files.names or (config is not None and config.is_heads_only)
     wanted: Callable[[str], bool] = (lambda name: True) if is_all else _is_heads
     found: list[TensorInfo] = []
     if MODEL_WEIGHTS_NAME in files.names:
-        found = [tensor for name, tensor in files.header(MODEL_WEIGHTS_NAME, pace).items() if wanted(name)]
+        found = [tensor for name, tensor in files.header(MODEL_WEIGHTS_NAME).items() if wanted(name)]
     else:
         for shard, listed in _shards(files, wanted).items():
-            tensors = {name: tensor for name, tensor in files.header(shard, pace).items() if wanted(name)}
+            tensors = {name: tensor for name, tensor in files.header(shard).items() if wanted(name)}
             odd = sorted(tensors.keys() ^ listed)
             if odd:
                 raise AdapterInvalid(f"{MODEL_INDEX_NAME} and {shard} disagree about {odd[0][:160]!a}")

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from loraplex_adapters.formats.detect import WEIGHTS_NAME
-from loraplex_adapters.formats.patterns import MatchWork
+from loraplex_adapters.formats.patterns import Budget, match_budget
 from loraplex_adapters.formats.peft_config import CONFIG_NAME, PeftLoraConfig, path_ends
 from loraplex_adapters.io.safetensors_header import TensorInfo
 from loraplex_adapters.io.tensor_pieces import check_float
-from loraplex_adapters.io.throttle import Pace, no_pace
+from loraplex_adapters.io.throttle import checkpoint
 from loraplex_adapters.layout.lora import FactorShape, LoraLayout, place
 from loraplex_adapters.targets import BaseTargets, TargetModule
 from loraplex_contracts.errors import AdapterInvalid, AdapterUnsupported, BaseMismatch, RankLimit, ShapeMismatch
@@ -70,14 +70,12 @@ class _Found:
     b: TensorInfo | None = None
 
 
-def plan_lora(
-    config: PeftLoraConfig, tensors: Mapping[str, TensorInfo], targets: BaseTargets, pace: Pace = no_pace
-) -> LoraPlan:
+def plan_lora(config: PeftLoraConfig, tensors: Mapping[str, TensorInfo], targets: BaseTargets) -> LoraPlan:
     """Raises AdapterInvalid or one of its kinds (AdapterUnsupported, BaseMismatch, ShapeMismatch, RankLimit)."""
     found: dict[str, _Found] = {}
     base_copies: list[tuple[TensorInfo, TargetModule]] = []
     for tensor in tensors.values():
-        pace()
+        checkpoint()
         path, part, rest = _parts(tensor)
         if part in _FACTORS and rest != "bias":
             _take(found, path, part, tensor)
@@ -85,8 +83,8 @@ def plan_lora(
             base_copies.append((tensor, _base_copy(tensor, targets)))
     if not found:
         raise AdapterInvalid(f"{WEIGHTS_NAME} has no LoRA tensors")
-    work = MatchWork(pace)
-    modules = [_module(path, entry, config, targets, work) for path, entry in found.items()]
+    budget = match_budget()
+    modules = [_module(path, entry, config, targets, budget) for path, entry in found.items()]
     modules.sort(key=lambda module: module.shape)
     layout = place(targets.dtype, [module.shape for module in modules])
     return LoraPlan(layout, tuple(modules), tuple(base_copies), tuple(_warnings(config, targets, found)))
@@ -153,7 +151,7 @@ def _base_copy(tensor: TensorInfo, targets: BaseTargets) -> TargetModule:
     return module
 
 
-def _module(path: str, entry: _Found, config: PeftLoraConfig, targets: BaseTargets, work: MatchWork) -> PlannedModule:
+def _module(path: str, entry: _Found, config: PeftLoraConfig, targets: BaseTargets, budget: Budget) -> PlannedModule:
     tensor = entry.a or entry.b
     assert tensor is not None
     if entry.a is None or entry.b is None:
@@ -169,7 +167,7 @@ def _module(path: str, entry: _Found, config: PeftLoraConfig, targets: BaseTarge
             f"{tensor.where} is there, but target_modules in {CONFIG_NAME} does not name its module: the two "
             "files do not belong together"
         )
-    rank, scale = config.rank_and_scale(path, work)
+    rank, scale = config.rank_and_scale(path, budget)
     largest = max(rank, entry.a.shape[0] if entry.a.shape else 0)
     if largest > targets.max_rank:
         raise RankLimit(f"{entry.a.shown} has rank {largest}; this server takes ranks up to {targets.max_rank}")

@@ -12,9 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from loraplex_adapters.formats.patterns import CompileWork, MatchWork, ModulePattern, compile_pattern
+from loraplex_adapters.formats.patterns import Budget, ModulePattern, compile_budget, compile_pattern
 from loraplex_adapters.io.strict_json import parse_object
-from loraplex_adapters.io.throttle import Pace, no_pace
 from loraplex_contracts.errors import AdapterInvalid, AdapterUnsupported
 
 CONFIG_NAME = "adapter_config.json"
@@ -73,11 +72,11 @@ class PeftLoraConfig:
     target_modules: frozenset[str] | None  # None: a pattern or a shorthand; the tensors decide
     base_model: str  # informative only: shapes decide
 
-    def rank_and_scale(self, path: str, work: MatchWork) -> tuple[int, float]:
+    def rank_and_scale(self, path: str, budget: Budget) -> tuple[int, float]:
         """Of one module. As in PEFT: the first pattern that matches, else the common value; the scale comes from this
         module's own rank and alpha, never from a padded or a common rank."""
-        rank = next((rank for pattern, rank in self.rank_pattern if pattern.matches(path, work)), self.r)
-        alpha = next((alpha for pattern, alpha in self.alpha_pattern if pattern.matches(path, work)), self.lora_alpha)
+        rank = next((rank for pattern, rank in self.rank_pattern if pattern.matches(path, budget)), self.r)
+        alpha = next((alpha for pattern, alpha in self.alpha_pattern if pattern.matches(path, budget)), self.lora_alpha)
         return rank, alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def names_target(self, path: str) -> bool:
@@ -91,7 +90,7 @@ def path_ends(path: str) -> Iterator[str]:
     return (".".join(words[idx:]) for idx in range(len(words) - 1, -1, -1))
 
 
-def parse_peft_config(data: bytes, pace: Pace = no_pace) -> PeftLoraConfig:
+def parse_peft_config(data: bytes) -> PeftLoraConfig:
     """Raises AdapterInvalid or AdapterUnsupported, naming the field."""
     fields = parse_object(data, CONFIG_NAME, MAX_CONFIG_BYTES)
     peft_type = fields.get("peft_type")
@@ -101,9 +100,9 @@ def parse_peft_config(data: bytes, pace: Pace = no_pace) -> PeftLoraConfig:
         raise AdapterUnsupported(f"{CONFIG_NAME}: peft_type {_shown(peft_type)} is not served; LORA is")
     _refuse_variants(fields)
     _check_init(fields.get("init_lora_weights", True))
-    work = CompileWork(pace)
-    rank_pattern = _patterns(fields, "rank_pattern", work)
-    alpha_pattern = _patterns(fields, "alpha_pattern", work)
+    budget = compile_budget()
+    rank_pattern = _patterns(fields, "rank_pattern", budget)
+    alpha_pattern = _patterns(fields, "alpha_pattern", budget)
     base_model = fields.get("base_model_name_or_path")
     return PeftLoraConfig(
         r=_rank(fields.get("r"), "r"),
@@ -140,11 +139,11 @@ def _check_init(init: Any) -> None:
     raise AdapterUnsupported(f"{CONFIG_NAME}: init_lora_weights {_shown(init)} is not known")
 
 
-def _patterns(fields: Mapping[str, Any], name: str, work: CompileWork) -> list[tuple[ModulePattern, Any]]:
+def _patterns(fields: Mapping[str, Any], name: str, budget: Budget) -> list[tuple[ModulePattern, Any]]:
     value = fields.get(name) or {}
     if not isinstance(value, dict) or len(value) > MAX_PATTERNS:
         raise AdapterInvalid(f"{CONFIG_NAME}: {name} must be an object of at most {MAX_PATTERNS} entries")
-    return [(compile_pattern(text, f"{CONFIG_NAME}: {name}", work), item) for text, item in value.items()]
+    return [(compile_pattern(text, f"{CONFIG_NAME}: {name}", budget), item) for text, item in value.items()]
 
 
 def _rank(value: Any, name: str) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from loraplex_adapters.io.strict_json import parse_object
-from loraplex_adapters.io.throttle import Pace, no_pace
+from loraplex_adapters.io.throttle import checkpoint
 from loraplex_contracts.errors import AdapterInvalid
 
 # A LoRA on every linear of a 126-layer model has 0.3 MB of header. The limit also bounds how long parsing it holds up
@@ -55,7 +55,7 @@ class TensorInfo:
         return ascii(self.name[:160])
 
 
-def read_header(read_at: ReadAt, file_bytes: int, what: str, pace: Pace = no_pace) -> dict[str, TensorInfo]:
+def read_header(read_at: ReadAt, file_bytes: int, what: str) -> dict[str, TensorInfo]:
     """The tensors of a safetensors file of `file_bytes`, by name. `what` names the file. Raises AdapterInvalid."""
     if file_bytes < 8:
         raise AdapterInvalid(f"{what} is cut short: {file_bytes} bytes are not a safetensors file")
@@ -74,7 +74,7 @@ def read_header(read_at: ReadAt, file_bytes: int, what: str, pace: Pace = no_pac
         raise AdapterInvalid(f"{what} has {len(entries)} tensors; at most {MAX_TENSORS} are read")
     tensors: dict[str, TensorInfo] = {}
     for name, entry in entries.items():
-        pace()
+        checkpoint()
         tensors[name] = _tensor(name, entry, data_start, what)
     _check_cover(tensors, data_start, file_bytes, what)
     return tensors

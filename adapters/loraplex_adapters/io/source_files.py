@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
-from loraplex_adapters.io.throttle import Pace, no_pace
 from loraplex_contracts.errors import AdapterInvalid, AdapterNotFound
 
 
@@ -54,7 +53,7 @@ class AdapterSource(Protocol):
         """Raises AdapterNotFound, or SourceUnavailable when it cannot be said at the moment."""
         ...
 
-    def list(self, pace: Pace = no_pace) -> Sequence[str]:
+    def list(self) -> Sequence[str]:
         """The names that are there now, sorted; empty for a source that cannot be listed. For one thread; a source
         keeps what it found, so that another look costs little. Raises SourceUnavailable."""
         ...

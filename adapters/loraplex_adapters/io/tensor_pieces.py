@@ -21,7 +21,7 @@ from torch import Tensor
 
 from loraplex_adapters.io.safetensors_header import DTYPE_BYTES, TensorInfo
 from loraplex_adapters.io.source_files import SourceFile
-from loraplex_adapters.io.throttle import Pace, no_pace
+from loraplex_adapters.io.throttle import checkpoint
 from loraplex_adapters.io.uncached import PAGE_BYTES
 from loraplex_contracts.errors import AdapterUnsupported, NonFinite
 
@@ -73,11 +73,9 @@ class _Piece:
 
 
 class PieceReader:
-    """Reads tensors piece by piece, each into the memory of the one before. Owns that memory, and calls `pace` after
-    every piece."""
+    """Reads tensors piece by piece, each into the memory of the one before. Owns that memory."""
 
-    def __init__(self, pace: Pace = no_pace) -> None:
-        self.pace = pace
+    def __init__(self) -> None:
         self._source = bytearray()
         self._target = torch.empty(0)
         self._piece: _Piece | None = None
@@ -98,7 +96,7 @@ class PieceReader:
                 converted.copy_(part)
                 _check_finite(converted, tensor, dtype)
             yield piece.target
-            self.pace()
+            checkpoint()
             start += num
 
     def sha256(self, tensor: TensorInfo, file: SourceFile, dtype: str) -> str:

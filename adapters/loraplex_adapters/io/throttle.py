@@ -1,18 +1,18 @@
-"""How background work shares the machine with the step loop.
+"""Throttle of the threads that load adapters beside the step loop.
 
-Compute threads take a step in lockstep: whoever takes a core from one of them makes all of them wait. And a thread that
-runs Python without a pause makes every torch call of another one wait up to a switch interval (5 ms) to get the
-interpreter back, hundreds of times per step. So whatever loads an adapter calls `pace()` between small pieces of work:
-beside busy threads it works in spells and takes a share of one core, more of it the more loads wait for this one;
-alone it hardly pauses.
+Compute threads take a step in lockstep: a thread that takes a core from one of them makes all of them wait. And a
+thread that runs Python without a pause makes every torch call of another one wait up to a switch interval (5 ms) for
+the interpreter, hundreds of times per step. So everything that loads an adapter calls `checkpoint` between small pieces
+of work. On a throttled thread that pauses now and then: beside busy threads it leaves most of one core to them, the
+less the more loads wait; alone it hardly pauses. On any other thread (tests, commands) it does nothing.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
-
-Pace = Callable[[], None]
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 
 # Of a core, beside threads that work, for each load that is under way or waits. A few steps that are longer cost less
 # than many that are a little longer, and than requests that wait for their adapters.
@@ -23,25 +23,39 @@ MAX_SHARE = 0.8
 SPELL_S = 0.002
 MAX_PAUSE_S = 0.008
 ALONE_SPELL_S, ALONE_PAUSE_S = 0.005, 0.001
-# Of a pause in which the process's other threads have used less than this part, nobody was there to make room for.
+# A pause in which the process's other threads have used less than this part of a core was for nobody.
 IDLE_SHARE = 0.25
 
-
-def no_pace() -> None:
-    """For callers that have no neighbours: tests, commands."""
+_of_thread = threading.local()
 
 
-class GentlePace:
-    """One per thread. Call it often; it pauses when a spell of work is over. Work is CPU time of this thread: what it
-    waits for costs nobody anything."""
+def checkpoint() -> None:
+    """Pauses the calling thread if it is throttled and its spell of work is over. Cheap enough for every small step."""
+    pause_if_due: Callable[[], None] | None = getattr(_of_thread, "pause_if_due", None)
+    if pause_if_due is not None:
+        pause_if_due()
+
+
+@contextmanager
+def throttled(pause_if_due: Callable[[], None]) -> Generator[None]:
+    """Within the block, every `checkpoint` of this thread calls `pause_if_due` (a Throttle)."""
+    _of_thread.pause_if_due = pause_if_due
+    try:
+        yield
+    finally:
+        del _of_thread.pause_if_due
+
+
+class Throttle:
+    """Pauses of one thread. A spell is CPU time of the thread: what it waits for costs nobody anything."""
 
     def __init__(self, num_waiting: Callable[[], int] = lambda: 0) -> None:
-        """`num_waiting`: jobs behind the present one."""
+        """`num_waiting` counts the jobs behind the present one."""
         self._num_waiting = num_waiting
         self._is_alone = False
-        self._begin()
+        self._begin_spell()
 
-    def _begin(self) -> None:
+    def _begin_spell(self) -> None:
         self._started_at_s = time.perf_counter()
         self._started_s = time.thread_time()
 
@@ -57,4 +71,4 @@ class GentlePace:
         before_s = time.process_time()
         time.sleep(pause_s)
         self._is_alone = time.process_time() - before_s < IDLE_SHARE * pause_s
-        self._begin()
+        self._begin_spell()

@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import Tensor
 
-from loraplex_adapters.io.throttle import Pace, no_pace
 from loraplex_adapters.layout.lora import LoraLayout, factors_at
 from loraplex_adapters.layout.medusa import HeadsLayout, HeadsShape, heads_at, place_heads
 from loraplex_adapters.weights import AdapterWeights
@@ -69,9 +68,9 @@ def adapter_layout(lora: LoraLayout, heads: HeadsShape | None) -> AdapterLayout:
     return AdapterLayout(lora, None if heads is None else place_heads(lora.dtype, heads, lora.num_bytes))
 
 
-def weights_at(key: AdapterKey, layout: AdapterLayout, storage: Tensor, pace: Pace = no_pace) -> AdapterWeights:
+def weights_at(key: AdapterKey, layout: AdapterLayout, storage: Tensor) -> AdapterWeights:
     """The adapter whose bytes are in `storage` (uint8 [num_bytes], contiguous, aligned). Copies nothing."""
     assert storage.numel() == layout.num_bytes, "an adapter's storage is exactly as large as its layout"
-    factors = factors_at(layout.lora, storage, pace)
+    factors = factors_at(layout.lora, storage)
     heads = () if layout.heads is None else heads_at(layout.heads, storage)
     return AdapterWeights(key, storage, factors, heads)

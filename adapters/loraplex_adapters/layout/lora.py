@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from loraplex_adapters.io.tensor_pieces import DTYPES
-from loraplex_adapters.io.throttle import Pace, no_pace
+from loraplex_adapters.io.throttle import checkpoint
 from loraplex_adapters.weights import LoraFactors
 
 ALIGN_BYTES = 64
@@ -90,14 +90,14 @@ def place(dtype: str, shapes: Iterable[FactorShape]) -> LoraLayout:
     return LoraLayout(dtype, tuple(placed), position)
 
 
-def factors_at(layout: LoraLayout, storage: Tensor, pace: Pace = no_pace) -> dict[str, LoraFactors]:
+def factors_at(layout: LoraLayout, storage: Tensor) -> dict[str, LoraFactors]:
     """The factors whose bytes `storage` begins with (uint8, contiguous, aligned). Copies nothing."""
     dtype = DTYPES[layout.dtype]
     flat = storage.view(dtype)
     itemsize = dtype.itemsize
     factors: dict[str, LoraFactors] = {}
     for placed in layout.placed:
-        pace()
+        checkpoint()
         shape = placed.shape
         rank, in_features = shape.rank, shape.in_features
         a = flat.as_strided((rank, in_features), (in_features, 1), placed.a_offset // itemsize)  # [rank, in]

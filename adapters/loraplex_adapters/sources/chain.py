@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from loraplex_adapters.io.source_files import AdapterFiles, AdapterSource, not_found
-from loraplex_adapters.io.throttle import Pace, no_pace
 from loraplex_adapters.sources.directory import DirectorySource
 from loraplex_adapters.sources.hub import HubSource
 from loraplex_contracts.errors import AdapterNotFound, AdapterOutsideRoot
@@ -29,8 +28,8 @@ class ChainSource:
                 continue
         raise not_found(adapter_id)
 
-    def list(self, pace: Pace = no_pace) -> Sequence[str]:
-        found = [names for source in self._sources if (names := source.list(pace))]
+    def list(self) -> Sequence[str]:
+        found = [names for source in self._sources if (names := source.list())]
         return found[0] if len(found) == 1 else sorted({name for names in found for name in names})
 
 

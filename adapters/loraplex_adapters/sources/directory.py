@@ -20,7 +20,6 @@ from loraplex_adapters.formats.detect import ADAPTER_NAMES, PICKLE_NAMES, has_mo
 from loraplex_adapters.formats.model_files import describe_medusa_model
 from loraplex_adapters.io.beneath import BadPath, Folder, kind_of
 from loraplex_adapters.io.source_files import SourceFile, not_found
-from loraplex_adapters.io.throttle import Pace, no_pace
 from loraplex_adapters.io.uncached import read_once
 from loraplex_adapters.sources.index import DirectoryIndex
 from loraplex_contracts.adapters import check_adapter_id
@@ -166,7 +165,7 @@ class FolderSource:
             raise not_found(adapter_id)
         return open_folder(self._folder, adapter_id)
 
-    def list(self, pace: Pace = no_pace) -> Sequence[str]:
+    def list(self) -> Sequence[str]:
         return [self._adapter_id]
 
 
@@ -188,10 +187,10 @@ class DirectorySource:
             root.close()
         return DirectoryFiles(folder, adapter_id)
 
-    def list(self, pace: Pace = no_pace) -> Sequence[str]:
+    def list(self) -> Sequence[str]:
         root = self._open_root()
         try:
-            return self._index.look(root, pace)
+            return self._index.look(root)
         finally:
             root.close()
 

@@ -21,7 +21,6 @@ from loraplex_adapters.formats.detect import MODEL_INDEX_NAME, WANTED_NAMES, det
 from loraplex_adapters.formats.model_files import OpenedFiles
 from loraplex_adapters.io.beneath import Folder
 from loraplex_adapters.io.source_files import SourceFile, not_found
-from loraplex_adapters.io.throttle import Pace, no_pace
 from loraplex_adapters.sources.directory import DirectoryFiles, open_folder
 from loraplex_contracts.adapters import check_adapter_id
 from loraplex_contracts.errors import AdapterInvalid, DiskFull, LoraplexError, SourceUnavailable
@@ -90,7 +89,7 @@ class HubSource:
             shutil.rmtree(folder, ignore_errors=True)
             raise _translated(error, adapter_id) from error
 
-    def list(self, pace: Pace = no_pace) -> Sequence[str]:
+    def list(self) -> Sequence[str]:
         return []
 
     def _fetch(self, adapter_id: str, folder: Path) -> None:

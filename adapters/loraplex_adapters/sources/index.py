@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from loraplex_adapters.io.beneath import BadPath, Folder
-from loraplex_adapters.io.throttle import Pace, no_pace
+from loraplex_adapters.io.throttle import checkpoint
 from loraplex_contracts.adapters import check_adapter_id
 from loraplex_contracts.errors import InvalidAdapterId
 
@@ -49,11 +49,11 @@ class DirectoryIndex:
         self._is_full_look = True
         self._has_changed = True
 
-    def look(self, root: Folder, pace: Pace = no_pace) -> Sequence[str]:
+    def look(self, root: Folder) -> Sequence[str]:
         """The names that are there now, sorted; the same object as before where nothing has changed."""
         self._is_full_look = self._num_looks % FULL_LOOK_EVERY == 0
         self._num_looks += 1
-        self._look_into(root, self._root, "", 0, pace)
+        self._look_into(root, self._root, "", 0)
         if self._has_changed:
             found = set(_names(self._root, ""))
             kept = [name for name in self._names if name in found]
@@ -62,8 +62,8 @@ class DirectoryIndex:
             self._has_changed = False
         return self._names
 
-    def _look_into(self, folder: Folder, known: _Known, path: str, depth: int, pace: Pace) -> None:
-        pace()
+    def _look_into(self, folder: Folder, known: _Known, path: str, depth: int) -> None:
+        checkpoint()
         changed_ns = os.fstat(folder.fd).st_mtime_ns
         if known.changed_ns != changed_ns:
             self._read(folder, known, path, depth)
@@ -79,7 +79,7 @@ class DirectoryIndex:
                 known.inner[name] = _Known(inner.inode)  # the same key: the iteration goes on
                 continue
             try:
-                self._look_into(opened, inner, prefix + name, depth + 1, pace)
+                self._look_into(opened, inner, prefix + name, depth + 1)
             finally:
                 opened.close()
 

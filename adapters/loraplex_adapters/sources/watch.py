@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 
 from loraplex_adapters.io.source_files import AdapterSource
-from loraplex_adapters.io.throttle import GentlePace
+from loraplex_adapters.io.throttle import Throttle, throttled
 
 log = logging.getLogger(__name__)
 
@@ -39,17 +39,17 @@ class SourceWatch:
         self._thread.join(CLOSE_TIMEOUT_S)
 
     def _run(self) -> None:
-        pace = GentlePace()
         is_away = False
-        while not self._closed.is_set():
-            started_s = time.monotonic()
-            try:
-                self.names = self._source.list(pace)
-                is_away = False
-            except Exception as error:
-                if not is_away:
-                    log.warning("adapters cannot be listed, listings show those that were found before: %s", error)
-                is_away = True
-            self.has_looked = True
-            took_s = time.monotonic() - started_s
-            self._closed.wait(max(self._interval_s, took_s / MAX_SHARE))
+        with throttled(Throttle()):
+            while not self._closed.is_set():
+                started_s = time.monotonic()
+                try:
+                    self.names = self._source.list()
+                    is_away = False
+                except Exception as error:
+                    if not is_away:
+                        log.warning("adapters cannot be listed, listings show those that were found before: %s", error)
+                    is_away = True
+                self.has_looked = True
+                took_s = time.monotonic() - started_s
+                self._closed.wait(max(self._interval_s, took_s / MAX_SHARE))

@@ -15,7 +15,6 @@ from transformers.utils.logging import disable_progress_bar
 
 from loraplex_adapters.cache.loader import check_adapter, import_adapter
 from loraplex_adapters.formats.detect import detect_kind
-from loraplex_adapters.io.throttle import no_pace
 from loraplex_adapters.sources.directory import FolderSource
 from loraplex_adapters.store import AdapterStore
 from loraplex_contracts.adapters import check_adapter_id
@@ -41,11 +40,11 @@ def verify_adapter(
     with progress(f"loading {base}"):
         model = load_model(base, dtype=dtype, device="cpu")
     targets = model.base_targets(max_rank or AdaptersConfig().max_rank)
-    plan = check_adapter(name, source, targets, no_pace)
+    plan = check_adapter(name, source, targets)
     with tempfile.TemporaryDirectory(prefix="loraplex-verify-") as scratch, progress(f"reading {name}"):
         store = AdapterStore(Path(scratch), budget_bytes=1 << 50)
         try:
-            imported = import_adapter(name, source, targets, store, no_pace)
+            imported = import_adapter(name, source, targets, store)
         finally:
             store.close()
     warnings = list(plan.warnings)

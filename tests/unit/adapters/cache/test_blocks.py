@@ -13,7 +13,6 @@ from support.adapter_files import base_targets, lora_tensors, write_adapter
 from loraplex_adapters.cache import blocks as blocks_module
 from loraplex_adapters.cache.blocks import Blocks, Landed, Landing
 from loraplex_adapters.cache.loader import import_adapter
-from loraplex_adapters.io.throttle import no_pace
 from loraplex_adapters.layout.adapter import adapter_layout
 from loraplex_adapters.layout.lora import FactorShape, place
 from loraplex_adapters.sources.directory import DirectorySource
@@ -108,9 +107,9 @@ def test_an_import_that_fails_leaves_nothing(tmp_path: Path) -> None:
     store = AdapterStore(tmp_path / "store", 1 << 20)
     landing = Landing(Blocks())
     source, targets = DirectorySource(tmp_path), base_targets("float32")
-    good = import_adapter("good", source, targets, store, no_pace, landing)
+    good = import_adapter("good", source, targets, store, landing)
     with pytest.raises(NonFinite):
-        import_adapter("bad", source, targets, store, no_pace, landing)
+        import_adapter("bad", source, targets, store, landing)
     assert landing.find(good.key) is not None
     assert store.keys() == [good.key]
     assert len(list((tmp_path / "store").glob("*.adapter"))) == 1

@@ -17,7 +17,7 @@ from support.adapter_files import DOWN_PROJ, PREFIX, Q_PROJ, base_targets, lora_
 from loraplex_adapters.cache import tiers as tiers_module
 from loraplex_adapters.cache.loader import import_adapter
 from loraplex_adapters.cache.tiers import Tiers, pinned_sizes
-from loraplex_adapters.io.throttle import MAX_SHARE, SHARE, GentlePace, no_pace
+from loraplex_adapters.io.throttle import MAX_SHARE, SHARE, Throttle
 from loraplex_adapters.layout.lora import FactorShape, LoraLayout, place
 from loraplex_adapters.sources.directory import DirectorySource
 from loraplex_adapters.store import AdapterStore, WriteFn
@@ -27,7 +27,7 @@ from loraplex_contracts.adapters import AdapterKey
 def stored(folder: Path, dtype: str) -> tuple[AdapterStore, AdapterKey]:
     write_adapter(folder / "x", seed=3)
     store = AdapterStore(folder / "store", 1 << 20)
-    return store, import_adapter("x", DirectorySource(folder), base_targets(dtype), store, no_pace).key
+    return store, import_adapter("x", DirectorySource(folder), base_targets(dtype), store).key
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
@@ -37,7 +37,7 @@ def test_from_store_to_device(tmp_path: Path, dtype: str, device: str) -> None:
     tiers = Tiers(store, torch.device(device))
     host = tiers.stage(key)
     assert host is not None
-    weights = tiers.promote(host, no_pace)
+    weights = tiers.promote(host)
     assert weights is not None
     tiers.hand_over(weights)
     assert weights.storage.device.type == device
@@ -91,7 +91,7 @@ def test_through_pinned_pieces_to_the_device(tmp_path: Path, monkeypatch: pytest
     store.remove(key)
     assert 0 <= sum(device.pinned) - host.layout.num_bytes < 64
     assert len(device.pinned) > 3
-    weights = tiers.promote(host, no_pace)
+    weights = tiers.promote(host)
     assert weights is not None
     tiers.hand_over(weights)
     assert device.log == ["fetched", "handed over"]
@@ -124,7 +124,7 @@ def test_a_store_that_drops_what_is_staged(tmp_path: Path) -> None:
     host = tiers.stage(key)
     assert host is not None
     store.remove(key)
-    assert tiers.promote(host, no_pace) is None
+    assert tiers.promote(host) is None
 
 
 @pytest.mark.parametrize("has_memory", [False, True])
@@ -132,14 +132,14 @@ def test_what_has_just_landed_is_not_read_back(tmp_path: Path, has_memory: bool)
     write_adapter(tmp_path / "x", seed=3)
     store = AdapterStore(tmp_path / "store", 1 << 20)
     tiers = Tiers(store, torch.device("cpu"), FakeDevice() if has_memory else None)
-    key = import_adapter("x", DirectorySource(tmp_path), base_targets("float32"), store, no_pace, tiers.landing).key
+    key = import_adapter("x", DirectorySource(tmp_path), base_targets("float32"), store, tiers.landing).key
     stored = store.open(key)
     assert stored is not None
     want = bytes(stored.payload)
     store.remove(key)
     host = tiers.stage(key)
     assert host is not None
-    weights = tiers.promote(host, no_pace)
+    weights = tiers.promote(host)
     assert weights is not None
     assert bytes(weights.storage.numpy()) == want
     assert tiers.landing.find(key) is None  # it has moved on
@@ -169,7 +169,7 @@ def test_adapters_on_the_host_take_no_file_descriptors(tmp_path: Path) -> None:
     ]
     with few_files(8):
         copies = [tiers.stage(key) for key in keys]
-        weights = [tiers.promote(copy, no_pace) for copy in copies if copy is not None]
+        weights = [tiers.promote(copy) for copy in copies if copy is not None]
     assert [w.storage[0].item() for w in weights if w is not None] == list(range(200))
 
 
@@ -193,7 +193,7 @@ def test_a_process_out_of_files_keeps_its_store(tmp_path: Path) -> None:
     assert key in store
     host = tiers.stage(key)
     assert host is not None
-    assert tiers.promote(host, no_pace) is not None
+    assert tiers.promote(host) is not None
 
 
 def test_a_layout_survives_its_json() -> None:
@@ -248,10 +248,10 @@ class FakeClocks:
 @pytest.mark.parametrize("num_waiting", [0, 1, 3, 20])
 def test_beside_busy_threads_it_takes_its_share(monkeypatch: pytest.MonkeyPatch, num_waiting: int) -> None:
     clocks = FakeClocks(monkeypatch, others=1.9)
-    pace = GentlePace(lambda: num_waiting)
+    throttle = Throttle(lambda: num_waiting)
     for _ in range(1000):
         clocks.work(0.0001)
-        pace()
+        throttle()
     assert len(clocks.pauses) >= 40  # in short spells
     share = min(MAX_SHARE, SHARE * (1 + num_waiting))
     assert 0.1 / (0.1 + sum(clocks.pauses)) == pytest.approx(share, rel=0.15)
@@ -259,10 +259,10 @@ def test_beside_busy_threads_it_takes_its_share(monkeypatch: pytest.MonkeyPatch,
 
 def test_alone_it_hardly_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     clocks = FakeClocks(monkeypatch, others=0.01)
-    pace = GentlePace()
+    throttle = Throttle()
     for _ in range(300):
         clocks.work(0.0001)
-        pace()
+        throttle()
     assert 0.03 / (0.03 + sum(clocks.pauses)) > 0.65
     assert max(clocks.pauses[1:]) <= 0.001
 
@@ -272,8 +272,8 @@ def test_waiting_is_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     clocks = FakeClocks(monkeypatch, others=1.0)
     now_s = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now_s[0])
-    pace = GentlePace()
+    throttle = Throttle()
     for _ in range(10):
         now_s[0] += 1.0
-        pace()
+        throttle()
     assert clocks.pauses == []

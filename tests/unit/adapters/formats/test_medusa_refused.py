@@ -21,7 +21,6 @@ from support.medusa_files import (
 from torch import Tensor
 
 from loraplex_adapters.cache.loader import check_adapter
-from loraplex_adapters.io.throttle import no_pace
 from loraplex_adapters.sources.directory import DirectorySource
 from loraplex_contracts.errors import (
     AdapterInvalid,
@@ -249,7 +248,7 @@ def test_refused_from_the_header(
 ) -> None:
     write_heads(tmp_path / "x", tensors, config)
     with pytest.raises(LoraplexError) as raised:
-        check_adapter("x", DirectorySource(tmp_path), base_targets(), no_pace)
+        check_adapter("x", DirectorySource(tmp_path), base_targets())
     assert type(raised.value) is expected
     assert says in str(raised.value)
     assert "medusa_lm_head.safetensors" in str(raised.value)
@@ -260,7 +259,7 @@ def test_refused_from_the_weights(
     tensors: Mapping[str, Tensor], expected: type[LoraplexError], says: str, tmp_path: Path
 ) -> None:
     write_heads(tmp_path / "x", tensors)
-    assert check_adapter("x", DirectorySource(tmp_path), base_targets(), no_pace).heads is not None
+    assert check_adapter("x", DirectorySource(tmp_path), base_targets()).heads is not None
     with pytest.raises(LoraplexError) as raised:
         load(DirectorySource(tmp_path), "x", base_targets(), tmp_path / "store")
     assert type(raised.value) is expected

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from loraplex_adapters.formats.patterns import MAX_PATTERN_CHARS, CompileWork, MatchWork, compile_pattern
+from loraplex_adapters.formats.patterns import MAX_PATTERN_CHARS, compile_budget, compile_pattern, match_budget
 from loraplex_contracts.errors import AdapterUnsupported
 
 PATHS = [
@@ -28,7 +28,7 @@ def as_peft_does(pattern: str, path: str) -> bool:
 
 
 def ours(pattern: str, path: str) -> bool:
-    return compile_pattern(pattern, "rank_pattern", CompileWork()).matches(path, MatchWork())
+    return compile_pattern(pattern, "rank_pattern", compile_budget()).matches(path, match_budget())
 
 
 @pytest.mark.parametrize(
@@ -102,9 +102,9 @@ def test_the_same_language_as_re(pattern: str, path: str) -> None:
 )
 def test_patterns_that_hang_a_backtracking_matcher_are_quick(pattern: str) -> None:
     started = time.perf_counter()
-    work = MatchWork()
-    compiled = compile_pattern(pattern, "rank_pattern", CompileWork())
-    compiled.matches("a" * 120 + "!", work)
+    budget = match_budget()
+    compiled = compile_pattern(pattern, "rank_pattern", compile_budget())
+    compiled.matches("a" * 120 + "!", budget)
     assert time.perf_counter() - started < 2.0
 
 
@@ -140,15 +140,15 @@ def test_patterns_that_hang_a_backtracking_matcher_are_quick(pattern: str) -> No
 def test_what_is_not_served_is_refused_by_name(pattern: str) -> None:
     started = time.perf_counter()
     with pytest.raises(AdapterUnsupported, match="rank_pattern"):
-        compile_pattern(pattern, "adapter_config.json: rank_pattern", CompileWork())
+        compile_pattern(pattern, "adapter_config.json: rank_pattern", compile_budget())
     assert time.perf_counter() - started < 1.0
 
 
 def test_all_of_an_adapters_matching_together_is_bounded() -> None:
-    compiled = compile_pattern("(.?){120}", "rank_pattern", CompileWork())
-    work = MatchWork()
+    compiled = compile_pattern("(.?){120}", "rank_pattern", compile_budget())
+    budget = match_budget()
     started = time.perf_counter()
     with pytest.raises(AdapterUnsupported, match="too long"):
         for layer in range(10_000):
-            compiled.matches(f"model.layers.{layer}.self_attn.q_proj", work)
+            compiled.matches(f"model.layers.{layer}.self_attn.q_proj", budget)
     assert time.perf_counter() - started < 10.0

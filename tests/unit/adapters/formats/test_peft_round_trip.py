@@ -16,7 +16,6 @@ from transformers.pytorch_utils import Conv1D
 from loraplex_adapters.cache.loader import import_adapter
 from loraplex_adapters.cache.tiers import Tiers
 from loraplex_adapters.formats.convert_lora import weight_sha256
-from loraplex_adapters.io.throttle import no_pace
 from loraplex_adapters.sources.directory import DirectorySource
 from loraplex_adapters.store import AdapterStore
 from loraplex_adapters.targets import BaseTargets, TargetModule
@@ -71,10 +70,10 @@ def save(model: PreTrainedModel, folder: Path, **fields: Any) -> PeftModel:
 def load(folder: Path, targets: BaseTargets) -> AdapterWeights:
     store = AdapterStore(folder / "store", 1 << 30)
     tiers = Tiers(store, torch.device("cpu"))
-    imported = import_adapter("sql", DirectorySource(folder), targets, store, no_pace)
+    imported = import_adapter("sql", DirectorySource(folder), targets, store)
     host = tiers.stage(imported.key)
     assert host is not None
-    weights = tiers.promote(host, no_pace)
+    weights = tiers.promote(host)
     assert weights.num_bytes == imported.num_bytes
     assert weights.max_rank == imported.rank
     store.close()

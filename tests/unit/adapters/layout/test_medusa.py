@@ -22,7 +22,6 @@ from loraplex_adapters.formats.convert_medusa import write_heads as write_payloa
 from loraplex_adapters.formats.model_files import OpenedFiles
 from loraplex_adapters.io.source_files import SourceFile
 from loraplex_adapters.io.tensor_pieces import PIECE_BYTES, PieceReader
-from loraplex_adapters.io.throttle import no_pace
 from loraplex_adapters.layout.adapter import AdapterLayout, adapter_layout, weights_at
 from loraplex_adapters.layout.lora import FactorShape, place
 from loraplex_adapters.layout.medusa import HeadsShape
@@ -150,7 +149,7 @@ def test_large_heads_are_read_and_written_in_pieces(has_map: bool, tmp_path: Pat
 
     with DirectorySource(tmp_path).open("x") as found:
         files = OpenedFiles(found)
-        plan = plan_adapter(files, targets, no_pace)
+        plan = plan_adapter(files, targets)
         assert plan.heads is not None
         assert plan.layout.heads is not None
         watched = {name: Watched(file) for name, file in files.opened.items()}
