@@ -12,6 +12,7 @@ from contextlib import ExitStack
 
 import psutil
 import pytest
+import torch
 from support.processes import Running, loraplex, wait_until
 from support.world import TinyWorld
 
@@ -57,6 +58,15 @@ def scrape(port: int) -> str:
 def workers_of(serve: Running) -> list[psutil.Process]:
     children = psutil.Process(serve.process.pid).children()
     return [child for child in children if child.status() != "zombie" and "worker" in child.cmdline()]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="workers have GPUs of their own then")
+def test_each_worker_has_its_share_of_the_cores(both: dict[str, Running]) -> None:
+    cores = psutil.Process().cpu_affinity()
+    shares = [worker.cpu_affinity() for worker in workers_of(both["serve"])]
+    engines = [worker.children()[0].cpu_affinity() for worker in workers_of(both["serve"])]
+    assert engines == shares
+    assert sorted(cpu for share in shares for cpu in share) == cores or len(cores) < 2
 
 
 def test_metrics_of_every_process(both: dict[str, Running], tiny_world: TinyWorld) -> None:

@@ -27,7 +27,8 @@ MAX_LINE_BYTES: Final = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """How to start one worker; `--port N --supervised` is appended, and `--metrics-port` where there is a first one."""
+    """How to start one worker; `--port N --supervised` is appended, `--metrics-port` where there is a first one, and
+    `--placement` where there are several workers."""
 
     command: tuple[str, ...]
     metrics_port: int | None = None  # of the first worker; the others follow. 0: free ones
@@ -140,9 +141,11 @@ class Children:
     async def _start_one(self, number: int, port: int) -> _Child:
         first = self._spec.metrics_port
         metrics = () if first is None else ("--metrics-port", str(first and first + number))
+        several = self._num_workers > 1
         process = await asyncio.create_subprocess_exec(
             *self._spec.command,
             *metrics,
+            *(("--placement", f"{number}/{self._num_workers}") if several else ()),
             "--port",
             str(port),
             "--supervised",
@@ -152,7 +155,7 @@ class Children:
             start_new_session=True,
         )
         self._starting.append(process)
-        prefix = f"worker {number}: " if self._num_workers > 1 else ""
+        prefix = f"worker {number}: " if several else ""
         assert process.stdout is not None
         lines = _lines(process.stdout)
         try:

@@ -28,7 +28,16 @@ WORKERS = inspect.Parameter(
     "workers",
     inspect.Parameter.KEYWORD_ONLY,
     default=1,
-    annotation=Annotated[int, typer.Option("--workers", min=1, max=64, help="Worker processes; each loads the model.")],
+    annotation=Annotated[
+        int,
+        typer.Option(
+            "--workers",
+            min=1,
+            max=64,
+            help="Worker processes. Each loads the model, on the next GPU (with --device cuda:N from that one on) or "
+            "with its share of the cores.",
+        ),
+    ],
 )
 
 

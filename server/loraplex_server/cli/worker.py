@@ -14,6 +14,7 @@ from loraplex_contracts.errors import InvalidArgument, LoraplexError
 from loraplex_runtime.flags import command, configure, flags_of
 from loraplex_runtime.shutdown import exit_at_once
 from loraplex_server.cli.parent_watch import END, end_with_supervisor, orphan_drain_s
+from loraplex_server.cli.placement import parse_placement, settle
 from loraplex_server.cli.report import Report
 from loraplex_server.config import WorkerConfig
 
@@ -64,6 +65,14 @@ ROUTER_DIGEST = inspect.Parameter(
         str, typer.Option("--router-digest", hidden=True, help="SHA-256 of the token of the one router that may call.")
     ],
 )
+PLACEMENT = inspect.Parameter(
+    "placement",
+    inspect.Parameter.KEYWORD_ONLY,
+    default="0/1",
+    annotation=Annotated[
+        str, typer.Option("--placement", hidden=True, help="INDEX/COUNT: which of the workers of this machine it is.")
+    ],
+)
 
 
 def worker_config(model: str, given: dict[str, Any], router_digest: str = "") -> WorkerConfig:
@@ -72,7 +81,9 @@ def worker_config(model: str, given: dict[str, Any], router_digest: str = "") ->
     return configure(WorkerConfig, FLAGS, given, fixed)
 
 
-def _worker(*, model: str, json: bool, supervised: bool, on_orphan: str, router_digest: str, **given: Any) -> None:
+def _worker(
+    *, model: str, json: bool, supervised: bool, on_orphan: str, router_digest: str, placement: str, **given: Any
+) -> None:
     report = Report("worker", as_json=json)
     try:
         drain_s = orphan_drain_s(on_orphan)
@@ -81,11 +92,14 @@ def _worker(*, model: str, json: bool, supervised: bool, on_orphan: str, router_
         elif on_orphan != END:
             raise InvalidArgument("--on-orphan goes with --supervised", field="--on-orphan")
         config = worker_config(model, given, router_digest)
+        index, num_workers = parse_placement(placement)
         # Late: what only prints help needs neither gRPC nor torch.
         from loraplex_runtime.telemetry import setup_logging
         from loraplex_server.grpc.server import run_worker
 
         setup_logging(config.engine.log_level)
+        if num_workers > 1:
+            config = settle(config, index, num_workers)
         with report:
             code = asyncio.run(run_worker(config, report.progress, partial(_ready, report), report.draining))
         exit_at_once(code)
@@ -101,7 +115,7 @@ def _ready(report: Report, running: Worker) -> None:
 
 worker = command(
     FLAGS,
-    [MODEL, JSON, SUPERVISED, ON_ORPHAN, ROUTER_DIGEST],
+    [MODEL, JSON, SUPERVISED, ON_ORPHAN, ROUTER_DIGEST, PLACEMENT],
     _worker,
     "Start one worker: a base model with its adapters behind gRPC.\n\n"
     "Clients may talk to it directly; a router (`loraplex router`) spreads requests over several.",

@@ -86,6 +86,20 @@ async def test_a_worker_that_cannot_be_started_for_a_while(tmp_path: Path, caplo
         await until(lambda: _is_running(children.pids[0]))
 
 
+async def test_each_of_several_workers_is_told_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "worker"
+    says = 'print(\'{"event": "progress", "text": "\' + \' \'.join(sys.argv[1:]) + \'"}\', flush=True)\n'
+    path.write_text(f"#!{sys.executable}\nimport sys\n{says}{READY}{WAIT}")
+    path.chmod(0o755)
+    for num_workers in (1, 2):
+        progress: list[str] = []
+        children = Children(ChildSpec((str(path),)), num_workers, progress.append)
+        await children.start(asyncio.Event())
+        await children.stop(1.0)
+        told = [words for text in progress if "--port" in text for words in text.split() if "/" in words]
+        assert told == ([] if num_workers == 1 else ["0/2", "1/2"])
+
+
 def _is_running(pid: int) -> bool:
     """Neither reaped nor a zombie."""
     try:

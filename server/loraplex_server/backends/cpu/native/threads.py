@@ -24,6 +24,15 @@ def num_cores(cpus: set[int], root: Path = CPUS) -> int:
     return len({_core(cpu, root) for cpu in cpus})
 
 
+def own_cores(root: Path = CPUS) -> list[frozenset[int]]:
+    """The logical CPUs of each core that this process may use: one NUMA node after the other."""
+    cores: dict[tuple[int, str], set[int]] = {}
+    for cpu in sorted(own_cpus()):
+        cores.setdefault((_node(cpu, root), _core(cpu, root)), set()).add(cpu)
+    in_order = sorted(cores, key=lambda core: (core[0], min(cores[core])))
+    return [frozenset(cores[core]) for core in in_order]
+
+
 def own_cpus() -> set[int]:
     """The logical CPUs that this process may use."""
     try:
@@ -38,3 +47,8 @@ def _core(cpu: int, root: Path) -> str:
         return (root / f"cpu{cpu}" / "topology" / "thread_siblings_list").read_text().strip()
     except OSError:
         return str(cpu)
+
+
+def _node(cpu: int, root: Path) -> int:
+    """The NUMA node of a logical CPU; 0 where nothing says."""
+    return next((int(link.name[4:]) for link in (root / f"cpu{cpu}").glob("node[0-9]*")), 0)

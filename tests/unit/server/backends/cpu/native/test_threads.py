@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from loraplex_server.backends.cpu.native import threads
-from loraplex_server.backends.cpu.native.threads import default_num_threads, num_cores
+from loraplex_server.backends.cpu.native.threads import default_num_threads, num_cores, own_cores
 
 
 @pytest.fixture
@@ -42,3 +42,11 @@ def test_no_more_than_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> No
     finally:
         os.sched_setaffinity(0, before)
     assert 1 <= default_num_threads() <= len(before)
+
+
+def test_cores_go_by_numa_node(cpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "own_cpus", lambda: {0, 1, 2, 3})
+    assert own_cores(cpus) == [{0, 2}, {1, 3}]
+    for cpu in range(4):
+        (cpus / f"cpu{cpu}" / f"node{1 - cpu % 2}").mkdir()
+    assert own_cores(cpus) == [{1, 3}, {0, 2}]

@@ -1,0 +1,61 @@
+"""Placement of several workers on one machine: a GPU of its own for each, or a share of the cores."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from loraplex_contracts.errors import InvalidArgument
+from loraplex_server.config import WorkerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where one worker computes."""
+
+    device: str
+    cores: tuple[frozenset[int], ...] = ()  # the logical CPUs of each; empty: whatever the process may use
+
+
+def place(index: int, num_workers: int, device: str, num_gpus: int, cores: Sequence[frozenset[int]]) -> Placement:
+    """The place of worker `index` of `num_workers`. `device` is the flag, `cores` those of the machine in NUMA order.
+
+    `auto` and `cuda` spread the workers over all GPUs, `cuda:N` over those from N on. Where there are more workers than
+    GPUs or cores, several share one.
+    """
+    if device == "cpu" or (device == "auto" and not num_gpus):
+        if len(cores) < num_workers:
+            return Placement(device, (cores[index % len(cores)],))
+        first, end = (place * len(cores) // num_workers for place in (index, index + 1))
+        return Placement(device, tuple(cores[first:end]))
+    first_gpu = int(device[5:]) if device.startswith("cuda:") and device[5:].isdecimal() else 0
+    if device not in ("auto", "cuda", f"cuda:{first_gpu}") or first_gpu >= num_gpus:
+        return Placement(device)  # loading the model says what is wrong with it
+    return Placement(f"cuda:{first_gpu + index % (num_gpus - first_gpu)}")
+
+
+def parse_placement(text: str) -> tuple[int, int]:
+    """INDEX/COUNT of `--placement`. Raises InvalidArgument."""
+    index, _, count = text.partition("/")
+    if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
+        raise InvalidArgument(f"--placement takes INDEX/COUNT, not {text!a}", field="--placement")
+    return int(index), int(count)
+
+
+def settle(config: WorkerConfig, index: int, num_workers: int) -> WorkerConfig:
+    """Moves this process to its place and returns the configuration for it. What it starts later goes along."""
+    import torch  # late: what only prints help needs none
+
+    from loraplex_server.backends.cpu.native.threads import default_num_threads, own_cores
+
+    engine = config.engine
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    placement = place(index, num_workers, engine.model.device, num_gpus, own_cores())
+    num_threads = engine.num_threads
+    if placement.cores:
+        if hasattr(os, "sched_setaffinity"):  # Linux
+            os.sched_setaffinity(0, frozenset().union(*placement.cores))
+        num_threads = num_threads or min(default_num_threads(), len(placement.cores))
+    model = replace(engine.model, device=placement.device)
+    return replace(config, engine=replace(engine, model=model, num_threads=num_threads))
