@@ -1,12 +1,14 @@
-"""Between the typed errors and gRPC's wire: `google.rpc.Status` with its standard details, both ways.
+"""Typed errors as `google.rpc.Status` with its standard details, and back.
 
 Owns how an error travels (which detail carries which attribute, how long a message may get) and what becomes of an
-exception that is not one of ours. Knows nothing of the calls that fail.
+exception that is not one of ours. Statuses of gRPC itself carry no details, so their words are all there is to tell
+them apart by; words that are not known here leave a status as it is. Knows nothing of the calls that fail.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterable
 from typing import Any, Final, NoReturn, cast
 
@@ -19,7 +21,6 @@ from grpc_status import rpc_status
 
 from loraplex_contracts import errors
 from loraplex_contracts.errors import Code, LoraplexError
-from loraplex_proto.transport import from_transport
 
 DOMAIN: Final = "loraplex.dev"
 DETAILS_KEY: Final = "grpc-status-details-bin"
@@ -154,7 +155,10 @@ def from_rpc_error(error: grpc.RpcError) -> LoraplexError:
     words = call.details() or ""
     status = _status_in(call.trailing_metadata() or ())
     if status is None or status.code != code:
-        return _transports(code, words) or _foreign(code, words, reason="")
+        if (error := from_transport(code, words)) is None:
+            return _foreign(code, words, reason="")
+        error.metadata |= {"grpc_code": code.name, "grpc_message": words}
+        return error
     return from_status(status)
 
 
@@ -229,13 +233,6 @@ def _code(number: int) -> Code:
         return Code.UNKNOWN
 
 
-def _transports(code: Code, words: str) -> LoraplexError | None:
-    error = from_transport(code, words)
-    if error is not None:
-        error.metadata |= {"grpc_code": code.name, "grpc_message": words}
-    return error
-
-
 def _foreign(code: Code, message: str, reason: str) -> LoraplexError:
     """A status without a reason that this version knows; what it said is kept in the metadata."""
     metadata = {"grpc_code": code.name}
@@ -243,3 +240,80 @@ def _foreign(code: Code, message: str, reason: str) -> LoraplexError:
         metadata["reason"] = reason
     message = message or f"the call ended with {code.name} and no message"
     return _BY_CODE.get(code, errors.Internal)(message, metadata=metadata)
+
+
+# --- from gRPC itself -----------------------------------------------------------------------------------------------
+
+RETRY_S: Final = 1.0
+
+_OVER_LIMIT: Final = re.compile(r"(SERVER|CLIENT): (Received|Sent) message larger than max \((\d+) vs\. (\d+)\)")
+_UNPACKED_OVER_LIMIT: Final = "Decompressed message larger than max"
+_METADATA_OVER_LIMIT: Final = re.compile(r"received metadata size exceeds (hard|soft) limit")
+# No connection came about: the request was certainly never sent.
+_NEVER_SENT: Final = re.compile("failed to connect to all addresses|connections to all backends failing|DNS resolution")
+_WHY: Final = re.compile(r"last error: [A-Z_]+: (?:\w+:\S+: )?(?:Failed to connect to remote host: )?(.+)")
+_NO_METHOD: Final = "Method not found!"
+_RESET: Final = "RST_STREAM"
+# A call that its own side has cancelled, or whose channel it has closed.
+_OWN_DOING: Final = re.compile(r"[Ll]ocally cancelled|[Cc]hannel (is )?closed")
+
+
+def from_transport(code: Code, words: str) -> LoraplexError | None:
+    """What gRPC itself says when a call fails outside of the handlers; None where it does not say such a thing."""
+    match code:
+        case Code.RESOURCE_EXHAUSTED:
+            return _too_large(words)
+        case Code.UNIMPLEMENTED if words == _NO_METHOD:
+            return errors.Unimplemented(
+                "the server does not know this method; client and server are of different versions"
+            )
+        case Code.UNAVAILABLE if _NEVER_SENT.match(words):
+            why = found[1] if (found := _WHY.search(words)) else words
+            return errors.ServerUnreachable(f"the server cannot be reached: {why}", retry_after_s=RETRY_S)
+        case Code.CANCELLED if _OWN_DOING.search(words):
+            return errors.Cancelled("the call was cancelled on this side")
+        # A server that is stopped hard resets or cancels what it has; nobody else cancels without being asked to.
+        case Code.UNAVAILABLE | Code.CANCELLED:
+            return _connection_lost()
+        case Code.INTERNAL | Code.UNKNOWN if _RESET in words:
+            return _connection_lost()
+        case _:
+            return None
+
+
+def _connection_lost() -> errors.ConnectionLost:
+    return errors.ConnectionLost(
+        "the connection to the server was lost, or cut by something in between, before the answer was complete; send "
+        "the request again",
+        retry_after_s=RETRY_S,
+    )
+
+
+def _too_large(words: str) -> errors.MessageTooLarge | None:
+    """Waiting does not help, so none of them says when to retry."""
+    if sizes := _OVER_LIMIT.search(words):
+        side, verb, num_bytes, limit = sizes.groups()
+        metadata = {"bytes": num_bytes, "limit_bytes": limit}
+        if (side, verb) == ("SERVER", "Received"):
+            return errors.MessageTooLarge(
+                f"the request has {num_bytes} bytes, and the server takes {limit}; send less, or start the server "
+                "with a larger --max-message",
+                field="request",
+                metadata=metadata,
+            )
+        return errors.MessageTooLarge(
+            f"the answer has {num_bytes} bytes, and {limit} are taken; ask for less at a time",
+            field="answer",
+            metadata=metadata,
+        )
+    if _UNPACKED_OVER_LIMIT in words:
+        return errors.MessageTooLarge(
+            "a compressed message is larger than the limit once it is unpacked; send less, or start the server with a "
+            "larger --max-message",
+            field="request",
+        )
+    if _METADATA_OVER_LIMIT.search(words):
+        return errors.MessageTooLarge(
+            "the call's metadata is larger than gRPC takes (8 KiB are safe); send less of it", field="metadata"
+        )
+    return None

@@ -1,21 +1,25 @@
-"""Checks of requests as they come off the wire, the same in the router and in the worker. Torch-free.
+"""Validation of requests off the wire: bytes, known fields, allowed values, the model's limits.
 
-Three questions, each with its own answer: is every field that is set one that this version acts on (`handled.py`)? Is
-every value one that any model could take (InvalidArgument with the field's path)? Does it fit this model
-(`check_for_model`, InvalidArgument too)? Owns the limits. Knows nothing of tokenizers, adapters' files or server state.
+A worker validates a message in full: it must be one (`parse`), every field that is set must be one that this version
+acts on (`HANDLED`; any other is refused, never silently ignored), every value one that some model could take, and the
+whole must fit this model (`check_for_model`). A router checks the names only that it routes by (`check_names`). Owns
+the limits. Knows nothing of tokenizers, adapters' files or server state.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final, TypeVar, cast
 
-from loraplex_contracts.errors import ContextLengthExceeded, InvalidAdapterId, InvalidArgument
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from loraplex_contracts.errors import ContextLengthExceeded, InvalidAdapterId, InvalidArgument, Unimplemented
 from loraplex_contracts.ids import check_adapter_id, check_id, check_role
 from loraplex_contracts.sampling import SAMPLING_OPTIONS, SamplingOption
-from loraplex_proto.handled import HANDLED, NOT_BUILT, refuse_what_is_not_acted_on
 from loraplex_proto.paging import ListQuery, list_query
 from loraplex_proto.v1 import adapter_pb2, inference_pb2, worker_pb2
 
@@ -23,15 +27,18 @@ __all__ = [
     "HANDLED",
     "NOT_BUILT",
     "ModelLimits",
+    "adapters_in",
     "check_adapter_id",
     "check_adapter_request",
     "check_bare",
     "check_for_model",
     "check_generate",
     "check_list_adapters",
+    "check_names",
     "check_prompt_length",
     "check_tokenize",
     "check_watch_load",
+    "parse",
 ]
 
 MAX_COMPLETIONS: Final = 64
@@ -44,7 +51,10 @@ MAX_CHAT_MESSAGES: Final = 4096
 MAX_WATCH_INTERVAL_S: Final = 60.0
 MAX_DRAFT_TOKENS: Final = 64  # per step
 MAX_NGRAM: Final = 64
+MAX_UNKNOWN_BYTES: Final = 1 << 16  # of fields that each get a look
 _IDS_AT_ONCE: Final = 1 << 14
+
+M = TypeVar("M", bound=Message)
 
 AdapterRequest = adapter_pb2.LoadAdapterRequest | adapter_pb2.UnloadAdapterRequest | adapter_pb2.GetAdapterRequest
 
@@ -55,6 +65,144 @@ class ModelLimits:
 
     vocab_size: int
     max_context_tokens: int
+
+
+# --- messages and their fields --------------------------------------------------------------------------------------
+
+# Every leaf that this version acts on, by request message. A set field that is in neither table is refused as well, so
+# a field that is added to the wire stays refused until somebody has made it work and written it down here.
+HANDLED: Final[dict[str, frozenset[str]]] = {
+    "GenerateRequest": frozenset(
+        {
+            "text",
+            "token_ids.ids",
+            "chat.messages.role",
+            "chat.messages.content",
+            "chat.omit_generation_prompt",
+            "adapter_id",
+            *(option.path for option in SAMPLING_OPTIONS.values()),
+            "stopping.max_tokens",
+            "stopping.min_tokens",
+            "stopping.stop",
+            "stopping.stop_token_ids",
+            "stopping.ignore_eos",
+            "stopping.include_stop",
+            "speculation.off",
+            "speculation.auto",
+            "speculation.medusa.adapter_id",
+            "speculation.prompt_lookup.min_ngram",
+            "speculation.prompt_lookup.max_ngram",
+            "speculation.draft_model.name",
+            "speculation.max_draft_tokens",
+            "speculation.fixed_length",
+            "output.logprobs",
+            "output.top_logprobs",
+            "output.prompt_logprobs",
+            "output.echo",
+            "output.omit_token_ids",
+            "n",
+            "priority",
+            "request_id",
+            "cache_salt",
+        }
+    ),
+    "TokenizeRequest": frozenset(
+        {
+            "text",
+            "chat.messages.role",
+            "chat.messages.content",
+            "chat.omit_generation_prompt",
+            "omit_special_tokens",
+        }
+    ),
+    "LoadAdapterRequest": frozenset({"adapter_id", "pin"}),
+    "UnloadAdapterRequest": frozenset({"adapter_id"}),
+    "GetAdapterRequest": frozenset({"adapter_id"}),
+    "ListAdaptersRequest": frozenset({"include_unloaded", "page_size", "page_token", "prefix", "state"}),
+    "WatchLoadRequest": frozenset({"min_interval_s"}),
+    "GetInfoRequest": frozenset(),
+    "GetLoadRequest": frozenset(),
+}
+
+# What the wire has and this version refuses, with what to do instead. A path stands for everything below it.
+NOT_BUILT: Final[dict[str, dict[str, str]]] = {
+    "GenerateRequest": {
+        "adapters": "mixtures of adapters are not served; name one adapter in `adapter_id`",
+    },
+}
+
+
+def parse(cls: type[M], raw: bytes) -> M:
+    """Raises InvalidArgument for bytes that are not such a message."""
+    try:
+        return cls.FromString(raw)
+    except DecodeError as error:
+        name = cls.DESCRIPTOR.full_name
+        raise InvalidArgument(f"the request's bytes are not a {name}; use the published .proto files") from error
+
+
+def refuse_unhandled(request: Message) -> None:
+    """Raises Unimplemented for a field that is set and that this version does not act on."""
+    handled, not_built = HANDLED[request.DESCRIPTOR.name], NOT_BUILT.get(request.DESCRIPTOR.name, {})
+    for path in set_paths(request, "", not_built):
+        if path in not_built:
+            raise _not_built(path, not_built)
+        if path not in handled:
+            raise _unknown(path)
+    refuse_unknown(request)
+
+
+def refuse_unknown(request: Message) -> None:
+    """Raises Unimplemented for a field whose number this version does not know."""
+    known = type(request)()
+    known.CopyFrom(request)
+    known.DiscardUnknownFields()
+    num_bytes = request.ByteSize() - known.ByteSize()
+    if num_bytes > MAX_UNKNOWN_BYTES:  # a look at each would take seconds
+        raise Unimplemented(
+            f"{num_bytes} bytes of the request are fields that are not known to this version of the server; leave them "
+            "out"
+        )
+    if num_bytes:
+        raise _unknown(next(_unknown_paths(request, "")))
+
+
+def _not_built(path: str, table: dict[str, str]) -> Unimplemented:
+    return Unimplemented(f"`{path}` is not available in this version: {table[path]}", field=path)
+
+
+def _unknown(path: str) -> Unimplemented:
+    return Unimplemented(f"`{path}` is not known to this version of the server; leave it out", field=path)
+
+
+def set_paths(message: Message, prefix: str, stop_at: dict[str, str]) -> Iterator[str]:
+    """The dotted path of every leaf that is set."""
+    for field, value in message.ListFields():
+        path = prefix + field.name
+        if not _is_message(field) or path in stop_at:
+            yield path
+            continue
+        for one in _values(field, value):
+            yield from set_paths(one, path + ".", stop_at)
+
+
+def _unknown_paths(message: Message, prefix: str) -> Iterator[str]:
+    """The dotted path of every field whose number this version does not know."""
+    for field, value in message.ListFields():
+        if _is_message(field):
+            for one in _values(field, value):
+                yield from _unknown_paths(one, f"{prefix}{field.name}.")
+    for unknown in UnknownFieldSet(message):
+        yield f"{prefix}#{unknown.field_number}"
+
+
+def _is_message(field: FieldDescriptor) -> bool:
+    """Or several; neither a scalar nor a map."""
+    return field.message_type is not None and not field.message_type.GetOptions().map_entry
+
+
+def _values(field: FieldDescriptor, value: Any) -> Any:
+    return [value] if field.has_presence else value  # of messages, only repeated ones have no presence
 
 
 # --- values that no model takes -------------------------------------------------------------------------------------
@@ -91,10 +239,10 @@ _RULES: Final = (
 
 def check_generate(request: inference_pb2.GenerateRequest) -> None:
     """Everything that can be said without the model. Raises InvalidArgument or Unimplemented with the field's path."""
-    if request.adapter_id and request.adapters:
-        raise InvalidArgument("give `adapter_id` or `adapters`, not both", field="adapters")
+    _refuse_mixture(request)
     _check_counts(request)
-    refuse_what_is_not_acted_on(request)
+    refuse_unhandled(request)
+    _check_names(request)
     kind = request.WhichOneof("input")
     if kind is None:
         raise InvalidArgument("the request has no prompt: set `text`, `token_ids` or `chat`", field="input")
@@ -102,17 +250,43 @@ def check_generate(request: inference_pb2.GenerateRequest) -> None:
         raise InvalidArgument("`token_ids.ids` is empty: give at least one token", field="token_ids.ids")
     if kind == "chat":
         _check_chat(request.chat)
-    if request.adapter_id:
-        check_adapter_id(request.adapter_id)
-    for name in ("request_id", "cache_salt"):
-        value: str = getattr(request, name)
-        if value:
-            check_id(value, field=name)
+    if request.cache_salt:
+        check_id(request.cache_salt, field="cache_salt")
     for rule in _RULES:
         _check_rule(request, rule)
     _check_stopping(request.stopping)
     _check_sampling(request.sampling)
     _check_speculation(request.speculation)
+
+
+def check_names(request: inference_pb2.GenerateRequest) -> None:
+    """The part that a router checks: the names that it authorizes, routes and logs by. Mixtures and unknown fields are
+    refused, because they could name adapters unseen. Raises InvalidArgument or Unimplemented with the field's path."""
+    _refuse_mixture(request)
+    refuse_unknown(request)
+    _check_names(request)
+
+
+def _refuse_mixture(request: inference_pb2.GenerateRequest) -> None:
+    if request.adapters and request.adapter_id:
+        raise InvalidArgument("give `adapter_id` or `adapters`, not both", field="adapters")
+    if request.adapters:
+        raise _not_built("adapters", NOT_BUILT["GenerateRequest"])
+
+
+def _check_names(request: inference_pb2.GenerateRequest) -> None:
+    if request.adapter_id:
+        check_adapter_id(request.adapter_id)
+    if medusa_id := request.speculation.medusa.adapter_id:
+        check_adapter_id(medusa_id, field="speculation.medusa.adapter_id")
+    if request.request_id:
+        check_id(request.request_id, field="request_id")
+
+
+def adapters_in(request: inference_pb2.GenerateRequest) -> tuple[str, ...]:
+    """Every adapter that a request names, anywhere in it, each once."""
+    names = [request.adapter_id, *(one.id for one in request.adapters), request.speculation.medusa.adapter_id]
+    return tuple(dict.fromkeys(name for name in names if name))
 
 
 def _check_counts(request: inference_pb2.GenerateRequest) -> None:
@@ -208,8 +382,6 @@ def _check_speculation(speculation: inference_pb2.Speculation) -> None:
                     "`speculation.off` drafts nothing and `speculation.fixed_length` always: leave one of them out",
                     field="speculation.fixed_length",
                 )
-        case "medusa" if speculation.medusa.adapter_id:
-            check_adapter_id(speculation.medusa.adapter_id, field="speculation.medusa.adapter_id")
         case "prompt_lookup":
             _check_ngram(speculation.prompt_lookup)
         case "draft_model" if speculation.draft_model.name:
@@ -237,7 +409,7 @@ def _check_ngram(lookup: inference_pb2.PromptLookupSpeculation) -> None:
 def check_tokenize(request: inference_pb2.TokenizeRequest) -> None:
     """Raises InvalidArgument or Unimplemented with the field's path."""
     _check_num_messages(request.chat)
-    refuse_what_is_not_acted_on(request)
+    refuse_unhandled(request)
     kind = request.WhichOneof("input")
     if kind is None:
         raise InvalidArgument("the request has nothing to tokenize: set `text` or `chat`", field="input")
@@ -253,7 +425,7 @@ def check_tokenize(request: inference_pb2.TokenizeRequest) -> None:
 
 def check_adapter_request(request: AdapterRequest) -> None:
     """A request that names one adapter. Raises InvalidAdapterId or Unimplemented."""
-    refuse_what_is_not_acted_on(request)
+    refuse_unhandled(request)
     if not request.adapter_id:
         raise InvalidAdapterId("`adapter_id` is empty: name the adapter", field="adapter_id")
     check_adapter_id(request.adapter_id)
@@ -261,18 +433,18 @@ def check_adapter_request(request: AdapterRequest) -> None:
 
 def check_list_adapters(request: adapter_pb2.ListAdaptersRequest) -> ListQuery:
     """What it asks for. Raises InvalidArgument or Unimplemented with the field."""
-    refuse_what_is_not_acted_on(request)
+    refuse_unhandled(request)
     return list_query(request)
 
 
 def check_bare(request: inference_pb2.GetInfoRequest | worker_pb2.GetLoadRequest) -> None:
     """A request that asks without saying anything. Raises Unimplemented where it does say something."""
-    refuse_what_is_not_acted_on(request)
+    refuse_unhandled(request)
 
 
 def check_watch_load(request: worker_pb2.WatchLoadRequest) -> None:
-    """Raises InvalidArgument for an interval that is no number of seconds."""
-    refuse_what_is_not_acted_on(request)
+    """Raises InvalidArgument for an interval that is not a number of seconds from 0 to 60."""
+    refuse_unhandled(request)
     interval_s = request.min_interval_s
     if not (math.isfinite(interval_s) and 0 <= interval_s <= MAX_WATCH_INTERVAL_S):
         raise InvalidArgument(

@@ -15,8 +15,7 @@ from typing import Any
 from loraplex_contracts.errors import AdapterNotFound, Draining
 from loraplex_proto.paging import ListQuery
 from loraplex_proto.v1 import adapter_pb2
-from loraplex_proto.validate import check_adapter_request, check_list_adapters
-from loraplex_proto.wire import parse
+from loraplex_proto.validate import check_adapter_request, check_list_adapters, parse
 from loraplex_router.calls import Call, Calls
 from loraplex_router.config import PolicyConfig
 from loraplex_router.listing import MergedListing

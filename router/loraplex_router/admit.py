@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from loraplex_proto.v1 import inference_pb2
-from loraplex_proto.validate import check_generate
-from loraplex_proto.wire import parse
+from loraplex_proto.validate import check_generate, parse
 from loraplex_runtime.auth import Identity, adapters_in
 
 # Text is not tokenized here; most tokenizers make about one token of four bytes.

@@ -14,8 +14,7 @@ from typing import Any, Final, TypeVar
 
 from loraplex_contracts.errors import LoraplexError, NoWorker, Overloaded
 from loraplex_proto.v1 import inference_pb2
-from loraplex_proto.validate import check_bare, check_tokenize
-from loraplex_proto.wire import parse
+from loraplex_proto.validate import check_bare, check_tokenize, parse
 from loraplex_router.admit import Admitted, admit_generate
 from loraplex_router.calls import Call, Calls
 from loraplex_router.config import RouterConfig

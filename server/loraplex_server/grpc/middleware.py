@@ -24,7 +24,7 @@ from google.protobuf.message_factory import GetMessageClass
 from loraplex_contracts.errors import Draining, InvalidArgument, LoraplexError
 from loraplex_contracts.ids import MAX_ID_CHARS
 from loraplex_proto import status
-from loraplex_proto.wire import parse
+from loraplex_proto.validate import parse
 from loraplex_runtime import auth, telemetry
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ import pytest
 
 from loraplex_contracts.errors import AdapterNotFound, InvalidAdapterId, InvalidArgument
 from loraplex_proto.v1 import inference_pb2
-from loraplex_proto.wire import parse
+from loraplex_proto.validate import parse
 from loraplex_router.admit import admit_generate
 from loraplex_runtime.auth import EVERYBODY, Identity
 
