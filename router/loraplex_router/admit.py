@@ -1,6 +1,6 @@
-"""A request as the router needs it: parsed once, checked, with an id, and with an estimate of its work.
+"""Admission of generate requests: their names checked, an id, an estimate of their work.
 
-Pure. Knows nothing of workers or connections.
+Reads what routing and admission need and leaves the rest to the worker, which validates the message in full. Pure.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from loraplex_proto.v1 import inference_pb2
-from loraplex_proto.validate import check_generate, parse
-from loraplex_runtime.auth import Identity, adapters_in
+from loraplex_proto.validate import MAX_CHAT_MESSAGES, MAX_COMPLETIONS, adapters_in, check_names, parse
+from loraplex_runtime.auth import Identity
 
 # Text is not tokenized here; most tokenizers make about one token of four bytes.
 BYTES_PER_TOKEN: Final = 4
@@ -38,9 +38,9 @@ class Admitted:
 
 
 def admit_generate(raw: bytes, identity: Identity, max_context_tokens: int) -> Admitted:
-    """Raises what `check_generate` raises, and AdapterNotFound for adapters that are not this tenant's."""
+    """Raises what `check_names` raises, and AdapterNotFound for adapters that are not this tenant's."""
     request = parse(inference_pb2.GenerateRequest, raw)
-    check_generate(request)
+    check_names(request)
     adapter_ids = adapters_in(request)
     identity.check_adapters(adapter_ids)
     request_id = request.request_id
@@ -56,7 +56,7 @@ def admit_generate(raw: bytes, identity: Identity, max_context_tokens: int) -> A
         request_id=request_id,
         adapter_ids=adapter_ids,
         num_prompt_tokens=num_prompt_tokens,
-        num_output_tokens=min(wanted, room) * max(1, request.n),
+        num_output_tokens=min(wanted, room) * min(max(1, request.n), MAX_COMPLETIONS),
         shows_tokens=not request.output.omit_token_ids,
         adapter_id=request.adapter_id,
         priority=request.priority,
@@ -73,7 +73,7 @@ def _num_prompt_tokens(request: inference_pb2.GenerateRequest) -> int:
         case "token_ids":
             return len(request.token_ids.ids)
         case "chat":
-            num_chars = sum(len(message.content) for message in request.chat.messages)
+            num_chars = sum(len(message.content) for message in request.chat.messages[:MAX_CHAT_MESSAGES])
         case _:
             num_chars = len(request.text)
     return num_chars // BYTES_PER_TOKEN + 1

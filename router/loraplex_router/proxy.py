@@ -14,7 +14,6 @@ from typing import Any, Final, TypeVar
 
 from loraplex_contracts.errors import LoraplexError, NoWorker, Overloaded
 from loraplex_proto.v1 import inference_pb2
-from loraplex_proto.validate import check_bare, check_tokenize, parse
 from loraplex_router.admit import Admitted, admit_generate
 from loraplex_router.calls import Call, Calls
 from loraplex_router.config import RouterConfig
@@ -105,14 +104,12 @@ class Proxy:
 
     async def tokenize(self, raw: bytes, context: Any) -> bytes:
         async def body(call: Call) -> bytes:
-            check_tokenize(parse(inference_pb2.TokenizeRequest, raw))
             return await self._ask_any(call, "Tokenize", raw)
 
         return await self._calls.run("Tokenize", context, body)
 
     async def get_info(self, raw: bytes, context: Any) -> bytes:
         async def body(call: Call) -> bytes:
-            check_bare(parse(inference_pb2.GetInfoRequest, raw))
             answer = inference_pb2.GetInfoResponse.FromString(await self._ask_any(call, "GetInfo", raw))
             answer.role = "router"
             return answer.SerializeToString()

@@ -11,7 +11,7 @@ How to use it in a server:
     files.start()
     ...
     identity = current_identity()              # inside any handler, with or without a credentials file
-    identity.check_adapters(adapters_in(request))   # raises AdapterNotFound, before anything is looked up
+    identity.check_adapters(adapter_ids)       # raises AdapterNotFound, before anything is looked up
 
 Owns the file's format, the table of methods and the names of the metadata. Knows nothing of adapters' files.
 """
@@ -36,7 +36,6 @@ import grpc.aio
 from loraplex_contracts.errors import AdapterNotFound, InvalidArgument, LoraplexError, PermissionDenied, Unauthenticated
 from loraplex_contracts.ids import check_id
 from loraplex_proto.status import refusing
-from loraplex_proto.v1 import inference_pb2
 from loraplex_runtime.reload import Reloader, read_file
 
 AUTHORIZATION_KEY: Final = "authorization"
@@ -122,12 +121,6 @@ def adapter_not_found(adapter_id: str) -> AdapterNotFound:
         field="adapter_id",
         resource=adapter_id,
     )
-
-
-def adapters_in(request: inference_pb2.GenerateRequest) -> tuple[str, ...]:
-    """Every adapter that a request names, anywhere in it, each once."""
-    names = [request.adapter_id, *(one.id for one in request.adapters), request.speculation.medusa.adapter_id]
-    return tuple(dict.fromkeys(name for name in names if name))
 
 
 # --- credentials ----------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import grpc
 import grpc.aio
 
 from loraplex_contracts.errors import AdapterNotFound, LoraplexError
+from loraplex_proto import validate
 from loraplex_proto.paging import ListQuery, Page, list_query
 from loraplex_proto.status import abort
 from loraplex_proto.v1 import adapter_pb2, inference_pb2, worker_pb2
@@ -65,6 +66,16 @@ def fails(error: LoraplexError, after: int = 0) -> Stream:
         await abort(context, error)
 
     return stream
+
+
+async def _checked(cls: Any, check: Callable[[Any], None], raw: bytes, context: Any) -> Any:
+    """The request, validated as a worker validates it."""
+    try:
+        request = validate.parse(cls, raw)
+        check(request)
+    except LoraplexError as error:
+        await abort(context, error)
+    return request
 
 
 class FakeWorker:
@@ -156,22 +167,22 @@ class FakeWorker:
     def requests(self) -> list[Generate]:
         return [Generate.FromString(raw) for raw in self.raw_requests]
 
-    def _record(self, raw: bytes, context: Any) -> Generate:
+    async def _record(self, raw: bytes, context: Any) -> Generate:
         self.raw_requests.append(raw)
         self.metadata.append(dict(context.invocation_metadata()))
         self.remaining_s.append(context.time_remaining())
         self.started.set()
-        return Generate.FromString(raw)
+        return await _checked(Generate, validate.check_generate, raw, context)
 
     async def _generate(self, raw: bytes, context: Any) -> bytes:
-        request = self._record(raw, context)
+        request = await self._record(raw, context)
         try:
             return await self.unary(request, context)
         finally:
             self._end()
 
     async def _generate_stream(self, raw: bytes, context: Any) -> None:
-        request = self._record(raw, context)
+        request = await self._record(raw, context)
         try:
             async with contextlib.aclosing(self.stream(request, context)) as messages:  # type: ignore[type-var]
                 async for message in messages:
@@ -185,10 +196,11 @@ class FakeWorker:
 
     async def _tokenize(self, raw: bytes, context: Any) -> bytes:
         self.calls.append("Tokenize")
-        text = inference_pb2.TokenizeRequest.FromString(raw).text
-        return inference_pb2.TokenizeResponse(token_ids=text.encode()).SerializeToString()
+        request = await _checked(inference_pb2.TokenizeRequest, validate.check_tokenize, raw, context)
+        return inference_pb2.TokenizeResponse(token_ids=request.text.encode()).SerializeToString()
 
     async def _get_info(self, raw: bytes, context: Any) -> bytes:
+        await _checked(inference_pb2.GetInfoRequest, validate.check_bare, raw, context)
         answer = inference_pb2.GetInfoResponse(**self.info, role="worker", max_context_tokens=2048, vocab_size=256)
         return answer.SerializeToString()
 

@@ -19,7 +19,6 @@ from loraplex_contracts.request import Request
 from loraplex_contracts.sampling import TokenizerView
 from loraplex_proto import validate
 from loraplex_proto.v1 import inference_pb2, inference_pb2_grpc
-from loraplex_runtime import auth
 from loraplex_runtime.deadlines import answer_within_s
 from loraplex_server.engine.client import EngineClient
 from loraplex_server.engine.messages import ModelInfo
@@ -150,7 +149,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         arrival_s, remaining_s = time.monotonic(), _remaining_s(context)
         async with _within(remaining_s):
             await self._tokenizing.off_loop(num_ids, partial(validate.check_for_model, message, self._limits))
-            identity = self._edge.admit(*auth.adapters_in(message))
+            identity = self._edge.admit(*validate.adapters_in(message))
             self._refuse_early(message, identity.tenant, remaining_s)
             prompt = await self._prompt(message)
             validate.check_prompt_length(len(prompt), self._limits)

@@ -350,6 +350,16 @@ def test_ordinary_adapter_ids_pass(adapter_id: str) -> None:
     assert validate.check_adapter_id(adapter_id) == adapter_id
 
 
+def test_every_adapter_in_a_request_is_found() -> None:
+    request = GenerateRequest(
+        adapter_id="a",
+        adapters=[{"id": "b", "weight": 1}, {"id": "a", "weight": 1}],
+        speculation={"medusa": {"adapter_id": "c"}},
+    )
+    assert validate.adapters_in(request) == ("a", "b", "c")
+    assert validate.adapters_in(GenerateRequest(text="x")) == ()
+
+
 def test_adapter_requests_need_a_name() -> None:
     for cls in (adapter_pb2.LoadAdapterRequest, adapter_pb2.UnloadAdapterRequest, adapter_pb2.GetAdapterRequest):
         with pytest.raises(InvalidAdapterId):

@@ -28,7 +28,6 @@ from loraplex_runtime.auth import (
     Identity,
     ServerInterceptor,
     adapter_not_found,
-    adapters_in,
     current_identity,
     load_credentials,
     one_router,
@@ -174,16 +173,6 @@ def test_everybody_may_everything() -> None:
     assert EVERYBODY.tenant == DEFAULT_TENANT
     assert EVERYBODY.may_use("org/anything")
     assert current_identity() is EVERYBODY
-
-
-def test_every_adapter_in_a_request_is_found() -> None:
-    request = inference_pb2.GenerateRequest(
-        adapter_id="a",
-        adapters=[{"id": "b", "weight": 1}, {"id": "a", "weight": 1}],
-        speculation={"medusa": {"adapter_id": "c"}},
-    )
-    assert adapters_in(request) == ("a", "b", "c")
-    assert adapters_in(inference_pb2.GenerateRequest(text="x")) == ()
 
 
 # --- the file ---------------------------------------------------------------------------------------------------------
