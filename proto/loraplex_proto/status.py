@@ -155,10 +155,11 @@ def from_rpc_error(error: grpc.RpcError) -> LoraplexError:
     words = call.details() or ""
     status = _status_in(call.trailing_metadata() or ())
     if status is None or status.code != code:
-        if (error := from_transport(code, words)) is None:
+        own = from_transport(code, words)
+        if own is None:
             return _foreign(code, words, reason="")
-        error.metadata |= {"grpc_code": code.name, "grpc_message": words}
-        return error
+        own.metadata |= {"grpc_code": code.name, "grpc_message": words}
+        return own
     return from_status(status)
 
 
