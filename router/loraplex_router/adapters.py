@@ -1,39 +1,49 @@
-"""AdapterService of the router: every call becomes one at each worker concerned, the answers become rows.
+"""AdapterService of the router: each call is put to all workers concerned, and their answers are merged.
 
-A load goes to the adapter's home workers and to whoever has the name already, an unload to all, a listing shows a row
-per worker. Owns nothing: workers own the adapters' life.
+A load goes to the adapter's home workers and to those that have bound the name already, an unload to all; a listing
+shows a row per worker. A page of a listing is asked for by the adapter before it, so that a worker that comes or goes
+between two pages neither breaks a token nor repeats an adapter. Owns nothing but the turns in which pages are put
+together; workers own the adapters' life.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from operator import attrgetter
+from typing import TypeVar
 
-from loraplex_contracts.errors import AdapterNotFound, Draining
-from loraplex_proto.paging import ListQuery
+from loraplex_contracts.errors import AdapterNotFound, Draining, Internal
+from loraplex_proto.paging import MAX_PAGE_SIZE, ListQuery, Page, last_of_page, visible_part
 from loraplex_proto.v1 import adapter_pb2
-from loraplex_proto.validate import check_adapter_request, check_list_adapters, parse
-from loraplex_router.calls import Call, Calls
+from loraplex_proto.validate import AdapterRequest, check_adapter_request, check_list_adapters, parse
+from loraplex_router.calls import Call
 from loraplex_router.config import PolicyConfig
-from loraplex_router.listing import MergedListing
 from loraplex_router.policy import rendezvous_order, routing_key
-from loraplex_router.proxy import no_worker
 from loraplex_router.replicas import Replicas
 from loraplex_router.upstream import ADAPTERS, FailureKind, Upstream, UpstreamFailure
-from loraplex_runtime.auth import current_identity
+from loraplex_runtime.auth import Identity, current_identity
 
 log = logging.getLogger(__name__)
+
+Response = adapter_pb2.ListAdaptersResponse
+Ask = Callable[[ListQuery], Awaitable[Sequence[Response]]]
+Named = TypeVar("Named", bound=AdapterRequest)
+
+# Of all workers together, asked for at once: reading them takes the event loop some milliseconds.
+MAX_ROWS = 1000
+MIN_PAGE_SIZE = 50
 
 
 @dataclass(slots=True)
 class Answers:
-    """What several workers said to one question."""
+    """What several workers said to one question. Every response of AdapterService is a list of rows in field 1, so one
+    class of message reads and writes them all; one of ListAdapters has a token too."""
 
-    # Every response of this service is a list of rows in field 1, and one of ListAdapters has a token too.
-    responses: list[adapter_pb2.ListAdaptersResponse] = field(default_factory=list[adapter_pb2.ListAdaptersResponse])
+    responses: list[Response] = field(default_factory=list[Response])
     failures: list[UpstreamFailure] = field(default_factory=list[UpstreamFailure])
 
     @property
@@ -44,8 +54,11 @@ class Answers:
     def rows(self) -> list[adapter_pb2.Adapter]:
         return [row for response in self.responses for row in response.adapters]
 
+    def serialized(self) -> bytes:
+        return Response(adapters=self.rows).SerializeToString()
+
     def raise_unless_answered(self) -> None:
-        """When nobody did it: what the workers said, a verdict on the adapter before a worker that is not there."""
+        """Where no worker has: what they said, a verdict on the adapter before a worker that is not there."""
         if not self.num_answered and self.failures:
             raise min(self.failures, key=lambda failure: failure.kind is not FailureKind.ANSWERED)
 
@@ -53,82 +66,59 @@ class Answers:
 class AdapterFanOut:
     """The handlers of loraplex.v1.AdapterService, from bytes to bytes."""
 
-    def __init__(
-        self, policy: PolicyConfig, replicas: Replicas, upstreams: Mapping[str, Upstream], calls: Calls
-    ) -> None:
+    def __init__(self, policy: PolicyConfig, replicas: Replicas, upstreams: Mapping[str, Upstream]) -> None:
         self._policy = policy
         self._replicas = replicas
         self._upstreams = upstreams
-        self._calls = calls
         self._listing = MergedListing()
 
-    async def load(self, raw: bytes, context: Any) -> bytes:
-        async def body(call: Call) -> bytes:
-            request = self._checked(adapter_pb2.LoadAdapterRequest, raw)
-            holders = await self._holders(call, request.adapter_id)
-            answers = await self._load_at_homes(call, request.adapter_id, raw)
-            answers.raise_unless_answered()
-            asked = {row.worker for row in answers.rows} | {failure.worker_id for failure in answers.failures}
-            await self._ask(call, "LoadAdapter", raw, [one for one in holders if one not in asked], answers)
-            for failure in answers.failures:
-                # Its name would stay bound to what the files were before, and requests do reach it.
-                if failure.worker_id in holders and not isinstance(failure.typed, Draining):
-                    raise failure
-            return adapter_pb2.LoadAdapterResponse(adapters=answers.rows).SerializeToString()
+    async def load(self, call: Call, raw: bytes) -> bytes:
+        adapter_id = _named(adapter_pb2.LoadAdapterRequest, raw)
+        holders = await self._holders(call, adapter_id)
+        answers = await self._load_at_homes(call, adapter_id, raw)
+        answers.raise_unless_answered()
+        asked = {row.worker for row in answers.rows} | {failure.worker_id for failure in answers.failures}
+        await self._ask(call, raw, [one for one in holders if one not in asked], into=answers)
+        for failure in answers.failures:
+            # Its name would stay bound to what the files were before, and requests do reach it.
+            if failure.worker_id in holders and not isinstance(failure.typed, Draining):
+                raise failure
+        return answers.serialized()
 
-        return await self._calls.run("LoadAdapter", context, body)
+    async def unload(self, call: Call, raw: bytes) -> bytes:
+        _named(adapter_pb2.UnloadAdapterRequest, raw)
+        answers = await self._ask_all(call, raw)
+        for failure in answers.failures:
+            # Not having it is as good as having unloaded it, and so is going; anything else leaves it somewhere.
+            if not isinstance(failure.typed, (AdapterNotFound, Draining)):
+                raise failure
+        return answers.serialized()
 
-    async def unload(self, raw: bytes, context: Any) -> bytes:
-        async def body(call: Call) -> bytes:
-            self._checked(adapter_pb2.UnloadAdapterRequest, raw)
-            answers = await self._ask(call, "UnloadAdapter", raw, self._routable())
-            answers.raise_unless_answered()
-            for failure in answers.failures:
-                # Not having it is as good as having unloaded it, and so is going; anything else leaves it somewhere.
-                if not isinstance(failure.typed, (AdapterNotFound, Draining)):
-                    raise failure
-            return adapter_pb2.UnloadAdapterResponse(adapters=answers.rows).SerializeToString()
+    async def get(self, call: Call, raw: bytes) -> bytes:
+        _named(adapter_pb2.GetAdapterRequest, raw)
+        return (await self._ask_all(call, raw)).serialized()
 
-        return await self._calls.run("UnloadAdapter", context, body)
+    async def list(self, call: Call, raw: bytes) -> bytes:
+        query = check_list_adapters(parse(adapter_pb2.ListAdaptersRequest, raw))
 
-    async def get(self, raw: bytes, context: Any) -> bytes:
-        async def body(call: Call) -> bytes:
-            self._checked(adapter_pb2.GetAdapterRequest, raw)
-            answers = await self._ask(call, "GetAdapter", raw, self._routable())
-            answers.raise_unless_answered()
-            return adapter_pb2.GetAdapterResponse(adapters=answers.rows).SerializeToString()
+        async def ask(part: ListQuery) -> Sequence[Response]:
+            return (await self._ask_all(call, part.request().SerializeToString())).responses
 
-        return await self._calls.run("GetAdapter", context, body)
-
-    async def list(self, raw: bytes, context: Any) -> bytes:
-        async def body(call: Call) -> bytes:
-            query = check_list_adapters(parse(adapter_pb2.ListAdaptersRequest, raw))
-
-            async def ask(part: ListQuery) -> Sequence[adapter_pb2.ListAdaptersResponse]:
-                request = part.request().SerializeToString()
-                answers = await self._ask(call, "ListAdapters", request, self._routable())
-                answers.raise_unless_answered()
-                return answers.responses
-
-            page = await self._listing.page(query, current_identity(), self._replicas.num_routable, ask)
-            return page.SerializeToString()
-
-        return await self._calls.run("ListAdapters", context, body)
-
-    def _checked(self, cls: Callable[..., Any], raw: bytes) -> Any:
-        """A request that names one adapter, which the caller may use."""
-        request = parse(cls, raw)  # pyright: ignore[reportArgumentType]
-        check_adapter_request(request)
-        current_identity().check_adapters([request.adapter_id])
-        return request
+        page = await self._listing.page(query, current_identity(), self._replicas.num_routable, ask)
+        return page.SerializeToString()
 
     def _routable(self) -> list[str]:
-        """Whom a request could reach: what a worker that drains has loaded concerns nobody any more. Raises NoWorker
-        rather than answering for nobody."""
+        """The workers that a request could reach, draining ones excluded. Raises NoWorker where there are none."""
         workers = [view.worker_id for view in self._replicas.views()]
         if not workers:
-            raise no_worker(self._replicas)
+            raise self._replicas.no_worker()
         return workers
+
+    async def _ask_all(self, call: Call, raw: bytes) -> Answers:
+        """Raises a worker's failure where none has answered."""
+        answers = await self._ask(call, raw, self._routable())
+        answers.raise_unless_answered()
+        return answers
 
     async def _holders(self, call: Call, adapter_id: str) -> list[str]:
         """The workers that have bound the name, homes or not: requests spill over when an adapter is in demand.
@@ -137,7 +127,7 @@ class AdapterFanOut:
         the worker does not answer. Raises what a worker said that can tell us nothing of the name."""
         views = {view.worker_id: view for view in self._replicas.views()}
         question = adapter_pb2.GetAdapterRequest(adapter_id=adapter_id).SerializeToString()
-        answers = await self._ask(call, "GetAdapter", question, list(views))
+        answers = await self._ask(call, question, list(views), method="GetAdapter")
         for failure in answers.failures:
             if failure.kind is FailureKind.ANSWERED and not isinstance(failure.typed, AdapterNotFound):
                 raise failure
@@ -147,31 +137,27 @@ class AdapterFanOut:
 
     async def _load_at_homes(self, call: Call, adapter_id: str, raw: bytes) -> Answers:
         """As many workers as an adapter has homes; whoever is next takes the place of one that is not there."""
-        order = rendezvous_order(routing_key([adapter_id]), [view.worker_id for view in self._replicas.views()])
-        if not order:
-            raise no_worker(self._replicas)
+        order = rendezvous_order(routing_key([adapter_id]), self._routable())
         wanted = min(self._policy.num_homes, len(order))
         answers = Answers()
         while order and answers.num_answered < wanted:
             missing = wanted - answers.num_answered
             batch, order = order[:missing], order[missing:]
-            await self._ask(call, "LoadAdapter", raw, batch, answers)
+            await self._ask(call, raw, batch, into=answers)
             if any(failure.kind is FailureKind.ANSWERED for failure in answers.failures):
                 break  # about the adapter itself: the next worker would say the same
         return answers
 
     async def _ask(
-        self, call: Call, method: str, raw: bytes, worker_ids: Sequence[str], into: Answers | None = None
+        self, call: Call, raw: bytes, worker_ids: Sequence[str], *, method: str = "", into: Answers | None = None
     ) -> Answers:
-        """Asks all of them at once; a worker that fails leaves the others' answers as they are."""
+        """Asks all of them at once, by default what the client asks for; a worker that fails leaves the others' answers
+        as they are."""
         answers = into or Answers()
-        metadata = call.context.invocation_metadata()
-        timeout_s = call.remaining_s()
+        method = method or call.method
 
         async def ask(worker_id: str) -> bytes:
-            upstream = self._upstreams[worker_id]
-            credentials = upstream.credentials.metadata(current_identity().tenant, metadata)
-            return await upstream.ask(f"/{ADAPTERS}/{method}", raw, timeout_s, credentials)
+            return await call.ask(self._upstreams[worker_id], f"/{ADAPTERS}/{method}", raw)
 
         results = await asyncio.gather(*map(ask, worker_ids), return_exceptions=True)
         for worker_id, result in zip(worker_ids, results, strict=True):
@@ -181,13 +167,69 @@ class AdapterFanOut:
             elif isinstance(result, BaseException):
                 raise result
             else:
-                response = adapter_pb2.ListAdaptersResponse.FromString(result)
+                response = Response.FromString(result)
                 for row in response.adapters:
                     row.worker = worker_id
                 answers.responses.append(response)
         return answers
 
 
+def _named(cls: type[Named], raw: bytes) -> str:
+    """The adapter that a request names and that the caller may use. Raises what the checks raise."""
+    request = parse(cls, raw)
+    check_adapter_request(request)
+    current_identity().check_adapters([request.adapter_id])
+    return request.adapter_id
+
+
 def _is_bound(row: adapter_pb2.Adapter) -> bool:
     """Whether the worker has the name for something, be it a failure; not only files of that name in its source."""
     return row.state != adapter_pb2.ADAPTER_STATE_KNOWN or row.tier != adapter_pb2.ADAPTER_TIER_SOURCE
+
+
+class MergedListing:
+    """Pages for clients."""
+
+    def __init__(self, max_rows: int = MAX_ROWS, min_page_size: int = MIN_PAGE_SIZE) -> None:
+        self._max_rows = max_rows
+        self._min_page_size = min_page_size
+        self._turn = asyncio.Semaphore()
+
+    async def page(self, query: ListQuery, identity: Identity, num_workers: int, ask: Ask) -> Response:
+        """The page that the client asked for. `ask` puts a query to all workers. Raises ListingTooLarge."""
+        page = Page(query)
+        part = visible_part(query, identity.adapters)
+        if part is None:
+            return page.response
+        max_size = min(MAX_PAGE_SIZE, max(self._min_page_size, self._max_rows // max(1, num_workers)))
+        # One more than fits on the page, because it has a token only if another adapter follows.
+        size = min(query.page_size + 1, max_size) if query.page_size else max_size
+        while True:
+            part = replace(part, page_size=size)
+            responses = await ask(part)
+            async with self._turn:
+                end = _common_end(part, responses)
+                for adapter_id, rows in _by_adapter(responses, end):
+                    if identity.may_use(adapter_id) and not page.add(adapter_id, rows):
+                        return page.response
+                await asyncio.sleep(0)  # others have theirs, however many listings there are
+            if end is None:
+                return page.response
+            part, size = replace(part, after=end), max_size
+
+
+def _common_end(part: ListQuery, responses: Sequence[Response]) -> str | None:
+    """The adapter up to which every worker has said all; None where nobody has more to say."""
+    ends = [last_of_page(part, response.next_page_token) for response in responses if response.next_page_token]
+    end = min(ends, default=None)
+    if end is not None and end <= part.after:
+        raise Internal("a worker's listing does not go on; see that workers and router have the same version")
+    return end
+
+
+def _by_adapter(responses: Sequence[Response], end: str | None) -> Iterator[tuple[str, list[adapter_pb2.Adapter]]]:
+    """In order of adapters, and for each in order of workers; a worker's own order stays."""
+    rows = [row for response in responses for row in response.adapters if end is None or row.adapter_id <= end]
+    rows.sort(key=attrgetter("adapter_id", "worker"))
+    for adapter_id, of_one in groupby(rows, key=attrgetter("adapter_id")):
+        yield adapter_id, list(of_one)

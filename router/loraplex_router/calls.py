@@ -1,4 +1,4 @@
-"""What every call on the router's port goes through: a limit, an id, its end as a typed error, a line in the metrics.
+"""Calls on the router's port: a limit, a typed error at the end, metrics, the drain.
 
 `Calls` owns the list of calls that are under way. Knows nothing of what a call does.
 """
@@ -19,7 +19,8 @@ import grpc.aio
 from loraplex_contracts.errors import Code, DeadlineExceeded, Draining, LoraplexError, QueueFull
 from loraplex_proto.status import abort, as_typed
 from loraplex_router.metrics import RouterMetrics
-from loraplex_router.upstream import UpstreamFailure
+from loraplex_router.upstream import Metadata, Upstream, UpstreamFailure
+from loraplex_runtime.auth import current_identity
 from loraplex_runtime.deadlines import answer_within_s
 
 log = logging.getLogger(__name__)
@@ -37,11 +38,22 @@ class Call:
     method: str
     context: Any
     task: asyncio.Task[Any]
-    started_s: float
+    started_s: float = field(default_factory=time.monotonic)
     request_id: str = ""
     num_messages_sent: int = 0
     num_tokens_sent: int | None = 0  # None where the answer does not show them
     is_cut_off: bool = False
+
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self.started_s
+
+    def metadata_for(self, upstream: Upstream) -> Metadata:
+        """What this call tells a worker beside its request."""
+        return upstream.credentials.metadata(current_identity().tenant, self.context.invocation_metadata())
+
+    async def ask(self, upstream: Upstream, path: str, raw: bytes) -> bytes:
+        """One unary call to a worker, within this call's deadline. Raises UpstreamFailure."""
+        return await upstream.ask(path, raw, self.remaining_s(), self.metadata_for(upstream))
 
     def marks(self) -> Iterator[tuple[str, str]]:
         """What every error of this call carries: whose it is, and where in its answer it came."""
@@ -67,7 +79,6 @@ class Calls:
 
     max_in_flight: int
     metrics: RouterMetrics
-    clock: Callable[[], float] = time.monotonic
     _active: set[Call] = field(default_factory=set[Call])
     _is_draining: bool = False
     _all_ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -75,22 +86,28 @@ class Calls:
     def __len__(self) -> int:
         return len(self._active)
 
-    async def run(self, method: str, context: Any, body: Callable[[Call], Awaitable[T]]) -> T:
-        """Runs one call's `body` and answers for how it ends: every exception becomes the call's status."""
-        task = asyncio.current_task()
-        assert task is not None, "handlers run in tasks"
-        call = Call(method, context, task, self.clock())
+    def handler(self, method: str, body: Callable[[Call, bytes], Awaitable[T]]) -> Callable[[bytes, Any], Awaitable[T]]:
+        """`body` as gRPC calls it: every exception becomes the call's status."""
+
+        async def handle(raw: bytes, context: Any) -> T:
+            task = asyncio.current_task()
+            assert task is not None, "handlers run in tasks"
+            return await self._run(Call(method, context, task), raw, body)
+
+        return handle
+
+    async def _run(self, call: Call, raw: bytes, body: Callable[[Call, bytes], Awaitable[T]]) -> T:
         error: LoraplexError | UpstreamFailure
         try:
             self._enter(call)
-            result = await body(call)
+            result = await body(call, raw)
             self._count(call, Code.OK)
             return result
         except asyncio.CancelledError:
             if not call.is_cut_off:
-                self._count(call, Code.DEADLINE_EXCEEDED if context.time_remaining() == 0 else Code.CANCELLED)
+                self._count(call, Code.DEADLINE_EXCEEDED if call.context.time_remaining() == 0 else Code.CANCELLED)
                 raise
-            task.uncancel()
+            call.task.uncancel()
             error = _draining()
         except UpstreamFailure as failure:
             error = failure.for_client(call.num_tokens_sent, call.num_messages_sent) or failure
@@ -144,7 +161,7 @@ class Calls:
         self._active.add(call)
 
     def _count(self, call: Call, code: Code) -> None:
-        self.metrics.ended(call.method, code.name, self.clock() - call.started_s)
+        self.metrics.ended(call.method, code.name, call.elapsed_s())
 
 
 def _draining() -> Draining:

@@ -43,7 +43,7 @@ class Route:
     work_in_flight_tokens: int = 0
 
     @property
-    def key(self) -> str:
+    def routing_key(self) -> str:
         """Requests with the same key share their homes."""
         return routing_key(self.adapter_ids)
 
@@ -98,7 +98,7 @@ def choose(route: Route, workers: Sequence[WorkerView], config: PolicyConfig, ra
     open_workers = {worker.worker_id: worker for worker in workers if worker.work_tokens <= bound}
     if not route.adapter_ids:
         return _less_loaded_of_two(list(open_workers.values()), random)
-    order = rendezvous_order(route.key, [worker.worker_id for worker in workers])
+    order = rendezvous_order(route.routing_key, [worker.worker_id for worker in workers])
     homes = num_homes(route, workers, config)
     # Homes first; when all of them are busy, whoever is next and free takes the overflow.
     candidates = [worker_id for worker_id in order[:homes] if worker_id in open_workers]

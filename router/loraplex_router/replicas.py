@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from loraplex_contracts.errors import NoWorker
 from loraplex_contracts.load import Forecast
 from loraplex_proto.v1 import inference_pb2, worker_pb2
 from loraplex_router.policy import WorkerView
@@ -20,6 +21,7 @@ from loraplex_router.policy import WorkerView
 REPORT_LAG_S: Final = 0.05
 # Context length taken for granted until a worker has said its own; only estimates of work depend on it.
 ASSUMED_CONTEXT_TOKENS: Final = 4096
+RETRY_WITHOUT_WORKERS_S: Final = 1.0
 
 
 @dataclass(eq=False, slots=True)
@@ -104,6 +106,17 @@ class Replicas:
         if draft_model is not None:
             routable = [replica for replica in routable if replica.has_draft_model(draft_model)] or routable
         return [replica.view for replica in routable if replica.worker_id not in excluded]
+
+    def no_worker(self) -> NoWorker:
+        """The error where there is nobody to send a request to. Which worker has what wrong is in the log only."""
+        connected = self.connected()
+        return NoWorker(
+            f"none of the router's {len(self._replicas)} workers can take requests "
+            f"({sum(replica.is_draining for replica in connected)} shutting down, "
+            f"{sum(replica.is_stalled for replica in connected)} not responding, "
+            f"{len(self._replicas) - len(connected)} not reachable); try again",
+            retry_after_s=RETRY_WITHOUT_WORKERS_S,
+        )
 
     @property
     def num_routable(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -19,10 +19,10 @@ from grpc_reflection.v1alpha import reflection
 
 from loraplex_proto.status import UnknownMethods
 from loraplex_router.adapters import AdapterFanOut
-from loraplex_router.calls import Calls
+from loraplex_router.calls import Call, Calls
 from loraplex_router.config import RouterConfig, ServerOptions
+from loraplex_router.inference import InferenceRelay
 from loraplex_router.metrics import RouterMetrics, WorkersCollector
-from loraplex_router.proxy import Proxy
 from loraplex_router.replicas import Replicas
 from loraplex_router.upstream import ADAPTERS, INFERENCE, Upstream, follow_worker_credentials
 from loraplex_router.watch import Watcher
@@ -103,9 +103,8 @@ async def start_router(config: RouterConfig) -> Router:
 
     interceptors = [] if credentials is None else [ServerInterceptor(credentials)]
     server = grpc.aio.server(interceptors=interceptors, options=server_options(config.server))
-    proxy = Proxy(config, replicas, upstreams, calls, metrics)
-    fan_out = AdapterFanOut(config.policy, replicas, upstreams, calls)
-    _add_services(server, proxy, fan_out, health)
+    relay = InferenceRelay(config, replicas, upstreams, metrics)
+    _add_services(server, calls, relay, AdapterFanOut(config.policy, replicas, upstreams), health)
     endpoint: MetricsEndpoint | None = None
     try:
         if not config.server.reuse_port:
@@ -168,22 +167,29 @@ def server_options(options: ServerOptions) -> list[tuple[str, int]]:
     return arguments
 
 
-def _add_services(server: grpc.aio.Server, proxy: Proxy, fan_out: AdapterFanOut, health: Health) -> None:
-    # No (de)serializers: handlers take and return bytes.
-    unary, stream = grpc.unary_unary_rpc_method_handler, grpc.unary_stream_rpc_method_handler
-    inference: dict[str, Any] = {
-        "Generate": unary(proxy.generate),
-        "GenerateStream": stream(proxy.generate_stream),
-        "Tokenize": unary(proxy.tokenize),
-        "GetInfo": unary(proxy.get_info),
+def _add_services(
+    server: grpc.aio.Server, calls: Calls, relay: InferenceRelay, adapters: AdapterFanOut, health: Health
+) -> None:
+    services: dict[str, dict[str, Callable[[Call, bytes], Awaitable[Any]]]] = {
+        INFERENCE: {
+            "Generate": relay.generate,
+            "GenerateStream": relay.generate_stream,
+            "Tokenize": relay.tokenize,
+            "GetInfo": relay.get_info,
+        },
+        ADAPTERS: {
+            "LoadAdapter": adapters.load,
+            "UnloadAdapter": adapters.unload,
+            "GetAdapter": adapters.get,
+            "ListAdapters": adapters.list,
+        },
     }
-    adapters: dict[str, Any] = {
-        "LoadAdapter": unary(fan_out.load),
-        "UnloadAdapter": unary(fan_out.unload),
-        "GetAdapter": unary(fan_out.get),
-        "ListAdapters": unary(fan_out.list),
-    }
-    for service, handlers in ((INFERENCE, inference), (ADAPTERS, adapters)):
+    for service, methods in services.items():
+        handlers: dict[str, Any] = {}
+        for name, body in methods.items():
+            is_stream = name == "GenerateStream"
+            make = grpc.unary_stream_rpc_method_handler if is_stream else grpc.unary_unary_rpc_method_handler
+            handlers[name] = make(calls.handler(name, body))  # no (de)serializers: from bytes to bytes
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name

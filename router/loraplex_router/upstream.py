@@ -179,28 +179,6 @@ def _token(raw: bytes, path: Path) -> str:
     return token
 
 
-class _Connection:
-    """A channel to a worker, and its methods from bytes to bytes."""
-
-    def __init__(self, worker_id: str, options: ServerOptions, ca: bytes | None) -> None:
-        self.ca = ca
-        arguments = _channel_options(options)
-        if ca is None:
-            self.channel = grpc.aio.insecure_channel(worker_id, options=arguments)
-        else:
-            tls = grpc.ssl_channel_credentials(ca)
-            self.channel = grpc.aio.secure_channel(worker_id, tls, options=arguments)
-        self._unary: dict[str, Any] = {}
-        self.generate_stream: Any = self.channel.unary_stream(f"/{INFERENCE}/GenerateStream")
-        self.watch_load: Any = self.channel.unary_stream(f"/{WORKER}/WatchLoad")
-
-    def unary(self, method: str) -> Any:
-        call = self._unary.get(method)
-        if call is None:
-            call = self._unary[method] = self.channel.unary_unary(method)
-        return call
-
-
 class Upstream:
     """What leads to one worker. Requests and answers are bytes, except where the router itself is the reader."""
 
@@ -209,7 +187,8 @@ class Upstream:
         self.worker_id = worker_id
         self._options = options
         self._credentials = credentials
-        self._connection = _Connection(worker_id, options, credentials().ca)
+        self._ca = credentials().ca
+        self._channel = self._connect()
         # When the worker last sent anything at all, on any call.
         self.heard_s = time.monotonic()
         self._excused_s = 0.0
@@ -233,29 +212,30 @@ class Upstream:
         return self._credentials()
 
     @property
-    def connection(self) -> _Connection:
+    def channel(self) -> grpc.aio.Channel:
         """With the authorities that are trusted now: another one after they have changed. Calls that run keep theirs,
         which gRPC closes with the last of them."""
         ca = self._credentials().ca
-        if ca != self._connection.ca:
-            self._connection = _Connection(self.worker_id, self._options, ca)
-        return self._connection
+        if ca != self._ca:
+            self._ca = ca
+            self._channel = self._connect()
+        return self._channel
 
-    @property
-    def generate_stream(self) -> Any:
-        return self.connection.generate_stream
+    def _connect(self) -> grpc.aio.Channel:
+        arguments = _channel_options(self._options)
+        if self._ca is None:
+            return grpc.aio.insecure_channel(self.worker_id, options=arguments)
+        return grpc.aio.secure_channel(self.worker_id, grpc.ssl_channel_credentials(self._ca), options=arguments)
 
-    @property
-    def watch_load(self) -> Any:
-        return self.connection.watch_load
+    def stream(self, path: str, raw: bytes, timeout_s: float | None, metadata: Metadata) -> Any:
+        """The call of `path`, "/package.Service/Method", whose answer is a stream of bytes; see `failures_of`."""
+        method: Any = self.channel.unary_stream(path)
+        return method(raw, timeout=timeout_s, metadata=metadata)
 
-    def unary(self, method: str) -> Any:
-        """The call for `method`, "/package.Service/Method", from bytes to bytes."""
-        return self.connection.unary(method)
-
-    async def ask(self, method: str, raw: bytes, timeout_s: float | None, metadata: Metadata) -> bytes:
+    async def ask(self, path: str, raw: bytes, timeout_s: float | None, metadata: Metadata) -> bytes:
         """One unary call. Raises UpstreamFailure."""
-        call = self.unary(method)(raw, timeout=timeout_s, metadata=metadata)
+        method: Any = self.channel.unary_unary(path)
+        call = method(raw, timeout=timeout_s, metadata=metadata)
         with self.failures_of(call):
             answer = await call
             self.has_spoken()
@@ -290,7 +270,7 @@ class Upstream:
         return len(given_up)
 
     async def close(self) -> None:
-        await self._connection.channel.close()
+        await self._channel.close()
 
 
 def _channel_options(options: ServerOptions) -> list[tuple[str, int]]:

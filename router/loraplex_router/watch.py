@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError
 from loraplex_proto.v1 import inference_pb2, worker_pb2
 from loraplex_router.config import WatchConfig
 from loraplex_router.replicas import Replicas
-from loraplex_router.upstream import INFERENCE, Upstream, UpstreamFailure
+from loraplex_router.upstream import INFERENCE, WORKER, Upstream, UpstreamFailure
 from loraplex_runtime.auth import DEFAULT_TENANT
 
 log = logging.getLogger(__name__)
@@ -133,11 +133,11 @@ class Watcher:
         raw_info = await upstream.ask(f"/{INFERENCE}/GetInfo", b"", timeout_s, metadata)
         self._replicas.on_info(worker_id, inference_pb2.GetInfoResponse.FromString(raw_info))
         request = worker_pb2.WatchLoadRequest(min_interval_s=self._config.min_interval_s)
-        connection = upstream.connection
-        call = connection.watch_load(request.SerializeToString(), metadata=metadata)
+        channel = upstream.channel
+        call = upstream.stream(f"/{WORKER}/WatchLoad", request.SerializeToString(), None, metadata)
         try:
             # Where other authorities are trusted, requests go by another connection. Reports must say whether it works.
-            while upstream.connection is connection:
+            while upstream.channel is channel:
                 with upstream.failures_of(call):
                     raw = await self._read_report(upstream, call)
                 if not isinstance(raw, bytes):  # EOF

@@ -11,7 +11,7 @@ from support.listings import ListingWorker, Response, info, names_of
 
 from loraplex_proto.paging import ListQuery, list_query
 from loraplex_proto.v1 import adapter_pb2
-from loraplex_router.listing import MergedListing
+from loraplex_router.adapters import MergedListing
 from loraplex_runtime.auth import EVERYBODY
 
 NAMES = [f"{org}{number}" for org in ("a", "b/", "c") for number in range(5)]

@@ -61,7 +61,7 @@ def test_a_home_that_may_take_it_does(
     if not route.adapter_ids:
         return
     bound = load_bound(workers, config)
-    order = rendezvous_order(route.key, [worker.worker_id for worker in workers])
+    order = rendezvous_order(route.routing_key, [worker.worker_id for worker in workers])
     homes = order[: num_homes(route, workers, config)]
     by_id = {worker.worker_id: worker for worker in workers}
     open_homes = [name for name in homes if by_id[name].work_tokens <= bound]

@@ -95,7 +95,7 @@ def test_little_work_is_never_hot() -> None:
 
 def test_a_mixture_is_as_near_as_its_farthest_part() -> None:
     both = Route(("sql", "json"))
-    order = rendezvous_order(both.key, WORKERS)
+    order = rendezvous_order(both.routing_key, WORKERS)
     first = WorkerView(order[0], 0, {"sql": DEVICE})
     second = WorkerView(order[1], 0, {"sql": DISK, "json": DISK})
     assert choose(both, [first, second], CONFIG, Random(0)) == order[1]

@@ -7,7 +7,7 @@ import pytest
 from loraplex_contracts.errors import AdapterNotFound, InvalidAdapterId, InvalidArgument, LoraplexError, Unimplemented
 from loraplex_proto.v1 import inference_pb2
 from loraplex_proto.validate import MAX_COMPLETIONS, parse
-from loraplex_router.admit import admit_generate
+from loraplex_router.inference import admit_generate
 from loraplex_runtime.auth import EVERYBODY, Identity
 
 Generate = inference_pb2.GenerateRequest

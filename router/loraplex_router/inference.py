@@ -1,0 +1,221 @@
+"""InferenceService of the router: admission, the choice of a worker, relaying its answer.
+
+Of a request, the router reads the names that it authorizes and routes by, its size, priority and draft model; the
+worker validates it in full. A request goes to another worker only while its client has seen nothing of an answer.
+Owns no state: what is in flight is told to `Replicas`, calls live in `Calls`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Final, TypeVar
+
+from loraplex_contracts.errors import LoraplexError, Overloaded
+from loraplex_proto.v1 import inference_pb2
+from loraplex_proto.validate import MAX_CHAT_MESSAGES, MAX_COMPLETIONS, adapters_in, check_names, parse
+from loraplex_router.calls import Call
+from loraplex_router.config import RouterConfig
+from loraplex_router.metrics import RouterMetrics
+from loraplex_router.policy import Route, choose, routing_key
+from loraplex_router.replicas import Flight, Replicas
+from loraplex_router.upstream import INFERENCE, FailureKind, Upstream, UpstreamFailure, passed_on
+from loraplex_runtime.auth import Identity, current_identity
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# Text is not tokenized here; most tokenizers make about one token of four bytes.
+BYTES_PER_TOKEN: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class RelayedRequest:
+    """A request that may go to a worker. The defaults are those of a small question, which every worker answers
+    alike."""
+
+    raw: bytes  # what the client sent; with a request id at its end where the client had none
+    request_id: str = ""
+    adapter_ids: tuple[str, ...] = ()
+    num_prompt_tokens: int = 0  # estimated
+    num_output_tokens: int = 0  # at most, of all completions together
+    shows_tokens: bool = False
+    adapter_id: str = ""
+    priority: int = 0
+    draft_model: str | None = None  # that it speculates with; empty where any will do
+
+    @property
+    def work_tokens(self) -> int:
+        """In the unit that workers report: tokens to compute and tokens that may still be made."""
+        return self.num_prompt_tokens + self.num_output_tokens
+
+
+def admit_generate(raw: bytes, identity: Identity, max_context_tokens: int) -> RelayedRequest:
+    """Pure. Raises what `check_names` raises, and AdapterNotFound for adapters that are not this tenant's."""
+    request = parse(inference_pb2.GenerateRequest, raw)
+    check_names(request)
+    adapter_ids = adapters_in(request)
+    identity.check_adapters(adapter_ids)
+    request_id = request.request_id
+    if not request_id:
+        # Two serialized messages in a row are their merge: nothing is encoded again.
+        request_id = uuid.uuid4().hex
+        raw += inference_pb2.GenerateRequest(request_id=request_id).SerializeToString()
+    num_prompt_tokens = _num_prompt_tokens(request)
+    room = max(1, max_context_tokens - num_prompt_tokens)
+    wanted = request.stopping.max_tokens if request.stopping.HasField("max_tokens") else room
+    speculation = request.speculation
+    return RelayedRequest(
+        raw=raw,
+        request_id=request_id,
+        adapter_ids=adapter_ids,
+        num_prompt_tokens=num_prompt_tokens,
+        num_output_tokens=min(wanted, room) * min(max(1, request.n), MAX_COMPLETIONS),
+        shows_tokens=not request.output.omit_token_ids,
+        adapter_id=request.adapter_id,
+        priority=request.priority,
+        draft_model=speculation.draft_model.name if speculation.WhichOneof("kind") == "draft_model" else None,
+    )
+
+
+def _num_prompt_tokens(request: inference_pb2.GenerateRequest) -> int:
+    match request.WhichOneof("input"):
+        case "token_ids":
+            return len(request.token_ids.ids)
+        case "chat":
+            num_chars = sum(len(message.content) for message in request.chat.messages[:MAX_CHAT_MESSAGES])
+        case _:
+            num_chars = len(request.text)
+    return num_chars // BYTES_PER_TOKEN + 1
+
+
+class InferenceRelay:
+    """The handlers of loraplex.v1.InferenceService, from bytes to bytes."""
+
+    def __init__(
+        self, config: RouterConfig, replicas: Replicas, upstreams: Mapping[str, Upstream], metrics: RouterMetrics
+    ) -> None:
+        self._config = config
+        self._replicas = replicas
+        self._upstreams = upstreams
+        self._metrics = metrics
+        self._random = Random()
+
+    # --- handlers --------------------------------------------------------------------------------------------------
+
+    async def generate(self, call: Call, raw: bytes) -> bytes:
+        return await self._ask(call, "Generate", self._admit(call, raw))
+
+    async def generate_stream(self, call: Call, raw: bytes) -> None:
+        request = self._admit(call, raw)
+        await self._try_workers(call, request, lambda worker, flight: self._relay_stream(worker, flight, call, request))
+
+    async def tokenize(self, call: Call, raw: bytes) -> bytes:
+        return await self._ask(call, "Tokenize", RelayedRequest(raw))
+
+    async def get_info(self, call: Call, raw: bytes) -> bytes:
+        info = inference_pb2.GetInfoResponse.FromString(await self._ask(call, "GetInfo", RelayedRequest(raw)))
+        info.role = "router"
+        return info.SerializeToString()
+
+    # --- one request -----------------------------------------------------------------------------------------------
+
+    def _admit(self, call: Call, raw: bytes) -> RelayedRequest:
+        request = admit_generate(raw, current_identity(), self._replicas.max_context_tokens)
+        call.request_id = request.request_id
+        if not request.shows_tokens:
+            call.num_tokens_sent = None
+        return request
+
+    async def _ask(self, call: Call, method: str, request: RelayedRequest) -> bytes:
+        path = f"/{INFERENCE}/{method}"
+        return await self._try_workers(call, request, lambda worker, flight: call.ask(worker, path, request.raw))
+
+    async def _try_workers(
+        self, call: Call, request: RelayedRequest, attempt: Callable[[Upstream, Flight], Awaitable[T]]
+    ) -> T:
+        """Picks workers until one has answered, each once at most, overloaded ones never. Raises what the last one
+        said, NoWorker, or Overloaded where all are."""
+        key = routing_key(request.adapter_ids)
+        overloaded = self._overloaded(call, request)
+        tried = set(overloaded)
+        num_lost = 0
+        error: UpstreamFailure | LoraplexError | None = None
+        while True:
+            route = Route(request.adapter_ids, self._replicas.work_in_flight_tokens(key))
+            views = self._replicas.views(tried, request.draft_model)
+            worker_id = choose(route, views, self._config.policy, self._random)
+            if worker_id is None:
+                raise error or min(overloaded.values(), key=_retry_after_s, default=None) or self._replicas.no_worker()
+            tried.add(worker_id)
+            flight = self._replicas.begin(worker_id, key, request.work_tokens, time.monotonic())
+            try:
+                return await attempt(self._upstreams[worker_id], flight)
+            except UpstreamFailure as failure:
+                num_lost += failure.kind is FailureKind.LOST
+                is_last = num_lost >= self._config.max_lost_workers
+                if call.num_messages_sent or is_last or not failure.may_retry:
+                    raise
+                log.warning("%s; trying another worker", failure, extra={"request_id": call.request_id})
+                self._metrics.retried(failure.kind.value)
+                error = failure
+            finally:
+                self._replicas.end(flight)
+
+    def _overloaded(self, call: Call, request: RelayedRequest) -> dict[str, Overloaded]:
+        """The workers that would refuse the request, as far as their reports tell."""
+        if request.priority > 0 or not request.work_tokens:
+            return {}
+        flow, left_s = (current_identity().tenant, request.adapter_id), call.remaining_s()
+        found: dict[str, Overloaded] = {}
+        for replica in self._replicas.connected():
+            if replica.is_routable and replica.forecast is not None:
+                try:
+                    replica.forecast.check(flow, request.num_prompt_tokens, request.num_output_tokens, left_s)
+                except Overloaded as error:
+                    found[replica.worker_id] = error
+        return found
+
+    async def _relay_stream(self, upstream: Upstream, flight: Flight, call: Call, request: RelayedRequest) -> None:
+        """Nothing is sent, headers included, before the worker's first message: until then a retry is invisible."""
+        stream = upstream.stream(
+            f"/{INFERENCE}/GenerateStream", request.raw, call.remaining_s(), call.metadata_for(upstream)
+        )
+        flight.remaining_tokens = request.work_tokens
+        try:
+            with upstream.failures_of(stream):
+                while isinstance(message := await stream.read(), bytes):  # else EOF: the call has ended well
+                    upstream.has_spoken()
+                    if call.num_messages_sent == 0:
+                        flight.remaining_tokens = request.num_output_tokens  # the prompt is done
+                        self._metrics.first_message(call.method, call.elapsed_s())
+                        if headers := passed_on(await stream.initial_metadata()):
+                            await call.context.send_initial_metadata(headers)
+                    await call.context.write(message)
+                    _count_sent(message, call, flight)
+                trailing = passed_on(await stream.trailing_metadata())
+            if trailing:
+                call.context.set_trailing_metadata(trailing)
+        finally:
+            stream.cancel()
+            self._metrics.relayed(call.num_messages_sent)
+
+
+def _count_sent(message: bytes, call: Call, flight: Flight) -> None:
+    """Looks into a message that has gone out already: how many tokens the client has, in case the worker is lost."""
+    call.num_messages_sent += 1
+    if call.num_tokens_sent is None:
+        return
+    num_tokens = len(inference_pb2.GenerateStreamResponse.FromString(message).token_ids)
+    call.num_tokens_sent += num_tokens
+    if flight.remaining_tokens is not None:
+        flight.remaining_tokens = max(0, flight.remaining_tokens - num_tokens)
+
+
+def _retry_after_s(error: Overloaded) -> float:
+    return error.retry_after_s or 0.0
