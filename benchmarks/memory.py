@@ -35,7 +35,7 @@ from loraplex import AsyncClient
 from loraplex.bench.arrivals import LoadSpec, parse_lengths
 from loraplex.bench.popularity import parse_popularity
 from loraplex.bench.session import Selection, Session
-from loraplex_runtime.options import parse_bytes
+from loraplex_runtime.flags import parse_bytes
 
 MIB = 1 << 20
 ALLOWED_BEYOND_BUDGETS = 100 * MIB

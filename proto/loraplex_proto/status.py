@@ -30,6 +30,10 @@ MAX_MESSAGE_BYTES: Final = 1024
 MAX_METADATA_BYTES: Final = 1024
 MAX_METHOD_CHARS: Final = 200
 
+# Of the time that a caller waits, what a hop leaves for its answer to arrive: so many seconds, and at most this share.
+MARGIN_S: Final = 0.05
+MARGIN_SHARE: Final = 0.05
+
 # For statuses that carry no reason of ours: a proxy's, the transport's own, another server's.
 _BY_CODE: Final[dict[Code, type[LoraplexError]]] = {
     Code.CANCELLED: errors.Cancelled,
@@ -139,6 +143,12 @@ class UnknownMethods(grpc.GenericRpcHandler):
                 f"there is no method {method} here; it may be one of another version, or misspelt", field="method"
             )
         )
+
+
+def answer_within_s(remaining_s: float) -> float:
+    """The time in which to answer a caller that waits for `remaining_s` more. gRPC itself ends a call at its deadline
+    with a code without details; a server that ends it just before can still say why."""
+    return remaining_s - min(MARGIN_S, MARGIN_SHARE * remaining_s)
 
 
 # --- from the wire --------------------------------------------------------------------------------------------------

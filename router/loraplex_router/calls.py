@@ -17,11 +17,10 @@ import grpc
 import grpc.aio
 
 from loraplex_contracts.errors import Code, DeadlineExceeded, Draining, LoraplexError, QueueFull
-from loraplex_proto.status import abort, as_typed
+from loraplex_proto.status import abort, answer_within_s, as_typed
 from loraplex_router.metrics import RouterMetrics
 from loraplex_router.upstream import Metadata, Upstream, UpstreamFailure
 from loraplex_runtime.auth import current_identity
-from loraplex_runtime.deadlines import answer_within_s
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from loraplex_router.config import RouterConfig, quieten_grpc
 from loraplex_runtime.flags import with_flags
-from loraplex_runtime.output import unread_output_is_lost
+from loraplex_runtime.shutdown import unread_output_is_lost
 
 if TYPE_CHECKING:
     from loraplex_router.server import Router

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from loraplex_contracts.errors import InvalidArgument
-from loraplex_runtime.options import option
+from loraplex_runtime.flags import option
 
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})\Z")
 

@@ -1,21 +1,53 @@
-"""Command line flags out of dataclasses, so that a setting is written down once.
+"""Command line flags out of configuration dataclasses, so that a setting is written down once.
 
-`with_flags` makes a command of a function that takes such dataclasses. What needs the raw flags too takes the pieces:
-`flags_of` lists the flags of a class and of the dataclasses in its fields, `configure` builds the instance from what
-the command line gave. Pure; typer sees an ordinary signature.
+`option` makes a field a flag too. `with_flags` makes a command of a function that takes such dataclasses; what needs
+the raw flags takes the pieces: `flags_of` lists the flags of a class and of the dataclasses in its fields, `configure`
+builds the instance from what the command line gave. Imports typer where a command is made only, because configurations
+travel to processes that know no command line.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 import typing
 from collections.abc import Callable, Iterator, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
-import typer
+from loraplex_contracts.errors import InvalidArgument
 
-from loraplex_runtime.options import parse_bytes
+_UNITS: Final = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+
+def option(
+    default: Any,
+    text: str,
+    flag: str,
+    *aliases: str,
+    is_bytes: bool = False,
+    parse: Callable[[str], Any] | None = None,
+    off: str = "",
+    metavar: str | None = None,
+    env: str | None = None,
+    panel: str | None = None,
+) -> Any:
+    """A field that is a command line flag too.
+
+    Sizes are ints here and '512MiB' on the command line; `parse` makes other values out of the command line's text.
+    `off` is the flag of a switch's opposite; without it, a switch that is on has --no-FLAG. `env` is a variable that
+    may give the value, `panel` a heading of the help.
+    """
+    how = {"is_bytes": is_bytes, "parse": parse, "off": off, "metavar": metavar, "env": env, "panel": panel}
+    return dataclasses.field(default=default, metadata={"help": text, "flag": flag, "aliases": aliases, **how})
+
+
+def parse_bytes(text: str) -> int:
+    """'512MiB', '8g', '1048576' -> bytes. Raises InvalidArgument."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?\s*", text.lower())
+    if not found:
+        raise InvalidArgument(f"{text!r} is not a size; write it as 512MiB, 8GiB or a number of bytes")
+    return int(float(found[1]) * _UNITS[found[2]])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,6 +85,8 @@ def flags_of(cls: type, prefix: tuple[str, ...] = ()) -> Iterator[Flag]:
 
 def parameters_of(flags: list[Flag]) -> list[inspect.Parameter]:
     """The flags as keyword parameters that typer understands."""
+    import typer
+
     return [
         inspect.Parameter(
             flag.parameter,

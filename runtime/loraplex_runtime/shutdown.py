@@ -1,7 +1,6 @@
-"""How a server's process is told to end: the first SIGTERM, SIGINT or SIGHUP asks it to drain, the second to end at
-once.
+"""Shutdown of a process: signals, drain, exit, and output that nobody reads any more.
 
-Knows nothing of what draining is.
+The first SIGTERM, SIGINT or SIGHUP asks a server to drain, the second to end at once. Knows nothing of draining.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Generator
 from typing import Any, Final, NoReturn
 
 SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -73,3 +72,24 @@ def exit_at_once(code: int) -> NoReturn:
         with contextlib.suppress(OSError, ValueError, AttributeError):  # nobody reads it, or there is none
             stream.flush()
     os._exit(code)
+
+
+@contextlib.contextmanager
+def unread_output_is_lost() -> Generator[None]:
+    """For a block that prints: a closed pipe or terminal raises nothing in here, nor when the process ends."""
+    try:
+        yield
+    except OSError:
+        _mute_broken_streams()
+
+
+def _mute_broken_streams() -> None:
+    """What could not be written is still in the stream's buffer, and would raise again at the end."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            with contextlib.suppress(OSError), open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), stream.fileno())
+        except (AttributeError, ValueError):
+            continue  # the stream is missing or closed

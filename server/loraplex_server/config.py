@@ -12,7 +12,7 @@ from typing import Final
 
 from loraplex_contracts.errors import InvalidArgument
 from loraplex_contracts.ids import check_adapter_id, check_id
-from loraplex_runtime.options import option
+from loraplex_runtime.flags import option
 
 MAX_DRAFT_TOKENS: Final = 64  # per step; requests cannot ask for more either
 MAX_LOOKUP_HISTORY: Final = 1 << 20  # tokens of one namespace

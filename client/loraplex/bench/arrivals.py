@@ -15,7 +15,7 @@ from typing import Final
 
 from loraplex.bench.popularity import KINDS_HELP, Popularity, choices, parse_popularity
 from loraplex_contracts.errors import InvalidArgument
-from loraplex_runtime.options import option
+from loraplex_runtime.flags import option
 
 DEFAULT_DURATION_S: Final = 30.0
 

@@ -13,7 +13,7 @@ from loraplex.bench.arrivals import LoadSpec, plan
 from loraplex.bench.driver import Recording, run_load
 from loraplex.types import GenerateOptions, ServerInfo
 from loraplex_contracts.errors import InvalidArgument
-from loraplex_runtime.options import option
+from loraplex_runtime.flags import option
 
 _option = partial(option, panel="Adapters")
 

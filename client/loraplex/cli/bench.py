@@ -16,8 +16,7 @@ from loraplex.bench.session import Selection, Session
 from loraplex.cli import terminal
 from loraplex.cli.connection import DEFAULT_SERVER, Connection, JsonOption, ServerArgument
 from loraplex.cli.request import Drafting, options_of
-from loraplex_runtime.flags import with_flags
-from loraplex_runtime.options import option
+from loraplex_runtime.flags import option, with_flags
 
 _LATE_S = 0.005  # what sending may lag behind before it is worth a word
 

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from loraplex import AsyncClient, Client, InvalidArgument, Tls
-from loraplex_runtime.options import option
+from loraplex_runtime.flags import option
 
 _PANEL = "Connection"
 _ADDRESS_VARIABLE = "LORAPLEX_SERVER"

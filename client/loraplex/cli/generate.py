@@ -12,8 +12,7 @@ from loraplex import Chunk, Client, GenerateOptions, Generation, InvalidArgument
 from loraplex.cli import terminal
 from loraplex.cli.connection import DEFAULT_SERVER, Connection, JsonOption, ServerOption
 from loraplex.cli.request import Drafting, Sampling, options_of
-from loraplex_runtime.flags import with_flags
-from loraplex_runtime.options import option
+from loraplex_runtime.flags import option, with_flags
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args, get_origin, get_type_hint
 
 from loraplex import AnySpeculation, DraftModel, GenerateOptions, InvalidArgument, Medusa
 from loraplex_contracts.sampling import SAMPLING_OPTIONS
-from loraplex_runtime.options import option
+from loraplex_runtime.flags import option
 
 _sampling = partial(option, panel="Sampling")
 _drafting = partial(option, panel="Speculation: the same text, sooner")

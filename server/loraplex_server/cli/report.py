@@ -13,8 +13,7 @@ from rich.markup import escape
 from rich.status import Status
 
 from loraplex_contracts.errors import LoraplexError
-from loraplex_runtime.output import unread_output_is_lost
-from loraplex_runtime.shutdown import HOW_TO_HURRY
+from loraplex_runtime.shutdown import HOW_TO_HURRY, unread_output_is_lost
 
 
 class _Console(Console):

@@ -18,8 +18,8 @@ from loraplex_contracts.errors import DeadlineExceeded, LoraplexError
 from loraplex_contracts.request import Request
 from loraplex_contracts.sampling import TokenizerView
 from loraplex_proto import validate
+from loraplex_proto.status import answer_within_s
 from loraplex_proto.v1 import inference_pb2, inference_pb2_grpc
-from loraplex_runtime.deadlines import answer_within_s
 from loraplex_server.engine.client import EngineClient
 from loraplex_server.engine.messages import ModelInfo
 from loraplex_server.frontend.completion import CompletionAssembler, CompletionSummary, Delta

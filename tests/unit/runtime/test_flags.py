@@ -11,8 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from loraplex_contracts.errors import InvalidArgument
-from loraplex_runtime.flags import with_flags
-from loraplex_runtime.options import option
+from loraplex_runtime.flags import option, with_flags
 
 
 @dataclass(frozen=True)

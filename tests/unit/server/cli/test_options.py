@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 from loraplex.cli.main import main
 from loraplex_contracts.errors import InvalidArgument
 from loraplex_proto import validate
-from loraplex_runtime.flags import command, configure, flags_of
-from loraplex_runtime.options import option, parse_bytes
+from loraplex_runtime.flags import command, configure, flags_of, option, parse_bytes
 from loraplex_server import config as config_module
 from loraplex_server.cli.serving import ROUTER_ONLY, worker_arguments
 from loraplex_server.cli.worker import FLAGS, MODEL
