@@ -138,7 +138,10 @@ class Adversary:
     def num_behind(self, candidate: Candidate) -> int:
         return 0
 
-    def forget(self, sequence_id: str) -> None:
+    def suspend(self, sequence_id: str) -> None:
+        self.end(sequence_id)
+
+    def end(self, sequence_id: str) -> None:
         if self.kind == "does not forget":
             raise RuntimeError("never")
 

@@ -75,7 +75,10 @@ class Moody:
     def num_behind(self, candidate: Candidate) -> int:
         return 0
 
-    def forget(self, sequence_id: str) -> None:
+    def suspend(self, sequence_id: str) -> None:
+        """It may come back."""
+
+    def end(self, sequence_id: str) -> None:
         self.known.discard(sequence_id)
 
     def close(self) -> None:

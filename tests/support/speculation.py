@@ -240,7 +240,7 @@ class Bench:
 
     def check_idle(self) -> None:
         """Everything is accounted for, drafts are counted alike everywhere, and no proposer failed."""
-        assert self.may_fail or not self.speculator._num_failures
+        assert self.may_fail or not self.speculator.failures
         assert self.engine.integrity_report() == ""
         load = self.engine._scheduler.load()
         assert load.num_free_blocks == load.num_blocks

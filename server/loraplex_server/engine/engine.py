@@ -245,7 +245,8 @@ class Engine:
         request, adapter_key = accepted.request, accepted.adapter_key
         accepted.is_scheduled = True
         try:
-            keeps_hidden = self._speculator.begin(request, adapter_key, accepted.medusa_key)
+            self._speculator.begin(request, adapter_key, accepted.medusa_key)
+            keeps_hidden = self._speculator.needs_hidden_states(request.request_id)
             self._scheduler.add(request, adapter_key, self._clock(), keeps_hidden=keeps_hidden)
         except LoraplexError as error:
             accepted.is_scheduled = False

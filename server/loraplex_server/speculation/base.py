@@ -50,8 +50,12 @@ class Proposer(Protocol):
         none where only what the last steps brought is missing. Read once, they are no part of what drafting costs."""
         ...
 
-    def forget(self, sequence_id: str) -> None:
-        """The sequence has ended, or will not be asked for again for a while. Harmless for one that is not known."""
+    def suspend(self, sequence_id: str) -> None:
+        """The sequence waits and may come back: what is costly to keep goes. Harmless for one that is not known."""
+        ...
+
+    def end(self, sequence_id: str) -> None:
+        """The sequence has ended: its state goes. Harmless for one that is not known."""
         ...
 
     def close(self) -> None: ...

@@ -84,7 +84,11 @@ class PromptLookupProposer:
         """What is new is indexed when a match is looked for, whoever drafts then."""
         return 0
 
-    def forget(self, sequence_id: str) -> None:
+    def suspend(self, sequence_id: str) -> None:
+        """Its index stays: the text is not finished."""
+
+    def end(self, sequence_id: str) -> None:
+        """Its output goes into the history."""
         text = self._texts.pop(sequence_id, None)
         if text is not None:
             candidate = text.candidate

@@ -43,12 +43,13 @@ class Lender(Protocol):
 
 
 class MedusaProposer:
-    """Implements Proposer, without any state of sequences: a hidden state is all that heads read."""
+    """Implements Proposer. Keeps no state of sequences: a hidden state is all that heads read."""
 
     def __init__(self, runner: HiddenStates, cache: Lender, head_slots: HeadSlots) -> None:
         self._runner = runner
         self._cache = cache
         self._heads = head_slots
+        self._missing: set[AdapterKey] = set()  # heads that cannot be borrowed, in the log already
 
     @property
     def name(self) -> str:
@@ -76,15 +77,24 @@ class MedusaProposer:
         """Heads read what the target has left."""
         return 0
 
-    def forget(self, sequence_id: str) -> None:
+    def suspend(self, sequence_id: str) -> None:
+        """Nothing is kept."""
+
+    def end(self, sequence_id: str) -> None:
         """Nothing is kept."""
 
     def close(self) -> None:
         """Nothing to end."""
 
     def _borrow(self, key: AdapterKey) -> int | None:
+        """None also of heads that the cache does not have any more: default heads may be unloaded while they serve.
+        Their requests draft in another way, or not at all."""
         try:
-            return self._cache.borrow(key)
-        except Exception:
-            log.exception("the heads %s cannot be used", key)
+            slot = self._cache.borrow(key)
+        except Exception as error:
+            if key not in self._missing:
+                self._missing.add(key)
+                log.error("the heads %s cannot be used: %s", key, error, exc_info=error)
             return None
+        self._missing.discard(key)
+        return slot

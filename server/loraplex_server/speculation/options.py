@@ -6,6 +6,7 @@ how far they are behind, but nobody for a draft: whether one is wanted, and of w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
@@ -43,8 +44,10 @@ _V = TypeVar("_V")
 class DraftedFor:
     """What drafting for one sequence has come to."""
 
+    request_id: str
     choice: Choice
     records: dict[tuple[str, Source], TrackRecord] = field(default_factory=dict[tuple[str, Source], TrackRecord])
+    failed: set[str] = field(default_factory=set[str])  # proposers that raised over it, and are left out
     asked: set[str] = field(default_factory=set[str])  # proposers that have seen it
     rests_until: int = 0  # the step in which it is looked at again
     rests: dict[str, int] = field(default_factory=dict[str, int])  # the same of a proposer
@@ -77,6 +80,7 @@ class Option(NamedTuple):
     proposer: str
     survival: Sequence[float]
     pieces: Sequence[Piece]  # of a lookup, what is copied
+    num_behind: int = 0  # tokens that the proposer has to read first
 
 
 class _Promise(NamedTuple):
@@ -132,7 +136,10 @@ class Options:
         step_costs: StepCosts,
         least_costs: Mapping[str, LeastCost],
         clock: Callable[[], float],
+        on_failure: Callable[[str, str, Exception], None],
     ) -> None:
+        """`on_failure`: told of a proposer that raised, of what it could not do, and of the error."""
+        self._on_failure = on_failure
         self._proposers = proposers
         self._lookup = lookup
         self._step_costs = step_costs
@@ -156,6 +163,14 @@ class Options:
         self._compares = any(choice is not None and len(choice.proposers) > 1 for choice in choices)
         self._costs.clear()
         self._pauses.clear()
+
+    @property
+    def step(self) -> int:
+        return self._step
+
+    def skip(self) -> None:
+        """A step in which nobody drafts."""
+        self._step += 1
 
     # --- what is known of proposers -----------------------------------------------------------------------------------
 
@@ -237,8 +252,9 @@ class Options:
             option
             for name in choice.proposers
             if name not in silent
+            and name not in sequence.failed
             and self._step >= sequence.rests.get(name, 0)
-            and (option := self._option(candidate, sequence, name))
+            and (option := self._guarded_option(candidate, sequence, name))
         ]
         if not options and sequence.is_dry:
             sequence.rests_until = (self._step // _REST + 1) * _REST
@@ -278,27 +294,26 @@ class Options:
                 self.rest(option)
         for option, value, catch_up_s in behind:
             saved_s = (value - best_value) * pace * plain_s
-            if saved_s > 0.0 and self._has_missed(option, saved_s, catch_up_s):
+            if saved_s > 0.0 and self._add_missed(option, saved_s) >= catch_up_s:
                 best, best_value = option, value
             else:
                 self.rest(option, _BEHIND_REST)
         return best
 
     def _catch_up_s(self, option: Option) -> float:
-        num_tokens = self._proposers[option.proposer].num_behind(option.candidate)
+        num_tokens = option.num_behind
         return self._catch_up_costs.seconds(option.proposer, num_tokens, self._clock()) if num_tokens else 0.0
 
-    def _has_missed(self, option: Option, saved_s: float, catch_up_s: float) -> bool:
-        """Whether what a proposer would have saved in the sequence's steps so far, `saved_s` in this one as in those in
-        which it was not looked at, is what it costs to bring it up to date: who waits for that loses little where
-        nothing comes of it. Where there is no other way to draft it does not wait."""
+    def _add_missed(self, option: Option, saved_s: float) -> float:
+        """Adds what the proposer would save in this step, and returns what it would have saved in the sequence's steps
+        so far: where that is what reading the text costs, it is asked. With no other way to draft it does not wait."""
         sequence = option.sequence
         if len(sequence.choice.proposers) == 1:
-            return True
+            return math.inf
         num_steps = _BEHIND_REST if option.proposer in sequence.missed_s else 1
         missed_s = sequence.missed_s.get(option.proposer, 0.0) + saved_s * num_steps
         sequence.missed_s[option.proposer] = missed_s
-        return missed_s >= catch_up_s
+        return missed_s
 
     def _promise(self, option: Option, num_rows: int, pace: float) -> _Promise:
         """What it gives at best, if all rows of the step had the same."""
@@ -326,7 +341,18 @@ class Options:
                 num_tokens = min(num_tokens, self._num_heads.get(heads, num_tokens))
             pieces = (Piece("own", num_tokens),)
         survival = self._survival(sequence, name, pieces)
-        return Option(candidate, sequence, name, survival, pieces) if survival else None
+        if not survival:
+            return None
+        return Option(candidate, sequence, name, survival, pieces, self._proposers[name].num_behind(candidate))
+
+    def _guarded_option(self, candidate: Candidate, sequence: DraftedFor, name: str) -> Option | None:
+        """The same. A proposer that raises is left out for the rest of the sequence."""
+        try:
+            return self._option(candidate, sequence, name)
+        except Exception as error:
+            sequence.failed.add(name)
+            self._on_failure(name, "could not look at a sequence", error)
+            return None
 
     def _survival(self, sequence: DraftedFor, name: str, pieces: Sequence[Piece]) -> Sequence[float]:
         """The chances of the tokens of a draft, as many as may be tried."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager
 
 from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.events import Tokens
@@ -53,7 +54,7 @@ class Speculator:
         self._lookup = PromptLookupProposer(history=History(config.lookup_history))
         self._proposers: dict[str, Proposer] = {**proposers, PROMPT_LOOKUP: self._lookup}
         self._step_costs = step_costs
-        self._options = Options(self._proposers, self._lookup, step_costs, least_costs, clock)
+        self._options = Options(self._proposers, self._lookup, step_costs, least_costs, clock, self._note_failure)
         self._draft_names = tuple(draft_names)
         self._default_heads = default_heads
         self._drafts_by_default = drafts_by_default or config.default_draft_tokens > 0
@@ -62,7 +63,9 @@ class Speculator:
         self._clock = clock
         self._requests: dict[str, Choice] = {}  # those that speculate
         self._sequences: dict[str, DraftedFor] = {}
-        self._num_failures: Counter[str] = Counter()  # of each proposer's calls
+        self._num_unseen: dict[str, int] = {}  # sequences that have not been candidates yet, by request
+        self._active: set[str] = set()  # sequences that were candidates in the last step with `propose`
+        self.failures: Counter[tuple[str, str, type[Exception]]] = Counter()  # proposer, what it could not do, error
         self.drafted: Counter[str] = Counter()  # tokens by the proposer's own name, since the start
         self.accepted: Counter[str] = Counter()
 
@@ -73,8 +76,8 @@ class Speculator:
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def begin(self, request: Request, key: AdapterKey | None, heads: AdapterKey | None) -> bool:
-        """Takes in an accepted request; whether its sequences' hidden states have to be kept.
+    def begin(self, request: Request, key: AdapterKey | None, heads: AdapterKey | None) -> None:
+        """Takes in an accepted request.
 
         `key` is its adapter's, `heads` those that it names apart. Raises FailedPrecondition or InvalidArgument for what
         this server does not have.
@@ -87,25 +90,52 @@ class Speculator:
         choice = choose(request, found, self._config, self._draft_names)
         if choice.proposers:
             self._requests[request.request_id] = choice
-        return choice.uses_heads
+            self._num_unseen[request.request_id] = request.n
+
+    def needs_hidden_states(self, request_id: str) -> bool:
+        """Whether the runner has to keep the last hidden state of the request's sequences: its heads read them."""
+        choice = self._requests.get(request_id)
+        return choice is not None and choice.uses_heads
 
     def end(self, request_id: str) -> None:
-        """The request is over. Harmless for one that did not speculate."""
-        self._requests.pop(request_id, None)
+        """The request is over: its sequences are forgotten. Harmless for one that did not speculate."""
+        if self._requests.pop(request_id, None) is None:
+            return
+        self._num_unseen.pop(request_id, None)
+        for sequence_id in [name for name, one in self._sequences.items() if one.request_id == request_id]:
+            self._active.discard(sequence_id)
+            sequence = self._sequences.pop(sequence_id)
+            for name in sequence.choice.proposers:
+                with self._guarded(name, "could not end a sequence"):
+                    self._proposers[name].end(sequence_id)
 
     @property
     def is_wanted(self) -> bool:
-        """Whether there is anything to do in a step."""
-        return bool(self._requests or self._sequences)
+        """Whether any request speculates."""
+        return bool(self._requests)
+
+    def may_draft(self) -> bool:
+        """Whether `propose` may give a draft for the next step: False while all sequences that speculate are in a
+        cooldown. Pure and cheap. Before each step the engine calls either `propose` or, where this is False, `skip`,
+        and need not wait for the step under way."""
+        if any(self._num_unseen.values()):
+            return True
+        step = self._options.step + 1
+        return any(self._sequences[sequence_id].rests_until <= step for sequence_id in self._active)
+
+    def skip(self) -> None:
+        """A step is planned without drafts. Cooldowns go on."""
+        self._options.skip()
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def propose(self, candidates: Sequence[Candidate]) -> dict[str, Draft]:
-        """Drafts by sequence id, for those of the candidates that a draft pays for."""
-        self._forget_all_but({candidate.sequence_id for candidate in candidates})
+        """Drafts by sequence id, for those of the candidates that a draft pays for. Raises nothing: a proposer that
+        fails drafts nothing."""
+        self._see(candidates)
         self._options.begin([self._requests.get(candidate.request.request_id) for candidate in candidates])
         drafts: dict[str, Draft] = {}
-        # By sequence, who had nothing to say in this step, such as heads that are on their way: the next best is asked.
+        # By sequence, proposers without a draft in this step, such as heads on their way: the next best is asked.
         silent: dict[str, set[str]] = {}
         waiting: Sequence[Candidate] = candidates
         while waiting:
@@ -129,7 +159,8 @@ class Speculator:
             out = result.spans.get(span.sequence_id)
             if sequence is None or out is None or not out.token_ids:
                 continue
-            self._options.learn(sequence, len(span.draft), len(out.token_ids) - 1)
+            with self._guarded(sequence.proposer, "could not learn from a draft"):
+                self._options.learn(sequence, len(span.draft), len(out.token_ids) - 1)
 
     def count(self, tokens: Tokens) -> None:
         """Takes in what the client is told, so that the sums are those of all answers: where a draft runs beyond the
@@ -140,22 +171,29 @@ class Speculator:
 
     def close(self) -> None:
         for name, proposer in self._proposers.items():
-            try:
+            with self._guarded(name, "did not close well"):
                 proposer.close()
-            except Exception:
-                log.exception("%s did not close well", name)
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _forget_all_but(self, sequence_ids: set[str]) -> None:
-        """One that ended, or waits again: nothing is lost that could not be made anew."""
-        for sequence_id in self._sequences.keys() - sequence_ids:
-            sequence = self._sequences.pop(sequence_id)
-            for name in sequence.choice.proposers:
-                try:
-                    self._proposers[name].forget(sequence_id)
-                except Exception:
-                    self._note_failure(name, "could not forget a sequence")
+    def _see(self, candidates: Sequence[Candidate]) -> None:
+        """Sequences that are no longer candidates wait, or have ended before their request: proposers may drop what is
+        costly to keep. What is known of their drafts stays until the request ends."""
+        active: set[str] = set()
+        for candidate in candidates:
+            choice = self._requests.get(candidate.request.request_id)
+            if choice is None:
+                continue
+            active.add(candidate.sequence_id)
+            if candidate.sequence_id not in self._sequences:
+                request_id = candidate.request.request_id
+                self._sequences[candidate.sequence_id] = DraftedFor(request_id, choice)
+                self._num_unseen[request_id] -= 1
+        for sequence_id in self._active - active:
+            for name in self._sequences[sequence_id].choice.proposers:
+                with self._guarded(name, "could not suspend a sequence"):
+                    self._proposers[name].suspend(sequence_id)
+        self._active = active
 
     def _sized_options(
         self,
@@ -187,32 +225,29 @@ class Speculator:
         return [(option, num) for option, num in zip(options, lengths, strict=True) if num > 0]
 
     def _best_option(self, candidate: Candidate, num_rows: int, silent: Collection[str]) -> Option | None:
-        choice = self._requests.get(candidate.request.request_id)
-        if choice is None or candidate.num_room < 1:
-            return None
         sequence = self._sequences.get(candidate.sequence_id)
-        if sequence is None:
-            sequence = self._sequences[candidate.sequence_id] = DraftedFor(choice)
+        if sequence is None or candidate.num_room < 1:
+            return None
         return self._options.best(candidate, sequence, num_rows, silent)
 
     def _ask(self, name: str, asked: Sequence[tuple[Option, int]]) -> dict[str, Draft]:
         proposer = self._proposers[name]
         options = [option for option, _ in asked]
         asks = [Ask(one.candidate, num, one.sequence.choice.params, one.sequence.choice.heads) for one, num in asked]
-        num_behind = self._options.num_behind(name, options)
-        start_s = self._clock()
-        try:
+        proposed: list[tuple[int, ...]] | None = None
+        with self._guarded(name, "could not draft"):
+            num_behind = self._options.num_behind(name, options)
+            start_s = self._clock()
             answers = zip(asks, proposer.propose(asks), strict=True)
             proposed = [self._usable(token_ids, ask.num_tokens) for ask, token_ids in answers]
-        except Exception:
-            self._note_failure(name, "could not draft; the step goes on without")
+            taken_s = self._clock() - start_s
+            # What comes for the first time is read first: that is not what drafting costs.
+            if num_behind and (num_read := num_behind - self._options.num_behind(name, options)) > 0:
+                self._options.note_catch_up(name, num_read, proposed, taken_s)
+            elif all(name in option.sequence.asked for option in options):
+                self._options.note_call(name, [ask.num_tokens for ask in asks], proposed, taken_s)
+        if proposed is None:
             return {}
-        taken_s = self._clock() - start_s
-        # What comes for the first time is read first: that is not what drafting costs.
-        if num_behind and (num_read := num_behind - self._options.num_behind(name, options)) > 0:
-            self._options.note_catch_up(name, num_read, proposed, taken_s)
-        elif all(name in option.sequence.asked for option in options):
-            self._options.note_call(name, [ask.num_tokens for ask in asks], proposed, taken_s)
         drafts: dict[str, Draft] = {}
         for (option, num_tokens), token_ids in zip(asked, proposed, strict=True):
             option.sequence.asked.add(name)
@@ -234,9 +269,15 @@ class Speculator:
                 return draft[:idx]
         return draft
 
-    def _note_failure(self, name: str, what: str) -> None:
-        """Into the log, ever more rarely: a proposer may fail in every step."""
-        self._num_failures[name] += 1
-        num_failures = self._num_failures[name]
-        if num_failures & (num_failures - 1) == 0:
-            log.exception("%s %s (failure %d)", name, what, num_failures)
+    @contextmanager
+    def _guarded(self, name: str, what: str) -> Generator[None]:
+        """Around all that a proposer does: its errors cost drafts, never a step. Each kind is logged once."""
+        try:
+            yield
+        except Exception as error:
+            self._note_failure(name, what, error)
+
+    def _note_failure(self, name: str, what: str, error: Exception) -> None:
+        if (name, what, type(error)) not in self.failures:
+            log.error("%s %s; the step goes on without", name, what, exc_info=error)
+        self.failures[name, what, type(error)] += 1

@@ -67,7 +67,10 @@ class UniversalProposer:
     def num_behind(self, candidate: Candidate) -> int:
         return self._drafter.num_behind(candidate.sequence_id, len(candidate.token_ids))
 
-    def forget(self, sequence_id: str) -> None:
+    def suspend(self, sequence_id: str) -> None:
+        self.end(sequence_id)
+
+    def end(self, sequence_id: str) -> None:
         self._texts.pop(sequence_id, None)
         self._drafter.forget(sequence_id)
 

@@ -104,7 +104,7 @@ def run(proposer: PromptLookupProposer, prompt: Sequence[int], answer: Sequence[
             num_right += 1
         tokens += rest[: num_right + 1]
         num_steps += 1
-    proposer.forget(sequence_id)
+    proposer.end(sequence_id)
     return num_steps
 
 
@@ -128,4 +128,4 @@ def test_pieces_say_where_each_token_comes_from(records: list[tuple[list[int], l
                 if piece.source in ("own", "value"):
                     assert token_ids == continuation(asked.token_ids, piece.position, piece.num_tokens)
                 done += piece.num_tokens
-        proposer.forget(f"s{number}")
+        proposer.end(f"s{number}")

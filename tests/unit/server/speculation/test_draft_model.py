@@ -300,9 +300,9 @@ def test_forgotten_sequences_leave_their_prefix_behind(model: PreTrainedModel) -
     plans = watch(proposer)
     prompt = long_text(20, seed=3)
     proposer.propose([ask("a", prompt, 5)])
-    proposer.forget("a")
-    proposer.forget("a")
-    proposer.forget("never seen")
+    proposer.end("a")
+    proposer.end("a")
+    proposer.end("never seen")
     check(proposer)
     assert drafter(proposer).rows.num_sequences == 0
     plans.clear()
@@ -330,7 +330,7 @@ def test_rows_run_out(model: PreTrainedModel) -> None:
     assert propose("b") == [True]
     assert propose("d") == [True]  # a left
     assert {name for name in texts if drafter(proposer).rows.get(name)} == {"b", "d"}
-    proposer.forget("d")
+    proposer.end("d")
     assert propose("bc") == [True, True]
 
 
@@ -435,7 +435,7 @@ def test_a_step_that_raises_is_run_row_by_row(model: PreTrainedModel) -> None:
     runner.execute = execute  # type: ignore[method-assign]
     assert proposer.propose([ask("b", texts["b"], 4)]) == [()]
     check(proposer)
-    proposer.forget("b")
+    proposer.end("b")
     assert proposer.propose([ask("b", texts["b"], 4)]) == [tuple(greedy(model, texts["b"], 4))]
 
 

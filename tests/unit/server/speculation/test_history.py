@@ -212,7 +212,7 @@ def test_namespaces_never_mix() -> None:
     for idx, name in enumerate(names):
         asked = candidate([1, 2, 3, 100 + idx], 1, f"first {idx}", **name)
         assert proposer.match(asked, PARAMS) is None  # of those before, whoever they are, nothing is seen
-        proposer.forget(asked.sequence_id)
+        proposer.end(asked.sequence_id)
     for idx, name in enumerate(names):
         ask = Ask(candidate([7, 2, 3], 1, f"second {idx}", **name), 4, PARAMS)
         assert proposer.propose([ask]) == [(100 + idx,)]
@@ -222,7 +222,7 @@ def test_the_own_text_wins_where_as_much_agrees() -> None:
     proposer = PromptLookupProposer(history=History(1000))
     first = candidate([1, 20, 21, 22, 23, 24], 1)
     assert proposer.match(first, PARAMS) is None
-    proposer.forget("a")
+    proposer.end("a")
     own = candidate([21, 22, 30, 21, 22], 5, "b")
     assert proposer.match(own, PARAMS) == Match(2, 2)
     longer = candidate([21, 22, 30, 20, 21, 22], 6, "c")
@@ -235,7 +235,7 @@ def test_the_own_text_wins_where_as_much_agrees() -> None:
 def test_bounds_of_n_grams_hold_for_earlier_outputs_too() -> None:
     proposer = PromptLookupProposer(history=History(1000))
     proposer.match(candidate([1, 20, 21, 22, 23], 1), PARAMS)
-    proposer.forget("a")
+    proposer.end("a")
     tokens = [9, 20, 21, 22]
     for shortest, longest, is_found in ((3, 0, True), (4, 0, False), (0, 1, False), (2, 2, True)):
         params = SpeculationParams("prompt_lookup", min_ngram=shortest, max_ngram=longest)
@@ -249,11 +249,11 @@ def test_what_came_last_is_remembered_and_prompts_alone_are_not() -> None:
     proposer = PromptLookupProposer(history=history)
     tokens = [1, 2, 3]
     proposer.match(candidate(tokens, 3), PARAMS)
-    proposer.forget("a")
+    proposer.end("a")
     assert history.num_namespaces == 0
     proposer.match(candidate(tokens, 3, "b"), PARAMS)
     tokens += [4, 5]
-    proposer.forget("b")
+    proposer.end("b")
     assert proposer.propose([Ask(candidate([2, 3, 4], 3, "c"), 4, PARAMS)]) == [(5,)]
     proposer.close()
     assert (history.num_tokens, history.num_namespaces) == (0, 0)

@@ -124,8 +124,8 @@ def test_forgotten_sequences_and_reused_ids_begin_anew() -> None:
     proposer = PromptLookupProposer()
     asked = candidate([1, 2, 3, 1, 2], 5)
     before = proposer.match(asked, params())
-    proposer.forget("a")
-    proposer.forget("never seen")
+    proposer.end("a")
+    proposer.end("never seen")
     assert proposer.match(asked, params()) == before
     assert proposer.match(candidate([1, 2], 1), params()) is None  # shorter than what was known: another text
     proposer.close()

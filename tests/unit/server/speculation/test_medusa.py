@@ -263,8 +263,8 @@ def test_it_is_a_proposer_without_memory() -> None:
     assert proposer.name == MEDUSA
     ask = ask_for(job_in(4), key)
     first = proposer.propose([ask])
-    proposer.forget(ask.candidate.sequence_id)
-    proposer.forget("unknown")
+    proposer.end(ask.candidate.sequence_id)
+    proposer.end("unknown")
     assert list(proposer.propose([ask])) == list(first)
     assert runner.rows == [4, 4]
     proposer.close()
@@ -320,3 +320,6 @@ def test_bad_heads_and_bad_keys_cost_their_own_draft_only(caplog: pytest.LogCapt
     drafts = proposer.propose(asks)
     assert [len(draft) for draft in drafts] == [2, 0, 0, 0, 2]
     assert "cannot be used" in caplog.text
+    # Heads that were unloaded while they serve are asked for in every step, and stay so.
+    assert [len(draft) for draft in proposer.propose(asks)] == [2, 0, 0, 0, 2]
+    assert caplog.text.count("cannot be used") == 1

@@ -53,7 +53,8 @@ class Fake:
     seconds: float = 0.0
     behind: Callable[[Candidate], int] = lambda candidate: 0
     calls: list[list[Ask]] = field(default_factory=list[list[Ask]])
-    forgotten: list[str] = field(default_factory=list[str])
+    suspended: list[str] = field(default_factory=list[str])
+    ended: list[str] = field(default_factory=list[str])
     num_closed: int = 0
 
     def propose(self, asks: Sequence[Ask]) -> Any:
@@ -64,8 +65,11 @@ class Fake:
     def num_behind(self, candidate: Candidate) -> int:
         return self.behind(candidate)
 
-    def forget(self, sequence_id: str) -> None:
-        self.forgotten.append(sequence_id)
+    def suspend(self, sequence_id: str) -> None:
+        self.suspended.append(sequence_id)
+
+    def end(self, sequence_id: str) -> None:
+        self.ended.append(sequence_id)
 
     def close(self) -> None:
         self.num_closed += 1
@@ -111,7 +115,8 @@ class Table:
     ) -> bool:
         request = Request(name, (7, 8, 9), StoppingParams(100), speculation=SpeculationParams(kind, **params))
         self.requests[name] = request
-        return self.speculator.begin(request, key, heads)
+        self.speculator.begin(request, key, heads)
+        return self.speculator.needs_hidden_states(name)
 
     def candidate(self, name: str, tokens: Sequence[int] = (7, 8, 9), num_room: int = 50) -> Candidate:
         return Candidate(name, 0, list(tokens), 3, num_room, self.requests[name], SamplingParams(), None)
@@ -218,24 +223,45 @@ def test_an_ended_request_is_forgotten() -> None:
     table.speculator.end("never there")
     assert table.speculator.is_wanted
     assert set(table.propose("b")) == {"b"}
-    assert (table.medusa.forgotten, table.small.forgotten) == (["a"], ["a"])
+    assert (table.medusa.ended, table.small.ended) == (["a"], ["a"])
     # A step may still have its sequence, when the request ends in between.
     table.speculator.end("b")
     assert table.speculator.propose([table.candidate("b")]) == {}
     assert table.speculator.propose([]) == {}
-    assert table.small.forgotten == ["a", "b"]
+    assert table.small.ended == ["a", "b"]
+    assert not table.small.suspended
     assert not table.speculator.is_wanted
 
 
-def test_a_sequence_that_waits_again_is_forgotten_and_comes_back_as_new() -> None:
+def test_a_sequence_that_waits_again_is_suspended_and_keeps_its_track_record() -> None:
     table = Table()
     table.begin("a", "draft_model", max_draft_tokens=4)
     while table.step("a"):
         pass  # until its misses are too many
     assert table.propose() == {}
-    assert table.small.forgotten == ["a"]
+    assert (table.small.suspended, table.small.ended) == (["a"], [])
     assert table.speculator.is_wanted
-    assert table.propose("a")["a"].token_ids[0] == 1
+    assert all(len(draft.token_ids) == 1 for draft in table.propose("a").values())  # a probe, at most
+    table.propose()
+    table.speculator.end("a")
+    assert (table.small.suspended, table.small.ended) == (["a", "a"], ["a"])
+
+
+def test_a_preempted_sequence_enters_the_lookup_history_once() -> None:
+    """At its end, with all of its text."""
+    table = Table()
+    table.begin("a", "prompt_lookup")
+    output = [31, 32, 33, 34]
+    table.propose("a", tokens=[7, 8, 9, *output])
+    history = table.speculator._lookup._history
+    table.propose()
+    assert history.num_tokens == 0
+    table.propose("a", tokens=[7, 8, 9, *output, 35])
+    table.speculator.end("a")
+    num_tokens = history.num_tokens
+    assert 0 < num_tokens <= 3 + len(output) + 1 + 1
+    table.begin("b", "prompt_lookup", fixed_length=True)
+    assert table.propose("b", tokens=[7, 8, 9, 31, 32])["b"].token_ids[:3] == (33, 34, 35)
 
 
 def test_completions_of_a_request_are_apart() -> None:
@@ -245,7 +271,48 @@ def test_completions_of_a_request_are_apart() -> None:
     candidates = [Candidate(f"r#{i}", i, [7], 1, 9, request, SamplingParams(), None) for i in range(3)]
     assert set(table.speculator.propose(candidates)) == {"r#0", "r#1", "r#2"}
     assert set(table.speculator.propose(candidates[1:])) == {"r#1", "r#2"}
-    assert table.small.forgotten == ["r#0"]
+    assert table.small.suspended == ["r#0"]
+    table.speculator.end("r")
+    assert table.small.ended == ["r#0", "r#1", "r#2"]
+
+
+# --- steps that need no drafts ----------------------------------------------------------------------------------------
+
+
+def test_who_does_not_speculate_never_holds_up_a_step() -> None:
+    table = Table()
+    table.begin("a", "off")
+    assert not table.speculator.may_draft()
+    table.begin("b", "draft_model")
+    assert table.speculator.may_draft()  # its sequence has not come yet
+    table.propose("b")
+    assert table.speculator.may_draft()
+    table.propose()
+    assert not table.speculator.may_draft()  # it waits
+    table.speculator.end("b")
+    assert not table.speculator.may_draft()
+
+
+def test_in_a_cooldown_steps_are_skipped_and_counted() -> None:
+    """What is accepted again after a while is noticed, though most steps were planned without drafts."""
+    table = Table()
+    table.begin("a", "draft_model", max_draft_tokens=4)
+    num_skipped = 0
+    for _ in range(200):
+        if table.speculator.may_draft():
+            table.step("a")
+        else:
+            table.speculator.skip()
+            num_skipped += 1
+    assert num_skipped > 100
+    num_drafts = 0
+    for _ in range(200):
+        assert table.speculator.may_draft() == table.speculator.may_draft()
+        if table.speculator.may_draft():
+            num_drafts += bool(table.step("a", num_accepted=4))
+        else:
+            table.speculator.skip()
+    assert num_drafts > 50
 
 
 # --- who, and how much ------------------------------------------------------------------------------------------------
@@ -590,10 +657,51 @@ def test_a_proposer_that_raises_costs_its_own_drafts(caplog: pytest.LogCaptureFi
         for _ in range(20):
             assert set(table.step("a", "b", "c", tokens=REPEATING, num_accepted=8)) == {"b", "c"}
     # Not in every step.
-    assert len(caplog.records) == 5
+    assert len(caplog.records) == 1
     assert "draft_model:small could not draft" in caplog.records[-1].message
+    assert table.speculator.failures == {(SMALL, "could not draft", RuntimeError): 20}
     table.small.answer = lambda ask: (1,)
     assert "a" in table.propose("a")
+
+
+@pytest.mark.parametrize("method", ["pieces", "num_behind", "propose", "suspend", "end"])
+def test_lookup_that_raises_costs_its_own_drafts(
+    method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Wherever it does."""
+    table = Table()
+    monkeypatch.setattr(PromptLookupProposer, method, lambda *args: wrong(args[-1]))
+    table.begin("a", "prompt_lookup", fixed_length=True)
+    table.begin("b", "medusa", BOTH)
+    for _ in range(5):
+        drafts = table.step("a", "b", tokens=REPEATING, num_accepted=8)
+        assert set(drafts) == ({"b"} if method in ("pieces", "num_behind", "propose") else {"a", "b"})
+    assert set(table.step("b", tokens=REPEATING)) == {"b"}
+    table.speculator.end("a")
+    table.speculator.end("b")
+    assert not table.speculator.is_wanted
+    assert [(name, error) for name, _, error in table.speculator.failures] == [(PROMPT_LOOKUP, RuntimeError)]
+    assert len(caplog.records) == 1
+
+
+def test_a_sequence_that_breaks_a_lookup_leaves_the_others_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is drafted for in another way."""
+    pieces = PromptLookupProposer.pieces
+
+    def broken(
+        self: PromptLookupProposer, candidate: Candidate, params: SpeculationParams, num_tokens: int
+    ) -> tuple[Piece, ...]:
+        return wrong(None) if candidate.sequence_id == "a" else pieces(self, candidate, params, num_tokens)
+
+    monkeypatch.setattr(PromptLookupProposer, "pieces", broken)
+    table = Table()
+    table.begin("a", "auto", BOTH)
+    table.begin("b", "prompt_lookup")
+    for _ in range(3):
+        drafts = table.step("a", "b", tokens=REPEATING, num_accepted=8)
+        assert drafts["b"].proposer == PROMPT_LOOKUP
+        assert drafts["a"].proposer != PROMPT_LOOKUP
+    assert sum(table.speculator.failures.values()) == 1
 
 
 @pytest.mark.parametrize(
@@ -622,14 +730,14 @@ def test_answers_of_every_kind(answers: Any, draft: tuple[int, ...] | None) -> N
     assert table.propose("a") == ({} if draft is None else {"a": Draft(draft, DRAFT_MODEL)})
 
 
-def test_one_that_cannot_forget_or_close(caplog: pytest.LogCaptureFixture) -> None:
+def test_one_that_cannot_end_or_close(caplog: pytest.LogCaptureFixture) -> None:
     table = Table()
-    table.small.forget = wrong  # type: ignore[method-assign, assignment]
+    table.small.end = wrong  # type: ignore[method-assign, assignment]
     table.begin("a", "auto", BOTH)
     table.propose("a")
-    table.propose()
-    assert table.medusa.forgotten == ["a"]
-    assert "could not forget" in caplog.text
+    table.speculator.end("a")
+    assert table.medusa.ended == ["a"]
+    assert "could not end" in caplog.text
     table = Table()
     table.medusa.close = lambda: wrong(None)  # type: ignore[method-assign, assignment, arg-type]
     table.speculator.close()

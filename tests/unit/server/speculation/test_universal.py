@@ -272,7 +272,7 @@ def test_a_text_that_cannot_be_put_into_the_vocabulary(monkeypatch: pytest.Monke
     assert calls == [1]
     monkeypatch.setattr(recoder, "target_tokens", lambda *_: 1 / 0)
     assert proposer.propose([ask("b", tokens[:4], 3)]) == [()]
-    proposer.forget("b")
+    proposer.end("b")
     assert "b" not in proposer._texts
 
 
@@ -290,8 +290,8 @@ def test_forgetting() -> None:
     proposer = make("byte_level", "gemma_bpe")
     tokens = tokenizer("byte_level").encode(TEXT[0])
     proposer.propose([ask("a", tokens, 3), ask("b", tokens, 3)])
-    proposer.forget("a")
-    proposer.forget("a")
+    proposer.end("a")
+    proposer.end("a")
     assert set(proposer._texts) == {"b"}
     assert proposer._drafter.rows.num_sequences == 1
     proposer.close()
