@@ -6,14 +6,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from loraplex._requests import STATES
 from loraplex.types import (
     Adapter,
     AdapterState,
     AdapterTier,
     Chunk,
     Completion,
-    FinishReason,
     Generation,
     ProposerUsage,
     ServerInfo,
@@ -23,20 +21,12 @@ from loraplex.types import (
     TopLogprob,
     Usage,
 )
+from loraplex_proto.enums import ADAPTER_STATES, ADAPTER_TIERS, FINISH_REASONS
 from loraplex_proto.v1 import adapter_pb2, inference_pb2
 
-_FINISH_REASONS: Final[dict[int, FinishReason]] = {
-    inference_pb2.FINISH_REASON_EOS: FinishReason.EOS,
-    inference_pb2.FINISH_REASON_STOP: FinishReason.STOP,
-    inference_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
-}
-_STATES: Final[dict[int, AdapterState]] = {number: state for state, number in STATES.items()}
-_TIERS: Final[dict[int, AdapterTier]] = {
-    adapter_pb2.ADAPTER_TIER_SOURCE: "source",
-    adapter_pb2.ADAPTER_TIER_DISK: "disk",
-    adapter_pb2.ADAPTER_TIER_HOST: "host",
-    adapter_pb2.ADAPTER_TIER_DEVICE: "device",
-}
+_FINISH_REASONS: Final = {number: reason for reason, number in FINISH_REASONS.items()}
+_STATES: Final[dict[int, AdapterState]] = {number: state for state, number in ADAPTER_STATES.items()}
+_TIERS: Final[dict[int, AdapterTier]] = {number: tier for tier, number in ADAPTER_TIERS.items()}
 
 
 def generation(raw: bytes) -> Generation:

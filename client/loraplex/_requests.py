@@ -20,6 +20,7 @@ from loraplex.types import (
 from loraplex_contracts.errors import InvalidArgument
 from loraplex_contracts.ids import check_adapter_id
 from loraplex_contracts.sampling import SAMPLING_OPTIONS
+from loraplex_proto.enums import ADAPTER_STATES
 from loraplex_proto.v1 import adapter_pb2, inference_pb2
 
 # Option -> path in GenerateRequest, for options whose value is the field's.
@@ -46,15 +47,6 @@ _FIELDS: Final[dict[str, str]] = {
     "cache_salt": "cache_salt",
 }
 _OTHER_OPTIONS: Final = frozenset({"messages", "omit_generation_prompt", "adapters", "speculation", "timeout_s"})
-
-STATES: Final[dict[AdapterState, adapter_pb2.AdapterState.ValueType]] = {
-    "known": adapter_pb2.ADAPTER_STATE_KNOWN,
-    "fetching": adapter_pb2.ADAPTER_STATE_FETCHING,
-    "on_host": adapter_pb2.ADAPTER_STATE_ON_HOST,
-    "on_device": adapter_pb2.ADAPTER_STATE_ON_DEVICE,
-    "draining": adapter_pb2.ADAPTER_STATE_DRAINING,
-    "failed": adapter_pb2.ADAPTER_STATE_FAILED,
-}
 
 _AboutAdapter = TypeVar(
     "_AboutAdapter",
@@ -143,9 +135,11 @@ def list_request(
     if page_size < 1:
         raise InvalidArgument(f"`page_size` must be at least 1; it is {page_size}", field="page_size")
     if state is not None:
-        if state not in STATES:
-            raise InvalidArgument(f"`state` must be one of {', '.join(STATES)}; it is {_shown(state)}", field="state")
-        request.state = STATES[state]
+        if state not in ADAPTER_STATES:
+            raise InvalidArgument(
+                f"`state` must be one of {', '.join(ADAPTER_STATES)}; it is {_shown(state)}", field="state"
+            )
+        request.state = ADAPTER_STATES[state]
     return request
 
 

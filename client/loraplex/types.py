@@ -7,17 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Literal, Required, TypedDict
 
-
-class FinishReason(StrEnum):
-    """Why a completion ended."""
-
-    EOS = "eos"  # an end-of-sequence token
-    STOP = "stop"  # a stop string or stop token
-    LENGTH = "length"  # max_tokens, or the end of the context
-
+from loraplex_contracts.adapters import AdapterState, AdapterTier
+from loraplex_contracts.events import FinishReason, TokenLogprob
+from loraplex_contracts.events import TopLogprob as TopLogprob
 
 # --- what a caller may ask for --------------------------------------------------------------------------------------
 
@@ -197,25 +191,6 @@ class Timings:
 
 
 @dataclass(frozen=True, slots=True)
-class TopLogprob:
-    """One alternative at a position."""
-
-    token_id: int
-    text: str
-    logprob: float
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """A token with its log probability, and the alternatives that were asked for, most likely first."""
-
-    token_id: int
-    text: str
-    logprob: float
-    top: tuple[TopLogprob, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Completion:
     """One text out of a generation."""
 
@@ -278,10 +253,6 @@ class Tokenization:
 
     token_ids: tuple[int, ...]
     tokens: tuple[str, ...]
-
-
-AdapterState = Literal["unknown", "known", "fetching", "on_host", "on_device", "draining", "failed"]
-AdapterTier = Literal["unknown", "source", "disk", "host", "device"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,19 +1,39 @@
-"""What the engine tells the front end. Plain data, picklable; one batch of events per step crosses the process
-border."""
+"""Events of the engine for the front end, and the parts of an answer that the SDK shares. Plain data, picklable."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 from loraplex_contracts.errors import LoraplexError
-from loraplex_contracts.plan import TokenLogprobs
+from loraplex_contracts.plan import PositionLogprobs
 
 
-class FinishReason(Enum):
-    EOS = "eos"
-    STOP = "stop"  # a stop token id; stop strings are found by the front end
-    LENGTH = "length"
+class FinishReason(StrEnum):
+    """Why a completion ended."""
+
+    EOS = "eos"  # an end-of-sequence token
+    STOP = "stop"  # a stop token, or a stop string, which the front end finds
+    LENGTH = "length"  # max_tokens, or the end of the context
+
+
+@dataclass(frozen=True, slots=True)
+class TopLogprob:
+    """One alternative at a position."""
+
+    token_id: int
+    text: str
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token with its log probability, and the alternatives that were asked for, most likely first."""
+
+    token_id: int
+    text: str
+    logprob: float
+    top: tuple[TopLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +52,7 @@ class Tokens:
     request_id: str
     index: int
     token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...] = ()
+    logprobs: tuple[PositionLogprobs, ...] = ()
     num_drafted: int = 0
     num_accepted: int = 0
     proposer: str = ""  # of the drafted ones
@@ -53,7 +73,7 @@ class PromptLogprobs:
     """Once per request that asked, before its first Tokens. Positions 1 .. num_prompt_tokens - 1."""
 
     request_id: str
-    logprobs: tuple[TokenLogprobs, ...]
+    logprobs: tuple[PositionLogprobs, ...]
 
 
 @dataclass(frozen=True, slots=True)

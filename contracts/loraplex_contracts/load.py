@@ -1,13 +1,13 @@
-"""How long requests would wait at a worker, as it tells its front end and its routers, so that they can refuse for it.
+"""Load of a worker, and its forecast of waiting times, as front ends and routers read them.
 
-A refusal is cheapest where the request is met first: before it is tokenized, or sent on. Pure.
+With a forecast a request is refused where it is met first: before it is tokenized, or sent on. Pure.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from loraplex_contracts.errors import Overloaded
 
@@ -48,6 +48,25 @@ class Forecast:
             allowed_s = slack_s(left_s, own_s)
         if wait_s > allowed_s:
             raise overloaded(wait_s, allowed_s, has_deadline=left_s is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How busy a worker is. Running and queued ones are completions: a request of `n` counts n times."""
+
+    num_running: int = 0
+    num_queued: int = 0
+    # Work ahead at most: prompt tokens not yet computed and output tokens still allowed.
+    pending_tokens: int = 0
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+    max_running: int = 0
+    num_steps: int = 0
+    num_preemptions: int = 0
+    # Draft tokens since the start, by proposer, and how many of them the target accepted.
+    drafted: Mapping[str, int] = field(default_factory=dict[str, int])
+    accepted: Mapping[str, int] = field(default_factory=dict[str, int])
+    forecast: Forecast | None = None  # while requests wait
 
 
 def overloaded(wait_s: float, allowed_s: float, *, has_deadline: bool) -> Overloaded:

@@ -111,7 +111,7 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenLogprobs:
+class PositionLogprobs:
     """Of one position: the token that came, its logprob, and the most likely alternatives, best first."""
 
     token_id: int
@@ -124,8 +124,8 @@ class SpanResult:
     """What one span gave. With a draft: the accepted tokens and the one sampled behind them."""
 
     token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token_id, when asked for
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of prompt positions start+1 .. start+num_tokens
+    logprobs: tuple[PositionLogprobs, ...] = ()  # one per token_id, when asked for
+    prompt_logprobs: tuple[PositionLogprobs, ...] = ()  # of prompt positions start+1 .. start+num_tokens
     num_drafted: int = 0
     error: LoraplexError | None = None  # this sequence failed; the others have not
 

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loraplex_adapters.cache.api import AdapterInfo
 from loraplex_adapters.cache.config import AdapterCacheConfig
 from loraplex_adapters.cache.integrity import check_idle, check_names, check_residency
 from loraplex_adapters.cache.listing import Listing, listing_order
@@ -36,7 +35,7 @@ from loraplex_adapters.cache.states import (
     Stage,
 )
 from loraplex_adapters.cache.table import AdapterTable
-from loraplex_contracts.adapters import AdapterKey
+from loraplex_contracts.adapters import AdapterInfo, AdapterKey
 from loraplex_contracts.errors import (
     AdapterInvalid,
     AdapterLoadsBusy,

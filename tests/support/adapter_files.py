@@ -14,14 +14,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from loraplex_adapters.cache.api import AdapterInfo
 from loraplex_adapters.cache.config import AdapterCacheConfig
 from loraplex_adapters.cache.listing import Listing
 from loraplex_adapters.cache.manager import AdapterManager, everybody
 from loraplex_adapters.io.source_files import AdapterSource
 from loraplex_adapters.targets import BaseTargets, TargetModule
 from loraplex_adapters.weights import AdapterWeights
-from loraplex_contracts.adapters import AdapterKey
+from loraplex_contracts.adapters import AdapterInfo, AdapterKey
 
 HIDDEN = 16
 VOCAB = 24

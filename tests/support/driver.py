@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from loraplex_contracts.plan import AdapterUse, NewSequence, Span, SpanResult, StepPlan, TokenLogprobs
+from loraplex_contracts.plan import AdapterUse, NewSequence, PositionLogprobs, Span, SpanResult, StepPlan
 from loraplex_contracts.request import OutputParams, SamplingParams
 from loraplex_server.backends.attention_registry import make_attention
 from loraplex_server.backends.reference.lora import ReferenceOps
@@ -41,8 +41,8 @@ class Job:
     row: int = -1
     num_computed: int = 0
     tokens: list[int] = field(default_factory=list[int])
-    logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
+    logprobs: list[PositionLogprobs] = field(default_factory=list[PositionLogprobs])
+    prompt_logprobs: list[PositionLogprobs] = field(default_factory=list[PositionLogprobs])
     num_accepted: int = 0
     num_blocks: int = 0
     error: Exception | None = None

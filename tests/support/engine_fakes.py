@@ -6,8 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from loraplex_adapters.cache.api import AdapterInfo, CacheUsage, ListingChanges
-from loraplex_contracts.adapters import AdapterKey, AdapterKind
+from loraplex_contracts.adapters import AdapterInfo, AdapterKey, AdapterKind, CacheUsage, ListingChanges
 from loraplex_contracts.errors import AdapterNotFound, UnsupportedModel
 from loraplex_contracts.plan import SpanResult, StepPlan, StepResult
 from loraplex_server.config import EngineConfig

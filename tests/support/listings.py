@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any, cast
 
-from loraplex_adapters.cache.api import AdapterInfo, AdapterStateName, TierName
 from loraplex_adapters.cache.listing import Listing
 from loraplex_adapters.sources.watch import SourceWatch
+from loraplex_contracts.adapters import AdapterInfo, AdapterState, AdapterTier
 from loraplex_proto.paging import list_query
 from loraplex_proto.v1 import adapter_pb2
 from loraplex_runtime.auth import EVERYBODY, Identity
@@ -17,7 +17,7 @@ from loraplex_server.grpc.adapter_listing import AdapterListing
 Response = adapter_pb2.ListAdaptersResponse
 
 
-def info(name: str, state: AdapterStateName = "on_device", tier: TierName = "device", digest: str = "d") -> AdapterInfo:
+def info(name: str, state: AdapterState = "on_device", tier: AdapterTier = "device", digest: str = "d") -> AdapterInfo:
     return AdapterInfo(name, "lora", digest, state, tier, 1, 8, 0, False)
 
 

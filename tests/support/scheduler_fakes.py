@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.errors import LoraplexError
-from loraplex_contracts.plan import NewSequence, Span, SpanResult, StepPlan, StepResult, TokenLogprobs
+from loraplex_contracts.plan import NewSequence, PositionLogprobs, Span, SpanResult, StepPlan, StepResult
 from loraplex_contracts.request import Request, seed_of_completion
 
 VOCAB_SIZE = 24
@@ -115,9 +115,9 @@ class Expected:
     """What one completion must come to, computed alone and without any cache."""
 
     token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...]
+    logprobs: tuple[PositionLogprobs, ...]
     reason: str
-    prompt_logprobs: tuple[TokenLogprobs, ...]
+    prompt_logprobs: tuple[PositionLogprobs, ...]
 
 
 def expect(request: Request, key: AdapterKey | None, index: int, max_total_tokens: int) -> Expected:
@@ -131,7 +131,7 @@ def expect(request: Request, key: AdapterKey | None, index: int, max_total_token
     stopping, seed = request.stopping, seed_of_completion(request.sampling.seed, index)
     stops = stopping.stop_token_ids | (frozenset[int]() if stopping.ignore_eos else EOS)
     tokens: list[int] = []
-    logprobs: list[TokenLogprobs] = []
+    logprobs: list[PositionLogprobs] = []
     while True:
         position = len(prompt) + len(tokens) - 1
         token_id = draw(state, seed, position, stops if len(tokens) < stopping.min_tokens else frozenset())
@@ -145,9 +145,9 @@ def expect(request: Request, key: AdapterKey | None, index: int, max_total_token
             return Expected(tuple(tokens), tuple(logprobs), "length", of_prompt)
 
 
-def _logprob(state_before: int, token_id: int) -> TokenLogprobs:
+def _logprob(state_before: int, token_id: int) -> PositionLogprobs:
     """Of a position of a prompt or of what was drawn: one of its own."""
-    return TokenLogprobs(token_id, -(state_before % 1000) / 100)
+    return PositionLogprobs(token_id, -(state_before % 1000) / 100)
 
 
 @dataclass
@@ -289,7 +289,7 @@ class FakeRunner:
         error = self.failing.pop(request.request_id, None)
         if error is not None:
             return SpanResult(error=error)
-        logprobs: tuple[TokenLogprobs, ...] = ()
+        logprobs: tuple[PositionLogprobs, ...] = ()
         if span.prompt_logprobs:
             last = min(span.start + span.num_tokens, row.new.num_prompt_tokens - 1)
             logprobs = tuple(_logprob(states[at - 1], tokens[at]) for at in range(span.start + 1, last + 1))

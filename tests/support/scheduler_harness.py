@@ -9,7 +9,7 @@ from dataclasses import replace
 from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.errors import LoraplexError
 from loraplex_contracts.events import Admitted, CompletionEnd, Event, PromptLogprobs, RequestFailed, Tokens
-from loraplex_contracts.plan import Draft, StepPlan, TokenLogprobs
+from loraplex_contracts.plan import Draft, PositionLogprobs, StepPlan
 from loraplex_contracts.request import OutputParams, Request, SamplingParams, StoppingParams
 from loraplex_server.kv.blocks import BlockPool
 from loraplex_server.scheduler.config import SchedulerConfig
@@ -46,10 +46,10 @@ class RequestLog:
         self.request = request
         self.admitted: Admitted | None = None
         self.tokens: dict[int, list[int]] = defaultdict(list)
-        self.logprobs: dict[int, list[TokenLogprobs]] = defaultdict(list)
+        self.logprobs: dict[int, list[PositionLogprobs]] = defaultdict(list)
         self.ends: dict[int, CompletionEnd] = {}
         self.error: LoraplexError | None = None
-        self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+        self.prompt_logprobs: tuple[PositionLogprobs, ...] | None = None
         self.num_drafted = 0
         self.num_accepted = 0
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from loraplex_adapters.cache.api import AdapterInfo
+from loraplex_contracts.adapters import AdapterInfo
 from loraplex_contracts.errors import LoraplexError
 from loraplex_contracts.events import (
     Admitted,
@@ -31,7 +31,7 @@ from loraplex_contracts.events import (
     RequestFailed,
     Tokens,
 )
-from loraplex_contracts.plan import StepPlan, TokenLogprobs
+from loraplex_contracts.plan import PositionLogprobs, StepPlan
 from loraplex_contracts.request import Request, SamplingParams, SpeculationKind, SpeculationParams, StoppingParams
 from loraplex_server.backends.cpu.native.kernels import NativeKernels
 from loraplex_server.config import (
@@ -92,8 +92,8 @@ class Outcome:
 
     request: Request
     tokens: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
-    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=lambda: defaultdict(list))
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    logprobs: dict[int, list[PositionLogprobs]] = field(default_factory=lambda: defaultdict(list))
+    prompt_logprobs: tuple[PositionLogprobs, ...] = ()
     ends: dict[int, CompletionEnd] = field(default_factory=dict)
     error: LoraplexError | None = None
     is_admitted: bool = False
@@ -149,7 +149,7 @@ class Outcome:
             _check_logprobs(found, wanted, tolerance)
 
 
-def _check_logprobs(found: TokenLogprobs, wanted: TokenLogprobs, tolerance: float) -> None:
+def _check_logprobs(found: PositionLogprobs, wanted: PositionLogprobs, tolerance: float) -> None:
     assert found.token_id == wanted.token_id
     assert abs(found.logprob - wanted.logprob) < tolerance
     assert [token_id for token_id, _ in found.top] == [token_id for token_id, _ in wanted.top]

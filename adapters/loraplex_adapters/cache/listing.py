@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from loraplex_adapters.cache.api import AdapterInfo, ListingChanges, TierName
+from loraplex_contracts.adapters import AdapterInfo, AdapterTier, ListingChanges
 
 MAX_NEAREST = 1024
 # The nearest to the device first, without what is in the source only.
-_NEAREST_FIRST: tuple[TierName, ...] = ("device", "host", "disk")
+_NEAREST_FIRST: tuple[AdapterTier, ...] = ("device", "host", "disk")
 _AFTER_ALL = "\x7f"  # behind every character of an adapter id
 
 
@@ -31,7 +31,7 @@ def names_after(names: Sequence[str], after: str, prefix: str, limit: int) -> Se
 class Resident(NamedTuple):
     """A row that is at least on disk, as routers are told."""
 
-    tier: TierName
+    tier: AdapterTier
     adapter_id: str
     digest: str
 
@@ -43,7 +43,7 @@ class Listing:
         self._changes: dict[object, tuple[AdapterInfo, ...]] = {}  # the rows by what they are about
         self._rows: dict[str, list[AdapterInfo]] = {}  # by name, each in order
         self._names: list[str] = []  # sorted
-        self._tiers: dict[TierName, list[tuple[str, bool, str]]] = {tier: [] for tier in _NEAREST_FIRST}
+        self._tiers: dict[AdapterTier, list[tuple[str, bool, str]]] = {tier: [] for tier in _NEAREST_FIRST}
         self._nearest: tuple[Resident, ...] | None = None  # None: not since the last change
 
     def take(self, changes: ListingChanges) -> None:
@@ -102,7 +102,7 @@ class Listing:
             del places[bisect_left(places, listing_order(row))]
 
 
-def _place(row: AdapterInfo) -> tuple[TierName, tuple[str, bool, str]]:
+def _place(row: AdapterInfo) -> tuple[AdapterTier, tuple[str, bool, str]]:
     return row.tier, listing_order(row)
 
 

@@ -19,7 +19,6 @@ from pathlib import Path
 import torch
 
 from loraplex_adapters.cache import rows
-from loraplex_adapters.cache.api import AdapterInfo, CacheUsage, InstallFn, ListingChanges
 from loraplex_adapters.cache.config import AdapterCacheConfig
 from loraplex_adapters.cache.integrity import check_idle, check_names, check_residency
 from loraplex_adapters.cache.loader import BackgroundThread, Imported, import_adapter, typed
@@ -30,13 +29,16 @@ from loraplex_adapters.io.source_files import AdapterSource, not_found
 from loraplex_adapters.store import AdapterStore
 from loraplex_adapters.targets import BaseTargets
 from loraplex_adapters.weights import AdapterWeights
-from loraplex_contracts.adapters import AdapterKey, check_adapter_id
+from loraplex_contracts.adapters import AdapterInfo, AdapterKey, CacheUsage, ListingChanges, check_adapter_id
 from loraplex_contracts.errors import LoraplexError
 
 log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 5.0
 TEMPORARY_STORE = "loraplex-store-"
+
+# Puts weights into a device slot of every module (None: clears it). Called between steps only.
+InstallFn = Callable[[int, AdapterWeights | None], None]
 
 # Run by `poll` in the engine's thread: takes one job's outcome into the table.
 Outcome = Callable[[float], None]
@@ -48,7 +50,7 @@ def everybody(adapter_id: str, tenant: str) -> bool:
 
 
 class AdapterManager:
-    """Implements cache.api.AdapterCache."""
+    """The whole life cycle of adapters. Owned by the engine."""
 
     def __init__(
         self,
@@ -86,26 +88,42 @@ class AdapterManager:
     # --- residency --------------------------------------------------------------------------------------------------
 
     def acquire(self, key: AdapterKey) -> int | None:
+        """Takes a reference for one running sequence and returns the device slot.
+
+        None when the weights are not on the device now: no reference is taken, and a load is wanted from here on.
+        """
         slot = self._table.residency.acquire(key)
         self._look_again()
         return slot
 
     def release(self, key: AdapterKey) -> None:
+        """Gives one reference back."""
         self._table.residency.release(key)
         self._look_again()
 
     def borrow(self, key: AdapterKey) -> int | None:
+        """The device slot, for this turn only: valid until the next `poll`, no reference is taken.
+
+        None when the weights are not on the device now. They are wanted then, until the next `poll` and by a request
+        that has the key pinned only: behind whatever `acquire` wants, and evicting nothing that was used lately.
+        """
         slot = self._table.residency.borrow(key)
         self._look_again()
         return slot
 
     def failure(self, key: AdapterKey) -> Exception | None:
+        """Why this key cannot come to the device at all (source gone, does not fit), or None."""
         error = self._table.residency.failure(key)
         return None if error is None else fresh(error)
 
     # --- names ------------------------------------------------------------------------------------------------------
 
     def resolve(self, adapter_id: str, tenant: str, now: float) -> AdapterKey | None:
+        """The key that the id is bound to, pinned once for the caller (`unpin` gives it back).
+
+        None while it is being fetched: ask again after `poll` has returned True. An id is bound on first use and bound
+        anew only by `load`. Raises the typed error (AdapterNotFound, AdapterInvalid, ...) when it cannot be had.
+        """
         check_adapter_id(adapter_id)
         if not self._access(adapter_id, tenant):
             raise not_found(adapter_id)
@@ -114,16 +132,20 @@ class AdapterManager:
         return key
 
     def unpin(self, key: AdapterKey) -> None:
+        """The request that resolved it has ended."""
         self._table.residency.unpin(key)
         self._look_again()
 
     def load(self, adapter_id: str, pin: bool, now: float) -> AdapterInfo | None:
+        """Reads the source anew, binds the id to what it finds and brings it up to the device where there is room.
+        None while under way; call again after `poll`. Raises as `resolve`."""
         check_adapter_id(adapter_id)
         key = self._table.load(adapter_id, pin, now)
         self._start_fetches()
         return None if key is None else rows.key_row(self._table.residency.records[key], adapter_id)
 
     def unload(self, adapter_id: str) -> AdapterInfo:
+        """Forgets the id; weights go when the last request has ended. Raises AdapterNotFound."""
         check_adapter_id(adapter_id)
         before = rows.get_row(self._table, adapter_id)
         key = self._table.unload(adapter_id)
@@ -134,10 +156,13 @@ class AdapterManager:
         return rows.key_row(record, adapter_id)
 
     def get(self, adapter_id: str) -> AdapterInfo:
+        """Raises AdapterNotFound, also for what is in the source and has not been asked for yet."""
         check_adapter_id(adapter_id)
         return rows.get_row(self._table, adapter_id)
 
     def take_changes(self) -> ListingChanges:
+        """What a listing (cache/listing.py) shows differently since the last call; at the first one, all it shows: what
+        is bound, fetched or remembered as failed, and what drains."""
         return rows.take_changes(self._table)
 
     def usage(self) -> CacheUsage:
@@ -146,6 +171,7 @@ class AdapterManager:
     # --- the turn of the loop ---------------------------------------------------------------------------------------
 
     def poll(self, now: float) -> bool:
+        """Takes in finished loads, installs them in slots, starts what is wanted next. True when anything changed."""
         has_changed = False
         while True:
             try:
@@ -164,6 +190,7 @@ class AdapterManager:
         return has_changed
 
     def check_integrity(self) -> None:
+        """Raises AssertionError when idle and a reference, pin or byte is unaccounted for."""
         check_residency(self._table.residency)
         check_names(self._table)
         check_idle(self._table)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from loraplex_adapters.cache.api import AdapterInfo, AdapterStateName, CacheUsage, ListingChanges, TierName
 from loraplex_adapters.cache.states import KeyRecord, KeyState, NameRecord, NameState
 from loraplex_adapters.cache.table import AdapterTable
 from loraplex_adapters.io.source_files import not_found
-from loraplex_contracts.adapters import AdapterKey
+from loraplex_contracts.adapters import AdapterInfo, AdapterKey, AdapterState, AdapterTier, CacheUsage, ListingChanges
 from loraplex_contracts.errors import AdapterNotFound, LoraplexError
 
-_STATES: dict[KeyState, AdapterStateName] = {
+_STATES: dict[KeyState, AdapterState] = {
     KeyState.KNOWN: "known",
     KeyState.STAGING: "fetching",
     KeyState.REFETCHING: "fetching",
@@ -18,7 +17,7 @@ _STATES: dict[KeyState, AdapterStateName] = {
     KeyState.ON_DEVICE: "on_device",
     KeyState.FAILED: "failed",
 }
-_TIERS: dict[KeyState, TierName] = {
+_TIERS: dict[KeyState, AdapterTier] = {
     KeyState.REFETCHING: "source",
     KeyState.FAILED: "source",
     KeyState.ON_HOST: "host",
@@ -111,7 +110,7 @@ def usage_of(table: AdapterTable, load_seconds: float, num_loads: int) -> CacheU
     )
 
 
-def _bare_row(adapter_id: str, state: AdapterStateName, error: Exception | None) -> AdapterInfo:
+def _bare_row(adapter_id: str, state: AdapterState, error: Exception | None) -> AdapterInfo:
     return AdapterInfo(
         adapter_id=adapter_id, kind="", digest="", state=state, tier="source", num_bytes=0, rank=0, num_running=0,
         pinned=False, error=str(error or ""), error_reason=_reason(error),

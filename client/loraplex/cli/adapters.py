@@ -10,10 +10,10 @@ from typing import Annotated, Any, cast
 import typer
 
 from loraplex import Adapter, InvalidArgument, LoraplexError
-from loraplex._requests import STATES
 from loraplex.cli import terminal
 from loraplex.cli.connection import DEFAULT_SERVER, Connection, JsonOption, ServerOption
 from loraplex.types import AdapterState
+from loraplex_proto.enums import ADAPTER_STATES
 from loraplex_runtime.flags import with_flags
 
 adapters = typer.Typer(
@@ -33,7 +33,7 @@ def list_(
     show_all: Annotated[bool, typer.Option("--all", help="Also those that were never loaded.")] = False,
     prefix: Annotated[str, typer.Option(help="Only names that begin so.")] = "",
     state: Annotated[
-        str | None, typer.Option(help=f"Only those in this state: {', '.join(STATES)}.", show_default=False)
+        str | None, typer.Option(help=f"Only those in this state: {', '.join(ADAPTER_STATES)}.", show_default=False)
     ] = None,
     as_json: JsonOption = False,
     connection: Connection,

@@ -17,10 +17,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-from loraplex_adapters.cache.api import AdapterInfo, CacheUsage
 from loraplex_adapters.cache.listing import Listing
+from loraplex_contracts.adapters import AdapterInfo, CacheUsage
 from loraplex_contracts.errors import Draining, EngineLost, Internal, LoraplexError, WorkerLost
 from loraplex_contracts.events import RequestFailed
+from loraplex_contracts.load import Load
 from loraplex_contracts.request import Request
 from loraplex_server.config import EngineConfig
 from loraplex_server.engine.change_signal import News
@@ -35,7 +36,6 @@ from loraplex_server.engine.messages import (
     Cancel,
     Command,
     FromEngine,
-    LoadNumbers,
     MessageTakes,
     ModelInfo,
     Ready,
@@ -69,7 +69,7 @@ READ_BYTES: Final = 1 << 20
 class EngineState:
     """What the engine last said of itself."""
 
-    load: LoadNumbers
+    load: Load
     usage: CacheUsage | None = None
     listing: Listing = field(default_factory=Listing)  # adapters that are not just available
 
@@ -101,7 +101,7 @@ class EngineClient:
         self.stalled = ""
         self.on_stalled: Callable[[bool], None] = lambda is_stalled: None
         self.news = News()
-        self.state = EngineState(LoadNumbers())
+        self.state = EngineState(Load())
         self.integrity = ""
 
     async def start(

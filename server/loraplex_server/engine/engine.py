@@ -9,14 +9,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from loraplex_adapters.cache.api import AdapterCache, AdapterInfo
-from loraplex_contracts.adapters import AdapterKey
+from loraplex_adapters.cache.manager import AdapterManager
+from loraplex_contracts.adapters import AdapterInfo, AdapterKey
 from loraplex_contracts.errors import DeadlineExceeded, Draining, LoraplexError, ResourceExhausted, unexpected
 from loraplex_contracts.events import CompletionEnd, Event, RequestFailed, Tokens
-from loraplex_contracts.load import Forecast
+from loraplex_contracts.load import Forecast, Load
 from loraplex_contracts.plan import StepPlan
 from loraplex_contracts.request import Request
 from loraplex_server.config import SpeculationConfig
@@ -26,7 +26,6 @@ from loraplex_server.engine.messages import (
     Batch,
     Cancel,
     Command,
-    LoadNumbers,
     ModelInfo,
     Reply,
     StopCompletion,
@@ -73,7 +72,7 @@ class Engine:
         self,
         info: ModelInfo,
         scheduler: Scheduler,
-        cache: AdapterCache,
+        cache: AdapterManager,
         runner: Runner,
         clock: Callable[[], float] = time.monotonic,
         speculator: Speculator | None = None,
@@ -330,17 +329,12 @@ class Engine:
         self._events, self._replies = [], []
         return batch
 
-    def _load(self) -> LoadNumbers:
+    def _load(self) -> Load:
         load = self._scheduler.load()
-        return LoadNumbers(
-            num_running=load.num_running,
+        return replace(
+            load,
             num_queued=load.num_queued + self._unresolved.num_completions + self._without_heads.num_completions,
-            pending_tokens=load.pending_tokens,
-            num_blocks=load.num_blocks,
-            num_free_blocks=load.num_free_blocks,
-            max_running=load.max_running,
             num_steps=self._num_steps,
-            num_preemptions=load.num_preemptions,
             drafted=dict(self._speculator.drafted),
             accepted=dict(self._speculator.accepted),
             forecast=self._current_forecast() if load.num_queued else None,

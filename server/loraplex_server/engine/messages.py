@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from loraplex_adapters.cache.api import AdapterInfo, CacheUsage, ListingChanges
+from loraplex_contracts.adapters import AdapterInfo, CacheUsage, ListingChanges
 from loraplex_contracts.errors import LoraplexError
 from loraplex_contracts.events import Event
-from loraplex_contracts.load import Forecast
+from loraplex_contracts.load import Load
 from loraplex_contracts.request import Request
 
 # --- to the engine --------------------------------------------------------------------------------------------------
@@ -121,30 +120,12 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadNumbers:
-    """How busy the engine is."""
-
-    num_running: int = 0
-    num_queued: int = 0
-    pending_tokens: int = 0
-    num_blocks: int = 0
-    num_free_blocks: int = 0
-    max_running: int = 0
-    num_steps: int = 0
-    num_preemptions: int = 0
-    # Draft tokens since the start, by proposer, and how many of them the target accepted.
-    drafted: Mapping[str, int] = field(default_factory=dict[str, int])
-    accepted: Mapping[str, int] = field(default_factory=dict[str, int])
-    forecast: Forecast | None = None  # while requests wait
-
-
-@dataclass(frozen=True, slots=True)
 class Batch:
     """Everything that one turn of the loop has to say, or several that were sent together."""
 
     events: tuple[Event, ...] = ()
     replies: tuple[Reply, ...] = ()
-    load: LoadNumbers = field(default_factory=LoadNumbers)
+    load: Load = field(default_factory=Load)
     # Of the adapters' listing, since the last batch; only when the residency has changed.
     changes: ListingChanges | None = None
     usage: CacheUsage | None = None

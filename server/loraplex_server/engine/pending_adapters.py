@@ -13,7 +13,7 @@ from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.errors import LoraplexError, unexpected
 from loraplex_contracts.request import Request
 
-# As AdapterCache.resolve: the key, pinned once; None while it is fetched; or a typed error.
+# As AdapterManager.resolve: the key, pinned once; None while it is fetched; or a typed error.
 Resolve = Callable[[str, str, float], AdapterKey | None]
 _Group = tuple[str, str]  # adapter id and tenant
 
@@ -70,7 +70,7 @@ class Unresolved:
         return expired
 
     def take_resolved(self, has_news: bool, now: float) -> list[tuple[Request, AdapterKey | LoraplexError]]:
-        """Those that need not wait any longer, each with its own pin on the key. `has_news`: what AdapterCache.poll
+        """Those that need not wait any longer, each with its own pin on the key. `has_news`: what AdapterManager.poll
         has returned since the last time."""
         groups, self._unasked = self._groups if has_news else self._unasked, {}
         taken = [outcome for group in list(groups) for outcome in self._ask(self._groups[group], now)]

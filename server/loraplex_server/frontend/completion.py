@@ -9,27 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from loraplex_contracts.events import CompletionEnd, FinishReason, Tokens
-from loraplex_contracts.plan import TokenLogprobs
+from loraplex_contracts.events import CompletionEnd, FinishReason, TokenLogprob, Tokens, TopLogprob
+from loraplex_contracts.plan import PositionLogprobs
 from loraplex_contracts.request import StoppingParams
 from loraplex_server.text.detokenizer import Detokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class TextTop:
-    token_id: int
-    text: str
-    logprob: float
-
-
-@dataclass(frozen=True, slots=True)
-class TextLogprob:
-    """A token's logprob with its text, and the alternatives, most likely first."""
-
-    token_id: int
-    text: str
-    logprob: float
-    top: tuple[TextTop, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +46,7 @@ class Delta:
     index: int
     text: str = ""
     token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TextLogprob, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
     num_drafted: int = 0
     num_accepted: int = 0
     proposer: str = ""
@@ -145,9 +128,9 @@ class CompletionAssembler:
         )
         return Delta(self._index, text=text, end=summary)
 
-    def with_text(self, logprobs: TokenLogprobs) -> TextLogprob:
-        top = tuple(TextTop(token_id, self._token_text(token_id), value) for token_id, value in logprobs.top)
-        return TextLogprob(logprobs.token_id, self._token_text(logprobs.token_id), logprobs.logprob, top)
+    def with_text(self, logprobs: PositionLogprobs) -> TokenLogprob:
+        top = tuple(TopLogprob(token_id, self._token_text(token_id), value) for token_id, value in logprobs.top)
+        return TokenLogprob(logprobs.token_id, self._token_text(logprobs.token_id), logprobs.logprob, top)
 
     def _text_of(self, token_ids: tuple[int, ...]) -> tuple[str, int]:
         """Text that is safe to send, and how many of the tokens belong to the completion."""

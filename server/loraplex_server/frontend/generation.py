@@ -11,11 +11,19 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
 from loraplex_contracts.errors import Cancelled
-from loraplex_contracts.events import Admitted, CompletionEnd, Event, PromptLogprobs, RequestFailed, Tokens
+from loraplex_contracts.events import (
+    Admitted,
+    CompletionEnd,
+    Event,
+    PromptLogprobs,
+    RequestFailed,
+    TokenLogprob,
+    Tokens,
+)
 from loraplex_contracts.request import Request
 from loraplex_server.engine.client import EngineClient
 from loraplex_server.engine.streams import RequestStream
-from loraplex_server.frontend.completion import CompletionAssembler, Delta, TextLogprob
+from loraplex_server.frontend.completion import CompletionAssembler, Delta
 
 AssemblerFactory = Callable[[Request, int], CompletionAssembler]
 
@@ -27,7 +35,7 @@ class Progress:
     adapter_digest: str = ""
     queue_s: float = 0.0
     first_token_s: float | None = None
-    prompt_logprobs: tuple[TextLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
     started_s: float = field(default_factory=time.monotonic)
 
     def elapsed_s(self) -> float:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from loraplex_adapters.cache.listing import Listing, is_bound, names_after
 from loraplex_adapters.sources.watch import SourceWatch
 from loraplex_contracts.errors import SourceUnavailable
+from loraplex_proto.enums import ADAPTER_STATES
 from loraplex_proto.paging import ListQuery, Page, visible_part
 from loraplex_proto.v1 import adapter_pb2
 from loraplex_runtime.auth import Identity
@@ -77,7 +78,7 @@ class AdapterListing:
         held = self._listing().of(adapter_id)
         if not held:
             return (convert.unloaded_to_pb(adapter_id),)
-        rows = [convert.adapter_to_pb(info) for info in held if query.state in (0, convert.STATES[info.state])]
+        rows = [convert.adapter_to_pb(info) for info in held if query.state in (0, ADAPTER_STATES[info.state])]
         if is_found and not is_bound(held):
             rows.insert(0, convert.unloaded_to_pb(adapter_id))
         return rows

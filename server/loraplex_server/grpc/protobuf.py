@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from loraplex_adapters.cache.api import AdapterInfo, CacheUsage
 from loraplex_adapters.cache.listing import Resident
 from loraplex_contracts import sampling
-from loraplex_contracts.load import Forecast
+from loraplex_contracts.adapters import AdapterInfo, CacheUsage
+from loraplex_contracts.events import TokenLogprob
+from loraplex_contracts.load import Forecast, Load
 from loraplex_contracts.request import (
     OutputParams,
     Request,
@@ -17,32 +18,12 @@ from loraplex_contracts.request import (
     StoppingParams,
 )
 from loraplex_contracts.sampling import SamplingParams, TokenizerView
+from loraplex_proto.enums import ADAPTER_STATES, ADAPTER_TIERS, FINISH_REASONS
 from loraplex_proto.v1 import adapter_pb2, inference_pb2, worker_pb2
-from loraplex_server.engine.messages import LoadNumbers
-from loraplex_server.frontend.completion import CompletionSummary, Delta, Drafts, TextLogprob
+from loraplex_server.frontend.completion import CompletionSummary, Delta, Drafts
 
 MAX_FLOWS = 256  # in a forecast
 DRAFT_MODEL_PREFIX = "draft_model:"  # of a name, among what an engine says that it can do
-
-STATES = {
-    "known": adapter_pb2.ADAPTER_STATE_KNOWN,
-    "fetching": adapter_pb2.ADAPTER_STATE_FETCHING,
-    "on_host": adapter_pb2.ADAPTER_STATE_ON_HOST,
-    "on_device": adapter_pb2.ADAPTER_STATE_ON_DEVICE,
-    "draining": adapter_pb2.ADAPTER_STATE_DRAINING,
-    "failed": adapter_pb2.ADAPTER_STATE_FAILED,
-}
-_TIERS = {
-    "source": adapter_pb2.ADAPTER_TIER_SOURCE,
-    "disk": adapter_pb2.ADAPTER_TIER_DISK,
-    "host": adapter_pb2.ADAPTER_TIER_HOST,
-    "device": adapter_pb2.ADAPTER_TIER_DEVICE,
-}
-_REASONS = {
-    "eos": inference_pb2.FINISH_REASON_EOS,
-    "stop": inference_pb2.FINISH_REASON_STOP,
-    "length": inference_pb2.FINISH_REASON_LENGTH,
-}
 
 
 def sampling_params(message: inference_pb2.Sampling, tokenizer: TokenizerView) -> SamplingParams:
@@ -113,7 +94,7 @@ def to_request(
     )
 
 
-def logprobs_to_pb(logprobs: Iterable[TextLogprob]) -> list[inference_pb2.TokenLogprob]:
+def logprobs_to_pb(logprobs: Iterable[TokenLogprob]) -> list[inference_pb2.TokenLogprob]:
     return [
         inference_pb2.TokenLogprob(
             token_id=one.token_id,
@@ -185,7 +166,7 @@ def fill_end(
     message: inference_pb2.GenerateStreamResponse | inference_pb2.Completion, summary: CompletionSummary
 ) -> None:
     """Why the completion ended, the same in a stream's last chunk and in a whole answer."""
-    message.finish_reason = _REASONS[summary.reason.value]
+    message.finish_reason = FINISH_REASONS[summary.reason]
     if summary.stop_string is not None:
         message.stop_string = summary.stop_string
     if summary.stop_token_id is not None:
@@ -222,8 +203,8 @@ def adapter_to_pb(info: AdapterInfo) -> adapter_pb2.Adapter:
         adapter_id=info.adapter_id,
         kind=info.kind,
         digest=info.digest,
-        state=STATES[info.state],
-        tier=_TIERS[info.tier],
+        state=ADAPTER_STATES[info.state],
+        tier=ADAPTER_TIERS[info.tier],
         bytes=info.num_bytes,
         rank=info.rank,
         running_requests=info.num_running,
@@ -243,12 +224,13 @@ def unloaded_to_pb(adapter_id: str) -> adapter_pb2.Adapter:
 def residents_to_pb(nearest: Iterable[Resident]) -> list[worker_pb2.ResidentAdapter]:
     """As `Listing.nearest` gives them."""
     return [
-        worker_pb2.ResidentAdapter(adapter_id=name, digest=digest, tier=_TIERS[tier]) for tier, name, digest in nearest
+        worker_pb2.ResidentAdapter(adapter_id=name, digest=digest, tier=ADAPTER_TIERS[tier])
+        for tier, name, digest in nearest
     ]
 
 
 def load_to_pb(
-    load: LoadNumbers, resident: Iterable[worker_pb2.ResidentAdapter], usage: CacheUsage | None, draining: bool
+    load: Load, resident: Iterable[worker_pb2.ResidentAdapter], usage: CacheUsage | None, draining: bool
 ) -> worker_pb2.Load:
     message = worker_pb2.Load(
         running_requests=load.num_running,

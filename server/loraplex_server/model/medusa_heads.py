@@ -116,7 +116,7 @@ class HeadSlots:
         return weights.heads if weights is not None else ()
 
     def install(self, slot: int, weights: AdapterWeights | None) -> None:
-        """Puts an adapter's heads into `slot`, or clears it. Between steps only. Implements InstallFn."""
+        """Puts an adapter's heads into `slot`, or clears it. Between steps only."""
         heads = weights.heads if weights is not None else ()
         for idx, head in enumerate(heads):
             self._check(idx, head)

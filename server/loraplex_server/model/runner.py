@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from loraplex_contracts.errors import Internal, LoraplexError, NonFinite, unexpected
-from loraplex_contracts.plan import NewSequence, Span, SpanResult, StepPlan, StepResult, TokenLogprobs
+from loraplex_contracts.plan import NewSequence, PositionLogprobs, Span, SpanResult, StepPlan, StepResult
 from loraplex_server.layers.adapter_slots import AdapterSlots
 from loraplex_server.layers.attention import PagedAttention, ReplayableAttention
 from loraplex_server.layers.kv_memory import KvCache
@@ -339,7 +339,7 @@ class ModelRunner:
 
 
 def _span_result(
-    row: Row, span: Span, sampled: HostSampled, start: int, end: int, prompt: tuple[TokenLogprobs, ...]
+    row: Row, span: Span, sampled: HostSampled, start: int, end: int, prompt: tuple[PositionLogprobs, ...]
 ) -> SpanResult:
     num_drafted = len(span.draft)
     token_ids = verify_chain(span.draft, sampled.token_ids[start:end]) if end > start else ()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from loraplex_contracts.plan import TokenLogprobs
+from loraplex_contracts.plan import PositionLogprobs
 
 # Elements of logits that are converted at once.
 _MAX_ELEMENTS = 1 << 24
@@ -35,21 +35,21 @@ class Logprobs:
     def packed_len(self) -> int:
         return len(self.num_top) * (2 + 2 * self.top_ids.shape[1])
 
-    def unpack(self, packed: Sequence[float]) -> tuple[TokenLogprobs, ...]:
+    def unpack(self, packed: Sequence[float]) -> tuple[PositionLogprobs, ...]:
         """From the host's copy of `pack()`."""
         n, max_top = len(self.num_top), self.top_ids.shape[1]
         ids, values = packed[:n], packed[n : 2 * n]
         top_ids, top_values = packed[2 * n : (2 + max_top) * n], packed[(2 + max_top) * n :]
-        found: list[TokenLogprobs] = []
+        found: list[PositionLogprobs] = []
         for i, num_top in enumerate(self.num_top):
             start = i * max_top
             # Devices order equal values as they like; the lowest id first is what greedy decoding takes.
             pairs = zip(top_ids[start : start + max_top], top_values[start : start + max_top], strict=True)
             top = sorted(((int(token_id), value) for token_id, value in pairs), key=lambda pair: (-pair[1], pair[0]))
-            found.append(TokenLogprobs(int(ids[i]), values[i], tuple(top[:num_top])))
+            found.append(PositionLogprobs(int(ids[i]), values[i], tuple(top[:num_top])))
         return tuple(found)
 
-    def to_host(self) -> tuple[TokenLogprobs, ...]:
+    def to_host(self) -> tuple[PositionLogprobs, ...]:
         return self.unpack(self.pack().tolist())
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from loraplex_contracts.plan import NewSequence, TokenLogprobs
+from loraplex_contracts.plan import NewSequence, PositionLogprobs
 from loraplex_server.sampling import rows as row_table
 from loraplex_server.sampling.blocks import row_argmax
 from loraplex_server.sampling.draw import draw_dense, draw_narrow, draw_open
@@ -36,8 +36,8 @@ class HostSampled:
 
     token_ids: tuple[int, ...]
     is_bad: tuple[bool, ...]  # no token: the logits held NaN or +inf, or nothing above -inf
-    logprobs: tuple[TokenLogprobs | None, ...]  # None where not asked for, or bad
-    others: tuple[tuple[TokenLogprobs, ...], ...] = ()  # what `to_host` was given besides
+    logprobs: tuple[PositionLogprobs | None, ...]  # None where not asked for, or bad
+    others: tuple[tuple[PositionLogprobs, ...], ...] = ()  # what `to_host` was given besides
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +76,12 @@ class PackedSamples:
         """From a copy of `values` on the host."""
         packed: list[float] = values.tolist()
         num_samples = start = self.num_samples
-        unpacked: list[tuple[TokenLogprobs, ...]] = []
+        unpacked: list[tuple[PositionLogprobs, ...]] = []
         for part in self.parts:
             unpacked.append(part.unpack(packed[start : start + part.packed_len()]))
             start += part.packed_len()
         is_bad = tuple(value < 0 for value in packed[:num_samples])
-        logprobs: list[TokenLogprobs | None] = [None] * num_samples
+        logprobs: list[PositionLogprobs | None] = [None] * num_samples
         if self.logprob_samples:
             for sample, found in zip(self.logprob_samples, unpacked.pop(0), strict=True):
                 logprobs[sample] = None if is_bad[sample] else found

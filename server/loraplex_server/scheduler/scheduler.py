@@ -16,8 +16,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.errors import (
@@ -29,7 +28,7 @@ from loraplex_contracts.errors import (
     QueueFull,
 )
 from loraplex_contracts.events import Event, FinishReason, RequestFailed
-from loraplex_contracts.load import Forecast
+from loraplex_contracts.load import Forecast, Load
 from loraplex_contracts.plan import Candidate, Draft, Span, StepPlan, StepResult
 from loraplex_contracts.request import Request, seed_of_completion
 from loraplex_server.kv.blocks import BlockPool
@@ -39,42 +38,25 @@ from loraplex_server.scheduler.config import SchedulerConfig
 from loraplex_server.scheduler.overload import WaitLimits
 from loraplex_server.scheduler.results import Committer
 from loraplex_server.scheduler.running import PlanBuilder, plan_running
-from loraplex_server.scheduler.sequence_table import Roster
+from loraplex_server.scheduler.sequence_table import AdapterLeases, Roster
 from loraplex_server.scheduler.states import InFlight, RequestPhase, RequestState, SequenceState, SequenceStatus
 from loraplex_server.scheduler.step_speed import Speed
 
-if TYPE_CHECKING:  # see roster
-    from loraplex_adapters.cache.api import Residency
-
 MAX_PLANS_IN_FLIGHT = 2
 _NO_DRAFTS: Mapping[str, Draft] = {}
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLoad:
-    """How busy the scheduler is. Running and queued ones are sequences: `n` completions count n times."""
-
-    num_running: int
-    num_queued: int
-    # Work ahead at most: prompt tokens not yet computed and output tokens still allowed.
-    pending_tokens: int
-    num_blocks: int
-    num_free_blocks: int
-    max_running: int
-    num_preemptions: int
 
 
 class Scheduler:
     """Owner of every request from `add` to its terminal event. Not thread-safe: one loop calls it."""
 
     def __init__(
-        self, config: SchedulerConfig, blocks: BlockPool, residency: Residency, eos_token_ids: Collection[int]
+        self, config: SchedulerConfig, blocks: BlockPool, adapters: AdapterLeases, eos_token_ids: Collection[int]
     ) -> None:
         self._config = config
         self._blocks = blocks
         self._eos_token_ids = frozenset(eos_token_ids)
         self._events: list[Event] = []
-        self._roster = Roster(config.max_running, blocks, residency)
+        self._roster = Roster(config.max_running, blocks, adapters)
         self._speed = Speed()
         self._limits = WaitLimits(config.max_queue_wait_s, self._roster, self._roster.clock, self._speed)
         self._admission = Admission(config, self._roster, self._speed, self._limits, self._events_append)
@@ -216,10 +198,11 @@ class Scheduler:
         """Whether a request is not over, or a plan's result still to come."""
         return bool(self._roster.requests) or bool(self._in_flight)
 
-    def load(self) -> SchedulerLoad:
+    def load(self) -> Load:
+        """What the scheduler knows of the load; steps, drafts and the forecast are the engine's to add."""
         roster = self._roster
         num_sequences = sum(request.num_open for request in roster.requests.values())
-        return SchedulerLoad(
+        return Load(
             num_running=len(roster.running),
             num_queued=num_sequences - len(roster.running),
             pending_tokens=roster.num_waiting_tokens

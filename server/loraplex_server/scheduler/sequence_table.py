@@ -11,7 +11,7 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.plan import AdapterUse, BlockCopy, NewSequence
@@ -19,8 +19,24 @@ from loraplex_server.kv.blocks import BlockPool
 from loraplex_server.scheduler.fair_queue import FairClock
 from loraplex_server.scheduler.states import PromptHold, RequestPhase, RequestState, SequenceState, SequenceStatus
 
-if TYPE_CHECKING:  # the cache's interface names weights, hence torch, which has no business in here
-    from loraplex_adapters.cache.api import Residency
+
+class AdapterLeases(Protocol):
+    """What the scheduler needs of the adapter cache, and all that it may touch."""
+
+    def acquire(self, key: AdapterKey) -> int | None:
+        """Takes a reference for one running sequence and returns the device slot.
+
+        None when the weights are not on the device now: no reference is taken, and a load is wanted from here on.
+        """
+        ...
+
+    def release(self, key: AdapterKey) -> None:
+        """Gives one reference back."""
+        ...
+
+    def failure(self, key: AdapterKey) -> Exception | None:
+        """Why this key cannot come to the device at all (source gone, does not fit), or None."""
+        ...
 
 
 def _order(seq: SequenceState) -> tuple[int, float, int, int]:
@@ -75,7 +91,7 @@ class Arrivals:
 class Roster:
     """See the module. Every method leaves lists, rows and references consistent."""
 
-    def __init__(self, max_running: int, blocks: BlockPool, residency: Residency) -> None:
+    def __init__(self, max_running: int, blocks: BlockPool, adapters: AdapterLeases) -> None:
         self.blocks = blocks
         self.max_running = max_running
         self.requests: dict[str, RequestState] = {}
@@ -88,7 +104,7 @@ class Roster:
         self.num_waiting_prompt_tokens = 0  # among them
         self.clock = FairClock()
         self.num_preemptions = 0
-        self._residency = residency
+        self._adapters = adapters
         self._free_rows = list(range(max_running))  # a heap: low rows first keeps the batch dense
         self._adapter_refs: Counter[AdapterKey] = Counter()
 
@@ -278,7 +294,7 @@ class Roster:
         """
         adapter_key = seq.request.lora_key
         assert adapter_key is not None
-        seq.adapter_slot = self._residency.acquire(adapter_key)
+        seq.adapter_slot = self._adapters.acquire(adapter_key)
         if seq.adapter_slot is not None:
             self._adapter_refs[adapter_key] += 1
         return seq.adapter_slot is not None
@@ -295,10 +311,10 @@ class Roster:
 
     def release_adapter(self, adapter_key: AdapterKey) -> None:
         self._adapter_refs[adapter_key] -= 1
-        self._residency.release(adapter_key)
+        self._adapters.release(adapter_key)
 
     def adapter_failure(self, adapter_key: AdapterKey) -> Exception | None:
-        return self._residency.failure(adapter_key)
+        return self._adapters.failure(adapter_key)
 
     # --- checks -------------------------------------------------------------------------------------------------------
 

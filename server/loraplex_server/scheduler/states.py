@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from loraplex_contracts.adapters import AdapterKey
-from loraplex_contracts.plan import Span, StepPlan, TokenLogprobs
+from loraplex_contracts.plan import PositionLogprobs, Span, StepPlan
 from loraplex_contracts.request import Request, SamplingParams
 from loraplex_server.kv.keys import KeyChain
 from loraplex_server.scheduler.fair_queue import Flow
@@ -95,7 +95,7 @@ class RequestState:
     leader: SequenceState | None = None
     hold: PromptHold | None = None
     # Positions 1, 2, ... so far; only where the request wants them.
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
+    prompt_logprobs: list[PositionLogprobs] = field(default_factory=list[PositionLogprobs])
     prompt_logprobs_sent: bool = False
     num_cached_tokens: int = 0
     # Since when its adapter has had no slot while it was its turn, and how many had been admitted by then.

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from loraplex_adapters.cache.api import AdapterCache
+from loraplex_adapters.cache.manager import AdapterManager
 from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.errors import AdapterNotFound, InvalidArgument
 from loraplex_server.backends.cpu.native.kernels import NativeKernels
@@ -45,7 +45,7 @@ class Target:
     loaded: LoadedModel
     served: ServedModel
     runner: ModelRunner
-    cache: AdapterCache
+    cache: AdapterManager
     heads: HeadSlots
     native: NativeKernels | None = None  # draft models run on what the target runs on
 
@@ -104,7 +104,7 @@ def _draft_models(
     return proposers, least_costs
 
 
-def bring_up_heads(cache: AdapterCache, adapter_id: str) -> AdapterKey:
+def bring_up_heads(cache: AdapterManager, adapter_id: str) -> AdapterKey:
     """Loads the default heads and pins them to the device, where every base request wants them."""
     try:
         while cache.load(adapter_id, True, time.monotonic()) is None:

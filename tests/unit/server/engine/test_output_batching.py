@@ -8,11 +8,12 @@ from collections.abc import Callable
 
 import pytest
 
-from loraplex_adapters.cache.api import AdapterInfo, CacheUsage, ListingChanges
+from loraplex_contracts.adapters import AdapterInfo, CacheUsage, ListingChanges
 from loraplex_contracts.errors import Cancelled
 from loraplex_contracts.events import Admitted, CompletionEnd, Event, FinishReason, RequestFailed, Tokens
-from loraplex_contracts.plan import TokenLogprobs
-from loraplex_server.engine.messages import Batch, FromEngine, LoadNumbers, Reply, Starting
+from loraplex_contracts.load import Load
+from loraplex_contracts.plan import PositionLogprobs
+from loraplex_server.engine.messages import Batch, FromEngine, Reply, Starting
 from loraplex_server.engine.output_batching import Outbox, can_wait, join
 from loraplex_server.engine.send_pacing import Pacer
 
@@ -151,16 +152,16 @@ def test_a_joined_batch_says_what_its_parts_said() -> None:
     usage = CacheUsage(*([0] * len(CacheUsage.__dataclass_fields__)))
     joined = join(
         [
-            Batch((), (Reply(1),), LoadNumbers(1), {"a": (), "b": ()}, usage),
-            Batch((later(1),), (), LoadNumbers(2)),
-            Batch((END,), (Reply(2),), LoadNumbers(3), {"b": (ROW,)}),
+            Batch((), (Reply(1),), Load(1), {"a": (), "b": ()}, usage),
+            Batch((later(1),), (), Load(2)),
+            Batch((END,), (Reply(2),), Load(3), {"b": (ROW,)}),
         ]
     )
-    assert joined == Batch((later(1), END), (Reply(1), Reply(2)), LoadNumbers(3), {"a": (), "b": (ROW,)}, usage)
+    assert joined == Batch((later(1), END), (Reply(1), Reply(2)), Load(3), {"a": (), "b": (ROW,)}, usage)
 
 
 def test_tokens_that_are_joined_lose_nothing() -> None:
-    logprobs = tuple(TokenLogprobs(token_id, -1.0) for token_id in range(3))
+    logprobs = tuple(PositionLogprobs(token_id, -1.0) for token_id in range(3))
     parts = [
         Tokens("r", 0, (7, 8), logprobs[:2], num_drafted=3, num_accepted=1, proposer="heads", can_wait=True),
         Tokens("r", 0, (9,), logprobs[2:], num_drafted=2, num_accepted=0, proposer="heads", can_wait=True),

@@ -9,7 +9,7 @@ from support.engine_fakes import build_fake, build_slow
 
 from loraplex_contracts.errors import AdapterNotFound
 from loraplex_contracts.events import CompletionEnd, FinishReason, Tokens
-from loraplex_contracts.plan import TokenLogprobs
+from loraplex_contracts.plan import PositionLogprobs
 from loraplex_contracts.request import Request, StoppingParams
 from loraplex_server.config import EngineConfig, ModelConfig
 from loraplex_server.engine.client import EngineClient
@@ -40,7 +40,7 @@ def assembler(request: Request, index: int) -> CompletionAssembler:
 
 
 def tokens(*ids: int, drafted: int = 0, accepted: int = 0, proposer: str = "medusa") -> Tokens:
-    logprobs = tuple(TokenLogprobs(i, -0.5, ((i, -0.5),)) for i in ids)
+    logprobs = tuple(PositionLogprobs(i, -0.5, ((i, -0.5),)) for i in ids)
     return Tokens("r", 0, ids, logprobs, drafted, accepted, proposer)
 
 

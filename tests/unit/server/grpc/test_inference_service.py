@@ -18,12 +18,13 @@ from support.tiny_tokenizers import tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from loraplex_contracts.errors import DeadlineExceeded, EngineLost, FailedPrecondition, LoraplexError
+from loraplex_contracts.load import Load
 from loraplex_proto.status import DETAILS_KEY, from_status
 from loraplex_proto.v1 import inference_pb2
 from loraplex_proto.validate import ModelLimits
 from loraplex_server.config import EngineConfig, ModelConfig
 from loraplex_server.engine.client import EngineClient, EngineState
-from loraplex_server.engine.messages import LoadNumbers, ModelInfo
+from loraplex_server.engine.messages import ModelInfo
 from loraplex_server.frontend.tokenizing import NUM_THREADS, Tokenizing
 from loraplex_server.grpc.inference_service import InferenceServicer
 from loraplex_server.grpc.middleware import Edge
@@ -164,7 +165,7 @@ async def test_every_streamed_completion_begins_with_the_prompt() -> None:
 
 @pytest.mark.parametrize("method", ["Generate", "GenerateStream"])
 async def test_an_echo_that_cannot_be_is_refused_before_anything_runs(method: str) -> None:
-    idle = SimpleNamespace(state=EngineState(LoadNumbers()))  # whatever else is asked of it fails
+    idle = SimpleNamespace(state=EngineState(Load()))  # whatever else is asked of it fails
     one = service(idle, INFO, TextTokenizer(None))
     request = inference_pb2.GenerateRequest(
         token_ids=inference_pb2.TokenIds(ids=[70]), output=inference_pb2.Output(echo=True)

@@ -11,19 +11,19 @@ from typing import Any, cast
 
 import pytest
 
-from loraplex_adapters.cache.api import AdapterInfo
 from loraplex_adapters.cache.listing import Listing
+from loraplex_contracts.adapters import AdapterInfo
+from loraplex_contracts.load import Load
 from loraplex_proto.v1 import worker_pb2
 from loraplex_server.engine.change_signal import News
 from loraplex_server.engine.client import EngineClient, EngineState
-from loraplex_server.engine.messages import LoadNumbers
 from loraplex_server.grpc import protobuf as convert
 from loraplex_server.grpc.load_service import HEARTBEAT_INTERVALS, WorkerServicer, is_worth_telling
 from loraplex_server.grpc.middleware import Edge
 
 INTERVAL_S = 0.03
 SILENCE_S = 4 * INTERVAL_S  # long enough to see that nothing comes
-BUSY = LoadNumbers(num_running=2, pending_tokens=8000, num_blocks=100, num_free_blocks=50, max_running=8)
+BUSY = Load(num_running=2, pending_tokens=8000, num_blocks=100, num_free_blocks=50, max_running=8)
 
 
 def row(name: str, tier: Any = "device") -> AdapterInfo:

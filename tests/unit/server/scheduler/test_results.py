@@ -8,7 +8,7 @@ from support.scheduler_harness import Harness, make_request
 
 from loraplex_contracts.errors import Internal, OutOfMemory
 from loraplex_contracts.events import CompletionEnd, Event, FinishReason, RequestFailed, Tokens
-from loraplex_contracts.plan import Draft, SpanResult, StepPlan, StepResult, TokenLogprobs
+from loraplex_contracts.plan import Draft, PositionLogprobs, SpanResult, StepPlan, StepResult
 from loraplex_contracts.request import Request, StoppingParams
 from loraplex_server.kv.blocks import BlockPool
 from loraplex_server.scheduler.config import SchedulerConfig
@@ -31,7 +31,7 @@ def step(scheduler: Scheduler, *tokens: int, draft: tuple[int, ...] = ()) -> tup
     plan = scheduler.schedule(0.0, {FIRST: Draft(draft, "test")} if draft else {})
     assert plan is not None
     assert plan.spans[0].sequence_id == FIRST
-    logprobs = tuple(TokenLogprobs(token_id, -0.5) for token_id in tokens)
+    logprobs = tuple(PositionLogprobs(token_id, -0.5) for token_id in tokens)
     result = SpanResult(tokens, logprobs, num_drafted=len(plan.spans[0].draft))
     return plan, scheduler.apply(plan, StepResult(plan.step, {plan.spans[0].sequence_id: result}), 0.0)
 
