@@ -30,7 +30,7 @@ from loraplex_server.layers.lora import PreparedSegments, Segment
 from loraplex_server.layers.segmented_dense import DenseTable, DenseWeight, SegmentedDense
 from loraplex_server.layers.transfer import upload
 from loraplex_server.model.loaded_model import LoadedModel
-from loraplex_server.sampling.blocks import row_argmax
+from loraplex_server.sampling.draw import row_argmax
 from loraplex_server.sampling.sampler import Argmax
 
 NOT_A_NUMBER = -1  # in the place of a token id

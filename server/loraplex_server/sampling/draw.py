@@ -1,29 +1,33 @@
-"""Draws one token per row: argmax of score / temperature + noise over the tokens that truncation keeps.
+"""Draws one token per row: temperature, top-k, top-p, min-p, and argmax of score / temperature + noise.
 
-There is one definition (`draw_dense`) and two ways to reach the same token sooner on a CPU: rows that truncate look up
-their few candidates first (`draw_narrow`), rows that do not compute bounds for all tokens and the exact value where it
-could matter (`draw_open`). Ties go to the lowest token id.
+There is one definition (`draw_dense`) and two faster ways to the same token on a CPU. Rows that truncate look up their
+few candidates first (`draw_narrow`). Rows that do not compute bounds for all tokens, and the exact value where it could
+matter (`draw_open`). Ties go to the lowest token id.
 
-Every function returns token ids and the rows' highest scores; where such a score is not finite, the id means nothing.
-Knows no requests; owns nothing.
+Truncation is a threshold on a row's scores that keeps every token that ties with the last one kept, so the kept set
+does not depend on how a device orders equal scores. Top-p counts within what top-k kept; min-p compares with the most
+likely token. Sums are float64, so that the order of addition does not matter.
+
+Every draw returns token ids and the rows' highest scores; where such a score is not finite, the id means nothing.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
 import torch
 from torch import Tensor
 
-from loraplex_server.sampling.blocks import BLOCK, block_ids, block_max
-from loraplex_server.sampling.noise import BOUND_SHIFT, NoiseField
-from loraplex_server.sampling.truncation import (
-    DrawRows,
-    find_candidates,
-    kept_mask,
-    probability_weights,
-    top_p_threshold,
-    total_mass,
-)
+from loraplex_contracts.sampling import SamplingParams
+from loraplex_server.sampling.noise import BOUND_SHIFT, NoiseField, row_keys, seed_to_int64
 
+# Values in a block. On a CPU the maximum of a block costs a third of a maximum with its index, and a hundredth of a
+# sort; what follows looks only into the few blocks that matter.
+BLOCK = 64
+_HOST_ROWS = 8  # so many rows at once stay in the CPU's cache
 # Elements worked on at once: temporaries stay in a CPU core's cache.
 _CHUNK_COLS = 512 * BLOCK
 _CHUNK_ROWS = 4
@@ -31,16 +35,80 @@ _CHUNK_ROWS = 4
 _MAX_ELEMENTS = 1 << 23
 # Candidates looked up for a top-p that has no top-k, until they hold enough of the probability.
 _TOP_P_SEARCHES = (64, 1024)
+# Candidates looked up beyond the k-th, so that a few ties do not need a second look.
+_SPARE = 16
+# Colder than this, one token has all the probability; and its inverse is finite in float32.
+_MIN_TEMPERATURE = 1e-30
+
+
+# --- parameters -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class DrawRows:
+    """Parameters of the rows that draw; on the device of the scores."""
+
+    keys: Tensor  # [num_rows, 3] int32, of the noise
+    temperature: Tensor  # [num_rows, 1] as the scores, > 0
+    top_k: Tensor  # [num_rows, 1] int64, 0: off
+    top_p: Tensor  # [num_rows, 1] float64, 1: off
+    log_min_p: Tensor  # [num_rows, 1] as the scores, -inf: off
+    max_top_k: int  # of all rows; known on the host
+    has_open_top_p: bool  # a row has top-p without top-k
+
+    def select(self, idx: Tensor) -> DrawRows:
+        """Some of the rows. The two host values stay true as bounds."""
+        columns = (self.keys, self.temperature, self.top_k, self.top_p, self.log_min_p)
+        keys, temperature, top_k, top_p, log_min_p = (column.index_select(0, idx) for column in columns)
+        return DrawRows(keys, temperature, top_k, top_p, log_min_p, self.max_top_k, self.has_open_top_p)
+
+
+class DrawTable:
+    """Temperature, truncation and seed of every row of the batch, on the host."""
+
+    def __init__(self, max_rows: int, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._values = torch.zeros(max_rows, 4, dtype=torch.float64)  # temperature, top-k, top-p, log of min-p
+        self._seeds = torch.zeros(max_rows, dtype=torch.int64)
+
+    def set(self, row: int, sampling: SamplingParams) -> bool:
+        """Whether the row truncates."""
+        top_k = sampling.top_k if sampling.top_k < self._vocab_size else 0
+        log_min_p = math.log(sampling.min_p) if sampling.min_p > 0.0 else -math.inf
+        values = (max(sampling.temperature, _MIN_TEMPERATURE), float(top_k), sampling.top_p, log_min_p)
+        self._values[row] = torch.tensor(values, dtype=torch.float64)
+        self._seeds[row] = seed_to_int64(sampling.seed)
+        return top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
+
+    def rows(
+        self, rows: list[int], positions: list[int], dtype: torch.dtype, upload: Callable[[Tensor], Tensor]
+    ) -> DrawRows:
+        """For tokens at `positions[i]` of `rows[i]`, by `upload` on the device. Does not wait for it."""
+        idx = torch.tensor(rows)
+        values = self._values[idx]
+        keys = row_keys(self._seeds[idx], torch.tensor(positions))
+        top_k, top_p = values[:, 1], values[:, 2]
+        max_top_k, has_open_top_p = int(top_k.max()), bool(((top_k == 0) & (top_p < 1.0)).any())
+        temperature, top_k, top_p, log_min_p = upload(values).unsqueeze(-1).unbind(1)
+        return DrawRows(
+            keys=upload(keys),
+            temperature=temperature.to(dtype),
+            top_k=top_k.to(torch.int64),
+            top_p=top_p,
+            log_min_p=log_min_p.to(dtype),
+            max_top_k=max_top_k,
+            has_open_top_p=has_open_top_p,
+        )
+
+
+# --- the definition -------------------------------------------------------------------------------------------------
 
 
 def draw_dense(scores: Tensor, rows: DrawRows, noise: NoiseField, *, truncates: bool) -> tuple[Tensor, Tensor]:
     """The definition. Does not wait for the device."""
-    num_rows = max(1, _MAX_ELEMENTS // scores.shape[1])
     token_ids: list[Tensor] = []
     tops: list[Tensor] = []
-    for start in range(0, scores.shape[0], num_rows):
-        idx = torch.arange(start, min(start + num_rows, scores.shape[0]), device=scores.device)
-        part, part_rows = scores[start : start + num_rows], rows.select(idx)
+    for part, part_rows in _chunks(scores, rows):
         top = part.amax(-1, keepdim=True)
         noisy = ((part - top) / part_rows.temperature).add_(noise.dense(part_rows.keys))
         if truncates:
@@ -48,6 +116,51 @@ def draw_dense(scores: Tensor, rows: DrawRows, noise: NoiseField, *, truncates: 
         token_ids.append(noisy.max(dim=-1).indices)
         tops.append(top.squeeze(1))
     return torch.cat(token_ids), torch.cat(tops)
+
+
+def truncate(scores: Tensor, rows: DrawRows) -> Tensor:
+    """The scores of tokens that top-k, top-p and min-p keep, -inf for the others. Does not wait for the device."""
+    keeps = [kept_mask(part, part.amax(-1, keepdim=True), some) for part, some in _chunks(scores, rows)]
+    return scores.masked_fill(~torch.cat(keeps), -torch.inf)
+
+
+def _chunks(scores: Tensor, rows: DrawRows) -> Iterator[tuple[Tensor, DrawRows]]:
+    """So many rows at once that their temporaries have a bound."""
+    size, idx = max(1, _MAX_ELEMENTS // scores.shape[1]), torch.arange(len(scores), device=scores.device)
+    for part, some in zip(scores.split(size), idx.split(size), strict=True):
+        yield part, rows.select(some)
+
+
+def top_p_threshold(values: Tensor, weights: Tensor, mass: Tensor, top_p: Tensor) -> Tensor:
+    """`[num_rows, 1]`: the score of the last token that top-p keeps, -inf where it is off.
+
+    `values` are sorted, best first; `weights` their unnormalised float64 probabilities, 0 for what is out already;
+    `mass` the sum over all that is not out.
+    """
+    before = weights.cumsum(-1) - weights
+    # A token stays while the tokens before it have not reached p; the first always does.
+    num_kept = (before < top_p * mass).sum(-1, keepdim=True).clamp_(min=1)
+    threshold = values.gather(1, num_kept - 1)
+    return threshold.masked_fill(top_p >= 1.0, -torch.inf)
+
+
+def probability_weights(values: Tensor, tops: Tensor, temperature: Tensor) -> Tensor:
+    """Unnormalised probabilities relative to the best token's, in float64."""
+    return ((values - tops) / temperature).to(torch.float64).exp_()
+
+
+def kept_mask(scores: Tensor, tops: Tensor, rows: DrawRows) -> Tensor:
+    """Which of all tokens may be drawn: `[num_rows, vocab_size]`. Sorts where it must; waits for no device."""
+    vocab_size = scores.shape[1]
+    count = vocab_size if rows.has_open_top_p else max(1, min(rows.max_top_k, vocab_size))
+    values = scores.topk(count, dim=-1).values if count < vocab_size else scores.sort(dim=-1, descending=True).values
+    kth = values.gather(1, rows.top_k.clamp(1, count) - 1)
+    threshold = kth.masked_fill(rows.top_k == 0, -torch.inf)
+    # Ties of the k-th beyond `count` belong to the mass, so it is summed over everything.
+    mass = probability_weights(scores, tops, rows.temperature).masked_fill_(scores < threshold, 0.0).sum(-1, True)
+    weights = probability_weights(values, tops, rows.temperature).masked_fill_(values < threshold, 0.0)
+    threshold = torch.maximum(threshold, top_p_threshold(values, weights, mass, rows.top_p))
+    return (scores >= threshold) & ((scores - tops) / rows.temperature >= rows.log_min_p)
 
 
 # --- rows that do not truncate, on a CPU ----------------------------------------------------------------------------
@@ -153,3 +266,95 @@ def _draw_among(scores: Tensor, maxima: Tensor, rows: DrawRows, noise: NoiseFiel
     noisy = scaled.add_(noise.at(rows.keys, found.token_ids)).masked_fill_(~keeps, -torch.inf)
     ids = torch.where(noisy == noisy.amax(-1, keepdim=True), found.token_ids, scores.shape[1] - 1).amin(-1)
     return ids, is_done.squeeze(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Each row's best tokens, best first; past a row's own share `is_kept` is False."""
+
+    values: Tensor  # [num_rows, num_candidates] scores
+    token_ids: Tensor  # [num_rows, num_candidates]
+    is_kept: Tensor  # [num_rows, num_candidates]
+
+
+def find_candidates(scores: Tensor, maxima: Tensor, k: Tensor, floor: Tensor) -> Candidates:
+    """Every token whose score is at least the row's k-th best (k > 0) and at least `floor`. For the CPU: it branches.
+
+    `maxima` are `block_max(scores)`. The k largest of them are k different tokens' scores, so the k-th best token has
+    no less than the k-th largest maximum, and everything sought lies in the blocks that reach it.
+    """
+    vocab_size = scores.shape[1]
+    _, blocks, _ = _largest(maxima, k, floor)
+    if 2 * blocks.shape[1] * BLOCK >= vocab_size:
+        values, ids = scores, torch.arange(vocab_size).expand(scores.shape)
+    else:
+        ids, exists = block_ids(blocks, vocab_size)
+        values = scores.gather(1, ids).masked_fill_(~exists, -torch.inf)
+    kept, idx, threshold = _largest(values, k, floor)
+    return Candidates(kept, ids.gather(1, idx), kept >= threshold)
+
+
+def _largest(values: Tensor, k: Tensor, floor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Values that are at least the row's k-th largest (k > 0) and at least `floor`, best first, with their indices, and
+    that threshold `[num_rows, 1]`. Rows with fewer of them go on with lower ones."""
+    max_k, num_values = int(k.max()), values.shape[1]
+    count = min(max_k + _SPARE, num_values)
+    best = values.topk(count)
+    kth = best.values.gather(1, k.clamp(1, count) - 1)
+    threshold = torch.maximum(kth.masked_fill((k == 0) | (k > num_values), -torch.inf), floor)
+    num_found = max(1, int(((values >= threshold) & (values > -torch.inf)).sum(-1).max()))
+    if num_found > count:
+        best = values.topk(num_found)
+    return best.values[:, :num_found], best.indices[:, :num_found], threshold
+
+
+def total_mass(scores: Tensor, tops: Tensor, temperature: Tensor) -> Tensor:
+    """`[num_rows, 1]` float64: the sum that normalises all tokens' probabilities; for the CPU."""
+    masses = [
+        block_sum(((row - top) / t).exp_())
+        for row, top, t in zip(scores.split(4), tops.split(4), temperature.split(4), strict=True)
+    ]
+    return torch.cat(masses)
+
+
+def block_sum(values: Tensor) -> Tensor:
+    """Sums of rows, `[num_rows, 1]` float64: short runs in the values' own precision, these in float64."""
+    num_whole = values.shape[1] // BLOCK * BLOCK
+    total = values[:, :num_whole].unflatten(1, (-1, BLOCK)).sum(-1).to(torch.float64).sum(-1, keepdim=True)
+    return total + values[:, num_whole:].to(torch.float64).sum(-1, keepdim=True)
+
+
+# --- maxima of blocks -----------------------------------------------------------------------------------------------
+
+
+def block_max(values: Tensor, size: int = BLOCK) -> Tensor:
+    """`[num_rows, ceil(num_values / size)]`. A block with a NaN gives NaN."""
+    num_values = values.shape[1]
+    num_whole = num_values // size * size
+    whole = values[:, :num_whole].unflatten(1, (-1, size)).amax(-1)
+    if num_whole == num_values:
+        return whole
+    return torch.cat((whole, values[:, num_whole:].amax(-1, keepdim=True)), dim=1)
+
+
+def block_ids(blocks: Tensor, num_values: int, size: int = BLOCK) -> tuple[Tensor, Tensor]:
+    """Indices of the values in the given blocks `[n, m]` and which of them exist: `[n, m * size]` both."""
+    ids = (blocks.unsqueeze(-1) * size + torch.arange(size, device=blocks.device)).flatten(1)
+    return ids.clamp(max=num_values - 1), ids < num_values
+
+
+def row_argmax(values: Tensor) -> tuple[Tensor, Tensor]:
+    """The maximum of each row and its index, the lowest one on ties. A row with a NaN gives NaN."""
+    if values.device.type != "cpu":
+        best = values.max(dim=-1)
+        return best.values, best.indices
+    found = [_host_argmax(part) for part in values.split(_HOST_ROWS)]
+    maxima, indices = found[0] if len(found) == 1 else map(torch.cat, zip(*found, strict=True))
+    return maxima.to(values.dtype), indices
+
+
+def _host_argmax(values: Tensor) -> tuple[Tensor, Tensor]:
+    """numpy finds a largest float32 in a fifth of torch's time, conversion from bfloat16 included."""
+    wide = values.to(torch.promote_types(values.dtype, torch.float32)).numpy()
+    best = wide.argmax(axis=-1)  # of the first NaN, where there is one
+    return torch.from_numpy(wide[np.arange(len(best)), best]), torch.from_numpy(best)

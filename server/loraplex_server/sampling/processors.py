@@ -1,95 +1,247 @@
-"""What changes scores before a token is drawn: logit bias, penalties, and bans of end-of-sequence before min_tokens.
+"""Logits processors and warpers: one class for each sampling option, in the order of application.
 
-Each function changes some rows of `scores` in place, for all rows of a step that use it at once. Definitions and order
-are those of Transformers' `generate()`; frequency and presence penalties, which it lacks, come after its repetition
-penalty and look at the output only.
-
-Knows scores and histories; neither requests nor what drawing does with the scores.
+Definitions and order are those of Transformers' `generate()`. Frequency and presence penalties, which it lacks, come
+after its repetition penalty and look at the output only. A new option is a class here and its place in `processors`.
+Temperature, top-k, top-p and min-p are the draw's (draw.py), which need not look at all tokens for them; only where a
+warper follows them does `Truncation` apply them here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from loraplex_contracts.plan import NewSequence
+from loraplex_server.sampling.draw import DrawTable, truncate
+
 # Elements of the table of counts at once. On a CPU more than stays in the cache is slower than several rounds.
 _MAX_ELEMENTS_CPU, _MAX_ELEMENTS = 1 << 19, 1 << 26
 
-
-@dataclass(frozen=True, slots=True)
-class History:
-    """The tokens before the one that is sampled, of some rows. All on the device of the scores."""
-
-    tokens: Tensor  # [max_rows, max_len] every sequence's tokens, drafts included
-    rows: Tensor  # [n] which of them
-    num_prompt: Tensor  # [n, 1]
-    positions: Tensor  # [n, 1] of the sampled token: the history ends before it
-    max_position: int
-    max_output: int  # of all rows: positions - num_prompt
-
-    def all(self) -> tuple[Tensor, Tensor]:
-        """Token ids `[n, max_position]` and which of them belong to the history."""
-        places = torch.arange(self.max_position, device=self.tokens.device)
-        ids = self.tokens[:, : self.max_position].index_select(0, self.rows).to(torch.int64)
-        return ids, places < self.positions
-
-    def output(self) -> tuple[Tensor, Tensor]:
-        """Token ids `[n, max_output]` behind the prompt, and which of them belong to the history."""
-        places = self.num_prompt + torch.arange(self.max_output, device=self.tokens.device)
-        is_valid = places < self.positions
-        places = places.clamp(max=self.tokens.shape[1] - 1)
-        return self.tokens[self.rows.unsqueeze(1), places].to(torch.int64), is_valid
+State = TypeVar("State")
 
 
-def add_bias(scores: Tensor, row_idx: Tensor, token_ids: Tensor, values: Tensor) -> None:
-    """Adds `values[i]` at `[row_idx[i], token_ids[i]]`. A row names a token at most once."""
-    scores.index_put_((row_idx, token_ids), values.to(scores.dtype), accumulate=True)
+class Part:
+    """The samples of a step that use one option: rows of `scores`, whose positions are behind their histories."""
+
+    def __init__(
+        self,
+        scores: Tensor,  # [num_samples, vocab_size] of all samples, to be changed in place
+        members: list[int],  # which of them
+        rows: list[int],  # of the batch, one for each member
+        positions: list[int],  # of the sampled tokens: a history ends before it
+        tokens: Tensor,  # [max_rows, max_len] every row's tokens, drafts included
+        upload: Callable[[Tensor], Tensor],  # to the device of the scores, without waiting for it
+    ) -> None:
+        self.scores = scores
+        self.members = members
+        self.rows = rows
+        self.positions = positions
+        self.upload = upload
+        self._tokens = tokens
+
+    @cached_property
+    def idx(self) -> Tensor:
+        """`members` on the device."""
+        return self.upload(torch.tensor(self.members))
+
+    def column(self, values: Sequence[float]) -> Tensor:
+        """One value for each member, `[n, 1]` as the scores."""
+        return self.upload(torch.tensor(values, dtype=torch.float64).to(self.scores.dtype)).unsqueeze(1)
+
+    def places(self, token_ids: Tensor) -> Tensor:
+        """Indices into flattened scores of `token_ids [n, m]`."""
+        return self.idx.unsqueeze(1) * self.scores.shape[1] + token_ids
+
+    def flat_places(self, token_ids: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Indices into the scores, row by row, of any number of token ids for each member."""
+        counts = torch.tensor([len(ids) for ids in token_ids])
+        return self.upload(torch.tensor(self.members).repeat_interleave(counts)), self.upload(torch.cat([*token_ids]))
+
+    def history(self) -> tuple[Tensor, Tensor]:
+        """Token ids `[n, max_position]` of prompt and output, and which of them belong to the history."""
+        longest = max(self.positions)
+        ids = self._tokens[:, :longest].index_select(0, self._row_idx[0]).to(torch.int64)
+        return ids, torch.arange(longest, device=ids.device) < self._row_idx[1].unsqueeze(1)
+
+    def output(self, num_prompt: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Token ids `[n, max_output]` behind the prompts, and which of them belong to the history."""
+        longest = max(position - start for position, start in zip(self.positions, num_prompt, strict=True))
+        starts = self.upload(torch.tensor(num_prompt)).unsqueeze(1)
+        places = starts + torch.arange(max(0, longest), device=starts.device)
+        is_valid = places < self._row_idx[1].unsqueeze(1)
+        places = places.clamp(max=self._tokens.shape[1] - 1)
+        return self._tokens[self._row_idx[0].unsqueeze(1), places].to(torch.int64), is_valid
+
+    @cached_property
+    def _row_idx(self) -> Tensor:
+        """`[2, n]` rows and positions on the device."""
+        return self.upload(torch.tensor([self.rows, self.positions]))
 
 
-def ban(scores: Tensor, row_idx: Tensor, token_ids: Tensor) -> None:
-    """No token `token_ids[i]` in row `row_idx[i]`."""
-    scores.index_put_((row_idx, token_ids), scores.new_full((), -torch.inf))
+class Processor(ABC, Generic[State]):
+    """One option: what it keeps of each row that uses it, and what it does to their scores."""
+
+    bans: ClassVar[bool] = False  # may leave no token
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self._states: dict[int, State] = {}
+
+    def set(self, row: int, sequence: NewSequence) -> bool:
+        """A sequence enters a cleared `row`. Whether it uses the option."""
+        state = self.state_of(sequence)
+        if state is not None:
+            self._states[row] = state
+        return state is not None
+
+    def clear(self, row: int) -> None:
+        self._states.pop(row, None)
+
+    def is_due(self, row: int, position: int) -> bool:
+        """Whether a row that uses the option does so at `position`."""
+        return True
+
+    def run(self, part: Part) -> None:
+        self.apply(part, [self._states[row] for row in part.rows])
+
+    @abstractmethod
+    def state_of(self, sequence: NewSequence) -> State | None:
+        """What the option needs of a sequence; None where the sequence does not use it."""
+
+    @abstractmethod
+    def apply(self, part: Part, states: list[State]) -> None:
+        """Changes the members' scores in place, without waiting for the device. `states` are the members'."""
+
+    def ids_within(self, token_ids: Sequence[int] | frozenset[int]) -> Tensor:
+        """Those of the vocabulary, ascending: others can never come."""
+        return torch.tensor(sorted(i for i in set(token_ids) if 0 <= i < self.vocab_size), dtype=torch.int64)
 
 
-def penalize_repetition(scores: Tensor, row_idx: Tensor, history: History, penalty: Tensor) -> None:
-    """Divides positive and multiplies negative scores of tokens in prompt or output by the row's penalty `[n, 1]`."""
-    ids, is_valid = history.all()
-    # What is past the history stands for its first token: one more mention changes nothing.
-    places = _places(scores, row_idx, torch.where(is_valid, ids, ids[:, :1]))
-    flat = scores.view(-1)
-    old = flat[places]
-    flat[places] = torch.where(old < 0, old * penalty, old / penalty)
+class LogitBias(Processor[tuple[Tensor, Tensor]]):
+    """Adds to the logits of some tokens. State: token ids, values."""
+
+    def state_of(self, sequence: NewSequence) -> tuple[Tensor, Tensor] | None:
+        bias = [(token_id, value) for token_id, value in sequence.sampling.logit_bias if token_id < self.vocab_size]
+        if not bias:
+            return None
+        ids, values = zip(*bias, strict=True)
+        return torch.tensor(ids, dtype=torch.int64), torch.tensor(values, dtype=torch.float64)
+
+    def apply(self, part: Part, states: list[tuple[Tensor, Tensor]]) -> None:
+        places = part.flat_places([ids for ids, _ in states])
+        values = part.upload(torch.cat([values for _, values in states]))
+        part.scores.index_put_(places, values.to(part.scores.dtype), accumulate=True)
 
 
-def penalize_counts(scores: Tensor, row_idx: Tensor, history: History, frequency: Tensor, presence: Tensor) -> None:
-    """Subtracts `frequency` per occurrence in the output and `presence` once, both `[n, 1]`."""
-    if history.max_output <= 0:
-        return
-    ids, is_valid = history.output()
-    # What is past the history stands for token 0, with whatever count that has.
-    ids = ids.masked_fill(~is_valid, 0)
-    weights = is_valid.to(scores.dtype)
-    flat = scores.view(-1)
-    limit = _MAX_ELEMENTS_CPU if scores.device.type == "cpu" else _MAX_ELEMENTS
-    chunk = max(1, limit // scores.shape[1])
-    for start in range(0, len(row_idx), chunk):
-        part = slice(start, start + chunk)
-        counts = scores.new_zeros(ids[part].shape[0], scores.shape[1]).scatter_add_(1, ids[part], weights[part])
-        count = counts.gather(1, ids[part])
-        places = _places(scores, row_idx[part], ids[part])
-        flat[places] = flat[places] - frequency[part] * count - presence[part] * (count > 0)
+class RepetitionPenalty(Processor[float]):
+    """Divides positive and multiplies negative scores of tokens in prompt or output."""
+
+    def state_of(self, sequence: NewSequence) -> float | None:
+        penalty = sequence.sampling.repetition_penalty
+        return None if penalty == 1.0 else penalty
+
+    def apply(self, part: Part, states: list[float]) -> None:
+        ids, is_valid = part.history()
+        # What is past the history stands for its first token: one more mention changes nothing, because duplicates are
+        # written with equal values.
+        places = part.places(torch.where(is_valid, ids, ids[:, :1]))
+        penalty, flat = part.column(states), part.scores.view(-1)
+        old = flat[places]
+        flat[places] = torch.where(old < 0, old * penalty, old / penalty)
 
 
-def _places(scores: Tensor, row_idx: Tensor, token_ids: Tensor) -> Tensor:
-    """Indices into flattened scores. Duplicates are written with equal values, so their order does not matter."""
-    return row_idx.unsqueeze(1) * scores.shape[1] + token_ids
+class CountPenalties(Processor[tuple[float, float, int]]):
+    """Subtracts the frequency penalty per occurrence in the output and the presence penalty once. State: both, and the
+    prompt's length."""
+
+    def state_of(self, sequence: NewSequence) -> tuple[float, float, int] | None:
+        frequency, presence = sequence.sampling.frequency_penalty, sequence.sampling.presence_penalty
+        return (frequency, presence, sequence.num_prompt_tokens) if frequency or presence else None
+
+    def apply(self, part: Part, states: list[tuple[float, float, int]]) -> None:
+        frequency, presence = part.column([one[0] for one in states]), part.column([one[1] for one in states])
+        ids, is_valid = part.output([one[2] for one in states])
+        if ids.shape[1] == 0:
+            return
+        # What is past the history stands for token 0, with whatever count that has.
+        ids = ids.masked_fill(~is_valid, 0)
+        weights = is_valid.to(part.scores.dtype)
+        places, flat = part.places(ids), part.scores.view(-1)
+        limit = _MAX_ELEMENTS_CPU if flat.device.type == "cpu" else _MAX_ELEMENTS
+        chunk = max(1, limit // self.vocab_size)
+        for start in range(0, len(ids), chunk):
+            some = slice(start, start + chunk)
+            counts = part.scores.new_zeros(len(ids[some]), self.vocab_size).scatter_add_(1, ids[some], weights[some])
+            count = counts.gather(1, ids[some])
+            flat[places[some]] = flat[places[some]] - frequency[some] * count - presence[some] * (count > 0)
 
 
-def flatten(entries: Sequence[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:
-    """`(row, ids)` pairs as two parallel tensors, on the host."""
-    counts = torch.tensor([len(ids) for _, ids in entries])
-    rows = torch.tensor([row for row, _ in entries], dtype=torch.int64)
-    return rows.repeat_interleave(counts), torch.cat([ids for _, ids in entries])
+class MinTokens(Processor[tuple[Tensor, int]]):
+    """Bans end-of-sequence and stop tokens before min_tokens. State: their ids, the position where the ban ends."""
+
+    bans = True
+
+    def state_of(self, sequence: NewSequence) -> tuple[Tensor, int] | None:
+        banned = self.ids_within(sequence.banned_until_min)
+        return (
+            (banned, sequence.num_prompt_tokens + sequence.min_tokens) if len(banned) and sequence.min_tokens else None
+        )
+
+    def is_due(self, row: int, position: int) -> bool:
+        return position < self._states[row][1]
+
+    def apply(self, part: Part, states: list[tuple[Tensor, int]]) -> None:
+        part.scores.index_put_(part.flat_places([ids for ids, _ in states]), part.scores.new_full((), -torch.inf))
+
+
+class Warper(Processor[tuple[float, float]]):
+    """An option that looks at the probabilities of what temperature, top-k, top-p and min-p have left. State: the
+    temperature, the option's value."""
+
+    def state_of(self, sequence: NewSequence) -> tuple[float, float] | None:
+        value = None if sequence.sampling.is_greedy else self.value_of(sequence)
+        return None if value is None else (sequence.sampling.temperature, value)
+
+    def apply(self, part: Part, states: list[tuple[float, float]]) -> None:
+        # One by one: sums over a row must not depend on how many rows there are.
+        for member, (temperature, value) in zip(part.members, states, strict=True):
+            scores = part.scores[member : member + 1]
+            scores.masked_fill_(~self.keeps(scores / temperature, value), -torch.inf)
+
+    @abstractmethod
+    def value_of(self, sequence: NewSequence) -> float | None:
+        """The option's value; None where the sequence does not use it."""
+
+    @abstractmethod
+    def keeps(self, scores: Tensor, value: float) -> Tensor:
+        """Which tokens of one row may be drawn: `[1, vocab_size]`, from its scores divided by the temperature."""
+
+
+class Truncation(Processor[bool]):
+    """Removes what top-k, top-p and min-p do not keep, for rows that use a warper; the draw then has no more to do."""
+
+    def __init__(self, vocab_size: int, draws: DrawTable, warpers: Sequence[Warper]) -> None:
+        super().__init__(vocab_size)
+        self._draws = draws
+        self._warpers = warpers
+
+    def state_of(self, sequence: NewSequence) -> bool | None:
+        return any(warper.state_of(sequence) is not None for warper in self._warpers) or None
+
+    def apply(self, part: Part, states: list[bool]) -> None:
+        rows = self._draws.rows(part.rows, part.positions, part.scores.dtype, part.upload)
+        part.scores.index_copy_(0, part.idx, truncate(part.scores.index_select(0, part.idx), rows))
+
+
+def processors(vocab_size: int, draws: DrawTable) -> tuple[Processor[Any], ...]:
+    """One of each, in the order of application."""
+    warpers: tuple[Warper, ...] = ()
+    return (
+        *(LogitBias(vocab_size), RepetitionPenalty(vocab_size), CountPenalties(vocab_size), MinTokens(vocab_size)),
+        *(Truncation(vocab_size, draws, warpers), *warpers),
+    )

@@ -1,12 +1,12 @@
 """Draws a step's tokens: every row of the batch with its own parameters, all rows at once.
 
-Order as in Transformers' `generate()`: logit bias, repetition, frequency and presence penalties, min_tokens, then
-temperature, top-k, top-p, min-p, and a draw with counter-based noise (see `noise`). A token depends on its own row's
-logits, history, parameters, seed and position, and on nothing else in the batch.
+The options' processors and warpers run in the order of Transformers' `generate()` (processors.py), then a draw with
+counter-based noise (draw.py, noise.py). A token depends on its own row's logits, history, parameters, seed and
+position, and on nothing else in the batch.
 
-Owns the rows' parameters. Does not know sequences' lives, the model, or drafts: a position behind draft tokens is
-sampled like any other, with the drafts before it in its history. Never waits for the device: `Sampled.to_host` does,
-once per step.
+The host decides which features a step's samples use, so a greedy batch costs an argmax. Owns which row uses which. A
+position behind draft tokens is sampled like any other, with the drafts before it in its history. Never waits for the
+device: `Sampled.to_host` does, once per step.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ import torch
 from torch import Tensor
 
 from loraplex_contracts.plan import NewSequence, PositionLogprobs
-from loraplex_server.sampling import rows as row_table
-from loraplex_server.sampling.blocks import row_argmax
-from loraplex_server.sampling.draw import draw_dense, draw_narrow, draw_open
+from loraplex_server.sampling.draw import DrawTable, draw_dense, draw_narrow, draw_open, row_argmax
 from loraplex_server.sampling.logprobs import Logprobs, compute_logprobs
-from loraplex_server.sampling.noise import NoiseField, row_keys
-from loraplex_server.sampling.processors import History, add_bias, ban, flatten, penalize_counts, penalize_repetition
-from loraplex_server.sampling.rows import RowTable
-from loraplex_server.sampling.truncation import DrawRows
+from loraplex_server.sampling.noise import NoiseField
+from loraplex_server.sampling.processors import Part, Truncation, processors
+
+# Features of a sample, as bits; above them one for each processor.
+_DRAWS, _TRUNCATES, _LOGPROBS, _FIRST_PROCESSOR = 1, 2, 4, 8
+_PROCESSES = -_FIRST_PROCESSOR  # any of those
+_SPECIAL = _DRAWS | _PROCESSES  # more than an argmax over the model's logits
 
 Argmax = Callable[[Tensor], tuple[Tensor, Tensor]]
 
@@ -98,16 +99,34 @@ class Sampler:
     ) -> None:
         self._device = torch.device(device)
         self._argmax = argmax
-        self._rows = RowTable(max_rows, vocab_size)
         self._noise = NoiseField(vocab_size, self._device)
+        self._draws = DrawTable(max_rows, vocab_size)
+        made = processors(vocab_size, self._draws)
+        self._processors = tuple((_FIRST_PROCESSOR << idx, one) for idx, one in enumerate(made))
+        self._features = [0] * max_rows
+        self._num_top = [0] * max_rows
 
     def set_row(self, row: int, sequence: NewSequence) -> None:
         """A sequence enters `row`. Its `sampling.seed` is the completion's own."""
-        self._rows.set(row, sequence)
+        self.clear_row(row)
+        self._num_top[row] = sequence.output.top_logprobs
+        features = _TRUNCATES if self._draws.set(row, sequence.sampling) else 0
+        features = 0 if sequence.sampling.is_greedy else _DRAWS | features
+        if sequence.output.logprobs or sequence.output.top_logprobs > 0:
+            features |= _LOGPROBS
+        for bit, processor in self._processors:
+            if processor.set(row, sequence):
+                features |= bit
+                if isinstance(processor, Truncation):
+                    features &= ~_TRUNCATES
+        self._features[row] = features
 
     def clear_row(self, row: int) -> None:
-        """The sequence has left. Harmless to repeat."""
-        self._rows.clear(row)
+        """The sequence has left; the row is greedy and wants nothing. Harmless to repeat."""
+        if self._features[row] & _PROCESSES:
+            for _, processor in self._processors:
+                processor.clear(row)
+        self._features[row] = 0
 
     def sample(
         self, logits: Tensor, rows: Sequence[int] | Tensor, positions: Sequence[int] | Tensor, tokens: Tensor
@@ -118,8 +137,8 @@ class Sampler:
         row's tokens: the history of a sample is `tokens[row, :position]`.
         """
         host_rows, host_positions = _as_list(rows), _as_list(positions)
-        features = self._rows.features(host_rows, host_positions)
-        special = _with(features, row_table.SPECIAL)
+        features = self._features_at(host_rows, host_positions)
+        special = _with(features, _SPECIAL)
         num_samples = len(host_rows)
         token_ids = torch.zeros(num_samples, dtype=torch.int64, device=self._device)
         bad = torch.zeros(num_samples, dtype=torch.bool, device=self._device)
@@ -133,27 +152,39 @@ class Sampler:
             token_ids.index_copy_(0, idx, special_ids)
             bad.index_copy_(0, idx, special_bad)
         token_ids.masked_fill_(bad, 0)
-        wanted = _with(features, row_table.LOGPROBS)
+        wanted = _with(features, _LOGPROBS)
         if not wanted:
             return Sampled(token_ids, bad)
-        num_top = [self._rows.num_top[host_rows[sample]] for sample in wanted]
+        num_top = [self._num_top[host_rows[sample]] for sample in wanted]
         logprobs = compute_logprobs(self._take(logits, wanted), self._take(token_ids, wanted), num_top)
         return Sampled(token_ids, bad, logprobs, tuple(wanted))
+
+    def _features_at(self, rows: list[int], positions: list[int]) -> list[int]:
+        """Of each sample, without the processors that are not due at its position."""
+        found = [self._features[row] for row in rows]
+        for idx in _with(found, _PROCESSES):
+            for bit, processor in self._processors:
+                if found[idx] & bit and not processor.is_due(rows[idx], positions[idx]):
+                    found[idx] &= ~bit
+        return found
 
     def _sample_special(self, logits: Tensor, step: _Step) -> tuple[Tensor, Tensor]:
         """Token ids of the step's special samples, and which of them are bad."""
         scores = self._take(logits, step.samples)
         dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        if any(features & row_table.PROCESSES for features in step.features):
+        if _with(step.features, _PROCESSES):
             scores = scores.to(
                 dtype, copy=scores.data_ptr() == logits.data_ptr(), memory_format=torch.contiguous_format
             )
-            self._process(scores, step)
+            for bit, processor in self._processors:
+                if members := _with(step.features, bit):
+                    rows, positions = step.select(members)
+                    processor.run(Part(scores, members, rows, positions, step.tokens, self._upload))
         else:
             scores = scores.to(dtype)
         token_ids = torch.empty(scores.shape[0], dtype=torch.int64, device=self._device)
         bad = torch.empty(scores.shape[0], dtype=torch.bool, device=self._device)
-        draws, truncates = row_table.DRAWS, row_table.DRAWS | row_table.TRUNCATES
+        draws, truncates = _DRAWS, _DRAWS | _TRUNCATES
         for kind in (0, draws, truncates):
             members = [i for i, features in enumerate(step.features) if features & truncates == kind]
             if members:
@@ -168,70 +199,11 @@ class Sampler:
         if kind == 0:
             best, token_ids = self._argmax(scores)
             return token_ids, best
-        rows = [step.rows[i] for i in members]
-        draw_rows = self._draw_rows(rows, [step.positions[i] for i in members], scores.dtype)
-        truncates = bool(kind & row_table.TRUNCATES)
+        draw_rows = self._draws.rows(*step.select(members), scores.dtype, self._upload)
+        truncates = bool(kind & _TRUNCATES)
         if self._device.type != "cpu":
             return draw_dense(scores, draw_rows, self._noise, truncates=truncates)
         return (draw_narrow if truncates else draw_open)(scores, draw_rows, self._noise)
-
-    def _draw_rows(self, rows: list[int], positions: list[int], dtype: torch.dtype) -> DrawRows:
-        idx = torch.tensor(rows)
-        values = self._rows.values[idx]
-        keys = row_keys(self._rows.seeds[idx], torch.tensor(positions))
-        top_k, top_p = values[:, row_table.TOP_K], values[:, row_table.TOP_P]
-        max_top_k, has_open_top_p = int(top_k.max()), bool(((top_k == 0) & (top_p < 1.0)).any())
-        values = self._upload(values)
-        return DrawRows(
-            keys=self._upload(keys),
-            temperature=_column(values, row_table.TEMPERATURE).to(dtype),
-            top_k=_column(values, row_table.TOP_K).to(torch.int64),
-            top_p=_column(values, row_table.TOP_P),
-            log_min_p=_column(values, row_table.LOG_MIN_P).to(dtype),
-            max_top_k=max_top_k,
-            has_open_top_p=has_open_top_p,
-        )
-
-    def _process(self, scores: Tensor, step: _Step) -> None:
-        """Bias, penalties and bans, in place. The order is part of the contract."""
-        biased = _with(step.features, row_table.BIAS)
-        if biased:
-            entries = [self._rows.bias_of(step.rows[i]) for i in biased]
-            row_idx, ids = flatten([(i, ids) for i, (ids, _) in zip(biased, entries, strict=True)])
-            add_bias(scores, self._upload(row_idx), self._upload(ids), self._upload(torch.cat([v for _, v in entries])))
-        repeats = _with(step.features, row_table.REPETITION)
-        if repeats:
-            values = self._values(step, repeats, scores.dtype)
-            penalty = _column(values, row_table.REPETITION_PENALTY)
-            penalize_repetition(scores, self._upload(repeats), self._history(step, repeats), penalty)
-        counted = _with(step.features, row_table.COUNTS)
-        if counted:
-            values = self._values(step, counted, scores.dtype)
-            frequency, presence = (
-                _column(values, column) for column in (row_table.FREQUENCY_PENALTY, row_table.PRESENCE_PENALTY)
-            )
-            penalize_counts(scores, self._upload(counted), self._history(step, counted), frequency, presence)
-        banned = _with(step.features, row_table.BANS)
-        if banned:
-            row_idx, ids = flatten([(i, self._rows.banned_of(step.rows[i])) for i in banned])
-            ban(scores, self._upload(row_idx), self._upload(ids))
-
-    def _values(self, step: _Step, members: list[int], dtype: torch.dtype) -> Tensor:
-        return self._upload(self._rows.values[torch.tensor([step.rows[i] for i in members])].to(dtype))
-
-    def _history(self, step: _Step, members: list[int]) -> History:
-        rows = [step.rows[i] for i in members]
-        positions = [step.positions[i] for i in members]
-        num_prompt = [self._rows.num_prompt[row] for row in rows]
-        packed = self._upload(torch.tensor([rows, num_prompt, positions]))
-        return History(
-            tokens=step.tokens,
-            rows=packed[0],
-            num_prompt=packed[1].unsqueeze(1),
-            positions=packed[2].unsqueeze(1),
-            max_position=max(positions),
-            max_output=max(p - n for p, n in zip(positions, num_prompt, strict=True)),
-        )
 
     def _take(self, values: Tensor, members: list[int]) -> Tensor:
         """Some rows; the tensor itself where these are all of them."""
@@ -253,17 +225,17 @@ class _Step:
     ) -> None:
         self.samples = samples
         self.features = [features[i] for i in samples]
-        self.rows = [rows[i] for i in samples]
-        self.positions = [positions[i] for i in samples]
+        self._rows = [rows[i] for i in samples]
+        self._positions = [positions[i] for i in samples]
         self.tokens = tokens
+
+    def select(self, members: list[int]) -> tuple[list[int], list[int]]:
+        """Rows and positions of some."""
+        return [self._rows[i] for i in members], [self._positions[i] for i in members]
 
 
 def _with(features: list[int], mask: int) -> list[int]:
     return [idx for idx, value in enumerate(features) if value & mask]
-
-
-def _column(values: Tensor, column: int) -> Tensor:
-    return values[:, column : column + 1]
 
 
 def _as_list(values: Sequence[int] | Tensor) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from loraplex_server.backends.cpu.native.kernels import DTYPES, NativeKernels
-from loraplex_server.sampling.blocks import row_argmax
+from loraplex_server.sampling.draw import row_argmax
 from loraplex_server.sampling.sampler import Argmax
 
 

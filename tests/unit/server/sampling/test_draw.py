@@ -10,10 +10,17 @@ from support.sampling_oracle import noise_field
 from torch import Tensor
 
 from loraplex_server.sampling import draw
-from loraplex_server.sampling.blocks import BLOCK, block_ids, block_max, row_argmax
-from loraplex_server.sampling.draw import draw_dense, draw_narrow, draw_open
+from loraplex_server.sampling.draw import (
+    BLOCK,
+    DrawRows,
+    block_ids,
+    block_max,
+    draw_dense,
+    draw_narrow,
+    draw_open,
+    row_argmax,
+)
 from loraplex_server.sampling.noise import row_keys
-from loraplex_server.sampling.truncation import DrawRows
 
 NUM_ROWS = 24
 SIZES = [1, 2, 63, 64, 65, 700, 2500]
