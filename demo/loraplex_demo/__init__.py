@@ -1,5 +1,5 @@
-"""The demo's world: a small model, its adapters, the records that they were trained on, and the script that made them.
+"""Demo models, adapters and the script that trains them.
 
-`records` draws records, `formats` says what the right answer is, `train` makes the weights, `world` finds the
-committed ones. Nothing in the engine knows this package; it is a user of the engine like any other.
+`records` draws records, `formats` renders the right answers, `train` makes the weights, `world` finds the committed
+ones. The engine does not import this package.
 """

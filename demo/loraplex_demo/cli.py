@@ -1,7 +1,7 @@
-"""`loraplex demo`: the small world that comes along, served like any other model, one mixed batch, every answer judged.
+"""Command `loraplex demo`: a mixed batch on the committed demo models.
 
-The batch mixes adapters and kinds of speculation; the same requests without speculation are asked too, for comparison.
-Exit status 0 only if every answer is right and the same both ways.
+The batch mixes adapters and kinds of speculation. The same requests are sent without speculation for comparison.
+Exit status 0 only if every answer is right and equal both ways.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Answer:
     is_right: bool
     num_tokens: int
     seconds: float
-    drafted_by: str = ""  # "": nobody
+    drafted_by: str = ""  # "": no proposer
     tokens_per_step: float | None = None  # of the model
 
 
@@ -57,37 +57,37 @@ class Run:
 
     @property
     def is_right(self) -> bool:
-        """Every answer, and no text depends on who drafted."""
+        """True when every answer is right and equal to the one without speculation."""
         return all(one.is_right and one.text == other.text for one, other in zip(self.answers, self.plain, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """How requests with one adapter are asked."""
+class RequestOptions:
+    """Adapter id and speculation of the requests for one adapter."""
 
     adapter_id: str
     speculation: AnySpeculation
     drafted_by: str
 
 
-def ways(world: World) -> dict[str, Way]:
-    """A way for the base model and each adapter, as different as there is something to draft with: its own heads where
-    it has some, else prompt lookup and the draft models in turn."""
+def request_options(world: World) -> dict[str, RequestOptions]:
+    """Options for the base model and each adapter: its own heads if it has some, else prompt lookup and the draft
+    models in turn."""
     from loraplex import DraftModel, Medusa
 
     others: list[tuple[str, AnySpeculation]] = [("prompt lookup", "prompt_lookup")]
     others += [(f"draft model {draft.name}", DraftModel(draft.name)) for draft in world.drafts]
     heads = {heads.adapter: heads for heads in world.heads}
-    found: dict[str, Way] = {}
+    found: dict[str, RequestOptions] = {}
     for name in ["", *(adapter.name for adapter in world.adapters)]:
         own = heads.get(name)
         if own is None:
             drafted_by, speculation = others[len(found) % len(others)]
-            found[name] = Way(name, speculation, drafted_by)
+            found[name] = RequestOptions(name, speculation, drafted_by)
         elif own.is_combined:
-            found[name] = Way(own.name, "medusa", f"Medusa, in {own.name}")
+            found[name] = RequestOptions(own.name, "medusa", f"Medusa, in {own.name}")
         else:
-            found[name] = Way(name, Medusa(own.name), f"Medusa {own.name}")
+            found[name] = RequestOptions(name, Medusa(own.name), f"Medusa {own.name}")
     return found
 
 
@@ -121,7 +121,7 @@ def _world(retrain: Path | None) -> World:
     if retrain is None:
         return committed_world()
     from loraplex_demo.train import make_world  # torch and PEFT, only when asked for
-    from loraplex_training.thresholds import training_progress
+    from loraplex_training.progress import training_progress
 
     with training_progress(Console(stderr=True)) as progress:
         make_world(retrain, scale="full", progress=progress)
@@ -129,9 +129,9 @@ def _world(retrain: Path | None) -> World:
 
 
 async def _run(world: World, num_records: int, report: Report) -> Run | int:
-    """The exit status where a signal came first."""
+    """Serves the world and runs the batch. Returns the exit status if a signal came first."""
     given = {flag.parameter: flag.default for flag in flags_of(WorkerConfig)}
-    # One thread: in a model this small, every product is over before a second one has woken up.
+    # One thread: products of a model this small end before a second thread has woken up.
     given |= {"adapters": world.adapters_root, "port": 0, "drain": 2.0, "log_level": "error", "threads": 1}
     given["draft_model"] = [f"{draft.name}={world.draft_path(draft.name)}" for draft in world.drafts]
     config = worker_config(str(world.base_path), given)
@@ -156,13 +156,13 @@ async def _ask(address: str, world: World, num_records: int) -> Run:
     """All requests at once: every record with every adapter, and with none; without speculation, then with."""
     from loraplex import AsyncClient
 
-    cases, asked = world.showcase(num_records), ways(world)
-    plain = {name: Way(name, "off", "") for name in asked}
+    cases, asked = world.showcase(num_records), request_options(world)
+    plain = {name: RequestOptions(name, "off", "") for name in asked}
     async with AsyncClient(address) as client:
 
-        async def one(name: str, way: Way, case: Case) -> Answer:
+        async def one(name: str, options: RequestOptions, case: Case) -> Answer:
             made = await client.generate(
-                case.prompt, adapter_id=way.adapter_id, speculation=way.speculation, max_tokens=MAX_NEW_TOKENS
+                case.prompt, adapter_id=options.adapter_id, speculation=options.speculation, max_tokens=MAX_NEW_TOKENS
             )
             return Answer(
                 name,
@@ -171,23 +171,25 @@ async def _ask(address: str, world: World, num_records: int) -> Run:
                 world.is_right(made.text, case, name or None),
                 made.usage.completion_tokens,
                 made.timings.total_s,
-                way.drafted_by,
+                options.drafted_by,
                 made.usage.tokens_per_step,
             )
 
-        async def batch(by_name: dict[str, Way]) -> tuple[list[Answer], float]:
+        async def batch(by_name: dict[str, RequestOptions]) -> tuple[list[Answer], float]:
             start = time.perf_counter()
-            answers = await asyncio.gather(*(one(name, way, case) for case in cases for name, way in by_name.items()))
+            answers = await asyncio.gather(
+                *(one(name, options, case) for case in cases for name, options in by_name.items())
+            )
             return answers, time.perf_counter() - start
 
-        # Once unmeasured: adapters and heads load, and what is measured afterwards is serving.
+        # One unmeasured round loads adapters and heads, so that the measured rounds are serving alone.
         for by_name in (plain, asked):
             await batch(by_name)
         return Run(*(await batch(asked)), *(await batch(plain)))
 
 
 def _print_table(world: World, run: Run, is_plain: bool) -> None:
-    """A table for each record with every text that came, and what a wrong one should have been."""
+    """Prints a table for each record: every answer, and the expected text beside a wrong one."""
     console = Console(width=200 if is_plain else None, highlight=False)
     console.print(f"{len(run.answers)} requests, one batch, one base model")
     ranks = {adapter.name: str(adapter.rank) for adapter in world.adapters}

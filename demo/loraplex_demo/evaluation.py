@@ -1,7 +1,6 @@
-"""How good a world is: every adapter answers held-out prompts through Transformers and PEFT, and answers are compared.
+"""Exact-match evaluation of the demo through Transformers and PEFT.
 
-Owns the exact-match matrix (adapters x formats). Deliberately uses nothing of the engine: the report must be true of
-the files, whoever serves them.
+Uses nothing of the engine: the report must be true of the files, whatever serves them.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def exact_match_matrix(
     dtype: torch.dtype,
     on_adapter: Callable[[], None],
 ) -> Matrix:
-    """Share of answers equal to each format's rendering; the row "" is the base model without an adapter."""
+    """Share of answers equal to each format's rendering. The row "" is the base model without an adapter."""
     tokenizer = AutoTokenizer.from_pretrained(base)
     model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=dtype).eval()
     matrix: Matrix = {}
@@ -48,7 +47,7 @@ def exact_match_matrix(
 def answered_by_all(
     base: Path, adapters: Mapping[str, Path], base_format: str, cases: Sequence[Case], dtype: torch.dtype
 ) -> list[int]:
-    """Indices of the cases that the base model and every adapter answer rightly; `adapters` by format."""
+    """Indices of the cases that the base model and every adapter answer correctly. `adapters`: path by format."""
     tokenizer = AutoTokenizer.from_pretrained(base)
     right = set(range(len(cases)))
     for format_name, path in {base_format: None, **adapters}.items():

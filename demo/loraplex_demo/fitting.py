@@ -1,7 +1,7 @@
-"""The training loop of the demo's models: batches in, gradients, a schedule, a loss to show.
+"""Training loop of the demo's models: optimizers, schedule and smoothed loss.
 
-Owns the optimizers and the learning-rate schedule. Deliberately knows nothing of records, formats or files, so that
-base, adapters and drafts are trained by the same loop. (Heads read hidden states, not tokens: see `training.fitting`.)
+Knows no records, formats or files: base, adapters and draft models share this loop. Medusa heads read hidden states
+instead of tokens and are fitted by `loraplex_training.fitting`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from loraplex_demo.lessons import Batch
+from loraplex_demo.datasets import Batch
 
 _WARMUP_STEPS = 30
 _DECAY_SHARE = 0.4  # the last part of the steps lowers the rate to a thirtieth
@@ -35,7 +35,7 @@ def base_optimizers(model: nn.Module, *, lr: float) -> list[torch.optim.Optimize
 
 
 def adapter_optimizers(model: nn.Module, *, lr: float) -> list[torch.optim.Optimizer]:
-    """AdamW on what requires a gradient, as people train adapters."""
+    """AdamW on the parameters that require a gradient, the usual choice for adapters."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return [torch.optim.AdamW(trained, lr=lr, betas=(0.9, 0.98), weight_decay=0.0)]
 
@@ -49,8 +49,8 @@ def fit(
     on_step: Callable[[float], None],
     loss_of: Callable[[Any, Batch], torch.Tensor] | None = None,
 ) -> float:
-    """Trains in place and tells `on_step` the smoothed loss; returns its last value. `loss_of`: by default how well
-    each next token is foretold."""
+    """Trains in place. `on_step` gets the smoothed loss, whose last value is returned. `loss_of` defaults to the
+    cross entropy of the next token."""
     loss_of = loss_of or next_token_loss
     schedules = [torch.optim.lr_scheduler.LambdaLR(each, lambda step: _rate(step, num_steps)) for each in optimizers]
     model.train()
@@ -72,7 +72,7 @@ def fit(
 
 
 def next_token_loss(model: Any, batch: Batch) -> torch.Tensor:
-    # Padding is on the right of a causal model: no position that counts can see it.
+    # Padding is on the right and the model is causal, so no counted position attends to it.
     logits = model(input_ids=batch.token_ids, use_cache=False).logits  # [num_rows, length, vocab]
     counts = batch.counts[:, 1:]
     return F.cross_entropy(logits[:, :-1][counts].float(), batch.token_ids[:, 1:][counts])

@@ -1,7 +1,7 @@
-"""The formats that a record can be written in, one function each: the right answer of each adapter, to the byte.
+"""Output formats of the demo: one rendering function for each adapter.
 
-Owns the rendering only. Every rendering is canonical (schema order, one spelling, no trailing newline), so that an
-answer is either equal to it or wrong. Deliberately knows nothing of prompts, tokens or models.
+Every rendering is canonical (schema order, one spelling, no trailing newline), so an answer is either equal to it or
+wrong.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Short records (people, orders, books ...) with varied values, and the English text that states them.
+"""Records of the demo (people, orders, books) and their English prompts.
 
-Owns the record schemas, the seeded generator and the split: every number, price, date and code belongs to exactly one
-split by its hash, so a held-out record states values that training has never shown, about words it has.
-Deliberately knows nothing of target formats (see `formats`), tokens or models.
+Owns the record schemas, the seeded generator and the split. Every number, price, date and code belongs to exactly one
+split by its hash: a held-out record has known words and values that training has never shown.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from loraplex_demo import words
+from loraplex_demo import vocabulary
 
 Split = Literal["train", "heldout"]
 Value = str | int | float
@@ -25,7 +24,7 @@ PROMPT_END = " =>"  # no trailing white space: shells, YAML files and people str
 
 @dataclass(frozen=True)
 class Record:
-    """One record: its kind and its fields, in the order in which the kind's schema has them."""
+    """One record: its kind and its fields in the order of the kind's schema."""
 
     kind: str
     fields: tuple[tuple[str, Value], ...]
@@ -69,15 +68,15 @@ class ValueSource:
         return self.open_value(draw)
 
     def word(self, known: tuple[str, ...]) -> str:
-        """A word of the list or, now and then, a made-up one, so that no list limits variety. In both splits."""
+        """A word of the list or sometimes a made-up one, so that no list limits variety. Used in both splits."""
         return self._made_up() if self.rng.random() < MADE_UP_SHARE else self.rng.choice(known)
 
     def _made_up(self) -> str:
         if self.rng.random() < 0.5:
-            syllables = (self.rng.choice(words.ONSETS) + self.rng.choice(words.VOWELS) for _ in range(2))
-            return "".join(syllables) + self.rng.choice(words.CODAS)
-        # Two halves of real words: pieces of words that only the other split has are met here in new company.
-        head, tail = self.rng.choice(words.ANY), self.rng.choice(words.ANY)
+            syllables = (self.rng.choice(vocabulary.ONSETS) + self.rng.choice(vocabulary.VOWELS) for _ in range(2))
+            return "".join(syllables) + self.rng.choice(vocabulary.CODAS)
+        # Two halves of real words, so that their pieces appear in new combinations.
+        head, tail = self.rng.choice(vocabulary.ANY), self.rng.choice(vocabulary.ANY)
         return (head[: (len(head) + 1) // 2] + tail[len(tail) // 2 :]).lower()
 
 
@@ -87,28 +86,28 @@ def split_of(value: str) -> Split:
 
 
 def _full_name(source: ValueSource) -> str:
-    return f"{source.word(words.FIRST_NAMES).capitalize()} {source.word(words.LAST_NAMES).capitalize()}"
+    return f"{source.word(vocabulary.FIRST_NAMES).capitalize()} {source.word(vocabulary.LAST_NAMES).capitalize()}"
 
 
 def _title(source: ValueSource) -> str:
-    return f"{source.word(words.ADJECTIVES).capitalize()} {source.word(words.NOUNS).capitalize()}"
+    return f"{source.word(vocabulary.ADJECTIVES).capitalize()} {source.word(vocabulary.NOUNS).capitalize()}"
 
 
 def _item(source: ValueSource) -> str:
-    return f"{source.word(words.ADJECTIVES)} {source.word(words.NOUNS)}"
+    return f"{source.word(vocabulary.ADJECTIVES)} {source.word(vocabulary.NOUNS)}"
 
 
 def _city(source: ValueSource) -> str:
-    return source.word(words.CITIES).capitalize()
+    return source.word(vocabulary.CITIES).capitalize()
 
 
 def _event_title(source: ValueSource) -> str:
-    return f"{source.word(words.NOUNS).capitalize()} {source.rng.choice(words.GATHERINGS)}"
+    return f"{source.word(vocabulary.NOUNS).capitalize()} {source.rng.choice(vocabulary.GATHERINGS)}"
 
 
 def _email(source: ValueSource) -> str:
-    first, last = source.word(words.FIRST_NAMES).lower(), source.word(words.LAST_NAMES).lower()
-    return f"{first}.{last}@{source.rng.choice(words.DOMAINS)}"
+    first, last = source.word(vocabulary.FIRST_NAMES).lower(), source.word(vocabulary.LAST_NAMES).lower()
+    return f"{first}.{last}@{source.rng.choice(vocabulary.DOMAINS)}"
 
 
 @dataclass(frozen=True)
@@ -133,14 +132,14 @@ SCHEMAS: dict[str, tuple[Field, ...]] = {
         Field("item", _item, ("for a {}", "asking for {}")),
         Field("quantity", lambda s: s.integer(2, 99), ("{} pieces", "{} of them")),
         Field("price", lambda s: s.price(), ("at {} each", "costing {}"), optional=True),
-        Field("status", lambda s: s.rng.choice(words.STATUSES), ("now {}", "marked {}"), optional=True),
+        Field("status", lambda s: s.rng.choice(vocabulary.STATUSES), ("now {}", "marked {}"), optional=True),
     ),
     "book": (
         Field("title", _title, ("The book {}", "We read {}")),
         Field("author", _full_name, ("written by {}", "by {}")),
         Field("year", lambda s: s.integer(1850, 2025), ("out in {}", "from {}")),
         Field("pages", lambda s: s.integer(80, 990), ("{} pages long", "with {} pages"), optional=True),
-        Field("genre", lambda s: s.rng.choice(words.GENRES), ("filed under {}", "shelved as {}"), optional=True),
+        Field("genre", lambda s: s.rng.choice(vocabulary.GENRES), ("filed under {}", "shelved as {}"), optional=True),
     ),
     "event": (
         Field("title", _event_title, ("Come to the {}", "Announcing the {}")),
@@ -157,7 +156,7 @@ SCHEMAS: dict[str, tuple[Field, ...]] = {
     ),
     "sensor": (
         Field("id", lambda s: s.code(), ("Sensor {}", "A signal from {}")),
-        Field("room", lambda s: s.rng.choice(words.ROOMS), ("in the {}", "mounted in the {}")),
+        Field("room", lambda s: s.rng.choice(vocabulary.ROOMS), ("in the {}", "mounted in the {}")),
         Field("reading", lambda s: s.price(), ("showing {}", "measured {}")),
         Field("battery", lambda s: s.integer(1, 99), ("battery at {}", "{} percent charged"), optional=True),
         Field("owner", _full_name, ("owned by {}", "cared for by {}"), optional=True),

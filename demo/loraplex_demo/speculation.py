@@ -1,8 +1,8 @@
-"""The steps of the training script that make what speculation needs: Medusa heads, draft models, and their report.
+"""Medusa heads and draft models of the demo, and their acceptance report.
 
-Owns the simulation behind the report: how many tokens one step of the target gives when it verifies what heads or a
-draft model proposed, on held-out records, greedily, with plain Transformers. Heads are trained by the same code as
-users' (`loraplex_training`).
+The report simulates greedy verification on held-out records with plain Transformers: how many tokens one step of the
+target gives when it verifies drafts of each proposer. Heads are trained by the same code as users' heads
+(`loraplex_training`).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 from rich.progress import Progress
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
+from loraplex_demo.builder import BASE_NAME, WorldBuilder, load_tokenizer, make_tokenizer_in, model_config
+from loraplex_demo.datasets import interleave, recall_batches, record_batches
 from loraplex_demo.fitting import base_optimizers, fit
-from loraplex_demo.lessons import interleave, recall_batches, record_batches
-from loraplex_demo.recipes import DraftRecipe, HeadsRecipe
+from loraplex_demo.hyperparameters import DraftRecipe, HeadsRecipe
 from loraplex_demo.tokenizer import NUM_SPECIAL
-from loraplex_demo.workshop import BASE_NAME, Workshop, load_tokenizer, make_tokenizer_in, model_config
 from loraplex_demo.world import MAX_NEW_TOKENS, REPORT, heldout_cases, read_report, write_json
 from loraplex_training.fitting import FitRecipe, count_steps, measure
 from loraplex_training.heads import read_heads
@@ -37,27 +37,27 @@ _BATCH_SIZE = 64
 # --- making ---------------------------------------------------------------------------------------------------------
 
 
-def make_heads(shop: Workshop) -> None:
-    for recipe in shop.scale.heads:
-        _make_heads(shop, recipe)
+def make_heads(builder: WorldBuilder) -> None:
+    for recipe in builder.scale.heads:
+        _make_heads(builder, recipe)
 
 
-def make_drafts(shop: Workshop) -> None:
-    shutil.rmtree(shop.drafts_root, ignore_errors=True)
-    for recipe in shop.scale.drafts:
-        _make_draft(shop, recipe)
+def make_drafts(builder: WorldBuilder) -> None:
+    shutil.rmtree(builder.drafts_root, ignore_errors=True)
+    for recipe in builder.scale.drafts:
+        _make_draft(builder, recipe)
 
 
-def _make_heads(shop: Workshop, recipe: HeadsRecipe) -> None:
-    scale = shop.scale
-    out = shop.adapters_root / recipe.name
+def _make_heads(builder: WorldBuilder, recipe: HeadsRecipe) -> None:
+    scale = builder.scale
+    out = builder.adapters_root / recipe.name
     shutil.rmtree(out, ignore_errors=True)
-    fit_recipe = FitRecipe(scale.heads_epochs, scale.heads_lr, scale.heads_batch_rows, shop.seed)
+    fit_recipe = FitRecipe(scale.heads_epochs, scale.heads_lr, scale.heads_batch_rows, builder.seed)
     medusa = MedusaRecipe(recipe.num_heads, 1, fit_recipe, MAX_NEW_TOKENS, _BATCH_SIZE)
-    lora = shop.adapter_path(recipe.adapter)
-    target = _target(shop, recipe.adapter)
-    prompts = shop.train_prompts(f"heads {recipe.name}", scale.num_heads_prompts)
-    with shop.task(recipe.name, 3) as advance:
+    lora = builder.adapter_path(recipe.adapter)
+    target = _target(builder, recipe.adapter)
+    prompts = builder.train_prompts(f"heads {recipe.name}", scale.num_heads_prompts)
+    with builder.task(recipe.name, 3) as advance:
         examples = examples_of_prompts(target, prompts, medusa, Progress(disable=True))
         advance("generated")
         report = train_medusa(
@@ -73,26 +73,26 @@ def _make_heads(shop: Workshop, recipe: HeadsRecipe) -> None:
         advance(f"{report.accuracy.tokens_per_step:.2f} tokens per step", 2)
 
 
-def _make_draft(shop: Workshop, recipe: DraftRecipe) -> None:
-    """As the base was made: copying first, then records in all formats, none of them preferred."""
-    scale, path = shop.scale, shop.drafts_root / recipe.name
+def _make_draft(builder: WorldBuilder, recipe: DraftRecipe) -> None:
+    """Trains a draft model like the base: copying first, then records in all formats with equal shares."""
+    scale, path = builder.scale, builder.drafts_root / recipe.name
     if recipe.vocab_size is None:
-        tokenizer = load_tokenizer(shop)
+        tokenizer = load_tokenizer(builder)
         tokenizer.save_pretrained(path)
     else:
-        tokenizer = make_tokenizer_in(shop, path, recipe.vocab_size)
+        tokenizer = make_tokenizer_in(builder, path, recipe.vocab_size)
     model = LlamaForCausalLM(model_config(recipe.shape(scale.vocab_size)))
-    recall = recall_batches(tokenizer, stream=shop.stream(f"recall {recipe.name}"), num_rows=2 * scale.num_rows)
+    recall = recall_batches(tokenizer, stream=builder.stream(f"recall {recipe.name}"), num_rows=2 * scale.num_rows)
     records = record_batches(
         tokenizer,
-        stream=shop.stream(recipe.name),
+        stream=builder.stream(recipe.name),
         kinds=scale.kinds,
-        shares=dict.fromkeys(shop.formats(), 1.0),
+        shares=dict.fromkeys(builder.formats(), 1.0),
         num_rows=scale.num_rows,
     )
     mixed = interleave(records, recall, every=_RECALL_EVERY)
     num_steps = scale.num_draft_recall_steps + scale.num_draft_steps
-    with shop.task(recipe.name, num_steps) as advance:
+    with builder.task(recipe.name, num_steps) as advance:
         fit(
             model,
             base_optimizers(model, lr=scale.draft_lr),
@@ -104,29 +104,29 @@ def _make_draft(shop: Workshop, recipe: DraftRecipe) -> None:
     model.save_pretrained(path)
 
 
-def _target(shop: Workshop, adapter: str) -> Target:
+def _target(builder: WorldBuilder, adapter: str) -> Target:
     device = torch.device("cpu")
-    return load_target(str(shop.base_path), shop.adapter_path(adapter), dtype=torch.float32, device=device)
+    return load_target(str(builder.base_path), builder.adapter_path(adapter), dtype=torch.float32, device=device)
 
 
 # --- the report -----------------------------------------------------------------------------------------------------
 
 
-def measure_speculation(shop: Workshop) -> None:
-    """Tokens per step of every adapter with all heads and drafts, its own and others', into the report."""
-    scale = shop.scale
+def measure_speculation(builder: WorldBuilder) -> None:
+    """Adds the tokens per step of every adapter with all heads and draft models to the report."""
+    scale = builder.scale
     prompts = [case.prompt for case in heldout_cases(scale.num_speculation_records, scale.kinds, "speculation")]
     medusa = MedusaRecipe(max_new_tokens=MAX_NEW_TOKENS, batch_size=_BATCH_SIZE)
     found: Table = {each.name: {} for each in (*scale.heads, *scale.drafts)}
     adapters = ["", *(recipe.name for recipe in scale.adapters)]
-    with shop.task("speculation", len(adapters)) as advance:
+    with builder.task("speculation", len(adapters)) as advance:
         for adapter in adapters:
-            target = _target(shop, adapter)
+            target = _target(builder, adapter)
             examples = examples_of_prompts(target, prompts, medusa, Progress(disable=True))
             for heads in scale.heads:
-                found[heads.name][adapter] = _with_heads(shop, heads, target, examples)
+                found[heads.name][adapter] = _with_heads(builder, heads, target, examples)
             for draft in scale.drafts:
-                found[draft.name][adapter] = _with_draft(shop, draft, target, examples)
+                found[draft.name][adapter] = _with_draft(builder, draft, target, examples)
             advance(adapter)
     entry = {
         "num_heldout_records": len(prompts),
@@ -134,7 +134,7 @@ def measure_speculation(shop: Workshop) -> None:
         | {each.name: scale.num_drafted for each in scale.drafts},
         "tokens_per_step": found,
     }
-    write_json(shop.root / REPORT, read_report(shop.root) | {"speculation": entry})
+    write_json(builder.root / REPORT, read_report(builder.root) | {"speculation": entry})
 
 
 def speculation_table(entry: dict[str, Any]) -> str:
@@ -147,26 +147,28 @@ def speculation_table(entry: dict[str, Any]) -> str:
     )
 
 
-def _with_heads(shop: Workshop, recipe: HeadsRecipe, target: Target, examples: Sequence[Example]) -> float:
-    heads = read_heads(shop.adapters_root / recipe.name)
+def _with_heads(builder: WorldBuilder, recipe: HeadsRecipe, target: Target, examples: Sequence[Example]) -> float:
+    heads = read_heads(builder.adapters_root / recipe.name)
     piece = piece_of(examples, target.hidden_states(examples), heads.num_heads)
     return round(measure(heads, target.head, [piece]).tokens_per_step, 4)
 
 
-def _with_draft(shop: Workshop, recipe: DraftRecipe, target: Target, examples: Sequence[Example]) -> float:
-    path = shop.drafts_root / recipe.name
+def _with_draft(builder: WorldBuilder, recipe: DraftRecipe, target: Target, examples: Sequence[Example]) -> float:
+    path = builder.drafts_root / recipe.name
     tokenizer = AutoTokenizer.from_pretrained(path)
     model = LlamaForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     num_tokens = num_steps = 0
     for example in examples:
-        right = foreseen(model, tokenizer, target.tokenizer, example)[1:]  # the first one comes from the prompt's step
+        right = agreeing_tokens(model, tokenizer, target.tokenizer, example)[
+            1:
+        ]  # the first one comes from the prompt's step
         num_tokens += len(right)
-        num_steps += count_steps(runs_of(right, shop.scale.num_drafted))
+        num_steps += count_steps(runs_of(right, builder.scale.num_drafted))
     return round(num_tokens / max(1, num_steps), 4)
 
 
 def runs_of(right: Sequence[bool], most: int) -> list[int]:
-    """At each place, how many tokens in a row are right from there on, up to `most`."""
+    """Number of right tokens in a row from each position on, at most `most`."""
     runs = [0] * (len(right) + 1)
     for place in range(len(right) - 1, -1, -1):
         runs[place] = min(most, runs[place + 1] + 1) if right[place] else 0
@@ -174,14 +176,14 @@ def runs_of(right: Sequence[bool], most: int) -> list[int]:
 
 
 @torch.inference_mode()
-def foreseen(
+def agreeing_tokens(
     model: Any, tokenizer: PreTrainedTokenizerBase, target_tokenizer: PreTrainedTokenizerBase, example: Example
 ) -> list[bool]:
-    """Of each token of the example's answer: does the draft model, shown everything before it, say the same?
+    """For each token of the example's answer: does the draft model, given all text before it, predict the same?
 
-    A greedy chain is worth something only while it agrees with the text, so one pass over the text tells how far each
-    chain would get. With a tokenizer of its own, the draft says the same if all of its pieces that touch the token are
-    right; a chain that starts inside such a piece is taken for one that starts before it.
+    A greedy chain counts only while it agrees with the text, so one pass over the text shows how far each chain gets.
+    A draft model with its own tokenizer agrees with a token if all of its pieces that touch the token are right; a
+    chain that starts inside such a piece counts as one that starts before it.
     """
     given, answer = example.token_ids[: example.num_given], example.token_ids[example.num_given :]
     pieces = _reencode(tokenizer, target_tokenizer, answer)

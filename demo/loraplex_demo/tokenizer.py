@@ -1,8 +1,7 @@
-"""The demo model's byte-level BPE tokenizer, trained on the text of training records.
+"""Byte-level BPE tokenizer of the demo model.
 
-Owns the splitting rule: letters, pairs of digits, and runs of everything else never share a piece, so a value is cut
-into the same pieces whether a sentence, a quote or a tag surrounds it, and copying it is copying pieces. Knows nothing
-of where the texts come from.
+Letters, pairs of digits and runs of everything else never share a piece. A value is cut into the same pieces whether a
+sentence, a quote or a tag surrounds it, so copying a value is copying pieces.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Where the demo's world lies and what it promises: models, adapters, held-out cases, expected answers.
+"""Demo files on disk: manifest, held-out cases and expected answers.
 
-Owns the layout of a world's directory and its manifest, `world.json`. Needs no torch: the command reads it to know
-what to serve, what to ask and whether an answer is right.
+Owns the layout of a world's directory and its manifest, `world.json`. Needs no torch.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Heads:
-    """Medusa heads: an adapter id of its own. They change no answer, only how soon it is there."""
+    """Medusa heads with an adapter id of their own. They change the speed of answers, never their text."""
 
     name: str
-    adapter: str  # whose answers they foresee best; "" is the base model
+    adapter: str  # the adapter whose answers they predict best; "" is the base model
     num_heads: int
     is_combined: bool  # this id brings the LoRA as well; else it goes beside the id of `adapter`
 
@@ -56,7 +55,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a world is made of. `digest` ties the weights to the records and formats they were trained on."""
+    """Contents of a world. `digest` ties the weights to the records and formats they were trained on."""
 
     scale: str
     seed: int
@@ -82,7 +81,7 @@ class Case:
 
 @dataclass(frozen=True)
 class WorldFolder:
-    """Where the parts of a world lie."""
+    """Paths of the parts of a world."""
 
     root: Path
 
@@ -93,7 +92,7 @@ class WorldFolder:
 
     @property
     def adapters_root(self) -> Path:
-        """One directory per adapter and per set of heads, named as its adapter id is."""
+        """One directory per adapter and per set of heads, named by its adapter id."""
         return self.root / ADAPTERS
 
     @property
@@ -125,7 +124,7 @@ class World(WorldFolder):
         return self.manifest.drafts
 
     def adapter_path(self, name: str) -> Path:
-        """Of an adapter or of heads."""
+        """Folder of an adapter or of heads."""
         return self.adapters_root / name
 
     def draft_path(self, name: str) -> Path:
@@ -145,8 +144,8 @@ class World(WorldFolder):
         return heldout_cases(num_cases, self.manifest.kinds, stream)
 
     def showcase(self, num_cases: int) -> list[Case]:
-        """Held-out cases that every adapter answered rightly when the world was made (how often they do is in the
-        report): whoever serves the world must get each of these right. Raises FailedPrecondition."""
+        """Held-out cases that every adapter answered correctly when the world was made; a server must get all of them
+        right. The report has the overall accuracy. Raises FailedPrecondition."""
         listed = json.loads((self.root / SHOWCASE).read_text(encoding="utf-8"))
         indices: list[int] = listed["cases"][:num_cases]
         if len(indices) < num_cases:
@@ -159,7 +158,7 @@ class World(WorldFolder):
 
 
 def committed_world() -> World:
-    """The world that travels with the package."""
+    """The world that is part of the package."""
     root = resources.files(__package__ or "loraplex_demo") / "world"
     if not isinstance(root, Path):
         raise FailedPrecondition("The demo's weights are read from files: install loraplex unpacked, not from a zip.")
@@ -167,7 +166,7 @@ def committed_world() -> World:
 
 
 def open_world(root: Path) -> World:
-    """Raises FailedPrecondition where there is no world, or one of other records than this version draws."""
+    """Reads a world. Raises FailedPrecondition if there is none, or if it was trained on records of another version."""
     try:
         manifest = _read_manifest(root / _MANIFEST)
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -201,7 +200,7 @@ def write_manifest(root: Path, manifest: Manifest) -> None:
 
 
 def read_report(root: Path) -> dict[str, Any]:
-    """What `REPORT` holds, or nothing yet."""
+    """The content of `REPORT`, empty if the file does not exist yet."""
     path = root / REPORT
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
@@ -215,12 +214,12 @@ def heldout_cases(num_cases: int, kinds: Sequence[str], stream: str) -> list[Cas
 
 
 def exact_match(text: str, expected: str) -> bool:
-    """To the byte: no trimming, no parsing."""
+    """Byte equality, without trimming or parsing."""
     return text == expected
 
 
 def records_digest(kinds: Sequence[str]) -> str:
-    """Changes when prompts, formats or the generator change, and with them what the weights were trained for."""
+    """Digest of sample prompts and answers; it changes when prompts, formats or the generator change."""
     digest = hashlib.sha256()
     for case in heldout_cases(50, kinds, "digest"):
         for text in (case.prompt, *(case.expected(name) for name in FORMATS)):

@@ -1,4 +1,4 @@
-"""Training what speculation needs and users do not have: Medusa heads for a base model, or for a base with a LoRA.
+"""Training of Medusa heads for a base model, with or without a LoRA.
 
-Plain Transformers, PEFT and safetensors; nothing of the engine. `medusa` is the way in.
+Uses plain Transformers, PEFT and safetensors, and nothing of the engine. `medusa` is the entry point.
 """

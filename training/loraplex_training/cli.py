@@ -1,6 +1,6 @@
-"""`loraplex train-medusa BASE`: heads that draft for a base model, or for a base with a LoRA.
+"""Command `loraplex train-medusa`.
 
-Owns the command line and what is shown; the work is `training`'s. No torch before it is clear what to do.
+Parses the command line and prints the report. torch is imported only after the arguments and files were checked.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def train_medusa(
         raise InvalidArgument("--combined copies the LoRA of --adapter; give one", field="--combined")
     if not 0 < lr < 1:
         raise InvalidArgument(f"--lr {lr} is not a learning rate; 0.001 is a good start", field="--lr")
-    # Before anything slow: what is wrong with the files should be known at once.
+    # Files are read before anything slow, so that their errors are reported at once.
     given_prompts = read_prompts(prompts) if prompts is not None else []
     given_texts = read_texts(texts) if texts is not None else []
 
@@ -94,7 +94,7 @@ def train_medusa(
 
 @contextmanager
 def _signals_end_tidily() -> Generator[None]:
-    """What a signal ends removes its temporary files. Raises SystemExit with the status of the signal."""
+    """Removes temporary files when a signal ends the run. Raises SystemExit with the status of the signal."""
     status = 0
 
     def stop(signum: int, frame: FrameType | None) -> None:
@@ -107,7 +107,7 @@ def _signals_end_tidily() -> Generator[None]:
     try:
         yield
     except Exception:
-        # Code in C that is interrupted may make another error of it.
+        # C code that is interrupted may raise another error instead.
         if status:
             raise SystemExit(status) from None
         raise
@@ -130,8 +130,8 @@ def _run(
     from loraplex_server.model.loader import DTYPES, resolve_device
     from loraplex_training.medusa import examples_of_prompts, examples_of_texts, train_medusa
     from loraplex_training.output import check_new
+    from loraplex_training.progress import quiet_transformers, training_progress
     from loraplex_training.target import load_target
-    from loraplex_training.thresholds import quiet_transformers, training_progress
 
     check_new(out)
     if dtype != "auto" and dtype not in DTYPES:

@@ -1,6 +1,6 @@
-"""Reads the prompts or texts that heads are trained on, from a .txt or .jsonl file.
+"""Training prompts and texts from .txt and .jsonl files.
 
-Owns the file formats and what is said about a file that does not fit them. Knows no tokens and no models.
+Owns the file formats and the errors for files that do not fit them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def read_texts(path: Path, field: str = "--texts") -> list[str]:
 
 
 def _read(path: Path, field: str, parse: Callable[[Any], T | None]) -> list[T]:
-    """What `parse` makes of each line that is not blank; None of it is a line that does not fit."""
+    """`parse` of each line that is not blank. `parse` returns None for a line that does not fit."""
     suffix = path.suffix.lower()
     if suffix not in (".txt", ".jsonl"):
         raise InvalidArgument(f"{path}: give a file that ends in .txt (one per line) or .jsonl", field=field)
@@ -60,7 +60,7 @@ def _lines(path: Path, field: str) -> list[str]:
         raise InvalidArgument(f"{path} cannot be read: {error.strerror or error}", field=field) from error
     except UnicodeDecodeError as error:
         raise InvalidArgument(f"{path} is not UTF-8 text (byte {error.start})", field=field) from error
-    return text.split("\n")  # not splitlines(): other line ends may stand inside a text
+    return text.split("\n")  # not splitlines(): a text may contain other line ends
 
 
 def _json(line: str, path: Path, number: int, field: str) -> Any:

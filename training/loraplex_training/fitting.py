@@ -1,7 +1,7 @@
-"""Fits Medusa heads to cached hidden states, and measures how well they guess.
+"""Fitting of Medusa heads to cached hidden states, and their accuracy.
 
-Owns the optimizer, the schedule and the two measures: how often each head is right, and how many tokens a step of the
-target gives when it verifies what the heads drafted. Knows nothing of models, prompts and where states come from.
+Owns the optimizer, the schedule and two measures: how often each head is right, and how many tokens a step of the
+target gives when it verifies the heads' drafts.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from loraplex_training.heads import MedusaHeads
 from loraplex_training.hidden_states import NOTHING, Piece, StateCache
+from loraplex_training.progress import Advance
 from loraplex_training.target import FrozenHead
-from loraplex_training.thresholds import Advance
 
 _TOP = 5
 _LOGITS_BYTES = 256 << 20  # of float32 logits at a time; their gradient takes as much again
@@ -25,15 +25,15 @@ _WARMUP_SHARE = 0.05
 _FINAL_RATE = 0.03
 _LOSS_MEMORY = 0.95
 _ENOUGH_STEPS = 1500
-_MIN_EPOCHS, _MAX_EPOCHS = 2, 20  # more would have the heads learn few examples by heart
+_MIN_EPOCHS, _MAX_EPOCHS = 2, 20  # with more epochs the heads memorise a small set of examples
 
 
 @dataclass(frozen=True, slots=True)
 class FitRecipe:
     """How heads are fitted. `batch_rows` positions make one step.
 
-    `epochs` None: at least twice, and as often as it takes to get to `_ENOUGH_STEPS`. What a few thousand short
-    answers give would otherwise be over while the heads still know little, and states that are cached cost nothing.
+    `epochs` None: at least two epochs, and as many as `_ENOUGH_STEPS` steps need. A few thousand short answers would
+    otherwise end training too early, and further epochs over cached states are cheap.
     """
 
     epochs: int | None = None
@@ -44,7 +44,7 @@ class FitRecipe:
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """Of held-out positions."""
+    """Accuracy on held-out positions."""
 
     top1: tuple[float, ...]  # by head: how often its first guess is right
     top5: tuple[float, ...]
@@ -69,7 +69,7 @@ def _steps_per_epoch(cache: StateCache, recipe: FitRecipe) -> int:
 
 
 def fit_heads(heads: MedusaHeads, frozen: FrozenHead, cache: StateCache, recipe: FitRecipe, on_step: Advance) -> None:
-    """Trains in place. AdamW on the blocks only; the rate rises shortly and then falls along a line."""
+    """Trains in place: AdamW on the heads only, with a short warm-up and a linear decay of the learning rate."""
     optimizer = torch.optim.AdamW(heads.parameters(), lr=recipe.lr, betas=(0.9, 0.98), weight_decay=0.0)
     total = num_steps(cache, recipe)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, total))
@@ -98,7 +98,7 @@ def _batches(cache: StateCache, recipe: FitRecipe) -> Iterator[tuple[Tensor, Ten
 
 
 def _backward(heads: MedusaHeads, frozen: FrozenHead, hidden: Tensor, labels: Tensor) -> float:
-    """Adds the gradients of one batch, some rows at a time; returns the mean loss of a head."""
+    """Accumulates the gradients of one batch, some rows at a time. Returns the mean loss of a head."""
     counts = labels.ne(NOTHING).sum(dim=0).clamp(min=1)  # [heads]
     total = 0.0
     rows_at_once = _rows_at_once(heads, frozen)
@@ -113,7 +113,7 @@ def _backward(heads: MedusaHeads, frozen: FrozenHead, hidden: Tensor, labels: Te
 
 @torch.inference_mode()
 def measure(heads: MedusaHeads, frozen: FrozenHead, pieces: Iterable[Piece]) -> Accuracy:
-    """`heads` as they will be served: of the dtype that they are saved in."""
+    """Accuracy of `heads`, which must have the dtype that they are saved and served in."""
     right1 = torch.zeros(heads.num_heads, dtype=torch.int64)
     right5, counts = torch.zeros_like(right1), torch.zeros_like(right1)
     num_tokens = num_target_steps = 0
@@ -137,9 +137,9 @@ def measure(heads: MedusaHeads, frozen: FrozenHead, pieces: Iterable[Piece]) -> 
 
 
 def count_steps(runs: Sequence[int]) -> int:
-    """How many steps the target needs for `len(runs)` tokens, if a draft made at place p has `runs[p]` right tokens.
+    """Steps that the target needs for `len(runs)` tokens if a draft at position p has `runs[p]` right tokens.
 
-    A step gives the draft's right tokens and the one that the target adds.
+    A step yields the draft's right tokens and one token of the target.
     """
     steps = place = 0
     while place < len(runs):

@@ -1,8 +1,8 @@
-"""Medusa heads while they are trained, and the files that they become.
+"""Trainable Medusa heads and their files.
 
-Owns the parameters of all heads of one set, stacked, and their names on disk: `{i}.{j}.linear.weight` and `.bias` of
-head i and block j, without a projection of their own (the base model's head serves all). Head i guesses token t + 2 + i
-from the post-norm hidden state of position t.
+Owns the stacked parameters of one set of heads and their names on disk: `{i}.{j}.linear.weight` and `.bias` of head i
+and block j. The base model's output head serves all of them. Head i predicts token t + 2 + i from the post-norm hidden
+state of position t.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CONFIG_NAME = "config.json"
 
 
 class MedusaHeads(nn.Module):
-    """x -> x + silu(W x + b), `num_layers` times for each head. Zeros at first: every head is the identity then."""
+    """x -> x + silu(W x + b), `num_layers` times for each head. Initialised to zeros: every head is the identity."""
 
     def __init__(self, num_heads: int, num_layers: int, hidden_size: int, device: torch.device | None = None) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class MedusaHeads(nn.Module):
         return x
 
     def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """As they are named on disk."""
+        """Tensors by their names on disk."""
         named: dict[str, Tensor] = {}
         for i in range(self.num_heads):
             for j in range(self.num_layers):
@@ -68,7 +68,7 @@ def write_heads(folder: Path, heads: MedusaHeads, *, base_name: str, dtype: torc
 
 
 def read_heads(folder: Path) -> MedusaHeads:
-    """What `write_heads` wrote, in the dtype of the files."""
+    """Reads the files of `write_heads`, in their dtype."""
     tensors = load_file(folder / WEIGHTS_NAME)
     config = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
     num_heads, num_layers = config["medusa_num_heads"], config["medusa_num_layers"]

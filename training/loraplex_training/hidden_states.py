@@ -1,7 +1,7 @@
-"""Hidden states on disk: computed once, read in every epoch, never in memory all at once.
+"""On-disk cache of hidden states.
 
-Owns the pieces of one cache: files of bounded size, each with whole examples. A piece is the unit of memory, and of
-shuffling.
+States are computed once and read in every epoch, one file at a time. A file is a piece: whole examples, bounded in
+size, the unit of memory and of shuffling.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from loraplex_training.output import write_bytes
 from loraplex_training.target import Example
 
 PIECE_BYTES = 64 << 20
-NOTHING = -100  # the label of a token that is not there; cross entropy skips it
+NOTHING = -100  # label of a missing token; cross entropy ignores it
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Positions that something can be drafted from, example by example."""
+    """Positions that tokens can be drafted from, example by example."""
 
     hidden: Tensor  # [num_rows, hidden]
     labels: Tensor  # int64 [num_rows, num_heads]
@@ -31,7 +31,7 @@ class Piece:
 
 
 def piece_of(examples: Sequence[Example], hidden: Sequence[Tensor], num_heads: int) -> Piece:
-    """Without a file. `hidden` is [num_tokens, hidden] of each example."""
+    """A piece in memory, without a file. `hidden` is [num_tokens, hidden] of each example."""
     labels = [labels_of(each, num_heads) for each in examples]
     states = [
         rows[each.first : each.first + wanted.shape[0]].cpu()
@@ -41,7 +41,7 @@ def piece_of(examples: Sequence[Example], hidden: Sequence[Tensor], num_heads: i
 
 
 class StateCache:
-    """Grows by `add`, then is read. Owns the files in its folder; whoever gave the folder removes it."""
+    """Filled by `add`, then read. Owns the files in its folder; the caller removes the folder."""
 
     def __init__(self, folder: Path, num_heads: int, piece_bytes: int = PIECE_BYTES) -> None:
         self._folder = folder
@@ -73,7 +73,7 @@ class StateCache:
             self.flush()
 
     def flush(self) -> None:
-        """Writes what waits. Call it after the last `add`."""
+        """Writes the last piece. Call it after the last `add`."""
         if not self._waiting:
             return
         tensors = {

@@ -1,7 +1,6 @@
-"""Trains Medusa heads: prompts or texts in, a directory with heads out.
+"""Training pipeline of Medusa heads: from prompts or texts to a directory.
 
-Owns the order of the work: encode, generate, hidden states, fit, measure, write. Nothing is at its final name before
-all of it is there.
+Order: encode, generate, compute hidden states, fit, measure, write. The output directory appears only when complete.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from loraplex_training.fitting import Accuracy, FitRecipe, fit_heads, measure, n
 from loraplex_training.heads import MedusaHeads, write_heads
 from loraplex_training.hidden_states import StateCache
 from loraplex_training.output import disk_errors, new_directory, scratch_directory
+from loraplex_training.progress import task
 from loraplex_training.target import Example, Target, in_batches, out_of_memory
-from loraplex_training.thresholds import task
 
 
 @dataclass(frozen=True, slots=True)
 class MedusaRecipe:
-    """What is trained, and how. `heldout_share` of the examples are kept to measure with."""
+    """Shape and training of the heads. `heldout_share` of the examples are kept for measuring."""
 
     num_heads: int = 4
     num_layers: int = 1
@@ -41,17 +40,17 @@ class MedusaRecipe:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What came of it."""
+    """Result of a training run."""
 
     num_train_positions: int
-    num_skipped: int  # examples given twice, too long, or too short to foresee anything in
+    num_skipped: int  # examples that were given twice, are too long, or are too short to draft in
     accuracy: Accuracy
 
 
 def examples_of_prompts(
     target: Target, prompts: Sequence[Prompt], recipe: MedusaRecipe, progress: Progress
 ) -> list[Example]:
-    """Each prompt with what the target itself writes after it: what a draft is compared with is the target's text."""
+    """Each prompt with the target's own answer, because drafts are verified against the target's text."""
     encoded = _distinct([target.encode(prompt) for prompt in prompts])
     room = target.max_context_tokens - recipe.max_new_tokens
     fitting = [tokens for tokens in encoded if 0 < len(tokens) <= room]
@@ -72,7 +71,7 @@ def examples_of_prompts(
 
 
 def examples_of_texts(target: Target, texts: Sequence[str]) -> list[Example]:
-    """Each text as it is, cut where the context ends."""
+    """Each text, cut at the context length."""
     encoded = _distinct([target.encode(text)[: target.max_context_tokens] for text in texts])
     return [Example(tokens, 0) for tokens in encoded]
 
@@ -119,7 +118,7 @@ def train_medusa(
 
 
 def _check_room(scratch: Path, examples: Sequence[Example], target: Target, recipe: MedusaRecipe) -> None:
-    """Raises DiskFull now rather than after most of the work."""
+    """Raises DiskFull before the work if the hidden states do not fit."""
     num_rows = sum(len(each.token_ids) - each.first - 2 for each in examples)
     wanted = num_rows * (target.hidden_size * target.dtype.itemsize + 4 * recipe.num_heads)
     free = shutil.disk_usage(scratch).free
@@ -134,7 +133,7 @@ def _check_room(scratch: Path, examples: Sequence[Example], target: Target, reci
 def _cache_states(
     target: Target, examples: Sequence[Example], recipe: MedusaRecipe, scratch: Path, progress: Progress
 ) -> tuple[StateCache, StateCache]:
-    """The hidden states of what is trained on, and of what is held out."""
+    """Caches of the hidden states of training and held-out examples."""
     order = list(range(len(examples)))
     random.Random(recipe.fit.seed).shuffle(order)
     num_heldout = min(len(order) - 1, max(1, round(recipe.heldout_share * len(order))))

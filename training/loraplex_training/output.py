@@ -1,7 +1,6 @@
-"""Directories that are there whole or not at all, and disk errors as sentences.
+"""All-or-nothing output directories and disk errors.
 
-Owns the temporary folders beside the result: on the same file system, so that the last step is one rename. Knows
-nothing of what is written.
+Temporary folders lie beside the result on the same file system, so that the last step is one rename.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def new_directory(out: Path) -> Generator[Path]:
     with _beside(out, "partial") as partial:
         yield partial
         with disk_errors(out):
-            partial.chmod(0o755)  # mkdtemp's is for its owner alone
+            partial.chmod(0o755)  # mkdtemp gives 0o700
             partial.rename(out)
 
 
@@ -58,7 +57,7 @@ def _beside(out: Path, what: str) -> Generator[Path]:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """To the disk before it returns, so that a rename that follows never shows an empty file."""
+    """Writes and syncs a file, so that a rename afterwards never shows an empty one."""
     with disk_errors(path), path.open("wb") as file:
         file.write(content)
         file.flush()
@@ -67,7 +66,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 @contextmanager
 def disk_errors(path: Path) -> Generator[None]:
-    """OSErrors of writing, as DiskFull or InvalidArgument."""
+    """Turns OSErrors of writing into DiskFull or InvalidArgument."""
     try:
         yield
     except OSError as error:

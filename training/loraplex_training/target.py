@@ -1,7 +1,6 @@
-"""The model that heads are trained for: a base, with one LoRA or none, frozen, run through Transformers and PEFT.
+"""Frozen target model: a base with or without a LoRA.
 
-Owns loading, greedy generation, the post-norm hidden states and what the model's own head makes of such states. Knows
-nothing of Medusa.
+Owns loading, greedy generation, the post-norm hidden states and the model's own head, through Transformers and PEFT.
 """
 
 from __future__ import annotations
@@ -36,23 +35,23 @@ from loraplex_training.corpus import Prompt
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A token sequence. The first `num_given` tokens were given; what follows is what heads have to foresee."""
+    """A token sequence. The first `num_given` tokens were given; the heads have to predict the rest."""
 
     token_ids: list[int]
     num_given: int
 
     @property
     def first(self) -> int:
-        """The position whose hidden state is the first that anything is drafted from."""
+        """First position whose hidden state tokens are drafted from."""
         return max(0, self.num_given - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class FrozenHead:
-    """The model's own head, which all Medusa heads share, its LoRA included: so they are served."""
+    """The model's own output head with its LoRA, which all Medusa heads share when they are served."""
 
     module: nn.Module
-    scale: float  # some models scale what their head gives; argmax does not care, cross entropy does
+    scale: float  # logit scale of some models; it changes cross entropy, not argmax
     num_logits: int
     hidden_size: int
     dtype: torch.dtype
@@ -102,7 +101,7 @@ class Target:
         pad_id = self.eos_token_ids[0] if self.eos_token_ids else 0
         rows = [[pad_id] * (width - len(prompt)) + list(prompt) for prompt in prompts]
         mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-        # All of it spelled out: a model's own defaults may sample or penalize, and then nothing would be greedy.
+        # Every option is set: a model's own defaults may sample or penalize.
         config = GenerationConfig(
             max_new_tokens=max_new_tokens, do_sample=False, num_beams=1, repetition_penalty=1.0, no_repeat_ngram_size=0,
             eos_token_id=list(self.eos_token_ids) or None, pad_token_id=pad_id,
@@ -122,9 +121,9 @@ class Target:
 
     @torch.inference_mode()
     def hidden_states(self, examples: Sequence[Example]) -> list[Tensor]:
-        """What the head is given at each position of each example, [num_tokens, hidden], in one forward pass."""
+        """Inputs of the output head for each example, [num_tokens, hidden], in one forward pass."""
         width = max(len(each.token_ids) for each in examples)
-        # Padding is on the right of a causal model: no position that counts can see it.
+        # Padding is on the right and the model is causal, so no counted position attends to it.
         rows = [each.token_ids + [0] * (width - len(each.token_ids)) for each in examples]
         with out_of_memory():
             hidden, _ = _run(self.model, self.head.module, torch.tensor(rows, device=self.device), with_logits=False)
@@ -188,7 +187,7 @@ def _with_adapter(model: Any, adapter: Path) -> PeftModel:
         raise AdapterInvalid(f"{adapter} cannot be loaded: {_first_line(error)}") from error
     if loaded.active_peft_config.peft_type != "LORA":
         raise AdapterInvalid(f"{adapter} is a {loaded.active_peft_config.peft_type} adapter; only LoRA is served")
-    # PEFT is content when either side has modules that the other lacks.
+    # PEFT accepts modules that are in the model or in the file alone; here they are an error.
     wanted = set(get_peft_model_state_dict(loaded, save_embedding_layers=False))
     strange = sorted(key for key in wanted ^ there if ".lora_" in key)
     if strange:
@@ -198,19 +197,19 @@ def _with_adapter(model: Any, adapter: Path) -> PeftModel:
 
 @torch.inference_mode()
 def _logit_scale(model: Any, head: nn.Module) -> float:
-    """What the model multiplies its head's output with, or nearly (of a soft cap)."""
+    """The model's factor on its head's output (approximate for a soft cap)."""
     device = next(head.parameters()).device
     _, (raw, logits) = _run(model, head, torch.arange(8, device=device).unsqueeze(0), with_logits=True)
     return float((raw * logits).sum() / (raw * raw).sum().clamp(min=1e-12))
 
 
 def _run(model: Any, head: nn.Module, token_ids: Tensor, *, with_logits: bool) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """What the head is given, [num_rows, num_tokens, hidden], and what it and the model make of that, in float32."""
+    """The head's input, [num_rows, num_tokens, hidden], and the raw and final logits in float32."""
     seen: list[Tensor] = []
 
     def before(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
         seen.append(cast(Tensor, inputs[0]))
-        return None if with_logits else (inputs[0][:, :0], *inputs[1:])  # many logits, none of them wanted
+        return None if with_logits else (inputs[0][:, :0], *inputs[1:])  # skips the logits
 
     def after(_module: nn.Module, _inputs: tuple[Any, ...], output: Tensor) -> None:
         seen.append(output.float())
@@ -236,7 +235,7 @@ def _eos_token_ids(model: Any) -> tuple[int, ...]:
 
 @contextmanager
 def out_of_memory() -> Generator[None]:
-    """The device's, as a sentence."""
+    """Turns torch's out-of-memory error into OutOfMemory."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -244,7 +243,7 @@ def out_of_memory() -> Generator[None]:
 
 
 def in_batches(lengths: Sequence[int], batch_size: int) -> Iterator[list[int]]:
-    """Indices in batches of similar length, the longest first: what does not fit the memory shows at once."""
+    """Indices in batches of similar length, longest first, so that running out of memory shows at once."""
     order = sorted(range(len(lengths)), key=lambda idx: lengths[idx], reverse=True)
     for start in range(0, len(order), batch_size):
         yield order[start : start + batch_size]

@@ -82,7 +82,7 @@ def test_training_again_shows_how_far_it_is(
 
 
 def test_every_adapter_is_asked_in_a_way_of_its_own(world: World) -> None:
-    found = demo_module.ways(world)
+    found = demo_module.request_options(world)
     assert list(found) == ["", *(adapter.name for adapter in world.adapters)]
     drafted_by = [way.drafted_by for way in found.values()]
     assert {heads.name for heads in world.heads} == {name.split()[-1] for name in drafted_by if "Medusa" in name}

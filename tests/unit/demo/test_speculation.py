@@ -1,4 +1,4 @@
-"""The simulation behind the report: what a draft model would have foreseen."""
+"""The simulation behind the report: what a draft model would have agreeing_tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from loraplex_demo.speculation import foreseen, runs_of
+from loraplex_demo.speculation import agreeing_tokens, runs_of
 from loraplex_demo.tokenizer import BOS_ID, EOS_ID, train_tokenizer
 from loraplex_training.target import Example
 
@@ -55,7 +55,7 @@ def test_a_draft_of_the_same_tokenizer_is_judged_token_by_token(coarse: PreTrain
     given = example(coarse, '{"name": "Ada"}')
     num_new = len(given.token_ids) - given.num_given
     model = Knowing({given.num_given + 1, len(given.token_ids) - 1}, len(coarse))
-    right = foreseen(model, coarse, coarse, given)
+    right = agreeing_tokens(model, coarse, coarse, given)
     assert model.asked == [given.token_ids]
     assert right == [place not in (1, num_new - 1) for place in range(num_new)]
 
@@ -70,7 +70,7 @@ def test_a_draft_of_another_tokenizer_must_have_all_pieces_of_a_token_right(
             range(given.num_given + 1, len(given.token_ids))]  # fmt: skip
     assert any(end - begin > 1 for begin, end in pairwise(ends))  # else there is nothing to test
     model = Knowing({num_given + 3}, len(fine))  # in the middle of the word
-    right = foreseen(model, fine, coarse, given)
+    right = agreeing_tokens(model, fine, coarse, given)
     assert len(model.asked[0]) == num_given + len(answer.encode()) + 1
     assert model.asked[0][-1] == EOS_ID
     place = next(idx for idx, end in enumerate(ends) if end > 3)

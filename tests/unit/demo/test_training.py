@@ -15,13 +15,13 @@ from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
+from loraplex_demo.builder import BASE_NAME
+from loraplex_demo.datasets import Row, pad_rows, recall_batches, record_batches
 from loraplex_demo.fitting import adapter_optimizers, fit
-from loraplex_demo.lessons import Row, pad_rows, recall_batches, record_batches
-from loraplex_demo.recipes import ADAPTERS, SCALES, DraftRecipe, HeadsRecipe
+from loraplex_demo.hyperparameters import ADAPTERS, SCALES, DraftRecipe, HeadsRecipe
 from loraplex_demo.speculation import speculation_table
 from loraplex_demo.tokenizer import BOS_ID, EOS_ID, PAD_ID, train_tokenizer
 from loraplex_demo.train import make_world
-from loraplex_demo.workshop import BASE_NAME
 from loraplex_demo.world import World, read_report
 from loraplex_training.heads import read_heads
 
@@ -37,8 +37,8 @@ TINY = replace(
     num_base_steps=2,
     num_polish_rounds=2,
     num_polish_steps=2,
-    num_foresight_steps=2,
-    num_foreseen=3,
+    num_lookahead_steps=2,
+    num_lookahead_tokens=3,
     num_adapter_steps=2,
     num_eval_records=2,
     num_rows=4,

@@ -17,8 +17,8 @@ from loraplex_training import medusa
 from loraplex_training.fitting import FitRecipe
 from loraplex_training.heads import MedusaHeads, read_heads
 from loraplex_training.medusa import MedusaRecipe, Report, examples_of_prompts, examples_of_texts, train_medusa
+from loraplex_training.progress import quiet_transformers
 from loraplex_training.target import Example, Target, load_target
-from loraplex_training.thresholds import quiet_transformers
 
 RECIPE = MedusaRecipe(num_heads=2, fit=FitRecipe(epochs=30, lr=0.02, batch_rows=64), max_new_tokens=24, batch_size=3)
 

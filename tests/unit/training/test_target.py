@@ -23,8 +23,8 @@ from loraplex_contracts.errors import (
     UnsafeFormat,
     UnsupportedModel,
 )
+from loraplex_training.progress import quiet_transformers
 from loraplex_training.target import Example, Target, in_batches, load_target
-from loraplex_training.thresholds import quiet_transformers
 
 CPU = torch.device("cpu")
 

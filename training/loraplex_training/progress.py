@@ -1,7 +1,4 @@
-"""How long work shows itself: progress bars on a terminal, one plain line per finished task elsewhere.
-
-Owns the look and nothing else; whoever counts steps calls what `task` yields.
-"""
+"""Progress bars on a terminal, one line per finished task elsewhere."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from transformers.utils import logging as transformers_logging
 
 
 class Advance(Protocol):
-    """Called after each step, or after `steps` of them, with a short word on how it goes."""
+    """Callback after one step, or after `steps` of them, with a short status text."""
 
     def __call__(self, detail: str = "", steps: int = 1) -> None: ...
 
@@ -32,13 +29,13 @@ def training_progress(console: Console | None = None) -> Progress:
         TimeElapsedColumn(),
         TextColumn("{task.fields[detail]}"),
         console=console,
-        transient=not console.is_terminal,  # off a terminal the lines of `task` say it all
+        transient=not console.is_terminal,  # elsewhere `task` prints lines instead
     )
 
 
 @contextmanager
 def task(progress: Progress, description: str, total: int) -> Generator[Advance]:
-    """A bar, or a line at the end where there is no terminal."""
+    """A progress bar on a terminal, one line at the end elsewhere."""
     task_id = progress.add_task(description, total=total, detail="")
 
     def advance(detail: str = "", steps: int = 1) -> None:
@@ -53,7 +50,7 @@ def task(progress: Progress, description: str, total: int) -> Generator[Advance]
 
 @contextmanager
 def quiet_transformers() -> Generator[None]:
-    """Transformers' own bars and remarks would tear ours apart, as would a warning that PEFT sets off in it."""
+    """Silences the progress bars and messages of Transformers and a PEFT warning, which would break up our own bars."""
     was_on, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()

@@ -1,9 +1,9 @@
-"""Teaches a model to know early what it will say, so that Medusa heads have something to read.
+"""Lookahead training of the base model, together with temporary Medusa heads.
 
-A model that learns only the next token looks up what it copies one token at a time: of the token after that, its hidden
-state says little, and no head finds what is not there. Trained together with heads for a while, it looks further ahead,
-in all formats; what it answers stays the same. Owns the heads of that while, which are thrown away (those that are
-served are trained later, for one adapter each), and the loss. Knows nothing of records, steps and files.
+A model that learns only the next token looks up what it copies one token at a time. Its hidden state says little about
+the token after that, so no Medusa head can predict it. Trained together with heads for a while, the model looks
+further ahead in all formats, and its answers stay the same. The temporary heads are thrown away; the served heads are
+trained later, for one adapter each.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from loraplex_demo.lessons import Batch
+from loraplex_demo.datasets import Batch
 from loraplex_training.heads import MedusaHeads
 from loraplex_training.hidden_states import NOTHING
 
-_FIRST_WEIGHT = 0.3  # of the first head's loss, beside 1 of the next token's
-_DECAY = 0.8  # from head to head: what is further ahead can be known less often
+_FIRST_WEIGHT = 0.3  # weight of the first head's loss; the next token's loss has weight 1
+_DECAY = 0.8  # from head to head: tokens further ahead can be predicted less often
 
 
-class Foreseeing(nn.Module):
-    """A model and its passing heads."""
+class ModelWithHeads(nn.Module):
+    """A model and its temporary heads."""
 
     def __init__(self, model: Any, num_heads: int) -> None:
         super().__init__()
@@ -31,8 +31,8 @@ class Foreseeing(nn.Module):
         self.heads = MedusaHeads(num_heads, 1, model.config.hidden_size)
 
 
-def foresight_loss(both: Foreseeing, batch: Batch) -> Tensor:
-    """Of the next token and of those that the heads guess after it."""
+def lookahead_loss(both: ModelWithHeads, batch: Batch) -> Tensor:
+    """Cross entropy of the next token plus the weighted cross entropies of the heads' tokens."""
     hidden = both.model.model(input_ids=batch.token_ids, use_cache=False).last_hidden_state
     counts = batch.counts[:, 1:]
     states = hidden[:, :-1][counts]  # [num_rows, hidden]
@@ -40,7 +40,7 @@ def foresight_loss(both: Foreseeing, batch: Batch) -> Tensor:
     logits = both.model.lm_head(both.heads(states))  # [heads, num_rows, vocab]
     labels = later_tokens(batch, both.heads.num_heads)[counts]  # [num_rows, heads]
     for idx, of_head in enumerate(logits):
-        # A sum over what there is: far heads have no label at all in a batch of very short answers.
+        # Sum, not mean: far heads may have no label at all in a batch of very short answers.
         missed = F.cross_entropy(of_head, labels[:, idx], ignore_index=NOTHING, reduction="sum")
         loss = loss + _FIRST_WEIGHT * _DECAY**idx * missed / labels[:, idx].ne(NOTHING).sum().clamp(min=1)
     return loss

@@ -1,6 +1,6 @@
-"""The words that records are made of: names, places, things, and the syllables of coined words.
+"""Word lists of the demo's records: names, places, things and syllables.
 
-Owns the lists and nothing else. Changing one changes what the committed weights were trained on.
+Changing a list changes what the committed weights were trained on.
 """
 
 from __future__ import annotations

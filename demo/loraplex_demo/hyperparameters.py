@@ -1,7 +1,6 @@
-"""How big the world is and what each adapter is made of: all numbers of the training script, in one place.
+"""Hyperparameters of the demo: sizes, adapters, heads and draft models.
 
-Owns no behaviour. The adapters differ on purpose in rank, target modules, scaling and stored dtype, as the adapters
-of real users do.
+The adapters differ on purpose in rank, target modules, scaling and stored dtype, as the adapters of real users do.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 
 @dataclass(frozen=True)
 class AdapterRecipe:
-    """One PEFT LoRA adapter, named after the format that it pins."""
+    """One PEFT LoRA adapter, named after its output format."""
 
     name: str
     rank: int
@@ -65,7 +64,7 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class DraftRecipe:
-    """A smaller model that drafts for the base with any adapter: what it has to go on with shows it the format."""
+    """A smaller model that drafts for the base with any adapter; the text so far shows it the format."""
 
     name: str
     vocab_size: int | None = None  # of a tokenizer of its own; None: the base model's
@@ -104,7 +103,7 @@ ADAPTERS = (
 )
 
 
-# Heads alone for the base and for one adapter, a combined directory for another: the two ways in which users have them.
+# Heads alone for the base and for one adapter, and a combined directory for another: both layouts that users have.
 HEADS = (
     HeadsRecipe("base-heads", ""),
     HeadsRecipe("json-heads", "json"),
@@ -136,9 +135,9 @@ class Scale:
     num_polish_rounds: int = 1
     num_polish_steps: int = 400  # of each round
     polish_lr: float = 4e-3
-    num_foresight_steps: int = 900
-    num_foreseen: int = 5  # tokens after the next one
-    foresight_lr: float = 4e-3
+    num_lookahead_steps: int = 900
+    num_lookahead_tokens: int = 5  # tokens after the next one
+    lookahead_lr: float = 4e-3
     adapter_lr: float = 3e-3
     heads: tuple[HeadsRecipe, ...] = HEADS
     num_heads_prompts: int = 2400
@@ -191,7 +190,7 @@ SCALES: dict[ScaleName, Scale] = {
         num_recall_steps=300,
         num_base_steps=450,
         num_polish_steps=400,
-        num_foresight_steps=100,
+        num_lookahead_steps=100,
         num_adapter_steps=60,
         num_eval_records=64,
         heads=(HeadsRecipe("base-heads", ""), HeadsRecipe("json-with-heads", "json", is_combined=True)),

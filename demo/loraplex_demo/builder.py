@@ -1,6 +1,6 @@
-"""What every step of the training script works with: where the world grows, how big it becomes, where progress shows.
+"""Demo model builder: folders, scale, seed and progress of one training run.
 
-Owns the layout of a world under construction and what all its models have in common. Knows no step.
+Holds the layout of a world under construction and the configuration that all its models share. Knows no training step.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from rich.progress import Progress
 from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerBase
 
 from loraplex_demo.formats import BASE_FORMAT, FORMATS
-from loraplex_demo.recipes import ModelShape, Scale
+from loraplex_demo.hyperparameters import ModelShape, Scale
 from loraplex_demo.records import draw_examples
 from loraplex_demo.tokenizer import BOS_ID, EOS_ID, MAX_LENGTH, PAD_ID, train_tokenizer
 from loraplex_demo.world import WorldFolder
-from loraplex_training.thresholds import Advance, task
+from loraplex_training.progress import Advance, task
 
-BASE_NAME = "loraplex-demo-base"  # what adapters say they belong to; a name, never somebody's path
+BASE_NAME = "loraplex-demo-base"  # the adapters' base_model_name_or_path; a name, never a local path
 _NUM_TOKENIZER_RECORDS = 4000
-# The base model answers in its own format when nobody asks for another: that one needs a clear lead.
+# Without an adapter the base model answers in its own format, which therefore needs a clear lead.
 _BASE_FORMAT_SHARE = 5.0
 
 
 @dataclass(frozen=True)
-class Workshop(WorldFolder):
-    """What a step gets."""
+class WorldBuilder(WorldFolder):
+    """Input of every training step."""
 
     scale: Scale
     seed: int
     progress: Progress
 
     def adapter_path(self, name: str) -> Path | None:
-        """None where there is no adapter."""
+        """Folder of an adapter; None for the base model."""
         return self.adapters_root / name if name else None
 
     def stream(self, name: str) -> str:
@@ -59,20 +59,20 @@ class Workshop(WorldFolder):
             yield advance
 
 
-def make_tokenizer_in(shop: Workshop, folder: Path, vocab_size: int) -> PreTrainedTokenizerBase:
-    """A tokenizer for all that the world says, saved in `folder`."""
+def make_tokenizer_in(builder: WorldBuilder, folder: Path, vocab_size: int) -> PreTrainedTokenizerBase:
+    """A tokenizer for all prompts and formats of the world, saved in `folder`."""
     texts: list[str] = []
     for record, prompt in islice(
-        draw_examples(shop.stream("tokenizer"), "train", shop.scale.kinds), _NUM_TOKENIZER_RECORDS
+        draw_examples(builder.stream("tokenizer"), "train", builder.scale.kinds), _NUM_TOKENIZER_RECORDS
     ):
-        texts += [prompt, *(FORMATS[name](record) for name in shop.formats())]
+        texts += [prompt, *(FORMATS[name](record) for name in builder.formats())]
     tokenizer = train_tokenizer(texts, vocab_size)
     tokenizer.save_pretrained(folder)
     return tokenizer
 
 
-def load_tokenizer(shop: Workshop) -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(shop.base_path)
+def load_tokenizer(builder: WorldBuilder) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(builder.base_path)
 
 
 def model_config(shape: ModelShape) -> LlamaConfig:

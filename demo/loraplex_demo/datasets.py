@@ -1,10 +1,9 @@
-"""What the models are shown: batches of token ids, with a mask of the positions that count.
+"""Training batches of the demo: token ids with a mask of learned positions.
 
-Owns two endless streams: `recall_batches`, made of random pieces, which teach nothing but looking a key up and copying
-what follows it, and `record_batches`, made of training records. Without the first, the second takes three times as
-long: common words can be guessed, so the model learns them by heart long before it learns to copy. Mixed into the
-second, it keeps every piece copyable, those of words that no training record has included.
-Deliberately knows nothing of models and optimizers.
+`recall_batches` is an endless stream of random pieces; it teaches looking up a key and copying its value.
+`record_batches` is an endless stream of training records. Records alone take three times as long to learn from: common
+words can be guessed, so the model memorises them long before it learns to copy. Recall batches mixed into the records
+also keep every piece copyable, including words that no training record contains.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from loraplex_demo.formats import FORMATS
 from loraplex_demo.records import draw_examples
 from loraplex_demo.tokenizer import BOS_ID, EOS_ID, NUM_SPECIAL, PAD_ID
 
-_POOL_BATCHES = 16  # rows are sorted by length within so many batches, to pad little
+_POOL_BATCHES = 16  # rows are sorted by length within this many batches, to pad little
 
 
 @dataclass(frozen=True)
 class Row:
-    """One sequence: what is given (not counted) and what is to be learned."""
+    """One sequence: the given tokens and the tokens to be learned."""
 
     given: list[int]
     target: list[int]
@@ -63,7 +62,7 @@ def record_batches(
 
 
 def recall_batches(tokenizer: PreTrainedTokenizerBase, *, stream: str, num_rows: int) -> Iterator[Batch]:
-    """`k1=a b; k2=c; => k2=c; k1=a b;` with random pieces: copying and looking up, with nothing to know by heart."""
+    """`k1=a b; k2=c; => k2=c; k1=a b;` with random pieces: lookup and copying without anything to memorise."""
     rng = random.Random(stream)
     vocab_size = len(tokenizer)
     separator, equals, arrow = (tokenizer.encode(text, add_special_tokens=False) for text in ("; ", "=", ". =>"))
@@ -83,7 +82,7 @@ def recall_batches(tokenizer: PreTrainedTokenizerBase, *, stream: str, num_rows:
             counts = [False] * len(tokens)
             rng.shuffle(pairs)
             for key, values in pairs:
-                # The order of the keys cannot be known, so only what follows a key counts.
+                # The order of the keys is random, so only what follows a key counts.
                 tokens += [key, *equals, *values, *separator]
                 counts += [False] * (1 + len(equals)) + [True] * (len(values) + len(separator))
             token_rows.append((tokens, counts))
@@ -91,13 +90,13 @@ def recall_batches(tokenizer: PreTrainedTokenizerBase, *, stream: str, num_rows:
 
 
 def interleave(main: Iterator[Batch], other: Iterator[Batch], *, every: int) -> Iterator[Batch]:
-    """`main`, in which each `every`-th batch comes from `other`."""
+    """`main` with every `every`-th batch taken from `other`."""
     for count in itertools.count(1):
         yield next(other if count % every == 0 else main)
 
 
 def to_row(tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str) -> Row:
-    """Prompt and answer are cut apart from each other, as they are when a model is served."""
+    """Prompt and answer, tokenized separately as they are when the model is served."""
     return Row(tokenizer.encode(prompt), [*tokenizer.encode(answer, add_special_tokens=False), EOS_ID])
 
 

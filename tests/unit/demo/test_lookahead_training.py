@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from loraplex_demo.datasets import Row, pad_rows
 from loraplex_demo.fitting import base_optimizers, fit
-from loraplex_demo.foresight import Foreseeing, foresight_loss, later_tokens
-from loraplex_demo.lessons import Row, pad_rows
+from loraplex_demo.lookahead_training import ModelWithHeads, later_tokens, lookahead_loss
 from loraplex_training.hidden_states import NOTHING
 
 # Two rows, of 3 and of 1 token to be learned.
@@ -41,21 +41,21 @@ def test_the_loss_of_heads_that_know_nothing_is_that_of_chance(model: LlamaForCa
         for parameter in model.parameters():
             parameter.zero_()
     # ln 16 for the next token and, with falling weights, for each of the two heads.
-    assert foresight_loss(Foreseeing(model, 2), BATCH).item() == pytest.approx(math.log(16) * (1 + 0.3 + 0.3 * 0.8))
+    assert lookahead_loss(ModelWithHeads(model, 2), BATCH).item() == pytest.approx(math.log(16) * (1 + 0.3 + 0.3 * 0.8))
 
 
 def test_heads_without_any_label_cost_nothing(model: LlamaForCausalLM) -> None:
-    few = foresight_loss(Foreseeing(model, 2), BATCH)
-    many = foresight_loss(Foreseeing(model, 5), BATCH)  # 7 is the last token there is: heads 2 to 4 have nothing
+    few = lookahead_loss(ModelWithHeads(model, 2), BATCH)
+    many = lookahead_loss(ModelWithHeads(model, 5), BATCH)  # 7 is the last token there is: heads 2 to 4 have nothing
     assert many.item() == pytest.approx(few.item())
 
 
 def test_the_model_itself_learns_to_look_ahead(model: LlamaForCausalLM) -> None:
-    both = Foreseeing(model, 2)
+    both = ModelWithHeads(model, 2)
     batch = pad_rows([Row([3, first], [5, 6, first, first + 1]) for first in (8, 10, 12)])
     losses: list[float] = []
     optimizers = base_optimizers(both, lr=1e-2)
-    fit(both, optimizers, iter([batch] * 80), num_steps=80, on_step=losses.append, loss_of=foresight_loss)
+    fit(both, optimizers, iter([batch] * 80), num_steps=80, on_step=losses.append, loss_of=lookahead_loss)
     assert losses[-1] < 0.3 * losses[0]
     assert both.heads.weight.abs().sum() > 0
     # Where 5 is said next, the state tells by now what is copied two tokens later.
