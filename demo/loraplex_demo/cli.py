@@ -10,6 +10,7 @@ import asyncio
 import json as jsonlib
 import sys
 import time
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -24,7 +25,7 @@ from loraplex_demo.world import MAX_NEW_TOKENS, Case, World, committed_world, op
 from loraplex_runtime.flags import flags_of
 from loraplex_runtime.shutdown import Ending
 from loraplex_server.cli.report import Report
-from loraplex_server.cli.serving import child_spec, serving
+from loraplex_server.cli.serving import Serving, child_spec, serving
 from loraplex_server.cli.worker import worker_config
 from loraplex_server.config import WorkerConfig
 
@@ -97,6 +98,10 @@ def demo(
         Path | None, typer.Option(help="Train the world again into this folder first (several minutes).")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Serve the models until Ctrl-C instead, to try examples and commands with.")
+    ] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Of --serve; 0 takes a free one.")] = 50051,
 ) -> None:
     """See it work: a small model and its adapters, trained for this, in one mixed batch.
 
@@ -107,7 +112,7 @@ def demo(
     try:
         world = _world(retrain)
         with report:
-            run = asyncio.run(_run(world, records, report))
+            run = asyncio.run(_serve(world, port, report) if serve else _run(world, records, report))
     except LoraplexError as error:
         sys.exit(report.failed(error))
     if isinstance(run, int):
@@ -130,14 +135,8 @@ def _world(retrain: Path | None) -> World:
 
 async def _run(world: World, num_records: int, report: Report) -> Run | int:
     """Serves the world and runs the batch. Returns the exit status if a signal came first."""
-    given = {flag.parameter: flag.default for flag in flags_of(WorkerConfig)}
-    # One thread: products of a model this small end before a second thread has woken up.
-    given |= {"adapters": world.adapters_root, "port": 0, "drain": 2.0, "log_level": "error", "threads": 1}
-    given["draft_model"] = [f"{draft.name}={world.draft_path(draft.name)}" for draft in world.drafts]
-    config = worker_config(str(world.base_path), given)
     ending = Ending()
-    ending.listen()
-    async with serving(config, child_spec(config.engine.model.model, given), 1, "", report.progress, ending) as served:
+    async with _serving(world, 0, report, ending) as served:
         if served is None:
             return ending.status
         report.progress("asking")
@@ -150,6 +149,27 @@ async def _run(world: World, num_records: int, report: Report) -> Run | int:
             asking.cancel()
             stopping.cancel()
             await asyncio.gather(asking, stopping, return_exceptions=True)
+
+
+async def _serve(world: World, port: int, report: Report) -> int:
+    """Serves the world until a signal comes. Returns the exit status."""
+    ending = Ending()
+    async with _serving(world, port, report, ending) as served:
+        if served is None:
+            return ending.status
+        report.ready(served.address, str(world.base_path))
+        await ending.asked.wait()
+    return 0
+
+
+def _serving(world: World, port: int, report: Report, ending: Ending) -> AbstractAsyncContextManager[Serving | None]:
+    given = {flag.parameter: flag.default for flag in flags_of(WorkerConfig)}
+    # One thread: products of a model this small end before a second thread has woken up.
+    given |= {"adapters": world.adapters_root, "port": port, "drain": 2.0, "log_level": "error", "threads": 1}
+    given["draft_model"] = [f"{draft.name}={world.draft_path(draft.name)}" for draft in world.drafts]
+    config = worker_config(str(world.base_path), given)
+    ending.listen()
+    return serving(config, child_spec(config.engine.model.model, given), 1, "", report.progress, ending)
 
 
 async def _ask(address: str, world: World, num_records: int) -> Run:

@@ -11,8 +11,9 @@ from typing import Any
 
 import psutil
 import pytest
-from support.processes import wait_until
+from support.processes import loraplex, wait_until
 
+from loraplex import Client
 from loraplex_demo.world import committed_world
 
 pytestmark = pytest.mark.timeout(240)
@@ -50,3 +51,11 @@ def test_ctrl_c_while_it_starts() -> None:
     for word in ("Traceback", "never retrieved", "error"):
         assert word not in err
     assert not worker.is_running()
+
+
+def test_serve_until_ctrl_c() -> None:
+    with loraplex("demo", "--serve", "--port", "0") as server, Client(server.address) as client:
+        rows = client.adapters.list(include_unloaded=True)
+        assert {adapter.name for adapter in committed_world().adapters} <= {row.adapter_id for row in rows}
+        assert server.end(signal.SIGINT, timeout_s=60) == 0
+        assert "Traceback" not in server.output

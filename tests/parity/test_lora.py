@@ -12,7 +12,7 @@ from peft import PeftModel
 from support.dense import dense_logits, greedy, make_dense
 from support.driver import Job, Rig, make_rig, random_prompts
 from support.peft_files import SPECS, load_lora, save_adapter
-from support.zoo import VOCAB_SIZE, random_model
+from support.zoo import LORA_FAMILIES, VOCAB_SIZE, random_model
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -25,20 +25,6 @@ from loraplex_server.layers.lora import SegmentedLora
 from loraplex_server.model.loader import adopt_model
 
 NUM_TOKENS = 10
-FAMILIES = [
-    "llama",
-    "qwen2",
-    "gemma2",
-    "gemma3",
-    "phi3",
-    "gpt2",
-    "opt",
-    "mixtral",
-    "cohere",
-    "gpt_neox",
-    "afmoe",
-    "jetmoe",
-]
 OPS: dict[str, type[SegmentedLora]] = {"reference": ReferenceOps, "cpu": CpuOps}  # type: ignore[type-abstract]
 
 
@@ -86,7 +72,7 @@ def mixed_jobs(num_adapters: int) -> list[tuple[int | None, Job]]:
 
 
 @pytest.mark.parametrize(("ops", "joins"), [("reference", False), ("reference", True), ("cpu", False)])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", LORA_FAMILIES)
 def test_mixed_batch_equals_peft(family: str, ops: str, joins: bool, tmp_path: Path) -> None:
     world = make_world(tmp_path, family, OPS[ops](), joins=joins)
     jobs = mixed_jobs(len(SPECS))

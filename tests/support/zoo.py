@@ -1,4 +1,4 @@
-"""Tiny random models, one per family, and what a family's oracle needs to know."""
+"""Tiny random models of every supported family."""
 
 from __future__ import annotations
 
@@ -153,6 +153,11 @@ ZOO: dict[str, Callable[[], PreTrainedConfig]] = {
         tf.Ministral3Config, head_dim=8, sliding_window=None, rope_parameters=dict(_SCALED_YARN)
     ),
 }
+
+# Families whose adapters are compared with PEFT: one for each way of laying out linears, heads and experts.
+LORA_FAMILIES = (
+    *("llama", "qwen2", "gemma2", "gemma3", "phi3", "gpt2", "opt", "mixtral", "cohere", "gpt_neox", "afmoe", "jetmoe"),
+)
 
 
 def random_model(
