@@ -38,8 +38,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from loraplex_adapters.weights import LoraFactors
-from loraplex_server.backends.lora_registry import choose_ops
 from loraplex_server.backends.reference.lora import ReferenceOps
+from loraplex_server.backends.registry import choose_backend
 from loraplex_server.layers.lora import FactorTable, Segment, SegmentedLora
 
 POPULARITIES = ("identical", "distinct", "uniform", "skewed")
@@ -129,17 +129,14 @@ def parse_args() -> argparse.Namespace:
 def make_implementations(device: torch.device, variants: bool) -> dict[str, Callable[[], SegmentedLora]]:
     """What is measured, by name."""
     if not variants:
-        return {choose_ops(device).name: lambda: choose_ops(device)}
+        return {choose_backend(device).lora().name: lambda: choose_backend(device).lora()}
     from loraplex_server.backends.cuda.lora.operation import TritonOps
 
-    makers: dict[str, Callable[[], SegmentedLora]] = {
+    return {
         "fused": lambda: TritonOps(variant="fused"),
         "rows": lambda: TritonOps(variant="rows"),
         "tiles": lambda: TritonOps(variant="tiles"),
     }
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
-        makers["rows, overlapping"] = lambda: TritonOps(variant="rows", overlaps=True)
-    return makers
 
 
 def measure_bandwidth(device: torch.device) -> float:

@@ -18,7 +18,7 @@ from gpu_bench.machine import Timing, time_call
 from gpu_bench.stepper import BLOCK_SIZE, Stepper
 from loraplex_contracts.plan import NewSequence
 from loraplex_contracts.request import OutputParams, SamplingParams
-from loraplex_server.backends.lora_registry import available_ops, choose_dense, choose_punica
+from loraplex_server.backends.registry import choose_backend, lora_operations
 from loraplex_server.layers.attention import AttentionBatch
 from loraplex_server.layers.linear import AdaptedLinear
 from loraplex_server.layers.lora import (
@@ -28,9 +28,9 @@ from loraplex_server.layers.lora import (
     Segment,
     SegmentedLora,
     SiblingLora,
+    join_neighbours,
 )
 from loraplex_server.layers.segmented_dense import DenseTable, DenseWeight
-from loraplex_server.layers.segments import join_neighbours
 from loraplex_server.sampling.sampler import Sampler
 
 POPULARITIES = ("identical", "distinct")
@@ -114,8 +114,8 @@ def _by_sizes(stepper: Stepper) -> dict[_Sizes, list[Group]]:
 
 
 def _punica() -> list[SegmentedLora]:
-    has_punica = any(status.name == "punica" and status.usable for status in available_ops())
-    return [choose_punica()] if has_punica else []
+    has_punica = any(status.name == "punica" and status.usable for status in lora_operations())
+    return [choose_backend("cuda").lora(name="punica")] if has_punica else []
 
 
 def _lora_work(stepper: Stepper, batch: int) -> Iterator[_Work]:
@@ -222,7 +222,7 @@ def _attention_work(stepper: Stepper, batch: int, query_len: int) -> _Work:
 
 def _medusa_work(stepper: Stepper, batch: int) -> _Work:
     """The product of heads that two adapters bring, half of the rows each."""
-    loaded, ops = stepper.loaded, choose_dense(stepper.loaded.device)
+    loaded, ops = stepper.loaded, stepper.loaded.backend.dense()
     hidden, num_out = loaded.spec.hidden_size, loaded.spec.num_logits
     table = DenseTable(hidden)
     for slot in range(2):

@@ -10,7 +10,8 @@ import torch
 from support.attention_cases import Problem, make_problem, spec_of
 from support.lora_cases import pairwise
 
-from loraplex_server.backends.attention_registry import available_attention
+from loraplex_server.backends.cuda.backend import CudaBackend
+from loraplex_server.backends.registry import attention_kernels
 from loraplex_server.layers.attention import AttentionBatch, PagedAttention, ReplayableAttention
 from loraplex_server.layers.kv_memory import LayerKv
 from loraplex_server.layers.spec import AttentionSpec
@@ -41,7 +42,7 @@ TOLERANCES = {torch.bfloat16: 1.5e-2, torch.float16: 2e-3, torch.float32: 1e-4}
 
 def backend_of(name: str, *specs: AttentionSpec, dtype: torch.dtype = torch.bfloat16) -> PagedAttention:
     """Skips where it cannot be used, and says why."""
-    found = next(one for one in available_attention(torch.device("cuda"), specs, dtype) if one.name == name)
+    found = next(one for one in attention_kernels(CudaBackend(), specs, dtype) if one.name == name)
     if not found.is_usable or found.make is None:
         pytest.skip(f"{name}: {found.reason}")
     return found.make(specs)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from loraplex_server.backends.lora_registry import available_ops, choose_dense
+from loraplex_server.backends.registry import choose_backend, lora_operations
 from loraplex_server.layers.lora import Segment
 from loraplex_server.layers.segmented_dense import DenseTable, DenseWeight
 
-STATUS = next(status for status in available_ops() if status.name == "triton")
+STATUS = next(status for status in lora_operations() if status.name == "triton")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not STATUS.usable, reason=f"the Triton kernels cannot run here: {STATUS.reason}"),
@@ -37,7 +37,7 @@ def test_products(dtype: torch.dtype, width: int, rows_per_segment: int) -> None
         rows = slice(segment.start, segment.end)
         product = x[rows].double() @ dense.weight.double().T
         want[rows, : dense.num_outputs] = product if dense.bias is None else product + dense.bias.double()
-    ops = choose_dense("cuda")
+    ops = choose_backend("cuda").dense()
     assert ops.name == "triton"
     prepared = ops.prepare(segments, num_rows, 4, x.device)
     ops.apply(y, x, table, prepared)

@@ -8,10 +8,10 @@ import pytest
 import torch
 from support.lora_cases import POPULARITIES, pairwise, random_problem, random_segments, random_table
 
-from loraplex_server.backends.lora_registry import available_ops, choose_punica
+from loraplex_server.backends.registry import choose_backend, lora_operations
 from loraplex_server.layers.lora import Segment
 
-STATUS = next(status for status in available_ops() if status.name == "punica")
+STATUS = next(status for status in lora_operations() if status.name == "punica")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not STATUS.usable, reason=f"Punica's kernels cannot run here: {STATUS.reason}"),
@@ -32,7 +32,7 @@ def test_grid(
     table = random_table([rank] * 6, *shape, dtype, "cuda")
     segments = random_segments(popularity, num_rows, 6, idle_rows=idle_rows)
     problem = random_problem(segments, table, num_rows, dtype, "cuda")
-    problem.check(problem.run(choose_punica()))
+    problem.check(problem.run(choose_backend("cuda").lora(name="punica")))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -42,4 +42,4 @@ def test_mixed_ranks_weights_and_prefill(dtype: torch.dtype) -> None:
     segments = [Segment(0, 200, 0), Segment(200, 201, 3), Segment(201, 202, 1), Segment(202, 220, 2)]
     segments += [Segment(240, 260, 4, 0.5), Segment(240, 260, 1, 0.5), Segment(260, 300, 5)]
     problem = random_problem(segments, table, 320, dtype, "cuda")
-    problem.check(problem.run(choose_punica()))
+    problem.check(problem.run(choose_backend("cuda").lora(name="punica")))

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support.as_on_cuda import build_as_on_cuda
+from support.backends import PatchedBackend
 
 from loraplex_server.layers.fused import ReferenceFused
 
@@ -152,7 +153,9 @@ def test_the_benchmark_as_on_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     importlib.import_module("gpu_check").provide_bench()
     main = importlib.import_module("gpu_bench.main")
     build_as_on_cuda(monkeypatch)
-    monkeypatch.setattr(main, "adopt_model", partial(main.adopt_model, joins=True, fused=ReferenceFused()))
+    monkeypatch.setattr(
+        main, "adopt_model", partial(main.adopt_model, backend=PatchedBackend(merges=True, fused=ReferenceFused()))
+    )
     main.run("tiny", torch.device("cpu"), tmp_path, limit_s=100.0, max_rank=8)
     report = json.loads((tmp_path / "bench.json").read_text())
     assert report["problems"] == []

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
+from support.backends import PatchedBackend
 from support.dense import dense_logits, greedy, make_dense
 from support.driver import Job, Rig, make_rig, random_prompts
 from support.peft_files import SPECS, load_lora, save_adapter
@@ -52,7 +53,7 @@ def make_world(
 ) -> World:
     base = make_dense(random_model(family, dtype))
     peft = [save_adapter(base, spec, root / spec.name, seed) for seed, spec in enumerate(SPECS)]
-    loaded = adopt_model(copy.deepcopy(base), model_id=family, joins=joins)
+    loaded = adopt_model(copy.deepcopy(base), model_id=family, backend=PatchedBackend(merges=joins))
     targets = loaded.base_targets(max_rank=16)
     weights = [load_lora(root, spec.name, targets) for spec in SPECS]
     rig = make_rig(loaded, ops=ops, seed=4, max_rows=max_rows)

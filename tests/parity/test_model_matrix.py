@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+from support.backends import PatchedBackend
 from support.dense import dense_logits, greedy, make_dense
 from support.driver import Job, make_rig, random_prompts
 from support.zoo import VOCAB_SIZE, ZOO, random_model
@@ -22,7 +23,8 @@ TOLERANCE = {"deepseek_v3": 1e-6, "llama4": 1e-5}
 def check_family(family: str, seed: int, *, num_prompts: int = 7, longest: int = 19, as_on_cuda: bool = False) -> None:
     model = random_model(family, seed=seed)
     fused = ReferenceFused() if as_on_cuda else None
-    rig = make_rig(adopt_model(copy.deepcopy(model), joins=as_on_cuda, fused=fused), seed=seed)
+    backend = PatchedBackend(merges=as_on_cuda, fused=fused)
+    rig = make_rig(adopt_model(copy.deepcopy(model), backend=backend), seed=seed)
     prompts = random_prompts(num_prompts, VOCAB_SIZE, seed=seed, longest=longest)
     jobs = [Job(prompt, NUM_TOKENS) for prompt in prompts]
     rig.run(jobs)

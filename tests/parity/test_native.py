@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 from loraplex_adapters.weights import AdapterWeights
 from loraplex_contracts.plan import AdapterUse
 from loraplex_contracts.request import OutputParams, Request, SamplingParams, SpeculationParams
+from loraplex_server.backends.cpu.backend import CpuBackend
 from loraplex_server.model.loader import adopt_model
 from loraplex_server.speculation.base import DRAFT_MODEL, MEDUSA, PROMPT_LOOKUP
 
@@ -73,7 +74,7 @@ def check_family(family: str, rig: Rig, model: PreTrainedModel, seed: int) -> No
 def test_equals_transformers(best: str, family: str) -> None:
     model = native_model(family, seed=3)
     rig = native_rig(model, native_kernels(), seed=3)
-    assert (rig.loaded.stack is not None) == (family in STACKED)
+    assert (rig.loaded.decoder is not None) == (family in STACKED)
     check_family(family, rig, model, seed=3)
 
 
@@ -87,7 +88,7 @@ def test_equals_transformers_on_every_instruction_set(isa: str) -> None:
     for family, changes in cases:
         model = native_model(family, seed=4, **changes)
         rig = native_rig(model, native_kernels(3), seed=5, max_chunk=33)
-        assert rig.loaded.stack is not None, family
+        assert rig.loaded.decoder is not None, family
         check_family(family, rig, model, seed=6)
 
 
@@ -172,7 +173,7 @@ def test_logits_have_the_same_bits_in_any_batch(isa: str, family: str, dtype: to
     without drafts, by one thread and by three."""
     adapted = make_adapted(tmp_path, family, dtype)
     calm = adapted.rig(1, max_rows=1, max_chunk=200, num_blocks=400)
-    assert calm.loaded.stack is not None
+    assert calm.loaded.decoder is not None
     alone = bitwise_jobs()
     for job in alone:
         calm.run([job])
@@ -249,7 +250,7 @@ def test_int8_is_the_rounded_model(isa: str, family: str, dtype: torch.dtype, tm
     kernels = native_kernels()
     rounded = rounded_model(adapted.base, kernels)
     rigs = native_rig(adapted.base, kernels, int8=True, max_rows=6), native_rig(rounded, kernels, max_rows=6)
-    assert (rigs[0].loaded.stack is not None) == (family in STACKED)
+    assert (rigs[0].loaded.decoder is not None) == (family in STACKED)
     ran: list[list[Job]] = []
     for seed, rig in enumerate(rigs):
         for slot, weights in enumerate(adapted.load(rig)):
@@ -319,8 +320,8 @@ def test_texts_survive_scheduling_and_every_proposer(isa: str, dtype: torch.dtyp
     dice.shuffle(asked)
     drafts = {"same": draft_proposer(model, num_target_ids=VOCAB_SIZE)}
     sizes: dict[str, Any] = {"num_blocks": 22, "max_running": 7, "max_step_tokens": 13}
-    bench = make_bench(model, tmp_path, native=kernels, drafts=drafts, int8=int8, **sizes)
-    assert bench.engine._runner._loaded.stack is not None  # type: ignore[attr-defined]
+    bench = make_bench(model, tmp_path, backend=CpuBackend(kernels), drafts=drafts, int8=int8, **sizes)
+    assert bench.engine._runner._loaded.decoder is not None  # type: ignore[attr-defined]
     bench.load("lora", "head", "heads")
     outcomes = bench.run(asked, dice)
     world.check(outcomes)

@@ -7,6 +7,8 @@ from functools import partial
 import pytest
 import torch
 
+from loraplex_server.backends.backend import Backend
+from loraplex_server.backends.cpu.backend import CpuBackend
 from loraplex_server.config import EngineConfig
 from loraplex_server.engine import assembly as build
 from loraplex_server.model.graphs import Shape, graph_shapes
@@ -19,8 +21,9 @@ def _captured_shapes(config: EngineConfig, device: torch.device) -> list[Shape]:
 
 
 def build_as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "choose_ops", lambda *_: ReplayableReference())
+    for backend in (Backend, CpuBackend):
+        monkeypatch.setattr(backend, "lora", lambda *_: ReplayableReference())
     monkeypatch.setattr(build, "make_attention", lambda *_: ReplayableTorch())
     monkeypatch.setattr(build, "captured_shapes", _captured_shapes)
-    monkeypatch.setattr(build, "CudaCapture", lambda _: calls_again)
+    monkeypatch.setattr(Backend, "capture", lambda _: calls_again)
     monkeypatch.setattr(build, "ModelRunner", partial(ModelRunner, overlaps=True))

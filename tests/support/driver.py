@@ -13,8 +13,9 @@ import torch
 
 from loraplex_contracts.plan import AdapterUse, NewSequence, PositionLogprobs, Span, SpanResult, StepPlan
 from loraplex_contracts.request import OutputParams, SamplingParams
-from loraplex_server.backends.attention_registry import make_attention
+from loraplex_server.backends.backend import Backend
 from loraplex_server.backends.reference.lora import ReferenceOps
+from loraplex_server.backends.registry import make_attention
 from loraplex_server.layers.adapter_slots import AdapterSlots
 from loraplex_server.layers.attention import PagedAttention
 from loraplex_server.layers.kv_memory import KvCache
@@ -193,7 +194,7 @@ def make_rig(
         layer.v.fill_(float("nan"))
     slots = loaded.adapter_slots(ops or ReferenceOps(), num_slots)
     sampler = RecordingSampler(max_rows, loaded.spec.num_logits, loaded.device)
-    backend = make_attention(attention, loaded.device) if isinstance(attention, str) else attention
+    backend = make_attention(attention, Backend(loaded.device)) if isinstance(attention, str) else attention
     runner = ModelRunner(loaded, cache, backend, slots, sampler, max_rows=max_rows)
     dice = random.Random(seed)
     free = list(range(num_blocks))

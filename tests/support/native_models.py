@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from loraplex_server.backends.cpu.attention import NativePagedAttention, reason_against
+from loraplex_server.backends.cpu.backend import CpuBackend
 from loraplex_server.backends.cpu.lora import NativeOps
 from loraplex_server.backends.cpu.native.kernels import NativeKernels
 from loraplex_server.backends.cpu.quantize import round_linears
@@ -36,7 +37,7 @@ def rounded_model(model: PreTrainedModel, kernels: NativeKernels) -> PreTrainedM
 
 def native_rig(model: PreTrainedModel, kernels: NativeKernels, *, int8: bool = False, **options: Any) -> Rig:
     """As the engine puts the parts together. The model itself stays as it is."""
-    loaded = adopt_model(copy.deepcopy(model), native=kernels, int8=int8)
+    loaded = adopt_model(copy.deepcopy(model), backend=CpuBackend(kernels), int8=int8)
     is_known = not any(reason_against(spec, loaded.dtype) for spec in loaded.spec.layers)
     attention = NativePagedAttention(kernels) if is_known else "auto"
     return make_rig(loaded, ops=NativeOps(kernels), attention=attention, **options)

@@ -33,7 +33,7 @@ from loraplex_contracts.events import (
 )
 from loraplex_contracts.plan import PositionLogprobs, StepPlan
 from loraplex_contracts.request import Request, SamplingParams, SpeculationKind, SpeculationParams, StoppingParams
-from loraplex_server.backends.cpu.native.kernels import NativeKernels
+from loraplex_server.backends.backend import Backend
 from loraplex_server.config import (
     AdaptersConfig,
     BatchConfig,
@@ -271,14 +271,14 @@ def make_bench(
     medusa: Proposer | None = None,
     default_heads: str = "",
     step_costs: StepCosts | None = FLAT_COSTS,
-    native: NativeKernels | None = None,
+    backend: Backend | None = None,
     int8: bool = False,
     **speculation: Any,
 ) -> Bench:
     """An engine for a copy of `model`, with the adapters in `root`. `drafts`: proposers by the names that requests have
     for draft models. `medusa` takes the place of the heads' own proposer. `speculation`: fields of its configuration.
     Without `step_costs` those that it has measured."""
-    loaded = adopt_model(copy.deepcopy(model), verify=False, native=native, int8=int8)
+    loaded = adopt_model(copy.deepcopy(model), verify=False, backend=backend, int8=int8)
     block_bytes = kv_block_bytes(loaded.spec, BLOCK_SIZE, loaded.dtype.itemsize)
     config = EngineConfig(
         ModelConfig("tiny", dtype=loaded.dtype_name),
@@ -287,7 +287,7 @@ def make_bench(
         AdaptersConfig(root, num_device_slots=num_slots),
         SpeculationConfig(default_medusa=default_heads, **speculation),
     )
-    engine = assemble(loaded, config, lambda text: None, lambda: None, native=native, step_costs=step_costs)
+    engine = assemble(loaded, config, lambda text: None, lambda: None, step_costs=step_costs)
     speculator = engine._speculator
     if medusa is not None:
         speculator._proposers[MEDUSA] = medusa
@@ -299,10 +299,10 @@ def make_bench(
 class World:
     """A model, its adapters on disk, and an engine in which requests run alone and without speculation, each once."""
 
-    def __init__(self, model: PreTrainedModel, root: Path, native: NativeKernels | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, root: Path, backend: Backend | None = None) -> None:
         self.model = model
         self.root = root
-        self.native = native
+        self.backend = backend
         self._models: dict[str, nn.Module] = {"": model}  # by adapter id, with its LoRA
         self._bench: Bench | None = None
         self._known: dict[Request, Outcome] = {}
@@ -341,7 +341,7 @@ class World:
         alone = replace(one, request_id="twin", speculation=SpeculationParams("off"))
         if alone not in self._known:
             if self._bench is None:
-                self._bench = make_bench(self.model, self.root, prefix_caching=False, native=self.native)
+                self._bench = make_bench(self.model, self.root, prefix_caching=False, backend=self.backend)
             self._known[alone] = self._bench.run([alone])["twin"]
             assert self._known[alone].error is None, self._known[alone].error
             assert not self._known[alone].drafted

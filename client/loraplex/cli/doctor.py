@@ -129,18 +129,18 @@ def _cpu_kernels() -> list[Row]:
 
 def _lora_operations() -> list[Row]:
     try:
-        from loraplex_server.backends.lora_registry import available_ops
+        from loraplex_server.backends.registry import lora_operations
 
-        return [{"name": one.name, "usable": one.usable, "note": one.reason} for one in available_ops()]
+        return [{"name": one.name, "usable": one.usable, "note": one.reason} for one in lora_operations()]
     except Exception as error:  # whatever a half-working installation raises is what is to be shown
         return [{"name": "all", "usable": False, "note": _first_line(error)}]
 
 
 def _attention() -> list[Row]:
     try:
-        from loraplex_server.backends.attention_registry import available_attention
+        from loraplex_server.backends.registry import attention_kernels
 
-        return [{"name": one.name, "usable": one.is_usable, "note": one.reason} for one in available_attention()]
+        return [{"name": one.name, "usable": one.usable, "note": one.reason} for one in attention_kernels()]
     except Exception as error:
         return [{"name": "all", "usable": False, "note": _first_line(error)}]
 

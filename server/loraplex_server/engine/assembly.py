@@ -18,22 +18,14 @@ from loraplex_adapters.cache.manager import AdapterManager
 from loraplex_adapters.sources.chain import make_source
 from loraplex_adapters.sources.directory import FolderSource
 from loraplex_adapters.weights import AdapterWeights
-from loraplex_contracts.errors import InvalidArgument, Unimplemented
-from loraplex_server.backends.attention_registry import make_attention
-from loraplex_server.backends.cpu.argmax import native_argmax
-from loraplex_server.backends.cpu.medusa import native_guesser
-from loraplex_server.backends.cpu.native.kernels import NativeKernels
-from loraplex_server.backends.cpu.native.library import load as load_native
 from loraplex_server.backends.cpu.native.threads import default_num_threads
-from loraplex_server.backends.cuda.capture import CudaCapture
-from loraplex_server.backends.lora_registry import choose_dense, choose_ops
+from loraplex_server.backends.registry import choose_backend, make_attention
 from loraplex_server.config import AdaptersConfig, EngineConfig, hub_token
 from loraplex_server.engine.engine import Engine
 from loraplex_server.engine.messages import ModelInfo
 from loraplex_server.kv.blocks import BlockPool
 from loraplex_server.layers.adapter_slots import AdapterSlots
 from loraplex_server.layers.kv_memory import KvCache
-from loraplex_server.layers.packed_linear import packed_linear
 from loraplex_server.layers.spec import kv_block_bytes
 from loraplex_server.model.graphs import Shape, graph_bytes, graph_shapes
 from loraplex_server.model.loader import LoadedModel, load_model, resolve_device
@@ -57,14 +49,12 @@ def build_engine(config: EngineConfig, progress: Callable[[str], None], notify: 
     num_threads = config.num_threads or default_num_threads()
     torch.set_num_threads(num_threads)  # an engine before this one may have lowered it
     disable_progress_bar()  # what happens is told through `progress`; a second voice on the terminal would garble it
-    native = _native_kernels(config, num_threads, progress)
+    backend = choose_backend(
+        resolve_device(config.model.device), cpu_kernels=config.cpu_kernels, num_threads=num_threads, progress=progress
+    )
     int8 = config.model.quantize == "int8"
-    if int8 and native is None:
-        raise Unimplemented(
-            "--quantize int8 is there for the native CPU kernels only: use it with --device cpu and --cpu-kernels auto "
-            "where loraplex doctor says that they run",
-            field="--quantize",
-        )
+    if int8:
+        backend.check_int8()
     progress(f"loading {config.model.model}{', linears in eight bits' if int8 else ''}")
     with served_model(config.model.model, config.model.revision) as served:
         loaded = load_model(
@@ -73,16 +63,15 @@ def build_engine(config: EngineConfig, progress: Callable[[str], None], notify: 
             device=config.model.device,
             revision=served.revision,
             max_context_tokens=config.model.max_context_tokens,
-            make_base=packed_linear,
-            native=native,
-            # They do their own attention, so another one that was asked for would never be called.
-            stacks=config.model.attention in ("auto", "native"),
+            backend=backend,
+            # It does its own attention, so another one that was asked for would never be called.
+            replaces_decoder=config.model.attention in ("auto", "native"),
             int8=int8,
         )
-        if loaded.stack is not None:
+        if loaded.decoder is not None:
             # What is left to torch is small, and its threads would spin on the cores that the kernels' threads need.
             torch.set_num_threads(1)
-        engine = assemble(loaded, config, progress, notify, served, native)
+        engine = assemble(loaded, config, progress, notify, served)
     # What has been made by now stays to the end. Collections would go through all of it, and steps would wait for them.
     gc.collect()
     gc.freeze()
@@ -95,18 +84,20 @@ def assemble(
     progress: Callable[[str], None],
     notify: Callable[[], None],
     served: ServedModel | None = None,
-    native: NativeKernels | None = None,
     step_costs: StepCosts | None = None,
 ) -> Engine:
-    """An engine around a model that is loaded already. `served`: where it came from, None for nowhere. `native`: the
-    CPU kernels in C++, None where torch does the work. `step_costs`: what steps take, measured where it is None."""
+    """An engine around a model that is loaded already. `served`: where it came from, None for nowhere. `step_costs`:
+    what steps take, measured where it is None."""
     served = served or ServedModel(config.model.model)
     spec, batch, block_size = loaded.spec, config.batch, config.kv.block_size
-    ops = choose_ops(loaded.device, native, config.adapters.max_rank, config.lora_kernels)
-    slots = loaded.adapter_slots(ops, config.adapters.num_device_slots)
-    argmax = native_argmax(native)
-    guesser = native_guesser(native, loaded.head, loaded.dtype)
-    heads = HeadSlots(loaded, slots, choose_dense(loaded.device, native), argmax=argmax, guesser=guesser)
+    backend = loaded.backend
+    slots = loaded.adapter_slots(
+        backend.lora(config.adapters.max_rank, config.lora_kernels), config.adapters.num_device_slots
+    )
+    argmax = backend.argmax()
+    heads = HeadSlots(
+        loaded, slots, backend.dense(), argmax=argmax, guesser=backend.medusa_guesser(loaded.head, loaded.dtype)
+    )
     has_adapters = config.adapters.root is not None or config.adapters.hub or served.heads is not None
     num_blocks = kv_blocks(config, loaded, free_memory_bytes(loaded.device), has_adapters=has_adapters)
     progress(f"{num_blocks * block_size:,} tokens of KV cache in {loaded.dtype_name} on {loaded.device}")
@@ -114,19 +105,19 @@ def assemble(
     runner = ModelRunner(
         loaded,
         KvCache(spec, num_blocks, block_size, loaded.dtype, loaded.device),
-        make_attention(config.model.attention, loaded.device, spec.layers, loaded.dtype, native),
+        make_attention(config.model.attention, backend, spec.layers, loaded.dtype),
         slots,
         Sampler(batch.max_running, spec.num_logits, loaded.device, argmax=argmax),
         max_rows=batch.max_running,
     )
     if loaded.device.type == "cuda":
         runner.warm_up(batch.max_step_tokens, progress)
-    if shapes := captured_shapes(config, loaded.device):
-        runner.capture(shapes, CudaCapture(loaded.device), progress)
+    if (shapes := captured_shapes(config, loaded.device)) and (capture := backend.capture()) is not None:
+        runner.capture(shapes, capture, progress)
     manager = _manager(loaded, config.adapters, slots, heads, notify, served.heads)
     speculator = build_speculator(
         config,
-        Target(loaded, served, runner, manager, heads, native),
+        Target(loaded, served, runner, manager, heads),
         step_costs or measure_runner(runner, max_rows=batch.max_running, num_blocks=num_blocks, block_size=block_size),
         progress,
     )
@@ -165,23 +156,6 @@ def captured_shapes(config: EngineConfig, device: torch.device) -> list[Shape]:
     if device.type != "cuda" or not config.model.cuda_graphs:
         return []
     return graph_shapes(config.batch.max_running, config.speculation.max_draft_tokens)
-
-
-def _native_kernels(config: EngineConfig, num_threads: int, progress: Callable[[str], None]) -> NativeKernels | None:
-    """The native kernels, where the model runs on a CPU and they can be used. Raises InvalidArgument where they have to
-    be used and cannot."""
-    if config.cpu_kernels == "torch" or resolve_device(config.model.device).type != "cpu":
-        return None
-    library, status = load_native()
-    if library is not None:
-        progress(f"native CPU kernels for {status.isa}")
-        return NativeKernels(library, num_threads)
-    if config.cpu_kernels == "native":
-        raise InvalidArgument(
-            f"--cpu-kernels native: {status.reason}; with --cpu-kernels auto torch does the work", field="--cpu-kernels"
-        )
-    progress(f"no native CPU kernels, torch does their work: {status.reason}")
-    return None
 
 
 def _manager(

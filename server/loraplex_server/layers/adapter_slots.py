@@ -75,7 +75,7 @@ def _side_by_side(targets: dict[str, AdaptedModule]) -> dict[str, AdaptedModule]
     paths = {id(module): path for path, module in targets.items()}
     ordered: dict[str, AdaptedModule] = {}
     for path, module in targets.items():
-        joint = module.joint if isinstance(module, AdaptedLinear) else None
+        joint = module.merged if isinstance(module, AdaptedLinear) else None
         for member in joint.members if joint is not None else ():
             ordered.setdefault(paths[id(member)], member)
         ordered.setdefault(path, module)

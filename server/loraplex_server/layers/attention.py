@@ -6,7 +6,6 @@ up to them, causal by absolute position. Decode, a chunk of a prompt and the ver
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -88,19 +87,6 @@ class ReplayableAttention(PagedAttention, Protocol):
         Raises ValueError on a step that does not fit what was reserved.
         """
         ...
-
-
-MakeAttention = Callable[[Sequence[AttentionSpec]], PagedAttention]
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionBackend:
-    """A row of `loraplex doctor`: an implementation, and why it can or cannot be used here."""
-
-    name: str
-    is_usable: bool
-    reason: str
-    make: MakeAttention | None = None  # for the layers of one model
 
 
 class AttentionLayer:

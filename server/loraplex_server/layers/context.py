@@ -13,10 +13,10 @@ from torch import Tensor
 from loraplex_server.layers.lora import PreparedSegments
 
 
-class JointOutput(NamedTuple):
+class MergedOutput(NamedTuple):
     """What the first of some siblings leaves for the others."""
 
-    siblings: object  # whose output it is
+    owner: object  # the merged linear
     next_idx: int  # of the member whose columns come next
     x: Tensor  # [..., in], as it was given
     y: Tensor  # [..., sum of outputs]
@@ -25,7 +25,7 @@ class JointOutput(NamedTuple):
 class StepContext:
     """The current step. Owned and written by the runner; modules only read, but for what they leave for each other."""
 
-    __slots__ = ("attention", "capture_head_input", "head_input", "head_segments", "joint", "token_segments")
+    __slots__ = ("attention", "capture_head_input", "head_input", "head_segments", "merged", "token_segments")
 
     def __init__(self) -> None:
         # Adapter segments of the step's token rows, and of the rows that reach the head. None: nobody has an adapter.
@@ -37,7 +37,7 @@ class StepContext:
         self.capture_head_input = False
         self.head_input: Tensor | None = None
         # What the first of some siblings has computed for the others.
-        self.joint: JointOutput | None = None
+        self.merged: MergedOutput | None = None
 
     def clear(self) -> None:
         """Between steps nothing is referenced: a step that raised must not leak its tensors into the next."""
@@ -46,4 +46,4 @@ class StepContext:
         self.attention = None
         self.capture_head_input = False
         self.head_input = None
-        self.joint = None
+        self.merged = None

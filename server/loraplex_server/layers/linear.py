@@ -1,19 +1,27 @@
-"""Linear and embedding modules with an adapter term: base product + segmented low-rank update.
+"""Linears and embeddings with an adapter term, and merged linears.
 
-A module owns its FactorTable. The base product is a strategy (`BaseLinear`), so that prepacked or fused weights can
-take its place. The weights are those of the module that was replaced, never copies.
+A module adds a segmented low-rank update to its base product, and owns its FactorTable. The base product is a strategy
+(`BaseLinear`), so that prepacked weights can take its place. The weights are those of the module that was replaced.
+
+A merged linear computes several that read one input (q, k and v, or gate and up) as one product and one adapter update:
+a decode step waits for launches as much as for weights, and one wide product keeps more of a GPU busy than three narrow
+ones. The probe saw which linears are called in turn with the very same tensor; names tell nothing. The first member
+computes for all; the others take their columns if they are given that same tensor again, and compute alone otherwise.
+So a model may do with its linears what it likes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from loraplex_server.layers.context import StepContext
-from loraplex_server.layers.lora import FactorTable, PreparedSegments, SegmentedLora
+from loraplex_server.layers.context import MergedOutput, StepContext
+from loraplex_server.layers.lora import FactorTable, MergedLora, PreparedSegments, SegmentedLora
 
 
 class BaseLinear(Protocol):
@@ -46,19 +54,23 @@ class PlainLinear:
 BaseLinearFactory = Callable[[Tensor, Tensor | None], BaseLinear]
 
 
-class JointProduct(Protocol):
-    """Computes for several linears at once, see siblings.py."""
+class AbsorbedLinear:
+    """A linear whose weight a decoder in one call has taken. Nothing calls it."""
 
-    @property
-    def members(self) -> Sequence[AdaptedLinear]: ...
+    __slots__ = ()
+    is_copy = True
 
-    def base(self, x: Tensor) -> Tensor:
-        """x [..., in] -> the base products of all members, side by side [..., sum of outputs]."""
-        ...
+    def __call__(self, x: Tensor) -> Tensor:
+        raise AssertionError("this linear is computed by the decoder that took its weight")
 
-    def output(self, member: AdaptedLinear, x: Tensor) -> Tensor | None:
-        """What `member` answers to x [..., in], adapters included: [..., out]. None: it computes alone this time."""
-        ...
+
+def absorbing(otherwise: BaseLinearFactory) -> BaseLinearFactory:
+    """`otherwise` for all weights but those that have been taken, which have no memory any more."""
+
+    def make(weight: Tensor, bias: Tensor | None) -> BaseLinear:
+        return AbsorbedLinear() if weight.is_meta else otherwise(weight, bias)
+
+    return make
 
 
 class AdaptedLinear(nn.Module):
@@ -85,14 +97,14 @@ class AdaptedLinear(nn.Module):
         self.is_conv1d = is_conv1d
         self.base = make_base(matrix, bias)
         self.context = context
-        # Filled in by adapt.AdapterSlots; None while adapters are off or cannot be applied here.
+        # AdapterSlots fills these in; None while adapters are off or cannot be applied here.
         self.table: FactorTable | None = None
         self.ops: SegmentedLora | None = None
         self.num_installed = 0
-        self.joint: JointProduct | None = None
+        self.merged: MergedLinear | None = None
 
     def drop_weight(self) -> None:
-        """Frees the plain weight where the base product has a copy; its shape and dtype stay for whoever asks."""
+        """Frees the plain weight where the base product has a copy; its shape and dtype stay."""
         if self.base.is_copy:
             self.weight = nn.Parameter(self.weight.to("meta"), requires_grad=False)
 
@@ -101,7 +113,7 @@ class AdaptedLinear(nn.Module):
         return self.context.token_segments
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.joint is not None and (found := self.joint.output(self, x)) is not None:
+        if self.merged is not None and (found := self.merged.output(self, x)) is not None:
             return found
         y = self.base(x)
         if self.num_installed:
@@ -170,6 +182,101 @@ class AdaptedEmbedding(nn.Module):
             if embed_scale is not None:
                 update = update * embed_scale.to(update.dtype)
             y[segment.start : segment.end] += update
+
+
+class MergedLinear:
+    """Linears of one parent, in the order in which they are called. Owns the joint weight, of which theirs are rows."""
+
+    def __init__(self, members: Sequence[AdaptedLinear], context: StepContext) -> None:
+        self.members = tuple(members)
+        self._context = context
+        self._ends = tuple(accumulate(member.out_features for member in members))
+        with torch.no_grad():
+            self.weight = torch.cat(tuple(member.weight for member in members))  # [sum of outputs, in]
+            biases = tuple(member.bias for member in members if member.bias is not None)
+            self.bias = torch.cat(biases) if biases else None
+        for member, start, end in zip(members, (0, *self._ends), self._ends, strict=False):
+            member.weight.data = self.weight[start:end]
+            if member.bias is not None and self.bias is not None:
+                member.bias.data = self.bias[start:end]
+            member.merged = self
+
+    def separate(self) -> None:
+        """Every member computes alone from here on. Their weights stay where they are."""
+        for member in self.members:
+            member.merged = None
+
+    def output(self, member: AdaptedLinear, x: Tensor) -> Tensor | None:
+        """x [..., in] -> the member's columns [..., out] of what all compute of x, adapters included. None where the
+        member comes out of turn or with another x than the first."""
+        if member is self.members[0]:
+            found = MergedOutput(self, 0, x, self._compute(x))
+        else:
+            left = self._context.merged
+            if left is None or left.x is not x or left.owner is not self:
+                return None
+            found = left
+            if self.members[found.next_idx] is not member:
+                return None
+        idx = found.next_idx
+        self._context.merged = found._replace(next_idx=idx + 1) if idx + 1 < len(self.members) else None
+        return found.y[..., self._ends[idx] - member.out_features : self._ends[idx]]
+
+    def base(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def _compute(self, x: Tensor) -> Tensor:
+        y = self.base(x)
+        segments, first = self._context.token_segments, self.members[0]
+        if segments is None or first.ops is None or not any(member.num_installed for member in self.members):
+            return y
+        rows, inputs = y.view(-1, self._ends[-1]), x.reshape(-1, first.in_features)
+        tables = [member.table for member in self.members if member.table is not None]
+        if isinstance(first.ops, MergedLora):
+            first.ops.apply_merged(rows, inputs, tables, segments)
+            return y
+        for table, end in zip(tables, self._ends, strict=True):
+            first.ops.apply(rows[:, end - table.out_features : end], inputs, table, segments)
+        return y
+
+
+def merge_linears(
+    model: nn.Module, runs: Sequence[Sequence[str]], targets: Mapping[str, nn.Module], context: StepContext
+) -> list[MergedLinear]:
+    """Joins what of `runs` (paths of linears that were called in turn with one input) can be joined."""
+    found: list[MergedLinear] = []
+    for run in runs:
+        for paths in _of_one_parent(run):
+            modules = [targets.get(path) for path in paths]
+            members = [m for m in modules if isinstance(m, AdaptedLinear) and not isinstance(m, AdaptedHead)]
+            if len(members) == len(paths) > 1 and _fit_together(members):
+                found.append(MergedLinear(members, context))
+    device = next(model.parameters()).device
+    if found and device.type == "cuda":
+        torch.cuda.empty_cache()  # what the members' own weights have left is no room for the KV cache otherwise
+    return found
+
+
+def _of_one_parent(run: Sequence[str]) -> list[list[str]]:
+    """Cut where the parent changes."""
+    groups: list[list[str]] = []
+    for path in run:
+        if groups and groups[-1][0].rpartition(".")[0] == path.rpartition(".")[0]:
+            groups[-1].append(path)
+        else:
+            groups.append([path])
+    return groups
+
+
+def _fit_together(members: Sequence[AdaptedLinear]) -> bool:
+    first = members[0]
+    return all(
+        type(member.base) is PlainLinear
+        and not member.is_conv1d
+        and (member.bias is None) == (first.bias is None)
+        and member.weight.dtype == first.weight.dtype
+        for member in members
+    )
 
 
 AdaptedModule = AdaptedLinear | AdaptedEmbedding

@@ -1,4 +1,4 @@
-"""The contract of segmented dense products, and the plainest torch that fulfils it: full-rank weights by slot.
+"""The contract of segmented dense products: full-rank weights by slot.
 
     y[start:end, :out] = x[start:end] @ weight.T + bias      for each segment, with its slot's weight
 
@@ -16,8 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from loraplex_server.layers.lora import PreparedSegments, Segment
-from loraplex_server.layers.segments import check_segments
+from loraplex_server.layers.lora import PreparedSegments, Segment, check_segments
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +32,7 @@ class DenseWeight:
 
 
 class DenseTable:
-    """Weights by slot, as many slots as were ever set. Owned by whoever applies it; changed only between steps.
+    """Weights by slot, as many slots as were ever set. Its user owns it and changes it only between steps.
 
     `derived` belongs to the implementation that applies the table. Every change drops it.
     """
@@ -92,28 +91,3 @@ def check_dense_segments(segments: Sequence[Segment], num_rows: int, num_slots: 
         if segment.weight != 1.0:
             raise ValueError(f"Segment {segment} has a weight, which dense products do not know.")
         end = segment.end
-
-
-class ReferenceDense:
-    """SegmentedDense, one segment after the other, on any device; what the others are tested against."""
-
-    @property
-    def name(self) -> str:
-        return "reference"
-
-    def prepare(
-        self, segments: Sequence[Segment], num_rows: int, num_slots: int, device: torch.device
-    ) -> PreparedSegments:
-        check_dense_segments(segments, num_rows, num_slots)
-        return PreparedSegments(tuple(segments), num_rows)
-
-    def apply(self, y: Tensor, x: Tensor, table: DenseTable, prepared: PreparedSegments) -> None:
-        wide = torch.promote_types(y.dtype, torch.float32)
-        for segment in prepared.segments:
-            dense = table.get(segment.adapter_slot)
-            if dense is None or segment.start == segment.end:
-                continue
-            product = x[segment.start : segment.end].to(wide) @ dense.weight.to(wide).T  # [rows, out]
-            if dense.bias is not None:
-                product = product + dense.bias.to(wide)
-            y[segment.start : segment.end, : dense.num_outputs] = product.to(y.dtype)

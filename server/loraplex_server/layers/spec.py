@@ -1,19 +1,8 @@
-"""What the probe found out about a loaded model, as plain data: attention layers, vocabulary, context.
-
-Knows no tensors. Shapes are those of this process's shard: the probe looks at the modules that are really there.
-"""
+"""A loaded model as plain data: attention layers, vocabulary, context. The probe finds them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-
-@dataclass(frozen=True, slots=True)
-class ShardSpec:
-    """Which part of a tensor-parallel model this process holds. One of one for now."""
-
-    index: int = 0
-    count: int = 1
 
 
 @dataclass(frozen=True, slots=True)

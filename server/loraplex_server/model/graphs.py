@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from loraplex_server.backends.backend import Capture, Replay
 from loraplex_server.layers.adapter_slots import AdapterSlots, as_if_installed
 from loraplex_server.layers.attention import ReplayableAttention
 from loraplex_server.layers.kv_memory import KvCache
@@ -45,10 +46,6 @@ MAX_GRAPH_DRAFT = 8
 GRAPH_BYTES_PER_LAYER = 256 << 10
 
 REPORT_EVERY = 16
-
-Replay = Callable[[], None]
-# Makes a graph of what a function launches; the function may be called several times for that.
-Capture = Callable[[Callable[[], object]], Replay]
 
 
 @dataclass(frozen=True, slots=True)

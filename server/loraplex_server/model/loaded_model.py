@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from loraplex_adapters.formats.convert_lora import weight_sha256
 from loraplex_adapters.targets import BaseTargets
+from loraplex_server.backends.backend import Backend
 from loraplex_server.backends.cpu.decoder import NativeStack
 from loraplex_server.layers.adapter_slots import AdapterSlots
 from loraplex_server.layers.attention import AttentionLayer, PagedAttention
@@ -19,7 +20,7 @@ from loraplex_server.layers.context import StepContext
 from loraplex_server.layers.kv_memory import KvCache
 from loraplex_server.layers.linear import AdaptedHead, AdaptedModule
 from loraplex_server.layers.lora import SegmentedLora
-from loraplex_server.layers.spec import ModelSpec, ShardSpec
+from loraplex_server.layers.spec import ModelSpec
 from loraplex_server.model.lora_injection import target_modules
 
 
@@ -32,12 +33,12 @@ class LoadedModel:
     spec: ModelSpec
     dtype: torch.dtype
     device: torch.device
+    backend: Backend
     context: StepContext
     attention: tuple[AttentionLayer, ...]
     targets: dict[str, AdaptedModule]
     embedding_path: str
-    shard: ShardSpec
-    stack: NativeStack | None = None  # computes the layers in one call, where there is one
+    decoder: NativeStack | None = None  # computes all layers in one call, where there is one
     digests: Mapping[str, str] = field(default_factory=dict[str, str])  # of weights as they were before rounding
 
     @property
@@ -71,18 +72,18 @@ class LoadedModel:
         """Connects the attention layers to their pages."""
         for layer, kv in zip(self.attention, cache.layers, strict=True):
             layer.bind(backend, kv)
-        if self.stack is not None:
-            self.stack.bind(cache.layers)
+        if self.decoder is not None:
+            self.decoder.bind(cache.layers)
 
     def unbind_kv(self) -> None:
         for layer in self.attention:
             layer.unbind()
-        if self.stack is not None:
-            self.stack.bind(())
+        if self.decoder is not None:
+            self.decoder.bind(())
 
     def adapter_slots(self, ops: SegmentedLora, num_slots: int) -> AdapterSlots:
         """Makes the modules' factor tables; once per model."""
         slots = AdapterSlots(self.targets, ops, num_slots, self.device)
-        if self.stack is not None:
-            self.stack.use(slots)
+        if self.decoder is not None:
+            self.decoder.use(slots)
         return slots

@@ -1,6 +1,6 @@
 """Loads a base model through Transformers and prepares it for steps: probe, adapted modules, attention handles.
 
-Owns nothing after loading; a LoadedModel belongs to whoever asked for it. Knows no sequences and no adapters.
+Owns nothing after loading. Knows no sequences and no adapters.
 """
 
 from __future__ import annotations
@@ -15,20 +15,16 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from loraplex_contracts.errors import InvalidArgument, Unimplemented, UnsupportedModel
-from loraplex_server.backends.cpu.decoder_match import find_stack
-from loraplex_server.backends.cpu.linear import absorbing, native_linears
-from loraplex_server.backends.cpu.native.kernels import NativeKernels
-from loraplex_server.backends.cpu.quantize import round_linears
+from loraplex_contracts.errors import InvalidArgument, UnsupportedModel
+from loraplex_server.backends.backend import Backend
 from loraplex_server.backends.fused_match import fuse, separate
-from loraplex_server.backends.fused_registry import fused_ops_for
+from loraplex_server.backends.registry import plain_backend
 from loraplex_server.layers import attention_interface as interface
 from loraplex_server.layers.attention import AttentionLayer
 from loraplex_server.layers.context import StepContext
 from loraplex_server.layers.fused import FusedOps
-from loraplex_server.layers.linear import AdaptedModule, BaseLinearFactory, PlainLinear
-from loraplex_server.layers.merged_linear import join_siblings
-from loraplex_server.layers.spec import ModelSpec, ShardSpec
+from loraplex_server.layers.linear import AdaptedModule, absorbing, merge_linears
+from loraplex_server.layers.spec import ModelSpec
 from loraplex_server.model.loaded_model import LoadedModel
 from loraplex_server.model.lora_injection import adapt_modules
 from loraplex_server.model.probe import Probe, probe_model, run_again
@@ -53,11 +49,9 @@ def load_model(
     device: str = "auto",
     revision: str | None = None,
     max_context_tokens: int | None = None,
-    make_base: BaseLinearFactory = PlainLinear,
-    native: NativeKernels | None = None,
-    stacks: bool = True,
+    backend: Backend | None = None,
+    replaces_decoder: bool = True,
     int8: bool = False,
-    shard: ShardSpec | None = None,
     verify: bool = True,
     amend: Callable[[PreTrainedModel], PreTrainedModel] | None = None,
 ) -> LoadedModel:
@@ -65,8 +59,6 @@ def load_model(
 
     `amend` may change the weights before anything is made of them (merge an adapter, say). The rest is adopt_model's.
     """
-    if shard is not None and shard.count != 1:
-        raise Unimplemented("a model is served by one process; tensor parallelism is not there yet")
     target = resolve_device(device)
     if model_id.startswith(("/", ".", "~")) and not Path(model_id).exists():
         raise UnsupportedModel(f"{model_id} cannot be loaded: there is no such directory")
@@ -93,9 +85,8 @@ def load_model(
             model,
             model_id=model_id,
             max_context_tokens=max_context_tokens,
-            make_base=make_base,
-            native=native,
-            stacks=stacks,
+            backend=backend,
+            replaces_decoder=replaces_decoder,
             int8=int8,
             verify=verify,
         )
@@ -106,21 +97,16 @@ def adopt_model(
     *,
     model_id: str = "",
     max_context_tokens: int | None = None,
-    make_base: BaseLinearFactory = PlainLinear,
-    native: NativeKernels | None = None,
-    stacks: bool = True,
+    backend: Backend | None = None,
+    replaces_decoder: bool = True,
     int8: bool = False,
-    joins: bool | None = None,
-    fused: FusedOps | None = None,
     verify: bool = True,
 ) -> LoadedModel:
     """Prepares a model that is in memory already. It is changed in place and belongs to the result from here on.
 
-    `native`: the CPU kernels in C++, if they are to be used; `make_base` is for what they do not know.
-    `stacks`: whether they may compute all layers in one call, their own attention included. `joins`: whether linears
-    that read the same input become one product; by default on CUDA. `int8`: rounds the weights of the linears that
-    `native` knows to what eight bits hold, and keeps them so.
-    `verify` compares a few tokens with Transformers' own attention.
+    `backend`: what computes it; by default that of a GPU, or the plain reference on a CPU. `replaces_decoder`: whether
+    it may compute all layers in one call, attention included. `int8`: rounds the weights of the linears that it knows
+    to what eight bits hold, and keeps them so. `verify` compares a few tokens with Transformers' own attention.
     """
     model_id = model_id or model.config.name_or_path or model.config.model_type
     refuse_config(model.config, model_id)
@@ -135,27 +121,23 @@ def adopt_model(
     if embedding.dtype == torch.float64:
         model.set_experts_implementation("eager")  # grouped products have no float64
     context_tokens = _context_tokens(model.config, max_context_tokens)
-    digests: dict[str, str] = {}
-    if int8:
-        assert native is not None, "weights in eight bits are for the native kernels"
-        digests = round_linears(model, native)
+    backend = backend or plain_backend(model.device)
+    digests = backend.round_weights(model) if int8 else {}
     probe = probe_model(model, model_id, context_tokens)
     reference = reference_texts(model, context_tokens) if verify else None
     dtype, device = embedding.dtype, embedding.device
     context = StepContext()
     embedding_path = next(path for path, module in model.named_modules() if module is model.get_input_embeddings())
     model.set_attn_implementation(interface.SERVING)
-    found = None
-    if native is not None:
-        make_base = native_linears(native, make_base, int8=int8)
-        if stacks:
-            found = find_stack(model, probe.attention, native, context, far=probe.far, int8=int8)
-        if found is not None:
-            make_base = absorbing(make_base)
+    make_base, found = backend.linears(int8=int8), None
+    if replaces_decoder:
+        found = backend.find_decoder(model, probe.attention, context, far=probe.far, int8=int8)
+    if found is not None:
+        make_base = absorbing(make_base)
     targets = adapt_modules(model, probe, context, dtype, make_base, keeps_head=not digests)
-    if joins if joins is not None else device.type == "cuda":
-        _join(model, probe, targets, context)
-    if (fused := fused or fused_ops_for(device)) is not None:
+    if backend.merges_linears:
+        _merge(model, probe, targets, context)
+    if (fused := backend.fused_ops()) is not None:
         _fuse(model, probe, fused, context)
     layers: list[AttentionLayer] = []
     for module, spec in probe.attention:
@@ -173,21 +155,30 @@ def adopt_model(
         eos_token_ids=_eos_token_ids(model),
     )
     loaded = LoadedModel(
-        *(model, model_id, spec, dtype, device, context, tuple(layers), targets, embedding_path, ShardSpec()),
-        found.stack if found is not None else None,
-        digests,
+        model=model,
+        model_id=model_id,
+        spec=spec,
+        dtype=dtype,
+        device=device,
+        backend=backend,
+        context=context,
+        attention=tuple(layers),
+        targets=targets,
+        embedding_path=embedding_path,
+        decoder=found.stack if found is not None else None,
+        digests=digests,
     )
     if reference is not None:
         verify_loaded(loaded, reference)
     return loaded
 
 
-def _join(model: PreTrainedModel, probe: Probe, targets: dict[str, AdaptedModule], context: StepContext) -> None:
-    once = [[path for path in run if len(probe.rows.get(path, ())) == 1] for run in probe.runs]
-    siblings = join_siblings(model, once, targets, context)
+def _merge(model: PreTrainedModel, probe: Probe, targets: dict[str, AdaptedModule], context: StepContext) -> None:
+    called_once = [[path for path in run if len(probe.rows.get(path, ())) == 1] for run in probe.runs]
+    merged = merge_linears(model, called_once, targets, context)
     if problem := _difference(model, probe, context):
         log.info("linears are computed one by one: %s", problem)
-        for group in siblings:
+        for group in merged:
             group.separate()
 
 

@@ -21,13 +21,14 @@ from torch import Tensor
 
 from loraplex_contracts.errors import Internal, LoraplexError, NonFinite, unexpected
 from loraplex_contracts.plan import NewSequence, PositionLogprobs, Span, SpanResult, StepPlan, StepResult
+from loraplex_server.backends.backend import Capture
 from loraplex_server.layers.adapter_slots import AdapterSlots
 from loraplex_server.layers.attention import PagedAttention, ReplayableAttention
 from loraplex_server.layers.kv_memory import KvCache
 from loraplex_server.layers.lora import PreparedSegments, Segment
 from loraplex_server.layers.transfer import Download, download, upload
 from loraplex_server.model.batch import BatchMirror, Row, StagedStep
-from loraplex_server.model.graphs import Capture, Shape, StepGraphs, capture_and_report
+from loraplex_server.model.graphs import Shape, StepGraphs, capture_and_report
 from loraplex_server.model.loaded_model import LoadedModel
 from loraplex_server.model.warm_up import warm_up
 from loraplex_server.sampling.logprobs import Logprobs, prompt_logprobs

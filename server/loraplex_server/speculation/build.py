@@ -13,10 +13,7 @@ from dataclasses import dataclass
 from loraplex_adapters.cache.manager import AdapterManager
 from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.errors import AdapterNotFound, InvalidArgument
-from loraplex_server.backends.cpu.native.kernels import NativeKernels
-from loraplex_server.backends.cuda.capture import CudaCapture
 from loraplex_server.config import EngineConfig
-from loraplex_server.layers.packed_linear import packed_linear
 from loraplex_server.model.graphs import graph_shapes
 from loraplex_server.model.loaded_model import LoadedModel
 from loraplex_server.model.medusa_heads import HeadSlots
@@ -47,7 +44,6 @@ class Target:
     runner: ModelRunner
     cache: AdapterManager
     heads: HeadSlots
-    native: NativeKernels | None = None  # draft models run on what the target runs on
 
 
 def build_speculator(
@@ -95,10 +91,9 @@ def _draft_models(
             tokenizer_path=draft.tokenizer or "",
             device=str(loaded.device),
         )
-        model = load_draft(source, draft_target, memory, make_base=packed_linear, native=target.native)
-        if loaded.device.type == "cuda" and config.model.cuda_graphs:
-            shapes = graph_shapes(config.batch.max_running, max_drafted=0)
-            model.drafter.runner.capture(shapes, CudaCapture(loaded.device), progress)
+        model = load_draft(source, draft_target, memory, backend=loaded.backend)
+        if config.model.cuda_graphs and (capture := loaded.backend.capture()) is not None:
+            model.drafter.runner.capture(graph_shapes(config.batch.max_running, max_drafted=0), capture, progress)
         least_costs[draft.name] = LeastCost.of(model.drafter.measure(), MIN_ROUNDS if model.tokenizer else 1.0)
         proposers[draft.name] = make_proposer(model, draft_target)
     return proposers, least_costs

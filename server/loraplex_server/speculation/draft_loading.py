@@ -22,8 +22,7 @@ from loraplex_contracts.errors import (
     UnsafeFormat,
     UnsupportedModel,
 )
-from loraplex_server.backends.cpu.native.kernels import NativeKernels
-from loraplex_server.layers.linear import BaseLinearFactory, PlainLinear
+from loraplex_server.backends.backend import Backend
 from loraplex_server.layers.spec import ModelSpec
 from loraplex_server.model.loader import load_model
 from loraplex_server.speculation.base import Proposer
@@ -78,8 +77,7 @@ def load_draft(
     target: DraftTarget,
     memory: DraftMemory,
     *,
-    make_base: BaseLinearFactory = PlainLinear,
-    native: NativeKernels | None = None,
+    backend: Backend | None = None,
 ) -> DraftModel:
     """Raises UnsupportedModel, FailedPrecondition on a vocabulary that nothing leads to, AdapterNotFound,
     AdapterInvalid, InvalidArgument on a bad dtype or device, or OutOfMemory."""
@@ -90,8 +88,7 @@ def load_draft(
             source.path,
             dtype=source.dtype,
             device=source.device,
-            make_base=make_base,
-            native=native,
+            backend=backend,
             amend=(lambda model: _merge(model, source)) if source.adapter_path else None,
         )
     except UnsupportedModel as error:
@@ -101,7 +98,7 @@ def load_draft(
     if shares_ids:
         longest = target.spec.max_context_tokens
         memory = replace(memory, max_len=longest if memory.max_len is None else min(memory.max_len, longest))
-    drafter = Drafter(loaded, memory, model_digest=f"{source.path} {source.adapter_path}", native=native)
+    drafter = Drafter(loaded, memory, model_digest=f"{source.path} {source.adapter_path}")
     return DraftModel(source.name, drafter, None if shares_ids else tokenizer)
 
 

@@ -15,10 +15,8 @@ from dataclasses import dataclass, field
 
 from loraplex_contracts.errors import OutOfMemory
 from loraplex_contracts.plan import Span, SpanResult, StepPlan
-from loraplex_server.backends.attention_registry import make_attention
-from loraplex_server.backends.cpu.argmax import native_argmax
-from loraplex_server.backends.cpu.native.kernels import NativeKernels
 from loraplex_server.backends.reference.lora import ReferenceOps
+from loraplex_server.backends.registry import make_attention
 from loraplex_server.kv.blocks import BlockPool
 from loraplex_server.layers.kv_memory import KvCache, num_blocks_for
 from loraplex_server.model.fault_isolation import execute_isolated
@@ -73,10 +71,9 @@ class Drafter:
         memory: DraftMemory,
         *,
         model_digest: str = "",
-        native: NativeKernels | None = None,
     ) -> None:
         """Raises OutOfMemory when the KV cache would hold next to nothing. `model_digest`: what it is, adapter
-        included. `native`: the CPU kernels in C++, if they are to be used."""
+        included."""
         spec = loaded.spec
         num_blocks = num_blocks_for(spec, memory.block_size, loaded.dtype, memory.kv_bytes)
         if num_blocks < 3:
@@ -94,9 +91,9 @@ class Drafter:
         self.runner = ModelRunner(
             loaded,
             cache,
-            make_attention("auto", loaded.device, spec.layers, loaded.dtype, native),
+            make_attention("auto", loaded.backend, spec.layers, loaded.dtype),
             loaded.adapter_slots(ReferenceOps(), 1),  # nothing is ever put into it
-            Sampler(memory.max_rows, spec.num_logits, loaded.device, argmax=native_argmax(native)),
+            Sampler(memory.max_rows, spec.num_logits, loaded.device, argmax=loaded.backend.argmax()),
             max_rows=memory.max_rows,
             max_len=max_len,
         )

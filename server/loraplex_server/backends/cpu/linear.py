@@ -1,12 +1,50 @@
-"""Base weights packed for the native CPU kernels."""
+"""Base linears of the CPU: packed for the native kernels, or in oneDNN's own layout.
+
+oneDNN computes the same product as a plain linear, without reordering the weight in every call. Its operators are
+private to PyTorch: `packed_linear` answers with a plain linear wherever they are missing or do not take the weight. A
+test notices when they go.
+"""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from loraplex_server.backends.cpu.native.kernels import NativeKernels
-from loraplex_server.layers.linear import BaseLinear, BaseLinearFactory
-from loraplex_server.layers.packed_linear import packed_linear
+from loraplex_server.layers.linear import BaseLinear, BaseLinearFactory, PlainLinear
+
+# What oneDNN computes in natively; float64 it does not, and float16 slower than plain on most CPUs.
+_DTYPES = (torch.bfloat16, torch.float32)
+
+
+class PackedLinear:
+    """`x @ W.T + bias` from a prepacked copy of W."""
+
+    __slots__ = ("_bias", "_packed")
+    is_copy = True
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        # The number of rows that the layout is chosen for; what there is to choose from differs little.
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), 8)
+        self._bias = bias.detach() if bias is not None else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+
+
+def packed_linear(weight: Tensor, bias: Tensor | None) -> BaseLinear:
+    """A prepacked linear where there is one for this weight, else a plain one."""
+    if not can_pack(weight):
+        return PlainLinear(weight, bias)
+    return PackedLinear(weight, bias)
+
+
+def can_pack(weight: Tensor) -> bool:
+    if weight.device.type != "cpu" or weight.dtype not in _DTYPES or not torch.backends.mkldnn.is_available():
+        return False
+    if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
+        return False
+    return weight.dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 class NativeLinear:
@@ -34,24 +72,5 @@ def native_linears(
         if not kernels.can_pack(weight):
             return otherwise(weight, bias)
         return NativeLinear(kernels, weight, bias, int8=int8)
-
-    return make
-
-
-class AbsorbedLinear:
-    """A linear that is part of a stack, where its weight is now. Called by nobody."""
-
-    __slots__ = ()
-    is_copy = True
-
-    def __call__(self, x: Tensor) -> Tensor:
-        raise AssertionError("this linear is computed by the stack of layers that it is part of")
-
-
-def absorbing(otherwise: BaseLinearFactory) -> BaseLinearFactory:
-    """Makes nothing of weights that a stack has taken."""
-
-    def make(weight: Tensor, bias: Tensor | None) -> BaseLinear:
-        return AbsorbedLinear() if weight.is_meta else otherwise(weight, bias)
 
     return make

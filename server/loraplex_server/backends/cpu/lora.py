@@ -16,11 +16,9 @@ from torch import Tensor
 
 from loraplex_server.backends.cpu.native.kernels import DTYPES, NativeKernels, RunsOfRows
 from loraplex_server.backends.cpu.native.prototypes import Runs, Table
-from loraplex_server.backends.cpu.torch_dense import CpuDense
-from loraplex_server.backends.cpu.torch_lora import CpuOps
-from loraplex_server.layers.lora import Derived, FactorTable, PreparedSegments, Segment
+from loraplex_server.backends.cpu.torch_lora import CpuDense, CpuOps
+from loraplex_server.layers.lora import Derived, FactorTable, PreparedSegments, Segment, check_segments
 from loraplex_server.layers.segmented_dense import DenseTable
-from loraplex_server.layers.segments import check_segments
 
 # A weight that is read as it lies is read anew for every few rows; from here on torch's product is faster.
 MAX_DENSE_ROWS = 16

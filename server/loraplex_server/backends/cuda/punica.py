@@ -15,8 +15,15 @@ import torch
 from torch import Tensor
 
 from loraplex_adapters.weights import LoraFactors
-from loraplex_server.layers.lora import Derived, FactorTable, PreparedSegments, Segment, SegmentedLora
-from loraplex_server.layers.segments import check_segments, join_neighbours
+from loraplex_server.layers.lora import (
+    Derived,
+    FactorTable,
+    PreparedSegments,
+    Segment,
+    SegmentedLora,
+    check_segments,
+    join_neighbours,
+)
 
 DTYPES = (torch.float16, torch.bfloat16)
 SGMV_RANKS, BGMV_RANKS = (16, 32, 64, 96, 128), (8, 16, 32, 64)

@@ -1,8 +1,4 @@
-"""Segmented LoRA in the plainest torch: the definition that every other implementation is tested against.
-
-Works on any device and dtype. `sgmv` and `bgmv` state Punica's two operators (arXiv 2310.18547) in its own layouts.
-Deliberately knows nothing of speed.
-"""
+"""Segmented LoRA and dense products in plain torch, on any device: what others are tested against."""
 
 from __future__ import annotations
 
@@ -11,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from loraplex_server.layers.lora import FactorTable, PreparedSegments, Segment
-from loraplex_server.layers.segments import check_segments
+from loraplex_server.layers.lora import FactorTable, PreparedSegments, Segment, check_segments
+from loraplex_server.layers.segmented_dense import DenseTable, check_dense_segments
 
 
 def add_low_rank(y: Tensor, x: Tensor, a: Tensor, b: Tensor, factor: float) -> None:
@@ -44,24 +40,26 @@ class ReferenceOps:
             add_low_rank(y[rows], x[rows], factors.a, factors.b, segment.weight * factors.scale)
 
 
-def sgmv(
-    y: Tensor,
-    x: Tensor,
-    wa: Sequence[Tensor],
-    wb: Sequence[Tensor],
-    s: Sequence[int],
-    layer_idx: int,
-    scale: float = 1.0,
-) -> None:
-    """y[s[i]:s[i+1]] += scale * x[s[i]:s[i+1]] @ wa[i][layer].T @ wb[i][layer], with wa [layers, rank, in] and
-    wb [layers, rank, out]: one pair per segment, the segments side by side."""
-    for i in range(len(s) - 1):
-        rows = slice(s[i], s[i + 1])
-        add_low_rank(y[rows], x[rows], wa[i][layer_idx], wb[i][layer_idx].T, scale)
+class ReferenceDense:
+    """SegmentedDense, one segment after the other."""
 
+    @property
+    def name(self) -> str:
+        return "reference"
 
-def bgmv(y: Tensor, x: Tensor, wa: Tensor, wb: Tensor, indices: Tensor, layer_idx: int, scale: float = 1.0) -> None:
-    """y[i] += scale * x[i] @ wa[indices[i], layer].T @ wb[indices[i], layer].T, with wa [slots, layers, rank, in] and
-    wb [slots, layers, out, rank]: every row has its own slot."""
-    for i, slot in enumerate(indices.tolist()):
-        add_low_rank(y[i : i + 1], x[i : i + 1], wa[slot, layer_idx], wb[slot, layer_idx], scale)
+    def prepare(
+        self, segments: Sequence[Segment], num_rows: int, num_slots: int, device: torch.device
+    ) -> PreparedSegments:
+        check_dense_segments(segments, num_rows, num_slots)
+        return PreparedSegments(tuple(segments), num_rows)
+
+    def apply(self, y: Tensor, x: Tensor, table: DenseTable, prepared: PreparedSegments) -> None:
+        wide = torch.promote_types(y.dtype, torch.float32)
+        for segment in prepared.segments:
+            dense = table.get(segment.adapter_slot)
+            if dense is None or segment.start == segment.end:
+                continue
+            product = x[segment.start : segment.end].to(wide) @ dense.weight.to(wide).T  # [rows, out]
+            if dense.bias is not None:
+                product = product + dense.bias.to(wide)
+            y[segment.start : segment.end, : dense.num_outputs] = product.to(y.dtype)

@@ -8,15 +8,18 @@ from types import ModuleType
 
 import pytest
 import torch
-from support.attention_cases import CPU, spec_of
+from support.attention_cases import spec_of
 from support.native_kernels import native_kernels
 
 from loraplex_contracts.errors import InvalidArgument
-from loraplex_server.backends import attention_registry as registry
-from loraplex_server.backends.attention_registry import available_attention, make_attention
+from loraplex_server.backends.cpu import backend as cpu_backend
+from loraplex_server.backends.cpu.backend import CpuBackend
 from loraplex_server.backends.cpu.native.library import Loaded, NativeStatus
+from loraplex_server.backends.cuda import backend as cuda_backend
+from loraplex_server.backends.cuda.backend import CudaBackend
+from loraplex_server.backends.registry import attention_kernels, make_attention
 
-CUDA = torch.device("cuda")
+CPU, CUDA = CpuBackend(), CudaBackend()
 FITTING = [spec_of(k_dim=128, v_dim=128)]
 BF16 = torch.bfloat16
 
@@ -30,13 +33,13 @@ def pretend(monkeypatch: pytest.MonkeyPatch, *, cuda: bool = True, missing: tupl
         return importlib.util.find_spec(name) or ModuleSpec(name, None)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
-    monkeypatch.setattr(registry, "find_spec", find_spec)
-    monkeypatch.setattr(registry, "import_module", ModuleType)
+    monkeypatch.setattr(cuda_backend, "find_spec", find_spec)
+    monkeypatch.setattr(cuda_backend, "import_module", ModuleType)
 
 
 def reasons(*args: object) -> dict[str, str]:
     """Of what cannot be used."""
-    return {one.name: one.reason for one in available_attention(*args) if not one.is_usable}  # type: ignore[arg-type]
+    return {one.name: one.reason for one in attention_kernels(*args) if not one.usable}  # type: ignore[arg-type]
 
 
 def test_flashinfer_is_taken_where_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +83,7 @@ def test_a_broken_installation_is_named_and_passed_over(monkeypatch: pytest.Monk
     def broken(name: str) -> ModuleType:
         raise OSError("libcudart.so.12: cannot open shared object file\nand more")
 
-    monkeypatch.setattr(registry, "import_module", broken)
+    monkeypatch.setattr(cuda_backend, "import_module", broken)
     assert make_attention("auto", CUDA, FITTING, BF16).name == "triton"
     assert reasons(CUDA)["flashinfer"].endswith("does not load: libcudart.so.12: cannot open shared object file")
 
@@ -94,28 +97,28 @@ def test_one_that_does_not_fit_cannot_be_forced(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_native_kernels_attend_where_they_are_in_use() -> None:
-    kernels = native_kernels()
-    assert make_attention("auto", CPU, FITTING, BF16, kernels).name == "native"
-    assert make_attention("native", CPU, FITTING, BF16, kernels).name == "native"
-    assert make_attention("torch", CPU, FITTING, BF16, kernels).name == "torch"
-    assert make_attention("auto", CPU, FITTING, torch.float64, kernels).name == "torch"
-    assert make_attention("auto", CPU, [*FITTING, spec_of(k_dim=48, v_dim=48)], BF16, kernels).name == "torch"
+    native = CpuBackend(native_kernels())
+    assert make_attention("auto", native, FITTING, BF16).name == "native"
+    assert make_attention("native", native, FITTING, BF16).name == "native"
+    assert make_attention("torch", native, FITTING, BF16).name == "torch"
+    assert make_attention("auto", native, FITTING, torch.float64).name == "torch"
+    assert make_attention("auto", native, [*FITTING, spec_of(k_dim=48, v_dim=48)], BF16).name == "torch"
     with pytest.raises(InvalidArgument, match="'native' cannot be used here: heads of 48 and 48"):
-        make_attention("native", CPU, [*FITTING, spec_of(k_dim=48, v_dim=48)], BF16, kernels)
+        make_attention("native", native, [*FITTING, spec_of(k_dim=48, v_dim=48)], BF16)
     with pytest.raises(InvalidArgument, match="'native' cannot be used here: it is for the CPU, not for cuda"):
-        make_attention("native", CUDA, FITTING, BF16, kernels)
+        make_attention("native", CUDA, FITTING, BF16)
 
 
 def test_native_attention_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     status = NativeStatus(False, "not built; with a C++ compiler, this builds it", "")
-    monkeypatch.setattr(registry, "load_native", lambda: Loaded(None, status))
+    monkeypatch.setattr(cpu_backend, "load", lambda: Loaded(None, status))
     assert make_attention("auto", CPU, FITTING, BF16).name == "torch"
     with pytest.raises(InvalidArgument, match="the native CPU kernels are missing: not built; with a C"):
         make_attention("native", CPU, FITTING, BF16)
     assert "not built" in reasons()["native"]
-    monkeypatch.setattr(registry, "load_native", lambda: Loaded(None, NativeStatus(True, "", "avx512")))
+    monkeypatch.setattr(cpu_backend, "load", lambda: Loaded(None, NativeStatus(True, "", "avx512")))
     with pytest.raises(InvalidArgument, match="the native CPU kernels are not in use"):
         make_attention("native", CPU, FITTING, BF16)
-    described = {one.name: one for one in available_attention()}["native"]
-    assert described.is_usable
+    described = {one.name: one for one in attention_kernels()}["native"]
+    assert described.usable
     assert described.reason == "own kernels, for the CPU, avx512"

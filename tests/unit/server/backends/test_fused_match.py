@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.backends import PatchedBackend
 from support.zoo import random_model
 from torch import Tensor, nn
 
 from loraplex_server.backends.fused_match import fuse, separate
-from loraplex_server.backends.fused_registry import fused_ops_for
+from loraplex_server.backends.registry import choose_backend
 from loraplex_server.layers.fused import NormForm, ReferenceFused
 from loraplex_server.model.loader import adopt_model
 
@@ -105,7 +106,7 @@ FUSED = {
 
 @pytest.mark.parametrize("family", FUSED)
 def test_families(family: str) -> None:
-    loaded = adopt_model(random_model(family), fused=ReferenceFused())
+    loaded = adopt_model(random_model(family), backend=PatchedBackend(fused=ReferenceFused()))
     fused = [module for module in loaded.model.modules() if "forward" in module.__dict__]
     attention = [layer for layer in fused if any(True for _ in layer.children())]
     assert (len(fused) - len(attention), len(attention)) == FUSED[family]
@@ -119,7 +120,7 @@ def test_a_model_is_served_by_its_own_code_where_the_whole_differs() -> None:
             query, key = super().rotate(query, key, cos, sin)
             return (query, key) if query.shape[1] == 3 else (query + 0.1, key)
 
-    loaded = adopt_model(random_model("llama"), fused=Wrong())
+    loaded = adopt_model(random_model("llama"), backend=PatchedBackend(fused=Wrong()))
     assert not [module for module in loaded.model.modules() if "forward" in module.__dict__]
 
 
@@ -128,7 +129,7 @@ def test_transformers_stays_as_it_is() -> None:
 
     before = modeling_llama.apply_rotary_pos_emb, modeling_llama.LlamaAttention.forward
     ops = Counting()
-    loaded = adopt_model(random_model("llama", torch.float32), fused=ops, verify=False)
+    loaded = adopt_model(random_model("llama", torch.float32), backend=PatchedBackend(fused=ops), verify=False)
     assert (modeling_llama.apply_rotary_pos_emb, modeling_llama.LlamaAttention.forward) == before
     ops.num_rotations = 0
     other = random_model("llama", torch.float32)
@@ -147,4 +148,4 @@ def test_transformers_stays_as_it_is() -> None:
 
 
 def test_a_cpu_gets_none() -> None:
-    assert fused_ops_for(torch.device("cpu")) is None
+    assert choose_backend("cpu").fused_ops() is None

@@ -231,7 +231,7 @@ def test_prepare_refuses_what_is_outside(ops: SegmentedLora, segment: Segment) -
 
 
 def test_punicas_operators_are_a_special_case(ops: SegmentedLora) -> None:
-    from loraplex_server.backends.reference.lora import bgmv, sgmv
+    from support.punica_reference import bgmv, sgmv
 
     table = random_table([8, 8, 8], 32, 24, torch.float32)
     factors = [f for f in table.factors if f is not None]

@@ -13,7 +13,10 @@ from support.zoo import MAX_LEN, random_model
 from loraplex_contracts.errors import InvalidArgument, OutOfMemory, Unimplemented
 from loraplex_contracts.events import CompletionEnd, Tokens
 from loraplex_contracts.request import Request, StoppingParams
+from loraplex_server.backends.backend import Backend
+from loraplex_server.backends.cpu import backend as cpu_backend
 from loraplex_server.backends.cpu.native.library import Library, Loaded, NativeStatus
+from loraplex_server.backends.registry import choose_backend
 from loraplex_server.config import AdaptersConfig, BatchConfig, EngineConfig, KvConfig, ModelConfig
 from loraplex_server.engine import assembly as build
 from loraplex_server.engine.messages import Submit
@@ -110,7 +113,7 @@ def test_steps_are_captured_on_a_gpu_unless_told_otherwise(loaded: LoadedModel) 
 
 def test_what_cannot_be_captured_is_said_at_the_start(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "captured_shapes", lambda config, device: graph_shapes(2, 0))
-    monkeypatch.setattr(build, "CudaCapture", lambda device: calls_again)
+    monkeypatch.setattr(Backend, "capture", lambda _: calls_again)
     said: list[str] = []
     build.assemble(loaded, config_of(1 << 20, max_running=2), said.append, lambda: None).close()
     assert [text for text in said if "graph" in text] == [
@@ -162,16 +165,16 @@ def library_or(reason: str) -> Loaded:
 def test_cpu_kernels(
     wanted: str, device: str, reason: str, is_used: bool, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "load_native", lambda: library_or(reason))
-    monkeypatch.setattr(build, "NativeKernels", lambda library, num_threads: object())
+    monkeypatch.setattr(cpu_backend, "load", lambda: library_or(reason))
+    monkeypatch.setattr(cpu_backend, "NativeKernels", lambda library, num_threads: object())
     said: list[str] = []
-    config = EngineConfig(ModelConfig("m", device=device), cpu_kernels=wanted)
-    assert (build._native_kernels(config, 1, said.append) is not None) == is_used
+    backend = choose_backend(device, cpu_kernels=wanted, num_threads=1, progress=said.append)
+    assert (backend.kernels is not None) == is_used
     assert said == [says] * bool(says)
 
 
 def test_cpu_kernels_that_must_be_native_and_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "load_native", lambda: library_or("it rains"))
+    monkeypatch.setattr(cpu_backend, "load", lambda: library_or("it rains"))
     config = EngineConfig(ModelConfig("m", device="cpu"), cpu_kernels="native")
     with pytest.raises(InvalidArgument, match="--cpu-kernels native: it rains; with --cpu-kernels auto torch"):
         build.build_engine(config, lambda text: None, lambda: None)  # before the model is looked for
@@ -183,10 +186,9 @@ def test_weights_in_eight_bits_need_the_native_kernels() -> None:
         build.build_engine(config, lambda text: None, lambda: None)  # before the model is looked for
 
 
-def test_a_gpu_needs_no_cpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "resolve_device", lambda name: torch.device("cuda"))
-    config = EngineConfig(ModelConfig("m", device="cuda"), cpu_kernels="native")
-    assert build._native_kernels(config, 1, lambda text: pytest.fail(text)) is None
+def test_a_gpu_needs_no_cpu_kernels() -> None:
+    backend = choose_backend("cuda", cpu_kernels="native", num_threads=1, progress=lambda text: pytest.fail(text))
+    assert backend.kernels is None
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +211,7 @@ def test_the_attention_that_is_asked_for_is_the_one_that_runs(
     engine = build.build_engine(config, lambda text: None, lambda: None)
     try:
         runner = engine._runner
-        assert (runner._loaded.stack is not None) == is_stack
+        assert (runner._loaded.decoder is not None) == is_stack
         assert runner._attention.name == name
     finally:
         engine.close()
@@ -223,7 +225,7 @@ def test_weights_in_eight_bits(stackable: Path, tmp_path: Path) -> None:
     )
     engine.close()
     assert f"loading {stackable}, linears in eight bits" in said
-    stack = engine._runner._loaded.stack
+    stack = engine._runner._loaded.decoder
     assert stack is not None
     assert stack.shape.is_int8
 
@@ -234,8 +236,8 @@ def test_an_engine_gets_its_threads_whatever_ran_before_it(
     """Beside a stack of layers torch keeps one thread, of which the next engine must know nothing."""
     monkeypatch.setattr(build, "default_num_threads", lambda: 3)
     made: list[int] = []
-    real = build.NativeKernels
-    monkeypatch.setattr(build, "NativeKernels", lambda library, num: made.append(num) or real(library, num))
+    real = cpu_backend.NativeKernels
+    monkeypatch.setattr(cpu_backend, "NativeKernels", lambda library, num: made.append(num) or real(library, num))
     before = torch.get_num_threads()
     try:
         for attention, num_torch_threads in (("auto", 1), ("torch", 3), ("auto", 1)):

@@ -16,12 +16,13 @@ import torch
 from support.attention_cases import CPU, make_problem, spec_of
 from support.lora_cases import pairwise
 
-from loraplex_server.backends.attention_registry import available_attention, make_attention
+from loraplex_server.backends.backend import Backend
+from loraplex_server.backends.registry import attention_kernels, make_attention
 from loraplex_server.layers.attention import PagedAttention, ReplayableAttention
 from loraplex_server.layers.spec import AttentionSpec
 
 IN_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
-NAMES = ["triton"] if IN_INTERPRETER else [one.name for one in available_attention(CPU) if one.is_usable]
+NAMES = ["triton"] if IN_INTERPRETER else [one.name for one in attention_kernels(Backend()) if one.usable]
 
 only_triton = pytest.mark.skipif(
     not IN_INTERPRETER, reason="a promise of the Triton kernels, which run in a process of their own"
@@ -49,7 +50,7 @@ def make(name: str, *specs: AttentionSpec) -> PagedAttention:
         from loraplex_server.backends.cuda.attention.paged import TritonPagedAttention
 
         return TritonPagedAttention(specs)
-    return make_attention(name, CPU, specs)
+    return make_attention(name, Backend(), specs)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.backends import PatchedBackend
 from support.zoo import random_model
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
@@ -112,7 +113,9 @@ def test_another_base_product_can_take_the_place() -> None:
     def make_base(weight: Tensor, bias: Tensor | None) -> BaseLinear:
         return Twice(weight, bias)
 
-    loaded = adopt_model(random_model("gpt2", torch.float32), make_base=make_base, verify=False)
+    loaded = adopt_model(
+        random_model("gpt2", torch.float32), backend=PatchedBackend(make_linear=make_base), verify=False
+    )
     assert (96, 32) in seen  # [out, in], of a Conv1D too
     module = loaded.targets["transformer.h.0.attn.c_attn"]
     x = torch.randn(1, 3, 32)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from support.backends import PatchedBackend
 from support.zoo import random_model
 from torch import Tensor, nn
 
@@ -14,9 +15,8 @@ from loraplex_contracts.adapters import AdapterKey
 from loraplex_server.backends.reference.lora import ReferenceOps
 from loraplex_server.layers.adapter_slots import AdapterSlots
 from loraplex_server.layers.context import StepContext
-from loraplex_server.layers.linear import AdaptedLinear
+from loraplex_server.layers.linear import AdaptedLinear, MergedLinear, merge_linears
 from loraplex_server.layers.lora import FactorTable, PreparedSegments, Segment
-from loraplex_server.layers.merged_linear import Siblings, join_siblings
 from loraplex_server.model import loader
 from loraplex_server.model.loader import adopt_model
 
@@ -26,12 +26,12 @@ SIZES = (6, 3, 2)
 
 
 class SiblingReference(ReferenceOps):
-    """Implements SiblingLora, and counts."""
+    """Implements MergedLora, and counts."""
 
     def __init__(self) -> None:
         self.calls: list[int] = []
 
-    def apply_siblings(self, y: Tensor, x: Tensor, tables: Sequence[FactorTable], prepared: PreparedSegments) -> None:
+    def apply_merged(self, y: Tensor, x: Tensor, tables: Sequence[FactorTable], prepared: PreparedSegments) -> None:
         self.calls.append(len(tables))
         start = 0
         for table in tables:
@@ -50,7 +50,7 @@ class Three:
             AdaptedLinear(nn.Parameter(p.weight.clone(), False), copy_of(p.bias), self.context) for p in self.plain
         ]
         self.model = nn.ModuleDict(dict(zip(NAMES, self.joined, strict=True)))
-        self.groups = join_siblings(self.model, [list(NAMES)], dict(self.model.named_children()), self.context)
+        self.groups = merge_linears(self.model, [list(NAMES)], dict(self.model.named_children()), self.context)
         targets = dict(zip(NAMES[::-1], self.joined[::-1], strict=True))
         self.ops = ops or SiblingReference()
         self.slots = AdapterSlots(targets, self.ops, 2, CPU)  # type: ignore[arg-type]
@@ -73,7 +73,7 @@ def test_they_answer_as_they_would_alone(has_bias: bool) -> None:
     x = torch.randn(1, 5, 4)
     for linear, plain in zip(three.joined, three.plain, strict=True):
         torch.testing.assert_close(linear(x), plain(x))
-    assert three.context.joint is None, "nothing is kept behind the last"
+    assert three.context.merged is None, "nothing is kept behind the last"
 
 
 def test_weights_are_rows_of_one() -> None:
@@ -116,9 +116,9 @@ def test_what_a_caller_does_to_its_columns_is_its_own_affair() -> None:
 def test_a_step_that_raises_in_between_leaves_nothing() -> None:
     three = Three()
     three.joined[0](torch.randn(5, 4))
-    assert three.context.joint is not None
+    assert three.context.merged is not None
     three.context.clear()
-    assert three.context.joint is None
+    assert three.context.merged is None
 
 
 @pytest.mark.parametrize("installed", [("q", "k", "v"), ("k",), ("v", "q")])
@@ -158,29 +158,31 @@ def test_only_what_fits_together_is_joined() -> None:
         "c.x": linear(), "d.x": linear(), "e.x": linear(), "e.y": linear(), "e.lone": linear(), "f.x": linear(),
     }  # fmt: skip
     runs = [["a.x", "a.y"], ["b.x", "b.y"], ["c.x", "d.x", "e.x", "e.y"], ["e.lone"], [], ["f.x", "f.no_target"]]
-    (group,) = join_siblings(nn.ModuleList(modules.values()), runs, modules, context)
+    (group,) = merge_linears(nn.ModuleList(modules.values()), runs, modules, context)
     assert group.members == (modules["e.x"], modules["e.y"])
-    assert [path for path, module in modules.items() if module.joint is group] == ["e.x", "e.y"]
+    assert [path for path, module in modules.items() if module.merged is group] == ["e.x", "e.y"]
 
 
 def test_separated_they_compute_alone() -> None:
     three = Three()
     three.groups[0].separate()
-    assert not any(linear.joint for linear in three.joined)
+    assert not any(linear.merged for linear in three.joined)
     x = torch.randn(5, 4)
     for linear, plain in zip(three.joined, three.plain, strict=True):
         torch.testing.assert_close(linear(x), plain(x))
 
 
 def test_a_model_whose_code_needs_whole_outputs_is_served_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Viewed(Siblings):
+    class Viewed(MergedLinear):
         def output(self, member: AdaptedLinear, x: Tensor) -> Tensor | None:
             y = super().output(member, x)
             return y if y is None else y.view(-1)
 
-    monkeypatch.setattr("loraplex_server.layers.merged_linear.Siblings", Viewed)
-    loaded = adopt_model(random_model("llama"), joins=True)  # verified against Transformers' own attention
-    assert not any(module.joint for module in loaded.targets.values() if isinstance(module, AdaptedLinear))
+    monkeypatch.setattr("loraplex_server.layers.linear.MergedLinear", Viewed)
+    loaded = adopt_model(
+        random_model("llama"), backend=PatchedBackend(merges=True)
+    )  # verified against Transformers' own attention
+    assert not any(module.merged for module in loaded.targets.values() if isinstance(module, AdaptedLinear))
 
 
 def test_a_module_that_is_called_twice_stays_alone() -> None:
@@ -189,8 +191,8 @@ def test_a_module_that_is_called_twice_stays_alone() -> None:
     assert any(run[-1].endswith("v_proj") and len(run) == 3 for run in probe.runs)
     probe.rows["model.layers.0.self_attn.k_proj"] *= 2
     targets = loader.adapt_modules(model, probe, context, torch.float64)
-    loader._join(model, probe, targets, context)
-    joined = {path for path, module in targets.items() if isinstance(module, AdaptedLinear) and module.joint}
+    loader._merge(model, probe, targets, context)
+    joined = {path for path, module in targets.items() if isinstance(module, AdaptedLinear) and module.merged}
     assert "model.layers.0.self_attn.q_proj" in joined
     assert "model.layers.0.self_attn.k_proj" not in joined
 

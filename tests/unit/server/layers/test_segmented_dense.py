@@ -15,10 +15,11 @@ from support.native_kernels import isas, native_kernels, using
 from torch import Tensor
 
 from loraplex_server.backends.cpu.lora import NativeDense
-from loraplex_server.backends.cpu.torch_dense import CpuDense
-from loraplex_server.backends.lora_registry import choose_dense
+from loraplex_server.backends.cpu.torch_lora import CpuDense
+from loraplex_server.backends.reference.lora import ReferenceDense
+from loraplex_server.backends.registry import choose_backend
 from loraplex_server.layers.lora import Segment
-from loraplex_server.layers.segmented_dense import DenseTable, DenseWeight, ReferenceDense, SegmentedDense
+from loraplex_server.layers.segmented_dense import DenseTable, DenseWeight, SegmentedDense
 
 IN_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
 NAMES = ["triton"] if IN_INTERPRETER else ["reference", "cpu", *(f"native {isa}" for isa in isas())]
@@ -241,10 +242,10 @@ def test_a_table_refuses_another_width() -> None:
 
 
 def test_which_one_a_device_gets(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert choose_dense("cpu").name == "cpu"
-    assert choose_dense("meta").name == "reference"
+    assert choose_backend("cpu", cpu_kernels="torch").dense().name == "cpu"
+    assert choose_backend("meta").dense().name == "reference"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert choose_dense("cuda").name == "reference"
+    assert choose_backend("cuda").dense().name == "reference"
     pytest.importorskip("triton")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert choose_dense("cuda:0").name == "triton"
+    assert choose_backend("cuda:0").dense().name == "triton"

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraplex_server.layers.lora import Segment
-from loraplex_server.layers.segments import check_segments, join_neighbours
+from loraplex_server.layers.lora import Segment, check_segments, join_neighbours
 
 NUM_ROWS = 12
 

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from loraplex_contracts.errors import InvalidArgument
-from loraplex_server.backends.attention_registry import available_attention, make_attention
+from loraplex_server.backends.backend import Backend
 from loraplex_server.backends.reference import attention as torch_paged
+from loraplex_server.backends.registry import attention_kernels, make_attention
 from loraplex_server.layers.attention import AttentionBatch
 from loraplex_server.layers.kv_memory import LayerKv
 from loraplex_server.layers.spec import AttentionSpec
 
 BLOCK = 4
-USABLE = [backend.name for backend in available_attention(torch.device("cpu")) if backend.is_usable]
+USABLE = [backend.name for backend in attention_kernels(Backend()) if backend.usable]
 
 
 @dataclass
@@ -78,7 +79,7 @@ def run_case(case: Case, name: str) -> tuple[Tensor, Tensor]:
         block_size=BLOCK,
         slots=torch.cat(slots),
     )
-    backend = make_attention(name, torch.device("cpu"))
+    backend = make_attention(name, Backend())
     plan = backend.plan(batch, dtype, torch.device("cpu"))
     fresh_k = torch.cat([k[past:] for k, (past, _) in zip(keys, case.spans, strict=True)])
     fresh_v = torch.cat([v[past:] for v, (past, _) in zip(values, case.spans, strict=True)])
@@ -152,7 +153,7 @@ def test_what_was_left_in_foreign_blocks_never_matters() -> None:
     )
     for pages in (kv.k, kv.v):
         pages[[1, 2, 3, 4]] = 0.0  # what the runner does when a sequence takes blocks
-    backend = make_attention("torch")
+    backend = make_attention("torch", Backend())
     tables = np.array([[1, 2, 3], [4, 7, 7]], dtype=np.int64)
     slots = torch.tensor([3 * BLOCK + 1, 4 * BLOCK + 2])
     batch = AttentionBatch(np.array([1, 1]), np.array([10, 3]), tables, BLOCK, slots)
@@ -164,4 +165,4 @@ def test_what_was_left_in_foreign_blocks_never_matters() -> None:
 
 def test_unknown_back_end_names_the_known() -> None:
     with pytest.raises(InvalidArgument, match="torch"):
-        make_attention("flash")
+        make_attention("flash", Backend())

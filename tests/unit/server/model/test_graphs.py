@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.backends import PatchedBackend
 from support.dense import greedy, make_dense
 from support.driver import Job, Rig, make_rig, random_prompts
 from support.replay import ReplayableReference, ReplayableTorch, calls_again, rowwise
@@ -56,7 +57,7 @@ class Replays:
 def rig_of(model: PreTrainedModel, shapes: list[Shape] | None = None, **fields: Any) -> tuple[Rig, Replays]:
     """A rig that replays steps of these shapes; without shapes, one that runs everything eager."""
     replays, ops = Replays(), ReplayableReference()
-    loaded = adopt_model(copy.deepcopy(model), make_base=rowwise)
+    loaded = adopt_model(copy.deepcopy(model), backend=PatchedBackend(make_linear=rowwise))
     rig = make_rig(loaded, max_rows=MAX_ROWS, ops=ops, attention=ReplayableTorch(), **fields)
     rig.free_blocks.remove(0)  # for padding
     if shapes:

@@ -14,10 +14,10 @@ from support.zoo import MAX_LEN, VOCAB_SIZE, WINDOW, ZOO, random_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from loraplex_contracts.errors import InvalidArgument, Unimplemented, UnsupportedModel
+from loraplex_contracts.errors import InvalidArgument, UnsupportedModel
 from loraplex_server.layers import attention_interface as interface
 from loraplex_server.layers.linear import AdaptedEmbedding, AdaptedHead, AdaptedLinear
-from loraplex_server.layers.spec import AttentionSpec, ModelSpec, ShardSpec, kv_block_bytes
+from loraplex_server.layers.spec import AttentionSpec, ModelSpec, kv_block_bytes
 from loraplex_server.model.loader import adopt_model, load_model, resolve_device
 from loraplex_server.model.unsupported import refuse_config
 
@@ -222,8 +222,6 @@ def test_options_are_checked(tmp_path: Path) -> None:
         load_model(str(tmp_path), device="toaster")
     with pytest.raises(InvalidArgument, match="--max-context"):
         load_model(str(tmp_path), device="cpu", max_context_tokens=MAX_LEN + 1)
-    with pytest.raises(Unimplemented, match="tensor parallelism"):
-        load_model(str(tmp_path), device="cpu", shard=ShardSpec(0, 2))
     assert load_model(str(tmp_path), device="cpu", max_context_tokens=64).spec.max_context_tokens == 64
 
 

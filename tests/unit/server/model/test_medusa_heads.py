@@ -16,12 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from loraplex_adapters.weights import AdapterWeights, LoraFactors, MedusaHead, ResBlock
-from loraplex_server.backends.cpu.torch_dense import CpuDense
-from loraplex_server.backends.cpu.torch_lora import CpuOps
-from loraplex_server.backends.reference.lora import ReferenceOps
+from loraplex_server.backends.cpu.torch_lora import CpuDense, CpuOps
+from loraplex_server.backends.reference.lora import ReferenceDense, ReferenceOps
 from loraplex_server.layers.adapter_slots import AdapterSlots
 from loraplex_server.layers.lora import PreparedSegments, Segment, SegmentedLora
-from loraplex_server.layers.segmented_dense import DenseTable, ReferenceDense, SegmentedDense
+from loraplex_server.layers.segmented_dense import DenseTable, SegmentedDense
 from loraplex_server.model.loaded_model import LoadedModel
 from loraplex_server.model.loader import adopt_model
 from loraplex_server.model.medusa_heads import HeadAsk, HeadSlots

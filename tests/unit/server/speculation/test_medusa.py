@@ -20,7 +20,7 @@ from loraplex_adapters.weights import AdapterWeights, LoraFactors, MedusaHead
 from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.plan import AdapterUse, Candidate, StepPlan
 from loraplex_contracts.request import Request, SpeculationParams, StoppingParams
-from loraplex_server.backends.cpu.torch_dense import CpuDense
+from loraplex_server.backends.cpu.torch_lora import CpuDense
 from loraplex_server.model.loader import adopt_model
 from loraplex_server.model.medusa_heads import HeadSlots
 from loraplex_server.speculation.base import MEDUSA, Ask, Proposer

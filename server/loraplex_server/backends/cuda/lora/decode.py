@@ -8,9 +8,6 @@ A block's rows have the same terms (adapters). Ranks are each adapter's own, rea
 launch says nothing about who is in a step, so a CUDA graph of it holds for every composition. Sums are taken in one
 order, without atomics. *Siblings* are modules with the same input whose outputs lie side by side in y (q, k and v);
 their tables are rows of one, `table_stride` apart.
-
-With OVERLAPS (Hopper and later) the second launch begins while the first still runs, and waits for its end before it
-reads anything but the step's segments.
 """
 
 # Triton evaluates annotations, so parameters have none but `constexpr`; constants are upper case by its custom.
@@ -21,7 +18,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from loraplex_server.backends.cuda.lora.loads import block_at, pointer_to, sibling_of, sum_of_ranks
 
@@ -47,10 +43,7 @@ def shrink_rows_kernel(
     BLOCK_RANK: tl.constexpr,
     BLOCK_IN: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
-    if OVERLAPS:
-        gdc_launch_dependents()
     split = tl.program_id(1)
     lane = tl.program_id(2) % NUM_LANES
     sibling = tl.program_id(2) // NUM_LANES
@@ -132,11 +125,8 @@ def expand_rows_kernel(
     BLOCK_RANK: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
     first, num_rows, first_term, num_terms = block_at(blocks_ptr, tl.program_id(0))
-    if OVERLAPS:  # whoever ends at once too: what comes next waits for these programs only
-        gdc_wait()
     if num_rows == 0:
         return
     sibling, column_block, out_start, out_end = sibling_of(tl.program_id(1), end_0, end_1, out_features, BLOCK_OUT)

@@ -17,8 +17,9 @@ from loraplex_server.backends.cuda.lora.operation import ALIGN_BYTES, INTERPRETE
 from loraplex_server.backends.cuda.lora.plan import KernelPlan, build_plan
 from loraplex_server.backends.cuda.lora.product import product_kernel
 from loraplex_server.backends.cuda.lora.variants import choose_dense_launch, choose_dense_rows
+from loraplex_server.backends.reference.lora import ReferenceDense
 from loraplex_server.layers.lora import PreparedSegments, Segment
-from loraplex_server.layers.segmented_dense import DenseTable, ReferenceDense, check_dense_segments
+from loraplex_server.layers.segmented_dense import DenseTable, check_dense_segments
 
 _product: Any = product_kernel
 

@@ -22,8 +22,7 @@ from loraplex_server.backends.cuda.lora.plan import KernelPlan, build_plan, refi
 from loraplex_server.backends.cuda.lora.prefill import expand_tiles_kernel, shrink_tiles_kernel
 from loraplex_server.backends.cuda.lora.variants import Launch, Variant, choose_block_rows, choose_launch
 from loraplex_server.backends.reference.lora import ReferenceOps
-from loraplex_server.layers.lora import FactorTable, PreparedSegments, Segment
-from loraplex_server.layers.segments import check_segments
+from loraplex_server.layers.lora import FactorTable, PreparedSegments, Segment, check_segments
 
 # Their types know neither launch options nor that a plain int becomes a constant.
 _shrink_rows: Any = shrink_rows_kernel
@@ -35,7 +34,7 @@ _expand_tiles: Any = expand_tiles_kernel
 # Anything else (float64, of checks) is computed by the reference: a tensor core would narrow it.
 SUPPORTED = (torch.bfloat16, torch.float16, torch.float32)
 ALIGN_BYTES = 16  # of the widest load
-MAX_SIBLINGS = 3
+MAX_MERGED = 3
 
 # Triton decides when it decorates, that is at import. The interpreter's dot cannot take bfloat16: it answers garbage.
 INTERPRETED: bool = bool(knobs.runtime.interpret)
@@ -58,7 +57,7 @@ class Call:
 
     y: Tensor  # [num_rows, sum of outputs]
     x: Tensor  # [num_rows, in]
-    tables: Sequence[FactorTable]  # 1 to MAX_SIBLINGS, evenly spaced in memory
+    tables: Sequence[FactorTable]  # 1 to MAX_MERGED, evenly spaced in memory
     plan: KernelPlan
     max_rank: int
     is_aligned: bool
@@ -94,12 +93,10 @@ class Call:
 class TritonOps:
     """SegmentedLora and ReplayableLora for CUDA: kernels in bfloat16, float16 and float32."""
 
-    def __init__(self, max_rank: int = 256, variant: Variant | None = None, *, overlaps: bool = False) -> None:
-        """`variant` is for tests and measurements: None takes what the table says. `overlaps` lets the second of two
-        launches begin before the first has ended, which takes compute capability 9 (not measured yet, so off)."""
-        self.max_rank = max_rank  # of whatever is installed; more than that only in what is prepared
+    def __init__(self, max_rank: int = 256, variant: Variant | None = None) -> None:
+        """`variant` is for tests and measurements: None takes what the table says."""
+        self.max_rank = max_rank  # of anything installed; more than that only in what is prepared
         self._variant: Variant | None = variant
-        self._overlaps = overlaps
         self._reference = ReferenceOps()
 
     @property
@@ -129,10 +126,10 @@ class TritonOps:
             return
         self._launch(y, x, [table], prepared.data)
 
-    def apply_siblings(self, y: Tensor, x: Tensor, tables: Sequence[FactorTable], prepared: PreparedSegments) -> None:
+    def apply_merged(self, y: Tensor, x: Tensor, tables: Sequence[FactorTable], prepared: PreparedSegments) -> None:
         """`apply` for modules that read the same x and whose outputs lie side by side in y [num_rows, sum of outputs],
         in as few launches as one module takes where the tables are evenly spaced (AdapterSlots makes them so)."""
-        if x.dtype in SUPPORTED and len(tables) <= MAX_SIBLINGS and _spacing(tables) > 0:
+        if x.dtype in SUPPORTED and len(tables) <= MAX_MERGED and _spacing(tables) > 0:
             self._launch(y, x, tables, prepared.data)
             return
         start = 0
@@ -174,7 +171,7 @@ class TritonOps:
         if launch.variant == "fused":
             _run_fused(call)
         else:
-            _run_halves(call, self._overlaps)
+            _run_halves(call)
 
 
 def _known(table: FactorTable) -> _Known:
@@ -202,11 +199,11 @@ def _spacing(tables: Sequence[FactorTable]) -> int:
     return found.pop() if len(found) == 1 and min(found) > 0 else 0
 
 
-def _run_halves(call: Call, overlaps: bool) -> None:
+def _run_halves(call: Call) -> None:
     """Shrink and expand, by rows or by tiles."""
     plan, launch, table = call.plan, call.launch, call.tables[0]
     is_tiled = launch.variant == "tiles"
-    options = _tile_options(call) if is_tiled else _row_options(call, overlaps)
+    options = _tile_options(call) if is_tiled else _row_options(call)
     inner = call.inner()
     step = (plan.rows, plan.blocks, plan.term_slots)
     sizes = (plan.num_positions, call.max_rank, call.inner_stride, call.table_stride)
@@ -234,9 +231,9 @@ class _Options(NamedTuple):
     expand: dict[str, Any]
 
 
-def _row_options(call: Call, overlaps: bool) -> _Options:
+def _row_options(call: Call) -> _Options:
     splits = triton.next_power_of_2(call.launch.num_splits)
-    return _Options({"OVERLAPS": overlaps}, {"OVERLAPS": overlaps, "SPLITS": splits, "launch_pdl": overlaps})
+    return _Options({}, {"SPLITS": splits})
 
 
 def _tile_options(call: Call) -> _Options:

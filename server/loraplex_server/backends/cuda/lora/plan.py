@@ -17,8 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from loraplex_server.layers.lora import Segment
-from loraplex_server.layers.segments import join_neighbours
+from loraplex_server.layers.lora import Segment, join_neighbours
 
 # Adapters on one row that a reserved plan has room for.
 MAX_TERMS = 4

@@ -20,6 +20,7 @@ from torch import Tensor
 from loraplex_adapters.weights import AdapterWeights, LoraFactors
 from loraplex_contracts.adapters import AdapterKey
 from loraplex_server.backends.cpu.attention import NativePagedAttention
+from loraplex_server.backends.cpu.backend import CpuBackend
 from loraplex_server.backends.cpu.lora import NativeOps
 from loraplex_server.backends.cpu.native.kernels import NativeKernels
 from loraplex_server.backends.reference.lora import ReferenceOps
@@ -61,7 +62,7 @@ class Bench:
         ffn_size: int = SIZES["intermediate_size"],
     ) -> None:
         model = native_model(family, dtype, intermediate_size=ffn_size)
-        self.loaded: LoadedModel = adopt_model(model, native=kernels)
+        self.loaded: LoadedModel = adopt_model(model, backend=CpuBackend(kernels))
         self.dtype = dtype
         self.ops = NativeOps(kernels)
         self.slots: AdapterSlots = self.loaded.adapter_slots(self.ops, num_slots)
@@ -90,7 +91,7 @@ class Bench:
 
     def run(self, states: Tensor, segments: list[Segment] | None = None, num_turned: int = 32) -> Tensor:
         """states [num_tokens, hidden], which are overwritten."""
-        context, stack = self.loaded.context, self.loaded.stack
+        context, stack = self.loaded.context, self.loaded.decoder
         assert stack is not None
         num_tokens = states.shape[0]
         angles = torch.outer(torch.arange(num_tokens) + 1.0, torch.linspace(0.1, 1.0, num_turned // 2)).repeat(1, 2)
@@ -212,7 +213,7 @@ def test_every_linear_gets_its_own_factors(kernels: NativeKernels, dtype: torch.
         update = factors.scale * (factors.b.double() @ factors.a.double())
         weight.data = (weight.double() + update).to(dtype)
     merged = Bench(kernels, dtype)
-    merged.loaded = adopt_model(model, native=kernels)
+    merged.loaded = adopt_model(model, backend=CpuBackend(kernels))
     merged.slots = merged.loaded.adapter_slots(merged.ops, 4)
     merged.bind(merged.pages())
     states = bench.states(12)

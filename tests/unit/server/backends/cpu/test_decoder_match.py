@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.llama import modeling_llama
 
+from loraplex_server.backends.cpu.backend import CpuBackend
 from loraplex_server.backends.cpu.decoder import NativeNorm, NativeStack
 from loraplex_server.backends.cpu.lora import NativeOps
 from loraplex_server.model.loaded_model import LoadedModel
@@ -31,7 +32,7 @@ def built(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def adopted(model: PreTrainedModel, *, verify: bool = True) -> LoadedModel:
-    return adopt_model(model, native=native_kernels(), verify=verify)
+    return adopt_model(model, backend=CpuBackend(native_kernels()), verify=verify)
 
 
 def said(caplog: pytest.LogCaptureFixture) -> str:
@@ -44,11 +45,11 @@ def test_layers_of_the_common_kind(family: str, dtype: torch.dtype) -> None:
     model = native_model(family, dtype)
     layers, norm = model.model.layers, model.model.norm
     loaded = adopted(model)
-    assert list(loaded.model.model.layers) == [loaded.stack]
+    assert list(loaded.model.model.layers) == [loaded.decoder]
     assert isinstance(loaded.model.model.norm, NativeNorm)
     assert loaded.model.model.norm.weight is norm.weight
-    assert isinstance(loaded.stack, NativeStack)
-    assert loaded.stack.shape.num_heads == 4
+    assert isinstance(loaded.decoder, NativeStack)
+    assert loaded.decoder.shape.num_heads == 4
     assert len(layers) == len(loaded.attention) == 2
 
 
@@ -58,14 +59,14 @@ def test_layers_that_change_far_out(caplog: pytest.LogCaptureFixture, dtype: tor
     model = native_model("ministral3", dtype)
     rope = model.config.rope_parameters
     rope["original_max_position_embeddings"] = 40  # behind the tokens that a proof of the first ones sees
-    assert adopted(model).stack is None
+    assert adopted(model).decoder is None
     assert "layer 0 computes something else" in said(caplog)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", NOT_STACKED)
 def test_layers_of_other_kinds(caplog: pytest.LogCaptureFixture, family: str, dtype: torch.dtype) -> None:
-    assert adopted(native_model(family, dtype)).stack is None
+    assert adopted(native_model(family, dtype)).decoder is None
     assert "layers are run one operation at a time" in said(caplog)
 
 
@@ -85,7 +86,7 @@ def test_layers_of_other_kinds(caplog: pytest.LogCaptureFixture, family: str, dt
 def test_what_the_kernels_do_not_know(
     caplog: pytest.LogCaptureFixture, changes: dict[str, Any], dtype: torch.dtype, reason: str
 ) -> None:
-    assert adopted(native_model("llama", dtype, **changes)).stack is None
+    assert adopted(native_model("llama", dtype, **changes)).decoder is None
     assert reason in said(caplog)
 
 
@@ -95,7 +96,7 @@ def test_what_the_kernels_do_not_know(
 def test_what_they_do_know(changes: dict[str, Any]) -> None:
     model = native_model("llama", **changes)
     rig = native_rig(model, native_kernels())
-    assert rig.loaded.stack is not None
+    assert rig.loaded.decoder is not None
     check_logits(model, rig)
 
 
@@ -115,7 +116,7 @@ def test_layers_may_differ_in_their_numbers() -> None:
     for norm in (model.model.layers[1].input_layernorm, model.model.layers[1].post_attention_layernorm):
         norm.variance_epsilon = 0.3
     rig = native_rig(model, native_kernels())
-    assert rig.loaded.stack is not None
+    assert rig.loaded.decoder is not None
     assert [layer.spec.window for layer in rig.loaded.attention] == [None, 6]
     check_logits(model, rig)
 
@@ -149,7 +150,7 @@ def test_a_patched_forward_is_noticed(caplog: pytest.LogCaptureFixture, patch: s
     PATCHES[patch](model)
     # A patched linear is replaced with its patch by every server's modules: that one is for the last check to refuse.
     loaded = adopted(model, verify=patch != "a linear")
-    assert loaded.stack is None
+    assert loaded.decoder is None
     assert "computes something else" in said(caplog) or "called in another way" in said(caplog)
     assert not any(isinstance(module, NativeStack | NativeNorm) for module in loaded.model.modules())
 
@@ -161,15 +162,15 @@ def test_a_patched_model_is_served_as_it_is(patch: str) -> None:
     patched = copy.deepcopy(native_model("llama"))
     PATCHES[patch](patched)
     kernels = native_kernels()
-    rig = make_rig(adopt_model(patched, native=kernels), ops=NativeOps(kernels))
-    assert rig.loaded.stack is None
+    rig = make_rig(adopt_model(patched, backend=CpuBackend(kernels)), ops=NativeOps(kernels))
+    assert rig.loaded.decoder is None
     check_logits(model, rig)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_layers_without_positions_are_noticed_where_attention_hardly_matters(dtype: torch.dtype) -> None:
     """Small random weights attend to everything alike: what is missing there is less than bfloat16 rounds away."""
-    assert adopted(native_model("smollm3", dtype, initializer_range=0.02)).stack is None
+    assert adopted(native_model("smollm3", dtype, initializer_range=0.02)).decoder is None
 
 
 def turn_some(monkeypatch: pytest.MonkeyPatch, num_features: int) -> None:
@@ -198,7 +199,7 @@ def test_positions_that_turn_a_part_of_each_head(
     turn_some(monkeypatch, num_features)
     model = native_model("llama", head_dim=head_dim)
     rig = native_rig(model, native_kernels())
-    assert (rig.loaded.stack is not None) == is_stack
+    assert (rig.loaded.decoder is not None) == is_stack
     check_logits(model, rig)
 
 
@@ -206,7 +207,7 @@ def test_the_comparison_leaves_nothing_behind() -> None:
     model = native_model("granite")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     loaded = adopted(model)
-    assert loaded.stack is None
+    assert loaded.decoder is None
     assert loaded.context.attention is None
     kept = {name: value for name, value in loaded.model.state_dict().items() if value.device.type != "meta"}
     assert kept

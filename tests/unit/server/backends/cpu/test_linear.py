@@ -12,10 +12,11 @@ from support.lora_cases import bits
 from support.native_kernels import isas, native_kernels, using
 from support.native_models import native_model
 
-from loraplex_server.backends.cpu.linear import AbsorbedLinear, NativeLinear, absorbing, native_linears
+from loraplex_server.backends.cpu.backend import CpuBackend
+from loraplex_server.backends.cpu.linear import NativeLinear, native_linears
 from loraplex_server.backends.cpu.lora import NativeOps
 from loraplex_server.backends.cpu.native.kernels import NativeKernels
-from loraplex_server.layers.linear import AdaptedHead, AdaptedLinear, PlainLinear
+from loraplex_server.layers.linear import AbsorbedLinear, AdaptedHead, AdaptedLinear, PlainLinear, absorbing
 from loraplex_server.model.loader import adopt_model
 
 
@@ -80,22 +81,22 @@ def test_absorbed_linears_are_computed_by_nobody(kernels: NativeKernels) -> None
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_no_weight_is_kept_twice(kernels: NativeKernels, family: str) -> None:
     """Whether its layers became a stack or not."""
-    loaded = adopt_model(native_model(family, torch.bfloat16), native=kernels)
+    loaded = adopt_model(native_model(family, torch.bfloat16), backend=CpuBackend(kernels))
     linears = [module for module in loaded.targets.values() if isinstance(module, AdaptedLinear)]
     assert len(linears) == 2 * 7 + 1
     kept = [module for module in linears if module.weight.device.type != "meta"]
     assert [type(module) for module in kept] == [AdaptedHead]
     for module in linears:
-        is_absorbed = loaded.stack is not None and not isinstance(module, AdaptedHead)
+        is_absorbed = loaded.decoder is not None and not isinstance(module, AdaptedHead)
         assert isinstance(module.base, AbsorbedLinear if is_absorbed else NativeLinear)
 
 
 def test_a_model_of_which_no_weight_packs_is_right(kernels: NativeKernels) -> None:
     """48 features are no multiple of 32, in bfloat16."""
     model = native_model("llama", torch.bfloat16, hidden_size=48)
-    loaded = adopt_model(copy.deepcopy(model), native=kernels)
+    loaded = adopt_model(copy.deepcopy(model), backend=CpuBackend(kernels))
     packed = [m for m in loaded.model.modules() if isinstance(m, AdaptedLinear) and isinstance(m.base, NativeLinear)]
-    assert loaded.stack is None
+    assert loaded.decoder is None
     assert {module.in_features for module in packed} == {96, 128}  # down and o
     rig = make_rig(loaded, ops=NativeOps(kernels))
     job = Job([3, 4, 5, 6], 4)
@@ -109,7 +110,7 @@ def test_tied_weights_stay_tied(kernels: NativeKernels) -> None:
     model = native_model("qwen2")
     assert model.config.tie_word_embeddings
     embedding = model.get_parameter("model.embed_tokens.weight")
-    loaded = adopt_model(model, native=kernels)
+    loaded = adopt_model(model, backend=CpuBackend(kernels))
     head = loaded.model.get_output_embeddings()
     assert isinstance(head, AdaptedHead)
     assert head.weight is embedding

@@ -15,6 +15,7 @@ from support.native_models import SIZES, native_model
 from torch import Tensor, nn
 
 from loraplex_adapters.weights import LoraFactors, MedusaHead, ResBlock
+from loraplex_server.backends.cpu.backend import CpuBackend
 from loraplex_server.backends.cpu.linear import NativeLinear
 from loraplex_server.backends.cpu.lora import MAX_DENSE_ROWS, NativeDense, NativeOps
 from loraplex_server.backends.cpu.medusa import GuessPlan, NativeGuesser, native_guesser
@@ -42,7 +43,7 @@ class Bench:
     def __init__(self, kernels: NativeKernels, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.model = native_model("llama", dtype)
-        loaded = adopt_model(copy.deepcopy(self.model), native=kernels)
+        loaded = adopt_model(copy.deepcopy(self.model), backend=CpuBackend(kernels))
         self.adapters: AdapterSlots = loaded.adapter_slots(NativeOps(kernels), NUM_SLOTS)
         head = cast(AdaptedHead, loaded.model.get_output_embeddings())
         self.guesser = CountingGuesser(kernels, cast(NativeLinear, head.base), loaded.dtype)
@@ -143,8 +144,8 @@ def test_what_is_not_plain_goes_another_way(kernels: NativeKernels) -> None:
 
 
 def test_only_heads_of_the_kernels_kind(kernels: NativeKernels) -> None:
-    narrow = adopt_model(native_model("llama"), native=kernels)
+    narrow = adopt_model(native_model("llama"), backend=CpuBackend(kernels))
     assert isinstance(native_guesser(kernels, narrow.head, narrow.dtype), NativeGuesser)
     assert native_guesser(None, narrow.head, narrow.dtype) is None
-    wide = adopt_model(native_model("llama", torch.float64), native=kernels)
+    wide = adopt_model(native_model("llama", torch.float64), backend=CpuBackend(kernels))
     assert native_guesser(kernels, wide.head, wide.dtype) is None

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from loraplex_adapters.formats.convert_lora import weight_sha256
 from loraplex_contracts.errors import Unimplemented, UnsupportedModel
+from loraplex_server.backends.cpu.backend import CpuBackend
 from loraplex_server.backends.cpu.native.int8 import to_int8
 from loraplex_server.backends.cpu.quantize import round_linears
 from loraplex_server.model.loader import adopt_model, load_model
@@ -60,14 +61,14 @@ def test_copies_in_adapters_are_known_by_the_weights_before(tied: bool) -> None:
     """PEFT saves the embedding and the head of the model that it trained on, which nobody has rounded."""
     model = native_model("llama", torch.bfloat16, tie_word_embeddings=tied)
     words, head = (cast(Tensor, part.weight) for part in (model.get_input_embeddings(), model.get_output_embeddings()))
-    loaded = adopt_model(copy.deepcopy(model), native=native_kernels(), int8=True)
+    loaded = adopt_model(copy.deepcopy(model), backend=CpuBackend(native_kernels()), int8=True)
     modules = loaded.base_targets(max_rank=8).modules
     assert modules[loaded.embedding_path].weight_sha256 == weight_sha256(words)
     assert modules["lm_head"].weight_sha256 == weight_sha256(head)
 
 
 def test_a_plain_model_has_no_other_digests() -> None:
-    assert adopt_model(native_model("llama"), native=native_kernels()).digests == {}
+    assert adopt_model(native_model("llama"), backend=CpuBackend(native_kernels())).digests == {}
 
 
 def test_a_dtype_that_the_kernels_do_not_know() -> None:
@@ -111,7 +112,7 @@ def mapped_kib(path: Path, field: str) -> int:
 def test_no_page_of_the_file_is_written_to(tied: bool, tmp_path: Path) -> None:
     """It would stay in memory as long as anything of the file is used, the embedding say."""
     native_model("llama", torch.bfloat16, tie_word_embeddings=tied, vocab_size=4000).save_pretrained(tmp_path)
-    loaded = load_model(str(tmp_path), device="cpu", native=native_kernels(), int8=True)
+    loaded = load_model(str(tmp_path), device="cpu", backend=CpuBackend(native_kernels()), int8=True)
     assert mapped_kib(tmp_path / "model.safetensors", "Anonymous") == 0
     head = loaded.model.get_output_embeddings()
     assert head is not None

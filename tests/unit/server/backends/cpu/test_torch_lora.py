@@ -12,11 +12,10 @@ import torch
 from support.lora_cases import Problem, random_factors, random_problem, random_segments, random_table
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from loraplex_server.backends.cpu.torch_lora import CpuOps, has_fast_half
-from loraplex_server.backends.cpu.torch_lora_layout import Cost
+from loraplex_server.backends.cpu.torch_lora import Cost, CpuOps, has_fast_half
 from loraplex_server.layers.lora import FactorTable, Segment
 
-LAYOUT = "loraplex_server.backends.cpu.torch_lora_layout"
+LAYOUT = "loraplex_server.backends.cpu.torch_lora"
 FREE, DEAR = Cost(0.0, 0.0, 0.0), Cost(1e9, 0.0, 0.0)
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from loraplex_server.backends.cpu.torch_lora_layout import Alone, Packed, Profile, lay_out
+from loraplex_server.backends.cpu.torch_lora import Alone, Packed, Profile, lay_out
 from loraplex_server.layers.lora import Segment
 
 
@@ -43,13 +43,13 @@ def test_the_copies_of_a_module_are_bounded(monkeypatch: pytest.MonkeyPatch) -> 
     shape = profile(torch.bfloat16, 512, [16] * 64)
     one_pack = 32 * 16 * 1024 * 2  # adapters, rank, features, bytes
     for max_bytes, num_packs in ((2 * one_pack, 2), (2 * one_pack - 1, 1), (one_pack - 1, 0)):
-        monkeypatch.setattr("loraplex_server.backends.cpu.torch_lora_layout.MAX_PACKED_BYTES", max_bytes)
+        monkeypatch.setattr("loraplex_server.backends.cpu.torch_lora.MAX_PACKED_BYTES", max_bytes)
         pieces = lay_out(one_row_each(64), range(64), shape)
         assert sum(isinstance(p, Packed) for p in pieces) == num_packs
 
 
 def test_scattered_rows_of_one_adapter_share_a_product_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loraplex_server.backends.cpu.torch_lora_layout.MAX_PACKED_BYTES", 0)
+    monkeypatch.setattr("loraplex_server.backends.cpu.torch_lora.MAX_PACKED_BYTES", 0)
     segments = [Segment(2 * i, 2 * i + 1, 0) for i in range(8)]
     (piece,) = lay_out(segments, [0], profile(torch.bfloat16, 1024, [16]))
     assert isinstance(piece, Packed)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.backends import PatchedBackend
 from support.driver import Job, Rig, make_rig, random_prompts
 from support.replay import calls_again
 from support.zoo import VOCAB_SIZE, random_model
@@ -55,7 +56,7 @@ def test_texts_from_replays_over_the_kernels() -> None:
 
     def rig_of(*, replays: bool) -> tuple[Rig, list[int]]:
         fused = TritonFused() if replays else None
-        loaded = adopt_model(copy.deepcopy(model), joins=replays, fused=fused)
+        loaded = adopt_model(copy.deepcopy(model), backend=PatchedBackend(merges=replays, fused=fused))
         assert replays == any("forward" in module.__dict__ for module in loaded.model.modules())
         attention = TritonPagedAttention(loaded.spec.layers) if replays else "torch"
         ops = TritonOps(max_rank=8) if replays else None

@@ -21,13 +21,16 @@ from support.lora_cases import (
     random_segments,
     random_table,
 )
+from support.punica_reference import bgmv, sgmv
 from torch import Tensor
 
 from loraplex_contracts.errors import InvalidArgument
-from loraplex_server.backends import lora_registry as registry
+from loraplex_server.backends import registry
+from loraplex_server.backends.backend import Implementation
 from loraplex_server.backends.cpu.torch_lora import CpuOps
+from loraplex_server.backends.cuda.backend import CudaBackend
 from loraplex_server.backends.cuda.punica import BGMV_RANKS, DTYPES, SGMV_RANKS, PunicaOps
-from loraplex_server.backends.reference.lora import ReferenceOps, bgmv, sgmv
+from loraplex_server.backends.reference.lora import ReferenceOps
 from loraplex_server.layers.lora import FactorTable, PreparedSegments, Segment
 
 IN, OUT = 96, 64
@@ -253,16 +256,20 @@ def install(site: Path, init: str, ops: str | None) -> None:
     importlib.invalidate_caches()
 
 
-def status() -> registry.OpsStatus:
-    return next(found for found in registry.available_ops() if found.name == "punica")
+def status() -> Implementation:
+    return next(found for found in registry.lora_operations() if found.name == "punica")
 
 
 @pytest.mark.parametrize("ops", [None, "", "def add_lora_bgmv(): ..."])
 def test_a_stranger_of_that_name_is_not_even_imported(site: Path, ops: str | None) -> None:
     install(site, "raise SystemExit('a stranger runs')", ops)
-    assert status() == ("punica", False, "the package punica that is installed is another one, without LoRA operators")
+    assert status()[:3] == (
+        "punica",
+        False,
+        "the package punica that is installed is another one, without LoRA operators",
+    )
     with pytest.raises(InvalidArgument, match="another one"):
-        registry.choose_punica()
+        CudaBackend().lora(name="punica")
 
 
 def test_a_module_instead_of_a_package(site: Path) -> None:
@@ -275,8 +282,8 @@ def test_the_real_one_is_bound_but_never_chosen_by_itself(site: Path) -> None:
     pytest.importorskip("triton", reason="triton is not installed (it is for Linux)")
     install(site, "", REAL)
     assert status().usable
-    assert registry.choose_punica().name == "punica"
-    assert registry.choose_ops("cuda").name == "triton"
+    assert CudaBackend().lora(name="punica").name == "punica"
+    assert registry.choose_backend("cuda").lora().name == "triton"
 
 
 def test_it_needs_a_gpu(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:

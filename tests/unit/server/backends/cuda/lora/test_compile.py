@@ -77,7 +77,6 @@ def constants_of(launch: Any, block_rows: int) -> dict[str, object]:
         "BLOCK_OUT": launch.block_out,
         "NUM_STAGES": launch.num_stages,
         "IS_ALIGNED": True,
-        "OVERLAPS": False,
         "UPCAST": False,
     }
 
@@ -102,9 +101,6 @@ def test_kernels_for_few_rows(name: str, dtype: str, arch: int) -> None:
         narrow = compiled(kernel, {**constants, "IS_ALIGNED": False}, dtype, arch).asm["ptx"]
         # Of inner, which is always aligned, or of x; but of no factor.
         assert ptx.count("ld.global.v4") > narrow.count("ld.global.v4")
-    if name != "fused_rows" and arch >= 90:
-        ptx = compiled(kernel, {**constants, "OVERLAPS": True}, dtype, arch, launch_pdl=True).asm["ptx"]
-        assert ("griddepcontrol.launch_dependents" if name == "shrink_rows" else "griddepcontrol.wait") in ptx
 
 
 @pytest.mark.parametrize(("dtype", "arch"), TARGETS)

@@ -9,50 +9,50 @@ import pytest
 import torch
 
 from loraplex_contracts.errors import InvalidArgument
-from loraplex_server.backends import lora_registry as registry
+from loraplex_server.backends import registry
 
 WITHOUT_TRITON = """
 import sys
 sys.modules["triton"] = None  # any import of it fails
-from loraplex_server.backends import lora_registry as registry
-statuses = {s.name: s for s in registry.available_ops()}
-assert statuses["triton"] == ("triton", False, "the package triton is not installed"), statuses
+from loraplex_server.backends import registry
+statuses = {s.name: s for s in registry.lora_operations()}
+assert statuses["triton"][:3] == ("triton", False, "the package triton is not installed"), statuses
 assert statuses["cpu"].usable and statuses["reference"].usable
-assert registry.choose_ops("cpu").name == "cpu"
-assert registry.choose_ops("cuda").name == "reference"
+assert registry.choose_backend("cpu", cpu_kernels="torch").lora().name == "cpu"
+assert registry.choose_backend("cuda").lora().name == "reference"
 """
 
 
 def test_the_cpu_gets_its_own() -> None:
-    assert registry.choose_ops(torch.device("cpu")).name == "cpu"
+    assert registry.choose_backend(torch.device("cpu"), cpu_kernels="torch").lora().name == "cpu"
 
 
 def test_a_device_without_its_own_gets_the_reference() -> None:
-    assert registry.choose_ops("meta").name == "reference"
+    assert registry.choose_backend("meta").lora().name == "reference"
 
 
 def test_cuda_without_a_device_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    triton = next(s for s in registry.available_ops() if s.name == "triton")
+    triton = next(s for s in registry.lora_operations() if s.name == "triton")
     assert not triton.usable
     assert triton.reason in ("no CUDA device", "the package triton is not installed")
-    assert registry.choose_ops("cuda").name == "reference"
+    assert registry.choose_backend("cuda").lora().name == "reference"
 
 
 def test_cuda_gets_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert registry.available_ops()[0] == ("triton", True, "for CUDA devices")
-    assert registry.choose_ops("cuda:0").name == "triton"
+    assert registry.lora_operations()[0][:3] == ("triton", True, "for CUDA devices")
+    assert registry.choose_backend("cuda:0").lora().name == "triton"
 
 
 def test_one_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert registry.choose_ops("cuda", None, 16, "auto").name == "triton"
-    ops = registry.choose_ops("cuda", None, 16, "triton")
+    assert registry.choose_backend("cuda").lora(16, "auto").name == "triton"
+    ops = registry.choose_backend("cuda").lora(16, "triton")
     assert (ops.name, ops.max_rank) == ("triton", 16)  # type: ignore[attr-defined]
-    assert registry.choose_ops("cuda", None, 16, "reference").name == "reference"
+    assert registry.choose_backend("cuda").lora(16, "reference").name == "reference"
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_one_that_cannot_be_used_is_refused_by_its_flag(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(InvalidArgument, match=why) as raised:
-        registry.choose_ops(device, None, 16, name)
+        registry.choose_backend(device).lora(16, name)
     assert raised.value.field == "--lora-kernels"
 
 

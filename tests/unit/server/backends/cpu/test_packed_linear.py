@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.backends import PatchedBackend
 from support.zoo import random_model
 
+from loraplex_server.backends.cpu.linear import PackedLinear, can_pack, packed_linear
 from loraplex_server.layers.linear import AdaptedLinear, PlainLinear
-from loraplex_server.layers.packed_linear import PackedLinear, can_pack, packed_linear
 from loraplex_server.model.loader import adopt_model
 
 
@@ -47,7 +48,7 @@ def test_what_cannot_be_packed_stays_plain() -> None:
 
 
 def test_packed_weights_are_not_kept_twice() -> None:
-    loaded = adopt_model(random_model("llama", torch.float32), make_base=packed_linear)
+    loaded = adopt_model(random_model("llama", torch.float32), backend=PatchedBackend(make_linear=packed_linear))
     linears = [module for module in loaded.model.modules() if isinstance(module, AdaptedLinear)]
     kept = [module for module in linears if module.weight.device.type != "meta"]
     assert kept == [loaded.model.get_output_embeddings()]

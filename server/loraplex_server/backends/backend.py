@@ -1,0 +1,147 @@
+"""The interface of a back end, and its plain form in torch for any device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, Self
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from loraplex_contracts.errors import InvalidArgument, Unimplemented
+from loraplex_server.backends.cpu.decoder_match import FoundStack
+from loraplex_server.backends.cpu.medusa import NativeGuesser
+from loraplex_server.backends.cpu.native.kernels import NativeKernels
+from loraplex_server.backends.reference.attention import TorchPagedAttention
+from loraplex_server.backends.reference.lora import ReferenceDense, ReferenceOps
+from loraplex_server.layers.attention import PagedAttention
+from loraplex_server.layers.context import StepContext
+from loraplex_server.layers.fused import FusedOps
+from loraplex_server.layers.linear import BaseLinearFactory, PlainLinear
+from loraplex_server.layers.lora import SegmentedLora
+from loraplex_server.layers.segmented_dense import SegmentedDense
+from loraplex_server.layers.spec import AttentionSpec
+from loraplex_server.sampling.draw import row_argmax
+from loraplex_server.sampling.sampler import Argmax
+
+Replay = Callable[[], None]
+# Makes a graph of what a function launches; the function may be called several times for that.
+Capture = Callable[[Callable[[], object]], Replay]
+MakeAttention = Callable[[Sequence[AttentionSpec]], PagedAttention]
+
+
+class Implementation(NamedTuple):
+    """One implementation of an operation, as `loraplex doctor` lists it."""
+
+    name: str
+    usable: bool
+    reason: str  # what it is for, or why it cannot be used
+    make: MakeAttention | None = None  # of attention, for the layers of one model
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What attention is chosen for. A field without a value forbids nothing."""
+
+    device: torch.device | None = None
+    specs: tuple[AttentionSpec, ...] = ()
+    dtype: torch.dtype | None = None
+    kernels: NativeKernels | None = None  # of the CPU, where they are in use
+
+
+class Backend:
+    """How one device computes a model. The others inherit what they do not do better."""
+
+    name: ClassVar[str] = "reference"
+    # Linears that read one input become one product.
+    merges_linears = False
+    kernels: NativeKernels | None = None
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
+
+    # --- what there is on this machine --------------------------------------------------------------------------------
+
+    @classmethod
+    def serves(cls, device_type: str) -> bool:
+        """Whether it is for devices of this type."""
+        return True
+
+    @classmethod
+    def create(
+        cls, device: torch.device, *, cpu_kernels: str, num_threads: int | None, progress: Callable[[str], None]
+    ) -> Self:
+        """For `device`, with the operator's choices. Raises InvalidArgument where one cannot be met."""
+        return cls(device)
+
+    @classmethod
+    def lora_operations(cls) -> list[Implementation]:
+        """Implementations of segmented LoRA, the fastest first."""
+        return [Implementation("reference", True, "for every device, slow; what the others are tested against")]
+
+    @classmethod
+    def attention_kernels(cls, wanted: Wanted) -> list[Implementation]:
+        """Implementations of attention, the best first."""
+        return [Implementation("torch", True, "plain torch, any device", lambda _: TorchPagedAttention())]
+
+    # --- operations ---------------------------------------------------------------------------------------------------
+
+    def lora(self, max_rank: int = 256, name: str = "auto") -> SegmentedLora:
+        """Segmented LoRA: the fastest, or the one called `name` (--lora-kernels). `max_rank`: of any adapter that will
+        come; what is captured in graphs has room for it. Raises InvalidArgument."""
+        if name not in ("auto", "reference"):
+            raise InvalidArgument(f"--lora-kernels {name} is for CUDA devices", field="--lora-kernels")
+        return ReferenceOps()
+
+    def dense(self) -> SegmentedDense:
+        """Segmented dense products, which Medusa heads are made of."""
+        return ReferenceDense()
+
+    def linears(self, *, int8: bool = False) -> BaseLinearFactory:
+        """Products with base weights, with weights in eight bits where `round_weights` has rounded them."""
+        return PlainLinear
+
+    def fused_ops(self) -> FusedOps | None:
+        """Fused norms and rotary embeddings; None: the model's own code stays."""
+        return None
+
+    def argmax(self) -> Argmax:
+        """The most likely token of each row."""
+        return row_argmax
+
+    def find_decoder(
+        self,
+        model: PreTrainedModel,
+        attention: list[tuple[nn.Module, AttentionSpec]],
+        context: StepContext,
+        *,
+        far: Sequence[int] = (),
+        int8: bool = False,
+    ) -> FoundStack | None:
+        """All decoder layers in one call, where that is proven to compute the same; None: they stay. See
+        `cpu.decoder_match.find_stack`."""
+        return None
+
+    def medusa_guesser(self, head: nn.Module, dtype: torch.dtype) -> NativeGuesser | None:
+        """Guesses of Medusa heads before the model's own `head` in one call; None: tensor operations do it."""
+        return None
+
+    def capture(self) -> Capture | None:
+        """Makes graphs of steps; None: every step is launched."""
+        return None
+
+    def check_int8(self) -> None:
+        """Raises Unimplemented where weights cannot be served in eight bits."""
+        raise Unimplemented(
+            "--quantize int8 is there for the native CPU kernels only: use it with --device cpu and --cpu-kernels auto "
+            "where loraplex doctor says that they run",
+            field="--quantize",
+        )
+
+    def round_weights(self, model: PreTrainedModel) -> dict[str, str]:
+        """Rounds the model's linears to what eight bits hold. Returns the SHA-256 of the embedding and the head as they
+        were, by path. Raises Unimplemented, UnsupportedModel."""
+        self.check_int8()
+        return {}

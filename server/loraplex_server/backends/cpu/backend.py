@@ -1,0 +1,138 @@
+"""The CPU's back end: native kernels where this machine runs them, torch elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from loraplex_contracts.errors import InvalidArgument
+from loraplex_server.backends.backend import Backend, Implementation, Wanted
+from loraplex_server.backends.cpu.attention import NativePagedAttention, reason_against
+from loraplex_server.backends.cpu.decoder_match import FoundStack, find_stack
+from loraplex_server.backends.cpu.linear import native_linears, packed_linear
+from loraplex_server.backends.cpu.lora import NativeDense, NativeOps
+from loraplex_server.backends.cpu.medusa import NativeGuesser, native_guesser
+from loraplex_server.backends.cpu.native.kernels import DTYPES, NativeKernels
+from loraplex_server.backends.cpu.native.library import load
+from loraplex_server.backends.cpu.native.threads import default_num_threads
+from loraplex_server.backends.cpu.quantize import round_linears
+from loraplex_server.backends.cpu.torch_lora import CpuDense, CpuOps
+from loraplex_server.layers.context import StepContext
+from loraplex_server.layers.linear import BaseLinearFactory
+from loraplex_server.layers.lora import SegmentedLora
+from loraplex_server.layers.segmented_dense import SegmentedDense
+from loraplex_server.layers.spec import AttentionSpec
+from loraplex_server.sampling.draw import row_argmax
+from loraplex_server.sampling.sampler import Argmax
+
+
+class CpuBackend(Backend):
+    """With `kernels` their C++ code computes what it knows; torch does the rest."""
+
+    name: ClassVar[str] = "cpu"
+
+    def __init__(self, kernels: NativeKernels | None = None) -> None:
+        super().__init__("cpu")
+        self.kernels = kernels
+
+    @classmethod
+    def serves(cls, device_type: str) -> bool:
+        return device_type == "cpu"
+
+    @classmethod
+    def create(
+        cls, device: torch.device, *, cpu_kernels: str, num_threads: int | None, progress: Callable[[str], None]
+    ) -> Self:
+        if cpu_kernels == "torch":
+            return cls()
+        library, status = load()
+        if library is not None:
+            progress(f"native CPU kernels for {status.isa}")
+            return cls(NativeKernels(library, num_threads or default_num_threads()))
+        if cpu_kernels == "native":
+            raise InvalidArgument(
+                f"--cpu-kernels native: {status.reason}; with --cpu-kernels auto torch does the work",
+                field="--cpu-kernels",
+            )
+        progress(f"no native CPU kernels, torch does their work: {status.reason}")
+        return cls()
+
+    @classmethod
+    def lora_operations(cls) -> list[Implementation]:
+        native = load().status
+        return [
+            Implementation("native", native.usable, native.reason or f"for the CPU, {native.isa}"),
+            Implementation("cpu", True, "for the CPU"),
+        ]
+
+    @classmethod
+    def attention_kernels(cls, wanted: Wanted) -> list[Implementation]:
+        if problem := _reason_against(wanted):
+            return [Implementation("native", False, problem)]
+        kernels = wanted.kernels
+        isa = load().status.isa if kernels is None else kernels.isa
+        make = (lambda _: NativePagedAttention(kernels)) if kernels is not None else None
+        return [Implementation("native", True, f"own kernels, for the CPU, {isa}", make)]
+
+    def lora(self, max_rank: int = 256, name: str = "auto") -> SegmentedLora:
+        if name != "auto":
+            flag = "--lora-kernels"
+            raise InvalidArgument(f"{flag} {name} is for GPUs; on a CPU --cpu-kernels says what computes", field=flag)
+        return CpuOps() if self.kernels is None else NativeOps(self.kernels)
+
+    def dense(self) -> SegmentedDense:
+        return CpuDense() if self.kernels is None else NativeDense(self.kernels)
+
+    def linears(self, *, int8: bool = False) -> BaseLinearFactory:
+        return packed_linear if self.kernels is None else native_linears(self.kernels, int8=int8)
+
+    def argmax(self) -> Argmax:
+        kernels = self.kernels
+        if kernels is None:
+            return row_argmax
+
+        def argmax(values: Tensor) -> tuple[Tensor, Tensor]:
+            return kernels.argmax(values) if values.dtype in DTYPES else row_argmax(values)
+
+        return argmax
+
+    def find_decoder(
+        self,
+        model: PreTrainedModel,
+        attention: list[tuple[nn.Module, AttentionSpec]],
+        context: StepContext,
+        *,
+        far: Sequence[int] = (),
+        int8: bool = False,
+    ) -> FoundStack | None:
+        if self.kernels is None:
+            return None
+        return find_stack(model, attention, self.kernels, context, far=far, int8=int8)
+
+    def medusa_guesser(self, head: nn.Module, dtype: torch.dtype) -> NativeGuesser | None:
+        return native_guesser(self.kernels, head, dtype)
+
+    def check_int8(self) -> None:
+        if self.kernels is None:
+            super().check_int8()
+
+    def round_weights(self, model: PreTrainedModel) -> dict[str, str]:
+        if self.kernels is None:
+            return super().round_weights(model)
+        return round_linears(model, self.kernels)
+
+
+def _reason_against(wanted: Wanted) -> str:
+    """Why native kernels cannot attend; empty where they can."""
+    if wanted.device is not None and wanted.device.type != "cpu":
+        return f"it is for the CPU, not for {wanted.device.type}"
+    if wanted.kernels is None:
+        if missing := load().status.reason:
+            return f"the native CPU kernels are missing: {missing}"
+        if wanted.device is not None:
+            return "the native CPU kernels are not in use"
+    return next((problem for spec in wanted.specs if (problem := reason_against(spec, wanted.dtype))), "")

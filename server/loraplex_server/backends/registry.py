@@ -1,0 +1,74 @@
+"""The registry of back ends: which there are, and which one a device gets.
+
+A new back end is a folder with a subclass of `Backend`, and a line in BACKENDS.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import torch
+
+from loraplex_contracts.errors import InvalidArgument
+from loraplex_server.backends.backend import Backend, Implementation, Wanted
+from loraplex_server.backends.cpu.backend import CpuBackend
+from loraplex_server.backends.cuda.backend import CudaBackend
+from loraplex_server.layers.attention import PagedAttention
+from loraplex_server.layers.spec import AttentionSpec
+
+log = logging.getLogger(__name__)
+
+# A device gets the first that serves it. The plain one, which serves every device, comes last.
+BACKENDS: Final[tuple[type[Backend], ...]] = (CudaBackend, CpuBackend, Backend)
+
+
+def choose_backend(
+    device: torch.device | str,
+    *,
+    cpu_kernels: str = "auto",
+    num_threads: int | None = None,
+    progress: Callable[[str], None] = log.debug,
+) -> Backend:
+    """The back end for `device`. `cpu_kernels`: "native", "torch", or "auto" for native ones where they run.
+    `num_threads`: of native kernels, by default one for each core. Raises InvalidArgument."""
+    device = torch.device(device)
+    found = next(backend for backend in BACKENDS if backend.serves(device.type))
+    return found.create(device, cpu_kernels=cpu_kernels, num_threads=num_threads, progress=progress)
+
+
+def plain_backend(device: torch.device) -> Backend:
+    """The same, with the plain reference in place of a CPU's: for tools and tests that name none."""
+    return Backend(device) if device.type == "cpu" else choose_backend(device)
+
+
+def lora_operations() -> list[Implementation]:
+    """Every implementation of segmented LoRA. Imports no triton."""
+    return [found for backend in BACKENDS for found in backend.lora_operations()]
+
+
+def attention_kernels(
+    backend: Backend | None = None, specs: Sequence[AttentionSpec] = (), dtype: torch.dtype | None = None
+) -> list[Implementation]:
+    """Every implementation of attention, best first, for the layers of a model in `dtype` on the back end's device.
+    Without a back end: what this machine has."""
+    wanted = Wanted(dtype=dtype, specs=tuple(dict.fromkeys(specs)))
+    if backend is not None:
+        wanted = Wanted(backend.device, wanted.specs, dtype, backend.kernels)
+    return [found for kind in BACKENDS for found in kind.attention_kernels(wanted)]
+
+
+def make_attention(
+    name: str, backend: Backend, specs: Sequence[AttentionSpec] = (), dtype: torch.dtype | None = None
+) -> PagedAttention:
+    """Attention called `name`, or the best that can be used for "auto". Raises InvalidArgument."""
+    found = attention_kernels(backend, specs, dtype)
+    for one in found:
+        if one.name == name or (name == "auto" and one.usable):
+            if one.make is None or not one.usable:
+                raise InvalidArgument(f"the attention back end {name!r} cannot be used here: {one.reason}")
+            log.info("attention over the paged KV cache: %s (%s)", one.name, one.reason)
+            return one.make(specs)
+    known = ", ".join(one.name for one in found)
+    raise InvalidArgument(f"there is no attention back end {name!r}; known are: auto, {known}")
