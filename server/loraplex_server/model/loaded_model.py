@@ -11,17 +11,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from loraplex_adapters.formats.convert_lora import weight_sha256
-from loraplex_adapters.targets import BaseTargets
+from loraplex_adapters.targets import BaseTargets, TargetModule
 from loraplex_server.backends.backend import Backend
 from loraplex_server.backends.cpu.decoder import NativeStack
 from loraplex_server.layers.adapter_slots import AdapterSlots
 from loraplex_server.layers.attention import AttentionLayer, PagedAttention
 from loraplex_server.layers.context import StepContext
 from loraplex_server.layers.kv_memory import KvCache
-from loraplex_server.layers.linear import AdaptedHead, AdaptedModule
+from loraplex_server.layers.linear import AdaptedHead, AdaptedLinear, AdaptedModule
 from loraplex_server.layers.lora import SegmentedLora
 from loraplex_server.layers.spec import ModelSpec
-from loraplex_server.model.lora_injection import target_modules
 
 
 @dataclass
@@ -56,7 +55,7 @@ class LoadedModel:
 
     def base_targets(self, max_rank: int) -> BaseTargets:
         """What adapter formats check against. Digests of the two weights that PEFT saves copies of take a moment."""
-        modules = target_modules(self.targets)
+        modules = _target_modules(self.targets)
         digests: dict[int, str] = {}  # tied weights are read once
         for path, target in modules.items():
             module = self.targets[path]
@@ -87,3 +86,17 @@ class LoadedModel:
         if self.decoder is not None:
             self.decoder.use(slots)
         return slots
+
+
+def _target_modules(targets: dict[str, AdaptedModule]) -> dict[str, TargetModule]:
+    """The same as plain data, for the formats."""
+    return {
+        path: TargetModule(
+            path,
+            "linear" if isinstance(module, AdaptedLinear) else "embedding",
+            module.in_features,
+            module.out_features,
+            is_conv1d=isinstance(module, AdaptedLinear) and module.is_conv1d,
+        )
+        for path, module in targets.items()
+    }

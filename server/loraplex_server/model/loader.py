@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import cast
@@ -14,20 +16,30 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from loraplex_contracts.errors import InvalidArgument, UnsupportedModel
 from loraplex_server.backends.backend import Backend
-from loraplex_server.backends.fused_match import fuse, separate
+from loraplex_server.backends.equivalence import compare_all
+from loraplex_server.backends.fusion import fuse, separate
 from loraplex_server.backends.registry import plain_backend
 from loraplex_server.layers import attention_interface as interface
 from loraplex_server.layers.attention import AttentionLayer
 from loraplex_server.layers.context import StepContext
 from loraplex_server.layers.fused import FusedOps
-from loraplex_server.layers.linear import AdaptedModule, absorbing, merge_linears
+from loraplex_server.layers.linear import (
+    AdaptedEmbedding,
+    AdaptedHead,
+    AdaptedLinear,
+    AdaptedModule,
+    BaseLinearFactory,
+    PlainLinear,
+    absorbing,
+    merge_linears,
+)
 from loraplex_server.layers.spec import ModelSpec
 from loraplex_server.model.loaded_model import LoadedModel
-from loraplex_server.model.lora_injection import adapt_modules
-from loraplex_server.model.probe import Probe, probe_model, run_again
+from loraplex_server.model.probe import KEPT, NUM_TOKENS, Probe, probe_model, run_again
 from loraplex_server.model.self_test import reference_texts, verify_loaded
 from loraplex_server.model.unsupported import reading, refuse_class, refuse_config
 
@@ -39,6 +51,7 @@ DTYPES: Mapping[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+EXPERT = re.compile(r"\.experts?\.\d+\.")
 FALLBACK_CONTEXT_TOKENS = 4096  # of a model whose configuration names no limit
 
 
@@ -173,6 +186,51 @@ def adopt_model(
     return loaded
 
 
+def adapt_modules(
+    model: PreTrainedModel,
+    probe: Probe,
+    context: StepContext,
+    dtype: torch.dtype,
+    make_base: BaseLinearFactory = PlainLinear,
+    *,
+    keeps_head: bool = True,
+) -> dict[str, AdaptedModule]:
+    """Replaces every linear, and the embeddings that may carry an adapter. Returns the possible targets by path.
+
+    The probe tells which modules may carry an adapter: those that are given exactly the step's tokens (or, the head,
+    the sampled rows), in order. A linear that sees another selection of rows (an expert) gets a base product of its
+    kind, but is not a target. `keeps_head`: the head keeps its plain weight, which adapters' copies are compared with.
+    """
+    head = model.get_output_embeddings()
+    uses = Counter(id(parameter) for _name, parameter in model.named_parameters(remove_duplicate=False))
+    targets: dict[str, AdaptedModule] = {}
+    for path, module in list(model.named_modules()):
+        adapted: AdaptedModule
+        num_rows = NUM_TOKENS
+        if type(module) is nn.Linear or isinstance(module, Conv1D):
+            kind = AdaptedHead if module is head else AdaptedLinear
+            num_rows = len(KEPT) if module is head else NUM_TOKENS
+            is_conv1d = isinstance(module, Conv1D)
+            adapted = kind(
+                cast(nn.Parameter, module.weight), module.bias, context, is_conv1d=is_conv1d, make_base=make_base
+            )
+            if uses[id(module.weight)] == 1 and not (keeps_head and module is head):
+                adapted.drop_weight()
+        elif isinstance(module, nn.Embedding) and (
+            type(module) is nn.Embedding or module is model.get_input_embeddings()
+        ):
+            adapted = AdaptedEmbedding(module, context)
+        else:
+            continue
+        adapted.train(module.training)
+        model.set_submodule(path, adapted)
+        rows = probe.rows.get(path, [])
+        is_whole = bool(rows) and all(seen == num_rows for seen in rows)
+        if is_whole and not EXPERT.search(f".{path}.") and module.weight.dtype == dtype:
+            targets[path] = adapted
+    return targets
+
+
 def _merge(model: PreTrainedModel, probe: Probe, targets: dict[str, AdaptedModule], context: StepContext) -> None:
     called_once = [[path for path in run if len(probe.rows.get(path, ())) == 1] for run in probe.runs]
     merged = merge_linears(model, called_once, targets, context)
@@ -198,11 +256,8 @@ def _difference(model: PreTrainedModel, probe: Probe, context: StepContext) -> s
     finally:
         context.clear()
         model.set_attn_implementation(interface.SERVING)
-    for before, now in zip(probe.seen, got, strict=True):
-        error = float((now.double() - before.double()).norm() / before.double().norm().clamp_min(1e-30))
-        if not error <= (1e-4 if now.dtype.itemsize >= 4 else 3e-2):
-            return f"what it computes is {error:.1%} off"
-    return ""
+    found = compare_all("model", probe.seen, got)
+    return "" if found.is_equal else f"what it computes is {found.error:.1%} off"
 
 
 def resolve_device(name: str) -> torch.device:

@@ -1,30 +1,47 @@
-"""Finds out how a loaded model is built by running it once on a handful of tokens.
+"""The probe: finds out how a loaded model is built by running it on a handful of tokens.
 
-Under the probing attention every layer shows its heads, scaling, window and cap, and every linear and embedding the
-rows it is given. A second run shows that nothing but attention carries information between tokens: what a step needs,
-since its one row holds the tokens of many requests. Positions far out come last (positions.py). No per-model code: what
-has another shape is refused.
+Attention is replaced by something that shows each layer's call (heads, scaling, window, cap) and passes values on, so
+that every token is computed by itself; every linear and embedding shows the rows it is given. A second run shows that
+nothing but attention carries information between tokens: a step's one row holds the tokens of many requests. There is
+no code for single models: what has another shape is refused.
+
+Positions far out come last. Attention temperatures, scaled rotations and windows are all the same up to some position,
+so the first tokens do not show them; the context's end and the numbers of tokens that the configuration names do. The
+same few tokens run twice: as a step, beside tokens of other texts, and alone behind a past that only counts, which is
+how `generate()` would compute them behind a long text.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Generator
+import logging
+import math
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch.utils.hooks import RemovableHandle
+from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from loraplex_contracts.errors import UnsupportedModel
+from loraplex_server.backends.equivalence import compare_peaks
 from loraplex_server.layers import attention_interface as interface
 from loraplex_server.layers.spec import AttentionSpec
-from loraplex_server.model.positions import check_far, far_rows, packed_run, thresholds
-from loraplex_server.model.recording import Recording, Refusal, plain_inputs, trial_run, vocab_size
+
+log = logging.getLogger(__name__)
 
 KEPT = (2, 5)  # tokens whose logits are asked for
+NUM_TOKENS = 9
+# Arguments that change attention in a way that AttentionSpec does not describe.
+UNKNOWN_TERMS = ("s_aux", "sinks", "position_bias", "attn_bias", "attention_bias", "alibi", "head_mask")
+# Parts of the names of fields that count tokens.
+COUNTS_TOKENS = ("position", "window", "floor", "chunk", "context", "length")
+MAX_THRESHOLDS = 6  # of a configuration that names more, the largest
+# Where a row has pairs of tokens of other texts. What lies before the last of them is a text from its beginning.
+PLACES = (7, 5, 3)
 
 
 @dataclass(slots=True)
@@ -141,3 +158,269 @@ def _runs_recorded(model: nn.Module, runs: list[list[str]]) -> Generator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+# --- trial runs -------------------------------------------------------------------------------------------------------
+
+
+class Refusal(Exception):
+    """Raised inside a forward; becomes UnsupportedModel with the model's name."""
+
+
+class Recorder:
+    """Stands for attention during the probe: records its call and passes each token's own value on."""
+
+    def __init__(self, module: nn.Module, owner: Recording) -> None:
+        self.module = module
+        self.owner = owner
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, options: dict[str, Any]
+    ) -> Tensor:
+        self.owner.saw(self.module, query, key, value, attention_mask, options)
+        groups = query.shape[1] // value.shape[1]
+        return value.repeat_interleave(groups, dim=1).transpose(1, 2).contiguous()
+
+
+class Recording:
+    """What one run has shown. `has_plain_positions` is False where positions jump: Transformers takes that for packed
+    sequences and makes masks of another kind."""
+
+    def __init__(self, text_config: Any, has_plain_positions: bool = True) -> None:
+        self.layer_types: list[str | None] = list(getattr(text_config, "layer_types", None) or ())
+        self.config_window: int | None = getattr(text_config, "sliding_window", None)
+        self.has_plain_positions = has_plain_positions
+        self.attention: list[tuple[nn.Module, AttentionSpec]] = []
+        self.states: list[Tensor] = []  # queries and keys of each layer [heads, NUM_TOKENS, dim]
+        self.logits = torch.empty(0)  # [len(kept), num_logits]
+        self.kept: tuple[int, ...] = ()  # tokens whose logits these are
+
+    def saw(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        options: dict[str, Any],
+    ) -> None:
+        if any(known is module for known, _ in self.attention):
+            raise Refusal("an attention layer runs several times per token")
+        if query.shape[0] != 1 or query.shape[2] != NUM_TOKENS or key.shape[2] != NUM_TOKENS:
+            raise Refusal("its attention does not see the step's tokens as one row")
+        if query.shape[1] % key.shape[1] or key.shape[1] != value.shape[1] or query.shape[3] != key.shape[3]:
+            raise Refusal("its attention heads have a shape that paged attention does not know")
+        for name in UNKNOWN_TERMS:
+            if options.get(name) is not None:
+                raise Refusal(f"its attention has a term ({name}) that paged attention does not compute yet")
+        if options.get("is_causal") is False:
+            raise Refusal("it attends to later tokens")
+        scaling = options.get("scaling")
+        if isinstance(scaling, Tensor):
+            raise Refusal("the scaling of its attention is computed for each call")
+        softcap = options.get("softcap")
+        spec = AttentionSpec(
+            num_heads=query.shape[1],
+            num_kv_heads=key.shape[1],
+            k_dim=key.shape[3],
+            v_dim=value.shape[3],
+            scaling=float(scaling) if scaling is not None else query.shape[3] ** -0.5,
+            window=self._window(len(self.attention), mask, options.get("sliding_window")),
+            softcap=float(softcap) if softcap else None,
+        )
+        self.attention.append((module, spec))
+        self.states += [query[0].clone(), key[0].clone()]
+
+    @property
+    def specs(self) -> list[AttentionSpec]:
+        return [spec for _, spec in self.attention]
+
+    def is_same_as(self, other: Recording, place: int) -> bool:
+        """Whether the token at `place`, of those whose logits were asked for, was computed as in the other run."""
+        states = zip(self.states, other.states, strict=True)
+        logits = [run.logits[run.kept.index(place)] for run in (self, other)]
+        pairs = [tuple(logits), *((a[:, place], b[:, place]) for a, b in states)]
+        return all(compare_peaks("token", *pair).is_equal for pair in pairs)
+
+    def _window(self, layer_idx: int, mask: Tensor | None, keyword: Any) -> int | None:
+        """The mask that Transformers makes for the layer decides; without one the keyword, then the configuration."""
+        if mask is not None and self.has_plain_positions:
+            if not hasattr(mask, interface.WINDOW):
+                raise Refusal("it builds attention masks of its own")
+            found = getattr(mask, interface.WINDOW)
+            if isinstance(found, str):
+                raise Refusal(f"its attention uses {found}")
+            return found
+        if keyword is not None:
+            return int(keyword)
+        layer_type = self.layer_types[layer_idx] if layer_idx < len(self.layer_types) else None
+        return self.config_window if layer_type == "sliding_attention" else None
+
+
+def trial_run(
+    model: PreTrainedModel,
+    recording: Recording,
+    ids: Tensor,
+    positions: Tensor,
+    kept: Sequence[int],
+    past: Cache | None = None,
+) -> Recording:
+    """Fills `recording`; `kept`: tokens whose logits are asked for. Raises Refusal, for whatever the model raises."""
+    modules = list(model.modules())
+    for module in modules:
+        setattr(module, interface.HANDLE, Recorder(module, recording))
+    options: dict[str, Any] = {"use_cache": False} if past is None else {"use_cache": True, "past_key_values": past}
+    try:
+        with torch.inference_mode():
+            rows = torch.tensor(kept, device=ids.device)
+            logits: Tensor = model(input_ids=ids, position_ids=positions, logits_to_keep=rows, **options).logits
+    except (Refusal, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise Refusal(f"a trial run raised {type(error).__name__}: {error}") from error
+    finally:
+        for module in modules:
+            delattr(module, interface.HANDLE)
+    if logits.shape[:2] != (1, len(kept)):
+        raise Refusal("it computes logits for other rows than it is asked for")
+    recording.logits, recording.kept = logits[0], tuple(kept)
+    return recording
+
+
+def vocab_size(model: PreTrainedModel) -> int:
+    return cast(Tensor, model.get_input_embeddings().weight).shape[0]
+
+
+def plain_inputs(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
+    """Token ids and positions, both [1, NUM_TOKENS]."""
+    positions = torch.arange(NUM_TOKENS, device=next(model.parameters()).device).unsqueeze(0)
+    return positions.remainder(max(1, vocab_size(model) - 1)), positions
+
+
+# --- positions far out ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FarRow:
+    """Tokens of several texts side by side, as in a step."""
+
+    positions: tuple[int, ...]  # [NUM_TOKENS]
+    places: tuple[int, ...]  # of the first token of each pair
+
+
+def thresholds(config: PreTrainedConfig, limit: int) -> tuple[int, ...]:
+    """Numbers of tokens within `limit` that the configuration names, in order. A run of the first tokens shows those
+    below NUM_TOKENS, and a run of the last tokens those at the end."""
+    found = {count for count in _counts(config.to_dict()) if NUM_TOKENS <= count <= limit - NUM_TOKENS}
+    return tuple(sorted(found)[-MAX_THRESHOLDS:])
+
+
+def _counts(fields: Mapping[str, Any]) -> Iterator[int]:
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            yield from _counts(value)  # rope parameters, perhaps of each kind of layer
+        elif any(part in str(name) for part in COUNTS_TOKENS) and isinstance(value, int | float):
+            yield int(value) if math.isfinite(value) else 0
+
+
+def far_rows(counts: Sequence[int], limit: int) -> list[FarRow]:
+    """Rows with pairs around each of these numbers of tokens, and at the end of a context of `limit`."""
+    ends = [max(limit, NUM_TOKENS), *(count + 1 for count in counts)]
+    rows: list[FarRow] = []
+    for begin in range(0, len(ends), len(PLACES)):
+        pairs = dict(zip(PLACES, ends[begin : begin + len(PLACES)], strict=False))
+        positions = list(range(NUM_TOKENS))
+        for place, end in pairs.items():
+            positions[place : place + 2] = (end - 2, end - 1)
+        rows.append(FarRow(tuple(positions), tuple(pairs)))
+    return rows
+
+
+def check_far(model: PreTrainedModel, plain: Recording, place: int, rows: Sequence[FarRow]) -> Recording:
+    """What a step of the first row shows. `plain`: a run of plain positions, and a place in it. Raises Refusal.
+
+    A model that counts positions by its cache gets a cache for its steps that says them, if that is what it needs.
+    """
+    try:
+        return _check(model, plain, place, rows)
+    except Refusal as refusal:
+        hook = count_by_cache(model)
+        try:
+            found = _check(model, plain, place, rows)
+        except Refusal:
+            hook.remove()
+            raise refusal from None
+        log.info("the model counts positions by its cache, so every step has one")
+        return found
+
+
+def _check(model: PreTrainedModel, plain: Recording, place: int, rows: Sequence[FarRow]) -> Recording:
+    steps = [packed_run(model, row.positions) for row in rows]
+    for row, step in zip(rows, steps, strict=True):
+        if not step.is_same_as(plain, place):
+            raise Refusal(
+                "positions of one request change the rotation of others, so requests in one step would change each "
+                "other's text"
+            )
+        for first in row.places:
+            alone = _run_alone(model, row.positions[first] - first)
+            if not all(step.is_same_as(alone, idx) for idx in (first, first + 1)):
+                raise Refusal(
+                    f"around position {row.positions[first]} it computes a token of a step otherwise than `generate()` "
+                    "does, so texts would be wrong"
+                )
+            if alone.specs != plain.specs:
+                raise Refusal(f"its attention is another one from position {row.positions[first]} on")
+    return steps[0]
+
+
+def packed_run(model: PreTrainedModel, positions: Sequence[int]) -> Recording:
+    """A trial run of tokens at these positions, as a step has them."""
+    ids, plain = plain_inputs(model)
+    recording = Recording(model.config.get_text_config(), has_plain_positions=False)
+    return trial_run(model, recording, ids, torch.tensor([positions], device=plain.device), range(NUM_TOKENS))
+
+
+def _run_alone(model: PreTrainedModel, start: int) -> Recording:
+    """A trial run of the same tokens as one text, `start` tokens after its beginning."""
+    ids, positions = plain_inputs(model)
+    text = model.config.get_text_config()
+    try:
+        return trial_run(model, Recording(text), ids, positions + start, range(NUM_TOKENS), EmptyPast(start))
+    except Refusal as refusal:
+        log.debug("without a cache: %s", refusal)
+    return trial_run(model, Recording(text, has_plain_positions=False), ids, positions + start, range(NUM_TOKENS))
+
+
+class EmptyPast(Cache):
+    """Every query sees the new tokens alone, wherever they are."""
+
+    def __init__(self, num_past: int | Tensor) -> None:
+        """`num_past`: tokens before the first one; or for each token [num_tokens] its position less its place."""
+        super().__init__(layers=[])
+        self._num_past = num_past
+
+    def get_seq_length(self, layer_idx: int = 0, *_: Any, **__: Any) -> int:
+        return cast(int, self._num_past)  # arithmetic is the same with one number and with one for each token
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0, *_: Any, **__: Any) -> tuple[int, int]:
+        """Number of keys, and the position of the first."""
+        return query_length, self.get_seq_length()
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        return key_states, value_states
+
+
+def count_by_cache(model: nn.Module) -> RemovableHandle:
+    """Gives a model that runs with `position_ids` and without a cache one that says these positions."""
+
+    def add(_: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        positions: Tensor | None = options.get("position_ids")  # [1, num_tokens]
+        if positions is None or options.get("past_key_values") is not None:
+            return args, options
+        places = torch.arange(positions.shape[1], device=positions.device)
+        return args, {**options, "past_key_values": EmptyPast(positions[0] - places)}
+
+    return model.register_forward_pre_hook(add, with_kwargs=True)

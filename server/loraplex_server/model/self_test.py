@@ -1,8 +1,7 @@
-"""A last check of a loaded model: a few short texts, packed, paged and cut in two, against Transformers' own attention.
+"""Self-test of a loaded model: a few short texts, packed, paged and cut in two, against Transformers' own attention.
 
-The probe knows what it looked for; this notices the rest (an option of attention that it did not look for, say). All
-texts but the first stand far out, where they look back at nothing but themselves. Costs two runs of a handful of
-tokens, and one for each text.
+It notices what the probe did not look for (an option of attention, say). All texts but the first stand far out, where
+they look back at nothing but themselves. Costs two runs of a handful of tokens, and one for each text.
 """
 
 from __future__ import annotations
@@ -20,22 +19,18 @@ from transformers import PreTrainedModel
 from loraplex_contracts.errors import UnsupportedModel
 from loraplex_contracts.plan import NewSequence, Span
 from loraplex_contracts.request import OutputParams, SamplingParams
+from loraplex_server.backends.equivalence import DOUBTFUL, compare
 from loraplex_server.backends.reference.attention import TorchPagedAttention
 from loraplex_server.layers.kv_memory import KvCache
 from loraplex_server.model.batch import BatchMirror
 from loraplex_server.model.loaded_model import LoadedModel
-from loraplex_server.model.past import EmptyPast
-from loraplex_server.model.positions import thresholds
+from loraplex_server.model.probe import EmptyPast, thresholds
 
 log = logging.getLogger(__name__)
 
 BLOCK_SIZE = 4
 LENGTHS = (9, 6, 6, 6)  # of the texts: at the beginning, at the context's end, and around numbers of tokens
 CUT = 5  # where each is cut
-# Relative error of the logits, from which on a model is doubtful, and refused. Wide dtypes differ by rounding alone; in
-# narrow ones two right results may differ by a router's decision, while a wrong scale or mask differs by far more.
-DOUBTFUL, REFUSED = 0.1, 0.5
-WIDE_REFUSED = 1e-2
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,22 +71,16 @@ def _reference_logits(model: PreTrainedModel, ids: Sequence[int], start: int) ->
 def verify_loaded(loaded: LoadedModel, texts: Sequence[Text]) -> None:
     """Raises UnsupportedModel when the model computes something else than in `texts`. Doubt goes to the log."""
     got = _served_logits(loaded, texts)
-    error = _relative_error(got, [text.logits for text in texts])
-    is_wide = loaded.dtype.itemsize >= 4
-    limit = WIDE_REFUSED if is_wide else REFUSED
-    if not error <= limit:  # NaN is refused as well
-        wrong = [t.start for t, own in zip(texts, got, strict=True) if not _relative_error([own], [t.logits]) <= limit]
+    found = compare("served logits", torch.cat([text.logits for text in texts]), torch.cat(got))
+    if not found.is_equal:
+        pairs = zip(texts, got, strict=True)
+        wrong = [text.start for text, own in pairs if not compare("served logits", text.logits, own).is_equal]
         raise UnsupportedModel(
             f"{loaded.model_id} ({loaded.model_type}) cannot be served: over paged attention its logits are off by "
-            f"{error:.0%} from those of Transformers' own attention, from position {min(wrong, default=0)} on"
+            f"{found.error:.0%} from those of Transformers' own attention, from position {min(wrong, default=0)} on"
         )
-    if not is_wide and error > DOUBTFUL:
-        log.warning("over paged attention logits are off by %.0f %% in %s", 100 * error, loaded.dtype_name)
-
-
-def _relative_error(got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    wanted = torch.cat(list(expected)).double()
-    return float((torch.cat(list(got)).double() - wanted).norm() / wanted.norm().clamp_min(1e-30))
+    if loaded.dtype.itemsize < 4 and found.error > DOUBTFUL:
+        log.warning("over paged attention logits are off by %.0f %% in %s", 100 * found.error, loaded.dtype_name)
 
 
 def _served_logits(loaded: LoadedModel, texts: Sequence[Text]) -> list[Tensor]:

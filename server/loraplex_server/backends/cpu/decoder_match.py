@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from loraplex_server.backends.cpu.attention import Plan, reason_against
 from loraplex_server.backends.cpu.decoder import LayerWeights, NativeNorm, NativeStack, StackShape
 from loraplex_server.backends.cpu.native.kernels import DTYPES, NativeKernels
+from loraplex_server.backends.equivalence import Comparison, compare
 from loraplex_server.layers import attention_interface as interface
 from loraplex_server.layers.attention import AttentionBatch
 from loraplex_server.layers.context import StepContext
@@ -46,9 +47,6 @@ ACTIVATIONS: Final = {"SiLUActivation": 0, "SiLU": 0, "GELUTanh": 1, "PytorchGEL
 NUM_TOKENS: Final = 6
 STATES_SCALE: Final = 0.02
 ROTARY_MULTIPLE: Final = 32  # of the features that positions turn
-# How far a twin may be off, relative to what the layer adds: rounding, and nothing else. What rounding in bfloat16 may
-# hide (that a layer which attends to everything alike does not turn its queries, say) is found in float32.
-TOLERANCE: Final = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,20 +254,20 @@ def _prove(
     kernels: NativeKernels,
     far: Sequence[int],
 ) -> None:
-    error = _difference(model, layer, weights, shape, kernels, far)
-    if not error <= TOLERANCE[shape.dtype]:
-        raise _NoMatch(f"layer {idx} computes something else ({error:.1%} apart in {_name(shape.dtype)})")
+    found = _compare(model, layer, weights, shape, kernels, far)
+    if not found.is_equal:
+        raise _NoMatch(f"layer {idx} computes something else ({found.error:.1%} apart in {_name(shape.dtype)})")
 
 
-def _difference(
+def _compare(
     model: PreTrainedModel,
     layer: nn.Module,
     weights: LayerWeights,
     shape: StackShape,
     kernels: NativeKernels,
     far: Sequence[int],
-) -> float:
-    """How far the native twin is from the layer on random states, relative to what the layer adds to them."""
+) -> Comparison:
+    """The native twin beside the layer on random states, relative to what the layer adds to them."""
     generator = torch.Generator().manual_seed(5)
     # Small, because what a layer adds does not grow with its input, but rounding the sum does.
     states = (STATES_SCALE * torch.randn(1, NUM_TOKENS, shape.hidden_size, generator=generator)).to(shape.dtype)
@@ -303,8 +301,7 @@ def _difference(
         context.clear()
         if hasattr(layer.get_submodule("self_attn"), interface.HANDLE):
             delattr(layer.get_submodule("self_attn"), interface.HANDLE)
-    added = (expected.double() - states.double()).norm().clamp_min(1e-30)
-    return float((got.double() - expected.double()).norm() / added)
+    return compare("decoder", expected, got, base=states)
 
 
 class _PlainAttention:

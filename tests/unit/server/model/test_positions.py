@@ -16,9 +16,7 @@ from torch import Tensor, nn
 from loraplex_contracts.errors import UnsupportedModel
 from loraplex_server.model import probe as probe_module
 from loraplex_server.model.loader import adopt_model
-from loraplex_server.model.past import EmptyPast
-from loraplex_server.model.positions import MAX_THRESHOLDS, far_rows, thresholds
-from loraplex_server.model.recording import NUM_TOKENS
+from loraplex_server.model.probe import MAX_THRESHOLDS, NUM_TOKENS, EmptyPast, far_rows, thresholds
 
 FLOOR = 40  # far behind every token that a check of the first tokens sees
 

@@ -2,7 +2,7 @@
 #include <sys/mman.h>
 
 #include "lora.h"
-#include "work.h"
+#include "parallel.h"
 
 #define LP_API __attribute__((visibility("default")))
 

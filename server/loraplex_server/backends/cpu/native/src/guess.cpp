@@ -1,6 +1,6 @@
 // What Medusa heads that share the model's own head guess: gather, residual blocks, head, most likely token.
 #include "lora.h"
-#include "work.h"
+#include "parallel.h"
 
 #define LP_API __attribute__((visibility("default")))
 

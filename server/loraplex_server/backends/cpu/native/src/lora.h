@@ -1,7 +1,7 @@
 // Low-rank updates of a group of modules that read the same rows.
 #pragma once
 
-#include "work.h"
+#include "parallel.h"
 
 namespace lp {
 

@@ -4,7 +4,7 @@
 //
 // with an adapter term on each of the seven linears. The caller guarantees shapes and keeps all memory alive.
 #include "lora.h"
-#include "work.h"
+#include "parallel.h"
 
 extern "C" {
 

@@ -1,6 +1,11 @@
 // Attention of a block of queries of one span and one KV head over its pages: scores, softmax, values.
 #pragma once
 
+#include "../kernels.h"
+#include "attention_tiles.h"
+#include "pages.h"
+#include "vector.h"
+
 namespace lp {
 namespace LP_ISA {
 

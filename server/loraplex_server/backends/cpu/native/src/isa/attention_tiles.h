@@ -3,6 +3,11 @@
 // see it is exactly nothing; so a query's bits do not depend on which queries it is computed with.
 #pragma once
 
+#include "../kernels.h"
+#include "pages.h"
+#include "tiles.h"
+#include "vector.h"
+
 #ifdef __AMX_BF16__
 
 namespace lp {

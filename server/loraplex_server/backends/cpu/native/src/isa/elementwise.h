@@ -1,6 +1,9 @@
 // Norms, rotary positions, activations, and the ways of results into the model's dtype.
 #pragma once
 
+#include "../kernels.h"
+#include "vector.h"
+
 namespace lp {
 namespace LP_ISA {
 

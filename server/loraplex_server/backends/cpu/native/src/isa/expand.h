@@ -2,6 +2,11 @@
 // lie.
 #pragma once
 
+#include "../kernels.h"
+#include "shrink.h"
+#include "tiles.h"
+#include "vector.h"
+
 namespace lp {
 namespace LP_ISA {
 

@@ -5,19 +5,14 @@
 #include "../kernels.h"
 
 #include "vector.h"
-// In this order: each knows the ones before.
 #include "pages.h"
 #include "tiles.h"
-//
 #include "attention_tiles.h"
-//
 #include "attention.h"
 #include "elementwise.h"
 #include "product.h"
 #include "widen.h"
-//
 #include "shrink.h"
-//
 #include "expand.h"
 
 #define LP_JOIN2(a, b) a##b

@@ -1,6 +1,9 @@
 // How attention goes through a span's pages.
 #pragma once
 
+#include "../kernels.h"
+#include "vector.h"
+
 namespace lp {
 namespace LP_ISA {
 

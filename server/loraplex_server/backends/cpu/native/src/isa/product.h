@@ -1,6 +1,10 @@
 // Products of a few rows with a band of packed weights.
 #pragma once
 
+#include "../kernels.h"
+#include "tiles.h"
+#include "vector.h"
+
 namespace lp {
 namespace LP_ISA {
 

@@ -1,6 +1,10 @@
 // The first half of a low-rank update, for rows of one adapter: inner products. Factors are read where they lie.
 #pragma once
 
+#include "../kernels.h"
+#include "tiles.h"
+#include "vector.h"
+
 namespace lp {
 namespace LP_ISA {
 

@@ -1,6 +1,10 @@
 // The tiles of AMX: how they are set up, and what brings data into their layout.
 #pragma once
 
+#include <stdint.h>
+
+#include "vector.h"
+
 namespace lp {
 namespace LP_ISA {
 

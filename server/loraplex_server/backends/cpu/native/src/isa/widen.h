@@ -1,6 +1,11 @@
 // Weights in eight bits become those that products read: a value times its block's power of two, which is exact.
 #pragma once
 
+#include "../kernels.h"
+#include "product.h"
+#include "tiles.h"
+#include "vector.h"
+
 namespace lp {
 namespace LP_ISA {
 

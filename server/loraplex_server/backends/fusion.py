@@ -1,11 +1,11 @@
-"""Puts fused operations into a model: into norms and attention modules that are proven to compute what they replace.
+"""Fused norms and rotary embeddings in a model, where they are proven to compute what they replace.
 
-Nobody's names are trusted but one: attention modules call a function `apply_rotary_pos_emb` of the file they are
-written in. Whatever is called so, and every module that looks like an RMS norm, is run beside the fused operation on
-random values, in float32 where rounding hides nothing and in the model's dtype. What differs is left alone.
+Names prove nothing. Attention modules call a function `apply_rotary_pos_emb` of the file they are written in: each such
+function, and each module that looks like an RMS norm, runs beside the fused operation on random values, in float32
+where rounding hides nothing and in the model's dtype. What differs is left alone.
 
-A module keeps its class and its weights; it is given a `forward` of its own. Of an attention module that is the same
-code, which finds our function under the other one's name: nothing in Transformers changes, and no other model does.
+A module keeps its class and weights and gets a `forward` of its own. For an attention module that is the same code,
+which finds our function under the other one's name: Transformers and other models stay as they are.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor, nn
 
+from loraplex_server.backends.equivalence import Comparison, compare, compare_all
 from loraplex_server.layers.fused import FusedOps, NormForm
 
 log = logging.getLogger(__name__)
 
 ROTATE: Final = "apply_rotary_pos_emb"
 FORMS: Final = (NormForm(0.0, True), NormForm(0.0, False), NormForm(1.0, False), NormForm(1.0, True))
-# By how much results may differ: by the order in which float32 was added up; in narrow dtypes by a last bit too.
-WIDE_TOLERANCE, NARROW_TOLERANCE = 1e-5, 1e-2
 NUM_ROWS, NUM_HEADS = 5, 3
 
 Rotate = Callable[..., tuple[Tensor, Tensor]]
@@ -68,26 +67,28 @@ def _norm_forward(module: nn.Module, ops: FusedOps) -> Callable[[Tensor], Tensor
     if isinstance(module, nn.LayerNorm) or next(module.children(), None) is not None:
         return None
     wide = copy.deepcopy(module).float()
-    right = [form for form in FORMS if _error(wide, cast(Tensor, wide.weight), eps, form, ops) <= WIDE_TOLERANCE]
-    errors = [_error(module, weight, eps, form, ops) for form in right]
-    if not errors or min(errors) > (WIDE_TOLERANCE if weight.dtype.itemsize >= 4 else NARROW_TOLERANCE):
+    right = [form for form in FORMS if _norm_error(wide, cast(Tensor, wide.weight), eps, form, ops).is_equal]
+    found = [_norm_error(module, weight, eps, form, ops) for form in right]
+    # The one that rounds as the module does.
+    best = min(range(len(found)), key=lambda idx: found[idx].error, default=None)
+    if best is None or not found[best].is_equal:
         return None
-    form = right[errors.index(min(errors))]  # the one that rounds as the module does
+    form = right[best]
     own = type(module).forward.__get__(module)
     return partial(_norm, own=own, weight=weight, eps=eps, form=form, ops=ops)
 
 
-def _error(module: nn.Module, weight: Tensor, eps: float, form: NormForm, ops: FusedOps) -> float:
+def _norm_error(module: nn.Module, weight: Tensor, eps: float, form: NormForm, ops: FusedOps) -> Comparison:
     generator = torch.Generator().manual_seed(5)
-    errors: list[float] = []
+    found: list[Comparison] = []
     for scale in (1.0, eps**0.5):  # the second shows where eps is added
         x = scale * torch.randn(1, NUM_ROWS, weight.shape[0], generator=generator)
         x = x.to(weight.device, weight.dtype)
         try:
-            errors.append(_difference(module(x.clone()), ops.rms_norm(x, weight, eps, form)))
+            found.append(compare("operation", module(x.clone()), ops.rms_norm(x, weight, eps, form)))
         except Exception:  # model-specific code that takes something else
-            return math.inf
-    return max(errors)
+            return Comparison(math.inf, 0.0)
+    return max(found, key=lambda one: one.error)
 
 
 def _norm(x: Tensor, *, own: Callable[[Tensor], Tensor], weight: Tensor, eps: float, form: NormForm, ops: FusedOps):
@@ -132,25 +133,16 @@ def _rotates_halves(own: Rotate, ops: FusedOps, like: Tensor) -> bool:
             expected = own(*tensors)
         except Exception:  # it takes something else
             return False
-        tolerance = WIDE_TOLERANCE if dtype.itemsize >= 4 else NARROW_TOLERANCE
-        if not all(_difference(*pair) <= tolerance for pair in zip(expected, ops.rotate(*tensors), strict=True)):
+        if not compare_all("operation", expected, ops.rotate(*tensors)).is_equal:
             return False
     return True
 
 
 def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, own: Rotate, ops: FusedOps, **options: Any):
-    """Of what the fused operation does not know the function's own code takes care."""
+    """Rotates by the fused operation what that knows, and all else by the function's own code."""
     shape = (1, q.shape[-2], q.shape[-1])
     is_known = q.dim() == k.dim() == 4 and q.shape[0] == 1 and cos.shape == sin.shape == shape
     is_known &= q.dtype == k.dtype == cos.dtype == sin.dtype and k.shape[-2:] == q.shape[-2:]
     if rest or options or not is_known:
         return own(q, k, cos, sin, *rest, **options)
     return ops.rotate(q, k, cos, sin)
-
-
-def _difference(one: Tensor, other: Tensor) -> float:
-    """Relative to `one`; infinite where they are not even of one kind."""
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return math.inf
-    error = float((one.double() - other.double()).norm() / one.double().norm().clamp_min(1e-30))
-    return error if math.isfinite(error) else math.inf

@@ -11,7 +11,7 @@ from support.backends import PatchedBackend
 from support.zoo import random_model
 from torch import Tensor, nn
 
-from loraplex_server.backends.fused_match import fuse, separate
+from loraplex_server.backends.fusion import fuse, separate
 from loraplex_server.backends.registry import choose_backend
 from loraplex_server.layers.fused import NormForm, ReferenceFused
 from loraplex_server.model.loader import adopt_model

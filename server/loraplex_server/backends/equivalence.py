@@ -1,0 +1,84 @@
+"""Equivalence checks: what takes the place of a model's own code must compute the same.
+
+Every check at load time runs both on the same few values and compares them here. What differs is not used, or, where
+nothing else could be used, the model is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import torch
+from torch import Tensor
+
+Kind = Literal["operation", "decoder", "model", "token", "served logits"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """The largest relative error that is rounding alone."""
+
+    wide: float  # float32 and float64
+    narrow: float  # bfloat16 and float16
+
+    def of(self, dtype: torch.dtype) -> float:
+        return self.wide if dtype.itemsize >= 4 else self.narrow
+
+
+TOLERANCES: Final[Mapping[Kind, Tolerance]] = {
+    # One norm or rotation: the order in which float32 is added up; in narrow dtypes a last bit too.
+    "operation": Tolerance(1e-5, 1e-2),
+    # A decoder layer, relative to what it adds to its input: other orders of sums, roundings between operations. What
+    # narrow rounding may hide (a layer that attends to all alike and does not turn its queries) shows in float32.
+    "decoder": Tolerance(1e-4, 3e-2),
+    # States and logits of a whole model whose linears or operations were replaced: the same through all layers.
+    "model": Tolerance(1e-4, 3e-2),
+    # States and logits of one token in two runs, by the largest value: products that are blocked in another way.
+    "token": Tolerance(1e-4, 3e-2),
+    # Logits over paged attention and under Transformers' own. In narrow dtypes two right results may differ by a
+    # router's decision; a wrong scale or mask differs by far more.
+    "served logits": Tolerance(1e-2, 0.5),
+}
+DOUBTFUL: Final = 0.1  # served logits in narrow dtypes that differ by more are logged
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """How far two results are apart, relative to the expected one, and how far they may be."""
+
+    error: float
+    limit: float
+
+    @property
+    def is_equal(self) -> bool:
+        return self.error <= self.limit  # NaN is not
+
+
+def compare(kind: Kind, expected: Tensor, got: Tensor, base: Tensor | None = None) -> Comparison:
+    """Norm of the difference relative to that of `expected`, or of what `expected` adds to `base`."""
+    limit = TOLERANCES[kind].of(expected.dtype)
+    if expected.shape != got.shape or expected.dtype != got.dtype:
+        return Comparison(math.inf, limit)
+    wanted = expected.double()
+    scale = (wanted if base is None else wanted - base.double()).norm().clamp_min(1e-30)
+    error = float((got.double() - wanted).norm() / scale)
+    return Comparison(error if math.isfinite(error) else math.inf, limit)
+
+
+def compare_all(kind: Kind, expected: Sequence[Tensor], got: Sequence[Tensor]) -> Comparison:
+    """The first pair that differs, or else the last one."""
+    found = Comparison(0.0, 0.0)
+    for wanted, own in zip(expected, got, strict=True):
+        found = compare(kind, wanted, own)
+        if not found.is_equal:
+            break
+    return found
+
+
+def compare_peaks(kind: Kind, expected: Tensor, got: Tensor) -> Comparison:
+    """Largest difference relative to the largest value: one wrong entry of many shows."""
+    largest = max(float(expected.abs().max()), 1e-6)
+    return Comparison(float((expected - got).abs().max()) / largest, TOLERANCES[kind].of(expected.dtype))
