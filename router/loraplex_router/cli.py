@@ -34,7 +34,7 @@ def router(config: RouterConfig) -> None:
 def _print_ready(running: Router) -> None:
     total = len(running.config.workers)
     line = f"router ready on {running.address} ({running.replicas.num_routable} of {total} workers available"
-    if running.metrics_endpoint is not None:
-        line += f", metrics on port {running.metrics_endpoint.port}"
+    if running.listener.metrics is not None:
+        line += f", metrics on port {running.listener.metrics.port}"
     with unread_output_is_lost():
         print(line + ")", flush=True)

@@ -149,7 +149,7 @@ async def test_signals_end_it_and_a_second_one_at_once() -> None:
             call = stub(channel).GenerateStream(Generate(text="x"))
             await call.read()
             os.kill(os.getpid(), signal.SIGTERM)
-            await until(lambda: router.health._is_draining)
+            await until(lambda: router.listener.health._is_draining)
             os.kill(os.getpid(), signal.SIGTERM)
             await asyncio.wait_for(running, 5)
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -158,7 +158,7 @@ async def test_signals_end_it_and_a_second_one_at_once() -> None:
 
 async def test_a_taken_port_is_refused_in_words() -> None:
     async with cluster(1) as c:
-        config = RouterConfig(workers=(c.workers[0].address,), port=c.router.port)
+        config = RouterConfig(workers=(c.workers[0].address,), port=int(c.router.address.rpartition(":")[2]))
         with pytest.raises(FailedPrecondition, match="cannot listen"):
             await start_router(config)
 
@@ -208,7 +208,7 @@ async def test_metrics() -> None:
             pass
         c.workers[0].report(pending_tokens=50, running_requests=2, queued_requests=1, tiers={"sql": 4})
         await until(lambda: c.router.replicas[c.workers[0].address].num_running == 2)
-        endpoint = c.router.metrics_endpoint
+        endpoint = c.router.listener.metrics
         assert endpoint is not None
         reader, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
         writer.write(b"GET /metrics HTTP/1.1\r\n\r\n")

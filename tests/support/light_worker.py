@@ -19,7 +19,7 @@ async def light_worker(
     builder: EngineBuilder = build_slow, *, inline: bool = False, engine: Any = None, **settings: Any
 ) -> AsyncIterator[Worker]:
     """In this event loop; the engine in a process of its own, unless `inline`."""
-    config = WorkerConfig(EngineConfig(ModelConfig(INFO.model_id), **(engine or {})), port=0, **settings)
+    config = WorkerConfig(EngineConfig(ModelConfig(INFO.model_id), **(engine or {})), **{"port": 0, **settings})
     tokenizer = TextTokenizer(tiny_tokenizer("byte_level"))
     worker = await start_worker(config, inline=inline, builder=builder, tokenizer=tokenizer)
     try:

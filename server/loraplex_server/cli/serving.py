@@ -37,26 +37,25 @@ async def serving(
     on_progress: Callable[[str], None],
     ending: Ending,
 ) -> AsyncGenerator[Serving | None]:
-    """Starts workers, then the router; drains both at the end. Children that die meanwhile are started again.
+    """Listens, starts workers, then the router; drains both at the end. Children that die meanwhile are started again.
 
-    None when the end was asked for before everything ran. Raises what the first start of a worker raised, and what the
-    router raises when it cannot listen.
+    None when the end was asked for before everything ran. Raises what the router raises when it cannot listen, and what
+    the first start of a worker raised.
     """
-    from loraplex_router.server import start_router  # late: printing help needs no gRPC
-    from loraplex_server.grpc.preflight import check_door
+    from loraplex_router.config import ServerOptions  # late: printing help needs no gRPC
+    from loraplex_router.server import listen, start_router
 
-    check_door(config)
+    listener = await listen(config, ServerOptions())
     children = Children(spec, num_workers, on_progress)
     try:
         addresses = await children.start(ending.asked)
         if addresses is None:
             yield None
             return
-        router = await start_router(_router_config(config, addresses, worker_token))
+        router = await start_router(_router_config(config, addresses, worker_token), listener)
         watching = asyncio.gather(children.watch(), children.kill_silent(router.heard_s))
         try:
-            endpoint = router.metrics_endpoint
-            ports = [] if endpoint is None else [endpoint.port, *children.metrics_ports]
+            ports = [] if listener.metrics is None else [listener.metrics.port, *children.metrics_ports]
             yield Serving(router.address, ports, lambda: len(router.calls))
         finally:
             watching.cancel()
@@ -64,6 +63,7 @@ async def serving(
             gently = router.drain(config.drain_s, announce_s=ending.announce_s(config.announce_s))
             await ending.drain(gently, lambda: router.drain(0.0))
     finally:
+        await listener.stop(0.0)
         await ending.drain(children.stop(config.drain_s), lambda: children.stop(0.0, grace_s=2.0))
 
 

@@ -109,7 +109,8 @@ def _worker(
 
 
 def _ready(report: Report, running: Worker) -> None:
-    ports = [] if running.metrics is None else [running.metrics.port]
+    metrics = running.listener.metrics
+    ports = [] if metrics is None else [metrics.port]
     report.ready(running.address, running.info.model_id, ports)
 
 

@@ -16,7 +16,6 @@ from collections.abc import AsyncIterator, Callable, Generator
 from typing import Any, Final, TypeVar, cast
 
 import grpc
-import grpc.aio
 from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
@@ -84,8 +83,9 @@ def begin_request(given: str) -> str:
     return request_id
 
 
-def add_service(server: grpc.aio.Server, service: ServiceDescriptor, servicer: object) -> None:
-    """Serves `service` by the methods of `servicer`, each decorated with `handles_errors` or `handles_stream_errors`.
+def service_handler(service: ServiceDescriptor, servicer: object) -> grpc.GenericRpcHandler:
+    """Answers calls of `service` by the methods of `servicer`, each decorated with `handles_errors` or
+    `handles_stream_errors`.
 
     In place of the generated function, whose handlers gRPC ends itself, in its own words, when a request is no message.
     """
@@ -97,7 +97,7 @@ def add_service(server: grpc.aio.Server, service: ServiceDescriptor, servicer: o
             request_deserializer=functools.partial(_parsed_or_error, GetMessageClass(method.input_type)),
             response_serializer=_serialized,
         )
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
+    return grpc.method_handlers_generic_handler(service.full_name, handlers)
 
 
 def _parsed_or_error(cls: type[Message], raw: bytes) -> Message | InvalidArgument:

@@ -10,23 +10,16 @@ import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
-
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from loraplex_adapters.sources.chain import make_source
 from loraplex_adapters.sources.watch import SourceWatch
-from loraplex_proto.status import UnknownMethods
 from loraplex_proto.v1 import adapter_pb2, inference_pb2, worker_pb2
 from loraplex_proto.validate import ModelLimits
-from loraplex_runtime import auth, telemetry
-from loraplex_runtime.health import Health
-from loraplex_runtime.ports import bind, exposure_warnings, join_address
-from loraplex_runtime.reload import Reloader
+from loraplex_runtime import telemetry
+from loraplex_runtime.listener import Listener
 from loraplex_runtime.shutdown import Ending
-from loraplex_runtime.tls import server_credentials
 from loraplex_server.config import WorkerConfig
 from loraplex_server.engine.client import EngineClient
 from loraplex_server.engine.messages import ModelInfo
@@ -37,8 +30,7 @@ from loraplex_server.grpc.adapter_service import AdapterServicer
 from loraplex_server.grpc.inference_service import InferenceServicer
 from loraplex_server.grpc.load_service import WorkerServicer
 from loraplex_server.grpc.metrics import snapshot
-from loraplex_server.grpc.middleware import Edge, add_service
-from loraplex_server.grpc.preflight import check_door
+from loraplex_server.grpc.middleware import Edge, service_handler
 from loraplex_server.text.tokenizer import TextTokenizer
 
 log = logging.getLogger(__name__)
@@ -51,6 +43,7 @@ SERVICES = (
     adapter_pb2.DESCRIPTOR.services_by_name["AdapterService"],
     worker_pb2.DESCRIPTOR.services_by_name["WorkerService"],
 )
+SERVICE_NAMES = tuple(service.full_name for service in SERVICES)
 
 # What the last answers get to reach their clients, before the port closes.
 FAREWELL_S: Final = 1.0
@@ -66,7 +59,6 @@ def server_options(max_message_bytes: int) -> list[tuple[str, int]]:
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.max_connection_age_ms", 3_600_000),
         ("grpc.max_connection_age_grace_ms", 600_000),
-        ("grpc.so_reuseport", 0),
     ]
 
 
@@ -76,14 +68,14 @@ class Worker:
 
     engine: EngineClient
     info: ModelInfo
-    address: str
-    server: grpc.aio.Server
-    health: Health
+    listener: Listener
     edge: Edge
-    files: Reloader
     tokenizing: Tokenizing
     source: SourceWatch
-    metrics: telemetry.MetricsEndpoint | None = None
+
+    @property
+    def address(self) -> str:
+        return self.listener.address
 
     @property
     def num_requests(self) -> int:
@@ -97,17 +89,14 @@ class Worker:
         refused. Called again, with less time, it hurries."""
         self.edge.is_leaving = True
         self.engine.news.spread()
-        self.health.begin_drain()
+        self.listener.health.begin_drain()
         await asyncio.sleep(announce_s)
-        self.health.end_watches()
+        self.listener.health.end_watches()
         await self.edge.drain(drain_s)
         await self.engine.stop()  # ends what still runs, with an error that says why
         await self.edge.drain(FAREWELL_S)
-        await self.server.stop(FAREWELL_S)
-        self.files.stop()
+        await self.listener.stop(FAREWELL_S)
         await self.tokenizing.close()
-        if self.metrics is not None:
-            await self.metrics.stop()
         self.source.close()
 
 
@@ -119,75 +108,54 @@ async def start_worker(
     builder: EngineBuilder | None = None,
     tokenizer: TextTokenizer | None = None,
 ) -> Worker:
-    """Starts the engine, then listens. Raises the typed error of whatever cannot be had (model, port, files)."""
-    check_door(config)
+    """Listens, then starts the engine; serves once it is ready.
+
+    Raises the typed error of whatever cannot be had (model, port, files)."""
+    listener = await Listener.open(
+        config,
+        SERVICE_NAMES,
+        server_options(config.max_message_bytes),
+        what="worker",
+        router_digest=config.router_digest,
+    )
     engine = EngineClient(
         config.engine,
         max_unread_tokens=config.max_unread_tokens,
         # What sending takes cannot be told from what an engine takes in this process.
         max_stream_wait_s=0.0 if inline else config.max_stream_wait_s,
     )
-    source = SourceWatch(make_source(config.engine.adapters.root))  # the Hub cannot be listed
+    source: SourceWatch | None = None
     try:
+        source = SourceWatch(make_source(config.engine.adapters.root))  # the Hub cannot be listed
         info = await engine.start(on_progress, inline=inline, builder=builder)
-        if tokenizer is None:
-            tokenizer = TextTokenizer.from_pretrained(info.base, revision=info.base_revision)
-        return await _listen(config, engine, info, tokenizer, source)
+        if tokenizer is None:  # in a thread: health is asked meanwhile
+            load = partial(TextTokenizer.from_pretrained, info.base, revision=info.base_revision)
+            tokenizer = await asyncio.to_thread(load)
+        return _serve(listener, engine, info, tokenizer, source)
     except BaseException:
-        source.close()
+        if source is not None:
+            source.close()
         await engine.stop()
+        await listener.stop(0.0)
         raise
 
 
-async def _listen(
-    config: WorkerConfig, engine: EngineClient, info: ModelInfo, tokenizer: TextTokenizer, source: SourceWatch
+def _serve(
+    listener: Listener, engine: EngineClient, info: ModelInfo, tokenizer: TextTokenizer, source: SourceWatch
 ) -> Worker:
-    files = Reloader()
-    interceptors = [auth.ServerInterceptor(_credentials(files, config))]
-    server = grpc.aio.server(interceptors=interceptors, options=server_options(config.max_message_bytes))
-    registry = None
-    if config.metrics_port is not None:
-        registry = telemetry.new_registry()
-        telemetry.WorkerCollector(registry, lambda: snapshot(engine.state))
-    edge = Edge(telemetry.RequestMetrics(registry, "worker"))
+    if listener.registry is not None:
+        telemetry.WorkerCollector(listener.registry, lambda: snapshot(engine.state))
+    edge = Edge(telemetry.RequestMetrics(listener.registry, "worker"))
     tokenizing = Tokenizing(tokenizer, ModelLimits(info.vocab_size, info.max_context_tokens))
     servicers = (
         InferenceServicer(engine, info, tokenizing, edge),
         AdapterServicer(engine, edge, AdapterListing(lambda: engine.state.listing, source, info.own_adapters)),
         WorkerServicer(engine, edge),
     )
-    for service, servicer in zip(SERVICES, servicers, strict=True):
-        add_service(server, service, servicer)
-    names = tuple(service.full_name for service in SERVICES)
-    health = Health(names)
-    health_pb2_grpc.add_HealthServicer_to_server(health, server)
-    reflection.enable_server_reflection((*names, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name), server)
-    server.add_generic_rpc_handlers((UnknownMethods(),))
-    tls = server_credentials(files, config.tls_cert, config.tls_key)
-    port = bind(server, config.host, config.port, tls)
-    await server.start()
-    health.set_ready(True)
-    engine.on_stalled = lambda is_stalled: health.set_ready(not is_stalled)
-    endpoint = None
-    if registry is not None and config.metrics_port is not None:
-        endpoint = await telemetry.MetricsEndpoint.start(
-            config.metrics_host or config.host, config.metrics_port, registry
-        )
-    for sentence in exposure_warnings(
-        config.host, asks_credentials=config.auth_file is not None, has_tls=config.tls_cert is not None
-    ):
-        log.warning("%s", sentence)
-    files.start()
-    address = join_address(config.host, port)
-    return Worker(engine, info, address, server, health, edge, files, tokenizing, source, endpoint)
-
-
-def _credentials(files: Reloader, config: WorkerConfig) -> Callable[[], auth.Credentials] | None:
-    """Those that are in force at any time; None where everybody may do everything."""
-    if config.router_digest:
-        only = auth.one_router(config.router_digest)
-        return lambda: only
-    return auth.follow_credentials(files, config.auth_file)
+    listener.serve([service_handler(*pair) for pair in zip(SERVICES, servicers, strict=True)])
+    listener.health.set_ready(True)
+    engine.on_stalled = lambda is_stalled: listener.health.set_ready(not is_stalled)
+    return Worker(engine, info, listener, edge, tokenizing, source)
 
 
 async def run_worker(

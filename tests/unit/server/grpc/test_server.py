@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable
+
+import pytest
+from support.engine_fakes import build_slow
+from support.fake_workers import until
+from support.light_worker import light_worker
+
+from loraplex import AsyncClient
+from loraplex_contracts.errors import FailedPrecondition, Unavailable
+from loraplex_runtime.ports import check_free
+from loraplex_server.config import EngineConfig
+from loraplex_server.engine.engine import Engine
+
+
+async def test_a_worker_holds_its_port_while_its_model_loads() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    is_loaded = threading.Event()
+
+    def build(config: EngineConfig, progress: Callable[[str], None], notify: Callable[[], None]) -> Engine:
+        is_loaded.wait(60)
+        return build_slow(config, progress, notify)
+
+    def is_taken() -> bool:
+        try:
+            check_free("127.0.0.1", port)
+        except FailedPrecondition:
+            return True
+        return False
+
+    async def serve() -> str:
+        async with light_worker(build, inline=True, port=port) as worker, AsyncClient(worker.address) as client:
+            return (await client.generate("hello", max_tokens=2)).finish_reason
+
+    serving = asyncio.ensure_future(serve())
+    try:
+        await until(is_taken)
+        async with AsyncClient(f"127.0.0.1:{port}") as client:
+            with pytest.raises(Unavailable, match="this worker is starting") as refused:
+                await client.generate("hello", max_tokens=2)
+            assert refused.value.retry_after_s == 1.0
+    finally:
+        is_loaded.set()
+    assert await serving == "length"
