@@ -351,7 +351,7 @@ def test_bytes_that_are_no_message(worker: Worker, method: str) -> None:
         call = kind(f"/loraplex.v1.{method}")
         error = error_of(lambda: list(call(b"\xff\xff")))
     assert type(error) is InvalidArgument
-    assert "no loraplex.v1." in error.message
+    assert "not a loraplex.v1." in error.message
     assert "DecodeError" not in error.message
 
 
