@@ -140,6 +140,15 @@ class AdapterNotFound(LoraplexError):
     reason = "ADAPTER_NOT_FOUND"
 
 
+def adapter_not_found(adapter_id: str) -> AdapterNotFound:
+    """The same words for an unknown adapter and for another tenant's: the answer does not tell which."""
+    return AdapterNotFound(
+        f"there is no adapter {adapter_id!a} on this server; `loraplex adapters list` shows those that there are",
+        field="adapter_id",
+        resource=adapter_id,
+    )
+
+
 class AdapterOutsideRoot(AdapterNotFound):
     """An adapter whose folder or files are links that lead out of the server's directory of adapters."""
 

@@ -33,7 +33,13 @@ from typing import Any, Final, cast
 import grpc
 import grpc.aio
 
-from loraplex_contracts.errors import AdapterNotFound, InvalidArgument, LoraplexError, PermissionDenied, Unauthenticated
+from loraplex_contracts.errors import (
+    InvalidArgument,
+    LoraplexError,
+    PermissionDenied,
+    Unauthenticated,
+    adapter_not_found,
+)
 from loraplex_contracts.ids import check_id
 from loraplex_proto.status import refusing
 from loraplex_runtime.reload import Reloader, read_file
@@ -111,16 +117,6 @@ def recheck_identity() -> None:
     """For a stream that has no end of its own: raises Unauthenticated or PermissionDenied once the credential that it
     was opened with has been revoked."""
     _recheck.get()()
-
-
-def adapter_not_found(adapter_id: str) -> AdapterNotFound:
-    """Word for word what a worker says of an adapter that does not exist (a test compares), so that nobody learns from
-    the answer which of the two it is."""
-    return AdapterNotFound(
-        f"there is no adapter {adapter_id!a} on this server; `loraplex adapters list` shows those that there are",
-        field="adapter_id",
-        resource=adapter_id,
-    )
 
 
 # --- credentials ----------------------------------------------------------------------------------------------------

@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loraplex_adapters.cache.config import AdapterCacheConfig
-from loraplex_adapters.cache.integrity import check_idle, check_names, check_residency
-from loraplex_adapters.cache.listing import Listing, listing_order
-from loraplex_adapters.cache.offers import OFFER_ROUNDS
-from loraplex_adapters.cache.rows import key_row, name_row, take_changes
+from loraplex_adapters.cache.eviction import RESERVED_ROUNDS
+from loraplex_adapters.cache.listing import Listing, key_row, listing_order
+from loraplex_adapters.cache.names import AdapterTable
+from loraplex_adapters.cache.residency import AdapterCacheConfig
 from loraplex_adapters.cache.states import (
     IN_TRANSIT,
     KEY_TRANSITIONS,
@@ -34,7 +33,6 @@ from loraplex_adapters.cache.states import (
     Refetch,
     Stage,
 )
-from loraplex_adapters.cache.table import AdapterTable
 from loraplex_contracts.adapters import AdapterInfo, AdapterKey
 from loraplex_contracts.errors import (
     AdapterInvalid,
@@ -72,7 +70,7 @@ class Request:
 def rows(table: AdapterTable) -> list[AdapterInfo]:
     """What a listing shows, made anew."""
     listed = [
-        name_row(table, record)
+        table.row(record.name)
         for record in table.names.values()
         if not (record.state is NameState.FAILED and isinstance(record.error, AdapterNotFound))
     ]
@@ -247,8 +245,7 @@ class World:
 
     def check(self) -> None:
         residency = self.table.residency
-        check_residency(residency)
-        check_names(self.table)
+        self.table.check_integrity()
         pins = Counter(r.key for r in self.requests if r.key is not None)
         refs = Counter(r.key for r in self.requests if r.key is not None and r.has_ref)
         assert pins == Counter({r.key: r.num_pins for r in residency.records.values() if r.num_pins})
@@ -259,7 +256,7 @@ class World:
         assert sum(bytes_of(key) for key in self.on_device.values() if key not in dropping) <= 384
         dropping = {m.key for m in residency.moves if isinstance(m, DropHost)}
         assert sum(bytes_of(key) for key in self.on_host - dropping) <= 640
-        self.listing.take(take_changes(self.table))
+        self.listing.apply_changes(self.table.take_changes())
         expected = rows(self.table)
         assert list(self.listing.rows()) == expected, "a change that nobody heard of"
         resident = [row for tier in ("device", "host", "disk") for row in expected if row.tier == tier]
@@ -269,7 +266,7 @@ class World:
         """Whatever happened: every request that is left is served or told why not, and in the end nothing is left."""
         for request in [r for r in self.requests if r.has_ref]:
             self.end(request)
-        for _ in range(8 * OFFER_ROUNDS * (len(self.requests) + 1)):
+        for _ in range(8 * RESERVED_ROUNDS * (len(self.requests) + 1)):
             self.turn_engine(0, 0)
             self._work()
             # A served request runs for a turn and ends; the others go on waiting, and borrowers go on borrowing.
@@ -280,7 +277,7 @@ class World:
         assert all(r.borrows for r in self.requests), "requests that were never served"
         for request in list(self.requests):
             self.end(request)
-        check_idle(self.table)
+        self.table.check_idle()
         for name, record in list(self.table.names.items()):
             if record.key is not None:
                 self.table.unload(name)
@@ -387,4 +384,4 @@ def test_illegal_calls_change_nothing() -> None:
         with pytest.raises(IllegalTransition):
             illegal()
     assert (residency.records[key].num_pins, residency.records[key].state, residency.device_used) == before
-    check_residency(residency)
+    residency.check_integrity()

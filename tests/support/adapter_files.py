@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from loraplex_adapters.cache.config import AdapterCacheConfig
 from loraplex_adapters.cache.listing import Listing
-from loraplex_adapters.cache.manager import AdapterManager, everybody
+from loraplex_adapters.cache.manager import AdapterManager
+from loraplex_adapters.cache.residency import AdapterCacheConfig
 from loraplex_adapters.io.source_files import AdapterSource
 from loraplex_adapters.targets import BaseTargets, TargetModule
 from loraplex_adapters.weights import AdapterWeights
@@ -117,7 +117,6 @@ class Engine:
             "num_device_slots": 3,
             "disk_bytes": 1 << 24,
         }
-        access = options.pop("access", everybody)
         self.slots = Slots()
         self.now = 100.0
         self._woken = threading.Event()
@@ -129,12 +128,11 @@ class Engine:
             "cpu",
             self.slots.install,
             self._woken.set,
-            access,
         )
 
     def listed(self) -> list[AdapterInfo]:
         """As a front end lists it."""
-        self._listing.take(self.cache.take_changes())
+        self._listing.apply_changes(self.cache.take_changes())
         return list(self._listing.rows())
 
     def turn(self, timeout_s: float = 5.0) -> bool:
@@ -154,8 +152,8 @@ class Engine:
             assert self.turn(), "nobody woke the engine"
         raise AssertionError("no answer")
 
-    def resolve(self, adapter_id: str, tenant: str = "default") -> AdapterKey:
-        return self.until(lambda: self.cache.resolve(adapter_id, tenant, self.now))
+    def resolve(self, adapter_id: str) -> AdapterKey:
+        return self.until(lambda: self.cache.resolve(adapter_id, self.now))
 
     def acquire(self, key: AdapterKey) -> int:
         return self.until(lambda: self.cache.acquire(key))

@@ -67,7 +67,7 @@ class FakeCache:
     references: dict[AdapterKey, int] = field(default_factory=dict)
     num_polls: int = 0
 
-    def resolve(self, adapter_id: str, tenant: str, now: float) -> AdapterKey | None:
+    def resolve(self, adapter_id: str, now: float) -> AdapterKey | None:
         if adapter_id not in self.known:
             raise AdapterNotFound(f"there is no adapter {adapter_id!r}", resource=adapter_id)
         if self.num_polls < self.delay:
@@ -90,7 +90,7 @@ class FakeCache:
         return None
 
     def load(self, adapter_id: str, pin: bool, now: float) -> AdapterInfo | None:
-        key = self.resolve(adapter_id, "", now)
+        key = self.resolve(adapter_id, now)
         if key is None:
             return None
         self.unpin(key)

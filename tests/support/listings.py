@@ -30,10 +30,10 @@ class ListingWorker:
         self._listing = AdapterListing(lambda: self.held, cast(SourceWatch, self.source), own)
 
     def put(self, *rows: AdapterInfo) -> None:
-        self.held.take({(row.adapter_id, row.digest): (row,) for row in rows})  # type: ignore[misc]
+        self.held.apply_changes({(row.adapter_id, row.digest): (row,) for row in rows})  # type: ignore[misc]
 
     def drop(self, name: str, digest: str = "d") -> None:
-        self.held.take({(name, digest): ()})  # type: ignore[dict-item]
+        self.held.apply_changes({(name, digest): ()})  # type: ignore[dict-item]
 
     async def ask(self, identity: Identity = EVERYBODY, **fields: Any) -> Response:
         return await self._listing.page(list_query(adapter_pb2.ListAdaptersRequest(**fields)), identity)

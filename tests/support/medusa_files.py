@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from loraplex_adapters.cache.loader import Imported, import_adapter
-from loraplex_adapters.cache.tiers import Tiers
+from loraplex_adapters.cache.storage import Storage
 from loraplex_adapters.io.source_files import AdapterSource
 from loraplex_adapters.store import AdapterStore
 from loraplex_adapters.targets import BaseTargets
@@ -147,7 +147,7 @@ def load(source: AdapterSource, name: str, targets: BaseTargets, store_dir: Path
     store = AdapterStore(store_dir, 1 << 24, durable=False)
     try:
         imported = import_adapter(name, source, targets, store)
-        tiers = Tiers(store, torch.device("cpu"))
+        tiers = Storage(store, torch.device("cpu"))
         host = tiers.stage(imported.key)
         assert host is not None
         return imported, tiers.promote(host)

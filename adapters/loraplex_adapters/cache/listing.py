@@ -1,5 +1,7 @@
-"""A cache's listing, kept in order elsewhere by what changes: with thousands of adapters, sorting all of it takes as
-long as a step."""
+"""Listings of adapters: rows made from the cache's records, and a mirror of them kept by what changes.
+
+With thousands of adapters, sorting all rows takes as long as a step; so the front end's mirror only takes in changes.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +10,66 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from loraplex_contracts.adapters import AdapterInfo, AdapterTier, ListingChanges
+from loraplex_adapters.cache.states import KeyRecord, KeyState, NameRecord, NameState
+from loraplex_contracts.adapters import AdapterInfo, AdapterState, AdapterTier, ListingChanges
+from loraplex_contracts.errors import LoraplexError
 
 MAX_NEAREST = 1024
-# The nearest to the device first, without what is in the source only.
+# The tiers of residents, the nearest to the device first.
 _NEAREST_FIRST: tuple[AdapterTier, ...] = ("device", "host", "disk")
 _AFTER_ALL = "\x7f"  # behind every character of an adapter id
+_STATES: dict[KeyState, AdapterState] = {
+    KeyState.KNOWN: "known",
+    KeyState.STAGING: "fetching",
+    KeyState.REFETCHING: "fetching",
+    KeyState.ON_HOST: "on_host",
+    KeyState.PROMOTING: "on_host",
+    KeyState.ON_DEVICE: "on_device",
+    KeyState.FAILED: "failed",
+}
+_TIERS: dict[KeyState, AdapterTier] = {
+    KeyState.REFETCHING: "source",
+    KeyState.FAILED: "source",
+    KeyState.ON_HOST: "host",
+    KeyState.ON_DEVICE: "device",
+}
+
+
+def key_row(record: KeyRecord, adapter_id: str) -> AdapterInfo:
+    """One content under one name. Without a name of its own it is draining."""
+    tier = _TIERS.get(record.state, "host" if record.state is KeyState.PROMOTING else "disk")
+    return AdapterInfo(
+        adapter_id=adapter_id,
+        kind=record.key.kind,
+        digest=record.key.digest,
+        state=_STATES[record.state] if adapter_id in record.names else "draining",
+        tier=tier,
+        num_bytes=record.num_bytes,
+        rank=record.rank,
+        num_heads=record.num_heads,
+        num_running=record.num_refs,
+        pinned=adapter_id in record.pinned_names,
+        error=str(record.error or ""),
+        error_reason=_reason(record.error),
+    )
+
+
+def unbound_row(record: NameRecord) -> AdapterInfo:
+    """A name that is fetched, or whose failure is remembered."""
+    is_failed = record.state is NameState.FAILED
+    return AdapterInfo(
+        adapter_id=record.name, kind="", digest="", state="failed" if is_failed else "fetching", tier="source",
+        num_bytes=0, rank=0, num_running=0, pinned=False, error=str(record.error or ""),
+        error_reason=_reason(record.error),
+    )  # fmt: skip
+
+
+def _reason(error: Exception | None) -> str:
+    return error.reason if isinstance(error, LoraplexError) else ""
 
 
 def listing_order(row: AdapterInfo) -> tuple[str, bool, str]:
-    """By name; what drains comes behind what has taken its name."""
+    """By name; a content that drains comes behind the one that has taken its name."""
     return row.adapter_id, row.state == "draining", row.digest
 
 
@@ -29,7 +81,7 @@ def names_after(names: Sequence[str], after: str, prefix: str, limit: int) -> Se
 
 
 class Resident(NamedTuple):
-    """A row that is at least on disk, as routers are told."""
+    """An adapter that is at least on disk, as routers are told."""
 
     tier: AdapterTier
     adapter_id: str
@@ -40,18 +92,18 @@ class Listing:
     """Owns the rows."""
 
     def __init__(self) -> None:
-        self._changes: dict[object, tuple[AdapterInfo, ...]] = {}  # the rows by what they are about
+        self._changes: dict[object, tuple[AdapterInfo, ...]] = {}  # rows by the key or name that they are about
         self._rows: dict[str, list[AdapterInfo]] = {}  # by name, each in order
         self._names: list[str] = []  # sorted
         self._tiers: dict[AdapterTier, list[tuple[str, bool, str]]] = {tier: [] for tier in _NEAREST_FIRST}
-        self._nearest: tuple[Resident, ...] | None = None  # None: not since the last change
+        self._nearest: tuple[Resident, ...] | None = None  # None: to be made anew
 
-    def take(self, changes: ListingChanges) -> None:
+    def apply_changes(self, changes: ListingChanges) -> None:
         for about, rows in changes.items():
             before = self._changes.pop(about, ())
             if rows:
                 self._changes[about] = rows
-            # In this order, because a name that goes and comes again costs more.
+            # Added before removed, because a name that goes and comes again costs more.
             for row in rows:
                 self._add(row)
             for row in before:
@@ -62,8 +114,8 @@ class Listing:
     def names_after(self, after: str, prefix: str, limit: int) -> Sequence[str]:
         return names_after(self._names, after, prefix, limit)
 
-    def of(self, adapter_id: str) -> Sequence[AdapterInfo]:
-        """Its rows, in order; none where the cache has nothing to say of it."""
+    def rows_of(self, adapter_id: str) -> Sequence[AdapterInfo]:
+        """Its rows, in order; none where the cache does not know it."""
         return self._rows.get(adapter_id, ())
 
     def rows(self) -> Iterator[AdapterInfo]:
@@ -71,7 +123,7 @@ class Listing:
         return chain.from_iterable(map(self._rows.__getitem__, self._names))
 
     def nearest(self) -> Sequence[Resident]:
-        """The nearest to the device first, MAX_NEAREST at most. The same object until one of them changes."""
+        """MAX_NEAREST residents at most, the nearest to the device first. The same object until one of them changes."""
         if self._nearest is None:
             found: list[Resident] = []
             for tier in _NEAREST_FIRST:
@@ -107,5 +159,5 @@ def _place(row: AdapterInfo) -> tuple[AdapterTier, tuple[str, bool, str]]:
 
 
 def is_bound(rows: Sequence[AdapterInfo]) -> bool:
-    """Whether one of a name's rows is the name's own; the others drain."""
+    """Whether one of a name's rows is its present content; the others drain."""
     return any(row.state != "draining" for row in rows)

@@ -1,6 +1,6 @@
-"""What happens in the background: fetching adapters from their source into the store, and the threads that do it.
+"""Background loading of adapters: from their source into the store, and the threads for it.
 
-Everything a user's files can cause ends as a typed error. Knows nothing of tables, budgets or names' states.
+Everything that a user's files can cause ends as a typed error. Knows nothing of tables, budgets or names' states.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from loraplex_adapters.cache.blocks import Landed, Landing
+from loraplex_adapters.cache.storage import ImportedAdapter, RecentImports
 from loraplex_adapters.formats.adapter import AdapterPlan, plan_adapter
 from loraplex_adapters.formats.convert_lora import check_base_copies, write_payload
 from loraplex_adapters.formats.convert_medusa import without_base_head, write_heads
@@ -44,10 +44,10 @@ def import_adapter(
     source: AdapterSource,
     targets: BaseTargets,
     store: AdapterStore,
-    landing: Landing | None = None,
+    recent: RecentImports | None = None,
 ) -> Imported:
-    """Reads the source, checks everything, stores. Raises a typed error, and then nothing is left behind. With a
-    `landing` it stays in memory for its first move."""
+    """Reads the source, checks everything, stores. With `recent` the adapter stays in memory for its first move. Raises
+    a typed error, and then nothing is left behind."""
     reader = PieceReader()
     with source.open(adapter_id) as found:
         files = OpenedFiles(found)
@@ -67,22 +67,22 @@ def import_adapter(
                 write_heads(plan.heads, layout.heads, files.opened, targets.vocab_size, write, reader)
             files.check_unchanged()
 
-        payload = landing.memory(layout.num_bytes) if landing is not None else None
+        payload = recent.allocate(layout.num_bytes) if recent is not None else None
         memory = None if payload is None else bytes_of(payload)
         key = store.put(layout.kind, layout.to_json(), layout.num_bytes, fill, memory)
-        if landing is not None and payload is not None:
-            landing.put(Landed(key, layout, payload))
+        if recent is not None and payload is not None:
+            recent.keep(ImportedAdapter(key, layout, payload))
     return Imported(key, layout.num_bytes, layout.max_rank, layout.num_heads)
 
 
 def check_adapter(adapter_id: str, source: AdapterSource, targets: BaseTargets) -> AdapterPlan:
-    """All checks that need only the headers, for whoever wants to know without loading."""
+    """Runs all checks that need only the headers, without loading."""
     with source.open(adapter_id) as files:
         return plan_adapter(OpenedFiles(files), targets)
 
 
 def typed(error: BaseException, what: str) -> LoraplexError:
-    """What a background job's exception becomes. The unknown is opaque outside and explained in the log."""
+    """The typed error for a background job's exception. An unknown one is opaque outside and explained in the log."""
     if isinstance(error, LoraplexError):
         return error
     if isinstance(error, MemoryError):
@@ -111,7 +111,7 @@ class BackgroundThread:
         self._jobs.put(job)
 
     def close(self, timeout_s: float) -> bool:
-        """Drops the jobs that have not begun. False when the present one does not end in time (a source that hangs)."""
+        """Drops the jobs that have not begun. False when the present one does not end in time: its source hangs."""
         with contextlib.suppress(queue.Empty):
             while True:
                 self._jobs.get_nowait()

@@ -1,9 +1,9 @@
-"""The adapter cache: the table's decisions carried out, with two background threads.
+"""The adapter cache: names, tiers, budgets, evictions; loads in the background.
 
-`fetcher` reads sources into the store, `mover` copies between the tiers: a source that hangs does not keep resident
-adapters from moving. Owns the threads, the store, the host copies and the device weights; the table owns the decisions.
-All methods are for the engine's thread and none blocks; the threads hand their outcomes over in a queue that `poll`
-empties, and `notify` wakes the engine for it.
+The table decides; AdapterManager carries out, with two background threads. `fetcher` reads sources into the store,
+`mover` copies between the tiers: a source that hangs does not keep resident adapters from moving. Owns the threads, the
+store, the host copies and the device weights. All methods are for the engine's thread and none blocks; the threads hand
+their outcomes over in a queue that `poll` empties, and `notify` wakes the engine for it.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from loraplex_adapters.cache import rows
-from loraplex_adapters.cache.config import AdapterCacheConfig
-from loraplex_adapters.cache.integrity import check_idle, check_names, check_residency
+from loraplex_adapters.cache.listing import key_row
 from loraplex_adapters.cache.loader import BackgroundThread, Imported, import_adapter, typed
+from loraplex_adapters.cache.names import AdapterTable, fresh
+from loraplex_adapters.cache.residency import AdapterCacheConfig
 from loraplex_adapters.cache.states import DropDevice, DropHost, Fetch, FetchName, KeyState, Move, Promote, Stage
-from loraplex_adapters.cache.table import AdapterTable, fresh
-from loraplex_adapters.cache.tiers import HostCopy, Tiers
-from loraplex_adapters.io.source_files import AdapterSource, not_found
+from loraplex_adapters.cache.storage import HostCopy, Storage
+from loraplex_adapters.io.source_files import AdapterSource
 from loraplex_adapters.store import AdapterStore
 from loraplex_adapters.targets import BaseTargets
 from loraplex_adapters.weights import AdapterWeights
@@ -39,14 +39,8 @@ TEMPORARY_STORE = "loraplex-store-"
 
 # Puts weights into a device slot of every module (None: clears it). Called between steps only.
 InstallFn = Callable[[int, AdapterWeights | None], None]
-
 # Run by `poll` in the engine's thread: takes one job's outcome into the table.
 Outcome = Callable[[float], None]
-
-
-def everybody(adapter_id: str, tenant: str) -> bool:
-    """The default access: every tenant may use every adapter."""
-    return True
 
 
 class AdapterManager:
@@ -60,13 +54,11 @@ class AdapterManager:
         device: torch.device | str,
         install: InstallFn,
         notify: Callable[[], None],
-        access: Callable[[str, str], bool] = everybody,
     ) -> None:
         self._source = source
         self._targets = targets
         self._install = install
         self._notify = notify
-        self._access = access
         self._table = AdapterTable(config)
         self._temporary = None if config.store_dir else Path(tempfile.mkdtemp(prefix=TEMPORARY_STORE))
         self._store = AdapterStore(
@@ -75,7 +67,7 @@ class AdapterManager:
             self._is_in_use,
             durable=self._temporary is None,
         )
-        self._tiers = Tiers(self._store, torch.device(device))
+        self._storage = Storage(self._store, torch.device(device))
         self._host: dict[AdapterKey, HostCopy] = {}
         self._device: dict[AdapterKey, AdapterWeights] = {}
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
@@ -85,7 +77,7 @@ class AdapterManager:
         self._fetcher = BackgroundThread("adapter-fetcher")
         self._mover = BackgroundThread("adapter-mover")
 
-    # --- residency --------------------------------------------------------------------------------------------------
+    # --- device slots -----------------------------------------------------------------------------------------------
 
     def acquire(self, key: AdapterKey) -> int | None:
         """Takes a reference for one running sequence and returns the device slot.
@@ -93,22 +85,23 @@ class AdapterManager:
         None when the weights are not on the device now: no reference is taken, and a load is wanted from here on.
         """
         slot = self._table.residency.acquire(key)
-        self._look_again()
+        self._notify_if_due()
         return slot
 
     def release(self, key: AdapterKey) -> None:
         """Gives one reference back."""
         self._table.residency.release(key)
-        self._look_again()
+        self._notify_if_due()
 
     def borrow(self, key: AdapterKey) -> int | None:
         """The device slot, for this turn only: valid until the next `poll`, no reference is taken.
 
-        None when the weights are not on the device now. They are wanted then, until the next `poll` and by a request
-        that has the key pinned only: behind whatever `acquire` wants, and evicting nothing that was used lately.
+        None when the weights are not on the device now; the caller must be able to do without. They are wanted then,
+        until the next `poll` and only for a request that has the key pinned: after all that `acquire` wants, and
+        evicting nothing that was used lately.
         """
         slot = self._table.residency.borrow(key)
-        self._look_again()
+        self._notify_if_due()
         return slot
 
     def failure(self, key: AdapterKey) -> Exception | None:
@@ -118,15 +111,13 @@ class AdapterManager:
 
     # --- names ------------------------------------------------------------------------------------------------------
 
-    def resolve(self, adapter_id: str, tenant: str, now: float) -> AdapterKey | None:
-        """The key that the id is bound to, pinned once for the caller (`unpin` gives it back).
+    def resolve(self, adapter_id: str, now: float) -> AdapterKey | None:
+        """The key that the name is bound to, pinned once for the caller (`unpin` gives it back).
 
-        None while it is being fetched: ask again after `poll` has returned True. An id is bound on first use and bound
+        None while it is being fetched: ask again after `poll` has returned True. A name is bound on first use and bound
         anew only by `load`. Raises the typed error (AdapterNotFound, AdapterInvalid, ...) when it cannot be had.
         """
         check_adapter_id(adapter_id)
-        if not self._access(adapter_id, tenant):
-            raise not_found(adapter_id)
         key = self._table.resolve(adapter_id, now)
         self._start_fetches()
         return key
@@ -134,39 +125,54 @@ class AdapterManager:
     def unpin(self, key: AdapterKey) -> None:
         """The request that resolved it has ended."""
         self._table.residency.unpin(key)
-        self._look_again()
+        self._notify_if_due()
 
     def load(self, adapter_id: str, pin: bool, now: float) -> AdapterInfo | None:
-        """Reads the source anew, binds the id to what it finds and brings it up to the device where there is room.
-        None while under way; call again after `poll`. Raises as `resolve`."""
+        """Reads the source anew, binds the name to what it finds and brings it up to the device where there is room.
+
+        None while under way: call again after `poll`. Raises as `resolve`.
+        """
         check_adapter_id(adapter_id)
         key = self._table.load(adapter_id, pin, now)
         self._start_fetches()
-        return None if key is None else rows.key_row(self._table.residency.records[key], adapter_id)
+        return None if key is None else key_row(self._table.residency.records[key], adapter_id)
 
     def unload(self, adapter_id: str) -> AdapterInfo:
-        """Forgets the id; weights go when the last request has ended. Raises AdapterNotFound."""
+        """Forgets the name; weights go when the last request has ended. Raises AdapterNotFound."""
         check_adapter_id(adapter_id)
-        before = rows.get_row(self._table, adapter_id)
-        key = self._table.unload(adapter_id)
-        self._look_again()
-        record = self._table.residency.records.get(key)
-        if record is None:
-            return rows.gone_row(key, before)
-        return rows.key_row(record, adapter_id)
+        before = self._table.row(adapter_id)
+        record = self._table.residency.records.get(self._table.unload(adapter_id))
+        self._notify_if_due()
+        if record is not None:
+            return key_row(record, adapter_id)
+        return replace(before, state="known", tier="disk", num_running=0, pinned=False, error="", error_reason="")
 
     def get(self, adapter_id: str) -> AdapterInfo:
-        """Raises AdapterNotFound, also for what is in the source and has not been asked for yet."""
+        """Raises AdapterNotFound, also for a name of the source that was never asked for."""
         check_adapter_id(adapter_id)
-        return rows.get_row(self._table, adapter_id)
+        return self._table.row(adapter_id)
 
     def take_changes(self) -> ListingChanges:
-        """What a listing (cache/listing.py) shows differently since the last call; at the first one, all it shows: what
-        is bound, fetched or remembered as failed, and what drains."""
-        return rows.take_changes(self._table)
+        """Changes of the listing since the last call; at the first one, all of it: names that are bound, fetched or
+        remembered as failed, and contents that drain."""
+        return self._table.take_changes()
 
     def usage(self) -> CacheUsage:
-        return rows.usage_of(self._table, self._load_seconds, self._num_loads)
+        residency = self._table.residency
+        return CacheUsage(
+            device_bytes=residency.device_used,
+            device_budget_bytes=residency.device_budget,
+            host_bytes=residency.host_used,
+            host_budget_bytes=residency.host_budget,
+            num_device_slots=residency.num_slots,
+            num_device_slots_used=residency.num_slots_used,
+            hits=residency.hits,
+            misses=residency.misses,
+            device_evictions=residency.device_evictions,
+            host_evictions=residency.host_evictions,
+            load_seconds_total=self._load_seconds,
+            loads_total=self._num_loads,
+        )
 
     # --- the turn of the loop ---------------------------------------------------------------------------------------
 
@@ -185,15 +191,13 @@ class AdapterManager:
         for move in self._table.take_moves():
             self._carry_out(move)
             has_changed = True
-        if self._table.is_due:
-            self._notify()
+        self._notify_if_due()
         return has_changed
 
     def check_integrity(self) -> None:
         """Raises AssertionError when idle and a reference, pin or byte is unaccounted for."""
-        check_residency(self._table.residency)
-        check_names(self._table)
-        check_idle(self._table)
+        self._table.check_integrity()
+        self._table.check_idle()
         residency = self._table.residency
         on_device = {r.key for r in residency.records.values() if r.state is KeyState.ON_DEVICE}
         hosted = {r.key for r in residency.records.values() if r.has_host}
@@ -211,25 +215,25 @@ class AdapterManager:
             log.warning("an adapter was still being loaded at the end")
         self._host.clear()
         self._device.clear()
-        self._tiers.landing.clear()
+        self._storage.recent.clear()
         self._store.close()
         if self._temporary is not None:
             shutil.rmtree(self._temporary, ignore_errors=True)
 
     def _is_in_use(self, key: AdapterKey) -> bool:
-        """For the store, from the fetcher's thread: a look without a lock, at worst a moment old."""
+        """For the store, on the fetcher's thread: read without a lock, at worst a moment old."""
         record = self._table.residency.records.get(key)
         return record is not None and record.is_in_use
 
     # --- background work --------------------------------------------------------------------------------------------
 
-    def _look_again(self) -> None:
-        """Moves are made by `poll` alone; an idle engine must come round for it."""
+    def _notify_if_due(self) -> None:
+        """Moves are made by `poll` alone, so an idle engine must be woken for it."""
         if self._table.is_due:
             self._notify()
 
     def _finish(self, outcome: Outcome) -> None:
-        """Called by the background threads."""
+        """Called on the background threads."""
         if self._is_closed:
             return  # a source that hung has answered after all
         self._outcomes.put(outcome)
@@ -246,7 +250,7 @@ class AdapterManager:
     def _fetch(self, fetch: Fetch) -> None:
         started_s = time.perf_counter()
         try:
-            found = import_adapter(fetch.name, self._source, self._targets, self._store, self._tiers.landing)
+            found = import_adapter(fetch.name, self._source, self._targets, self._store, self._storage.recent)
         except Exception as error:
             failure = _bare(_about(fetch.name, typed(error, f"fetching adapter {fetch.name}")))
             self._finish(lambda now: self._take_failed_fetch(fetch, failure, now))
@@ -270,7 +274,7 @@ class AdapterManager:
             self._table.residency.failed(fetch.key, error, now)
 
     def _carry_out(self, move: Move) -> None:
-        """In the table's order: what makes room comes before what takes it."""
+        """Carries moves out in the table's order: evictions come before what needs their room."""
         match move:
             case DropHost(key):
                 self._discard(self._host.pop(key, None))
@@ -291,8 +295,8 @@ class AdapterManager:
         started_s = time.perf_counter()
         key = move.key
         try:
-            host = host or self._tiers.stage(key)
-            weights = self._tiers.promote(host) if host and isinstance(move, Promote) else None
+            host = host or self._storage.stage(key)
+            weights = self._storage.promote(host) if host and isinstance(move, Promote) else None
         except Exception as error:
             failure = _bare(typed(error, "moving an adapter's weights"))
             self._finish(lambda now: self._table.residency.failed(key, failure, now))
@@ -309,7 +313,7 @@ class AdapterManager:
         self._count(started_s, 1 if weights is not None else 0)
         self._host[move.key] = host
         if isinstance(move, Promote) and weights is not None:
-            self._tiers.hand_over(weights)
+            self._storage.hand_over(weights)
             self._device[move.key] = weights
             self._install(move.slot, weights)
             self._table.residency.promoted(move.key)

@@ -1,24 +1,25 @@
-"""Where each content's weights are, and who holds them: the pure part of the cache that deals with keys.
+"""Residency of adapters: the tier of each content's weights, their users, the budgets of host and device.
 
-Owns the key records, the budgets of host and device, the device slots, the order of use, the queue of wants. It
-decides and asks (`moves`, `refetches`); the manager carries out and reports back through the outcome methods. No
-tensors, no threads, no clock: `now` is an argument.
+Owns the key records, the budgets, the device slots, the order of use, the queue of wants. It decides and asks (`moves`,
+`refetches`); the manager carries out and reports back through the outcome methods. No tensors, no threads, no clock:
+`now` is an argument.
 
-Wants are served strictly in the order in which they came: a want that cannot be served yet lets nobody past, so that no
-stream of small adapters starves a large one.
+Wants are served strictly in the order in which they came: while one waits, none behind it is served, so that no stream
+of small adapters starves a large one.
 
-What is only borrowed (Medusa heads: they make a request faster, which runs without them) comes after all wants and
-never keeps one waiting: it has no reference and no offer, so it may be pushed out at any time, and it pushes out only
-what nobody has used for a while. A want to borrow lasts one round; who still wants to, asks again in the next step.
+Medusa heads are borrowed: they make a request faster, which runs without them. Borrowed weights come after all wants
+and never keep one waiting: they have no reference and no reservation, so they may be evicted at any time, and they
+evict only what has not been used for a while. A wish to borrow lasts one round and is repeated in the next step.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
 
-from loraplex_adapters.cache.offers import Offers
-from loraplex_adapters.cache.refusals import gone_and_changed, gone_without_a_name, never_fits
+from loraplex_adapters.cache.eviction import Lru, Reservations, choose_device_evictions, choose_host_evictions
 from loraplex_adapters.cache.states import (
     IN_TRANSIT,
     DropDevice,
@@ -33,13 +34,36 @@ from loraplex_adapters.cache.states import (
     Stage,
     remembered_s,
 )
-from loraplex_adapters.cache.victims import Lru, choose_victims, may_leave_device, may_make_way
 from loraplex_contracts.adapters import AdapterKey
-from loraplex_contracts.errors import AdapterMemoryFull
+from loraplex_contracts.errors import AdapterMemoryFull, FailedPrecondition, InvalidArgument, SourceUnavailable
+
+RETRY_AFTER_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterCacheConfig:
+    """Budgets in bytes, by tier. Without a `store_dir` the store is a temporary directory, removed at close."""
+
+    host_bytes: int
+    device_bytes: int
+    num_device_slots: int
+    disk_bytes: int
+    store_dir: Path | None = None
+    max_pending_loads: int = 64  # names being fetched at the same time; more are refused with a retry hint
+    failure_ttl_s: float = 30.0  # how long a bad adapter is answered from memory
+
+    def __post_init__(self) -> None:
+        for name in ("host_bytes", "device_bytes", "num_device_slots", "disk_bytes", "max_pending_loads"):
+            if getattr(self, name) < 1:
+                raise InvalidArgument(f"{name} of the adapter cache must be at least 1", field=name)
+        if not self.failure_ttl_s > 0:
+            raise InvalidArgument(
+                "failure_ttl_s of the adapter cache must be more than 0 seconds", field="failure_ttl_s"
+            )
 
 
 class ResidencyTable:
-    """All contents that anybody has a name for, holds, or moves."""
+    """All contents that have a name, are held, or move."""
 
     def __init__(self, host_budget: int, device_budget: int, num_slots: int, failure_ttl_s: float) -> None:
         self.host_budget = host_budget
@@ -51,7 +75,7 @@ class ResidencyTable:
         self.round = 0
         self.moves: list[Move] = []
         self.refetches: list[Refetch] = []
-        self.changed: set[AdapterKey] = set()  # what a listing shows of them, since somebody emptied this
+        self.changed: set[AdapterKey] = set()  # listed differently since this was emptied
         self.is_due = False  # a round would do something, or should look again
         self.records: dict[AdapterKey, KeyRecord] = {}
         self._failure_ttl_s = failure_ttl_s
@@ -62,15 +86,12 @@ class ResidencyTable:
         self._borrows: OrderedDict[AdapterKey, None] = OrderedDict()  # since the last round
         self._prefetches: OrderedDict[AdapterKey, None] = OrderedDict()
         self._failed: set[AdapterKey] = set()
-        self._offers = Offers()
+        self._reservations = Reservations()
         self._pinned: set[AdapterKey] = set()
 
     @property
     def num_slots_used(self) -> int:
         return self.num_slots - len(self._free_slots)
-
-    def free_slots(self) -> list[int]:
-        return list(self._free_slots)
 
     def wanted(self) -> Collection[AdapterKey]:
         """In the order in which they came."""
@@ -83,7 +104,7 @@ class ResidencyTable:
     # --- names and holders ----------------------------------------------------------------------------------------
 
     def bind(self, key: AdapterKey, name: str, num_bytes: int, rank: int, num_heads: int = 0) -> None:
-        """Fresh bytes of `key` are in the store, under `name`."""
+        """The store has fresh bytes of `key`, under `name`."""
         record = self.records.setdefault(key, KeyRecord(key, num_bytes, rank, num_heads))
         record.names.add(name)
         record.last_name = name
@@ -99,7 +120,7 @@ class ResidencyTable:
         self._forget_if_idle(record)
 
     def can_pin(self, key: AdapterKey, num_bytes: int, leaving: AdapterKey | None = None) -> bool:
-        """Whether all pinned weights, these included, fit the device at the same time; `leaving` is pinned no more."""
+        """Whether all pinned weights and these fit the device at the same time, without those of `leaving`."""
         if key in self._pinned:
             return True
         num_pinned, pinned_bytes = len(self._pinned), self.pinned_bytes
@@ -145,7 +166,7 @@ class ResidencyTable:
         if record.state is KeyState.ON_DEVICE:
             record.num_refs += 1
             self.changed.add(key)
-            self._offers.end(record)
+            self._reservations.cancel(record)
             self.hits += 1
             return record.slot
         if key not in self._wants and self.failure(key) is None:
@@ -169,7 +190,7 @@ class ResidencyTable:
         self._touch(record)
         if record.state is KeyState.ON_DEVICE:
             return record.slot
-        # A request that holds the key comes back for it; of anybody else nothing is known.
+        # A request that holds the key comes back for it.
         is_held = record.num_pins > 0 or record.num_refs > 0
         if is_held and key not in self._wants and record.state not in IN_TRANSIT and self.failure(key) is None:
             self._borrows[key] = None
@@ -177,7 +198,7 @@ class ResidencyTable:
         return None
 
     def prefetch(self, key: AdapterKey) -> None:
-        """Bring it up as far as there is room, pushing nobody out."""
+        """Brings it up as far as there is room, evicting nothing."""
         self._prefetches[key] = None
         self.is_due = True
 
@@ -186,6 +207,17 @@ class ResidencyTable:
         if record is None:
             return None
         return record.error if record.state is KeyState.FAILED else self._never(record)
+
+    def too_large(self, num_bytes: int, name: str | None = None) -> AdapterMemoryFull | None:
+        """The error for weights that would not fit an empty device or host; None for others."""
+        if num_bytes <= min(self.device_budget, self.host_budget):
+            return None
+        return AdapterMemoryFull(
+            f"the adapter takes {num_bytes} bytes; the server has {self.device_budget} for adapters on the device and "
+            f"{self.host_budget} on the host (--adapter-device-memory, --adapter-host-memory), so no waiting helps",
+            resource=name,
+            metadata={"can_ever_fit": "false"},
+        )
 
     # --- outcomes -------------------------------------------------------------------------------------------------
 
@@ -197,13 +229,13 @@ class ResidencyTable:
     def promoted(self, key: AdapterKey) -> None:
         record = self._get(key)
         self._step(record, KeyEvent.PROMOTED)
-        record.used_round = self.round  # somebody is about to use it
+        record.used_round = self.round  # it is about to be used
         self._device_lru[key] = record
         self._prefetches.pop(key, None)
         if key in self._wants:
             del self._wants[key]
             if record.num_pins > 0:
-                self._offers.begin(record)
+                self._reservations.reserve(record)
         self._forget_if_idle(record)
 
     def lost(self, key: AdapterKey, now: float) -> None:
@@ -214,7 +246,8 @@ class ResidencyTable:
         if record.names:
             self.refetches.append(Refetch(key, min(record.names)))
         else:
-            self._fail(record, gone_without_a_name(), now)
+            gone = SourceUnavailable("the weights are gone from the store, and their name was unloaded")
+            self._fail(record, gone, now)
 
     def refetched(self, key: AdapterKey, found: AdapterKey, now: float) -> None:
         record = self._get(key)
@@ -222,8 +255,12 @@ class ResidencyTable:
             self._step(record, KeyEvent.REFETCHED)
             self._forget_if_idle(record)
             return
-        record.check(KeyEvent.FAIL)
-        self._fail(record, gone_and_changed(record.last_name), now)
+        changed = FailedPrecondition(
+            f"the files of adapter {record.last_name!a} have changed and the version in use is no longer in the store; "
+            "call LoadAdapter to take the new one",
+            resource=record.last_name,
+        )
+        self.failed(key, changed, now)
 
     def failed(self, key: AdapterKey, error: Exception, now: float) -> None:
         record = self._get(key)
@@ -238,25 +275,25 @@ class ResidencyTable:
         self.is_due = False
         for key in [key for key in self._failed if self.records[key].failed_until_s <= now]:
             self._retry(self.records[key])
-        self._offers.next_round()
+        self._reservations.pass_round()
         blocked = self._serve_wants()
         if blocked is None:
             self._serve_borrows()
             self._serve_prefetches()
         else:
-            # Offers run out with the rounds; references are given back through `release`.
+            # Reservations run out with the rounds; references are given back through `release`.
             if blocked.state is not KeyState.STAGING:
                 self._prefetches.clear()
-            self.is_due = bool(self._offers)
+            self.is_due = bool(self._reservations)
         self._borrows.clear()
 
     def is_settled(self, key: AdapterKey) -> bool:
-        """Nothing moves for it, and nothing will until somebody else gives way."""
+        """Nothing moves for it, and nothing will until other weights leave."""
         return self._get(key).state not in IN_TRANSIT and key not in self._prefetches
 
     def _serve_wants(self) -> KeyRecord | None:
-        """The first want that has to wait, for room or for its copy on the host; nobody gets past it. A source that is
-        asked again may take any time: it keeps nobody waiting."""
+        """Returns the first want that has to wait, for room or for its copy on the host; those behind it wait too. A
+        want whose source is asked again may take any time, so it does not hold up the others."""
         for key in list(self._wants):
             record = self.records[key]
             if record.state is KeyState.STAGING:
@@ -266,17 +303,17 @@ class ResidencyTable:
             if self._never(record) is not None:
                 del self._wants[key]
             elif not self._promote(record):
-                self._stage(record)  # at least the disk need not be waited for later
+                self._stage(record)  # then at least the disk is not waited for later
                 return record
         return None
 
     def _serve_borrows(self) -> None:
-        """One that finds no room does not keep the others from theirs."""
+        """One that finds no room does not hold up the others."""
         for key in self._borrows:
             record = self.records[key]
             if record.state not in (KeyState.KNOWN, KeyState.ON_HOST) or self._never(record) is not None:
                 continue
-            if not self._promote(record, lambda other: may_make_way(other, self.round)):
+            if not self._promote(record, is_borrow=True):
                 self._stage(record, free_only=True)
 
     def _serve_prefetches(self) -> None:
@@ -288,22 +325,20 @@ class ResidencyTable:
             if record.state in (KeyState.KNOWN, KeyState.ON_HOST) and not self._promote(record, free_only=True):
                 self._stage(record, free_only=True)
 
-    def _promote(
-        self, record: KeyRecord, may_leave: Callable[[KeyRecord], bool] | None = None, free_only: bool = False
-    ) -> bool:
+    def _promote(self, record: KeyRecord, is_borrow: bool = False, free_only: bool = False) -> bool:
         """Makes room on the device, and on the host where the bytes pass through it; all or nothing."""
         excess_bytes = self.device_used + record.num_bytes - self.device_budget
-        may_leave = may_leave or may_leave_device
-        victims = choose_victims(self._device_lru, excess_bytes, 0 if self._free_slots else 1, may_leave)
-        # What was staged for later wants may go again: it must not keep the first one waiting.
-        host_victims = [] if record.has_host else self._host_victims(record, spared=())
-        if victims is None or host_victims is None or (free_only and (victims or host_victims)):
+        excess_slots = 0 if self._free_slots else 1
+        evicted = choose_device_evictions(self._device_lru, excess_bytes, excess_slots, self.round, is_borrow)
+        # What was staged for later wants may leave again: it must not keep the first one waiting.
+        host_evicted = [] if record.has_host else self._choose_host_evictions(record, spared=())
+        if evicted is None or host_evicted is None or (free_only and (evicted or host_evicted)):
             return False
         record.check(KeyEvent.PROMOTE)
-        self._evict_from_host(host_victims)
-        for victim in victims:
+        self._evict_from_host(host_evicted)
+        for other in evicted:
             self.device_evictions += 1
-            self._drop_device(victim)
+            self._drop_device(other)
         self._step(record, KeyEvent.PROMOTE)
         record.slot = min(self._free_slots)
         self._free_slots.remove(record.slot)
@@ -315,18 +350,16 @@ class ResidencyTable:
     def _stage(self, record: KeyRecord, free_only: bool = False) -> None:
         if record.state is not KeyState.KNOWN:
             return
-        host_victims = self._host_victims(record, spared=self._wants)
-        if host_victims is None or (free_only and host_victims):
+        evicted = self._choose_host_evictions(record, spared=self._wants)
+        if evicted is None or (free_only and evicted):
             return
-        self._evict_from_host(host_victims)
+        self._evict_from_host(evicted)
         self._step(record, KeyEvent.STAGE)
         self._take_host(record)
         self.moves.append(Stage(record.key))
 
-    def _host_victims(self, record: KeyRecord, spared: Collection[AdapterKey]) -> list[KeyRecord] | None:
-        excess_bytes = self.host_used + record.num_bytes - self.host_budget
-        movable = (KeyState.ON_HOST, KeyState.ON_DEVICE)
-        return choose_victims(self._host_lru, excess_bytes, 0, lambda r: r.state in movable and r.key not in spared)
+    def _choose_host_evictions(self, record: KeyRecord, spared: Collection[AdapterKey]) -> list[KeyRecord] | None:
+        return choose_host_evictions(self._host_lru, self.host_used + record.num_bytes - self.host_budget, spared)
 
     # --- changes ----------------------------------------------------------------------------------------------------
 
@@ -352,18 +385,27 @@ class ResidencyTable:
             self.is_due = True
 
     def _withdraw_if_unneeded(self, record: KeyRecord) -> None:
-        """Nobody waits for it any more: the queue moves on."""
+        """Removes it from the queues when no request is left that waits for it."""
         if record.num_pins == 0 and record.num_refs == 0:
-            self._offers.end(record)
+            self._reservations.cancel(record)
             self._borrows.pop(record.key, None)
             if not record.pinned_names:
                 self._wants.pop(record.key, None)
         self.is_due = self.is_due or bool(self._wants)
 
     def _never(self, record: KeyRecord) -> AdapterMemoryFull | None:
-        """Why no waiting would bring it to the device."""
-        can_pin = self.can_pin(record.key, record.num_bytes)
-        return never_fits(record, self.device_budget, self.host_budget, can_pin)
+        """Why no waiting would bring it to the device; None where waiting may."""
+        too_large = self.too_large(record.num_bytes, record.last_name)
+        has_place = record.state in (KeyState.ON_DEVICE, KeyState.PROMOTING)
+        if too_large or has_place or self.can_pin(record.key, record.num_bytes):
+            return too_large
+        return AdapterMemoryFull(
+            f"the adapter takes {record.num_bytes} bytes, and pinned adapters leave no such room on the device; unload "
+            "one of them",
+            resource=record.last_name,
+            retry_after_s=RETRY_AFTER_S,
+            metadata={"can_ever_fit": "true"},
+        )
 
     def _retry(self, record: KeyRecord) -> None:
         self._step(record, KeyEvent.RETRY)
@@ -404,10 +446,10 @@ class ResidencyTable:
         self.host_used -= record.num_bytes
         self._host_lru.pop(record.key, None)
 
-    def _evict_from_host(self, victims: list[KeyRecord]) -> None:
-        for victim in victims:
+    def _evict_from_host(self, records: list[KeyRecord]) -> None:
+        for record in records:
             self.host_evictions += 1
-            self._drop_host(victim)
+            self._drop_host(record)
 
     def _drop_host(self, record: KeyRecord) -> None:
         self._step(record, KeyEvent.EVICT_HOST)
@@ -422,7 +464,7 @@ class ResidencyTable:
         self._free_slots.append(record.slot)
         self.device_used -= record.num_bytes
         record.slot = -1
-        self._offers.end(record)
+        self._reservations.cancel(record)
 
     def _forget_if_idle(self, record: KeyRecord) -> None:
         """The last name, pin or reference is gone: so is everything else. A job's outcome is waited for."""
@@ -438,3 +480,26 @@ class ResidencyTable:
         self.changed.add(record.key)
         del self.records[record.key]
         self.is_due = True
+
+    # --- integrity --------------------------------------------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the sums do not add up."""
+        records = list(self.records.values())
+        placed = [r for r in records if r.state in (KeyState.PROMOTING, KeyState.ON_DEVICE)]
+        hosted = [r for r in records if r.has_host]
+        pinned = [r for r in records if r.pinned_names]
+        slots = sorted(self._free_slots + [r.slot for r in placed])
+        assert slots == list(range(self.num_slots)), "a slot is lost or used twice"
+        assert all(r.slot == -1 for r in records if r not in placed), "a slot without weights"
+        assert self.device_used == sum(r.num_bytes for r in placed) <= self.device_budget, "bytes on the device"
+        assert self.host_used == sum(r.num_bytes for r in hosted) <= self.host_budget, "bytes on the host"
+        assert self.pinned_bytes == sum(r.num_bytes for r in pinned) <= self.device_budget, "bytes that are pinned"
+        on_device = KeyState.ON_DEVICE
+        assert all(r.state is on_device for r in records if r.num_refs), "a reference to weights that are not there"
+        assert all(r.names or r.is_in_use for r in records), "a record without a use"
+        for wanted in map(self.records.__getitem__, self._wants):
+            assert wanted.state not in (KeyState.ON_DEVICE, KeyState.FAILED), "a want that is served already"
+            assert wanted.num_pins or wanted.num_refs or wanted.pinned_names, "a want that no request has"
+        for borrowed in map(self.records.__getitem__, self._borrows):
+            assert borrowed.num_pins or borrowed.num_refs, "a borrower that is gone"

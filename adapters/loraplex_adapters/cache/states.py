@@ -1,8 +1,8 @@
-"""The states of names and keys, and every transition between them. Nothing else may change a state.
+"""States of adapter names and contents, every transition between them, and the records that have them.
 
-A *name* is what requests say; a *key* is a content (see key.py). The two live apart: a name is fetched and bound, a
-key's weights move between the tiers. Whether a key is draining (no name any more, requests still hold it) is no state
-of its own, because draining weights go on moving: it follows from the names and counts in the record.
+A *name* is what requests say; a *key* is a content (contracts/adapters.py). A name is fetched and bound to a key; a
+key's weights move between the tiers. A key is draining when it has no name any more and requests still hold it. That is
+not a state, because draining weights go on moving; it follows from the names and counts in the record.
 """
 
 from __future__ import annotations
@@ -17,12 +17,6 @@ from loraplex_contracts.errors import LoraplexError
 
 class IllegalTransition(RuntimeError):
     """A bug of the caller's. Nothing was changed."""
-
-
-def remembered_s(error: Exception, failure_ttl_s: float) -> float:
-    """How long a failure is answered from memory: not for longer than it says itself that it lasts."""
-    hint = error.retry_after_s if isinstance(error, LoraplexError) else None
-    return failure_ttl_s if hint is None else min(failure_ttl_s, hint)
 
 
 class NameState(Enum):
@@ -91,7 +85,7 @@ KEY_TRANSITIONS: Mapping[tuple[KeyState, KeyEvent], KeyState] = {
     (KeyState.FAILED, KeyEvent.RETRY): KeyState.KNOWN,
 }
 
-# A job is under way; its outcome will come, so the record stays whatever happens meanwhile.
+# A job is under way. Its outcome will come, so the record stays whatever happens meanwhile.
 IN_TRANSIT = frozenset({KeyState.STAGING, KeyState.PROMOTING, KeyState.REFETCHING})
 
 
@@ -149,16 +143,16 @@ class KeyRecord:
     last_name: str = ""
     error: Exception | None = None
     failed_until_s: float = 0.0
-    num_offers: int = 0  # rounds for which a freshly promoted key waits for whoever wanted it
-    used_round: int = 0  # the table's round in which somebody last asked for it or gave it back
+    reserved_rounds: int = 0  # for which it still waits for the request that it was brought up for
+    used_round: int = 0  # the table's round in which it was last asked for or given back
 
     @property
     def is_in_use(self) -> bool:
-        """Somebody holds it, or a job is under way for it."""
+        """It is held, or a job is under way for it."""
         return self.num_pins > 0 or self.num_refs > 0 or bool(self.pinned_names) or self.state in IN_TRANSIT
 
     def check(self, event: KeyEvent) -> KeyState:
-        """Where `event` leads. Raises IllegalTransition."""
+        """The state that `event` leads to. Raises IllegalTransition."""
         following = KEY_TRANSITIONS.get((self.state, event))
         if following is None:
             raise IllegalTransition(f"{self.key} in state {self.state.name} cannot {event.name}")
@@ -168,7 +162,13 @@ class KeyRecord:
         self.state = self.check(event)
 
 
-# --- what the table asks for ----------------------------------------------------------------------------------------
+def remembered_s(error: Exception, failure_ttl_s: float) -> float:
+    """How long a failure is answered from memory: no longer than the error itself says that it lasts."""
+    hint = error.retry_after_s if isinstance(error, LoraplexError) else None
+    return failure_ttl_s if hint is None else min(failure_ttl_s, hint)
+
+
+# --- jobs that the tables ask for -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

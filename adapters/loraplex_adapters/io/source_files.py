@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
-from loraplex_contracts.errors import AdapterInvalid, AdapterNotFound
+from loraplex_contracts.errors import AdapterInvalid
 
 
 class SourceFile(Protocol):
@@ -57,15 +57,6 @@ class AdapterSource(Protocol):
         """The names that are there now, sorted; empty for a source that cannot be listed. For one thread; a source
         keeps what it found, so that another look costs little. Raises SourceUnavailable."""
         ...
-
-
-def not_found(adapter_id: str) -> AdapterNotFound:
-    """The one error for unknown adapters and other tenants' adapters."""
-    return AdapterNotFound(
-        f"there is no adapter {adapter_id!a} on this server; `loraplex adapters list` shows those that there are",
-        field="adapter_id",
-        resource=adapter_id,
-    )
 
 
 def read_all(file: SourceFile, max_bytes: int, what: str) -> bytes:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from loraplex_adapters.io.source_files import AdapterFiles, AdapterSource, not_found
+from loraplex_adapters.io.source_files import AdapterFiles, AdapterSource
 from loraplex_adapters.sources.directory import DirectorySource
 from loraplex_adapters.sources.hub import HubSource
-from loraplex_contracts.errors import AdapterNotFound, AdapterOutsideRoot
+from loraplex_contracts.errors import AdapterNotFound, AdapterOutsideRoot, adapter_not_found
 
 
 class ChainSource:
@@ -26,7 +26,7 @@ class ChainSource:
                 raise  # it has the name
             except AdapterNotFound:
                 continue
-        raise not_found(adapter_id)
+        raise adapter_not_found(adapter_id)
 
     def list(self) -> Sequence[str]:
         found = [names for source in self._sources if (names := source.list())]

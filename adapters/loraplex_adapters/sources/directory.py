@@ -19,7 +19,7 @@ from typing import Protocol, Self
 from loraplex_adapters.formats.detect import ADAPTER_NAMES, PICKLE_NAMES, has_model_layout
 from loraplex_adapters.formats.model_files import describe_medusa_model
 from loraplex_adapters.io.beneath import BadPath, Folder, kind_of
-from loraplex_adapters.io.source_files import SourceFile, not_found
+from loraplex_adapters.io.source_files import SourceFile
 from loraplex_adapters.io.uncached import read_once
 from loraplex_adapters.sources.index import DirectoryIndex
 from loraplex_contracts.adapters import check_adapter_id
@@ -28,6 +28,7 @@ from loraplex_contracts.errors import (
     AdapterOutsideRoot,
     LoraplexError,
     SourceUnavailable,
+    adapter_not_found,
 )
 
 log = logging.getLogger(__name__)
@@ -129,7 +130,7 @@ class DirectoryFiles:
 
     def open(self, name: str) -> SourceFile:
         if name not in self.names:
-            raise not_found(self._adapter_id)
+            raise adapter_not_found(self._adapter_id)
         try:
             fd = self._folder.open_file(name)
         except (OSError, BadPath) as error:
@@ -162,7 +163,7 @@ class FolderSource:
 
     def open(self, adapter_id: str) -> DirectoryFiles:
         if adapter_id != self._adapter_id:
-            raise not_found(adapter_id)
+            raise adapter_not_found(adapter_id)
         return open_folder(self._folder, adapter_id)
 
     def list(self) -> Sequence[str]:
@@ -248,7 +249,7 @@ def _translated(error: OSError | BadPath, adapter_id: str, what: str) -> Loraple
             resource=adapter_id,
         )
     if error.errno in _NOT_THERE:
-        return not_found(adapter_id)
+        return adapter_not_found(adapter_id)
     return _unavailable(f"{what} of adapter {adapter_id!a} cannot be opened", error)
 
 

@@ -20,10 +20,10 @@ from typing import Any, Self
 from loraplex_adapters.formats.detect import MODEL_INDEX_NAME, WANTED_NAMES, detect_kind
 from loraplex_adapters.formats.model_files import OpenedFiles
 from loraplex_adapters.io.beneath import Folder
-from loraplex_adapters.io.source_files import SourceFile, not_found
+from loraplex_adapters.io.source_files import SourceFile
 from loraplex_adapters.sources.directory import DirectoryFiles, open_folder
 from loraplex_contracts.adapters import check_adapter_id
-from loraplex_contracts.errors import AdapterInvalid, DiskFull, LoraplexError, SourceUnavailable
+from loraplex_contracts.errors import AdapterInvalid, DiskFull, LoraplexError, SourceUnavailable, adapter_not_found
 
 TIMEOUT_S = 20.0
 RETRY_AFTER_S = 15.0
@@ -77,7 +77,7 @@ class HubSource:
     def open(self, adapter_id: str) -> HubFiles:
         check_adapter_id(adapter_id)
         if "/" not in adapter_id:
-            raise not_found(adapter_id)
+            raise adapter_not_found(adapter_id)
         folder = Path(tempfile.mkdtemp(prefix="loraplex-hub-", dir=self._temporary))
         try:
             self._fetch(adapter_id, folder)
@@ -150,9 +150,9 @@ def _translated(error: Exception, adapter_id: str) -> LoraplexError:
     missing = (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.EntryNotFoundError)
     offline = (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled)
     if isinstance(error, missing) and not isinstance(error, offline):
-        return not_found(adapter_id)  # a private or gated repository looks the same from here
+        return adapter_not_found(adapter_id)  # a private or gated repository looks the same from here
     if isinstance(error, errors.HFValidationError):
-        return not_found(adapter_id)
+        return adapter_not_found(adapter_id)
     return SourceUnavailable(
         f"the Hub did not give out {adapter_id!a} ({type(error).__name__}); try again later, or put the adapter "
         "into the server's directory of adapters",

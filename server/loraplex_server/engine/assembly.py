@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from loraplex_adapters.cache.config import AdapterCacheConfig
 from loraplex_adapters.cache.manager import AdapterManager
+from loraplex_adapters.cache.residency import AdapterCacheConfig
 from loraplex_adapters.sources.chain import make_source
 from loraplex_adapters.sources.directory import FolderSource
 from loraplex_adapters.weights import AdapterWeights

@@ -321,7 +321,7 @@ class EngineClient:
             self._on_reply(reply)
         self.state.load = batch.load
         if batch.changes is not None:
-            self.state.listing.take(batch.changes)
+            self.state.listing.apply_changes(batch.changes)
         if batch.usage is not None:
             self.state.usage = batch.usage
         self.news.spread()

@@ -1,7 +1,7 @@
-"""Requests whose adapter is still being fetched, by what they wait for.
+"""Requests whose adapter is still being fetched, by adapter.
 
-Owns who waits, and decides when the cache is asked again: once for all requests of one name and tenant, and only when
-something has come in. Knows neither the scheduler nor how requests end.
+Owns the waiting requests, and decides when the cache is asked again: once for all requests of one adapter, and only
+when something has come in. Knows neither the scheduler nor how requests end.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from loraplex_contracts.errors import LoraplexError, unexpected
 from loraplex_contracts.request import Request
 
 # As AdapterManager.resolve: the key, pinned once; None while it is fetched; or a typed error.
-Resolve = Callable[[str, str, float], AdapterKey | None]
-_Group = tuple[str, str]  # adapter id and tenant
+Resolve = Callable[[str, float], AdapterKey | None]
 
 
 class Unresolved:
@@ -24,15 +23,16 @@ class Unresolved:
     def __init__(self, resolve: Resolve, adapter_id_of: Callable[[Request], str]) -> None:
         self._resolve = resolve
         self._adapter_id_of = adapter_id_of
-        self._groups: dict[_Group, dict[str, Request]] = {}  # in the order of arrival, and so are their requests
-        self._unasked: dict[_Group, None] = {}  # that the cache has not been asked for yet
+        # By adapter id, in the order of arrival, and so are their requests.
+        self._groups: dict[str, dict[str, Request]] = {}
+        self._unasked: dict[str, None] = {}  # that the cache has not been asked for yet
         self._next_deadline_s = math.inf  # none is earlier
         # Asked for in every step.
         self.num_requests = 0
         self.num_completions = 0
 
     def add(self, request: Request) -> None:
-        group = (self._adapter_id_of(request), request.tenant)
+        group = self._adapter_id_of(request)
         if group not in self._groups:
             self._groups[group] = {}
             self._unasked[group] = None
@@ -44,7 +44,7 @@ class Unresolved:
 
     def discard(self, request: Request) -> None:
         """One that does not wait here is left alone."""
-        group = (self._adapter_id_of(request), request.tenant)
+        group = self._adapter_id_of(request)
         waiting = self._groups.get(group, {})
         if waiting.pop(request.request_id, None) is not None:
             self.num_requests -= 1
@@ -82,7 +82,7 @@ class Unresolved:
         taken: list[tuple[Request, AdapterKey | LoraplexError]] = []
         for request in waiting.values():
             try:
-                adapter_key = self._resolve(self._adapter_id_of(request), request.tenant, now)
+                adapter_key = self._resolve(self._adapter_id_of(request), now)
             except Exception as error:
                 # It is the same for all of them, and asking again might start another try.
                 typed = error if isinstance(error, LoraplexError) else unexpected(error, "resolving an adapter")

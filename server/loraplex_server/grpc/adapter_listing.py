@@ -75,7 +75,7 @@ class AdapterListing:
         return held, set(names_after(self._available(), query.after, query.prefix, SLICE))
 
     def _rows(self, adapter_id: str, query: ListQuery, *, is_found: bool) -> Rows:
-        held = self._listing().of(adapter_id)
+        held = self._listing().rows_of(adapter_id)
         if not held:
             return (convert.unloaded_to_pb(adapter_id),)
         rows = [convert.adapter_to_pb(info) for info in held if query.state in (0, ADAPTER_STATES[info.state])]

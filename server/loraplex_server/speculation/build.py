@@ -112,7 +112,7 @@ def bring_up_heads(cache: AdapterManager, adapter_id: str) -> AdapterKey:
         ) from None
     key = None
     while key is None:
-        key = cache.resolve(adapter_id, "default", time.monotonic())
+        key = cache.resolve(adapter_id, time.monotonic())
     cache.unpin(key)  # the operator's pin stays
     if key.kind == "lora":
         raise InvalidArgument(

@@ -11,7 +11,6 @@ import grpc
 import grpc.aio
 import pytest
 
-from loraplex_adapters.io.source_files import not_found
 from loraplex_contracts.errors import AdapterNotFound, InvalidArgument, PermissionDenied, Unauthenticated
 from loraplex_proto.status import from_rpc_error
 from loraplex_proto.v1 import adapter_pb2, inference_pb2, worker_pb2
@@ -27,7 +26,6 @@ from loraplex_runtime.auth import (
     Credentials,
     Identity,
     ServerInterceptor,
-    adapter_not_found,
     current_identity,
     load_credentials,
     one_router,
@@ -162,11 +160,6 @@ def test_an_adapter_that_is_not_the_tenants_is_not_found() -> None:
     with pytest.raises(AdapterNotFound) as caught:
         ACME.check_adapters(["acme/a", "other/b"])
     assert caught.value.resource == "other/b"
-
-
-def test_it_is_not_found_in_the_same_words() -> None:
-    ours, workers = adapter_not_found("org/a b"), not_found("org/a b")
-    assert (ours.message, ours.field, ours.resource) == (workers.message, workers.field, workers.resource)
 
 
 def test_everybody_may_everything() -> None:

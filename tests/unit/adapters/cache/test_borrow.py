@@ -8,10 +8,9 @@ import pytest
 from support.adapter_files import Engine, write_adapter
 from support.medusa_files import medusa_config, sequential_tensors, write_heads
 
-from loraplex_adapters.cache.integrity import check_residency
+from loraplex_adapters.cache.eviction import RECENT_ROUNDS
 from loraplex_adapters.cache.residency import ResidencyTable
 from loraplex_adapters.cache.states import DropDevice, DropHost, IllegalTransition, KeyState, Move, Promote, Stage
-from loraplex_adapters.cache.victims import LENDING_ROUNDS
 from loraplex_adapters.sources.directory import DirectorySource
 from loraplex_contracts.adapters import AdapterKey, AdapterKind
 from loraplex_contracts.errors import SourceUnavailable
@@ -46,7 +45,7 @@ def run(table: ResidencyTable, now: float = 0.0) -> list[Move]:
             table.promoted(move.key)
         elif isinstance(move, Stage):
             table.staged(move.key)
-    check_residency(table)
+    table.check_integrity()
     return moves
 
 
@@ -63,11 +62,11 @@ def test_wanted_for_a_round_and_then_lent_without_a_reference() -> None:
     key = pinned(table, HEADS[0])
     assert table.borrow(key) is None
     assert table.is_due  # an idle engine must come round
-    check_residency(table)
+    table.check_integrity()
     assert run(table) == [Promote(key, 0)]
     assert table.borrow(key) == 0
     record = table.records[key]
-    assert (record.num_refs, record.num_offers, record.num_heads) == (0, 0, 3)
+    assert (record.num_refs, record.reserved_rounds, record.num_heads) == (0, 0, 3)
     assert (table.hits, table.misses) == (0, 0)  # those count what requests wait for
     table.unpin(key)
     assert table.records[key].num_pins == 0
@@ -110,7 +109,7 @@ def test_a_want_that_is_not_repeated_ends_with_the_round() -> None:
     assert run(table) == [Stage(key)]  # no slot, but the host has room
     assert not table.is_due  # nobody turns an idle engine for it
     table.release(LORA)
-    for _ in range(LENDING_ROUNDS + 1):
+    for _ in range(RECENT_ROUNDS + 1):
         assert run(table) == []
     assert table.borrow(key) is None
     assert run(table) == [DropDevice(LORA, 0), Promote(key, 0)]
@@ -137,7 +136,7 @@ def test_wants_of_lora_come_first_and_take_the_slot_away() -> None:
     assert run(table) == [Promote(LORA, 0), Stage(key)]
     assert table.acquire(LORA) == 0
     table.release(LORA)
-    for _ in range(LENDING_ROUNDS):
+    for _ in range(RECENT_ROUNDS):
         run(table)
     assert table.borrow(key) is None
     run(table)
@@ -171,7 +170,7 @@ def test_heads_in_use_do_not_push_each_other_out() -> None:
     table = make_table(num_slots=2)
     for key in HEADS[:4]:
         pinned(table, key)
-    for _ in range(3 * LENDING_ROUNDS):
+    for _ in range(3 * RECENT_ROUNDS):
         for key in HEADS[:4]:
             table.borrow(key)
         run(table)
@@ -180,7 +179,7 @@ def test_heads_in_use_do_not_push_each_other_out() -> None:
     # Two requests have ended, and their heads make way in time.
     for key in HEADS[:2]:
         table.unpin(key)
-    for _ in range(LENDING_ROUNDS + 2):
+    for _ in range(RECENT_ROUNDS + 2):
         for key in HEADS[2:4]:
             table.borrow(key)
         run(table)
@@ -193,7 +192,7 @@ def test_an_adapter_between_two_requests_stays() -> None:
     bring_up(table, LORA)
     table.release(LORA)
     heads = pinned(table, HEADS[0])
-    for _ in range(LENDING_ROUNDS - 1):
+    for _ in range(RECENT_ROUNDS - 1):
         assert table.borrow(heads) is None
         assert not any(isinstance(move, Promote) for move in run(table))
     assert table.acquire(LORA) == 0
@@ -258,7 +257,7 @@ def test_a_failed_move_is_remembered() -> None:
     table.advance(0.0)
     table.moves.clear()
     table.failed(key, SourceUnavailable("no"), now=0.0)
-    check_residency(table)
+    table.check_integrity()
     assert table.borrow(key) is None
     assert not list(table.borrows())
     assert run(table, now=9.0) == [DropHost(key)]
@@ -285,7 +284,7 @@ def test_through_the_manager_heads_come_up_for_whoever_borrows(tmp_path: Path) -
         engine.turn(0.02)
     engine.cache.release(sql)
     engine.cache.unpin(sql)
-    for _ in range(LENDING_ROUNDS):
+    for _ in range(RECENT_ROUNDS):
         engine.turn(0.0)
     slot = engine.until(lambda: engine.cache.borrow(heads))
     assert slot == lora_slot

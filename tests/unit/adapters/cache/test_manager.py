@@ -16,8 +16,7 @@ from safetensors.torch import load_file
 from support.adapter_files import DOWN_PROJ, PREFIX, Q_PROJ, Engine, lora_tensors, write_adapter
 
 from loraplex_adapters.cache import manager as manager_module
-from loraplex_adapters.cache.blocks import Landing
-from loraplex_adapters.cache.tiers import Tiers
+from loraplex_adapters.cache.storage import RecentImports, Storage
 from loraplex_adapters.io.source_files import AdapterFiles
 from loraplex_adapters.sources.directory import DirectorySource
 from loraplex_adapters.weights import AdapterWeights
@@ -123,7 +122,7 @@ def test_many_more_adapters_than_fit(make_engine: Callable[..., Engine], root: P
 def test_one_fetch_for_many_requests(make_engine: Callable[..., Engine], source: CountingSource) -> None:
     engine = make_engine()
     source.gate.clear()
-    assert [engine.cache.resolve("a0", "t", engine.now) for _ in range(20)] == [None] * 20
+    assert [engine.cache.resolve("a0", engine.now) for _ in range(20)] == [None] * 20
     source.gate.set()
     keys = {engine.resolve("a0") for _ in range(20)}
     assert len(keys) == 1
@@ -234,10 +233,10 @@ def test_load_storm(make_engine: Callable[..., Engine], source: CountingSource) 
     engine.acquire(resident)
     source.gate.clear()
     for idx in range(4):
-        assert engine.cache.resolve(f"x{idx}", "t", engine.now) is None
+        assert engine.cache.resolve(f"x{idx}", engine.now) is None
     for idx in range(4, 50):
         with pytest.raises(AdapterLoadsBusy) as raised:
-            engine.cache.resolve(f"x{idx}", "t", engine.now)
+            engine.cache.resolve(f"x{idx}", engine.now)
         assert raised.value.retry_after_s
     assert engine.cache.acquire(resident) is not None
 
@@ -248,40 +247,18 @@ def test_a_source_that_hangs_does_not_keep_resident_adapters_from_moving(
     engine = make_engine(num_device_slots=1)
     first, second = engine.resolve("a0"), engine.resolve("a1")
     source.gate.clear()
-    assert engine.cache.resolve("a2", "t", engine.now) is None
+    assert engine.cache.resolve("a2", engine.now) is None
     for _ in range(3):
         for key in (first, second):
             engine.acquire(key)
             engine.cache.release(key)
-    assert engine.cache.resolve("a2", "t", engine.now) is None
-
-
-def test_another_tenants_adapter_is_answered_like_an_unknown_one(
-    make_engine: Callable[..., Engine], source: CountingSource
-) -> None:
-    def access(adapter_id: str, tenant: str) -> bool:
-        return tenant == "owner" or adapter_id == "unknown"
-
-    engine = make_engine(access=access)
-    assert engine.resolve("a0", "owner")
-    opened = len(source.opened)
-    with pytest.raises(AdapterNotFound) as refused:
-        engine.cache.resolve("a0", "stranger", engine.now)
-    with pytest.raises(AdapterNotFound) as refused_unloaded:
-        engine.cache.resolve("a1", "stranger", engine.now)
-    assert len(source.opened) == opened
-    with pytest.raises(AdapterNotFound) as unknown:
-        engine.resolve("unknown", "stranger")
-    for error, name in ((refused.value, "a0"), (refused_unloaded.value, "a1")):
-        assert error.message.replace(name, "unknown") == unknown.value.message
-        assert (error.field, error.resource) == (unknown.value.field, name)
-        assert error.metadata == unknown.value.metadata
+    assert engine.cache.resolve("a2", engine.now) is None
 
 
 def test_ids_are_checked_first(make_engine: Callable[..., Engine], source: CountingSource) -> None:
     engine = make_engine()
     for call in (
-        lambda: engine.cache.resolve("../a0", "t", 0.0),
+        lambda: engine.cache.resolve("../a0", 0.0),
         lambda: engine.cache.load("a0\x00", False, 0.0),
         lambda: engine.cache.unload("/a0"),
         lambda: engine.cache.get("https://x/y"),
@@ -360,15 +337,15 @@ def test_a_load_that_failed_keeps_no_memory(
 ) -> None:
     """Not even until the next collection: the error is kept, and must not keep the frames that it came through."""
     taken: list[weakref.ref[torch.Tensor]] = []
-    memory = Landing.memory
+    allocate = RecentImports.allocate
 
-    def watched(self: Landing, num_bytes: int) -> torch.Tensor | None:
-        found = memory(self, num_bytes)
+    def watched(self: RecentImports, num_bytes: int) -> torch.Tensor | None:
+        found = allocate(self, num_bytes)
         assert found is not None
         taken.append(weakref.ref(found))
         return found
 
-    monkeypatch.setattr(Landing, "memory", watched)
+    monkeypatch.setattr(RecentImports, "allocate", watched)
     engine = make_engine(disk_bytes=8192)
     engine.acquire(engine.resolve("a0"))
     gc.disable()
@@ -414,7 +391,7 @@ def test_a_copy_that_fails_is_that_adapters_failure(
         raise MemoryError
 
     with monkeypatch.context() as patched:
-        patched.setattr(Tiers, "promote", no_memory)
+        patched.setattr(Storage, "promote", no_memory)
         key = engine.resolve("a0")
         assert engine.cache.acquire(key) is None
         assert isinstance(engine.until(lambda: engine.cache.failure(key)), AdapterMemoryFull)
@@ -518,7 +495,7 @@ def test_adapters_of_one_module_leave_the_others_alone(make_engine: Callable[...
 
 
 class SlowDevice:
-    """DeviceMemory whose copies wait until they are let go."""
+    """CudaMemory whose copies wait until they are let go."""
 
     def __init__(self) -> None:
         self.gate = threading.Event()
@@ -540,7 +517,7 @@ def test_a_copy_under_way_holds_up_only_who_wants_it(
     make_engine: Callable[..., Engine], root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = SlowDevice()
-    monkeypatch.setattr(manager_module, "Tiers", lambda store, where: Tiers(store, where, device))
+    monkeypatch.setattr(manager_module, "Storage", lambda store, where: Storage(store, where, device))
     engine = make_engine(num_device_slots=2)
     resident, wanted = engine.resolve("a0"), engine.resolve("a1")
     engine.acquire(resident)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from loraplex_adapters.cache.integrity import check_residency
-from loraplex_adapters.cache.offers import OFFER_ROUNDS
+from loraplex_adapters.cache.eviction import RESERVED_ROUNDS
 from loraplex_adapters.cache.residency import ResidencyTable
 from loraplex_adapters.cache.states import DropDevice, DropHost, KeyState, Promote, Refetch, Stage
 from loraplex_contracts.adapters import AdapterKey
@@ -40,7 +39,7 @@ def run(table: ResidencyTable, now: float = 0.0) -> list[object]:
             table.promoted(move.key)
         elif isinstance(move, Stage):
             table.staged(move.key)
-    check_residency(table)
+    table.check_integrity()
     return moves
 
 
@@ -184,7 +183,7 @@ def test_an_offer_that_nobody_takes_ends() -> None:
     pinned(table, B)
     assert table.acquire(A) is None
     assert table.acquire(B) is None
-    for _ in range(OFFER_ROUNDS + 2):
+    for _ in range(RESERVED_ROUNDS + 2):
         run(table)
     assert table.records[B].state is KeyState.ON_DEVICE
     assert table.records[A].state is KeyState.ON_HOST
@@ -285,7 +284,7 @@ def test_a_failed_move_gives_everything_back_and_is_forgotten_in_time() -> None:
     table.moves.clear()
     error = SourceUnavailable("no")
     table.failed(A, error, now=5.0)
-    check_residency(table)
+    table.check_integrity()
     assert table.failure(A) is error
     assert (table.host_used, table.device_used, table.num_slots_used) == (0, 0, 0)
     assert table.moves == [DropHost(A)]

@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from transformers.pytorch_utils import Conv1D
 
 from loraplex_adapters.cache.loader import import_adapter
-from loraplex_adapters.cache.tiers import Tiers
+from loraplex_adapters.cache.storage import Storage
 from loraplex_adapters.formats.convert_lora import weight_sha256
 from loraplex_adapters.sources.directory import DirectorySource
 from loraplex_adapters.store import AdapterStore
@@ -69,7 +69,7 @@ def save(model: PreTrainedModel, folder: Path, **fields: Any) -> PeftModel:
 
 def load(folder: Path, targets: BaseTargets) -> AdapterWeights:
     store = AdapterStore(folder / "store", 1 << 30)
-    tiers = Tiers(store, torch.device("cpu"))
+    tiers = Storage(store, torch.device("cpu"))
     imported = import_adapter("sql", DirectorySource(folder), targets, store)
     host = tiers.stage(imported.key)
     assert host is not None

@@ -17,14 +17,14 @@ def request(request_id: str, adapter_id: str = "a", tenant: str = "t", deadline_
 
 
 class Cache:
-    """What each name resolves to (None: being fetched), and who asked."""
+    """What each name resolves to (None: being fetched), and which names were asked for."""
 
     def __init__(self, **outcomes: AdapterKey | Exception | None) -> None:
         self.outcomes = outcomes
-        self.asked: list[tuple[str, str]] = []
+        self.asked: list[str] = []
 
-    def resolve(self, adapter_id: str, tenant: str, now: float) -> AdapterKey | None:
-        self.asked.append((adapter_id, tenant))
+    def resolve(self, adapter_id: str, now: float) -> AdapterKey | None:
+        self.asked.append(adapter_id)
         outcome = self.outcomes[adapter_id]
         if isinstance(outcome, Exception):
             raise outcome
@@ -35,19 +35,19 @@ def names(taken: list[tuple[Request, AdapterKey | LoraplexError]]) -> list[str]:
     return [one.request_id for one, _ in taken]
 
 
-def test_the_cache_is_asked_once_per_name_and_tenant_and_again_only_on_news() -> None:
+def test_the_cache_is_asked_once_per_adapter_and_again_only_on_news() -> None:
     cache = Cache(a=None, b=None)
     waiting = Unresolved(cache.resolve, lambda request: request.adapter_id)
     for number in range(100):
         waiting.add(request(f"r{number}", "ab"[number % 2], "tu"[number // 2 % 2]))
     assert waiting.take_resolved(False, 0.0) == []
-    assert sorted(cache.asked) == [("a", "t"), ("a", "u"), ("b", "t"), ("b", "u")]
+    assert sorted(cache.asked) == ["a", "b"]
     waiting.add(request("late"))
     for _ in range(10):
         assert waiting.take_resolved(False, 0.0) == []
-    assert len(cache.asked) == 4
+    assert len(cache.asked) == 2
     assert waiting.take_resolved(True, 0.0) == []
-    assert len(cache.asked) == 8
+    assert len(cache.asked) == 4
     assert (waiting.num_requests, waiting.num_completions) == (101, 202)
 
 
@@ -61,7 +61,7 @@ def test_each_has_a_pin_of_its_own() -> None:
     cache.asked.clear()
     cache.outcomes["a"] = KEY
     assert waiting.take_resolved(True, 0.0) == [(request(name), KEY) for name in ("r0", "r1", "r2")]
-    assert cache.asked.count(("a", "t")) == 3  # every resolve pins once
+    assert cache.asked.count("a") == 3  # every resolve pins once
     assert waiting.num_requests == 1
     assert waiting.take_resolved(True, 0.0) == []
 
@@ -98,7 +98,7 @@ def test_who_went_away_is_not_asked_for() -> None:
     assert (cache.asked, waiting.num_requests) == ([], 0)
     waiting.add(request("again"))  # a new group: nobody waits for the old fetch
     waiting.take_resolved(False, 0.0)
-    assert cache.asked == [("a", "t")]
+    assert cache.asked == ["a"]
 
 
 def test_deadlines() -> None:

@@ -119,7 +119,7 @@ async def test_what_changes_while_a_message_is_sent_is_not_missed() -> None:
 async def test_adapters_that_move() -> None:
     watched = Watched()
     await watched.told()
-    watched.engine.state.listing.take({"a": (row("a", "host"),)})
+    watched.engine.state.listing.apply_changes({"a": (row("a", "host"),)})
     watched.say()
     load = await watched.told()
     assert load is not None
@@ -127,9 +127,9 @@ async def test_adapters_that_move() -> None:
     watched.say()
     assert await watched.told(SILENCE_S) is None
     before = watched.engine.state.listing.nearest()
-    watched.engine.state.listing.take({"a": (replace(row("a", "host"), num_running=1),)})
+    watched.engine.state.listing.apply_changes({"a": (replace(row("a", "host"), num_running=1),)})
     assert watched.engine.state.listing.nearest() is before, "nothing that a router is told"
-    watched.engine.state.listing.take({"a": (row("a"),)})
+    watched.engine.state.listing.apply_changes({"a": (row("a"),)})
     watched.say()
     load = await watched.told()
     assert load is not None
@@ -175,7 +175,7 @@ def test_how_much_work_is_worth_telling(told: int, now: int, is_worth: bool) -> 
 def test_of_too_many_adapters_the_nearest_are_listed() -> None:
     rows = [row(f"{number:04}", "disk") for number in range(1500)] + [row("y", "host"), row("z"), row("s", "source")]
     listing = Listing()
-    listing.take({one.adapter_id: (one,) for one in rows})
+    listing.apply_changes({one.adapter_id: (one,) for one in rows})
     listed = convert.residents_to_pb(listing.nearest())
     assert len(listed) == 1024
     assert [adapter.adapter_id for adapter in listed[:3]] == ["z", "y", "0000"]

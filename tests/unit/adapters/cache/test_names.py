@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from loraplex_adapters.cache.config import AdapterCacheConfig
-from loraplex_adapters.cache.integrity import check_names, check_residency
+from loraplex_adapters.cache.names import ABANDONED_S, MAX_REMEMBERED_FAILURES, AdapterTable
+from loraplex_adapters.cache.residency import AdapterCacheConfig
 from loraplex_adapters.cache.states import FetchName, Promote, Stage
-from loraplex_adapters.cache.table import ABANDONED_S, MAX_REMEMBERED_FAILURES, AdapterTable
 from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.errors import (
     AdapterInvalid,
@@ -57,8 +56,7 @@ def turn(table: AdapterTable, now: float = 0.0) -> None:
             table.residency.promoted(move.key)
         elif isinstance(move, Stage):
             table.residency.staged(move.key)
-    check_residency(table.residency)
-    check_names(table)
+    table.check_integrity()
 
 
 def bound(table: AdapterTable, name: str, key: AdapterKey) -> None:

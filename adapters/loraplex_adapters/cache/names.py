@@ -1,7 +1,7 @@
-"""The adapter cache's decisions, pure: names bound to keys, and through `residency` where the keys' weights are.
+"""Names of adapters: the key that each is bound to, fetches under way, failures, LoadAdapter operations.
 
-Owns the name records, the fetches under way, the failures that are remembered, the LoadAdapter operations. No threads,
-no files, no clock (`now` is an argument): it asks through `take_fetches` and `take_moves`, and is told the outcomes.
+Owns the name records, and through `residency` the keys' weights. No threads, no files, no clock (`now` is an argument):
+the table asks through `take_fetches` and `take_moves`, and is told the outcomes.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 
-from loraplex_adapters.cache.config import AdapterCacheConfig
-from loraplex_adapters.cache.refusals import too_large
-from loraplex_adapters.cache.residency import ResidencyTable
+from loraplex_adapters.cache.listing import key_row, unbound_row
+from loraplex_adapters.cache.residency import RETRY_AFTER_S, AdapterCacheConfig, ResidencyTable
 from loraplex_adapters.cache.states import (
     Fetch,
     FetchName,
@@ -22,14 +21,12 @@ from loraplex_adapters.cache.states import (
     NameState,
     remembered_s,
 )
-from loraplex_adapters.io.source_files import not_found
-from loraplex_contracts.adapters import AdapterKey
-from loraplex_contracts.errors import AdapterLoadsBusy, AdapterMemoryFull
+from loraplex_contracts.adapters import AdapterInfo, AdapterKey, ListingChanges
+from loraplex_contracts.errors import AdapterLoadsBusy, AdapterMemoryFull, AdapterNotFound, adapter_not_found
 
 MAX_REMEMBERED_FAILURES = 1024
-# A finished LoadAdapter that nobody asked about for so long was abandoned: its result is not handed to the next one.
+# A LoadAdapter whose result was not taken for so long was abandoned: the next call starts another one.
 ABANDONED_S = 5.0
-RETRY_AFTER_S = 1.0
 
 
 class AdapterTable:
@@ -40,7 +37,7 @@ class AdapterTable:
             config.host_bytes, config.device_bytes, config.num_device_slots, config.failure_ttl_s
         )
         self.names: dict[str, NameRecord] = {}
-        self.changed: set[str] = set()  # what a listing shows of names without content, since somebody emptied this
+        self.changed: set[str] = set()  # names without content, listed differently since this was emptied
         self.num_fetching = 0  # outcomes that are still to come, those of forgotten names included
         self._max_pending = config.max_pending_loads
         self._failure_ttl_s = config.failure_ttl_s
@@ -97,10 +94,10 @@ class AdapterTable:
         """Forgets the name; the key's weights go with their last holder. Raises AdapterNotFound."""
         record = self.names.get(name)
         if record is None or record.key is None:
-            raise not_found(name)
+            raise adapter_not_found(name)
         self._end_load(record)
         self.changed.add(name)
-        del self.names[name]  # a fetch under way finds nobody with its ticket
+        del self.names[name]  # the outcome of a fetch under way finds no such ticket
         self.residency.unbind(record.key, name)
         return record.key
 
@@ -121,7 +118,7 @@ class AdapterTable:
                 return
         record.step(NameEvent.FETCHED)
         self._bind(record, key, num_bytes, rank, num_heads)
-        self.residency.prefetch(key)  # whoever asked for it is about to use it
+        self.residency.prefetch(key)  # it is about to be used
         if operation is None or operation.ended_s is not None:
             return
         if operation.is_behind:
@@ -144,10 +141,39 @@ class AdapterTable:
             return
         self._fail(record, error, now)
 
+    # --- listings -------------------------------------------------------------------------------------------------
+
+    def row(self, name: str) -> AdapterInfo:
+        """Raises AdapterNotFound."""
+        record = self.names.get(name)
+        if record is None or _is_unknown(record):
+            raise adapter_not_found(name)
+        return self._row(record)
+
+    def take_changes(self) -> ListingChanges:
+        """Rows of bound, fetched and failed names, and of contents that drain, that changed since the last call."""
+        changes: ListingChanges = {}
+        for name in self.changed:
+            bound = self.names.get(name)
+            is_listed = bound is not None and bound.key is None and not _is_unknown(bound)
+            changes[name] = (unbound_row(bound),) if bound is not None and is_listed else ()  # else with its content
+        for key in self.residency.changed:
+            record = self.residency.records.get(key)
+            names = () if record is None else record.names or (record.last_name,)
+            changes[key] = () if record is None else tuple(key_row(record, name) for name in names)
+        self.changed.clear()
+        self.residency.changed.clear()
+        return changes
+
+    def _row(self, record: NameRecord) -> AdapterInfo:
+        if record.key is None:
+            return unbound_row(record)
+        return key_row(self.residency.records[record.key], record.name)
+
     # --- a round --------------------------------------------------------------------------------------------------
 
     def advance(self, now: float) -> None:
-        """Starts what can be started, and lets go of what nobody asks for."""
+        """Starts what can be started; forgets abandoned loads and expired failures."""
         self.residency.advance(now)
         for name in list(self._loads):
             record = self.names[name]
@@ -229,11 +255,12 @@ class AdapterTable:
     def _refusal(
         self, record: NameRecord, operation: LoadOperation, key: AdapterKey, num_bytes: int
     ) -> AdapterMemoryFull | None:
-        """Why a loaded adapter is not bound at all: an explicit load says so and leaves nothing behind."""
+        """The error of an explicit load that leaves nothing behind: there is never room, or none for its pin."""
         table = self.residency
-        if num_bytes > min(table.device_budget, table.host_budget):
-            return too_large(num_bytes, table.device_budget, table.host_budget)
-        # The content that this name leaves behind makes way, unless another name pins it too.
+        too_large = table.too_large(num_bytes)
+        if too_large is not None:
+            return too_large
+        # The content that this name leaves behind is no longer pinned, unless another name pins it too.
         previous = table.records[record.key] if record.key is not None else None
         leaving = previous.key if previous is not None and previous.pinned_names == {record.name} else None
         if operation.pin and not table.can_pin(key, num_bytes, leaving):
@@ -272,6 +299,30 @@ class AdapterTable:
             del self.names[name]
         else:
             self._failures[name] = None
+
+    # --- integrity ------------------------------------------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when names and records disagree, or the residency's sums do not add up."""
+        self.residency.check_integrity()
+        records = self.residency.records
+        for name, bound in self.names.items():
+            if bound.key is not None:
+                assert name in records[bound.key].names, f"{name} is bound, and its content does not know"
+        for key, record in records.items():
+            assert all(self.names[name].key == key for name in record.names), f"{key} has a name that is not its own"
+            assert record.pinned_names <= record.names, f"{key} is pinned by a name that it does not have"
+
+    def check_idle(self) -> None:
+        """Raises AssertionError when a pin or a reference of a request is left."""
+        for record in self.residency.records.values():
+            assert record.num_pins == 0, f"{record.key} is still pinned {record.num_pins} times"
+            assert record.num_refs == 0, f"{record.key} has still {record.num_refs} references"
+
+
+def _is_unknown(record: NameRecord) -> bool:
+    """Whether it only remembers that there is no such adapter. It is not listed: any name can be asked for."""
+    return record.state is NameState.FAILED and isinstance(record.error, AdapterNotFound)
 
 
 def fresh(error: Exception) -> Exception:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
+import mmap
 import os
 import resource
 import sys
@@ -14,14 +16,15 @@ import pytest
 import torch
 from support.adapter_files import DOWN_PROJ, PREFIX, Q_PROJ, base_targets, lora_tensors, write_adapter
 
-from loraplex_adapters.cache import tiers as tiers_module
+from loraplex_adapters.cache import storage as storage_module
 from loraplex_adapters.cache.loader import import_adapter
-from loraplex_adapters.cache.tiers import Tiers, pinned_sizes
-from loraplex_adapters.io.throttle import MAX_SHARE, SHARE, Throttle
+from loraplex_adapters.cache.storage import ImportedAdapter, RecentImports, SpareMemory, Storage, pinned_sizes
+from loraplex_adapters.layout.adapter import adapter_layout
 from loraplex_adapters.layout.lora import FactorShape, LoraLayout, place
 from loraplex_adapters.sources.directory import DirectorySource
 from loraplex_adapters.store import AdapterStore, WriteFn
 from loraplex_contracts.adapters import AdapterKey
+from loraplex_contracts.errors import NonFinite
 
 
 def stored(folder: Path, dtype: str) -> tuple[AdapterStore, AdapterKey]:
@@ -34,12 +37,12 @@ def stored(folder: Path, dtype: str) -> tuple[AdapterStore, AdapterKey]:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_from_store_to_device(tmp_path: Path, dtype: str, device: str) -> None:
     store, key = stored(tmp_path, dtype)
-    tiers = Tiers(store, torch.device(device))
-    host = tiers.stage(key)
+    storage = Storage(store, torch.device(device))
+    host = storage.stage(key)
     assert host is not None
-    weights = tiers.promote(host)
+    weights = storage.promote(host)
     assert weights is not None
-    tiers.hand_over(weights)
+    storage.hand_over(weights)
     assert weights.storage.device.type == device
     assert weights.storage.dtype == torch.uint8
     assert weights.num_bytes == host.layout.num_bytes
@@ -60,7 +63,7 @@ def test_from_store_to_device(tmp_path: Path, dtype: str, device: str) -> None:
 
 
 class FakeDevice:
-    """Implements DeviceMemory in plain memory, and writes down what was asked of it."""
+    """Implements CudaMemory in plain memory, and writes down what was asked of it."""
 
     def __init__(self) -> None:
         self.pinned: list[int] = []
@@ -80,20 +83,20 @@ class FakeDevice:
 
 def test_through_pinned_pieces_to_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However small they are, the bytes arrive in order; the file is not needed any more once they are on the host."""
-    monkeypatch.setattr(tiers_module, "MAX_PINNED_BYTES", 256)
-    monkeypatch.setattr(tiers_module, "MIN_PINNED_BYTES", 64)
-    monkeypatch.setattr(tiers_module, "COPY_PIECE_BYTES", 100)
+    monkeypatch.setattr(storage_module, "MAX_PINNED_BYTES", 256)
+    monkeypatch.setattr(storage_module, "MIN_PINNED_BYTES", 64)
+    monkeypatch.setattr(storage_module, "COPY_PIECE_BYTES", 100)
     store, key = stored(tmp_path, "float32")
     device = FakeDevice()
-    tiers = Tiers(store, torch.device("cpu"), device)
-    host = tiers.stage(key)
+    storage = Storage(store, torch.device("cpu"), device)
+    host = storage.stage(key)
     assert host is not None
     store.remove(key)
     assert 0 <= sum(device.pinned) - host.layout.num_bytes < 64
     assert len(device.pinned) > 3
-    weights = tiers.promote(host)
+    weights = storage.promote(host)
     assert weights is not None
-    tiers.hand_over(weights)
+    storage.hand_over(weights)
     assert device.log == ["fetched", "handed over"]
     assert weights.num_bytes == host.layout.num_bytes
     expected = lora_tensors(seed=3)
@@ -115,35 +118,35 @@ def test_pinned_memory_is_what_the_budget_counts(num_bytes: int) -> None:
 def test_what_the_store_has_not(tmp_path: Path) -> None:
     store, key = stored(tmp_path, "float32")
     store.remove(key)
-    assert Tiers(store, torch.device("cpu")).stage(key) is None
+    assert Storage(store, torch.device("cpu")).stage(key) is None
 
 
 def test_a_store_that_drops_what_is_staged(tmp_path: Path) -> None:
     store, key = stored(tmp_path, "float32")
-    tiers = Tiers(store, torch.device("cpu"))
-    host = tiers.stage(key)
+    storage = Storage(store, torch.device("cpu"))
+    host = storage.stage(key)
     assert host is not None
     store.remove(key)
-    assert tiers.promote(host) is None
+    assert storage.promote(host) is None
 
 
 @pytest.mark.parametrize("has_memory", [False, True])
 def test_what_has_just_landed_is_not_read_back(tmp_path: Path, has_memory: bool) -> None:
     write_adapter(tmp_path / "x", seed=3)
     store = AdapterStore(tmp_path / "store", 1 << 20)
-    tiers = Tiers(store, torch.device("cpu"), FakeDevice() if has_memory else None)
-    key = import_adapter("x", DirectorySource(tmp_path), base_targets("float32"), store, tiers.landing).key
+    storage = Storage(store, torch.device("cpu"), FakeDevice() if has_memory else None)
+    key = import_adapter("x", DirectorySource(tmp_path), base_targets("float32"), store, storage.recent).key
     stored = store.open(key)
     assert stored is not None
     want = bytes(stored.payload)
     store.remove(key)
-    host = tiers.stage(key)
+    host = storage.stage(key)
     assert host is not None
-    weights = tiers.promote(host)
+    weights = storage.promote(host)
     assert weights is not None
     assert bytes(weights.storage.numpy()) == want
-    assert tiers.landing.find(key) is None  # it has moved on
-    assert tiers.stage(key) is None
+    assert storage.recent.find(key) is None  # it has moved on
+    assert storage.stage(key) is None
 
 
 @contextlib.contextmanager
@@ -162,14 +165,14 @@ def few_files(num_free: int) -> Generator[None]:
 def test_adapters_on_the_host_take_no_file_descriptors(tmp_path: Path) -> None:
     store = AdapterStore(tmp_path / "store", 1 << 24)
     layout = place("float32", [FactorShape(Q_PROJ, 4, 16, 16, 2.0)])
-    tiers = Tiers(store, torch.device("cpu"))
+    storage = Storage(store, torch.device("cpu"))
     keys = [
         store.put("lora", layout.to_json(), layout.num_bytes, lambda write, idx=idx: filled(write, layout, idx))
         for idx in range(200)
     ]
     with few_files(8):
-        copies = [tiers.stage(key) for key in keys]
-        weights = [tiers.promote(copy) for copy in copies if copy is not None]
+        copies = [storage.stage(key) for key in keys]
+        weights = [storage.promote(copy) for copy in copies if copy is not None]
     assert [w.storage[0].item() for w in weights if w is not None] == list(range(200))
 
 
@@ -180,20 +183,20 @@ def filled(write: WriteFn, layout: LoraLayout, value: int) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="counts files in /proc")
 def test_a_process_out_of_files_keeps_its_store(tmp_path: Path) -> None:
     store, key = stored(tmp_path, "float32")
-    tiers = Tiers(store, torch.device("cpu"))
+    storage = Storage(store, torch.device("cpu"))
     opened: list[int] = []
     with few_files(2):
         with contextlib.suppress(OSError):
             while True:
                 opened.append(os.open("/dev/null", os.O_RDONLY))
         with pytest.raises(OSError, match="Too many open files"):
-            tiers.stage(key)
+            storage.stage(key)
         for fd in opened:
             os.close(fd)
     assert key in store
-    host = tiers.stage(key)
+    host = storage.stage(key)
     assert host is not None
-    assert tiers.promote(host) is not None
+    assert storage.promote(host) is not None
 
 
 def test_a_layout_survives_its_json() -> None:
@@ -224,56 +227,122 @@ def test_a_layout_from_anywhere_else_is_refused(value: dict[str, object]) -> Non
         LoraLayout.from_json(value)
 
 
-class FakeClocks:
-    """CPU time of the thread and of its process; while it sleeps the other threads work as much as `others` says."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, others: float) -> None:
-        self.thread_s = self.process_s = 0.0
-        self.pauses: list[float] = []
-        self._others = others
-        monkeypatch.setattr("time.thread_time", lambda: self.thread_s)
-        monkeypatch.setattr("time.perf_counter", lambda: self.thread_s + sum(self.pauses))
-        monkeypatch.setattr("time.process_time", lambda: self.process_s)
-        monkeypatch.setattr("time.sleep", self._sleep)
-
-    def work(self, seconds: float) -> None:
-        self.thread_s += seconds
-        self.process_s += seconds
-
-    def _sleep(self, seconds: float) -> None:
-        self.pauses.append(seconds)
-        self.process_s += self._others * seconds
+# --- memory of the CPU ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_waiting", [0, 1, 3, 20])
-def test_beside_busy_threads_it_takes_its_share(monkeypatch: pytest.MonkeyPatch, num_waiting: int) -> None:
-    clocks = FakeClocks(monkeypatch, others=1.9)
-    throttle = Throttle(lambda: num_waiting)
-    for _ in range(1000):
-        clocks.work(0.0001)
-        throttle()
-    assert len(clocks.pauses) >= 40  # in short spells
-    share = min(MAX_SHARE, SHARE * (1 + num_waiting))
-    assert 0.1 / (0.1 + sum(clocks.pauses)) == pytest.approx(share, rel=0.15)
+def test_a_block_comes_back_with_the_last_view_of_it() -> None:
+    """And not before: what somebody still looks into is never given out again."""
+    memory = SpareMemory()
+    first = memory.allocate(8192)
+    address = first.data_ptr()
+    first.fill_(7)
+    view = first[4096:].view(torch.float32)
+    del first
+    second = memory.allocate(8192)
+    assert second.data_ptr() != address
+    second.fill_(8)
+    assert view.view(torch.uint8).tolist() == [7] * 4096
+    del view
+    assert memory.allocate(8192).data_ptr() == address
 
 
-def test_alone_it_hardly_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    clocks = FakeClocks(monkeypatch, others=0.01)
-    throttle = Throttle()
-    for _ in range(300):
-        clocks.work(0.0001)
-        throttle()
-    assert 0.03 / (0.03 + sum(clocks.pauses)) > 0.65
-    assert max(clocks.pauses[1:]) <= 0.001
+def test_a_spare_block_is_only_for_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage_module, "MAX_SPARE_BYTES", 8192)
+    memory = SpareMemory()
+    memory.allocate(8192)  # comes back at once
+    assert memory.spare_bytes == 8192
+    assert memory.allocate(4096).numel() == 4096
+    assert memory.spare_bytes == 4096  # and the one that did not fit is gone
+    memory.allocate(8193)
+    assert memory.spare_bytes == 0  # too large to be kept
 
 
-def test_waiting_is_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading a slow disk costs the steps nothing."""
-    clocks = FakeClocks(monkeypatch, others=1.0)
-    now_s = [0.0]
-    monkeypatch.setattr("time.perf_counter", lambda: now_s[0])
-    throttle = Throttle()
-    for _ in range(10):
-        now_s[0] += 1.0
-        throttle()
-    assert clocks.pauses == []
+# --- recent imports --------------------------------------------------------------------------------------------------
+
+
+NUM_BYTES = adapter_layout(place("float32", [FactorShape("q", 4, 8, 8, 1.0)]), None).num_bytes
+
+
+def imported(recent: RecentImports, digit: str) -> ImportedAdapter:
+    layout = adapter_layout(place("float32", [FactorShape("q", 4, 8, 8, 1.0)]), None)
+    payload = recent.allocate(NUM_BYTES)
+    assert payload is not None
+    found = ImportedAdapter(AdapterKey("lora", digit * 64), layout, payload)
+    recent.keep(found)
+    return found
+
+
+def test_each_is_found_until_it_is_taken() -> None:
+    recent = RecentImports(SpareMemory())
+    first, second = imported(recent, "a"), imported(recent, "b")
+    assert recent.find(AdapterKey("lora", "c" * 64)) is None
+    assert recent.take(AdapterKey("lora", "c" * 64)) is None
+    assert recent.find(first.key) is first
+    assert recent.take(first.key) is first
+    assert recent.find(first.key) is None
+    assert recent.find(second.key) is second
+
+
+def test_the_next_one_takes_the_memory_of_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And never that of one that was taken."""
+    monkeypatch.setattr(storage_module, "MAX_RECENT_BYTES", 2 * NUM_BYTES)
+    recent = RecentImports(SpareMemory())
+    keys = [imported(recent, "a").key]
+    oldest = recent.find(keys[0])
+    assert oldest is not None
+    address = oldest.payload.data_ptr()
+    del oldest
+    keys.append(imported(recent, "b").key)
+    third = imported(recent, "c")
+    assert recent.find(keys[0]) is None
+    assert recent.find(keys[1]) is not None
+    assert third.payload.data_ptr() == address
+    assert recent.take(third.key) is third
+    for digit in "def":
+        assert imported(recent, digit).payload.data_ptr() != address
+
+
+def test_no_memory_for_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage_module, "MAX_RECENT_BYTES", NUM_BYTES)
+    recent = RecentImports(SpareMemory())
+    key = imported(recent, "a").key
+    assert recent.allocate(NUM_BYTES + 1) is None
+    assert recent.find(key) is None  # its memory is not kept beside a large one's
+
+
+def test_an_import_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    write_adapter(tmp_path / "good", seed=1)
+    write_adapter(tmp_path / "bad", tensors={name: tensor / 0 for name, tensor in lora_tensors().items()})
+    store = AdapterStore(tmp_path / "store", 1 << 20)
+    recent = RecentImports(SpareMemory())
+    source, targets = DirectorySource(tmp_path), base_targets("float32")
+    good = import_adapter("good", source, targets, store, recent)
+    with pytest.raises(NonFinite):
+        import_adapter("bad", source, targets, store, recent)
+    assert recent.find(good.key) is not None
+    assert store.keys() == [good.key]
+    assert len(list((tmp_path / "store").glob("*.adapter"))) == 1
+    assert not list((tmp_path / "store").glob(".incoming*"))
+
+
+def test_without_memory_nothing_lands(monkeypatch: pytest.MonkeyPatch) -> None:
+    recent = RecentImports(SpareMemory())
+
+    def none_left(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.ENOMEM, "no memory")
+
+    monkeypatch.setattr(mmap, "mmap", none_left)
+    assert recent.allocate(NUM_BYTES) is None
+
+
+def test_one_that_lands_again_is_the_latest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage_module, "MAX_RECENT_BYTES", 3 * NUM_BYTES)
+    recent = RecentImports(SpareMemory())
+    first, second = imported(recent, "a"), imported(recent, "b")
+    imported(recent, "a")
+    imported(recent, "c")
+    imported(recent, "d")
+    assert recent.find(first.key) is not None
+    assert recent.find(second.key) is None
+    recent.clear()
+    assert recent.find(first.key) is None

@@ -1,0 +1,244 @@
+"""Storage of adapters on the host and the device, and the copies from the disk store to them.
+
+Runs on the mover's thread. On a CPU the host tier is the store's file, which the system keeps in its page cache from
+the first copy on, and the device tier a flat tensor that kernels read in place: the file is mapped for the copy only,
+because every mapping takes a file descriptor. With CUDA the host tier is pinned memory, and the copy to the device runs
+on a stream of its own, so that it overlaps with steps; an adapter counts as on the device only when its copy is
+complete, so no step ever waits for one.
+
+Pinned memory is asked for in pieces that are powers of two: PyTorch would round anything else up to the next one, to up
+to twice what the host's budget counts, and what is given back it would keep for requests of that size only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from loraplex_adapters.io.throttle import checkpoint
+from loraplex_adapters.layout.adapter import AdapterLayout, weights_at
+from loraplex_adapters.store import REMEMBERED_HEADERS, AdapterStore, header_content
+from loraplex_adapters.weights import AdapterWeights
+from loraplex_contracts.adapters import AdapterKey
+
+COPY_PIECE_BYTES = 256 << 10
+# Of pinned memory. The smallest is what an adapter may take beyond its size.
+MAX_PINNED_BYTES, MIN_PINNED_BYTES = 4 << 20, 64 << 10
+# Of one freed adapter's memory that is kept, and of the adapters imported last: both beyond all budgets.
+MAX_SPARE_BYTES = 16 << 20
+MAX_RECENT_BYTES = 24 << 20
+
+
+class SpareMemory:
+    """Memory of the CPU for one adapter each. Owns one block that has come back, for the next adapter of that size:
+    new memory is cleared page by page, which takes longer than the copy into it. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._spare: mmap.mmap | None = None
+
+    @property
+    def spare_bytes(self) -> int:
+        spare = self._spare
+        return 0 if spare is None else len(spare)
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        """uint8 [num_bytes], uninitialised. The block comes back with the last tensor that looks into it."""
+        with self._lock:
+            block, self._spare = self._spare, None
+        if block is None or len(block) != num_bytes:
+            block = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                with contextlib.suppress(OSError):  # a kernel without them
+                    block.madvise(mmap.MADV_HUGEPAGE)  # fewer pages: faster to clear, faster to read
+        view = memoryview(block)
+        weakref.finalize(view, self._take_back, block).atexit = False
+        return torch.frombuffer(view, dtype=torch.uint8)
+
+    def _take_back(self, block: mmap.mmap) -> None:
+        """Called on whichever thread frees the last tensor, also while that one is in `allocate`: no lock."""
+        if len(block) <= MAX_SPARE_BYTES:
+            self._spare = block
+
+
+@dataclass(frozen=True, slots=True)
+class ImportedAdapter:
+    """An adapter in host memory, as the store has it."""
+
+    key: AdapterKey
+    layout: AdapterLayout
+    payload: Tensor  # uint8 [layout.num_bytes]
+
+
+class RecentImports:
+    """The adapters imported last, still in memory, so that their first move need not read them from the store. Owns
+    them, MAX_RECENT_BYTES at most, until they are taken or others come. Thread-safe."""
+
+    def __init__(self, memory: SpareMemory) -> None:
+        self._memory = memory
+        self._lock = threading.Lock()
+        self._imported: OrderedDict[AdapterKey, ImportedAdapter] = OrderedDict()  # the oldest first
+
+    def allocate(self, num_bytes: int) -> Tensor | None:
+        """Memory for the next one, in place of as many of the oldest as it takes. None for one that is too large, and
+        where there is no memory."""
+        with self._lock:
+            left = sum(imported.layout.num_bytes for imported in self._imported.values())
+            while self._imported and left + num_bytes > MAX_RECENT_BYTES:
+                left -= self._imported.popitem(last=False)[1].layout.num_bytes  # no variable keeps its memory
+        if not 0 < num_bytes <= MAX_RECENT_BYTES:
+            return None
+        try:
+            return self._memory.allocate(num_bytes)
+        except OSError:
+            return None
+
+    def keep(self, imported: ImportedAdapter) -> None:
+        with self._lock:
+            self._imported[imported.key] = imported
+            self._imported.move_to_end(imported.key)
+
+    def find(self, key: AdapterKey) -> ImportedAdapter | None:
+        """It stays."""
+        with self._lock:
+            return self._imported.get(key)
+
+    def take(self, key: AdapterKey) -> ImportedAdapter | None:
+        """It becomes the caller's."""
+        with self._lock:
+            return self._imported.pop(key, None)
+
+    def clear(self) -> None:
+        """Frees all of them."""
+        with self._lock:
+            self._imported.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class HostCopy:
+    """One adapter on the host. Where the device reads host memory it holds no bytes of its own."""
+
+    key: AdapterKey
+    layout: AdapterLayout
+    pinned: tuple[Tensor, ...] = ()  # uint8, the payload one after the other; the last one may have room left
+
+
+class CudaMemory:
+    """Memory of a device that cannot read the host's. Owns the copy stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+
+    def pin(self, num_bytes: int) -> Tensor:
+        """Host memory uint8 [num_bytes] from which `fetch` copies."""
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def fetch(self, pieces: Sequence[Tensor], num_bytes: int) -> Tensor:
+        """The pieces as one tensor uint8 [num_bytes] on the device, complete. Steps run meanwhile."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+        with torch.cuda.stream(self._stream):
+            storage = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            start = 0
+            for piece in pieces:
+                target = storage[start : start + len(piece)]
+                target.copy_(piece[: len(target)], non_blocking=True)
+                start += len(piece)
+            done = torch.cuda.Event(blocking=True)  # sleeps instead of taking a core from the steps
+            done.record(self._stream)
+        done.synchronize()
+        return storage
+
+    def hand_over(self, storage: Tensor) -> None:
+        """Called on the steps' thread: they may read it from here on, and freeing it waits for those that do."""
+        storage.record_stream(torch.cuda.current_stream(self._device))
+
+
+class Storage:
+    """Copies between the store, the host, and the device where it has memory of its own."""
+
+    def __init__(self, store: AdapterStore, device: torch.device, memory: CudaMemory | None = None) -> None:
+        """`memory` is made for the device unless it is given."""
+        self._store = store
+        self._memory = memory or (CudaMemory(device) if device.type == "cuda" else None)
+        self._spare = SpareMemory()
+        self.recent = RecentImports(self._spare)
+
+    def stage(self, key: AdapterKey) -> HostCopy | None:
+        """To the host. None when the store has dropped the adapter."""
+        imported = self.recent.find(key) if self._memory is None else self.recent.take(key)
+        if imported is not None:
+            layout, payload = imported.layout, imported.payload.numpy()
+        else:
+            stored = self._store.open(key)
+            if stored is None:
+                return None
+            layout, payload = _layout(stored.header), np.frombuffer(stored.payload, dtype=np.uint8)
+        if self._memory is None:
+            return HostCopy(key, layout)
+        pieces = tuple(self._memory.pin(num_bytes) for num_bytes in pinned_sizes(layout.num_bytes))
+        _copy([piece.numpy() for piece in pieces], payload, layout.num_bytes)
+        return HostCopy(key, layout, pieces)
+
+    def promote(self, host: HostCopy) -> AdapterWeights | None:
+        """A complete copy on the device. None when it was to come from the store, which has dropped the adapter."""
+        num_bytes = host.layout.num_bytes
+        if self._memory is not None:
+            storage = self._memory.fetch(host.pinned, num_bytes)
+        elif (imported := self.recent.take(host.key)) is not None:
+            storage = imported.payload
+        else:
+            stored = self._store.open(host.key)
+            if stored is None:
+                return None
+            storage = self._spare.allocate(num_bytes)
+            _copy([storage.numpy()], np.frombuffer(stored.payload, dtype=np.uint8), num_bytes)
+        return weights_at(host.key, host.layout, storage)
+
+    def hand_over(self, weights: AdapterWeights) -> None:
+        """Called on the steps' thread, before the first one that reads the weights."""
+        if self._memory is not None:
+            self._memory.hand_over(weights.storage)
+
+
+@lru_cache(maxsize=REMEMBERED_HEADERS)
+def _layout(header: bytes) -> AdapterLayout:
+    """Cached: reading it takes as long as copying a small adapter, and most adapters of a server have the same."""
+    return AdapterLayout.from_json(header_content(header)["layout"])
+
+
+def pinned_sizes(num_bytes: int) -> Iterator[int]:
+    """Powers of two that hold `num_bytes` together, with less than MIN_PINNED_BYTES to spare; the largest first."""
+    size = MAX_PINNED_BYTES
+    left = -(-num_bytes // MIN_PINNED_BYTES) * MIN_PINNED_BYTES
+    while left:
+        if size <= left:
+            yield size
+            left -= size
+        else:
+            size //= 2
+
+
+def _copy(targets: Sequence[NDArray[np.uint8]], source: NDArray[np.uint8], num_bytes: int) -> None:
+    """By numpy and in pieces: without the interpreter lock, and without torch's thread pool."""
+    assert source.size == num_bytes, "a stored payload is as large as its layout"
+    begin = 0
+    for target in targets:
+        part = source[begin : begin + target.size]
+        for start in range(0, part.size, COPY_PIECE_BYTES):
+            piece = part[start : start + COPY_PIECE_BYTES]
+            np.copyto(target[start : start + piece.size], piece)
+            checkpoint()
+        begin += target.size
