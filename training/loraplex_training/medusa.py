@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from rich.progress import Progress
 
-from loraplex_adapters.formats.detect import WEIGHTS_NAME as ADAPTER_WEIGHTS_NAME
-from loraplex_adapters.formats.peft_config import CONFIG_NAME as ADAPTER_CONFIG_NAME
+from loraplex_adapters.formats.files import CONFIG_NAME as ADAPTER_CONFIG_NAME
+from loraplex_adapters.formats.files import WEIGHTS_NAME as ADAPTER_WEIGHTS_NAME
 from loraplex_contracts.errors import DiskFull, InvalidArgument
 from loraplex_training.corpus import Prompt
 from loraplex_training.fitting import Accuracy, FitRecipe, fit_heads, measure, num_steps

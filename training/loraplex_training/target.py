@@ -18,8 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from loraplex_adapters.formats.detect import WEIGHTS_NAME
-from loraplex_adapters.formats.peft_config import CONFIG_NAME
+from loraplex_adapters.formats.files import CONFIG_NAME, WEIGHTS_NAME
 from loraplex_contracts.errors import (
     AdapterInvalid,
     AdapterNotFound,

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 from loraplex_adapters.cache.storage import ImportedAdapter, RecentImports
 from loraplex_adapters.formats.adapter import AdapterPlan, plan_adapter
-from loraplex_adapters.formats.convert_lora import check_base_copies, write_payload
-from loraplex_adapters.formats.convert_medusa import without_base_head, write_heads
-from loraplex_adapters.formats.model_files import OpenedFiles
+from loraplex_adapters.formats.files import OpenedFiles
+from loraplex_adapters.formats.medusa import without_base_head, write_heads
+from loraplex_adapters.formats.peft import check_base_copies, write_payload
 from loraplex_adapters.io.source_files import AdapterSource
 from loraplex_adapters.io.tensor_pieces import PieceReader, WriteFn, bytes_of
 from loraplex_adapters.io.throttle import Throttle, throttled

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loraplex_adapters.io.throttle import checkpoint
-from loraplex_adapters.layout.adapter import AdapterLayout, weights_at
+from loraplex_adapters.layout import AdapterLayout, weights_at
 from loraplex_adapters.store import REMEMBERED_HEADERS, AdapterStore, header_content
 from loraplex_adapters.weights import AdapterWeights
 from loraplex_contracts.adapters import AdapterKey

@@ -10,16 +10,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from loraplex_adapters.formats.detect import MEDUSA_WEIGHTS_NAME, WEIGHTS_NAME, detect_kind, ignored_template
-from loraplex_adapters.formats.medusa import HeadsPlan, plan_heads
-from loraplex_adapters.formats.medusa_keys import split_heads
-from loraplex_adapters.formats.model_files import OpenedFiles, model_tensors
+from loraplex_adapters.formats.files import (
+    CONFIG_NAME,
+    MEDUSA_WEIGHTS_NAME,
+    WEIGHTS_NAME,
+    OpenedFiles,
+    detect_kind,
+    ignored_template,
+)
+from loraplex_adapters.formats.medusa import HeadsPlan, plan_heads, read_medusa_config, split_heads
 from loraplex_adapters.formats.peft import LoraPlan, PlannedModule, plan_lora
-from loraplex_adapters.formats.peft_config import CONFIG_NAME, MAX_CONFIG_BYTES, parse_peft_config
+from loraplex_adapters.formats.peft_config import MAX_CONFIG_BYTES, parse_peft_config
+from loraplex_adapters.formats.whole_model import model_tensors
 from loraplex_adapters.io.safetensors_header import TensorInfo
 from loraplex_adapters.io.source_files import read_all
-from loraplex_adapters.layout.adapter import AdapterLayout, adapter_layout
-from loraplex_adapters.layout.lora import place
+from loraplex_adapters.layout import AdapterLayout, adapter_layout, place_factors
 from loraplex_adapters.targets import BaseTargets
 from loraplex_contracts.errors import AdapterInvalid, AdapterUnsupported
 
@@ -46,17 +51,19 @@ def plan_adapter(files: OpenedFiles, targets: BaseTargets) -> AdapterPlan:
     """Raises AdapterInvalid or one of its kinds, or what the files raise."""
     layout_of_files = detect_kind(files.names)
     if layout_of_files == "model":
-        tensors = model_tensors(files, files.medusa_config())
+        tensors = model_tensors(files, read_medusa_config(files))
     else:
         names = [name for name in (WEIGHTS_NAME, MEDUSA_WEIGHTS_NAME) if name in files.names]
         tensors = [tensor for name in names for tensor in files.header(name).values()]
     found, others = split_heads(tensors)
     lora = _plan_lora(files, others, targets) if others or not found else None
     # A LoRA alone often has its base model's config.json beside it: nothing to do with it.
-    heads = plan_heads(files.medusa_config(), found, targets) if found else None
+    heads = plan_heads(read_medusa_config(files), found, targets) if found else None
     if lora is None and CONFIG_NAME in files.names:
         raise AdapterInvalid(f"there is an {CONFIG_NAME}, but no LoRA tensor in {', '.join(sorted(files.opened))}")
-    layout = adapter_layout(place(targets.dtype, ()) if lora is None else lora.layout, heads.shape if heads else None)
+    layout = adapter_layout(
+        place_factors(targets.dtype, ()) if lora is None else lora.layout, heads.shape if heads else None
+    )
     template = ignored_template(files.names) if layout_of_files != "model" else None
     unused = (f"comes with {template}, which is not used: the base model's chat template is",) if template else ()
     said = (*(lora.warnings if lora else ()), *(heads.warnings if heads else ()), *unused)

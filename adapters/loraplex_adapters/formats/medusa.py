@@ -1,23 +1,143 @@
-"""Medusa heads held against the base model: from headers to a checked plan.
+"""Medusa heads: configuration, tensor names, the plan against the base model, and their bytes.
 
 The tensors decide: how many heads and layers there are, whether heads have a projection of their own. Configurations
 lie (published ones say 2 heads where there are 5), so they are only compared and warned about; the one thing that is
 taken from them is vLLM's `original_lm_head`, without which one projection for many heads would be a damaged file.
-Every tensor ends up in the plan, or the load fails with its name. Nothing but headers is read here.
+Every tensor ends up in the plan, or the load fails with its name.
+
+Tensor names come in two families: `{head}.{layer}.linear.weight` with the projection as the layer behind the last block
+(the reference code, TGI, LoRAX, ModelOpt), and `blocks.{head}.layers.{layer}.weight` with `lm_heads.{head}.weight`
+(vLLM). Both are found under several prefixes.
+
+Beside heads alone, `config.json` is theirs; in a whole model it is the base model's with a few fields more. So unknown
+fields are left alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
-from loraplex_adapters.formats.medusa_config import MODEL_CONFIG_NAME, MedusaConfig
-from loraplex_adapters.formats.medusa_keys import HeadTensor
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from loraplex_adapters.formats.files import MODEL_CONFIG_NAME, OpenedFiles
 from loraplex_adapters.io.safetensors_header import TensorInfo
-from loraplex_adapters.io.tensor_pieces import check_float
-from loraplex_adapters.layout.medusa import HeadsShape
+from loraplex_adapters.io.source_files import SourceFile, parse_object, read_all
+from loraplex_adapters.io.tensor_pieces import PieceReader, PieceWriter, WriteFn, check_float
+from loraplex_adapters.layout import HeadsLayout, HeadsShape
 from loraplex_adapters.targets import BaseTargets
 from loraplex_contracts.errors import AdapterInvalid, AdapterUnsupported, ShapeMismatch
+
+MAX_MODEL_CONFIG_BYTES = 1 << 20
+MAX_BASE_CHARS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class MedusaConfig:
+    """What a configuration says. None: it says nothing, or nothing that could be meant."""
+
+    is_heads_only: bool  # `model_type: medusa`: the directory's model is the heads
+    base_model: str
+    num_heads: int | None
+    num_layers: int | None
+    hidden_size: int | None
+    original_lm_head: bool
+
+
+def parse_medusa_config(data: bytes) -> MedusaConfig:
+    """Raises AdapterInvalid when it is no JSON object."""
+    fields = parse_object(data, MODEL_CONFIG_NAME, MAX_MODEL_CONFIG_BYTES)
+    is_heads_only = fields.get("model_type") == "medusa"
+    base = fields.get("base_model_name_or_path")
+    return MedusaConfig(
+        is_heads_only=is_heads_only,
+        base_model=base if isinstance(base, str) and len(base) <= MAX_BASE_CHARS else "",
+        num_heads=_count(fields, "medusa_num_heads", "num_heads" if is_heads_only else None),
+        # A base model's num_hidden_layers are its own.
+        num_layers=_count(fields, "medusa_num_layers", "num_hidden_layers" if is_heads_only else None),
+        hidden_size=_count(fields, "hidden_size", None),
+        original_lm_head=fields.get("original_lm_head") is True,
+    )
+
+
+def read_medusa_config(files: OpenedFiles) -> MedusaConfig | None:
+    """What config.json says of heads; None without one. Raises AdapterInvalid when it is not a JSON object."""
+    if MODEL_CONFIG_NAME not in files.names:
+        return None
+    return parse_medusa_config(read_all(files.open(MODEL_CONFIG_NAME), MAX_MODEL_CONFIG_BYTES, MODEL_CONFIG_NAME))
+
+
+def _count(fields: Mapping[str, Any], name: str, other: str | None) -> int | None:
+    value = fields.get(name)
+    if value is None and other is not None:
+        value = fields.get(other)
+    return value if type(value) is int and value >= 0 else None
+
+
+Part = Literal["weight", "bias", "projection", "projection_bias", "shared_projection", "token_map"]
+Family = Literal["sequential", "vllm", "either"]
+
+# What module the training code had kept the heads in.
+PREFIXES = ("medusa_heads.", "medusa_head.", "heads.")
+# Of those, the ones that a whole model's base part cannot have.
+MODEL_PREFIXES = ("medusa_heads.", "medusa_head.")
+_N = r"(0|[1-9]\d{0,3})"
+_PATTERNS: tuple[tuple[re.Pattern[str], Part, Family], ...] = (
+    (re.compile(rf"{_N}\.{_N}\.linear\.weight"), "weight", "sequential"),
+    (re.compile(rf"{_N}\.{_N}\.linear\.bias"), "bias", "sequential"),
+    (re.compile(rf"{_N}\.{_N}\.weight"), "projection", "sequential"),
+    (re.compile(rf"{_N}\.{_N}\.bias"), "projection_bias", "sequential"),
+    (re.compile(rf"blocks\.{_N}\.layers\.{_N}\.weight"), "weight", "vllm"),
+    (re.compile(rf"blocks\.{_N}\.layers\.{_N}\.bias"), "bias", "vllm"),
+    (re.compile(rf"lm_heads\.{_N}\.weight"), "projection", "vllm"),
+    (re.compile(rf"lm_heads\.{_N}\.bias"), "projection_bias", "vllm"),
+    (re.compile(r"lm_head\.weight"), "shared_projection", "vllm"),
+    (re.compile(r"token_map"), "token_map", "either"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadTensor:
+    """One tensor of a set of heads. `layer` of a sequential projection is its place behind the blocks."""
+
+    info: TensorInfo
+    part: Part
+    family: Family
+    head: int = -1
+    layer: int = -1
+
+
+def head_tensor(info: TensorInfo) -> HeadTensor | None:
+    """What the name says, or None when it is not a head's."""
+    prefix = next((prefix for prefix in PREFIXES if info.name.startswith(prefix)), "")
+    name = info.name[len(prefix) :]
+    for pattern, part, family in _PATTERNS:
+        match = pattern.fullmatch(name)
+        if match is not None:
+            numbers = [int(group) for group in match.groups()]
+            return HeadTensor(info, part, family, *numbers)
+    return None
+
+
+def split_heads(tensors: Iterable[TensorInfo]) -> tuple[list[HeadTensor], list[TensorInfo]]:
+    """(the heads' tensors, the others). Names that others use too (`lm_head.weight`) are heads' only among heads."""
+    heads: list[HeadTensor] = []
+    others: list[TensorInfo] = []
+    for info in tensors:
+        found = head_tensor(info)
+        if found is None:
+            others.append(info)
+        else:
+            heads.append(found)
+    if not any(tensor.head >= 0 for tensor in heads):
+        return [], [*others, *(tensor.info for tensor in heads)]
+    return heads, others
+
 
 MAX_HEADS = 64
 MAX_LAYERS = 16
@@ -235,3 +355,79 @@ def _warnings(config: MedusaConfig, shape: HeadsShape, targets: BaseTargets) -> 
         if said is not None and said != is_there:
             warnings.append(f"says {what} = {said} in its {MODEL_CONFIG_NAME}; its tensors say {is_there}")
     return warnings
+
+
+Files = Mapping[str, SourceFile]  # the open ones, by name
+
+
+def write_heads(
+    plan: HeadsPlan, layout: HeadsLayout, files: Files, vocab_size: int, write: WriteFn, reader: PieceReader
+) -> None:
+    """Writes the bytes from the end of the LoRA to the end of the layout. Raises NonFinite, AdapterInvalid, or what
+    the files raise."""
+    dtype = layout.dtype
+    out = PieceWriter(write, layout.start)
+    for layer in range(layout.shape.num_layers):
+        out.pad_to(layout.weights[layer])
+        for head in plan.blocks:
+            _copy(head[layer].weight, files, dtype, out, reader)
+        if layout.shape.has_bias:
+            out.pad_to(layout.biases[layer])
+            for head in plan.blocks:
+                bias = head[layer].bias
+                assert bias is not None, "a plan with biases has all of them"
+                _copy(bias, files, dtype, out, reader)
+    token_ids: NDArray[np.int64] | None = None
+    if plan.token_map is not None:
+        out.pad_to(layout.token_ids)
+        token_ids = _token_ids(plan.token_map, files[plan.token_map.file], vocab_size)
+        out.write(torch.from_numpy(token_ids))
+    out.pad_to(layout.projections)
+    for projection in plan.projections:
+        if token_ids is not None and projection.shape[0] != token_ids.size:
+            for piece in _rows(projection, token_ids, files, dtype, reader):
+                out.write(piece)
+        else:
+            _copy(projection, files, dtype, out, reader)
+    out.pad_to(layout.end)
+
+
+def without_base_head(plan: HeadsPlan, files: Files, targets: BaseTargets, reader: PieceReader) -> HeadsPlan:
+    """The plan without its projections when they are copies of the base model's own head, as vLLM's `original_lm_head`
+    makes them: then the base model's head does, and all such adapters share it."""
+    if plan.token_map is not None or not plan.projections or plan.shape.num_layers == 0:
+        return plan
+    shape = (targets.vocab_size, targets.hidden_size)
+    digests = {
+        module.weight_sha256
+        for module in targets.modules.values()
+        if module.kind == "linear" and module.weight_sha256 and (module.out_features, module.in_features) == shape
+    }
+    if digests and all(reader.sha256(p, files[p.file], targets.dtype) in digests for p in plan.projections):
+        return plan.without_projections()
+    return plan
+
+
+def _copy(tensor: TensorInfo, files: Files, dtype: str, out: PieceWriter, reader: PieceReader) -> None:
+    for piece in reader.pieces(tensor, files[tensor.file], dtype):
+        out.write(piece)
+
+
+def _rows(
+    tensor: TensorInfo, token_ids: NDArray[np.int64], files: Files, dtype: str, reader: PieceReader
+) -> Iterator[Tensor]:
+    hidden = tensor.shape[1]
+    for token_id in token_ids.tolist():
+        yield from reader.pieces(tensor, files[tensor.file], dtype, token_id * hidden, hidden)
+
+
+def _token_ids(tensor: TensorInfo, file: SourceFile, vocab_size: int) -> NDArray[np.int64]:
+    """At most as many as the vocabulary has (the plan has seen to it)."""
+    data = bytearray(tensor.num_bytes)
+    file.read_into(memoryview(data), tensor.offset)
+    found = np.frombuffer(data, dtype=np.int64 if tensor.dtype == "I64" else np.int32).astype(np.int64)
+    if found.min() < 0 or found.max() >= vocab_size:
+        raise AdapterInvalid(f"{tensor.where} names tokens outside the base model's vocabulary of {vocab_size}")
+    if np.unique(found).size != found.size:
+        raise AdapterInvalid(f"{tensor.where} names a token twice")
+    return found

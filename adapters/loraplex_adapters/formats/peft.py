@@ -1,24 +1,32 @@
-"""A PEFT LoRA held against the base model: from the file's header and the configuration to a checked plan.
+"""PEFT LoRA: the plan against the base model, and its bytes.
 
-Nothing but the header is read here. Every tensor of the file ends up in the plan, or the load fails with its name; so
-does a module that the base model lacks, a wrong shape, a rank over the limit. Modules may have ranks and scales of
-their own. Knows nothing of how the bytes are read (lora/convert.py) or kept (store.py).
+The plan is made of the file's header and the configuration. Every tensor of the file ends up in it, or the load fails
+with its name; so does a module that the base model lacks, a wrong shape, a rank over the limit. Modules may have ranks
+and scales of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
-from loraplex_adapters.formats.detect import WEIGHTS_NAME
+from loraplex_adapters.formats.files import CONFIG_NAME, WEIGHTS_NAME
 from loraplex_adapters.formats.patterns import Budget, match_budget
-from loraplex_adapters.formats.peft_config import CONFIG_NAME, PeftLoraConfig, path_ends
-from loraplex_adapters.io.safetensors_header import TensorInfo
-from loraplex_adapters.io.tensor_pieces import check_float
+from loraplex_adapters.formats.peft_config import PeftLoraConfig, path_ends
+from loraplex_adapters.io.safetensors_header import DTYPE_BYTES, TensorInfo
+from loraplex_adapters.io.source_files import SourceFile
+from loraplex_adapters.io.tensor_pieces import DTYPES, PieceReader, PieceWriter, WriteFn, check_float
 from loraplex_adapters.io.throttle import checkpoint
-from loraplex_adapters.layout.lora import FactorShape, LoraLayout, place
+from loraplex_adapters.layout import FactorShape, LoraLayout, place_factors
 from loraplex_adapters.targets import BaseTargets, TargetModule
-from loraplex_contracts.errors import AdapterInvalid, AdapterUnsupported, BaseMismatch, RankLimit, ShapeMismatch
+from loraplex_contracts.errors import (
+    AdapterInvalid,
+    AdapterUnsupported,
+    BaseMismatch,
+    NonFinite,
+    RankLimit,
+    ShapeMismatch,
+)
 
 _PREFIX = "base_model.model."
 _FACTORS: Mapping[str, tuple[str, bool]] = {  # what the key says -> (which factor, of an embedding)
@@ -86,7 +94,7 @@ def plan_lora(config: PeftLoraConfig, tensors: Mapping[str, TensorInfo], targets
     budget = match_budget()
     modules = [_module(path, entry, config, targets, budget) for path, entry in found.items()]
     modules.sort(key=lambda module: module.shape)
-    layout = place(targets.dtype, [module.shape for module in modules])
+    layout = place_factors(targets.dtype, [module.shape for module in modules])
     return LoraPlan(layout, tuple(modules), tuple(base_copies), tuple(_warnings(config, targets, found)))
 
 
@@ -205,3 +213,60 @@ def _warnings(config: PeftLoraConfig, targets: BaseTargets, found: Mapping[str, 
     if missing:
         warnings.append(f"names the targets {ascii(missing)[:200]} but has no tensors for them")
     return warnings
+
+
+def write_payload(plan: LoraPlan, file: SourceFile, write: WriteFn, reader: PieceReader) -> None:
+    """Writes exactly `plan.layout.num_bytes` bytes. Raises NonFinite, or what the file raises."""
+    out = PieceWriter(write)
+    for run in _runs(plan):
+        out.pad_to(run.target)
+        try:
+            for piece in reader.pieces(run.whole, file, plan.layout.dtype):
+                out.write(piece)
+        except NonFinite:
+            for tensor in run.tensors:  # which one is it?
+                for _ in reader.pieces(tensor, file, plan.layout.dtype):
+                    pass
+            raise
+    out.pad_to(plan.layout.num_bytes)
+
+
+def check_base_copies(plan: LoraPlan, file: SourceFile, reader: PieceReader) -> None:
+    """Raises AdapterUnsupported when a saved weight is not the base model's own."""
+    for tensor, module in plan.base_copies:
+        if reader.sha256(tensor, file, plan.layout.dtype) != module.weight_sha256:
+            raise AdapterUnsupported(
+                f"{tensor.where} replaces a weight of the base model by another, which is not served"
+            )
+
+
+@dataclass(slots=True)
+class _Run:
+    """Tensors without a gap between them."""
+
+    tensors: list[TensorInfo]
+    target: int  # where their bytes begin in the layout
+
+    @property
+    def whole(self) -> TensorInfo:
+        """As one tensor, with the first one's name."""
+        return replace(self.tensors[0], num_bytes=sum(tensor.num_bytes for tensor in self.tensors))
+
+
+def _runs(plan: LoraPlan) -> Iterator[_Run]:
+    """In the layout's order."""
+    itemsize = DTYPES[plan.layout.dtype].itemsize
+    run: _Run | None = None
+    source_end = target_end = -1
+    for module, placed in zip(plan.modules, plan.layout.placed, strict=True):
+        for tensor, target in ((module.a, placed.a_offset), (module.b, placed.b_offset)):
+            if run and (tensor.offset, target, tensor.dtype) == (source_end, target_end, run.tensors[0].dtype):
+                run.tensors.append(tensor)
+            else:
+                if run:
+                    yield run
+                run = _Run([tensor], target)
+            source_end = tensor.offset + tensor.num_bytes
+            target_end = target + tensor.num_bytes // DTYPE_BYTES[tensor.dtype] * itemsize
+    if run:
+        yield run

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from loraplex_adapters.formats.files import CONFIG_NAME
 from loraplex_adapters.formats.patterns import Budget, ModulePattern, compile_budget, compile_pattern
-from loraplex_adapters.io.strict_json import parse_object
+from loraplex_adapters.io.source_files import parse_object
 from loraplex_contracts.errors import AdapterInvalid, AdapterUnsupported
 
-CONFIG_NAME = "adapter_config.json"
 MAX_CONFIG_BYTES = 1 << 20
 MAX_PATTERNS = 4096
 MAX_TARGETS = 4096

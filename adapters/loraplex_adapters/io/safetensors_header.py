@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from loraplex_adapters.io.strict_json import parse_object
+from loraplex_adapters.io.source_files import parse_object
 from loraplex_adapters.io.throttle import checkpoint
 from loraplex_contracts.errors import AdapterInvalid
 

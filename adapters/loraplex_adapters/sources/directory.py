@@ -16,9 +16,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
-from loraplex_adapters.formats.detect import ADAPTER_NAMES, PICKLE_NAMES, has_model_layout
-from loraplex_adapters.formats.model_files import describe_medusa_model
-from loraplex_adapters.io.beneath import BadPath, Folder, kind_of
+from loraplex_adapters.formats.files import ADAPTER_NAMES, PICKLE_NAMES, has_model_layout
+from loraplex_adapters.formats.whole_model import describe_medusa_model
+from loraplex_adapters.io.confined_folder import BadPath, Folder, kind_of
 from loraplex_adapters.io.source_files import SourceFile
 from loraplex_adapters.io.uncached import read_once
 from loraplex_adapters.sources.index import DirectoryIndex

@@ -17,9 +17,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from loraplex_adapters.formats.detect import MODEL_INDEX_NAME, WANTED_NAMES, detect_kind
-from loraplex_adapters.formats.model_files import OpenedFiles
-from loraplex_adapters.io.beneath import Folder
+from loraplex_adapters.formats.files import MODEL_INDEX_NAME, WANTED_NAMES, OpenedFiles, detect_kind
+from loraplex_adapters.formats.medusa import read_medusa_config
+from loraplex_adapters.io.confined_folder import Folder
 from loraplex_adapters.io.source_files import SourceFile
 from loraplex_adapters.sources.directory import DirectoryFiles, open_folder
 from loraplex_contracts.adapters import check_adapter_id
@@ -101,7 +101,7 @@ class HubSource:
         self._fetch_files(adapter_id, info.sha, folder, wanted, sizes)
         if kind == "model":
             with open_folder(folder, adapter_id) as files:
-                config = OpenedFiles(files).medusa_config()
+                config = read_medusa_config(OpenedFiles(files))
             if config is None or not config.is_heads_only:
                 raise AdapterInvalid("this is a whole model on the Hub; an adapter is a LoRA, Medusa heads, or both")
             weights = [name for name in sizes if name == MODEL_INDEX_NAME or _MODEL_WEIGHTS.fullmatch(name)]

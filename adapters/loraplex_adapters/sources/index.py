@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from loraplex_adapters.io.beneath import BadPath, Folder
+from loraplex_adapters.io.confined_folder import BadPath, Folder
 from loraplex_adapters.io.throttle import checkpoint
 from loraplex_contracts.adapters import check_adapter_id
 from loraplex_contracts.errors import InvalidAdapterId

@@ -14,7 +14,7 @@ from typing import Any
 from transformers.utils.logging import disable_progress_bar
 
 from loraplex_adapters.cache.loader import check_adapter, import_adapter
-from loraplex_adapters.formats.detect import detect_kind
+from loraplex_adapters.formats.files import detect_kind
 from loraplex_adapters.sources.directory import FolderSource
 from loraplex_adapters.store import AdapterStore
 from loraplex_contracts.adapters import check_adapter_id

@@ -19,8 +19,7 @@ from support.adapter_files import DOWN_PROJ, PREFIX, Q_PROJ, base_targets, lora_
 from loraplex_adapters.cache import storage as storage_module
 from loraplex_adapters.cache.loader import import_adapter
 from loraplex_adapters.cache.storage import ImportedAdapter, RecentImports, SpareMemory, Storage, pinned_sizes
-from loraplex_adapters.layout.adapter import adapter_layout
-from loraplex_adapters.layout.lora import FactorShape, LoraLayout, place
+from loraplex_adapters.layout import FactorShape, LoraLayout, adapter_layout, place_factors
 from loraplex_adapters.sources.directory import DirectorySource
 from loraplex_adapters.store import AdapterStore, WriteFn
 from loraplex_contracts.adapters import AdapterKey
@@ -164,7 +163,7 @@ def few_files(num_free: int) -> Generator[None]:
 @pytest.mark.skipif(sys.platform != "linux", reason="counts files in /proc")
 def test_adapters_on_the_host_take_no_file_descriptors(tmp_path: Path) -> None:
     store = AdapterStore(tmp_path / "store", 1 << 24)
-    layout = place("float32", [FactorShape(Q_PROJ, 4, 16, 16, 2.0)])
+    layout = place_factors("float32", [FactorShape(Q_PROJ, 4, 16, 16, 2.0)])
     storage = Storage(store, torch.device("cpu"))
     keys = [
         store.put("lora", layout.to_json(), layout.num_bytes, lambda write, idx=idx: filled(write, layout, idx))
@@ -200,7 +199,7 @@ def test_a_process_out_of_files_keeps_its_store(tmp_path: Path) -> None:
 
 
 def test_a_layout_survives_its_json() -> None:
-    layout = place(
+    layout = place_factors(
         "bfloat16",
         [FactorShape("b", 3, 5, 7, 1 / 3), FactorShape("a", 1, 2, 3, 2.0), FactorShape("c", 8, 64, 64, 1e-9)],
     )
@@ -260,11 +259,11 @@ def test_a_spare_block_is_only_for_its_size(monkeypatch: pytest.MonkeyPatch) -> 
 # --- recent imports --------------------------------------------------------------------------------------------------
 
 
-NUM_BYTES = adapter_layout(place("float32", [FactorShape("q", 4, 8, 8, 1.0)]), None).num_bytes
+NUM_BYTES = adapter_layout(place_factors("float32", [FactorShape("q", 4, 8, 8, 1.0)]), None).num_bytes
 
 
 def imported(recent: RecentImports, digit: str) -> ImportedAdapter:
-    layout = adapter_layout(place("float32", [FactorShape("q", 4, 8, 8, 1.0)]), None)
+    layout = adapter_layout(place_factors("float32", [FactorShape("q", 4, 8, 8, 1.0)]), None)
     payload = recent.allocate(NUM_BYTES)
     assert payload is not None
     found = ImportedAdapter(AdapterKey("lora", digit * 64), layout, payload)

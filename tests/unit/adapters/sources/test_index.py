@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from loraplex_adapters.io.beneath import Folder
+from loraplex_adapters.io.confined_folder import Folder
 from loraplex_adapters.sources.directory import DirectorySource
 from loraplex_adapters.sources.index import FULL_LOOK_EVERY, DirectoryIndex
 from loraplex_adapters.sources.watch import SourceWatch

@@ -1,7 +1,7 @@
-"""The files of one adapter as they are read: each opened once, headers checked. And heads inside a whole model.
+"""Medusa heads in files that are laid out like a whole model.
 
-A whole model is `model.safetensors`, or the shards that `model.safetensors.index.json` lists. File names in an index
-are untrusted: only files that the source itself has listed are ever opened.
+Such a model is `model.safetensors`, or the shards that `model.safetensors.index.json` lists. File names in an index are
+untrusted: only files that the source itself has listed are ever opened.
 """
 
 from __future__ import annotations
@@ -10,23 +10,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from loraplex_adapters.formats.detect import (
+from loraplex_adapters.formats.files import (
+    CONFIG_NAME,
     MEDUSA_PICKLE_NAMES,
     MEDUSA_WEIGHTS_NAME,
     MODEL_INDEX_NAME,
     MODEL_WEIGHTS_NAME,
+    OpenedFiles,
 )
-from loraplex_adapters.formats.medusa_config import (
-    MAX_MODEL_CONFIG_BYTES,
-    MODEL_CONFIG_NAME,
-    MedusaConfig,
-    parse_medusa_config,
-)
-from loraplex_adapters.formats.medusa_keys import MODEL_PREFIXES
-from loraplex_adapters.formats.peft_config import CONFIG_NAME
-from loraplex_adapters.io.safetensors_header import MAX_TENSORS, TensorInfo, read_header
-from loraplex_adapters.io.source_files import AdapterFiles, SourceFile, read_all
-from loraplex_adapters.io.strict_json import parse_object
+from loraplex_adapters.formats.medusa import MODEL_PREFIXES, MedusaConfig, read_medusa_config
+from loraplex_adapters.io.safetensors_header import MAX_TENSORS, TensorInfo
+from loraplex_adapters.io.source_files import AdapterFiles, parse_object, read_all
 from loraplex_contracts.errors import AdapterInvalid
 
 # Of an adapter's directory. Parsing holds up the other threads of the process.
@@ -35,43 +29,6 @@ MAX_INDEX_BYTES = 4 << 20
 MAX_BASE_INDEX_BYTES = 64 << 20
 MAX_SHARDS = 1024
 _OTHER_MODEL_NAMES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-
-
-class OpenedFiles:
-    """One adapter's files, each opened once. Owns nothing: what it opens belongs to `files`."""
-
-    def __init__(self, files: AdapterFiles) -> None:
-        self._files = files
-        self.names = files.names
-        self.opened: dict[str, SourceFile] = {}
-
-    def open(self, name: str) -> SourceFile:
-        """As AdapterFiles.open."""
-        if name not in self.opened:
-            self.opened[name] = self._files.open(name)
-        return self.opened[name]
-
-    def header(self, name: str) -> dict[str, TensorInfo]:
-        """The checked tensors of a safetensors file. Raises AdapterInvalid."""
-        file = self.open(name)
-
-        def read_at(offset: int, num_bytes: int) -> bytes:
-            data = bytearray(num_bytes)
-            file.read_into(memoryview(data), offset)
-            return bytes(data)
-
-        return read_header(read_at, file.num_bytes, name)
-
-    def medusa_config(self) -> MedusaConfig | None:
-        """What config.json says of heads. Raises AdapterInvalid when it is no JSON object."""
-        if MODEL_CONFIG_NAME not in self.names:
-            return None
-        return parse_medusa_config(read_all(self.open(MODEL_CONFIG_NAME), MAX_MODEL_CONFIG_BYTES, MODEL_CONFIG_NAME))
-
-    def check_unchanged(self) -> None:
-        """Raises SourceUnavailable when one of them was written to since it was opened."""
-        for file in self.opened.values():
-            file.check_unchanged()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +47,7 @@ def describe_medusa_model(directory_files: AdapterFiles) -> MedusaModel:
     """Looks at names, config.json, and the index or the header of the model; never at weights. Pickled heads count as
     heads: who loads them learns why they are refused. Raises AdapterInvalid when what it looks at is damaged."""
     files = OpenedFiles(directory_files)
-    config = files.medusa_config()
+    config = read_medusa_config(files)
     base_model = "" if config is None else config.base_model
     has_heads_file = not files.names.isdisjoint((MEDUSA_WEIGHTS_NAME, *MEDUSA_PICKLE_NAMES))
     has_model = not files.names.isdisjoint((MODEL_WEIGHTS_NAME, MODEL_INDEX_NAME, *_OTHER_MODEL_NAMES))

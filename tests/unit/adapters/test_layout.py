@@ -18,18 +18,16 @@ from support.medusa_files import (
 )
 
 from loraplex_adapters.formats.adapter import plan_adapter
-from loraplex_adapters.formats.convert_medusa import write_heads as write_payload
-from loraplex_adapters.formats.model_files import OpenedFiles
+from loraplex_adapters.formats.files import OpenedFiles
+from loraplex_adapters.formats.medusa import write_heads as write_payload
 from loraplex_adapters.io.source_files import SourceFile
 from loraplex_adapters.io.tensor_pieces import PIECE_BYTES, PieceReader
-from loraplex_adapters.layout.adapter import AdapterLayout, adapter_layout, weights_at
-from loraplex_adapters.layout.lora import FactorShape, place
-from loraplex_adapters.layout.medusa import HeadsShape
+from loraplex_adapters.layout import AdapterLayout, FactorShape, HeadsShape, adapter_layout, place_factors, weights_at
 from loraplex_adapters.sources.directory import DirectorySource
 from loraplex_adapters.targets import BaseTargets
 from loraplex_contracts.adapters import AdapterKey
 
-LORA = place("bfloat16", [FactorShape("b", 3, 5, 7, 1 / 3), FactorShape("a", 1, 2, 3, 2.0)])
+LORA = place_factors("bfloat16", [FactorShape("b", 3, 5, 7, 1 / 3), FactorShape("a", 1, 2, 3, 2.0)])
 SHAPES = [
     HeadsShape(3, 1, 8),
     HeadsShape(5, 2, 24, has_bias=True),
@@ -40,7 +38,7 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("lora", [LORA, place("bfloat16", ())])
+@pytest.mark.parametrize("lora", [LORA, place_factors("bfloat16", ())])
 def test_a_layout_survives_its_json_and_nothing_overlaps(shape: HeadsShape, lora: Any) -> None:
     layout = adapter_layout(lora, shape)
     assert AdapterLayout.from_json(layout.to_json()) == layout

@@ -1,17 +1,19 @@
-"""Which files of a directory an adapter is read from. The files decide; names and requests do not.
+"""Files of an adapter: which of them it is read from, each opened once.
 
-Looks at names only. What kind of adapter it is in the end, its tensors say (formats/adapter.py). Templates and
-tokenizers beside an adapter are never read, let alone executed.
+The files decide what kind of adapter it is; names and requests do not. Templates and tokenizers beside an adapter are
+never read, let alone executed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
-from loraplex_adapters.formats.medusa_config import MODEL_CONFIG_NAME
-from loraplex_adapters.formats.peft_config import CONFIG_NAME
+from loraplex_adapters.io.safetensors_header import TensorInfo, read_header
+from loraplex_adapters.io.source_files import AdapterFiles, SourceFile
 from loraplex_contracts.errors import AdapterInvalid, UnsafeFormat
 
+CONFIG_NAME = "adapter_config.json"
+MODEL_CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 MEDUSA_WEIGHTS_NAME = "medusa_lm_head.safetensors"
 MODEL_WEIGHTS_NAME = "model.safetensors"
@@ -23,7 +25,7 @@ MEDUSA_PICKLE_NAMES = ("medusa_lm_head.pt", "medusa_lm_head.bin", "medusa_lm_hea
 PICKLE_NAMES = (*LORA_PICKLE_NAMES, *MEDUSA_PICKLE_NAMES)
 # What an adapter is known by.
 ADAPTER_NAMES = (CONFIG_NAME, WEIGHTS_NAME, MEDUSA_WEIGHTS_NAME)
-# Every file that serving may want, a whole model's apart. A source need not fetch anything else.
+# Every file that serving may want, a whole model's apart. A source need not fetch others.
 WANTED_NAMES = (*ADAPTER_NAMES, MODEL_CONFIG_NAME)
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
 
@@ -64,3 +66,34 @@ def has_model_layout(names: Collection[str]) -> bool:
 def ignored_template(names: Collection[str]) -> str | None:
     """The file that carries a chat template of the adapter's own, if there is one; for a warning."""
     return next((name for name in _TEMPLATES if name in names), None)
+
+
+class OpenedFiles:
+    """One adapter's files, each opened once. Owns nothing: what it opens belongs to `files`."""
+
+    def __init__(self, files: AdapterFiles) -> None:
+        self._files = files
+        self.names = files.names
+        self.opened: dict[str, SourceFile] = {}
+
+    def open(self, name: str) -> SourceFile:
+        """See AdapterFiles.open."""
+        if name not in self.opened:
+            self.opened[name] = self._files.open(name)
+        return self.opened[name]
+
+    def header(self, name: str) -> dict[str, TensorInfo]:
+        """The checked tensors of a safetensors file. Raises AdapterInvalid."""
+        file = self.open(name)
+
+        def read_at(offset: int, num_bytes: int) -> bytes:
+            data = bytearray(num_bytes)
+            file.read_into(memoryview(data), offset)
+            return bytes(data)
+
+        return read_header(read_at, file.num_bytes, name)
+
+    def check_unchanged(self) -> None:
+        """Raises SourceUnavailable when one of them was written to since it was opened."""
+        for file in self.opened.values():
+            file.check_unchanged()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from loraplex_adapters.io.beneath import MAX_LINKS, BadPath, Folder
+from loraplex_adapters.io.confined_folder import MAX_LINKS, BadPath, Folder
 
 INSIDE, OUTSIDE = b"inside", b"secret"
 

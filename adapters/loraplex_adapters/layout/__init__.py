@@ -1,1 +1,0 @@
-"""The one allocation that holds an adapter's weights."""
