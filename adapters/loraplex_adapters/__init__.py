@@ -1,4 +1,4 @@
-"""Adapters: identity, formats, sources, the cache with its tiers, LoRA weights, segmented kernels.
+"""Adapters: their formats, sources, disk store and cache.
 
 Knows nothing of requests, schedules, routers or gRPC.
 """

@@ -1,7 +1,7 @@
-"""Layout of an adapter's one allocation: the LoRA's factors, then the Medusa heads. The same on disk, host and device.
+"""Layout of an adapter's one allocation: LoRA factors, then Medusa heads.
 
-Offsets follow from the shapes, so that only shapes and scales are written down. Everything lies at multiples of 64
-bytes, row-major, in the base model's dtype (token ids apart).
+It is the same on disk, host and device. Offsets follow from the shapes, so that only shapes and scales are written
+down. Everything lies at multiples of 64 bytes, row-major, in the base model's dtype (token ids apart).
 
 LoRA: modules in the order of their paths; of each, A [rank, in] then B [out, rank]. The layout of a LoRA alone is
 written down as it was before there were heads, so old stores stay readable.

@@ -1,8 +1,8 @@
-"""The disk tier: verified, kernel-ready adapters by the digest of their content.
+"""Disk store of verified, kernel-ready adapters, addressed by content.
 
 One file per adapter: magic, length of the header, header (canonical JSON: kind, payload size, layout), zeros up to a
-page, payload. The digest is SHA-256 over header and payload, and it is the file's name; so equal content is one file,
-whatever it was called, and a changed file is noticed. Files appear by rename, complete or not at all. The index is
+page, payload. The digest is SHA-256 over header and payload, and it is the file's name; so equal content is one file
+under any number of names, and a changed file is noticed. Files appear by rename, complete or not at all. The index is
 rebuilt from the files after a restart; a payload from an earlier process is hashed again before its first use.
 
 Owns its directory (one process at a time). Does not know formats, sources, or what a layout means. Thread-safe.
@@ -29,7 +29,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
-from loraplex_adapters.io.uncached import PAGE_BYTES, ChunkWriter, write_once
+from loraplex_adapters.io.uncached import PAGE_BYTES, ChunkWriter, write_uncached
 from loraplex_contracts.adapters import AdapterKey, AdapterKind
 from loraplex_contracts.errors import DiskFull, FailedPrecondition
 
@@ -44,7 +44,7 @@ LOCK_NAME = "lock"
 _ABANDONED_S = 60.0
 _NAME = re.compile(r"(lora|medusa|combined)-([0-9a-f]{64})\.adapter\Z")
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-# What says something about the file. Other errors (no descriptors, no memory) are the process's: the file may be good.
+# Errors about the file. Others (no descriptors, no memory) are the process's: the file may be good.
 _NO_FILE = frozenset({errno.ENOENT, errno.ELOOP})
 
 WriteFn = Callable[[memoryview], None]
@@ -60,7 +60,7 @@ class _Entry:
 class StoredAdapter:
     """One adapter, mapped read-only. The mapping outlives the file's name, so eviction does not disturb it.
 
-    It takes a file descriptor for as long as anybody keeps the payload."""
+    It takes a file descriptor for as long as the payload is kept."""
 
     key: AdapterKey
     header: bytes  # the same, byte for byte, of adapters of one layout
@@ -143,7 +143,7 @@ class AdapterStore:
             self._allocate(fd, file_bytes)
             digest = hashlib.sha256(header)
             prefix = MAGIC + len(header).to_bytes(8, "little") + header
-            write_once(fd, memoryview(prefix.ljust(start, b"\0")), 0)
+            write_uncached(fd, memoryview(prefix.ljust(start, b"\0")), 0)
             write = ChunkWriter(fd, start, digest.update, memory)
             fill(write)
             write.flush()
@@ -238,7 +238,7 @@ class AdapterStore:
             self._num_bytes += file_bytes
 
     def _no_room(self, error: OSError, file_bytes: int) -> DiskFull:
-        """What the file system's refusal means: whether it could ever take a file of that size."""
+        """The error for the file system's refusal: it says whether a file of that size could ever fit."""
         if error.errno == errno.EFBIG:
             return never_fits(file_bytes, "the file system of the adapter store takes no file of that size")
         status = os.statvfs(self._root)
@@ -325,7 +325,7 @@ def _header(kind: AdapterKind, layout: Mapping[str, Any], payload_bytes: int) ->
 
 @lru_cache(maxsize=REMEMBERED_HEADERS)
 def header_content(header: bytes) -> dict[str, Any]:
-    """What `_header` wrote, to be read only. Raises ValueError on anything else."""
+    """The content that `_header` wrote, to be read only. Raises ValueError on anything else."""
     content = json.loads(header)
     if not isinstance(content, dict) or content.get("format") != 1 or not isinstance(content.get("layout"), dict):
         raise ValueError("not a file of the store")

@@ -1,4 +1,4 @@
-"""What an adapter may change: the base model's modules, as plain data.
+"""Target modules of the base model, which adapters may change, as plain data.
 
 The model's loader fills it from the loaded model; formats check an adapter against it from the file's header, before
 any memory is taken.
@@ -27,7 +27,7 @@ class TargetModule:
 
 @dataclass(frozen=True, slots=True)
 class BaseTargets:
-    """Everything that formats need to know of the base model."""
+    """The facts about the base model that formats need."""
 
     modules: Mapping[str, TargetModule]
     model_id: str

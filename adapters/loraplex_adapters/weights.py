@@ -1,4 +1,4 @@
-"""One adapter's weights on one device: a single flat allocation and views into it.
+"""Weights of one adapter on one device: a flat allocation and views.
 
 A single allocation makes a move between tiers one copy, and its size the number that budgets count. An adapter has LoRA
 factors, Medusa heads, or both.
@@ -42,7 +42,7 @@ class ResBlock:
 class MedusaHead:
     """Head i guesses token t + 2 + i from the post-norm hidden state of position t."""
 
-    blocks: tuple[ResBlock, ...]  # one after the other; none at all is the hidden state itself
+    blocks: tuple[ResBlock, ...]  # one after the other; without any, the hidden state itself
     projection: Tensor | None = None  # [num_rows, hidden]; None: the base model's own head
     token_ids: Tensor | None = None  # [num_rows] int64: the token of each row; None: row i is token i
 

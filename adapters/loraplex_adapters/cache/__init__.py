@@ -1,1 +1,1 @@
-"""The adapter cache: names, keys, tiers, budgets, pins, loads in the background."""
+"""The adapter cache: names, tiers, budgets, evictions, background loading."""

@@ -1,4 +1,4 @@
-"""Eviction: which adapters leave the device or the host, and for what."""
+"""Eviction of adapters from the device and the host."""
 
 from __future__ import annotations
 

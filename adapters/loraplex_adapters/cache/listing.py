@@ -1,4 +1,4 @@
-"""Listings of adapters: rows made from the cache's records, and a mirror of them kept by what changes.
+"""Listings of adapters: rows, and a mirror that takes in changes.
 
 With thousands of adapters, sorting all rows takes as long as a step; so the front end's mirror only takes in changes.
 """

@@ -1,4 +1,4 @@
-"""Background loading of adapters: from their source into the store, and the threads for it.
+"""Background loading of adapters from their source into the store.
 
 Everything that a user's files can cause ends as a typed error. Knows nothing of tables, budgets or names' states.
 """

@@ -1,4 +1,4 @@
-"""The adapter cache: names, tiers, budgets, evictions; loads in the background.
+"""Manager of the adapter cache: the interface for the engine, background threads.
 
 The table decides; AdapterManager carries out, with two background threads. `fetcher` reads sources into the store,
 `mover` copies between the tiers: a source that hangs does not keep resident adapters from moving. Owns the threads, the

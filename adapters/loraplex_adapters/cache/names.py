@@ -1,4 +1,4 @@
-"""Names of adapters: the key that each is bound to, fetches under way, failures, LoadAdapter operations.
+"""Names of adapters: bindings to contents, fetches, failures, LoadAdapter operations.
 
 Owns the name records, and through `residency` the keys' weights. No threads, no files, no clock (`now` is an argument):
 the table asks through `take_fetches` and `take_moves`, and is told the outcomes.

@@ -1,4 +1,4 @@
-"""Residency of adapters: the tier of each content's weights, their users, the budgets of host and device.
+"""Residency of adapters: tiers, references, budgets of host and device.
 
 Owns the key records, the budgets, the device slots, the order of use, the queue of wants. It decides and asks (`moves`,
 `refetches`); the manager carries out and reports back through the outcome methods. No tensors, no threads, no clock:
@@ -425,7 +425,7 @@ class ResidencyTable:
         self._forget_if_idle(record)
 
     def _give_back(self, record: KeyRecord) -> None:
-        """Whatever a move had taken."""
+        """Gives back the slot and bytes that a move had taken."""
         if record.slot >= 0:
             self._free_slots.append(record.slot)
             record.slot = -1

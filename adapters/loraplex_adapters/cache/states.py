@@ -1,4 +1,4 @@
-"""States of adapter names and contents, every transition between them, and the records that have them.
+"""States of adapter names and contents, their transitions and records.
 
 A *name* is what requests say; a *key* is a content (contracts/adapters.py). A name is fetched and bound to a key; a
 key's weights move between the tiers. A key is draining when it has no name any more and requests still hold it. That is

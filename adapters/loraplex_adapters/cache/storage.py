@@ -1,4 +1,4 @@
-"""Storage of adapters on the host and the device, and the copies from the disk store to them.
+"""Storage of adapters on host and device, and copies between the tiers.
 
 Runs on the mover's thread. On a CPU the host tier is the store's file, which the system keeps in its page cache from
 the first copy on, and the device tier a flat tensor that kernels read in place: the file is mapped for the copy only,

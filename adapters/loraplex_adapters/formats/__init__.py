@@ -1,1 +1,1 @@
-"""Adapter formats as found in the wild: from files to checked plans and kernel-ready bytes."""
+"""Adapter formats: from files to checked plans and kernel-ready bytes."""

@@ -1,8 +1,8 @@
-"""A directory's files held against the base model, whatever kind of adapter they make: the plan of a load.
+"""Plan of loading an adapter of any kind, checked against the base model.
 
 Reads configurations and headers, never weights. Heads may lie in a file of their own, among a LoRA's tensors, or in a
-whole model; every tensor of an adapter's files has its place in the plan, or the load fails with its name. Of a whole
-model only what stands under `medusa_head` is the adapter's.
+whole model, of which only the tensors under `medusa_head` are the adapter's. Every tensor of an adapter's files has its
+place in the plan, or the load fails with its name.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from loraplex_contracts.errors import AdapterInvalid, AdapterUnsupported
 
 @dataclass(frozen=True, slots=True)
 class AdapterPlan:
-    """What to read and where it goes. One of the two is there at least."""
+    """The tensors to read and their places. It has a LoRA, heads, or both."""
 
     layout: AdapterLayout
     lora: LoraPlan | None

@@ -1,4 +1,4 @@
-"""Files of an adapter: which of them it is read from, each opened once.
+"""Files of an adapter: names, detection of its kind, opened files.
 
 The files decide what kind of adapter it is; names and requests do not. Templates and tokenizers beside an adapter are
 never read, let alone executed.
@@ -23,7 +23,7 @@ LORA_PICKLE_NAMES = (
 )  # fmt: skip
 MEDUSA_PICKLE_NAMES = ("medusa_lm_head.pt", "medusa_lm_head.bin", "medusa_lm_head.pth")
 PICKLE_NAMES = (*LORA_PICKLE_NAMES, *MEDUSA_PICKLE_NAMES)
-# What an adapter is known by.
+# The files that make a folder an adapter.
 ADAPTER_NAMES = (CONFIG_NAME, WEIGHTS_NAME, MEDUSA_WEIGHTS_NAME)
 # Every file that serving may want, a whole model's apart. A source need not fetch others.
 WANTED_NAMES = (*ADAPTER_NAMES, MODEL_CONFIG_NAME)

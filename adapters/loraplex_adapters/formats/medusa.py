@@ -1,4 +1,4 @@
-"""Medusa heads: configuration, tensor names, the plan against the base model, and their bytes.
+"""Medusa heads: configuration, tensor names, plan, and bytes.
 
 The tensors decide: how many heads and layers there are, whether heads have a projection of their own. Configurations
 lie (published ones say 2 heads where there are 5), so they are only compared and warned about; the one thing that is
@@ -39,7 +39,7 @@ MAX_BASE_CHARS = 512
 
 @dataclass(frozen=True, slots=True)
 class MedusaConfig:
-    """What a configuration says. None: it says nothing, or nothing that could be meant."""
+    """The fields of a configuration; None where one is missing or makes no sense."""
 
     is_heads_only: bool  # `model_type: medusa`: the directory's model is the heads
     base_model: str
@@ -66,7 +66,7 @@ def parse_medusa_config(data: bytes) -> MedusaConfig:
 
 
 def read_medusa_config(files: OpenedFiles) -> MedusaConfig | None:
-    """What config.json says of heads; None without one. Raises AdapterInvalid when it is not a JSON object."""
+    """The config.json of heads; None without one. Raises AdapterInvalid when it is not a JSON object."""
     if MODEL_CONFIG_NAME not in files.names:
         return None
     return parse_medusa_config(read_all(files.open(MODEL_CONFIG_NAME), MAX_MODEL_CONFIG_BYTES, MODEL_CONFIG_NAME))
@@ -82,9 +82,9 @@ def _count(fields: Mapping[str, Any], name: str, other: str | None) -> int | Non
 Part = Literal["weight", "bias", "projection", "projection_bias", "shared_projection", "token_map"]
 Family = Literal["sequential", "vllm", "either"]
 
-# What module the training code had kept the heads in.
+# The module in which the training code kept the heads.
 PREFIXES = ("medusa_heads.", "medusa_head.", "heads.")
-# Of those, the ones that a whole model's base part cannot have.
+# Those that a base model's own tensors never have.
 MODEL_PREFIXES = ("medusa_heads.", "medusa_head.")
 _N = r"(0|[1-9]\d{0,3})"
 _PATTERNS: tuple[tuple[re.Pattern[str], Part, Family], ...] = (
@@ -113,7 +113,7 @@ class HeadTensor:
 
 
 def head_tensor(info: TensorInfo) -> HeadTensor | None:
-    """What the name says, or None when it is not a head's."""
+    """The tensor's place in a set of heads, by its name; None when it is not one of a head."""
     prefix = next((prefix for prefix in PREFIXES if info.name.startswith(prefix)), "")
     name = info.name[len(prefix) :]
     for pattern, part, family in _PATTERNS:
@@ -153,7 +153,7 @@ class PlannedBlock:
 
 @dataclass(frozen=True, slots=True)
 class HeadsPlan:
-    """What to read, in the layout's order."""
+    """The tensors to read, in the layout's order."""
 
     shape: HeadsShape
     blocks: tuple[tuple[PlannedBlock, ...], ...]  # by head, by layer
@@ -342,7 +342,7 @@ def _check(tensor: TensorInfo, expected: tuple[int, ...], targets: BaseTargets) 
 
 
 def _warnings(config: MedusaConfig, shape: HeadsShape, targets: BaseTargets) -> list[str]:
-    """Where the configuration says something else than the tensors."""
+    """Differences between configuration and tensors."""
     warnings: list[str] = []
     if config.base_model and config.base_model != targets.model_id:
         warnings.append(f"was trained on {config.base_model!a}, served on {targets.model_id!a}")

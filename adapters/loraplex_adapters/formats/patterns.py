@@ -1,8 +1,8 @@
-r"""Regular expressions of an adapter (`rank_pattern`, `alpha_pattern`), matched by RE2.
+r"""Regular expressions of PEFT configurations, matched by RE2.
 
-PEFT runs `re.match(rf"(.*\.)?({pattern})$", path)`. A hostile pattern would hang Python's backtracking matcher or
-exhaust memory while it is compiled. RE2 matches in linear time; what a pattern, and all patterns of an adapter
-together, may cost is bounded here.
+PEFT runs `re.match(rf"(.*\.)?({pattern})$", path)` for `rank_pattern` and `alpha_pattern`. A hostile pattern would hang
+Python's backtracking matcher or exhaust memory while it is compiled. RE2 matches in linear time; what a pattern, and
+all patterns of an adapter together, may cost is bounded here.
 
 Accepted is what `re` and RE2 read alike: literals, `.`, `\d \D \w \W \s \S` and escaped punctuation, `[...]`, `(...)`
 and `(?:...)`, `|`, `* + ?` (lazy or not), `{m}` `{m,}` `{m,n}`, `^` and `$`. Everything else (backreferences,
@@ -41,7 +41,7 @@ _UNDERSTOOD = re.compile(
 
 @dataclass(slots=True)
 class Budget:
-    """What compiling, or matching, all patterns of one adapter may cost together."""
+    """Cost that compiling, or matching, all patterns of one adapter may still have."""
 
     steps_left: int
     refusal: str

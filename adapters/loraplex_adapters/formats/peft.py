@@ -1,4 +1,4 @@
-"""PEFT LoRA: the plan against the base model, and its bytes.
+"""PEFT LoRA: its plan against the base model, and its bytes.
 
 The plan is made of the file's header and the configuration. Every tensor of the file ends up in it, or the load fails
 with its name; so does a module that the base model lacks, a wrong shape, a rank over the limit. Modules may have ranks
@@ -56,7 +56,7 @@ class PlannedModule:
 
 @dataclass(frozen=True, slots=True)
 class LoraPlan:
-    """What to read and where it goes. `modules` are in the layout's order."""
+    """The tensors to read and their places. `modules` are in the layout's order."""
 
     layout: LoraLayout
     modules: tuple[PlannedModule, ...]
@@ -111,7 +111,7 @@ def _parts(tensor: TensorInfo) -> tuple[str, str, str]:
 
 
 def _rest(tensor: TensorInfo, part: str, words: list[str]) -> str:
-    """What follows the part, with the adapter's name taken out."""
+    """The words behind the part, without the adapter's name."""
     kind = words.pop() if words and words[-1] in ("weight", "bias") else ""
     is_embedding = _FACTORS[part][1]
     if len(words) > 1 or (kind == "") is not is_embedding:
@@ -133,8 +133,8 @@ def _take(found: dict[str, _Found], path: str, part: str, tensor: TensorInfo) ->
 
 
 def _base_copy(tensor: TensorInfo, targets: BaseTargets) -> TargetModule:
-    """A tensor that is no factor. The one kind that can be served is a copy of the base model's own weight, which PEFT
-    saves beside a LoRA on embeddings; whether it is one shows when it is read."""
+    """The base model's module of a tensor that is not a factor. Such a tensor is served only where it is a copy of the
+    module's own weight, which PEFT saves beside a LoRA on embeddings; that is checked when it is read."""
     name = tensor.name.removeprefix(_PREFIX)
     for word in name.split("."):
         if word in _REFUSED_PARTS:
@@ -204,7 +204,7 @@ def _check_shape(tensor: TensorInfo, expected: tuple[int, int]) -> None:
 
 
 def _warnings(config: PeftLoraConfig, targets: BaseTargets, found: Mapping[str, _Found]) -> list[str]:
-    """What is odd but does no harm."""
+    """Oddities that do no harm."""
     warnings: list[str] = []
     if config.base_model and config.base_model != targets.model_id:
         warnings.append(f"was trained on {config.base_model!a}, served on {targets.model_id!a}")

@@ -1,8 +1,8 @@
-"""`adapter_config.json` of a PEFT LoRA: parsed with limits into plain, checked data.
+"""Configuration of a PEFT LoRA (`adapter_config.json`), as checked data.
 
-Every field that changes the mathematics is either carried out or refused by name. A field that this module has never
-heard of is refused too, unless it is empty: it may be a variant of tomorrow. Knows nothing of tensors; formats/peft.py
-holds the configuration against them.
+Every field that changes the mathematics is either carried out or refused by name. An unknown field is refused too,
+unless it is empty: it may belong to a new variant. Knows nothing of tensors; formats/peft.py holds the configuration
+against them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _REFUSED: Mapping[str, str] = {
 # Initialisations that left the base model as it was; the others moved part of it into the adapter.
 _CLEAN_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica"})
 _BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga", "lora-ga")
-# What only training, or the choice of modules that the tensors show anyway, depended on.
+# Only training depends on these, or the choice of modules, which the tensors show anyway.
 _WITHOUT_EFFECT = frozenset({
     "task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "lora_dropout", "exclude_modules",
     "layers_to_transform", "layers_pattern", "megatron_core", "loftq_config", "eva_config", "corda_config",
@@ -62,7 +62,7 @@ _USED = frozenset({
 
 @dataclass(frozen=True, slots=True)
 class PeftLoraConfig:
-    """What serving needs of the configuration."""
+    """The part of the configuration that serving needs."""
 
     r: int
     lora_alpha: float

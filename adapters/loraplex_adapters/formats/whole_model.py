@@ -33,10 +33,10 @@ _OTHER_MODEL_NAMES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 @dataclass(frozen=True, slots=True)
 class MedusaModel:
-    """What a directory that is given as the model is to Medusa.
+    """The content of a directory that is given as the model.
 
-    heads_only: no model is in it; `base_model` names one, or is empty where nothing does. with_heads: a whole model
-    and its heads, which FolderSource gives out as an adapter. none: no heads at all.
+    heads_only: heads without a model; `base_model` is the configuration's, or empty. with_heads: a whole model and its
+    heads, which FolderSource gives out as an adapter. none: a model without heads.
     """
 
     content: Literal["none", "heads_only", "with_heads"]
@@ -45,7 +45,7 @@ class MedusaModel:
 
 def describe_medusa_model(directory_files: AdapterFiles) -> MedusaModel:
     """Looks at names, config.json, and the index or the header of the model; never at weights. Pickled heads count as
-    heads: who loads them learns why they are refused. Raises AdapterInvalid when what it looks at is damaged."""
+    heads: loading them says why they are refused. Raises AdapterInvalid when one of those files is damaged."""
     files = OpenedFiles(directory_files)
     config = read_medusa_config(files)
     base_model = "" if config is None else config.base_model
@@ -59,8 +59,8 @@ def describe_medusa_model(directory_files: AdapterFiles) -> MedusaModel:
 
 
 def model_tensors(files: OpenedFiles, config: MedusaConfig | None) -> list[TensorInfo]:
-    """What is the adapter's in files that are laid out like a whole model: everything where the configuration says
-    that the model is the heads (or a LoRA's lies beside), else what stands under `medusa_head`."""
+    """The adapter's tensors in files that are laid out like a whole model: all where the configuration says that the
+    model is the heads, or where a LoRA's lies beside it; else those under `medusa_head`."""
     is_all = CONFIG_NAME in files.names or (config is not None and config.is_heads_only)
     wanted: Callable[[str], bool] = (lambda name: True) if is_all else _is_heads
     found: list[TensorInfo] = []

@@ -1,1 +1,1 @@
-"""Reading and writing of adapter files beside a busy step loop."""
+"""Reading and writing of adapter files beside the step loop."""

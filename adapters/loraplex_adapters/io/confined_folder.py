@@ -1,8 +1,8 @@
-"""Folders and files beneath a root, links included, and nothing else.
+"""Confinement of paths, links included, to a root directory.
 
-Every step of a path is opened relative to the folder before it and never through a symbolic link; what a link says is
-resolved here, step by step, so that it can only lead to what is beneath the root too, whoever swaps links meanwhile.
-Nothing but regular files is opened: a FIFO would wait for a writer. Portable; owns the descriptors that it hands out.
+Every step of a path is opened relative to the folder before it and never through a symbolic link. A link's target is
+resolved here, step by step, so that it cannot lead out of the root even if links are swapped meanwhile. Only regular
+files are opened: a FIFO would wait for a writer. Portable. Owns the descriptors that it hands out.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Final, Self
 MAX_LINKS: Final = 40  # on one path, as Linux has it
 
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-# A FIFO in the place of what was a file a moment ago must not wait for a writer.
+# Without O_NONBLOCK, a FIFO that has just replaced a file would wait for a writer.
 _FILE: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-# What opening says when the step has become something else since it was looked at.
+# Errors of opening a step that has become something else since it was looked at.
 _CHANGED: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EMLINK, errno.ENXIO})
 
 
@@ -156,7 +156,7 @@ def _open_step(step: str, parent: int, is_last: bool) -> int | str | None:
 
 
 def kind_of(mode: int) -> str:
-    """In words, of what is no regular file."""
+    """The kind in words, of anything but a regular file."""
     kinds = {stat.S_IFDIR: "folder", stat.S_IFIFO: "FIFO", stat.S_IFSOCK: "socket"}
     return kinds.get(stat.S_IFMT(mode), "device")
 

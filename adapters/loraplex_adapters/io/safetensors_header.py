@@ -1,4 +1,4 @@
-"""The header of a safetensors file, read without trust, before any of the data is.
+"""Header of a safetensors file, read without trust.
 
 The format: 8 bytes of length (little-endian), that many bytes of JSON `{name: {dtype, shape, data_offsets}}`, then the
 data, which the tensors cover without gap or overlap. Every rule is checked here, because offsets from a file decide
@@ -69,7 +69,7 @@ def read_header(read_at: ReadAt, file_bytes: int, what: str) -> dict[str, Tensor
     if data_start > file_bytes:
         raise AdapterInvalid(f"{what} is cut short: its header says {header_bytes} bytes, the file has {file_bytes}")
     entries = parse_object(read_at(8, header_bytes), f"the header of {what}", MAX_HEADER_BYTES)
-    entries.pop("__metadata__", None)  # free text of whoever saved it; nothing here depends on it
+    entries.pop("__metadata__", None)  # free text; nothing here depends on it
     if len(entries) > MAX_TENSORS:
         raise AdapterInvalid(f"{what} has {len(entries)} tensors; at most {MAX_TENSORS} are read")
     tensors: dict[str, TensorInfo] = {}
@@ -103,7 +103,7 @@ def _tensor(name: str, entry: Any, data_start: int, what: str) -> TensorInfo:
 
 
 def _numbers(value: Any, maximum: int) -> tuple[int, ...] | None:
-    """A list of plain integers from 0 to `maximum` (True is no integer here), or None."""
+    """A list of plain integers from 0 to `maximum` (True does not count as one), or None."""
     if not isinstance(value, list):
         return None
     numbers = tuple(n for n in value if type(n) is int and 0 <= n <= maximum)

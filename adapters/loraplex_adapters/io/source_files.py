@@ -1,4 +1,4 @@
-"""Sources of adapters, their open files, and JSON in them read without trust.
+"""Interfaces of sources and their open files; JSON read without trust.
 
 A source finds an adapter's files by its name and reads them; it does not know formats, digests, or what becomes of the
 bytes. Everything here is called from a background thread and may block. Files are read with explicit reads, never
@@ -37,7 +37,7 @@ class AdapterFiles(Protocol):
     def names(self) -> frozenset[str]: ...
 
     def open(self, name: str) -> SourceFile:
-        """Raises AdapterInvalid when it is no regular file, AdapterOutsideRoot when it is a link to elsewhere."""
+        """Raises AdapterInvalid when it is not a regular file, AdapterOutsideRoot when it is a link to elsewhere."""
         ...
 
     def __enter__(self) -> Self: ...
@@ -51,12 +51,12 @@ class AdapterSource(Protocol):
     """Finds adapters by name."""
 
     def open(self, adapter_id: str) -> AdapterFiles:
-        """Raises AdapterNotFound, or SourceUnavailable when it cannot be said at the moment."""
+        """Raises AdapterNotFound, or SourceUnavailable when the source cannot be read now."""
         ...
 
     def list(self) -> Sequence[str]:
-        """The names that are there now, sorted; empty for a source that cannot be listed. For one thread; a source
-        keeps what it found, so that another look costs little. Raises SourceUnavailable."""
+        """The present names, sorted; empty for a source that cannot be listed. For one thread; a source keeps what it
+        found, so that listing again costs little. Raises SourceUnavailable."""
         ...
 
 

@@ -1,6 +1,6 @@
-"""An adapter file's tensors, read, converted and written in small pieces.
+"""Tensors of adapter files, read, converted and written in small pieces.
 
-Pieces bound the memory of a load, whatever the adapter's size. They fit into a core's cache and are no smaller,
+Pieces bound the memory of a load of any size. They fit into a core's cache and are no smaller,
 because the loader pauses after each and finds the cache full of other things. They end with a page of the file, or the
 page would be read twice. torch converts them in parts, on the loader's own thread: it fans out from 32,768 elements on,
 and more threads would fight the step loop for the cores. Reading, converting, hashing and writing a piece all release
@@ -123,7 +123,7 @@ class PieceReader:
 
 
 def weight_sha256(weight: Tensor) -> str:
-    """What TargetModule.weight_sha256 holds, of a weight already in the base model's dtype."""
+    """TargetModule.weight_sha256 of a weight that is already in the base model's dtype."""
     digest = hashlib.sha256()
     for rows in weight.detach().split(max(1, (8 << 20) // max(1, weight[0].numel() * weight.element_size()))):
         digest.update(bytes_of(rows.contiguous().cpu()))

@@ -23,7 +23,7 @@ MAX_SHARE = 0.8
 SPELL_S = 0.002
 MAX_PAUSE_S = 0.008
 ALONE_SPELL_S, ALONE_PAUSE_S = 0.005, 0.001
-# A pause in which the process's other threads have used less than this part of a core was for nobody.
+# The thread is alone when the process's other threads used less than this part of a core in a pause.
 IDLE_SHARE = 0.25
 
 _of_thread = threading.local()
@@ -47,7 +47,7 @@ def throttled(pause_if_due: Callable[[], None]) -> Generator[None]:
 
 
 class Throttle:
-    """Pauses of one thread. A spell is CPU time of the thread: what it waits for costs nobody anything."""
+    """Pauses of one thread. A spell is CPU time of the thread: waiting costs the others nothing."""
 
     def __init__(self, num_waiting: Callable[[], int] = lambda: 0) -> None:
         """`num_waiting` counts the jobs behind the present one."""

@@ -1,9 +1,9 @@
-"""Files that are read or written once: the system is asked not to keep their pages.
+"""Reads and writes that leave no pages in the system's cache.
 
-Every page that the system keeps is one that it has to find, and where a virtual machine gives unused memory back to its
-host, each new page costs a fault there: 10 us or more, half of the time of a load. Linux has had a flag for this since
-6.14; what does not know it (an older kernel or C library, a file system in memory) reads and writes as always. What is
-in the system's cache already stays there.
+The system has to find memory for every page that it keeps, and where a virtual machine gives unused memory back to its
+host, each new page costs a fault there: 10 us or more, half of the time of a load. Linux has a flag for this since
+6.14; an older kernel or C library, or a file system in memory, reads and writes as always. Pages that are in the cache
+already stay there.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-# RWF_DONTCACHE of linux/fs.h, which Python has no name for. Without preadv2 it knows none of its kind.
-_ONCE: Final = 0x80 if hasattr(os, "RWF_HIPRI") else 0
+# RWF_DONTCACHE of linux/fs.h, which Python has no name for. Without RWF_HIPRI there is no preadv2 to give it to.
+_DONTCACHE: Final = 0x80 if hasattr(os, "RWF_HIPRI") else 0
 _UNKNOWN: Final = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS})
 
 PAGE_BYTES: Final = 4096
-# Written at a time: part of a page would be read again for its other part, and more is not done with before more comes.
+# Written at a time, in whole pages: for part of a page the system would read the rest of it back.
 CHUNK_BYTES: Final = 256 << 10
-# Smaller reads are of files of which more is read soon, a part of a page or a row after the other.
+# Smaller reads go through the cache: the next one is often in the same page.
 MIN_READ_BYTES: Final = 64 << 10
 
 
-def read_once(fd: int, buffer: memoryview, offset: int) -> int:
+def read_uncached(fd: int, buffer: memoryview, offset: int) -> int:
     """As os.preadv: how many bytes were read, 0 at the end of the file."""
     if buffer.nbytes < MIN_READ_BYTES:
         return os.preadv(fd, [buffer], offset)
-    return _once(os.preadv, fd, buffer, offset)
+    return _call_uncached(os.preadv, fd, buffer, offset)
 
 
-def write_once(fd: int, data: memoryview, offset: int) -> None:
+def write_uncached(fd: int, data: memoryview, offset: int) -> None:
     """All of `data`. Raises OSError."""
     while data.nbytes > 0:
-        done = _once(os.pwritev, fd, data, offset)
+        done = _call_uncached(os.pwritev, fd, data, offset)
         data, offset = data[done:], offset + done
 
 
-def _once(call: Callable[..., int], fd: int, data: memoryview, offset: int) -> int:
+def _call_uncached(call: Callable[..., int], fd: int, data: memoryview, offset: int) -> int:
     """os.preadv or os.pwritev with the flag, or without it where the system refuses it."""
-    if _ONCE:
+    if _DONTCACHE:
         try:
-            return call(fd, [data], offset, _ONCE)
+            return call(fd, [data], offset, _DONTCACHE)
         except OSError as error:
             if error.errno not in _UNKNOWN:
                 raise
@@ -53,8 +53,8 @@ def _once(call: Callable[..., int], fd: int, data: memoryview, offset: int) -> i
 
 
 class ChunkWriter:
-    """Writes what it is given to a file from `start` on, in whole chunks, and shows every piece to `see` first. Owns
-    what is not written yet, in `memory` where that is given: then all that was given is there, one after the other."""
+    """Writes pieces to a file from `start` on, in whole chunks, and shows each to `see` first. Owns the bytes not
+    written yet. They are in `memory` where that is given, which then holds all pieces, one after the other."""
 
     def __init__(
         self, fd: int, start: int, see: Callable[[memoryview], None], memory: memoryview | None = None
@@ -85,5 +85,5 @@ class ChunkWriter:
         if num == 0:
             return
         first = self._num_written % len(self._memory)
-        write_once(self._fd, self._memory[first : first + num].data, self._start + self._num_written)
+        write_uncached(self._fd, self._memory[first : first + num].data, self._start + self._num_written)
         self._num_written = self.num_bytes

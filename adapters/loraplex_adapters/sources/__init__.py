@@ -1,1 +1,4 @@
-"""Where adapters come from: a root directory, the Hub. A source hands out open files, never paths."""
+"""Sources of adapters: a root directory, the Hub.
+
+A source hands out open files, never paths.
+"""

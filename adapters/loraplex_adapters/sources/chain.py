@@ -1,4 +1,4 @@
-"""Several sources as one: the first that has the name wins."""
+"""Chain of sources: the first that has the name wins."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from loraplex_contracts.errors import AdapterNotFound, AdapterOutsideRoot, adapt
 
 
 class ChainSource:
-    """Asks each source in turn. A source that cannot say is an error, not a reason to try the next one: the same name
-    must not mean something else because a disk was away for a moment."""
+    """Asks each source in turn. A source that fails ends the search: the same name must not mean something else
+    because a disk was away for a moment."""
 
     def __init__(self, sources: Sequence[AdapterSource]) -> None:
         self._sources = tuple(sources)
@@ -36,8 +36,8 @@ class ChainSource:
 def make_source(
     root: Path | None, hub: bool = False, hub_token: str | None = None, first: Sequence[AdapterSource] = ()
 ) -> AdapterSource:
-    """The source that a worker's configuration asks for. The Hub only when `hub` says so. What `first` has is found
-    before anything else of that name."""
+    """The source that a worker's configuration asks for. The Hub only when `hub` says so. Sources in
+    `first` come before both."""
     sources = list(first)
     if root is not None:
         sources.append(DirectorySource(root))

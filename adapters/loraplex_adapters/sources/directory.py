@@ -1,8 +1,7 @@
-"""A root directory of adapters: adapter NAME (or ORG/NAME) is the folder of that name.
+"""A root directory as a source: adapter NAME (or ORG/NAME) is that folder.
 
-Links are followed as far as they stay inside the root (beneath.py), so nothing outside can be reached, whatever is put
-into it. A single folder that the operator has named is another matter: it is whatever they say, links included. Owns
-no descriptors beyond an open adapter's.
+Links are followed as far as they stay inside the root (io/confined_folder.py), so its content cannot lead outside. In a
+single folder that the operator has named, links lead anywhere. Owns only the descriptors of open adapters.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from loraplex_adapters.formats.files import ADAPTER_NAMES, PICKLE_NAMES, has_mod
 from loraplex_adapters.formats.whole_model import describe_medusa_model
 from loraplex_adapters.io.confined_folder import BadPath, Folder, kind_of
 from loraplex_adapters.io.source_files import SourceFile
-from loraplex_adapters.io.uncached import read_once
+from loraplex_adapters.io.uncached import read_uncached
 from loraplex_adapters.sources.index import DirectoryIndex
 from loraplex_contracts.adapters import check_adapter_id
 from loraplex_contracts.errors import (
@@ -34,7 +33,7 @@ from loraplex_contracts.errors import (
 log = logging.getLogger(__name__)
 
 MAX_FILES = 4096
-_NOT_THERE = frozenset({errno.ENOENT, errno.ENOTDIR})  # a file in a folder's place is no adapter
+_NOT_THERE = frozenset({errno.ENOENT, errno.ENOTDIR})  # a file in a folder's place is not an adapter
 
 
 class OpenFile:
@@ -53,7 +52,7 @@ class OpenFile:
         done = 0
         while done < len(buffer):
             try:
-                count = read_once(self._fd, buffer[done:], offset + done)
+                count = read_uncached(self._fd, buffer[done:], offset + done)
             except OSError as error:
                 raise _unavailable(f"{self._name} cannot be read", error) from error
             if count == 0:
@@ -70,7 +69,7 @@ class OpenFile:
 
 
 class OpenFolder(Protocol):
-    """A folder whose files are to be read: one beneath a root (beneath.Folder), or one that the operator has named."""
+    """A folder whose files are read: one beneath a root (confined_folder.Folder), or one that the operator named."""
 
     @property
     def fd(self) -> int: ...
@@ -154,8 +153,8 @@ class DirectoryFiles:
 
 
 class FolderSource:
-    """One adapter, whatever its folder is called: a model's own directory with Medusa heads in it, say. The operator
-    names the folder, so links in it are followed wherever they lead: the Hub's cache is made of links."""
+    """One adapter in a folder of any name: a model's own directory with Medusa heads in it, say. The operator names the
+    folder, so links in it are followed wherever they lead: the Hub's cache is made of links."""
 
     def __init__(self, adapter_id: str, folder: Path) -> None:
         self._adapter_id = adapter_id
@@ -221,7 +220,7 @@ def _holds_adapter(folder: Folder, names: set[str], adapter_id: str) -> bool:
         try:
             return describe_medusa_model(files).content != "none"
         except LoraplexError:
-            return True  # damaged: whoever asks for it hears why it is refused
+            return True  # damaged: a request for it is told why it is refused
 
 
 def _check_regular(mode: int) -> None:
@@ -238,7 +237,7 @@ def _names(fd: int) -> Iterator[str]:
 
 
 def _translated(error: OSError | BadPath, adapter_id: str, what: str) -> LoraplexError:
-    """What is said of a link depends on what it says itself, never on what is at its end outside."""
+    """The message about a link depends on the link alone, never on its target outside."""
     if isinstance(error, BadPath):
         log.warning("adapter %s: %s %s", ascii(adapter_id), ascii(what), error.why)
         cls = AdapterOutsideRoot if error.leads_out else AdapterInvalid

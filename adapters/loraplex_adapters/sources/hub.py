@@ -1,9 +1,9 @@
-"""Adapters on the Hugging Face Hub: adapter ORG/NAME is the repository of that name. Used only where it is enabled.
+"""The Hugging Face Hub as a source, where it is enabled.
 
-Only the files that serving reads are fetched, by name: an id may just as well name a whole model. Weights under a whole
-model's names are fetched only when its configuration says that the model is Medusa heads. Files are fetched into a
-temporary folder and read from there; what is kept is up to the store. The Hub's own client speaks to the network, with
-the operator's token and never a client's.
+Adapter ORG/NAME is the repository of that name. Only the files that serving reads are fetched, by name: an id may just
+as well name a whole model. Weights under a whole model's names are fetched only when its configuration says that the
+model is Medusa heads. Files are fetched into a temporary folder and read from there; what is kept is up to the store.
+The Hub's own client speaks to the network, with the operator's token and never a client's.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class HubSource:
         return []
 
     def _fetch(self, adapter_id: str, folder: Path) -> None:
-        """What there is and how large, then the files of exactly that revision."""
+        """Asks for names and sizes, then fetches the files of exactly that revision."""
         info: Any = self._repo_info(adapter_id, files_metadata=True, timeout=TIMEOUT_S, token=self._token)
         sizes = {entry.rfilename: entry.size or 0 for entry in info.siblings or ()}
         kind = detect_kind(sizes)  # a pickle is refused here, before it is fetched

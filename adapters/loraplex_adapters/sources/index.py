@@ -1,9 +1,9 @@
-"""The names of the adapters below a root, kept between two looks: a folder is read again when its time of change is
-another one.
+"""Index of the adapters in a root directory, kept between two looks.
 
-A look reads the times of the root and of the folders in it that are no adapters, so that it costs next to nothing where
-nobody has added or removed a folder. That an adapter's own folder has lost its files, or that a link leads elsewhere by
-now, shows at every FULL_LOOK_EVERY-th look. Owns what was found; opens nothing but what is beneath the root.
+A folder is read again when its modification time is another one. A look reads the times of the root and of the folders
+in it that are not adapters, so that it costs next to nothing where no folder came or went. An adapter's folder that has
+lost its files, or a link that leads elsewhere by now, shows at every FULL_LOOK_EVERY-th look. Owns the names found;
+opens only folders beneath the root.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Known:
     inode: int
     changed_ns: int | None = None  # None: read it again
     is_adapter: bool = False
-    inner: dict[str, _Known] = field(default_factory=dict[str, "_Known"])  # where it is no adapter
+    inner: dict[str, _Known] = field(default_factory=dict[str, "_Known"])  # where it is not an adapter
 
 
 class DirectoryIndex:
@@ -84,7 +84,7 @@ class DirectoryIndex:
                 opened.close()
 
     def _read(self, folder: Folder, known: _Known, path: str, depth: int) -> None:
-        """What kind of folder it is, and which folders are in it; those that were there before are kept."""
+        """Reads the folder: its kind, and the folders in it; those that are known already are kept."""
         entries = {entry.name: entry for entry in itertools.islice(_entries(folder.fd), MAX_LISTED)}
         is_adapter = depth > 0 and self._holds_adapter(folder, set(entries), path)
         inner: dict[str, _Known] = {}
@@ -105,7 +105,7 @@ def _entries(fd: int) -> Iterator[os.DirEntry[str]]:
 
 
 def _is_folder(entry: os.DirEntry[str], prefix: str) -> bool:
-    """Whether an adapter, or adapters, may be in it. Where a link leads shows when it is opened."""
+    """Whether it may be an adapter or hold some. A link counts: its target shows when it is opened."""
     with contextlib.suppress(OSError, InvalidAdapterId):
         check_adapter_id(prefix + entry.name)
         return entry.is_dir(follow_symlinks=False) or entry.is_symlink()
@@ -113,7 +113,7 @@ def _is_folder(entry: os.DirEntry[str], prefix: str) -> bool:
 
 
 def _has_other_time(fd: int, name: str, folder: _Known) -> bool:
-    """A link's own time is another one, so that it is followed anew."""
+    """A link's own time differs from its target's, so it is followed anew each time."""
     try:
         return os.stat(name, dir_fd=fd, follow_symlinks=False).st_mtime_ns != folder.changed_ns
     except OSError:

@@ -1,6 +1,6 @@
-"""The names in a source, for whoever must not wait for the source: a thread of its own looks every now and then.
+"""Watch of a source: a thread that lists its adapters every second.
 
-Owns the thread and what it found last. The names are replaced as a whole, so that they can be read from any thread.
+Owns the thread and the names found last. They are replaced as a whole, so that they can be read from any thread.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CLOSE_TIMEOUT_S = 1.0
 
 
 class SourceWatch:
-    """Looks from the start until it is closed."""
+    """Lists the source from the start until it is closed."""
 
     def __init__(self, source: AdapterSource, interval_s: float = INTERVAL_S) -> None:
         self.names: Sequence[str] = ()  # sorted
@@ -30,7 +30,7 @@ class SourceWatch:
         self._source = source
         self._interval_s = interval_s
         self._closed = threading.Event()
-        # A source that hangs keeps nobody from ending.
+        # A daemon: a source that hangs does not keep the process from ending.
         self._thread = threading.Thread(target=self._run, name="source-watch", daemon=True)
         self._thread.start()
 

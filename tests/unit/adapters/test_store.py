@@ -156,7 +156,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, where: str, monkeypat
         raise OSError(errno.ENOSPC, "No space left on device")
 
     if where == "write":
-        monkeypatch.setattr(once, "write_once", full)  # of the payload: the store has its own for the header
+        monkeypatch.setattr(once, "write_uncached", full)  # of the payload: the store has its own for the header
     else:
         monkeypatch.setattr(os, "posix_fallocate" if where == "fallocate" else "fsync", full)
     with pytest.raises(DiskFull, match="the disk of the adapter store is full") as raised:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from loraplex_adapters.io import uncached as once
-from loraplex_adapters.io.uncached import CHUNK_BYTES, MIN_READ_BYTES, ChunkWriter, read_once, write_once
+from loraplex_adapters.io.uncached import CHUNK_BYTES, MIN_READ_BYTES, ChunkWriter, read_uncached, write_uncached
 
 Calls = list[tuple[int, int]]  # offset and number of bytes
 
@@ -47,13 +47,13 @@ def test_what_was_written_is_read(fd: int, refusal: int | None, monkeypatch: pyt
 
     monkeypatch.setattr(os, "preadv", preadv)
     monkeypatch.setattr(os, "pwritev", pwritev)
-    monkeypatch.setattr(once, "_ONCE", 0x80)
+    monkeypatch.setattr(once, "_DONTCACHE", 0x80)
     data = random_bytes(200_001)
-    write_once(fd, memoryview(data), 77)
+    write_uncached(fd, memoryview(data), 77)
     buffer = bytearray(300_000)
-    assert read_once(fd, memoryview(buffer), 77) == len(data)
+    assert read_uncached(fd, memoryview(buffer), 77) == len(data)
     assert buffer[: len(data)] == data
-    assert read_once(fd, memoryview(buffer), 77 + len(data)) == 0
+    assert read_uncached(fd, memoryview(buffer), 77 + len(data)) == 0
     assert seen[0] == (0x80,)
     assert seen[-2 if refusal else -1] == (0x80,)
     assert (() in seen) == (refusal is not None)
@@ -61,18 +61,18 @@ def test_what_was_written_is_read(fd: int, refusal: int | None, monkeypatch: pyt
 
 def test_small_reads_keep_their_pages(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row after the other would read every page once per row."""
-    write_once(fd, memoryview(b"abc"), 0)
-    monkeypatch.setattr(once, "_ONCE", 1 << 30)  # that no system knows
+    write_uncached(fd, memoryview(b"abc"), 0)
+    monkeypatch.setattr(once, "_DONTCACHE", 1 << 30)  # that no system knows
     buffer = bytearray(MIN_READ_BYTES - 1)
     read = os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: read(fd, buffers, offset))
-    assert read_once(fd, memoryview(buffer), 0) == 3
+    assert read_uncached(fd, memoryview(buffer), 0) == 3
 
 
 def test_without_flags_in_python(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(once, "_ONCE", 0)
-    write_once(fd, memoryview(b"abc"), 0)
-    assert read_once(fd, memoryview(bytearray(MIN_READ_BYTES)), 0) == 3
+    monkeypatch.setattr(once, "_DONTCACHE", 0)
+    write_uncached(fd, memoryview(b"abc"), 0)
+    assert read_uncached(fd, memoryview(bytearray(MIN_READ_BYTES)), 0) == 3
 
 
 def test_other_errors_are_the_callers(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,21 +82,21 @@ def test_other_errors_are_the_callers(fd: int, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(os, "preadv", full)
     monkeypatch.setattr(os, "pwritev", full)
     with pytest.raises(OSError, match="full"):
-        write_once(fd, memoryview(b"x"), 0)
+        write_uncached(fd, memoryview(b"x"), 0)
     with pytest.raises(OSError, match="full"):
-        read_once(fd, memoryview(bytearray(1)), 0)
+        read_uncached(fd, memoryview(bytearray(1)), 0)
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     found: Calls = []
-    real = once.write_once
+    real = once.write_uncached
 
     def write(fd: int, data: memoryview, offset: int) -> None:
         found.append((offset, data.nbytes))
         real(fd, data, offset)
 
-    monkeypatch.setattr(once, "write_once", write)
+    monkeypatch.setattr(once, "write_uncached", write)
     return found
 
 
