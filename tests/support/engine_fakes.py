@@ -127,9 +127,10 @@ def make_engine(
     cache: FakeCache | None = None,
     clock: Callable[[], float] = lambda: 0.0,
     max_queued: int = 4096,
+    max_running: int = 8,
 ) -> Engine:
     cache = cache or FakeCache()
-    config = SchedulerConfig(max_running=8, max_step_tokens=64, max_context_tokens=256, max_queued=max_queued)
+    config = SchedulerConfig(max_running=max_running, max_step_tokens=64, max_context_tokens=256, max_queued=max_queued)
     scheduler = Scheduler(config, BlockPool(64, 4), cache, frozenset({EOS}))
     return Engine(INFO, scheduler, cache, runner or FakeRunner(), clock)
 

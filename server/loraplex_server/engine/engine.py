@@ -144,8 +144,8 @@ class Engine:
 
     def _run_step(self, now: float) -> None:
         """Plans a step and starts it. Where steps may overlap, the device is given it before the result of the step
-        before is asked for, so that it never waits for the host; but drafts follow tokens that are known."""
-        speculates = self._speculator.is_wanted
+        before is asked for, so that it never waits for the host; but a draft follows tokens that are known."""
+        speculates = self._may_draft()
         has_ended = speculates and self._end_step()
         drafts = self._speculator.propose(self._scheduler.candidates()) if speculates else {}
         plan = self._scheduler.schedule(now, drafts)
@@ -165,6 +165,16 @@ class Engine:
                 self._speculator.observe(plan, result)
             self._take(self._scheduler.apply(plan, result, self._clock()))
         self._can_step = plan is not None or has_ended
+
+    def _may_draft(self) -> bool:
+        """Whether a sequence that decodes in the next step may get a draft."""
+        speculator = self._speculator
+        if not speculator.is_wanted:
+            return False
+        if any(map(speculator.speculates, self._scheduler.decoding_requests())) and speculator.may_draft():
+            return True
+        speculator.skip()
+        return False
 
     def _end_step(self) -> bool:
         """Waits for the step under way; False where there is none."""

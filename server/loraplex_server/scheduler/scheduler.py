@@ -156,6 +156,12 @@ class Scheduler:
             self._fail(state, error)
         return plan
 
+    def decoding_requests(self) -> list[str]:
+        """Ids of the requests with a sequence that decodes in the next step, once the steps under way have ended."""
+        return [
+            seq.request.request.request_id for seq in self._roster.running if seq.num_tokens - seq.num_computed == 1
+        ]
+
     def candidates(self) -> list[Candidate]:
         """Running sequences that decode in the next step, the most entitled first: those that a draft is of use to."""
         return [

@@ -114,6 +114,9 @@ class Speculator:
         """Whether any request speculates."""
         return bool(self._requests)
 
+    def speculates(self, request_id: str) -> bool:
+        return request_id in self._requests
+
     def may_draft(self) -> bool:
         """Whether `propose` may give a draft for the next step: False while all sequences that speculate are in a
         cooldown. Pure and cheap. Before each step the engine calls either `propose` or, where this is False, `skip`,

@@ -20,6 +20,7 @@ from loraplex_server.engine.engine import Engine
 from loraplex_server.engine.messages import Cancel, Submit
 from loraplex_server.model.loader import adopt_model
 from loraplex_server.model.runner import ModelRunner
+from loraplex_server.speculation.speculator import Speculator
 
 
 @dataclass
@@ -82,7 +83,7 @@ def test_the_loop_comes_round_after_the_last_result() -> None:
 
 
 def test_drafts_follow_tokens_that_are_known() -> None:
-    """While anybody speculates, every result is waited for; the others run ahead again afterwards."""
+    """While a sequence that speculates decodes, every result is waited for; the others run ahead before and after."""
     runner = LateRunner()
     engine = make_engine(runner)
     engine.handle(Submit(request("plain", max_tokens=12)))
@@ -90,11 +91,33 @@ def test_drafts_follow_tokens_that_are_known() -> None:
         engine.turn()
     engine.handle(Submit(request("drafts", max_tokens=3, speculation=SpeculationParams(kind="prompt_lookup"))))
     run(engine)
-    first = runner.log.index("execute 4")
-    assert runner.log[first - 1] == "result 3"
-    serial = [f"{what} {step}" for step in (4, 5, 6) for what in ("execute", "result")]
-    assert runner.log[first : first + 6] == serial
+    first = runner.log.index("execute 5")  # step 4 computes the prompt
+    assert runner.log[first - 3 : first] == ["execute 4", "result 3", "result 4"]
+    serial = [f"{what} {step}" for step in (5, 6) for what in ("execute", "result")]
+    assert runner.log[first : first + 4] == serial
     assert runner.log[-3:] == ["execute 12", "result 11", "result 12"]
+
+
+def test_one_that_speculates_and_waits_costs_the_others_nothing() -> None:
+    runner = LateRunner()
+    engine = make_engine(runner, max_running=1)
+    engine.handle(Submit(request("plain", max_tokens=8)))
+    engine.turn()
+    engine.handle(Submit(request("drafts", max_tokens=2, speculation=SpeculationParams(kind="prompt_lookup"))))
+    run(engine)
+    for step in range(2, 8):
+        assert runner.log.index(f"execute {step + 1}") < runner.log.index(f"result {step}")
+    assert engine.integrity_report() == ""
+
+
+def test_steps_overlap_while_nothing_may_be_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a cooldown after drafts that were rejected."""
+    monkeypatch.setattr(Speculator, "may_draft", lambda self: False)
+    runner = LateRunner()
+    engine = make_engine(runner)
+    engine.handle(Submit(request("drafts", max_tokens=6, speculation=SpeculationParams(kind="prompt_lookup"))))
+    run(engine)
+    assert all(runner.log.index(f"execute {n + 1}") < runner.log.index(f"result {n}") for n in range(1, 6))
 
 
 def test_a_shutdown_waits_for_the_step_under_way() -> None:
