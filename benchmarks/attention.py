@@ -1,4 +1,4 @@
-"""Times attention over the paged KV cache on a CPU: the native kernels beside torch, layer by layer.
+"""Benchmark of paged attention on a CPU: native kernels beside torch.
 
     python benchmarks/attention.py                                  # heads of the 245M shape, bfloat16
     python benchmarks/attention.py --isa avx512bf16 --heads 32 8 128

@@ -1,4 +1,4 @@
-"""Runs systems in turns, and says how they compare: ratios of medians, with the spread over the rounds.
+"""Comparison of systems in turns: ratios of medians with their spread.
 
 Absolute figures drift from machine to machine and from minute to minute; the ratio of two systems that took turns
 within one run does not.

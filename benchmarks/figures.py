@@ -1,4 +1,4 @@
-"""What a comparison comes to, as one JSON document, as tables and as a plot (plot.py). Measures nothing."""
+"""Comparison results as a JSON document, as tables and as plot data."""
 
 from __future__ import annotations
 

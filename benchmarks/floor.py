@@ -1,4 +1,4 @@
-"""What the hardware allows: a roofline for each workload, out of bandwidth and GEMM rate as this machine has them now.
+"""Hardware floor: a roofline of each workload from measured bandwidth and GEMM rate.
 
 A decode step reads the weights once (an embedding that is no output layer too is not read whole) and those of each
 distinct adapter, and multiplies; whichever takes longer counts. A prefill multiplies, with the output layer only

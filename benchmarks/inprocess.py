@@ -1,4 +1,4 @@
-"""Loraplex's engine in this process, without gRPC and without a process of its own.
+"""Loraplex's engine in the benchmark's own process, without gRPC.
 
     python inprocess.py IN_DIR [--lora-off] [FLAG ...]      as a system under comparison (see peers/lines.py)
 

@@ -1,4 +1,4 @@
-"""Makes the inputs of the benchmarks (see workloads.py for the layout): base model, LoRA adapters, workloads.
+"""Benchmark inputs: base model, LoRA adapters and workloads on disk.
 
 Weights are random, because speed does not depend on them; never read acceptance of drafts off such a model. Everything
 is written as `save_pretrained` of Transformers and PEFT write it, so that any system can be given the same files.

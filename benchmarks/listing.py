@@ -1,4 +1,4 @@
-"""What listing many adapters takes, and what it costs a request that streams meanwhile.
+"""Benchmark of listing many adapters beside a running stream.
 
     python benchmarks/listing.py MODEL [--adapters 50000] [--workers 0] [--seconds 5]
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import multiprocessing
 import os
 import re
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc.aio
+from results import Record, add_json_option, recording
 
 from loraplex import Client
 from loraplex_proto.v1 import adapter_pb2
@@ -80,7 +80,8 @@ def stream(address: str, gaps: Any) -> None:
 class Measured:
     """A server, and the stream beside which it is asked."""
 
-    def __init__(self, address: str, gaps: Any) -> None:
+    def __init__(self, address: str, gaps: Any, record: Record) -> None:
+        self._record = record
         self._gaps: list[tuple[float, float]] = []
         threading.Thread(target=self._read, args=(gaps,), daemon=True).start()
         self._channel = grpc.aio.insecure_channel(address, options=OPTIONS)
@@ -109,11 +110,11 @@ class Measured:
             row["max_ms"] = round(1000 * max(took_s for _, took_s in answers), 1)
             row["bytes"] = max(len(raw) for raw, _ in answers)
         row["max_gap_ms"] = round(1000 * max(gaps, default=0.0), 1)
-        print(json.dumps(row), flush=True)
+        self._record(row)
 
 
-async def measure(address: str, gaps: Any, seconds: float) -> None:
-    server = Measured(address, gaps)
+async def measure(address: str, gaps: Any, seconds: float, record: Record) -> None:
+    server = Measured(address, gaps, record)
 
     async def nothing() -> list[tuple[bytes, float]]:
         await asyncio.sleep(seconds)
@@ -148,8 +149,10 @@ def main() -> None:
     parser.add_argument("--adapters", type=int, default=50_000)
     parser.add_argument("--workers", type=int, default=0, help="behind a router; 0 for one worker without")
     parser.add_argument("--seconds", type=float, default=5.0)
+    add_json_option(parser)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        record = stack.enter_context(recording(args.json))
         root = Path(folder) / "adapters"
         make_adapters(root, args.adapters)
         worker = (
@@ -173,7 +176,7 @@ def main() -> None:
         child = multiprocessing.get_context("spawn").Process(target=stream, args=(address, theirs), daemon=True)
         child.start()
         try:
-            asyncio.run(measure(address, ours, args.seconds))
+            asyncio.run(measure(address, ours, args.seconds, record))
         finally:
             child.kill()
 

@@ -1,4 +1,4 @@
-"""What loading adapters costs the requests that run: step times with a cold adapter coming up per second, and without.
+"""Benchmark of step times with and without adapters being loaded.
 
     python benchmarks/loading.py IN_DIR [--rows 8] [--seconds 5] [--rounds 12]
 
@@ -14,7 +14,6 @@ loaded, planning, reporting): a step that waited for a load would show there.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -24,6 +23,7 @@ from itertools import count, cycle
 from pathlib import Path
 
 from inprocess import build
+from results import add_json_option, recording
 from workloads import adapter_names, read_workload
 
 from loraplex_contracts.events import CompletionEnd
@@ -145,8 +145,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=5.0, help="of each window")
     parser.add_argument("--rounds", type=int, default=12)
+    add_json_option(parser)
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as store:
+    with tempfile.TemporaryDirectory() as store, recording(args.json) as record:
         engine = build(args.inputs, Path(store), lora=True)
         bench = Bench(engine, args.inputs, args.rows)
         bench.window(3.0, loads=True, into=Turns())  # warm-up
@@ -165,7 +166,7 @@ def main() -> None:
             alone, busy = percentile(idle.steps, share), percentile(loading.steps, share)
             row[name] = {"idle_ms": _ms(alone), "loading_ms": _ms(busy), "ratio": round(busy / alone, 3)}
         row["longest_besides_step"] = {"idle_ms": _ms(max(idle.others)), "loading_ms": _ms(max(loading.others))}
-        print(json.dumps(row))
+        record(row)
         engine.close()
 
 

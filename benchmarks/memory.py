@@ -1,4 +1,4 @@
-"""What a thousand adapters cost: memory beside the same server without any, and throughput beside all of them resident.
+"""Benchmark of a thousand adapters: memory, and throughput beside all resident.
 
     python benchmarks/memory.py [--adapters 1000] [--rank 4] [--device-memory 64MiB] [--host-memory 256MiB]
 
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import math
 import re
 import statistics
@@ -28,6 +27,7 @@ from pathlib import Path
 import torch
 from inprocess import worker_flags
 from inputs import SHAPES, make_adapters, make_model, make_tokenizer
+from results import add_json_option, recording
 from systems import Server
 from workloads import adapter_names
 
@@ -215,17 +215,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", choices=("memory", "throughput"))
     parser.add_argument("--work", type=Path, help="where to make files; default: a temporary directory")
+    add_json_option(parser)
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=args.work) as directory:
+    with tempfile.TemporaryDirectory(dir=args.work) as directory, recording(args.json) as record:
         inputs = Path(directory)
         make_model(inputs / "model", SHAPES[args.shape])
         make_tokenizer(inputs / "model", SHAPES[args.shape])
         make_adapters(inputs / "adapters", SHAPES[args.shape], args.adapters, [args.rank], torch.bfloat16)
         load = Load(args)
         if args.only != "throughput":
-            print(json.dumps(measure_memory(args, inputs, load)), flush=True)
+            record(measure_memory(args, inputs, load))
         if args.only != "memory":
-            print(json.dumps(measure_throughput(args, inputs, load)), flush=True)
+            record(measure_throughput(args, inputs, load))
 
 
 if __name__ == "__main__":

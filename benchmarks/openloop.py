@@ -1,4 +1,4 @@
-"""`serving.py open`: open-loop load on a worker of our own, over popularities, with more adapters than slots.
+"""Open-loop load on a worker, over popularities: command `serving.py open`.
 
 What `loraplex bench` measures on any server, here on one whose adapters and slots are known: each popularity has a
 server of its own that starts cold. Prints a line of JSON for each.
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import math
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
 from inprocess import worker_flags
+from results import Record, add_json_option, recording
 from systems import Server
 
 from loraplex import AsyncClient
@@ -24,6 +24,7 @@ from loraplex.bench.session import Selection, Session
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_json_option(parser)
     parser.add_argument("inputs", type=Path)
     parser.add_argument("--rate", type=float, default=2.0, help="requests per second")
     parser.add_argument("--cv", type=float, default=1.0, help="0 evenly spaced, 1 Poisson, more in bursts")
@@ -38,6 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace) -> None:
+    with recording(args.json) as record:
+        _measure(args, record)
+
+
+def _measure(args: argparse.Namespace, record: Record) -> None:
     for popularity in args.popularity:
         spec = LoadSpec(
             args.rate,
@@ -60,7 +66,7 @@ def measure(args: argparse.Namespace) -> None:
                 for server in reversed(servers):
                     server.close()
         figures = asdict(session.recording.summary())
-        print(json.dumps({**session.described(), "slots": args.slots, **figures}), flush=True)
+        record({**session.described(), "slots": args.slots, **figures})
 
 
 async def _drive(session: Session, address: str) -> None:

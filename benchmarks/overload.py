@@ -1,4 +1,4 @@
-"""Goodput under overload: requests done within their deadline, over loads from half the capacity to nine times.
+"""Benchmark of goodput under overload.
 
 `overload.py double` measures a worker whose engine computes nothing and whose steps take a fixed time; `overload.py
 server HOST:PORT` one that runs. The deadline is twice what a request takes alone (the median), the capacity what a
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import sys
 import time
@@ -20,6 +19,7 @@ from pathlib import Path
 from random import Random
 from statistics import median
 
+from results import Record, add_json_option, recording
 from systems import READY, Child
 
 from loraplex import AsyncClient
@@ -100,13 +100,18 @@ async def one(client: AsyncClient, shape: Shape, random: Random, deadline_s: flo
 
 async def sweep(address: str, shape: Shape, args: argparse.Namespace) -> None:
     random = Random(0)
+    with recording(args.json) as record:
+        await _sweep(address, shape, args, random, record)
+
+
+async def _sweep(address: str, shape: Shape, args: argparse.Namespace, random: Random, record: Record) -> None:
     async with AsyncClient(address, timeout_s=600) as client:
         alone_s = median([await one(client, shape, random, None, Load()) for _ in range(9)])
         started_s = time.monotonic()
         num_burst = 10 * args.rows
         await asyncio.gather(*(one(client, shape, random, 600.0, Load()) for _ in range(num_burst)))
         capacity = num_burst / (time.monotonic() - started_s)
-        print(json.dumps({"alone_s": round(alone_s, 3), "capacity_per_s": round(capacity, 2)}), flush=True)
+        record({"alone_s": round(alone_s, 3), "capacity_per_s": round(capacity, 2)})
         for factor in args.factors:
             load, tasks = Load(), list[asyncio.Task[float]]()
             started_s = due_s = time.monotonic()
@@ -124,7 +129,7 @@ async def sweep(address: str, shape: Shape, args: argparse.Namespace) -> None:
                 "refused_after_ms_p50": round(1000 * median(refused), 1) if refused else None,
                 "refused_after_ms_p99": round(1000 * refused[int(0.99 * len(refused))], 1) if refused else None,
             }
-            print(json.dumps(figures), flush=True)
+            record(figures)
 
 
 async def serve_double(args: argparse.Namespace) -> None:
@@ -151,6 +156,7 @@ def main() -> None:
         command.add_argument("--output", type=int, default=40)
         command.add_argument("--seconds", type=float, default=60.0)
         command.add_argument("--factors", type=float, nargs="+", default=[0.5, 0.8, 1.0, 1.5, 2.0, 5.0, 9.0])
+        add_json_option(command)
         command.add_argument("--core", type=int, help="the client's own core; a double runs on the others")
     args = parser.parse_args()
     if args.command == "serve-double":

@@ -1,4 +1,4 @@
-"""Two engines in one process that take steps in turn, for differences of a percent.
+"""Paired benchmark: two engines in one process take steps in turn.
 
     python benchmarks/paired.py IN_DIR {unused,ranks} [WORKLOAD ...] [--output 256] [--rounds 3]
 
@@ -13,7 +13,6 @@ fast the second engine is beside the first. IN_DIR as `serving.py make` leaves i
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -22,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from inprocess import build
+from results import add_json_option, recording
 from workloads import read_workload
 
 from loraplex_contracts.events import CompletionEnd, RequestFailed, Tokens
@@ -104,9 +104,11 @@ def main() -> None:
     parser.add_argument("workloads", nargs="*")
     parser.add_argument("--output", type=int, default=256, help="tokens of each request")
     parser.add_argument("--rounds", type=int, default=3)
+    add_json_option(parser)
     args = parser.parse_args()
     folders = [args.inputs, args.inputs / "mixed-ranks" if args.what == "ranks" else args.inputs]
-    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
+    folder = tempfile.TemporaryDirectory
+    with folder() as one, folder() as other, recording(args.json) as record:
         first = Side(build(folders[0], Path(one), lora=args.what == "ranks"))
         second = Side(build(folders[1], Path(other), lora=True))
         for workload in args.workloads or [DEFAULTS[args.what]]:
@@ -117,7 +119,7 @@ def main() -> None:
                 run(first, second)
                 if number == 0:
                     forget(first, second)
-            print(json.dumps({"case": args.what, "workload": workload, **ratios(first, second)}), flush=True)
+            record({"case": args.what, "workload": workload, **ratios(first, second)})
             forget(first, second)
         for side in (first, second):
             side.engine.close()

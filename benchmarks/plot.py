@@ -1,4 +1,4 @@
-"""A bar chart of throughput by workload and system, as SVG: written by hand, so that nothing has to be installed.
+"""Bar chart of throughput by workload and system, as SVG.
 
 Each workload has a scale of its own, on which the hardware's floor is 100 %: batches of 1 and of 32 differ twentyfold.
 The figures on the bars are tokens per second.

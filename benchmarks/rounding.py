@@ -1,4 +1,4 @@
-"""What `--quantize int8` costs in accuracy: a model beside the same one with its linears rounded, both in Transformers.
+"""Accuracy of `--quantize int8` beside the model as it is, in Transformers.
 
     python benchmarks/rounding.py demo             # the demo's base and adapters, on records they were not trained on
     python benchmarks/rounding.py MODEL_DIR        # any model, on random tokens
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from results import add_json_option, recording
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
@@ -111,9 +112,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="demo, or a model's directory")
     parser.add_argument("--cases", type=int, default=512, help="held-out records of the demo")
+    add_json_option(parser)
     args = parser.parse_args()
     disable_progress_bar()
-    print(json.dumps(demo(args.cases) if args.model == "demo" else any_model(Path(args.model))))
+    with recording(args.json) as record:
+        record(demo(args.cases) if args.model == "demo" else any_model(Path(args.model)))
 
 
 if __name__ == "__main__":

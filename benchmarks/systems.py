@@ -1,4 +1,4 @@
-"""Systems under comparison, as one thing that runs workloads by name: children on a pipe, and servers behind gRPC.
+"""Systems under comparison: child processes on a pipe, and gRPC servers.
 
 Each holds its model from its start to its end, so that runs of different systems can take turns.
 """

@@ -1,5 +1,4 @@
-"""How a benchmark talks to a system that runs in a process of its own: a workload's name per line on standard input, a
-line of JSON back for each.
+"""Line protocol between a benchmark and a system in its own process.
 
     {"ready": true, "versions": {...}}       once, when everything is loaded
     {"seconds": 1.25, "tokens": 2048}        for each workload: how long it took, and how many tokens came out

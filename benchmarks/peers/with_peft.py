@@ -1,4 +1,4 @@
-"""Transformers with PEFT's mixed batches (`adapter_names`), as a system under comparison (see lines.py).
+"""Transformers with PEFT's mixed batches as a system under comparison.
 
 python with_peft.py IN_DIR          in an environment with torch, transformers and peft
 """

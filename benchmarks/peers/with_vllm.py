@@ -1,4 +1,4 @@
-"""vLLM's CPU build in process, as a system under comparison (see lines.py).
+"""vLLM's CPU build in process as a system under comparison.
 
     LD_PRELOAD=.../libtcmalloc_minimal.so.4:.../libiomp5.so python with_vllm.py IN_DIR [--lora-off]
 
