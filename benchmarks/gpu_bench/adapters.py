@@ -28,7 +28,7 @@ def products(loaded: LoadedModel) -> list[tuple[AdaptedLinear, ...]]:
     """The same by what is computed at once: siblings together, others alone."""
     found: dict[int, tuple[AdaptedLinear, ...]] = {}
     for module in linears(loaded).values():
-        members = (module,) if module.joint is None else tuple(module.joint.members)
+        members = (module,) if module.merged is None else tuple(module.merged.members)
         found.setdefault(id(members[0]), members)
     return list(found.values())
 

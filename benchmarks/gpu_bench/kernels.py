@@ -23,11 +23,11 @@ from loraplex_server.layers.attention import AttentionBatch
 from loraplex_server.layers.linear import AdaptedLinear
 from loraplex_server.layers.lora import (
     FactorTable,
+    MergedLora,
     PreparedSegments,
     ReplayableLora,
     Segment,
     SegmentedLora,
-    SiblingLora,
     join_neighbours,
 )
 from loraplex_server.layers.segmented_dense import DenseTable, DenseWeight
@@ -157,8 +157,8 @@ def _lora_call(
 ) -> Callable[[], None]:
     def call() -> None:
         for of_group in tables:
-            if isinstance(ops, SiblingLora) and len(of_group) > 1:
-                ops.apply_siblings(y, x, of_group, prepared)
+            if isinstance(ops, MergedLora) and len(of_group) > 1:
+                ops.apply_merged(y, x, of_group, prepared)
                 continue
             start = 0
             for table in of_group:
@@ -178,7 +178,7 @@ def _base_work(stepper: Stepper, batch: int) -> Iterator[_Work]:
 
         def call(x: Tensor = x, groups: Sequence[Group] = groups) -> None:
             for first, *_ in groups:
-                (first.joint or first).base(x)
+                (first.merged or first).base(x)
 
         yield _Work("base product", f"{sizes}, batch {batch}", len(groups), num_bytes, call)
 

@@ -214,6 +214,6 @@ def test_siblings() -> None:
     for variant in VARIANTS:
         ops = TritonOps(variant=variant)  # type: ignore[arg-type]
         got = y.clone()
-        ops.apply_siblings(got, x, tables, ops.prepare(segments, 12, 4, x.device))
+        ops.apply_merged(got, x, tables, ops.prepare(segments, 12, 4, x.device))
         for table, mine, (_, before) in zip(tables, got.split(outs, dim=1), rows, strict=True):
             check(mine.contiguous(), x, before, table, segments)

@@ -13,29 +13,32 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from loraplex_contracts.errors import Internal, LoraplexError, NonFinite, unexpected
 from loraplex_contracts.plan import NewSequence, PositionLogprobs, Span, SpanResult, StepPlan, StepResult
 from loraplex_server.backends.backend import Capture
-from loraplex_server.layers.adapter_slots import AdapterSlots
-from loraplex_server.layers.attention import PagedAttention, ReplayableAttention
+from loraplex_server.layers.adapter_slots import AdapterSlots, as_if_installed
+from loraplex_server.layers.attention import AttentionBatch, PagedAttention, ReplayableAttention
 from loraplex_server.layers.kv_memory import KvCache
-from loraplex_server.layers.lora import PreparedSegments, Segment
+from loraplex_server.layers.lora import PreparedSegments, ReplayableLora, Segment
 from loraplex_server.layers.transfer import Download, download, upload
 from loraplex_server.model.batch import BatchMirror, Row, StagedStep
 from loraplex_server.model.graphs import Shape, StepGraphs, capture_and_report
 from loraplex_server.model.loaded_model import LoadedModel
-from loraplex_server.model.warm_up import warm_up
 from loraplex_server.sampling.logprobs import Logprobs, prompt_logprobs
 from loraplex_server.sampling.sampler import HostSampled, PackedSamples, Sampler
 from loraplex_server.sampling.verify import verify_chain
 
 log = logging.getLogger(__name__)
+
+REPORT_EVERY_S = 5.0  # of compiling kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +195,7 @@ class ModelRunner:
 
     def warm_up(self, max_tokens: int, progress: Callable[[str], None]) -> None:
         """Compiles what steps of up to `max_tokens` tokens are made of. Before the first request only."""
-        warm_up(self._loaded, self._cache, self._attention, self._slots, max_tokens, progress)
+        _warm_up(self._loaded, self._cache, self._attention, self._slots, max_tokens, progress)
 
     def clear_blocks(self, block_ids: Sequence[int]) -> None:
         """Lets blocks be read that nothing was written to. For whoever measures steps."""
@@ -356,3 +359,49 @@ def _not_finite(row: Row) -> LoraplexError:
     if row.sequence.adapters:
         return NonFinite("with this adapter the model computes NaN or Inf; check its weights and its alpha")
     return Internal("the model computed NaN or Inf for this request")
+
+
+def _warm_up(
+    loaded: LoadedModel,
+    cache: KvCache,
+    attention: PagedAttention,
+    slots: AdapterSlots,
+    max_tokens: int,
+    progress: Callable[[str], None],
+) -> None:
+    """Compiles kernels, which happens when they first run, so that no request waits for a compiler.
+
+    Runs one text of each length that is a power of two, and the longest step that there may be: so each size of block
+    comes up that attention and adapters choose among. Adapter kernels run over segments without adapters. Writes to
+    unused KV blocks. `progress` is told where it takes long, as it does the first time.
+    """
+    longest = min(max_tokens, cache.num_blocks * cache.block_size, loaded.spec.max_context_tokens)
+    lengths = [*(1 << exponent for exponent in range((longest - 1).bit_length())), longest]
+    start_s = said_s = time.perf_counter()
+    with torch.inference_mode(), as_if_installed(loaded.targets):
+        for done, num_tokens in enumerate(lengths):
+            _run_empty(loaded, cache, attention, slots, num_tokens)
+            if (now_s := time.perf_counter()) - said_s > REPORT_EVERY_S:
+                progress(f"compiling kernels: {done + 1} of {len(lengths)} lengths of steps")
+                said_s = now_s
+    if said_s > start_s:
+        progress(f"kernels compiled in {time.perf_counter() - start_s:.0f} s; the next start finds them on disk")
+
+
+def _run_empty(
+    loaded: LoadedModel, cache: KvCache, attention: PagedAttention, slots: AdapterSlots, num_tokens: int
+) -> None:
+    context, device = loaded.context, loaded.device
+    length = np.array([num_tokens], dtype=np.int64)
+    tables = np.arange(-(-num_tokens // cache.block_size), dtype=np.int64)[None, :]
+    places = torch.arange(num_tokens, device=device)
+    ops = slots.ops
+    try:
+        batch = AttentionBatch(length, length, tables, cache.block_size, places)
+        context.attention = attention.plan(batch, cache.dtype, device)
+        if isinstance(ops, ReplayableLora):
+            context.token_segments = ops.reserve(num_tokens, slots.num_slots, device)
+        ids = torch.zeros(1, num_tokens, dtype=torch.int64, device=device)
+        loaded.model(input_ids=ids, position_ids=places.unsqueeze(0), use_cache=False, logits_to_keep=1)
+    finally:
+        context.clear()

@@ -72,7 +72,7 @@ class CudaBackend(Backend):
     def dense(self) -> SegmentedDense:
         if _triton_problem():
             return ReferenceDense()
-        from loraplex_server.backends.cuda.lora.dense import TritonDense
+        from loraplex_server.backends.cuda.lora.operation import TritonDense
 
         return TritonDense()
 

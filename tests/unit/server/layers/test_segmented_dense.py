@@ -38,7 +38,7 @@ CPU = torch.device("cpu")
 def ops(request: pytest.FixtureRequest) -> Iterator[SegmentedDense]:
     kind, _, isa = request.param.partition(" ")
     if kind == "triton":
-        from loraplex_server.backends.cuda.lora.dense import TritonDense
+        from loraplex_server.backends.cuda.lora.operation import TritonDense
 
         yield TritonDense()
     elif kind == "native":

@@ -10,7 +10,7 @@ from support.zoo import VOCAB_SIZE, random_model
 
 from loraplex_server.backends.reference.attention import TorchPagedAttention
 from loraplex_server.layers.linear import AdaptedLinear
-from loraplex_server.model import warm_up as module
+from loraplex_server.model import runner as module
 from loraplex_server.model.loader import adopt_model
 
 

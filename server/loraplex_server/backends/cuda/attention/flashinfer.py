@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from loraplex_server.backends.cuda.attention.plan import Reserved, Spans, host_copy, host_ints, no_spans, read_spans
 from loraplex_server.layers.attention import AttentionBatch
-from loraplex_server.layers.attention_spans import Reserved, Spans, host_copy, host_ints, no_spans, read_spans
 from loraplex_server.layers.kv_memory import LayerKv
 from loraplex_server.layers.spec import AttentionSpec
 

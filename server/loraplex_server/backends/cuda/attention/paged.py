@@ -19,6 +19,7 @@ from loraplex_server.backends.cuda.attention.plan import (
     KEY_ALIGN,
     KernelPlan,
     Launch,
+    Reserved,
     Shape,
     build_plan,
     next_power,
@@ -29,7 +30,6 @@ from loraplex_server.backends.cuda.attention.plan import (
 from loraplex_server.backends.reference.attention import Plan as TorchPlan
 from loraplex_server.backends.reference.attention import TorchPagedAttention
 from loraplex_server.layers.attention import AttentionBatch
-from loraplex_server.layers.attention_spans import Reserved
 from loraplex_server.layers.kv_memory import LayerKv
 from loraplex_server.layers.spec import AttentionSpec
 

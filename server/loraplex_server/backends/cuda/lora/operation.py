@@ -1,8 +1,7 @@
-"""Launches the LoRA kernels for one module, or for siblings. Needs triton; runs on CUDA, and on a CPU in Triton's
-interpreter for tests.
+"""Segmented LoRA and dense products by Triton kernels, for one module or for merged ones.
 
-Owns nothing between steps but what it knows of a table in general (in its `derived`). Deliberately chooses nothing:
-`variants.py` says which kernels with which block sizes, `plan.py` lays out the step.
+Needs triton; runs on CUDA, and on a CPU in Triton's interpreter for tests. `variants.py` chooses kernels and block
+sizes, `plan.py` lays out the step. Owns what it derives from a table (in its `derived`).
 """
 
 from __future__ import annotations
@@ -17,12 +16,26 @@ import triton
 from torch import Tensor
 from triton import knobs
 
-from loraplex_server.backends.cuda.lora.decode import expand_rows_kernel, fused_rows_kernel, shrink_rows_kernel
+from loraplex_server.backends.cuda.lora.kernels import (
+    expand_rows_kernel,
+    expand_tiles_kernel,
+    fused_rows_kernel,
+    product_kernel,
+    shrink_rows_kernel,
+    shrink_tiles_kernel,
+)
 from loraplex_server.backends.cuda.lora.plan import KernelPlan, build_plan, refill_plan, reserve_plan
-from loraplex_server.backends.cuda.lora.prefill import expand_tiles_kernel, shrink_tiles_kernel
-from loraplex_server.backends.cuda.lora.variants import Launch, Variant, choose_block_rows, choose_launch
-from loraplex_server.backends.reference.lora import ReferenceOps
+from loraplex_server.backends.cuda.lora.variants import (
+    Launch,
+    Variant,
+    choose_block_rows,
+    choose_dense_launch,
+    choose_dense_rows,
+    choose_launch,
+)
+from loraplex_server.backends.reference.lora import ReferenceDense, ReferenceOps
 from loraplex_server.layers.lora import FactorTable, PreparedSegments, Segment, check_segments
+from loraplex_server.layers.segmented_dense import DenseTable, check_dense_segments
 
 # Their types know neither launch options nor that a plain int becomes a constant.
 _shrink_rows: Any = shrink_rows_kernel
@@ -30,6 +43,7 @@ _expand_rows: Any = expand_rows_kernel
 _fused_rows: Any = fused_rows_kernel
 _shrink_tiles: Any = shrink_tiles_kernel
 _expand_tiles: Any = expand_tiles_kernel
+_product: Any = product_kernel
 
 # Anything else (float64, of checks) is computed by the reference: a tensor core would narrow it.
 SUPPORTED = (torch.bfloat16, torch.float16, torch.float32)
@@ -77,7 +91,7 @@ class Call:
         return _spacing(self.tables) if len(self.tables) > 1 else 0
 
     def ends(self) -> tuple[int, int, int]:
-        """Where the siblings' columns end; those that are missing have none."""
+        """Where the merged modules' columns end; those that are missing have none."""
         ends = list(accumulate(table.out_features for table in self.tables))
         return ends[0], ends[min(1, len(ends) - 1)], ends[-1]
 
@@ -256,4 +270,91 @@ def _run_fused(call: Call) -> None:
         BLOCK_OUT=launch.block_out,
         NUM_STAGES=launch.num_stages,
         IS_ALIGNED=call.is_aligned,
+    )
+
+
+# --- dense products ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Pointers:
+    """A table as the kernel reads it, by slot."""
+
+    num_slots: int
+    max_size: int
+    is_aligned: bool
+    weights: Tensor  # int64
+    biases: Tensor  # int64
+    sizes: Tensor  # int32
+
+
+class TritonDense:
+    """SegmentedDense for CUDA: a kernel in bfloat16, float16 and float32."""
+
+    def __init__(self) -> None:
+        self._reference = ReferenceDense()
+
+    @property
+    def name(self) -> str:
+        return "triton"
+
+    def prepare(
+        self, segments: Sequence[Segment], num_rows: int, num_slots: int, device: torch.device
+    ) -> PreparedSegments:
+        check_dense_segments(segments, num_rows, num_slots)
+        return PreparedSegments(tuple(segments), num_rows, build_plan(segments, num_slots, device, choose_dense_rows))
+
+    def apply(self, y: Tensor, x: Tensor, table: DenseTable, prepared: PreparedSegments) -> None:
+        if x.dtype not in SUPPORTED:
+            self._reference.apply(y, x, table, prepared)
+            return
+        plan: KernelPlan = prepared.data
+        if not plan.slots:
+            return
+        pointers = table.derived
+        if not isinstance(pointers, _Pointers) or pointers.num_slots <= max(plan.slots):
+            pointers = table.derived = _pointers(table, max(plan.slots) + 1, x.device)
+        if pointers.max_size == 0:
+            return
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        launch = choose_dense_launch(plan.block_rows, x.element_size())
+        _product[(plan.num_blocks, triton.cdiv(pointers.max_size, launch.block_out))](
+            y,
+            x,
+            plan.rows,
+            plan.blocks,
+            plan.term_slots,
+            pointers.weights,
+            pointers.biases,
+            pointers.sizes,
+            table.in_features,
+            x.stride(0),
+            y.stride(0),
+            NUM_STEPS=triton.cdiv(table.in_features, launch.block_in),
+            BLOCK_ROWS=plan.block_rows,
+            BLOCK_OUT=launch.block_out,
+            BLOCK_IN=launch.block_in,
+            IS_ALIGNED=pointers.is_aligned,
+            UPCAST=INTERPRETED,
+            num_stages=launch.num_stages,
+        )
+
+
+def _pointers(table: DenseTable, min_slots: int, device: torch.device) -> _Pointers:
+    weights = [*table.weights, *[None] * (min_slots - len(table.weights))]
+    sizes = [dense.num_outputs if dense is not None else 0 for dense in weights]
+    columns = (
+        [dense.weight.data_ptr() if dense is not None else 0 for dense in weights],
+        [dense.bias.data_ptr() if dense is not None and dense.bias is not None else 0 for dense in weights],
+        sizes,
+    )
+    packed = torch.tensor(columns, dtype=torch.int64).to(device)
+    return _Pointers(
+        num_slots=len(weights),
+        max_size=max(sizes, default=0),
+        is_aligned=all(address % ALIGN_BYTES == 0 for address in columns[0]),
+        weights=packed[0],
+        biases=packed[1],
+        sizes=packed[2].to(torch.int32),
     )

@@ -13,14 +13,15 @@ from support.attention_cases import CPU, make_problem, spec_of
 from loraplex_server.backends.cuda.attention.plan import (
     KEY_ALIGN,
     MAX_SPLIT_PIECES,
+    Reserved,
     Shape,
     build_plan,
     cut_spans,
+    read_spans,
     reserve_plan,
     shape_of,
 )
 from loraplex_server.layers.attention import AttentionBatch
-from loraplex_server.layers.attention_spans import Reserved, read_spans
 
 
 def batch_of(spans: list[tuple[int, int]], block_size: int = 16) -> AttentionBatch:

@@ -263,7 +263,7 @@ def test_siblings(variant: Variant, outs: list[int], is_reserved: bool) -> None:
     if is_reserved:
         ops.refill(prepared, segments)
     y = torch.cat([problem.y for problem in problems], dim=1)
-    ops.apply_siblings(y, problems[0].x, tables, prepared)
+    ops.apply_merged(y, problems[0].x, tables, prepared)
     for problem, got in zip(problems, y.split(outs, dim=1), strict=True):
         problem.x = problems[0].x
         problem.check(got)
@@ -274,7 +274,7 @@ def test_siblings_that_lie_apart() -> None:
     problems = [random_problem([Segment(0, 2, 0), Segment(2, 3, 1)], table, 4, torch.float32) for table in tables]
     y = torch.cat([problem.y for problem in problems], dim=1)
     ops = TritonOps()
-    ops.apply_siblings(y, problems[0].x, tables, problems[0].prepared(ops))
+    ops.apply_merged(y, problems[0].x, tables, problems[0].prepared(ops))
     for problem, got in zip(problems, y.split([24, 40], dim=1), strict=True):
         problem.x = problems[0].x
         problem.check(got)

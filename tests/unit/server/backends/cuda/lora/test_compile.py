@@ -88,10 +88,10 @@ def tile_options(name: str, launch: Any) -> dict[str, int]:
 @pytest.mark.parametrize(("dtype", "arch"), TARGETS)
 @pytest.mark.parametrize("name", ["shrink_rows", "expand_rows", "fused_rows"])
 def test_kernels_for_few_rows(name: str, dtype: str, arch: int) -> None:
-    from loraplex_server.backends.cuda.lora import decode
+    from loraplex_server.backends.cuda.lora import kernels
     from loraplex_server.backends.cuda.lora.variants import FEW_ROWS, choose_launch
 
-    kernel = getattr(decode, f"{name}_kernel")
+    kernel = getattr(kernels, f"{name}_kernel")
     variant = "fused" if name == "fused_rows" else "rows"
     constants = constants_of(choose_launch(FEW_ROWS, 8, 4096, 4096, 64, BYTES[dtype], variant), FEW_ROWS)
     ptx = compiled(kernel, constants, dtype, arch).asm["ptx"]
@@ -107,11 +107,11 @@ def test_kernels_for_few_rows(name: str, dtype: str, arch: int) -> None:
 @pytest.mark.parametrize("block_rows", [16, 64])
 @pytest.mark.parametrize("name", ["shrink_tiles", "expand_tiles"])
 def test_kernels_for_many_rows(name: str, block_rows: int, dtype: str, arch: int) -> None:
-    from loraplex_server.backends.cuda.lora import prefill
+    from loraplex_server.backends.cuda.lora import kernels
     from loraplex_server.backends.cuda.lora.variants import choose_launch
 
     launch = choose_launch(block_rows, 8, 4096, 4096, 64, BYTES[dtype])
-    kernel = getattr(prefill, f"{name}_kernel")
+    kernel = getattr(kernels, f"{name}_kernel")
     ptx = compiled(kernel, constants_of(launch, block_rows), dtype, arch, **tile_options(name, launch)).asm["ptx"]
     # Half precision must reach the tensor cores; float32 must not be rounded to TF32 there.
     assert ("mma" in ptx) == (dtype != "fp32")
@@ -128,7 +128,7 @@ SHAPES = ((4096, 6144), (4096, 28672), (4096, 4096), (14336, 4096))
 def test_no_kernel_of_a_served_model_spills(max_rank: int, arch: int, tmp_path: Path) -> None:
     """Every kernel that the tables choose for a model in bfloat16, whatever the step. What does not fit the registers
     goes through memory, several times as slowly."""
-    from loraplex_server.backends.cuda.lora import decode, prefill
+    from loraplex_server.backends.cuda.lora import kernels
     from loraplex_server.backends.cuda.lora.variants import FEW_ROWS, MANY_ROWS, ONE_ROW, SOME_ROWS, choose_launch
 
     done: set[tuple[Any, ...]] = set()
@@ -138,7 +138,7 @@ def test_no_kernel_of_a_served_model_spills(max_rank: int, arch: int, tmp_path: 
         constants = constants_of(launch, block_rows)
         for half in ("shrink", "expand"):
             name = f"{half}_{launch.variant}"
-            kernel = getattr(prefill if launch.variant == "tiles" else decode, f"{name}_kernel")
+            kernel = getattr(kernels, f"{name}_kernel")
             used = (name, *((key, value) for key, value in constants.items() if key in kernel.arg_names))
             if used not in done:
                 done.add(used)
@@ -164,7 +164,7 @@ def stack_bytes(result: Any, folder: Path) -> int:
 @pytest.mark.parametrize(("dtype", "arch"), TARGETS)
 @pytest.mark.parametrize("block_rows", [16, 64])
 def test_dense_kernel(block_rows: int, dtype: str, arch: int) -> None:
-    from loraplex_server.backends.cuda.lora.product import product_kernel
+    from loraplex_server.backends.cuda.lora.kernels import product_kernel
     from loraplex_server.backends.cuda.lora.variants import choose_dense_launch
 
     launch = choose_dense_launch(block_rows, BYTES[dtype])

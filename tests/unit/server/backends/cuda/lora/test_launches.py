@@ -87,8 +87,8 @@ def test_siblings_take_as_many_launches_as_one_module(launches: list[Any]) -> No
             setattr(table, name, together[i])
     x, y = torch.zeros(4, 4096, dtype=torch.bfloat16), torch.zeros(4, 6144, dtype=torch.bfloat16)
     ops = TritonOps()
-    ops.apply_siblings(y, x, tables, ops.prepare([Segment(0, 1, 0), Segment(1, 2, 1)], 4, 2, CPU))
+    ops.apply_merged(y, x, tables, ops.prepare([Segment(0, 1, 0), Segment(1, 2, 1)], 4, 2, CPU))
     assert [(name, grid[1]) for name, grid, _, _ in launches] == [("_shrink_rows", 8), ("_expand_rows", 32 + 8 + 8)]
     launches.clear()
-    ops.apply_siblings(y, x, tables[::-1], ops.prepare([Segment(0, 1, 0)], 4, 2, CPU))
+    ops.apply_merged(y, x, tables[::-1], ops.prepare([Segment(0, 1, 0)], 4, 2, CPU))
     assert len(launches) == 6
