@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -21,6 +20,7 @@ from loraplex_proto.status import abort, answer_within_s, as_typed
 from loraplex_router.metrics import RouterMetrics
 from loraplex_router.upstream import Metadata, Upstream, UpstreamFailure
 from loraplex_runtime.auth import current_identity
+from loraplex_runtime.shutdown import Drain
 
 log = logging.getLogger(__name__)
 
@@ -79,8 +79,10 @@ class Calls:
     max_in_flight: int
     metrics: RouterMetrics
     _active: set[Call] = field(default_factory=set[Call])
-    _is_draining: bool = False
-    _all_ended: asyncio.Event = field(default_factory=asyncio.Event)
+    _drain: Drain = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._drain = Drain(self.__len__)
 
     def __len__(self) -> int:
         return len(self._active)
@@ -118,8 +120,7 @@ class Calls:
             error = as_typed(exception)
         finally:
             self._active.discard(call)
-            if self._is_draining and not self._active:
-                self._all_ended.set()
+            self._drain.note_end()
         return await self._fail(call, error)
 
     async def _fail(self, call: Call, error: LoraplexError | UpstreamFailure) -> NoReturn:
@@ -136,10 +137,7 @@ class Calls:
 
     async def drain(self, timeout_s: float) -> None:
         """Refuses new calls from now on; returns when those under way have ended, or after `timeout_s`."""
-        self._is_draining = True
-        if self._active:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._all_ended.wait(), timeout_s)
+        await self._drain.wait(timeout_s)
 
     def cut_off(self) -> int:
         """Ends every call with Draining; returns how many there were."""
@@ -150,7 +148,7 @@ class Calls:
         return len(active)
 
     def _enter(self, call: Call) -> None:
-        if self._is_draining:
+        if self._drain.has_begun:
             raise _draining()
         if len(self._active) >= self.max_in_flight:
             raise QueueFull(

@@ -64,6 +64,27 @@ class Ending:
         return await at_once()
 
 
+class Drain:
+    """Refusal of new calls, and the wait for those under way. `num_active` says how many there are."""
+
+    def __init__(self, num_active: Callable[[], int]) -> None:
+        self.has_begun = False
+        self._num_active = num_active
+        self._all_ended = asyncio.Event()
+
+    def note_end(self) -> None:
+        """A call has ended."""
+        if self.has_begun and not self._num_active():
+            self._all_ended.set()
+
+    async def wait(self, timeout_s: float) -> None:
+        """Begins; returns when the calls under way have ended, or after `timeout_s`."""
+        self.has_begun = True
+        if self._num_active():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._all_ended.wait(), timeout_s)
+
+
 def exit_at_once(code: int) -> NoReturn:
     """Ends a process that has closed everything. Tearing down an interpreter full of native threads takes seconds, in
     which nobody is served."""

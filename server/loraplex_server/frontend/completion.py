@@ -5,14 +5,15 @@ Pure: events in, deltas out. Owns the detokenizer and the stop matcher of its co
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Protocol
 
 from loraplex_contracts.events import CompletionEnd, FinishReason, TokenLogprob, Tokens, TopLogprob
 from loraplex_contracts.plan import PositionLogprobs
-from loraplex_contracts.request import StoppingParams
+from loraplex_contracts.request import Request, StoppingParams
 from loraplex_server.text.detokenizer import Detokenizer
+from loraplex_server.text.stops import StopMatcher
+from loraplex_server.text.tokenizer import TextTokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +54,6 @@ class Delta:
     end: CompletionSummary | None = None
 
 
-class StopMatcher(Protocol):
-    """Holds back what could be the beginning of a stop string."""
-
-    @property
-    def matched(self) -> str | None: ...
-    def push(self, text: str, *, num_tokens: int) -> str: ...
-    def finish(self) -> str: ...
-
-
 class CompletionAssembler:
     """One completion from its first token to its end."""
 
@@ -82,6 +74,22 @@ class CompletionAssembler:
         self._num_steps = 0
         self._drafts: dict[str, Drafts] = {}
         self.is_stopped = False  # a stop string was met; only the end is still to come
+
+    @classmethod
+    def of(
+        cls, request: Request, index: int, tokenizer: TextTokenizer, eos_token_ids: Collection[int]
+    ) -> CompletionAssembler:
+        """For completion `index`. Raises FailedPrecondition for stop strings without a tokenizer."""
+        stopping = request.stopping
+        # What ends a completion is no part of its text, special token or not.
+        ending = stopping.stop_token_ids | (frozenset() if stopping.ignore_eos else frozenset(eos_token_ids))
+        return cls(
+            index,
+            stopping,
+            tokenizer.new_detokenizer(request.prompt_token_ids, frozenset() if stopping.include_stop else ending),
+            tokenizer.new_stop_matcher(stopping),
+            tokenizer.token_text,
+        )
 
     def push(self, event: Tokens) -> Delta:
         """New tokens. When they complete a stop string, the tokens after it are dropped and `is_stopped` is set."""

@@ -1,13 +1,13 @@
 """One request from submission to its terminal event, as text.
 
-Knows the engine's client and the tokenizer. Leaving the `async for` early, for whatever reason, cancels the request in
-the engine: that is how a client that went away frees its KV blocks.
+Leaving the `async for` early, for whatever reason, cancels the request in the engine: so the KV blocks of a client that
+went away come free.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Collection
 from dataclasses import dataclass, field
 
 from loraplex_contracts.errors import Cancelled
@@ -24,8 +24,7 @@ from loraplex_contracts.request import Request
 from loraplex_server.engine.client import EngineClient
 from loraplex_server.engine.streams import RequestStream
 from loraplex_server.frontend.completion import CompletionAssembler, Delta
-
-AssemblerFactory = Callable[[Request, int], CompletionAssembler]
+from loraplex_server.text.tokenizer import TextTokenizer
 
 
 @dataclass(slots=True)
@@ -43,13 +42,17 @@ class Progress:
 
 
 async def generate(
-    engine: EngineClient, request: Request, new_assembler: AssemblerFactory, progress: Progress
+    engine: EngineClient,
+    request: Request,
+    tokenizer: TextTokenizer,
+    eos_token_ids: Collection[int],
+    progress: Progress,
 ) -> AsyncGenerator[list[Delta], None]:
     """Yields the deltas of what piled up since the last look, until every completion has ended.
 
     Raises the request's typed error. `progress` is filled before the first yield that it concerns.
     """
-    assemblers = [new_assembler(request, index) for index in range(request.n)]
+    assemblers = [CompletionAssembler.of(request, index, tokenizer, eos_token_ids) for index in range(request.n)]
     stream = engine.submit(request)
     try:
         while True:

@@ -17,7 +17,7 @@ from loraplex_proto.enums import ADAPTER_STATES
 from loraplex_proto.paging import ListQuery, Page, visible_part
 from loraplex_proto.v1 import adapter_pb2
 from loraplex_runtime.auth import Identity
-from loraplex_server.grpc import protobuf as convert
+from loraplex_server.grpc import protobuf
 
 SLICE = 256  # adapters; one or two milliseconds
 FIRST_LOOK_S = 10.0
@@ -49,7 +49,7 @@ class AdapterListing:
     def unloaded(self, adapter_id: str) -> adapter_pb2.Adapter | None:
         """The row of a name that the engine does not know; None where the source does not have it either."""
         found = names_after(self._available(), "", adapter_id, 1)
-        return convert.unloaded_to_pb(adapter_id) if found and found[0] == adapter_id else None
+        return protobuf.unloaded_to_pb(adapter_id) if found and found[0] == adapter_id else None
 
     async def _page(self, query: ListQuery, identity: Identity) -> adapter_pb2.ListAdaptersResponse:
         page = Page(query)
@@ -77,10 +77,10 @@ class AdapterListing:
     def _rows(self, adapter_id: str, query: ListQuery, *, is_found: bool) -> Rows:
         held = self._listing().rows_of(adapter_id)
         if not held:
-            return (convert.unloaded_to_pb(adapter_id),)
-        rows = [convert.adapter_to_pb(info) for info in held if query.state in (0, ADAPTER_STATES[info.state])]
+            return (protobuf.unloaded_to_pb(adapter_id),)
+        rows = [protobuf.adapter_to_pb(info) for info in held if query.state in (0, ADAPTER_STATES[info.state])]
         if is_found and not is_bound(held):
-            rows.insert(0, convert.unloaded_to_pb(adapter_id))
+            rows.insert(0, protobuf.unloaded_to_pb(adapter_id))
         return rows
 
     def _available(self) -> Sequence[str]:

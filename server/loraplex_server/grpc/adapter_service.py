@@ -8,9 +8,9 @@ from loraplex_contracts.errors import AdapterNotFound
 from loraplex_proto import validate
 from loraplex_proto.v1 import adapter_pb2, adapter_pb2_grpc
 from loraplex_server.engine.client import EngineClient
-from loraplex_server.grpc import protobuf as convert
+from loraplex_server.grpc import protobuf
 from loraplex_server.grpc.adapter_listing import AdapterListing
-from loraplex_server.grpc.middleware import Edge, handles_errors
+from loraplex_server.grpc.middleware import RequestGate, handles_errors
 
 Context = Any
 
@@ -18,35 +18,35 @@ Context = Any
 class AdapterServicer(adapter_pb2_grpc.AdapterServiceServicer):
     """Stateless: the engine owns the adapters' life."""
 
-    def __init__(self, engine: EngineClient, edge: Edge, listing: AdapterListing) -> None:
+    def __init__(self, engine: EngineClient, gate: RequestGate, listing: AdapterListing) -> None:
         self._engine = engine
         self._listing = listing
-        self._edge = edge
+        self._gate = gate
 
     @handles_errors
     async def LoadAdapter(
         self, request: adapter_pb2.LoadAdapterRequest, context: Context
     ) -> adapter_pb2.LoadAdapterResponse:
         validate.check_adapter_request(request)
-        self._edge.admit(request.adapter_id)
+        self._gate.admit(request.adapter_id)
         infos = await self._engine.adapters("load", request.adapter_id, pin=request.pin)
-        return adapter_pb2.LoadAdapterResponse(adapters=map(convert.adapter_to_pb, infos))
+        return adapter_pb2.LoadAdapterResponse(adapters=map(protobuf.adapter_to_pb, infos))
 
     @handles_errors
     async def UnloadAdapter(
         self, request: adapter_pb2.UnloadAdapterRequest, context: Context
     ) -> adapter_pb2.UnloadAdapterResponse:
         validate.check_adapter_request(request)
-        self._edge.admit(request.adapter_id)
+        self._gate.admit(request.adapter_id)
         infos = await self._engine.adapters("unload", request.adapter_id)
-        return adapter_pb2.UnloadAdapterResponse(adapters=map(convert.adapter_to_pb, infos))
+        return adapter_pb2.UnloadAdapterResponse(adapters=map(protobuf.adapter_to_pb, infos))
 
     @handles_errors
     async def GetAdapter(
         self, request: adapter_pb2.GetAdapterRequest, context: Context
     ) -> adapter_pb2.GetAdapterResponse:
         validate.check_adapter_request(request)
-        self._edge.admit(request.adapter_id)
+        self._gate.admit(request.adapter_id)
         try:
             infos = await self._engine.adapters("get", request.adapter_id)
         except AdapterNotFound:
@@ -54,11 +54,11 @@ class AdapterServicer(adapter_pb2_grpc.AdapterServiceServicer):
             if unloaded is None:
                 raise
             return adapter_pb2.GetAdapterResponse(adapters=[unloaded])
-        return adapter_pb2.GetAdapterResponse(adapters=map(convert.adapter_to_pb, infos))
+        return adapter_pb2.GetAdapterResponse(adapters=map(protobuf.adapter_to_pb, infos))
 
     @handles_errors
     async def ListAdapters(
         self, request: adapter_pb2.ListAdaptersRequest, context: Context
     ) -> adapter_pb2.ListAdaptersResponse:
         query = validate.check_list_adapters(request)
-        return await self._listing.page(query, self._edge.admit())
+        return await self._listing.page(query, self._gate.admit())

@@ -22,12 +22,11 @@ from loraplex_proto.status import answer_within_s
 from loraplex_proto.v1 import inference_pb2, inference_pb2_grpc
 from loraplex_server.engine.client import EngineClient
 from loraplex_server.engine.messages import ModelInfo
-from loraplex_server.frontend.completion import CompletionAssembler, CompletionSummary, Delta
+from loraplex_server.frontend.completion import CompletionSummary, Delta
 from loraplex_server.frontend.generation import Progress, generate
 from loraplex_server.frontend.tokenizing import Tokenizing
-from loraplex_server.grpc import protobuf as convert
-from loraplex_server.grpc.middleware import Edge, begin_request, handles_errors, handles_stream_errors
-from loraplex_server.grpc.tokens import tokenize_response
+from loraplex_server.grpc import protobuf
+from loraplex_server.grpc.middleware import RequestGate, begin_request, handles_errors, handles_stream_errors
 
 Context = Any  # grpc.aio.ServicerContext, which is generic over messages in its stubs
 
@@ -55,12 +54,12 @@ class Sent:
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     """Owns nothing but the counter that makes engine request ids unique."""
 
-    def __init__(self, engine: EngineClient, info: ModelInfo, tokenizing: Tokenizing, edge: Edge) -> None:
+    def __init__(self, engine: EngineClient, info: ModelInfo, tokenizing: Tokenizing, gate: RequestGate) -> None:
         self._engine = engine
         self._info = info
         self._tokenizing = tokenizing
         self._tokenizer = tokenizing.tokenizer
-        self._edge = edge
+        self._gate = gate
         self._limits = tokenizing.limits
         self._tokenizer_view = TokenizerView(
             partial(self._tokenizer.encode, add_special_tokens=False), frozenset(info.eos_token_ids)
@@ -74,7 +73,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         progress = Progress()
         deltas: dict[int, list[Delta]] = {}
         accepted, echo = await self._accept(request, context)
-        generating = generate(self._engine, accepted, self._new_assembler, progress)
+        generating = self._generate(accepted, progress)
         async with Sent().told_with_errors(), aclosing(generating) as batches:
             async for batch in batches:
                 for delta in batch:
@@ -88,15 +87,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         progress = Progress()
         accepted, echo = await self._accept(request, context)
         sent, echoed = Sent(), set[int]()
-        generating = generate(self._engine, accepted, self._new_assembler, progress)
+        generating = self._generate(accepted, progress)
         async with sent.told_with_errors(), aclosing(generating) as batches:
             async for batch in batches:
                 for delta in batch:
-                    message = convert.delta_to_pb(delta, with_token_ids=not request.output.omit_token_ids)
+                    message = protobuf.delta_to_pb(delta, with_token_ids=not request.output.omit_token_ids)
                     if sent.num_messages == 0:
                         message.request_id = _public_id(accepted)
                         message.adapter_digest = progress.adapter_digest
-                        message.prompt_logprobs.extend(convert.logprobs_to_pb(progress.prompt_logprobs))
+                        message.prompt_logprobs.extend(protobuf.logprobs_to_pb(progress.prompt_logprobs))
                     if delta.index not in echoed:
                         echoed.add(delta.index)
                         message.text_delta = echo + message.text_delta
@@ -106,17 +105,20 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                     sent.num_messages += 1
                     sent.num_tokens += len(delta.token_ids)
 
+    def _generate(self, request: Request, progress: Progress) -> AsyncGenerator[list[Delta], None]:
+        return generate(self._engine, request, self._tokenizer, self._info.eos_token_ids, progress)
+
     @handles_errors
     async def Tokenize(self, request: inference_pb2.TokenizeRequest, context: Context) -> Any:
         """The answer as it is on the wire: one of a long text is serialized where the text is tokenized."""
         validate.check_tokenize(request)
-        self._edge.admit()
+        self._gate.admit()
         async with _within(_remaining_s(context)):
             if request.WhichOneof("input") == "chat":
                 messages, opens_turn = _messages(request.chat), not request.chat.omit_generation_prompt
-                return await self._tokenizing.tokenize_chat(messages, tokenize_response, opens_turn)
+                return await self._tokenizing.tokenize_chat(messages, protobuf.tokenize_response, opens_turn)
             special = not request.omit_special_tokens
-            return await self._tokenizing.tokenize(request.text, tokenize_response, special=special)
+            return await self._tokenizing.tokenize(request.text, protobuf.tokenize_response, special=special)
 
     @handles_errors
     async def GetInfo(self, request: inference_pb2.GetInfoRequest, context: Context) -> inference_pb2.GetInfoResponse:
@@ -134,8 +136,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             max_lora_rank=info.max_lora_rank,
             eos_token_ids=info.eos_token_ids,
             has_chat_template=self._tokenizer.has_chat_template,
-            speculation=convert.speculation_kinds(info.speculation),
-            draft_models=convert.draft_model_names(info.speculation),
+            speculation=protobuf.speculation_kinds(info.speculation),
+            draft_models=protobuf.draft_model_names(info.speculation),
         )
 
     async def _accept(self, message: inference_pb2.GenerateRequest, context: Context) -> tuple[Request, str]:
@@ -144,19 +146,20 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         request_id = begin_request(message.request_id)
         validate.check_generate(message)
         num_ids = len(message.token_ids.ids)
-        if num_ids:
-            validate.check_prompt_length(num_ids, self._limits, field="token_ids.ids")  # before any is looked at
         arrival_s, remaining_s = time.monotonic(), _remaining_s(context)
         async with _within(remaining_s):
-            await self._tokenizing.off_loop(num_ids, partial(validate.check_for_model, message, self._limits))
-            identity = self._edge.admit(*validate.adapters_in(message))
+            # One that is too long is refused before any of its tokens is looked at.
+            num_checked = min(num_ids, self._limits.max_context_tokens)
+            await self._tokenizing.off_loop(num_checked, partial(validate.check_for_model, message, self._limits))
+            identity = self._gate.admit(*validate.adapters_in(message))
             self._refuse_early(message, identity.tenant, remaining_s)
             prompt = await self._prompt(message)
-            validate.check_prompt_length(len(prompt), self._limits)
+            if not num_ids:
+                validate.check_prompt_length(len(prompt), self._limits)
             echo = await self._tokenizing.decode(prompt) if message.output.echo else ""
-            to_params = partial(convert.sampling_params, message.sampling, self._tokenizer_view)
+            to_params = partial(protobuf.sampling_params, message.sampling, self._tokenizer_view)
             sampling = await self._tokenizing.off_loop(message.sampling.ByteSize(), to_params)
-        request = convert.to_request(
+        request = protobuf.to_request(
             message,
             prompt,
             sampling,
@@ -192,18 +195,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             case _:
                 return tuple(await self._tokenizing.encode(message.text))
 
-    def _new_assembler(self, request: Request, index: int) -> CompletionAssembler:
-        tokenizer, stopping = self._tokenizer, request.stopping
-        # What ends a completion is no part of its text, special token or not.
-        ending = stopping.stop_token_ids | (frozenset() if stopping.ignore_eos else frozenset(self._info.eos_token_ids))
-        return CompletionAssembler(
-            index,
-            request.stopping,
-            tokenizer.new_detokenizer(request.prompt_token_ids, frozenset() if stopping.include_stop else ending),
-            tokenizer.new_stop_matcher(request.stopping),
-            tokenizer.token_text,
-        )
-
     def _answer(
         self,
         message: inference_pb2.GenerateRequest,
@@ -216,13 +207,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         return inference_pb2.GenerateResponse(
             request_id=_public_id(request),
             completions=[
-                convert.completion_to_pb(
+                protobuf.completion_to_pb(
                     summary, deltas[summary.index], prefix=echo, with_token_ids=not message.output.omit_token_ids
                 )
                 for summary in summaries
             ],
-            prompt_logprobs=convert.logprobs_to_pb(progress.prompt_logprobs),
-            usage=convert.total_usage(summaries),
+            prompt_logprobs=protobuf.logprobs_to_pb(progress.prompt_logprobs),
+            usage=protobuf.total_usage(summaries),
             timings=_timings(progress),
             adapter_digest=progress.adapter_digest,
         )
@@ -274,4 +265,4 @@ def _messages(chat: inference_pb2.Chat) -> list[dict[str, str]]:
 
 
 def _timings(progress: Progress) -> inference_pb2.Timings:
-    return convert.timings_to_pb(progress.queue_s, progress.first_token_s or 0.0, progress.elapsed_s())
+    return protobuf.timings_to_pb(progress.queue_s, progress.first_token_s or 0.0, progress.elapsed_s())

@@ -12,8 +12,8 @@ from loraplex_proto import validate
 from loraplex_proto.v1 import worker_pb2, worker_pb2_grpc
 from loraplex_runtime.auth import recheck_identity
 from loraplex_server.engine.client import EngineClient
-from loraplex_server.grpc import protobuf as convert
-from loraplex_server.grpc.middleware import Edge, handles_errors, handles_stream_errors
+from loraplex_server.grpc import protobuf
+from loraplex_server.grpc.middleware import RequestGate, handles_errors, handles_stream_errors
 
 Context = Any
 DEFAULT_INTERVAL_S = 0.2
@@ -28,9 +28,9 @@ TOLD_PART = 1 / 8
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     """Reads what the engine last said of itself; never asks the engine."""
 
-    def __init__(self, engine: EngineClient, edge: Edge) -> None:
+    def __init__(self, engine: EngineClient, gate: RequestGate) -> None:
         self._engine = engine
-        self._edge = edge
+        self._gate = gate
         # The nearest adapters as they were last, and how they are told.
         self._nearest: Sequence[Resident] = ()
         self._adapters: list[worker_pb2.ResidentAdapter] = []
@@ -72,8 +72,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         state = self._engine.state
         nearest = state.listing.nearest()
         if nearest is not self._nearest:
-            self._nearest, self._adapters = nearest, convert.residents_to_pb(nearest)
-        load = convert.load_to_pb(state.load, self._adapters, state.usage, self._edge.is_leaving)
+            self._nearest, self._adapters = nearest, protobuf.residents_to_pb(nearest)
+        load = protobuf.load_to_pb(state.load, self._adapters, state.usage, self._gate.is_leaving)
         load.stalled = bool(self._engine.stalled)
         return load
 

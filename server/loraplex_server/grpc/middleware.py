@@ -1,11 +1,10 @@
-"""What every handler of the worker does first and last: is it a message, who calls, do we drain, which error leaves.
+"""Middleware of the worker's handlers: parsing, identity, refusal while draining, typed errors, metrics.
 
 Owns the flags of draining and the counts of calls.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import copy
 import functools
@@ -25,6 +24,7 @@ from loraplex_contracts.ids import MAX_ID_CHARS
 from loraplex_proto import status
 from loraplex_proto.validate import parse
 from loraplex_runtime import auth, telemetry
+from loraplex_runtime.shutdown import Drain
 
 log = logging.getLogger(__name__)
 
@@ -36,22 +36,18 @@ _Handler = TypeVar("_Handler", bound=Callable[..., Any])
 WATCHES: Final = frozenset({"WatchLoad"})
 
 
-class Edge:
+class RequestGate:
     """Shared by the services of one server."""
 
     def __init__(self, metrics: telemetry.RequestMetrics | None = None) -> None:
         self.is_leaving = False  # what routers are told, so that they send no more
-        self.is_draining = False  # whoever sends all the same is refused
         self.metrics = metrics or telemetry.RequestMetrics(None, "worker")
         self._num_active = 0
-        self._all_ended = asyncio.Event()
+        self._drain = Drain(lambda: self._num_active)
 
     async def drain(self, timeout_s: float) -> None:
         """Refuses new calls from now on; returns when those under way have ended, or after `timeout_s`."""
-        self.is_draining = True
-        if self._num_active:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._all_ended.wait(), timeout_s)
+        await self._drain.wait(timeout_s)
 
     @contextlib.contextmanager
     def call(self, method: str) -> Generator[_Call]:
@@ -64,12 +60,11 @@ class Edge:
         finally:
             call.ended()
             self._num_active -= method not in WATCHES
-            if self.is_draining and not self._num_active:
-                self._all_ended.set()
+            self._drain.note_end()
 
     def admit(self, *adapter_ids: str) -> auth.Identity:
         """The caller's identity. Raises Draining, and AdapterNotFound for an adapter that is not the caller's."""
-        if self.is_draining:
+        if self._drain.has_begun:
             raise Draining("this worker is shutting down; send the request to another one", retry_after_s=1.0)
         identity = auth.current_identity()
         identity.check_adapters(adapter_ids)
@@ -116,11 +111,11 @@ def _serialized(response: Message | bytes) -> bytes:
 def handles_errors(handler: _Handler) -> _Handler:
     """Errors of a unary handler leave as typed status, unknown ones as INTERNAL with an opaque id; calls are counted.
 
-    The handler's `self` has an Edge in `_edge`."""
+    The handler's `self` has a RequestGate in `_gate`."""
 
     @functools.wraps(handler)
     async def wrapped(self: Any, request: Any, context: Context) -> Any:
-        with self._edge.call(handler.__name__) as call:
+        with self._gate.call(handler.__name__) as call:
             try:
                 return await handler(self, _checked(request), context)
             except Exception as error:
@@ -134,7 +129,7 @@ def handles_stream_errors(handler: _Handler) -> _Handler:
 
     @functools.wraps(handler)
     async def wrapped(self: Any, request: Any, context: Context) -> AsyncIterator[Any]:
-        with self._edge.call(handler.__name__) as call:
+        with self._gate.call(handler.__name__) as call:
             try:
                 async for message in handler(self, _checked(request), context):
                     call.has_message()

@@ -1,5 +1,7 @@
-"""Between the wire's messages and the engine's plain data. Pure; messages arrive here validated
-(loraplex_proto.validate)."""
+"""Protobuf messages to records and back. Pure; messages arrive here validated (loraplex_proto.validate).
+
+Imports no torch and no gRPC: the process that tokenizes long texts makes the answers of Tokenize here.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,10 @@ from loraplex_contracts.sampling import SamplingParams, TokenizerView
 from loraplex_proto.enums import ADAPTER_STATES, ADAPTER_TIERS, FINISH_REASONS
 from loraplex_proto.v1 import adapter_pb2, inference_pb2, worker_pb2
 from loraplex_server.frontend.completion import CompletionSummary, Delta, Drafts
+from loraplex_server.text.vocabulary import Vocabulary
 
 MAX_FLOWS = 256  # in a forecast
+TOKENS_AT_ONCE = 1 << 14  # for which the interpreter's lock is held
 DRAFT_MODEL_PREFIX = "draft_model:"  # of a name, among what an engine says that it can do
 
 
@@ -186,6 +190,17 @@ def completion_to_pb(
     )
     fill_end(message, summary)
     return message
+
+
+def tokenize_response(vocabulary: Vocabulary, token_ids: Sequence[int]) -> bytes:
+    """Serialized in steps: messages behind each other are read as one."""
+    steps = range(0, len(token_ids), TOKENS_AT_ONCE)
+    return b"".join(_part(vocabulary, token_ids[start : start + TOKENS_AT_ONCE]) for start in steps)
+
+
+def _part(vocabulary: Vocabulary, token_ids: Sequence[int]) -> bytes:
+    texts = map(vocabulary.text, token_ids)
+    return inference_pb2.TokenizeResponse(token_ids=token_ids, tokens=texts).SerializeToString()
 
 
 def speculation_kinds(available: Iterable[str]) -> list[str]:

@@ -30,7 +30,7 @@ from loraplex_server.grpc.adapter_service import AdapterServicer
 from loraplex_server.grpc.inference_service import InferenceServicer
 from loraplex_server.grpc.load_service import WorkerServicer
 from loraplex_server.grpc.metrics import snapshot
-from loraplex_server.grpc.middleware import Edge, service_handler
+from loraplex_server.grpc.middleware import RequestGate, service_handler
 from loraplex_server.text.tokenizer import TextTokenizer
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class Worker:
     engine: EngineClient
     info: ModelInfo
     listener: Listener
-    edge: Edge
+    gate: RequestGate
     tokenizing: Tokenizing
     source: SourceWatch
 
@@ -87,14 +87,14 @@ class Worker:
         """Says for `announce_s` that it is going, then refuses new requests, lets the running ones end for up to
         `drain_s`, and stops. The port stays open until the last request has ended, so that new ones hear why they are
         refused. Called again, with less time, it hurries."""
-        self.edge.is_leaving = True
+        self.gate.is_leaving = True
         self.engine.news.spread()
         self.listener.health.begin_drain()
         await asyncio.sleep(announce_s)
         self.listener.health.end_watches()
-        await self.edge.drain(drain_s)
+        await self.gate.drain(drain_s)
         await self.engine.stop()  # ends what still runs, with an error that says why
-        await self.edge.drain(FAREWELL_S)
+        await self.gate.drain(FAREWELL_S)
         await self.listener.stop(FAREWELL_S)
         await self.tokenizing.close()
         self.source.close()
@@ -145,17 +145,17 @@ def _serve(
 ) -> Worker:
     if listener.registry is not None:
         telemetry.WorkerCollector(listener.registry, lambda: snapshot(engine.state))
-    edge = Edge(telemetry.RequestMetrics(listener.registry, "worker"))
+    gate = RequestGate(telemetry.RequestMetrics(listener.registry, "worker"))
     tokenizing = Tokenizing(tokenizer, ModelLimits(info.vocab_size, info.max_context_tokens))
     servicers = (
-        InferenceServicer(engine, info, tokenizing, edge),
-        AdapterServicer(engine, edge, AdapterListing(lambda: engine.state.listing, source, info.own_adapters)),
-        WorkerServicer(engine, edge),
+        InferenceServicer(engine, info, tokenizing, gate),
+        AdapterServicer(engine, gate, AdapterListing(lambda: engine.state.listing, source, info.own_adapters)),
+        WorkerServicer(engine, gate),
     )
     listener.serve([service_handler(*pair) for pair in zip(SERVICES, servicers, strict=True)])
     listener.health.set_ready(True)
     engine.on_stalled = lambda is_stalled: listener.health.set_ready(not is_stalled)
-    return Worker(engine, info, listener, edge, tokenizing, source)
+    return Worker(engine, info, listener, gate, tokenizing, source)
 
 
 async def run_worker(

@@ -266,18 +266,9 @@ class Scheduler:
         num_kv_tokens = self._blocks.num_blocks * self._blocks.block_size
         if request.request_id in self._roster.requests:
             raise InvalidArgument("a request with this request_id is running; send another id", field="request_id")
-        if request.n < 1:
-            raise InvalidArgument("n must be at least 1", field="n")
-        if request.stopping.max_tokens < 1:
-            raise InvalidArgument("max_tokens must be at least 1", field="stopping.max_tokens")
-        if num_prompt_tokens < 1:
-            raise InvalidArgument("the prompt has no tokens; send at least one", field="input")
-        if num_prompt_tokens >= self._config.max_context_tokens:
-            raise ContextLengthExceeded(
-                f"the prompt has {num_prompt_tokens} tokens and the context {self._config.max_context_tokens}: nothing "
-                "is left for the answer; shorten the prompt",
-                field="input",
-            )
+        assert request.n >= 1, "the front end validates requests"
+        assert request.stopping.max_tokens >= 1, "the front end validates requests"
+        assert 1 <= num_prompt_tokens < self._config.max_context_tokens, "the front end checks the prompt's length"
         if num_prompt_tokens > num_kv_tokens:
             raise ContextLengthExceeded(
                 f"the prompt has {num_prompt_tokens} tokens and this server's whole KV cache {num_kv_tokens}; shorten "

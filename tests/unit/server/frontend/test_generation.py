@@ -16,6 +16,7 @@ from loraplex_server.engine.client import EngineClient
 from loraplex_server.frontend.completion import CompletionAssembler, Delta, Drafts
 from loraplex_server.frontend.generation import Progress, _coalesce, generate
 from loraplex_server.text.stops import StopMatcher
+from loraplex_server.text.tokenizer import TextTokenizer
 
 
 class Letters:
@@ -34,9 +35,21 @@ class Letters:
         return held
 
 
-def assembler(request: Request, index: int) -> CompletionAssembler:
-    stops = StopMatcher(request.stopping.stop) if request.stopping.stop else None
-    return CompletionAssembler(index, request.stopping, Letters(), stops, str)
+class LetterTokenizer(TextTokenizer):
+    def __init__(self) -> None:
+        super().__init__(None)
+
+    def new_detokenizer(self, prompt_ids: Sequence[int], dropped_ids: frozenset[int] = frozenset()) -> Letters:
+        return Letters()
+
+    def new_stop_matcher(self, stopping: StoppingParams) -> StopMatcher | None:
+        return StopMatcher(stopping.stop) if stopping.stop else None
+
+    def token_text(self, token_id: int) -> str:
+        return str(token_id)
+
+
+TOKENIZER = LetterTokenizer()
 
 
 def tokens(*ids: int, drafted: int = 0, accepted: int = 0, proposer: str = "medusa") -> Tokens:
@@ -48,7 +61,8 @@ END = CompletionEnd("r", 0, FinishReason.LENGTH, None, 3, 2)
 
 
 def made(stop: tuple[str, ...] = ()) -> CompletionAssembler:
-    return assembler(Request("r", (1,), StoppingParams(max_tokens=9, stop=stop)), 0)
+    request = Request("r", (1,), StoppingParams(max_tokens=9, stop=stop))
+    return CompletionAssembler.of(request, 0, TOKENIZER, ())
 
 
 def test_tokens_of_several_steps_count_as_such() -> None:
@@ -154,7 +168,7 @@ async def test_a_slow_reader_still_gets_the_last_word() -> None:
     try:
         request = Request("r", (20, 21, 22), StoppingParams(max_tokens=12), n=2)
         deltas: list[Delta] = []
-        async with aclosing(generate(client, request, assembler, Progress())) as batches:
+        async with aclosing(generate(client, request, TOKENIZER, (), Progress())) as batches:
             async for batch in batches:
                 deltas += batch
                 await asyncio.sleep(0.05)  # several steps pass
@@ -171,11 +185,11 @@ async def test_leaving_early_cancels_and_failures_raise() -> None:
     await client.start(inline=True, builder=build_fake)
     try:
         request = Request("r", (20, 21, 22), StoppingParams(max_tokens=200))
-        async with aclosing(generate(client, request, assembler, Progress())) as batches:
+        async with aclosing(generate(client, request, TOKENIZER, (), Progress())) as batches:
             await anext(batches)
         bad = Request("s", (20,), StoppingParams(max_tokens=4), adapter_id="zzz")
         with pytest.raises(AdapterNotFound):
-            async for _ in generate(client, bad, assembler, Progress()):
+            async for _ in generate(client, bad, TOKENIZER, (), Progress()):
                 pass
     finally:
         await client.stop()

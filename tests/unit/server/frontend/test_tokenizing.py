@@ -20,7 +20,7 @@ from loraplex_proto.v1 import inference_pb2
 from loraplex_proto.validate import ModelLimits
 from loraplex_runtime.shutdown import SIGNALS
 from loraplex_server.frontend.tokenizing import HUNG_S, LONG_BYTES, Tokenizing
-from loraplex_server.grpc.tokens import tokenize_response
+from loraplex_server.grpc.protobuf import tokenize_response
 from loraplex_server.text.tokenizer import SHORT_CHARS, TextTokenizer
 
 SHORT, MIDDLE = "The quick brown fox ", "The quick brown fox " * (SHORT_CHARS // 20 + 1)

@@ -27,13 +27,13 @@ from loraplex_server.engine.client import EngineClient, EngineState
 from loraplex_server.engine.messages import ModelInfo
 from loraplex_server.frontend.tokenizing import NUM_THREADS, Tokenizing
 from loraplex_server.grpc.inference_service import InferenceServicer
-from loraplex_server.grpc.middleware import Edge
+from loraplex_server.grpc.middleware import RequestGate
 from loraplex_server.text.tokenizer import SHORT_CHARS, TextTokenizer
 
 
 def service(engine: Any, info: ModelInfo, tokenizer: TextTokenizer) -> InferenceServicer:
     limits = ModelLimits(info.vocab_size, info.max_context_tokens)
-    return InferenceServicer(engine, info, Tokenizing(tokenizer, limits), Edge())
+    return InferenceServicer(engine, info, Tokenizing(tokenizer, limits), RequestGate())
 
 
 def servicer(*speculation: str) -> InferenceServicer:

@@ -19,7 +19,7 @@ from loraplex_server.engine.change_signal import News
 from loraplex_server.engine.client import EngineClient, EngineState
 from loraplex_server.grpc import protobuf as convert
 from loraplex_server.grpc.load_service import HEARTBEAT_INTERVALS, WorkerServicer, is_worth_telling
-from loraplex_server.grpc.middleware import Edge
+from loraplex_server.grpc.middleware import RequestGate
 
 INTERVAL_S = 0.03
 SILENCE_S = 4 * INTERVAL_S  # long enough to see that nothing comes
@@ -35,8 +35,8 @@ class Watched:
 
     def __init__(self) -> None:
         self.engine = SimpleNamespace(stalled="", lost=asyncio.Event(), news=News(), state=EngineState(BUSY))
-        self.edge = Edge()
-        self.servicer = WorkerServicer(cast(EngineClient, self.engine), self.edge)
+        self.gate = RequestGate()
+        self.servicer = WorkerServicer(cast(EngineClient, self.engine), self.gate)
         self.stream: AsyncIterator[worker_pb2.WatchLoadResponse] = self.servicer.WatchLoad(
             worker_pb2.WatchLoadRequest(min_interval_s=INTERVAL_S), None
         )
@@ -139,7 +139,7 @@ async def test_adapters_that_move() -> None:
 async def test_the_last_message_of_a_worker_that_leaves() -> None:
     watched = Watched()
     await watched.told()
-    watched.edge.is_leaving = True
+    watched.gate.is_leaving = True
     watched.engine.news.spread()
     load = await watched.told()
     assert load is not None
