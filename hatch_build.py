@@ -1,4 +1,4 @@
-"""Hatchling's hook: the wheel brings the native CPU kernels where a C++ compiler is at hand, else it is pure Python.
+"""Hatchling hook: native CPU kernels in the wheel where a compiler exists.
 
 A compiler that is missing or fails never fails an installation: torch then does the work. How the kernels are built is
 not known here.

@@ -1,4 +1,4 @@
-"""Times segmented LoRA: rank x rows x popularity, every implementation against the reference and against the floor.
+"""Benchmark of segmented LoRA: every implementation against reference and floor.
 
     python benchmarks/kernels.py                       # the whole grid on the CPU, bfloat16
     python benchmarks/kernels.py --device cuda --width 4096 --json kernels.json

@@ -1,4 +1,4 @@
-"""What speculation brings and costs: output tokens per second with each proposer, against the same requests without.
+"""Benchmark of speculation: tokens per second by proposer, against none.
 
     python benchmarks/speculation.py synthetic IN_DIR [--accept 1 0.6 0] [--proposers lookup medusa draft]
         [--batch 1 8 32] [--draft-tokens 4] [--adaptive] [--output 128] [--repeat 3]

@@ -1,4 +1,4 @@
-"""What every test shares."""
+"""Fixtures and settings of all tests."""
 
 from __future__ import annotations
 

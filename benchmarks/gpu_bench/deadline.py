@@ -1,4 +1,4 @@
-"""How much time is left, and what was left out for want of it."""
+"""Time limit of the GPU benchmark, and the parts left out for it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What single kernels achieve, each over all layers of the model so that nothing comes from a cache: bytes that have to
-move, by the time that it took. On CUDA replayed as graphs, without the host's share."""
+"""Achieved bandwidth of single kernels, over all layers of the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The device: what it is, how fast it reads, and times of what runs on it."""
+"""Device of the GPU benchmark: its name, bandwidth, and timed runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark from beginning to end: what is most wanted first, a file after every part, and what was left out."""
+"""GPU benchmark from beginning to end; results are written after every part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same mixed batch in PEFT, where it is installed: `adapter_names`, and Transformers' own cache and attention."""
+"""The same mixed batch in PEFT, with Transformers' cache and attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a step's time goes: kernels by name, from torch's profiler."""
+"""Time of a step by kernel name, from torch's profiler."""
 
 from __future__ import annotations
 

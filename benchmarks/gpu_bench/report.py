@@ -1,4 +1,4 @@
-"""Plain tables for a terminal without colours or width, and what is written as JSON."""
+"""Plain tables for a terminal, and the results as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is measured: a model's shape, adapters on it, batches. Knows no tensors but those of the model that it makes."""
+"""Model shape, adapters and batches of the GPU benchmark."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps of the real runner, as the engine is put together for serving, with plans of our own making.
+"""Steps of the real runner, with plans made by the benchmark.
 
 Owns rows, blocks and positions, as the scheduler does otherwise. KV pages hold random numbers: no prompt is run.
 Timed is everything between one step's plan and the next: planning, staging, the model, sampling, the tokens' way back.

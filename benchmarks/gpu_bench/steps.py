@@ -1,4 +1,4 @@
-"""Decode steps by batch and popularity, a verification step, and the bars that they have to reach."""
+"""Decode and verification steps by batch and popularity, with their bars."""
 
 from __future__ import annotations
 

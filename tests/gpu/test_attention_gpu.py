@@ -1,4 +1,4 @@
-"""Paged attention on a CUDA device: the compiled kernels against dense float64 computations, alone and from graphs."""
+"""Paged attention on a CUDA device against dense float64 computations."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Whole engines on a CUDA device, from graphs and eager, against float64 on the CPU: mixed batches, speculation,
-and adapters that come and go."""
+"""Whole engines on a CUDA device against float64 on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The LoRA kernels as compiled, on a CUDA device: the whole grid against float64, and CUDA graphs of them."""
+"""Compiled LoRA kernels on a CUDA device against float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The real Punica package on a CUDA device, where somebody has it, against the float64 answers of the op suite."""
+"""The real Punica package on a CUDA device, against float64."""
 
 from __future__ import annotations
 

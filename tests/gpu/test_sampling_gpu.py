@@ -1,4 +1,4 @@
-"""Sampling on a CUDA device: the same noise and, from float64 logits, the same tokens as on the CPU; and no waiting."""
+"""Sampling on a CUDA device: the same noise and tokens as on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmarks as commands, on a model so small that the figures mean nothing: that they run, to the last line."""
+"""Benchmarks as commands, on a model too small for meaningful figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The script that made the committed world still makes one: small, but trained from nothing and judged.
+"""Training of a small demo world from nothing.
 
 With one adapter, and as few steps as the bars allow: five and a half minutes of one core.
 """

@@ -1,4 +1,4 @@
-"""scripts/gpu_check.py where there is no GPU: the same code on the CPU, with nothing installed but what it may need."""
+"""scripts/gpu_check.py on the CPU, with only the packages that it needs."""
 
 from __future__ import annotations
 

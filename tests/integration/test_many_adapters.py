@@ -1,4 +1,4 @@
-"""Two hundred streams over forty adapters through a router and two workers with eight device slots each."""
+"""Two hundred streams over forty adapters and eight slots per worker."""
 
 from __future__ import annotations
 

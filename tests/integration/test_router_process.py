@@ -1,4 +1,4 @@
-"""The router as a process: its command, its signals, TLS, metrics, and workers that are killed."""
+"""Router process: command, signals, TLS, metrics, and killed workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`loraplex serve` and `loraplex worker` as processes: metrics, a worker that dies, and how they end."""
+"""Commands `serve` and `worker`: metrics, a worker that dies, shutdown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker over gRPC: what clients are promised, and what hostile or mistaken requests get."""
+"""A worker over gRPC: promises to clients, hostile and mistaken requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checks that tests/gpu runs on a GPU, on the CPU: what is right there has been right here."""
+"""Checks of tests/gpu, run on the CPU."""
 
 from __future__ import annotations
 

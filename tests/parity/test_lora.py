@@ -1,4 +1,4 @@
-"""A mixed batch of adapters equals each request alone and equals PEFT, over families, ranks and targets."""
+"""Mixed batches of adapters equal each request alone and PEFT."""
 
 from __future__ import annotations
 

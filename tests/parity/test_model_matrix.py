@@ -1,4 +1,4 @@
-"""Every family equals its own `generate()`: greedy, batched with others, prompts cut into chunks, drafts verified."""
+"""Every model family equals its own `generate()`, batched and chunked."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Models on native CPU kernels. In float32 they equal Transformers and PEFT. In every dtype, on every instruction set,
-a text is the same to the last bit of its logits, whatever else is in the batch and however it was drafted.
+"""Models on native CPU kernels equal Transformers and PEFT.
+
+In float32 they equal Transformers and PEFT. In every dtype, on every instruction set, a text is the same to the last
+bit of its logits, whatever else is in the batch and however it was drafted.
 """
 
 from __future__ import annotations

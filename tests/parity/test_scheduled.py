@@ -1,5 +1,4 @@
-"""The real scheduler over the real runner: prefix hits, forks, preemption and drafts leave every text as it was, and so
-do replayed steps that are planned and handed over before the result of the step before is known."""
+"""Texts are unchanged by prefix hits, forks, preemption and drafts."""
 
 from __future__ import annotations
 

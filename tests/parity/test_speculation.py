@@ -1,4 +1,4 @@
-"""Speculation never changes a text: whoever drafts, whoever else is in the batch, whatever a request asks for.
+"""Speculation never changes a text.
 
 Every request is compared, token for token and with all that is reported beside the tokens, with its twin: the same
 request without speculation, alone. Models are tiny and in float64, so that equal means equal.

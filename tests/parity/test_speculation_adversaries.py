@@ -1,4 +1,4 @@
-"""Proposers that do everything that they must not: no text changes, nothing leaks, nobody else's request ends."""
+"""Hostile proposers: no text changes, nothing leaks, other requests go on."""
 
 # pyright: reportPrivateUsage=false
 

@@ -1,5 +1,8 @@
-"""Sampling with drafts has the target's own distribution: chi-square of the first two tokens, against exact
-probabilities, whatever drafts: one token for all, a model of its own, or one that shares the target's noise."""
+"""Sampling with drafts keeps the target's distribution: chi-square tests.
+
+The first two tokens against exact probabilities, for a proposer of one fixed token, one with a model of its own, and
+one that shares the target's noise.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""An engine with everything that it loads by itself: default heads, a draft model, one with another tokenizer. In its
-batches requests of every kind keep the texts that they have alone and without."""
+"""Speculation in an engine that loads heads and draft models itself."""
 
 # pyright: reportPrivateUsage=false
 

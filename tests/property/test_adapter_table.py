@@ -1,4 +1,4 @@
-"""The adapter cache's table under any order of events: nothing leaks or overflows, everybody is served in the end."""
+"""Adapter cache under any order of events: no leak, overflow or starvation."""
 
 from __future__ import annotations
 

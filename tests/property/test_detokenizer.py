@@ -1,4 +1,4 @@
-"""However a completion comes, its text is the same, in whole characters, and stops where a whole search would."""
+"""Detokenized text does not depend on how its tokens arrive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Walking through pages while adapters come, go and change: who is there all the time is listed once, in order."""
+"""Paged listings while adapters come, go and change."""
 
 from __future__ import annotations
 

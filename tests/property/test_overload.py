@@ -1,5 +1,4 @@
-"""Under more load than it can take the scheduler goes on doing what it can do in time, for everybody: in simulated
-time, with steps that take what a function says."""
+"""Scheduler under overload, in simulated time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever happens to a file: in force is the last content that was read twice in a row and is sound."""
+"""Reloaded files: the last sound content that was read twice is in force."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What routing promises, over any cluster and any load."""
+"""Routing policy over any cluster and any load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever parameters and logits meet in a batch: each row draws what Transformers' processors and its noise say."""
+"""Sampler rows equal Transformers' processors, in any batch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What must hold of the scheduler whatever comes: one terminal event per request, nothing leaked, nobody starved, and
-no text that depends on who else is in the batch."""
+"""Scheduler under any events: one end per request, no leak, no starvation."""
 
 from __future__ import annotations
 

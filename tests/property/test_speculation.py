@@ -1,5 +1,4 @@
-"""Whatever is drafted, by whom and for whom: one terminal event per request, nothing leaked, texts as without, and
-counts that add up. Speculator and scheduler are the real ones; proposers do what they like."""
+"""Speculation under any drafts: unchanged texts, no leak, correct counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No text that fits is refused by its length in bytes, and long texts get the ids of short ones, whatever tokenizes."""
+"""Tokenizing in threads and processes equals tokenizing at once."""
 
 from __future__ import annotations
 

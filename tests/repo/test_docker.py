@@ -1,4 +1,4 @@
-"""The container files against the program that they start. Static: docker/smoke.sh is what builds and runs."""
+"""Container files against the program that they start, checked statically."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The import direction, and who may touch the generated code. Read from the source as text, nothing is imported."""
+"""Import order of packages and folders, read from the sources."""
 
 from __future__ import annotations
 

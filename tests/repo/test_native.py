@@ -1,4 +1,4 @@
-"""The native library that this checkout would use, where a C++ compiler is at hand."""
+"""Native library of this checkout, where a C++ compiler exists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user's `pip install` puts into site-packages."""
+"""Contents of the wheel in a user's site-packages."""
 
 from __future__ import annotations
 

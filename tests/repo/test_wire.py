@@ -1,4 +1,4 @@
-"""The wire against the image of it that users' stubs were made from: buf has to complain of whatever breaks them."""
+"""Wire compatibility with the image that users' stubs were made from."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Adapters for tests, without a model: a small set of targets, files as PEFT writes them, and files as nobody
-should."""
+"""Adapter files for tests without a model, valid and broken."""
 
 from __future__ import annotations
 

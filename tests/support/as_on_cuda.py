@@ -1,4 +1,4 @@
-"""Engines on the CPU that are put together as on CUDA: steps from graphs that overlap, by way of stand-ins in torch."""
+"""CPU engines assembled as on CUDA, with torch stand-ins for graphs."""
 
 from __future__ import annotations
 

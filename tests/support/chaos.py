@@ -1,4 +1,4 @@
-"""Chaos run: a router and three workers under load while processes die and freeze, networks stop and adapters change.
+"""Chaos run: a cluster under load with random faults.
 
 Clients send at 70 % of what the cluster can do. Every request has to end once, within its deadline, with the right text
 or a typed error; at the end nothing may be left.

@@ -1,4 +1,4 @@
-"""The oracle of whole models: Transformers' own code with dense attention that never leaves the model's dtype.
+"""Dense attention oracle: Transformers' own code in the model's dtype.
 
 Transformers' eager attention takes its softmax in float32, which in a float64 comparison is the larger error.
 """

@@ -1,4 +1,4 @@
-"""Whole engines on some device against Transformers' own model on the CPU in float64, adapters merged into its weights.
+"""Whole engines on a device against Transformers in float64.
 
 Needs no PEFT and no pytest. A text is right when each of its tokens is, given those before it, the reference's best one
 or as good as it up to the rounding of the engine's dtype, and when the reported logprobs are the reference's. Both

@@ -1,4 +1,4 @@
-"""Candidates and asks made by hand, and jobs of the runner's driver that a proposer drafts for."""
+"""Handmade candidates for proposers, and jobs with drafts."""
 
 from __future__ import annotations
 

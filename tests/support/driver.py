@@ -1,4 +1,4 @@
-"""Drives a ModelRunner with plans of its own making: chunks of any size, rows and blocks in any order, drafts.
+"""Model runner driver: random chunks, rows, blocks and drafts.
 
 Not a scheduler: it has no policy, and rolls dice for everything that must not change a text.
 """

@@ -1,4 +1,4 @@
-"""A runner without tensors and an adapter cache without files, for tests of the loop around them."""
+"""Fake runner and adapter cache for tests of the engine loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stand-in for the package flashinfer: its wrapper for paged prefill with the documented semantics, in torch.
+"""Stand-in for FlashInfer's paged prefill wrapper, in torch.
 
 In graph mode it computes from the buffers that it was given alone, as a replay would. It has no page table but theirs.
 """

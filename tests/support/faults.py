@@ -1,4 +1,4 @@
-"""The table of faults: what each fault test declares, and how long the fault took to be answered.
+"""Table of faults: declarations of fault tests and measured times.
 
 A test of `tests/integration/faults` says with `@fault(...)` what happens, what clients see, within how many seconds,
 and what is left. Its `stopwatch` fixture takes the time and holds the bound. pytest prints the rows at the end of a

@@ -1,4 +1,4 @@
-"""Medusa heads that know texts by heart: right where a test says what is to come, made in a moment."""
+"""Medusa heads fitted to given texts within a moment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors that touch memory which nobody may read: a kernel that goes beyond its arguments dies there and then."""
+"""Tensors beside unreadable memory, to catch kernels that read too far."""
 
 from __future__ import annotations
 

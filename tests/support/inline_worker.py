@@ -1,4 +1,4 @@
-"""A whole worker (gRPC server, front end, engine) in threads of the test process: quick to start, real on the wire."""
+"""A whole worker in threads of the test process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker with its real front end and an engine that computes nothing: quick to start, and it can be frozen."""
+"""A worker with the real front end and an engine that computes nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers' listings without engines: a test says what the engine holds and what the source has."""
+"""Workers' listings without engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fresh random cases for every implementation of segmented LoRA, and the answer, one row at a time in float64."""
+"""Random cases of segmented LoRA with float64 answers."""
 
 from __future__ import annotations
 

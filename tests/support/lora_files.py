@@ -1,5 +1,4 @@
-"""LoRA adapters in the files that PEFT writes, made without PEFT, for machines that have none; and what they mean: a
-model with the adapter merged into its weights, in float64."""
+"""LoRA files in PEFT's format, made without PEFT, and merged weights in float64."""
 
 from __future__ import annotations
 

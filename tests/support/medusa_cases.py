@@ -1,4 +1,4 @@
-"""Medusa heads made by hand, and the answer: one head after the other in the plainest torch on Transformers' model."""
+"""Handmade Medusa heads and their answers in plain torch."""
 
 from __future__ import annotations
 

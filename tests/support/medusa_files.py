@@ -1,4 +1,4 @@
-"""Medusa heads as files, in the layouts that are found: tensors by name, configurations, whole models around them."""
+"""Medusa head files in all known layouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""As much of pytest as tests for a GPU use, for machines that have none: marks, parameters, fixtures, skips.
+"""Minimal pytest for machines without it: marks, parameters, fixtures, skips.
 
 `install()` puts a module of that name in its place; `run_file` runs one file's test functions. No rewritten assertions,
 no plugins, no conftest. A test that needs more than this fails there, and says what is missing.

@@ -1,4 +1,4 @@
-"""A native library as small as can be, for tests of what builds and loads it: no kernel takes part."""
+"""A minimal native library for tests of its build and loading."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The native CPU kernels for tests: each instruction set that runs here, and how to say that none does."""
+"""Native CPU kernels for tests, by instruction set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny models of the sizes that the native kernels know, and rigs that run them by those kernels."""
+"""Tiny models and rigs for the native CPU kernels."""
 
 from __future__ import annotations
 

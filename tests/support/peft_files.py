@@ -1,4 +1,4 @@
-"""PEFT adapters for the zoo's models: made by PEFT itself, written as it writes them, read as the server reads them."""
+"""PEFT adapters for the zoo's models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real commands as child processes, for integration tests: started, waited for until they say they are ready, ended."""
+"""Commands as child processes for integration tests."""
 
 from __future__ import annotations
 

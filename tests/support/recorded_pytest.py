@@ -1,4 +1,4 @@
-"""Runs one file under pytest without this project's configuration and plugins, and tells of every test as it ends."""
+"""One file run under pytest, with every test's outcome."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Stand-ins for what CUDA graphs need of kernels, in plain torch: fixed plans that are refilled, and a capture whose
-replay calls the captured function again, on whatever is in its buffers by then.
+"""Stand-ins for CUDA graphs in plain torch.
+
+Fixed plans are refilled, and a capture's replay calls the captured function again on the present buffers.
 
 Every row of a product is computed by itself, so that padding cannot change the bits of its neighbours.
 """

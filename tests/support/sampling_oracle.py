@@ -1,4 +1,4 @@
-"""Transformers' own processors and warpers, row by row: what a row may draw, and with which scores."""
+"""Transformers' own logits processors, row by row."""
 
 from __future__ import annotations
 

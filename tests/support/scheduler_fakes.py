@@ -1,4 +1,4 @@
-"""A runner and an adapter cache without tensors, strict about everything that a real one would silently get wrong.
+"""Strict fake runner and adapter cache for scheduler tests.
 
 The runner keeps a number per KV position that depends on all tokens before it, on the adapter, and on whose the
 request is. A token is drawn from that number, the seed and the position. So a wrong block, a stale copy, a slot that

@@ -1,4 +1,4 @@
-"""Turns a scheduler over the fakes, at either pipeline depth, and holds every event against the rules."""
+"""Scheduler harness: drives steps and checks every event against the rules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A scheduler under an open load, in simulated time: steps take what a function says, nothing else takes any."""
+"""A scheduler under open load in simulated time."""
 
 from __future__ import annotations
 

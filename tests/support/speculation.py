@@ -1,4 +1,4 @@
-"""Engines around tiny models in memory, turned by hand, with all that drafts for their requests; and requests' twins.
+"""Engines around tiny models with all proposers, driven by hand.
 
 A *twin* is the same request without speculation, alone in an engine of its own: what every text has to be equal to.
 """

@@ -1,4 +1,4 @@
-"""A TCP proxy that can stop forwarding: what dropped packets and a machine without power look like from outside."""
+"""TCP proxy that can stop forwarding."""
 
 from __future__ import annotations
 

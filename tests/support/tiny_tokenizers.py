@@ -1,4 +1,4 @@
-"""Small tokenizers of every kind that decoder-only models use, trained here: no files, no network."""
+"""Small tokenizers of every kind that decoder-only models use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tiny world on disk for tests: a random Llama with a byte-level tokenizer, and LoRA adapters as PEFT saves them."""
+"""A tiny model on disk with LoRA adapters, for tests."""
 
 from __future__ import annotations
 

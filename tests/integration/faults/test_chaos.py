@@ -1,4 +1,4 @@
-"""Everything at once: random faults under load, two minutes in the slow suite and ten by hand."""
+"""Random faults under load: two minutes in the slow suite, ten by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults of the time between SIGTERM and the end: who comes late hears why, until the last stream has ended."""
+"""Faults while a worker or router drains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults of engines that hang: a front end that answers, and behind it an engine that does nothing."""
+"""Faults of engines that hang behind a front end that answers."""
 
 from __future__ import annotations
 

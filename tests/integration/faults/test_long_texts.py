@@ -1,4 +1,4 @@
-"""Floods of long texts: what is tokenized for one client does not hold up the others."""
+"""Floods of long texts that must not delay other clients."""
 
 from __future__ import annotations
 

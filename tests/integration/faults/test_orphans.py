@@ -1,4 +1,4 @@
-"""Faults of supervisors: whoever dies, what it started is gone soon after, and leaves no port, file or token behind."""
+"""Faults of supervisors: their children end and leave nothing behind."""
 
 from __future__ import annotations
 

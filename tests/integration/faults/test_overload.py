@@ -1,4 +1,4 @@
-"""Faults of load: more requests than a worker can take, and long ones that take all of it."""
+"""Faults of load: more requests, or longer ones, than a worker can take."""
 
 from __future__ import annotations
 

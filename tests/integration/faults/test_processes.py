@@ -1,4 +1,4 @@
-"""Faults of processes: clients, workers and engines that die, and deadlines. The rest goes on serving."""
+"""Faults of processes: clients, workers and engines that die, and deadlines."""
 
 from __future__ import annotations
 

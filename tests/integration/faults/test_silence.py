@@ -1,4 +1,4 @@
-"""Faults of workers that fall silent: a frozen process, dropped packets. Nothing tells the router but the silence."""
+"""Faults of workers that fall silent: frozen processes and dropped packets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the GPU benchmark says about its figures: floors, bars, who uses which adapter."""
+"""Figures of the GPU benchmark: floors, bars and adapters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who asks for what in a batch."""
+"""Workloads: adapters of the requests in a batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the demo prints of its answers."""
+"""Output of `loraplex demo`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Formats: what is called JSON, SQL, TOML ... is read back by a parser of that format, with the same values."""
+"""Formats of the demo, read back by real parsers."""
 
 from __future__ import annotations
 

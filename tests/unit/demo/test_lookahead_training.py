@@ -1,4 +1,4 @@
-"""A model that is trained together with heads: what they are asked, and that the model learns from it."""
+"""Lookahead training: loss, labels, and a model that learns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records: seeded, split by value, and stated in full by prompts that name no format."""
+"""Records of the demo: seed, split and prompts."""
 
 from __future__ import annotations
 

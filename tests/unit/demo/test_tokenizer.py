@@ -1,4 +1,4 @@
-"""The demo's tokenizer: any text goes through it, and a value is cut alike wherever it stands."""
+"""Tokenizer of the demo: any text, and stable cuts of values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lessons, the training loop and the steps of the script, at a size that takes seconds."""
+"""Datasets, training loop and steps of the demo, in seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The committed world: complete, small, free of anybody's paths, and as good as its report says."""
+"""The committed demo world: complete, small, and as accurate as reported."""
 
 from __future__ import annotations
 

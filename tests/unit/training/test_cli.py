@@ -1,4 +1,4 @@
-"""The command: what it says, what it refuses, and heads that the server can load."""
+"""Command `train-medusa`: output, refusals, and heads that load."""
 
 from __future__ import annotations
 

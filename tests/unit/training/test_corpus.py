@@ -1,4 +1,4 @@
-"""Prompts and texts out of files, and a sentence for each file that does not fit."""
+"""Prompts and texts from files, and errors for bad files."""
 
 from __future__ import annotations
 

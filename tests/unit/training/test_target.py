@@ -1,4 +1,4 @@
-"""The frozen model: greedy text, hidden states that are what the head reads, and errors as sentences."""
+"""Frozen target: greedy text, hidden states and errors."""
 
 from __future__ import annotations
 
