@@ -52,7 +52,10 @@ class NativePagedAttention:
     def run(self, query: Tensor, key: Tensor, value: Tensor, kv: LayerKv, spec: AttentionSpec, plan: Plan) -> Tensor:
         kv.write(key, value, plan.batch.slots)
         return self._kernels.attend(
-            *(query.to(kv.k.dtype), kv.k, kv.v, plan.spans.struct),
+            query.to(kv.k.dtype),
+            kv.k,
+            kv.v,
+            plan.spans.struct,
             scaling=spec.scaling,
             softcap=spec.softcap,
             window=spec.window,
@@ -80,7 +83,12 @@ def _spans(batch: AttentionBatch) -> HostSpans:
     contexts = np.ascontiguousarray(batch.context_lens)
     tables = np.ascontiguousarray(batch.block_tables)
     struct = Spans(
-        *(len(contexts), batch.block_size, tables.shape[1], starts.ctypes.data, contexts.ctypes.data),
-        *(tables.ctypes.data, batch.slots.data_ptr()),
+        num_spans=len(contexts),
+        block_size=batch.block_size,
+        table_stride=tables.shape[1],
+        query_starts=starts.ctypes.data,
+        context_lens=contexts.ctypes.data,
+        block_tables=tables.ctypes.data,
+        slots=batch.slots.data_ptr(),
     )
     return HostSpans(struct, (starts, contexts, tables, batch.slots))

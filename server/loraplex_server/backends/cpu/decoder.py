@@ -73,8 +73,16 @@ class NativeStack(nn.Module):
         self._context = context
         self._layers = (Layer * len(layers))(*(_layer(weights) for weights in layers))
         self._stack = Stack(
-            *(DTYPES[shape.dtype], len(layers), shape.hidden_size, shape.num_heads, shape.num_kv_heads),
-            *(shape.head_dim, shape.ffn_size, shape.act, shape.is_int8, self._layers),
+            dtype=DTYPES[shape.dtype],
+            num_layers=len(layers),
+            hidden=shape.hidden_size,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            ffn=shape.ffn_size,
+            act=shape.act,
+            is_int8=shape.is_int8,
+            layers=self._layers,
         )
         self._linears: list[list[AdaptedLinear | None]] = []
         self._pages: tuple[LayerKv, ...] = ()
@@ -113,8 +121,14 @@ class NativeStack(nn.Module):
         if self._scratch.numel() < needed:
             self._scratch = torch.empty(needed, dtype=torch.uint8)
         step = Step(
-            *(num_tokens, cos.shape[-1], hidden.data_ptr(), cos.data_ptr(), sin.data_ptr()),
-            *(spans.struct, runs.struct, self._scratch.data_ptr()),
+            num_tokens=num_tokens,
+            num_rotary=cos.shape[-1],
+            hidden=hidden.data_ptr(),
+            cos=cos.data_ptr(),
+            sin=sin.data_ptr(),
+            spans=spans.struct,
+            runs=runs.struct,
+            scratch=self._scratch.data_ptr(),
         )
         self._kernels.run_stack(self._stack, step)
         return hidden

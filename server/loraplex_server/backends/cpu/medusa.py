@@ -50,8 +50,11 @@ class NativeGuesser:
         self._linear = head  # owns what the struct points to
         packed, bias = head.packed, head.bias
         self._head = Head(
-            *(packed.num_inputs, packed.num_outputs, packed.address, bias.data_ptr() if bias is not None else None),
-            packed.is_int8,
+            features=packed.num_inputs,
+            num_outputs=packed.num_outputs,
+            packed=packed.address,
+            bias=bias.data_ptr() if bias is not None else None,
+            is_int8=packed.is_int8,
         )
         self._memory: tuple[Tensor, ...] = ()
         self._num_rows = 0  # that there is memory for

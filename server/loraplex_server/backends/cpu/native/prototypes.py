@@ -1,6 +1,6 @@
-"""The C functions of the native library, as ctypes sees them. One row for each function; the loader reads the table.
+"""Prototypes of the native library's C functions for ctypes, one row for each function.
 
-Belongs to src/*.cpp: whoever changes a function's arguments there changes its row here and ABI_VERSION in both.
+Belongs to src/*.cpp: a change of a function's arguments there changes its row here, and ABI_VERSION in both.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ class Prototype(NamedTuple):
 
     returns: Any
     arguments: tuple[Any, ...] = ()
+    names: tuple[str, ...] = ()  # of the arguments
 
 
-# Those that say what the library is and whether it runs here; they never change, or no old library could be told from a
-# new one.
+# Those that tell what the library is and whether it runs here. They never change, so that an old library is recognized.
 IDENTITY: Final[Mapping[str, Prototype]] = {
     "lp_abi_version": Prototype(ctypes.c_int),
     "lp_source_hash": Prototype(ctypes.c_char_p),
@@ -138,56 +138,121 @@ class GuessScratch(ctypes.Structure):
     _fields_ = (("x", _POINTER), ("inner", _POINTER), ("logits", _POINTER))
 
 
+def _function(returns: Any, **arguments: Any) -> Prototype:
+    """Arguments by the names that they have in src/*.cpp, in order."""
+    return Prototype(returns, tuple(arguments.values()), tuple(arguments))
+
+
+_MATRIX: Final = {"x": _POINTER, "x_stride": _LONG, "num_rows": _INT, "k": _LONG}  # x [num_rows][k]
+
 KERNELS: Final[Mapping[str, Prototype]] = {
-    "lp_use_isa": Prototype(_INT, (ctypes.c_char_p,)),
-    "lp_pool_new": Prototype(_POINTER, (_INT,)),
-    "lp_pool_free": Prototype(None, (_POINTER,)),
-    "lp_use_large_pages": Prototype(None, (_POINTER, _LONG)),
-    # dtype, in eight bits or not, outputs, inputs
-    "lp_packed_bytes": Prototype(_LONG, (_INT, _INT, _LONG, _LONG)),
-    # pool, dtype, weight(s), each with its exponents, stride, outputs, inputs, packed
-    "lp_pack": Prototype(None, (_POINTER, _INT, _POINTER, _POINTER, _LONG, _LONG, _LONG, _POINTER)),
-    "lp_pack_pair": Prototype(
-        None, (_POINTER, _INT, _POINTER, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _LONG, _POINTER)
-    ),
-    # pool, dtype, x, its stride, rows, inputs, packed, in eight bits or not, outputs, bias, y, its stride
-    "lp_linear": Prototype(
-        None, (_POINTER, _INT, _POINTER, _LONG, _INT, _LONG, _POINTER, _INT, _LONG, _POINTER, _POINTER, _LONG)
-    ),
-    # rows, largest rank, outputs
-    "lp_lora_scratch": Prototype(_LONG, (_LONG, _LONG, _LONG)),
-    # pool, dtype, x, inputs, rows, table, runs, scratch, y, outputs, its stride
-    "lp_lora": Prototype(
+    "lp_use_isa": _function(_INT, name=ctypes.c_char_p),
+    "lp_pool_new": _function(_POINTER, num_threads=_INT),
+    "lp_pool_free": _function(None, pool=_POINTER),
+    "lp_use_large_pages": _function(None, memory=_POINTER, num_bytes=_LONG),
+    "lp_packed_bytes": _function(_LONG, dtype=_INT, is_int8=_INT, num_outputs=_LONG, k=_LONG),
+    "lp_pack": _function(
         None,
-        (
-            *(_POINTER, _INT, _POINTER, _LONG, _INT, ctypes.POINTER(Table), ctypes.POINTER(Runs)),
-            *(_POINTER, _POINTER, _LONG, _LONG),
-        ),
+        pool=_POINTER,
+        dtype=_INT,
+        weight=_POINTER,
+        exponents=_POINTER,
+        stride=_LONG,
+        num_outputs=_LONG,
+        k=_LONG,
+        packed=_POINTER,
     ),
-    # pool, dtype, x, its stride, rows, inputs, weight, outputs, bias, y, its stride
-    "lp_dense": Prototype(
-        None, (_POINTER, _INT, _POINTER, _LONG, _INT, _LONG, _POINTER, _LONG, _POINTER, _POINTER, _LONG)
-    ),
-    # pool, dtype, q, out, keys, values, heads, KV heads, dim, scaling, softcap, window, spans
-    "lp_attend": Prototype(
+    "lp_pack_pair": _function(
         None,
-        (
-            *(_POINTER, _INT, _POINTER, _POINTER, _POINTER, _POINTER),
-            *(_INT, _INT, _INT, _FLOAT, _FLOAT, _LONG, ctypes.POINTER(Spans)),
-        ),
+        pool=_POINTER,
+        dtype=_INT,
+        first=_POINTER,
+        first_exponents=_POINTER,
+        second=_POINTER,
+        second_exponents=_POINTER,
+        stride=_LONG,
+        num_outputs=_LONG,
+        k=_LONG,
+        packed=_POINTER,
     ),
-    # pool, dtype, x, weight, rows, features, eps, y
-    "lp_rms_norm": Prototype(None, (_POINTER, _INT, _POINTER, _POINTER, _INT, _LONG, _FLOAT, _POINTER)),
-    # pool, dtype, x, rows, features, largest, where
-    "lp_argmax": Prototype(None, (_POINTER, _INT, _POINTER, _INT, _LONG, _POINTER, _POINTER)),
-    # pool, guesses, head, hidden states, scratch, largest, where
-    "lp_guess": Prototype(
+    "lp_linear": _function(
         None,
-        (
-            *(_POINTER, ctypes.POINTER(Guesses), ctypes.POINTER(Head), _POINTER, ctypes.POINTER(GuessScratch)),
-            *(_POINTER, _POINTER),
-        ),
+        pool=_POINTER,
+        dtype=_INT,
+        **_MATRIX,
+        packed=_POINTER,
+        is_int8=_INT,
+        num_outputs=_LONG,
+        bias=_POINTER,
+        y=_POINTER,
+        y_stride=_LONG,
     ),
-    "lp_stack_scratch_bytes": Prototype(_LONG, (ctypes.POINTER(Stack), _LONG, _LONG)),
-    "lp_stack_run": Prototype(None, (_POINTER, ctypes.POINTER(Stack), ctypes.POINTER(Step))),
+    "lp_lora_scratch": _function(_LONG, num_rows=_LONG, max_rank=_LONG, num_outputs=_LONG),
+    "lp_lora": _function(
+        None,
+        pool=_POINTER,
+        dtype=_INT,
+        x=_POINTER,
+        k=_LONG,
+        num_rows=_INT,
+        table=ctypes.POINTER(Table),
+        runs=ctypes.POINTER(Runs),
+        scratch=_POINTER,
+        y=_POINTER,
+        num_outputs=_LONG,
+        y_stride=_LONG,
+    ),
+    "lp_dense": _function(
+        None,
+        pool=_POINTER,
+        dtype=_INT,
+        **_MATRIX,
+        weight=_POINTER,
+        num_outputs=_LONG,
+        bias=_POINTER,
+        y=_POINTER,
+        y_stride=_LONG,
+    ),
+    "lp_attend": _function(
+        None,
+        pool=_POINTER,
+        dtype=_INT,
+        q=_POINTER,
+        out=_POINTER,
+        k_pages=_POINTER,
+        v_pages=_POINTER,
+        num_heads=_INT,
+        num_kv_heads=_INT,
+        dim=_INT,
+        scaling=_FLOAT,
+        softcap=_FLOAT,
+        window=_LONG,
+        spans=ctypes.POINTER(Spans),
+    ),
+    "lp_rms_norm": _function(
+        None,
+        pool=_POINTER,
+        dtype=_INT,
+        x=_POINTER,
+        weight=_POINTER,
+        num_rows=_INT,
+        n=_LONG,
+        eps=_FLOAT,
+        y=_POINTER,
+    ),
+    "lp_argmax": _function(
+        None, pool=_POINTER, dtype=_INT, x=_POINTER, num_rows=_INT, n=_LONG, best=_POINTER, where=_POINTER
+    ),
+    "lp_guess": _function(
+        None,
+        pool=_POINTER,
+        guesses=ctypes.POINTER(Guesses),
+        head=ctypes.POINTER(Head),
+        hidden=_POINTER,
+        scratch=ctypes.POINTER(GuessScratch),
+        best=_POINTER,
+        where=_POINTER,
+    ),
+    "lp_stack_scratch_bytes": _function(_LONG, stack=ctypes.POINTER(Stack), num_tokens=_LONG, max_rank=_LONG),
+    "lp_stack_run": _function(None, pool=_POINTER, stack=ctypes.POINTER(Stack), step=ctypes.POINTER(Step)),
 }
