@@ -66,10 +66,6 @@ class StoredAdapter:
     header: bytes  # the same, byte for byte, of adapters of one layout
     payload: memoryview
 
-    @property
-    def layout(self) -> Mapping[str, Any]:
-        return header_content(self.header)["layout"]
-
 
 class AdapterStore:
     """`is_in_use` says which keys may not be evicted; it is called from any thread. A store that is not `durable` goes

@@ -127,6 +127,38 @@ class Folder:
         raise _leads_out()
 
 
+class NamedFolder:
+    """A folder that the operator has named: links in it lead wherever they lead. Owns its descriptor."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError."""
+        self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._is_open = True
+
+    @property
+    def fd(self) -> int:
+        return self._fd
+
+    def open_file(self, path: str) -> int:
+        try:
+            _check_regular(os.stat(path, dir_fd=self._fd).st_mode)
+            # Without O_NONBLOCK, what is a FIFO by now would wait for a writer.
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=self._fd)
+        except FileNotFoundError:
+            raise BadPath("is a link to nothing") from None
+        try:
+            _check_regular(os.fstat(fd).st_mode)
+        except BadPath:
+            os.close(fd)
+            raise
+        return fd
+
+    def close(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            os.close(self._fd)
+
+
 def _open_step(step: str, parent: int, is_last: bool) -> int | str | None:
     """A descriptor, a link's target, or None where the step has changed since it was looked at."""
     mode = os.stat(step, dir_fd=parent, follow_symlinks=False).st_mode
@@ -138,7 +170,7 @@ def _open_step(step: str, parent: int, is_last: bool) -> int | str | None:
         if not is_last:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), step)
         if not stat.S_ISREG(mode):
-            raise BadPath(f"is a {kind_of(mode)}")
+            raise BadPath(f"is a {_kind_of(mode)}")
         fd = os.open(step, _FILE, dir_fd=parent)
     except NotADirectoryError:
         if stat.S_ISDIR(mode):
@@ -155,10 +187,15 @@ def _open_step(step: str, parent: int, is_last: bool) -> int | str | None:
     return None
 
 
-def kind_of(mode: int) -> str:
+def _kind_of(mode: int) -> str:
     """The kind in words, of anything but a regular file."""
     kinds = {stat.S_IFDIR: "folder", stat.S_IFIFO: "FIFO", stat.S_IFSOCK: "socket"}
     return kinds.get(stat.S_IFMT(mode), "device")
+
+
+def _check_regular(mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        raise BadPath(f"is a {_kind_of(mode)}")
 
 
 def _leads_out() -> BadPath:

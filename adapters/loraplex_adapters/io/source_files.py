@@ -1,4 +1,4 @@
-"""Interfaces of sources and their open files; JSON read without trust.
+"""Files of adapters as sources open them; JSON read without trust.
 
 A source finds an adapter's files by its name and reads them; it does not know formats, digests, or what becomes of the
 bytes. Everything here is called from a background thread and may block. Files are read with explicit reads, never
@@ -7,44 +7,102 @@ mapped: a file that is cut while it is mapped would kill the process.
 
 from __future__ import annotations
 
+import errno
 import json
-from collections.abc import Sequence
+import logging
+import os
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from loraplex_contracts.errors import AdapterInvalid
+from loraplex_adapters.io.confined_folder import BadPath, Folder, NamedFolder
+from loraplex_adapters.io.uncached import read_uncached
+from loraplex_contracts.errors import (
+    AdapterInvalid,
+    AdapterOutsideRoot,
+    LoraplexError,
+    SourceUnavailable,
+    adapter_not_found,
+)
+
+log = logging.getLogger(__name__)
+
+MAX_FILES = 4096
+_NOT_THERE = frozenset({errno.ENOENT, errno.ENOTDIR})  # a file in a folder's place is not an adapter
 
 
-class SourceFile(Protocol):
-    """One open regular file."""
+class SourceFile:
+    """A regular file, read by position."""
+
+    def __init__(self, fd: int, name: str) -> None:
+        self._fd = fd
+        self._name = name
+        self._opened = os.fstat(fd)
 
     @property
-    def num_bytes(self) -> int: ...
+    def num_bytes(self) -> int:
+        return self._opened.st_size
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
         """Fills all of `buffer` from `offset`. Raises AdapterInvalid when the file ends before."""
-        ...
+        done = 0
+        while done < len(buffer):
+            try:
+                count = read_uncached(self._fd, buffer[done:], offset + done)
+            except OSError as error:
+                raise source_unavailable(f"{self._name} cannot be read", error) from error
+            if count == 0:
+                raise AdapterInvalid(f"{self._name} is cut short: it ends at byte {offset + done}")
+            done += count
 
     def check_unchanged(self) -> None:
         """Raises SourceUnavailable when the file was written to since it was opened."""
-        ...
+        now, then = os.fstat(self._fd), self._opened
+        if (now.st_size, now.st_mtime_ns, now.st_ino) != (then.st_size, then.st_mtime_ns, then.st_ino):
+            raise SourceUnavailable(
+                f"{self._name} was written to while it was read; replace files by renaming, and load the adapter again",
+                retry_after_s=1.0,
+            )
 
 
-class AdapterFiles(Protocol):
-    """The files of one adapter, open until the end of the `with` block."""
+class AdapterFiles:
+    """The files of one adapter, open until the end of the `with` block. Owns the folder and the opened files."""
 
-    @property
-    def names(self) -> frozenset[str]: ...
+    def __init__(self, folder: Folder | NamedFolder, adapter_id: str) -> None:
+        """Takes over the folder, also where it raises."""
+        self._folder = folder
+        self._adapter_id = adapter_id
+        self._open: list[int] = []
+        try:
+            self.names = frozenset(_names(folder.fd))
+        except BaseException:
+            folder.close()
+            raise
 
     def open(self, name: str) -> SourceFile:
         """Raises AdapterInvalid when it is not a regular file, AdapterOutsideRoot when it is a link to elsewhere."""
-        ...
+        if name not in self.names:
+            raise adapter_not_found(self._adapter_id)
+        try:
+            fd = self._folder.open_file(name)
+        except (OSError, BadPath) as error:
+            raise open_error(error, self._adapter_id, name) from error
+        self._open.append(fd)
+        return SourceFile(fd, name)
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for fd in self._open:
+            os.close(fd)
+        self._open.clear()
+        self._folder.close()
 
 
 class AdapterSource(Protocol):
@@ -95,3 +153,31 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(text: str) -> Any:
     raise ValueError(f"{text} is not a JSON number")
+
+
+def _names(fd: int) -> Iterator[str]:
+    with os.scandir(fd) as entries:
+        for count, entry in enumerate(entries, start=1):
+            if count > MAX_FILES:
+                raise AdapterInvalid(f"the adapter's folder has more than {MAX_FILES} files")
+            yield entry.name
+
+
+def open_error(error: OSError | BadPath, adapter_id: str, what: str) -> LoraplexError:
+    """The message about a link depends on the link alone, never on its target outside."""
+    if isinstance(error, BadPath):
+        log.warning("adapter %s: %s %s", ascii(adapter_id), ascii(what), error.why)
+        cls = AdapterOutsideRoot if error.leads_out else AdapterInvalid
+        advice = "put what it leads to in there too" if error.leads_out else "put a regular file in its place"
+        return cls(
+            f"adapter {adapter_id!a} cannot be read: {what} {error.why}; {advice}",
+            field="adapter_id",
+            resource=adapter_id,
+        )
+    if error.errno in _NOT_THERE:
+        return adapter_not_found(adapter_id)
+    return source_unavailable(f"{what} of adapter {adapter_id!a} cannot be opened", error)
+
+
+def source_unavailable(what: str, error: OSError) -> SourceUnavailable:
+    return SourceUnavailable(f"{what} ({error.strerror or 'unknown reason'}); try again later", retry_after_s=5.0)

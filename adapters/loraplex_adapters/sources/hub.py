@@ -14,14 +14,13 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from loraplex_adapters.formats.files import MODEL_INDEX_NAME, WANTED_NAMES, OpenedFiles, detect_kind
 from loraplex_adapters.formats.medusa import read_medusa_config
 from loraplex_adapters.io.confined_folder import Folder
-from loraplex_adapters.io.source_files import SourceFile
-from loraplex_adapters.sources.directory import DirectoryFiles, open_folder
+from loraplex_adapters.io.source_files import AdapterFiles
+from loraplex_adapters.sources.directory import open_folder
 from loraplex_contracts.adapters import check_adapter_id
 from loraplex_contracts.errors import AdapterInvalid, DiskFull, LoraplexError, SourceUnavailable, adapter_not_found
 
@@ -30,28 +29,16 @@ RETRY_AFTER_S = 15.0
 _MODEL_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 
-class HubFiles:
-    """One downloaded adapter. Owns the temporary folder."""
+class HubFiles(AdapterFiles):
+    """One downloaded adapter. Owns the temporary folder too."""
 
     def __init__(self, folder: Path, adapter_id: str) -> None:
-        self._folder = folder
-        self._files = DirectoryFiles(Folder.root(folder), adapter_id)
+        super().__init__(Folder.root(folder), adapter_id)
+        self._path = folder
 
-    @property
-    def names(self) -> frozenset[str]:
-        return self._files.names
-
-    def open(self, name: str) -> SourceFile:
-        return self._files.open(name)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._files.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+    def close(self) -> None:
+        super().close()
+        shutil.rmtree(self._path, ignore_errors=True)
 
 
 class HubSource:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from loraplex_adapters.io import uncached as once
-from loraplex_adapters.store import RETRY_FULL_S, AdapterStore, WriteFn, remove_abandoned
+from loraplex_adapters.store import RETRY_FULL_S, AdapterStore, WriteFn, header_content, remove_abandoned
 from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.errors import DiskFull, FailedPrecondition, NonFinite
 
@@ -40,7 +40,7 @@ def test_put_and_open(tmp_path: Path) -> None:
     found = store.open(key)
     assert found is not None
     assert bytes(found.payload) == bytes([7]) * 256
-    assert found.layout == LAYOUT
+    assert header_content(found.header)["layout"] == LAYOUT
     assert found.payload.readonly
     assert files(tmp_path) == [f"lora-{key.digest}.adapter"]
     assert store.num_bytes == FILE_BYTES == (tmp_path / files(tmp_path)[0]).stat().st_size

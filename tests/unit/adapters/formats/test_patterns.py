@@ -61,6 +61,7 @@ def ours(pattern: str, path: str) -> bool:
         "[^a]*",
         "q_pro[j-]",
         "()q_proj",
+        "\ud800|q_proj",
     ],
 )
 def test_like_peft(pattern: str) -> None:
@@ -134,6 +135,9 @@ def test_patterns_that_hang_a_backtracking_matcher_are_quick(pattern: str) -> No
         "a{2,1}",
         "a{,3}x{e}",
         "a**",
+        "[[:alpha:]]",
+        "a{,3}",
+        r"q\Z",
         "\\",
     ],
 )

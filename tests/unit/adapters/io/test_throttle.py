@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
-from loraplex_adapters.io.throttle import MAX_SHARE, SHARE, Throttle
+from loraplex_adapters.io.throttle import MAX_SHARE, SHARE, Throttle, checkpoint, throttled
 
 
 class FakeClocks:
@@ -60,3 +62,15 @@ def test_waiting_is_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
         now_s[0] += 1.0
         throttle()
     assert clocks.pauses == []
+
+
+def test_only_checkpoints_of_the_throttled_thread_pause() -> None:
+    calls: list[int] = []
+    checkpoint()
+    with throttled(lambda: calls.append(threading.get_ident())):
+        checkpoint()
+        other = threading.Thread(target=checkpoint)
+        other.start()
+        other.join()
+    checkpoint()
+    assert calls == [threading.get_ident()]

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from support.adapter_files import write_adapter
 
+from loraplex_adapters.io import source_files
 from loraplex_adapters.io.source_files import AdapterSource, read_all
-from loraplex_adapters.sources import directory
 from loraplex_adapters.sources.chain import ChainSource
 from loraplex_adapters.sources.directory import DirectorySource, FolderSource
 from loraplex_contracts.errors import (
@@ -169,7 +169,7 @@ def test_only_regular_files_are_opened(root: Path, is_named: bool) -> None:
 
 
 def test_a_folder_full_of_files_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(directory, "MAX_FILES", 1)
+    monkeypatch.setattr(source_files, "MAX_FILES", 1)
     before = open_fds()
     with pytest.raises(AdapterInvalid):
         DirectorySource(root).open("sql")
