@@ -1,4 +1,4 @@
-"""`python -m loraplex`: the command, also where nothing is installed and only the source folders are on the path."""
+"""Entry point of `python -m loraplex`, also from a source tree."""
 
 import sys
 

@@ -1,4 +1,7 @@
-"""From the wire's messages to the SDK's types. Pure, but for what a stream's first message said about all of it."""
+"""Conversion of the wire's messages to the SDK's types.
+
+Pure, but for what a stream's first message said about all of it.
+"""
 
 from __future__ import annotations
 

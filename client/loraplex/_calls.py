@@ -1,4 +1,4 @@
-"""Every call of the SDK, ready to be sent: path, message, metadata, deadline, and how to read the answer and the error.
+"""Calls of the SDK: path, message, metadata, deadline, answer and error.
 
 Both clients send what this module makes, so they cannot differ in anything but how they wait.
 """

@@ -1,4 +1,7 @@
-"""From what a caller gives to the wire's messages. Pure: no channel, no clock, and the only state is a random id."""
+"""Conversion of the SDK's options to the wire's messages.
+
+Pure: no channel, no clock, and the only state is a random id.
+"""
 
 from __future__ import annotations
 

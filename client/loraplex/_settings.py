@@ -1,4 +1,7 @@
-"""How to reach a server: address, credentials, deadlines, channel options. Shared by both clients; opens nothing."""
+"""Connection settings of both clients: address, credentials, deadlines, channel options.
+
+Shared by both clients; opens nothing.
+"""
 
 from __future__ import annotations
 

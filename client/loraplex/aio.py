@@ -1,4 +1,7 @@
-"""The asyncio client. Belongs to the event loop that first uses it; owns one channel."""
+"""The asyncio client.
+
+Belongs to the event loop that first uses it; owns one channel.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Events of the engine for the front end, and the parts of an answer that the SDK shares. Plain data, picklable."""
+"""Events of the engine for the front end: picklable plain data.
+
+Plain data, picklable.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Load of a worker, and its forecast of waiting times, as front ends and routers read them.
+"""Load of a worker, and its forecast of waiting times.
 
 With a forecast a request is refused where it is met first: before it is tokenized, or sent on. Pure.
 """

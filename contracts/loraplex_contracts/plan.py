@@ -1,4 +1,6 @@
-"""What crosses between scheduler and runner: the plan of a step and its result. Plain data, could be broadcast.
+"""Step plans and step results, between scheduler and runner.
+
+Plain data, could be broadcast.
 
 A plan is `{sequence: number of tokens}` plus draft tokens. Prefill, chunked prefill, decode and verification of a draft
 are the same thing: run `num_tokens` of a sequence from position `start`, sample behind the last `num_samples` of them.

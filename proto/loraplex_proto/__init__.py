@@ -1,4 +1,4 @@
-"""The wire between clients, router and workers: messages (v1), their validation, errors as statuses, pages.
+"""The wire: messages (`v1`), validation, errors as statuses, paging.
 
 Knows nothing of models, batches or adapters' weights, and never imports torch.
 """

@@ -1,1 +1,1 @@
-"""What every server process and command needs: credentials, TLS, ports, flags, logs, metrics, shutdown."""
+"""Services of every process: credentials, TLS, ports, flags, logs, metrics, shutdown."""

@@ -1,4 +1,4 @@
-"""Command line flags out of configuration dataclasses, so that a setting is written down once.
+"""Command line flags from configuration dataclasses.
 
 `option` makes a field a flag too. `with_flags` makes a command of a function that takes such dataclasses; what needs
 the raw flags takes the pieces: `flags_of` lists the flags of a class and of the dataclasses in its fields, `configure`

@@ -1,4 +1,4 @@
-"""What a load consists of: when each request arrives, for which adapter, with which prompt.
+"""Arrivals of a load: time, adapter and prompt of each request.
 
 Pure and repeatable: the same seed gives the same load, whatever the server does with it.
 """

@@ -1,4 +1,4 @@
-"""Sends a load to a server: every request when it is due, whether or not earlier ones are done (open loop).
+"""Open-loop driver: every request is sent when it is due.
 
 Owns the clock and the tasks; what was measured goes into a `Recording`, which is good at any moment, so that a load
 that is broken off still has figures.

@@ -1,4 +1,6 @@
-"""What became of a load, and its figures. Pure.
+"""Outcomes of a load, and their figures.
+
+Pure.
 
 Latencies count from the moment at which a request was due, not from when it was sent: a server (or a client) that falls
 behind shows as latency instead of as a lower rate.

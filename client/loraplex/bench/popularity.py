@@ -1,4 +1,7 @@
-"""Which adapter each request of an open-loop load asks for. Pure: draws come from the generator that is handed in."""
+"""Popularity of adapters in an open-loop load.
+
+Pure: draws come from the generator that is handed in.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which adapters are ready to run, as far as a client can tell: what the server lists, and whom it answered since."""
+"""Residency of adapters as a client can observe it."""
 
 from __future__ import annotations
 

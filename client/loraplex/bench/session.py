@@ -1,4 +1,4 @@
-"""One load from beginning to end: asks the server what it has, plans the load, sends it."""
+"""One load from beginning to end: plan, send, record."""
 
 from __future__ import annotations
 

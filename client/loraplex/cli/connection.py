@@ -1,4 +1,4 @@
-"""The options that say which server a command talks to, and how, written down once."""
+"""Connection options of the commands that talk to a server."""
 
 from __future__ import annotations
 

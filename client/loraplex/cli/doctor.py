@@ -1,4 +1,7 @@
-"""`loraplex doctor`: what is installed and what this machine can run. Looks only; needs no server and no extra."""
+"""Command `loraplex doctor`: installed packages and abilities of this machine.
+
+Looks only; needs no server and no extra.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`loraplex`: finds the subcommands by their entry points and runs the one that is called.
+"""Command `loraplex`: finds its subcommands by their entry points.
 
 Owns how a command ends: exit code 0, 1 with one sentence on stderr, 2 for what was asked for and can never be, 130 for
 Ctrl-C. Imports only what is called, so that `loraplex --help` answers at once and needs no extra.

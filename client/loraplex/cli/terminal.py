@@ -1,4 +1,4 @@
-"""What goes to stdout and stderr, on a terminal and off it.
+"""Output of the commands, on a terminal and elsewhere.
 
 stdout carries the answer and nothing else, so that it can be piped; whatever is said about it goes to stderr.
 """

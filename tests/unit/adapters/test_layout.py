@@ -1,4 +1,4 @@
-"""One allocation for LoRA and heads: what is written down of it, what older stores hold, how much a load takes."""
+"""Layout of LoRA and heads in one allocation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server with scripted answers, on a thread of its own, so that both clients and the command can talk to it."""
+"""A scripted server on its own thread."""
 
 from __future__ import annotations
 

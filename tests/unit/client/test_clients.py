@@ -1,4 +1,4 @@
-"""Both clients against a scripted server: each test here runs with `Client` and with `AsyncClient`."""
+"""Both clients against a scripted server."""
 
 from __future__ import annotations
 

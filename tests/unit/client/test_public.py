@@ -1,4 +1,4 @@
-"""The public face: complete, the same for both clients, and free of protobuf and gRPC."""
+"""Public names of the SDK: complete, and free of protobuf and gRPC."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`loraplex adapters verify`: what passes would load in a server, what does not gets the server's own error."""
+"""Command `loraplex adapters verify`: equal to what a server accepts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the two clients differ: how they wait, and how waiting is broken off."""
+"""Waiting and cancellation in the two clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a listing's request may say, its tokens, and what fits on a page."""
+"""Paging of listings: requests, tokens and page sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a router's configuration refuses, with the flag in the message."""
+"""Configuration of a router: refusals that name the flag."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where requests go, case by case; tests/property/test_routing_policy.py has what holds always."""
+"""Routing policy, case by case."""
 
 from __future__ import annotations
 

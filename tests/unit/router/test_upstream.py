@@ -1,4 +1,4 @@
-"""What a worker's failure means, and what of its metadata travels on."""
+"""Failures of workers, and the metadata that travels on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Credentials: what the file may hold, who may call what, whom a tenant's name is believed from."""
+"""Credentials: file, permissions, and trusted tenants."""
 
 from __future__ import annotations
 

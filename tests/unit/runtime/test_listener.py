@@ -1,4 +1,4 @@
-"""A server listens before what it serves is ready; what is wrong with ports and files is known by then."""
+"""Listening before the service is ready, and errors of ports and files."""
 
 from __future__ import annotations
 

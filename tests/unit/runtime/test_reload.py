@@ -1,4 +1,4 @@
-"""Files that change under a running server: what is in force at any time, and what the log says."""
+"""Files that change under a running server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Certificates and keys: which are taken, and what becomes of a port's when the files change."""
+"""Certificates and keys, and changes of their files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A child that is stopped while its parent dies goes on, and sees that it is alone."""
+"""A child whose parent dies while it is stopped."""
 
 from __future__ import annotations
 

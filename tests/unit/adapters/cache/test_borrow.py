@@ -1,4 +1,7 @@
-"""Slots that are only borrowed: Medusa heads in the residency table. They never keep anybody waiting."""
+"""Borrowed device slots for Medusa heads in the residency table.
+
+They never keep anybody waiting.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hostile and broken adapters: each gets its typed error, and nothing of it stays behind."""
+"""Hostile and broken adapters: typed errors, and nothing left behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every layout of Medusa heads, from files to weights: what the file has is what the heads have, bit for bit."""
+"""Layouts of Medusa heads, from files to weights, bit for bit."""
 
 from __future__ import annotations
 

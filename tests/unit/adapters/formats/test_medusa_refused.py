@@ -1,4 +1,4 @@
-"""Heads that are not whole or not for this base model: refused by the name of what is wrong."""
+"""Incomplete or unsuitable Medusa heads, refused with the reason."""
 
 from __future__ import annotations
 

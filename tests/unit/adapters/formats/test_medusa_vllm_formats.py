@@ -1,4 +1,4 @@
-"""Heads as vLLM keeps them: one projection for all, truncated vocabularies, biases or none, shards."""
+"""vLLM's layouts of Medusa heads: projections, vocabularies, biases, shards."""
 
 from __future__ import annotations
 

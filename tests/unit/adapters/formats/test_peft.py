@@ -1,4 +1,4 @@
-"""Tensors held against the base model: every one is used, or the load fails with its name."""
+"""PEFT tensors against the base model: all used, or a named error."""
 
 from __future__ import annotations
 

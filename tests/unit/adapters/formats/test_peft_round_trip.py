@@ -1,4 +1,4 @@
-"""Adapters as PEFT saves them, loaded through source, checks, store and tiers: A, B and scale are PEFT's own."""
+"""PEFT adapters through source, checks, store and tiers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Heads inside a whole model, heads beside a LoRA, and what a directory given as the model turns out to be."""
+"""Heads inside a whole model or beside a LoRA."""
 
 from __future__ import annotations
 

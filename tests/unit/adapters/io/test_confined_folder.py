@@ -1,4 +1,7 @@
-"""Paths beneath a root: where links may lead, and what is opened at all. Whoever swaps links meanwhile gets nothing."""
+"""Paths confined to a root, links included.
+
+Whoever swaps links meanwhile gets nothing.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Headers that are right are read; headers that are not are refused, whatever is wrong with them."""
+"""Safetensors headers: valid ones read, invalid ones refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The directory's index: it finds what a look anew would find, and reads a folder again only where it has changed."""
+"""The directory's index: equal to a fresh look, reading changes only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How requests spread over adapters."""
+"""Distribution of requests over adapters."""
 
 from __future__ import annotations
 

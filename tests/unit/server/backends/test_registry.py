@@ -1,4 +1,4 @@
-"""Every device gets an implementation that works there, and what is missing is said in words."""
+"""Registry of back ends: a working one for every device."""
 
 from __future__ import annotations
 

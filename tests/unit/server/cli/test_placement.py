@@ -1,3 +1,5 @@
+"""Placement of workers on GPUs and cores."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,3 +1,5 @@
+"""Requests that wait for their adapter."""
+
 from __future__ import annotations
 
 import pytest

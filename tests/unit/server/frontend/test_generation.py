@@ -1,3 +1,5 @@
+"""Generation from submission to the terminal event."""
+
 from __future__ import annotations
 
 import asyncio

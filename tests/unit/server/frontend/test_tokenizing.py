@@ -1,4 +1,4 @@
-"""Tokenizing for the event loop: the same ids at every length, bounded, and over when the caller is gone."""
+"""Tokenizing beside the event loop: equal ids, bounded, cancelled with the caller."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker lists: rows of what it holds and names of the source, in pages, for whoever may see them."""
+"""Listings of a worker's adapters in pages, by permission."""
 
 from __future__ import annotations
 

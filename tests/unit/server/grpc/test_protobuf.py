@@ -1,4 +1,4 @@
-"""Between messages and plain data: how a request speculates, and what an answer says of it."""
+"""Conversion between messages and plain data."""
 
 from __future__ import annotations
 

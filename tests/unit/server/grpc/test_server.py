@@ -1,3 +1,5 @@
+"""The worker's gRPC server."""
+
 from __future__ import annotations
 
 import asyncio

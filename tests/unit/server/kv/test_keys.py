@@ -1,4 +1,4 @@
-"""Keys of KV blocks: equal exactly when everything that the content depends on is equal."""
+"""Keys of KV blocks: equal exactly for equal content."""
 
 from __future__ import annotations
 

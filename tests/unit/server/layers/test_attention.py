@@ -1,4 +1,4 @@
-"""One suite for every implementation of paged attention, over a pairwise grid of layers, steps, pages and dtypes.
+"""Common suite of all paged attention implementations.
 
 Here it runs over those that need no accelerator. The Triton kernels run in Triton's interpreter, which has to be chosen
 before triton is imported: `test_triton_interpreter.py` runs this file once more, in a process of its own. By hand:

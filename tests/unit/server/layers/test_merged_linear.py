@@ -1,4 +1,4 @@
-"""Linears as one product: which are joined, what they answer in and out of turn, and what kernels are asked."""
+"""Merged linears: members, order of calls, and kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paged attention against a dense oracle, over mixed query lengths, windows, caps, grouped heads and dtypes."""
+"""Paged attention against a dense oracle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The batch's mirror: what a plan's spans become, and that staging leaves no trace before it is committed."""
+"""Batch mirror: spans, staging and commits."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""Isolation of the sequence that makes a step fail."""
+
 from __future__ import annotations
 
 from collections.abc import Callable

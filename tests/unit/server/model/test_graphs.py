@@ -1,6 +1,7 @@
-"""Steps from graphs give what eager steps give, whatever adapters and drafts are in them.
+"""Steps from graphs equal eager steps.
 
-A fake graph calls the captured function again, on what is in its buffers."""
+A fake graph calls the captured function again, on what is in its buffers.
+"""
 
 from __future__ import annotations
 

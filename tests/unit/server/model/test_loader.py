@@ -1,4 +1,4 @@
-"""What the probe finds out, and what is refused at load with its reason."""
+"""Model loading: probe results and refusals."""
 
 from __future__ import annotations
 

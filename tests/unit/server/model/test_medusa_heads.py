@@ -1,4 +1,4 @@
-"""Heads in slots: what is where, and that a batch of all kinds guesses what each head alone would."""
+"""Medusa heads in slots, in batches of all kinds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Free memory: limits of control groups, v1 and v2, and the page cache in them."""
+"""Free memory: control groups and page cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Positions far out are checked at load: what computes otherwise there is served rightly or refused, never wrong."""
+"""Far positions checked at load."""
 
 from __future__ import annotations
 

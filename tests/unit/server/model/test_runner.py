@@ -1,4 +1,4 @@
-"""Steps of the runner: what goes wrong for one sequence stays with it, and what is run twice gives the same."""
+"""Runner steps: isolated faults and repeatable results."""
 
 from __future__ import annotations
 

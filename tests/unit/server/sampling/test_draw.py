@@ -1,4 +1,4 @@
-"""The short ways to a token reach the one that the definition draws, at every vocabulary size and shape of scores."""
+"""Shortcuts of drawing equal the definition."""
 
 from __future__ import annotations
 

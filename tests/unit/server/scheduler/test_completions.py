@@ -1,4 +1,4 @@
-"""`n` completions from one prefill, and everything that can happen to the one that computes it."""
+"""Several completions (`n`) from one prefill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens when blocks run out."""
+"""Preemption when KV blocks run out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What sequences take over from the prefix cache, and from whom they never do."""
+"""Prefix cache hits between sequences, and their limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a step's tokens mean: stops, limits, drafts, logprobs, failures. Results are written by hand here."""
+"""Results of a step: stops, limits, drafts, logprobs, failures.
+
+Results are written by hand here.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables: every pair of states is either a transition or raises and changes nothing."""
+"""State tables: every pair is a transition or raises."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What drafts promise follows what is accepted; who misses is left in peace for a while.
+"""Acceptance statistics of proposers.
 
 Steps are counted, no test looks at a clock.
 """

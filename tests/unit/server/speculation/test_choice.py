@@ -1,4 +1,4 @@
-"""Who may draft for a request: what it says, times what its adapter brings and the server has."""
+"""Proposers that a request may use."""
 
 from __future__ import annotations
 

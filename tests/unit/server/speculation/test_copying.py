@@ -1,4 +1,4 @@
-"""Drafts that go round marks: a record in one punctuation becomes the same record in another one."""
+"""Drafts across separators."""
 
 from __future__ import annotations
 

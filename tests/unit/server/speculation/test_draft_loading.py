@@ -1,4 +1,4 @@
-"""Loading draft models: which proposer fits, adapters that are merged, and what is said when something is missing."""
+"""Loading of draft models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafts of a smaller model: what it would draw itself, whatever was accepted, who else was there, and what left."""
+"""Drafts of a smaller model."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Rows and blocks of a draft model under random traffic, with a runner that remembers what each slot of K/V was
-computed for: nothing is ever read that belongs to other tokens, and nothing leaks."""
+"""Rows and blocks of a draft model under random traffic."""
 
 from __future__ import annotations
 

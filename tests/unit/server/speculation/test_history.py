@@ -1,4 +1,4 @@
-"""Earlier outputs are found as a plain search finds them, by nobody else, and no more of them than may be kept."""
+"""Index of earlier outputs."""
 
 # pyright: reportPrivateUsage=false
 

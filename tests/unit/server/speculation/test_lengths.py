@@ -1,4 +1,4 @@
-"""Draft lengths follow what is accepted and what a step costs, and cost next to nothing where nothing is accepted.
+"""Draft lengths from acceptance and step cost.
 
 No test looks at a clock: time is what the cost table says it is.
 """

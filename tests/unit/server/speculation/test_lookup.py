@@ -1,4 +1,4 @@
-"""Prompt lookup finds what a plain search finds, however the text has grown, and remembers no more than it may."""
+"""Prompt lookup against a plain search."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Timing steps at the start: of the sizes that fit, with every row run, and without a trace."""
+"""Step times measured at start."""
 
 from __future__ import annotations
 

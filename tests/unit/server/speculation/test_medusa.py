@@ -1,4 +1,4 @@
-"""The Medusa proposer on real models: what it drafts is what heads on Transformers' own hidden states say."""
+"""Medusa proposer on real models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts in two vocabularies: what goes over and comes back, with tokenizers of every kind."""
+"""Recoding of texts between two vocabularies."""
 
 from __future__ import annotations
 

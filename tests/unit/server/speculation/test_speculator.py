@@ -1,4 +1,4 @@
-"""Who drafts for which sequence in a step and how much: with proposers of strings, and a clock that stands still."""
+"""Speculator: proposer and draft length by sequence and step."""
 
 # pyright: reportPrivateUsage=false
 

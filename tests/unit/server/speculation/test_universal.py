@@ -1,4 +1,4 @@
-"""Drafts by way of text: no text changes, K/V follows what is known, and a good draft model saves steps."""
+"""Drafts of a model with another tokenizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The text of a completion: what it adds to its prompt, for every kind of vocabulary."""
+"""Incremental detokenizer, for every kind of vocabulary."""
 
 from __future__ import annotations
 

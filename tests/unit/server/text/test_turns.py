@@ -1,4 +1,4 @@
-"""Who goes first among texts that wait to be tokenized."""
+"""Turns of texts that wait to be tokenized."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paged attention by the native CPU kernels: against float64, and bit by bit what a query gets in other company."""
+"""Native paged attention against float64, and independent of the batch."""
 
 from __future__ import annotations
 

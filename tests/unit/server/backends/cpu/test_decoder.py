@@ -1,4 +1,4 @@
-"""A stack of layers as a module: it follows its cache and its adapters, and stays within its arguments.
+"""Native decoder: cache, adapters and bounds of its arguments.
 
 That it computes what the layers computed, alone and in any company, is in tests/parity/test_native.py.
 """

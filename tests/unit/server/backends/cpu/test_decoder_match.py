@@ -1,4 +1,4 @@
-"""Which models get a stack: those whose layers compute what it computes, and nobody else."""
+"""Models that get the native decoder, and models that do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packed linears stand for plain ones, and those that a stack of layers has taken are never computed by themselves."""
+"""Packed linears equal plain ones."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What segmented LoRA by native kernels promises beyond the suite in test_ops.py: factors are read where they lie,
-whatever lies beside them, and a row has the same bits in any company and with any number of threads.
-"""
+"""Native segmented LoRA beyond the common suite."""
 
 from __future__ import annotations
 

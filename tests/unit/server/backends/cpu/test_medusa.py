@@ -1,4 +1,4 @@
-"""Guesses in one native call are those of one head after the other, and what they cannot do is done without them."""
+"""Native Medusa guesses equal those of one head after the other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prepacked base weights give the plain product, for every shape of input that models bring."""
+"""Packed base weights give the plain product."""
 
 from __future__ import annotations
 

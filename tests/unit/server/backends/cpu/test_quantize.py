@@ -1,4 +1,4 @@
-"""Models whose linears are rounded to eight bits: what is rounded, what is remembered of it, and what is refused."""
+"""Models with linears rounded to eight bits."""
 
 from __future__ import annotations
 

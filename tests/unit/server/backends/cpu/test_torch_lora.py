@@ -1,4 +1,4 @@
-"""What is particular to the CPU's implementation: its three ways, few calls, and copies that are kept and freed."""
+"""Torch LoRA on a CPU: product variants and kept copies."""
 
 from __future__ import annotations
 

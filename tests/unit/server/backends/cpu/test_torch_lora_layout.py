@@ -1,4 +1,4 @@
-"""The CPU's choice of products: what is cheap gets chosen, and every term is computed once."""
+"""Choice of products in torch LoRA on a CPU."""
 
 from __future__ import annotations
 

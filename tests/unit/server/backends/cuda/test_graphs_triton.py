@@ -1,4 +1,4 @@
-"""Graphs over the real kernels: plans of the Triton kernels for attention and LoRA, reserved, refilled and replayed.
+"""CUDA graphs over the real Triton kernels.
 
 Triton's interpreter has to be chosen before triton is imported, so this file runs itself once more, in a process of its
 own. By hand: `OMP_NUM_THREADS=1 TRITON_INTERPRET=1 pytest tests/unit/server/model/test_graphs_triton.py`.

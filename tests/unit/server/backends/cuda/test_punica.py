@@ -1,5 +1,7 @@
-"""Punica's operators behind our contract, over a module in torch that does what Punica documents, and refuses what it
-refuses; and how the package is told from a stranger of that name. The real one: tests/gpu/test_punica_gpu.py."""
+"""Punica's operators over a torch stand-in for the package.
+
+The real one: tests/gpu/test_punica_gpu.py.
+"""
 
 from __future__ import annotations
 

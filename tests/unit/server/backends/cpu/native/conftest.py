@@ -1,4 +1,4 @@
-"""Each instruction set that runs here, its kernels, and numbers that are the same in every run."""
+"""Instruction sets, kernels and fixed numbers for native tests."""
 
 from __future__ import annotations
 

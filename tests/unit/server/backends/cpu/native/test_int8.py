@@ -1,4 +1,4 @@
-"""Weights in eight bits: what they stand for, and that kernels compute with exactly that."""
+"""MXINT8 weights: their values, and exact products."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels' own threads: shared by Python's, made and freed, and left alone by forked processes."""
+"""Thread pool of the native kernels."""
 
 from __future__ import annotations
 

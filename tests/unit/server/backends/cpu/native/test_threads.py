@@ -1,3 +1,5 @@
+"""Number of threads of the native kernels."""
+
 from __future__ import annotations
 
 import os

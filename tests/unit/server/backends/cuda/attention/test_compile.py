@@ -1,4 +1,6 @@
-"""The attention kernels compile to machine code for real GPUs. Triton brings its own assembler, so no GPU is needed.
+"""Compilation of the attention kernels for real GPUs, without one.
+
+Triton brings its own assembler, so no GPU is needed.
 
 The interpreter runs a kernel as Python and accepts what the compiler does not; only a GPU shows that the code is right.
 """

@@ -1,4 +1,4 @@
-"""The FlashInfer back end over a stand-in for the package; the package itself needs a GPU (tests/gpu)."""
+"""FlashInfer back end over a stand-in for the package."""
 
 from __future__ import annotations
 

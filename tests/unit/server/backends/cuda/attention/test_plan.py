@@ -1,4 +1,7 @@
-"""How spans are cut into pieces, before any kernel reads them. Needs no triton."""
+"""Spans cut into pieces for the attention kernels.
+
+Needs no triton.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every variant of the LoRA kernels, over a pairwise subset of the grid, and what only these kernels can do.
+"""Pairwise grid of the LoRA kernels' variants.
 
 Not collected by itself: `test_interpreter.py` runs it in Triton's interpreter, in a process of its own. By hand:
 `OMP_NUM_THREADS=1 TRITON_INTERPRET=1 pytest tests/unit/adapters/ops/triton/kernel_grid.py`.

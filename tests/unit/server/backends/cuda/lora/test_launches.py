@@ -1,4 +1,4 @@
-"""What a CUDA graph would keep of a step: launches on a reserved plan are the same whatever is in it.
+"""Kernel launches on a reserved plan, for CUDA graphs.
 
 Launches are recorded instead of run, so that this needs neither a GPU nor the interpreter.
 """

@@ -1,4 +1,7 @@
-"""The choice of kernels: what every choice must fulfil, and what the table means to say. Needs no triton."""
+"""Choice of LoRA kernel variants.
+
+Needs no triton.
+"""
 
 from __future__ import annotations
 
