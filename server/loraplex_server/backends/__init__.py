@@ -1,1 +1,1 @@
-"""Back ends by device: adapters, linears, attention, norms and heads on the reference, the CPU and CUDA."""
+"""Back ends by device: the plain reference, the CPU, CUDA."""

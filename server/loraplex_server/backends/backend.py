@@ -1,4 +1,4 @@
-"""The interface of a back end, and its plain form in torch for any device."""
+"""Back end interface, with the plain form in torch for any device."""
 
 from __future__ import annotations
 
@@ -57,6 +57,8 @@ class Backend:
     name: ClassVar[str] = "reference"
     # Linears that read one input become one product.
     merges_linears = False
+    # Its kernels want adapters' factors to begin at a multiple of this.
+    align_bytes = 1
     kernels: NativeKernels | None = None
 
     def __init__(self, device: torch.device | str = "cpu") -> None:

@@ -1,4 +1,4 @@
-"""The contract of attention over the paged KV cache, and the handle that an attention module calls.
+"""Paged attention: interface, and the handle that an attention module calls.
 
 A step is one flattened row of spans. Of each span the queries are its last `query_len` tokens and the keys everything
 up to them, causal by absolute position. Decode, a chunk of a prompt and the verification of a draft are the same.
@@ -45,7 +45,7 @@ class PagedAttention(Protocol):
 
     @property
     def needs_clean_blocks(self) -> bool:
-        """Whether it reads positions that nobody has written yet, and multiplies what is there by zero."""
+        """Whether it reads positions that were never written, and multiplies what is there by zero."""
         ...
 
     def plan(self, batch: AttentionBatch, dtype: torch.dtype, device: torch.device) -> Any:

@@ -1,4 +1,4 @@
-"""The hook into Transformers: one attention function under two names, and a mask function for the probing one.
+"""Hook into Transformers: attention functions and a mask function.
 
 Transformers looks attention up by name in a table of the process, so this is the one thing here that is process-wide;
 what the function does is decided by the handle that the loader put on the module. Under the serving name no mask

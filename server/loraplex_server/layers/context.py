@@ -1,4 +1,4 @@
-"""What the modules of a model read during one step: the runner fills it in, they hold a reference to it.
+"""Step context: what a model's modules read during one step.
 
 One object per loaded model instead of a global or of keyword arguments through Transformers' forwards, which not every
 architecture hands on.
@@ -28,12 +28,12 @@ class StepContext:
     __slots__ = ("attention", "capture_head_input", "head_input", "head_segments", "merged", "token_segments")
 
     def __init__(self) -> None:
-        # Adapter segments of the step's token rows, and of the rows that reach the head. None: nobody has an adapter.
+        # Adapter segments of the step's token rows, and of the rows that reach the head. None: no row has an adapter.
         self.token_segments: PreparedSegments | None = None
         self.head_segments: PreparedSegments | None = None
         # The attention back end's own plan of the step.
         self.attention: Any = None
-        # Post-norm hidden states of the head's rows [num_head_rows, hidden], for whoever drafts from them.
+        # Post-norm hidden states of the head's rows [num_head_rows, hidden], for proposers that draft from them.
         self.capture_head_input = False
         self.head_input: Tensor | None = None
         # What the first of some siblings has computed for the others.

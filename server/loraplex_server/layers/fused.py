@@ -1,4 +1,4 @@
-"""The contract of fused operations, and the plainest torch that fulfils it.
+"""Fused operations: interface, and the plain form in torch.
 
 Both are to give what the model's own code gives, roundings on the way included, so that a served text stays that of
 Transformers.

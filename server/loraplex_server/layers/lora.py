@@ -1,4 +1,4 @@
-"""The contract of segmented LoRA: factors by device slot, segments of rows, and what an implementation does with them.
+"""Segmented LoRA: interface, factors by device slot, segments of rows.
 
     y[start:end] += weight * scale * (x[start:end] @ a.T) @ b.T      for each segment, with its slot's factors
 
@@ -65,7 +65,7 @@ class FactorTable:
         self.scales[slot] = factors.scale if factors is not None else 0.0
 
     def put(self, slot: int, factors: LoraFactors | None) -> None:
-        """The host's half of `set`, for who fills in what kernels read of many tables at once."""
+        """The host's half of `set`, where what kernels read of many tables is filled in at once."""
         if factors is None and self.factors[slot] is None:
             return
         self.factors[slot] = factors

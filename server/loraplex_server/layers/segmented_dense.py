@@ -1,4 +1,4 @@
-"""The contract of segmented dense products: full-rank weights by slot.
+"""Segmented dense products: interface, full-rank weights by slot.
 
     y[start:end, :out] = x[start:end] @ weight.T + bias      for each segment, with its slot's weight
 

@@ -1,4 +1,4 @@
-"""Copies between host and device that nobody waits for.
+"""Asynchronous copies between host and device.
 
 On a CPU nothing is copied. With CUDA every copy has pinned memory of its own: the caching allocator hands it out again
 only when the copy has happened, so that no step can overwrite what an earlier one still sends.

@@ -1,4 +1,4 @@
-"""The batch's mirror: tokens and block tables of every running sequence by row, and a plan's spans turned into inputs.
+"""Running batch: tokens and block tables by row, and the inputs of a step.
 
 Owns the token mirror (on the device) and the block tables (on the host). Staging a step changes nothing that another
 attempt at the same step would see: blocks count as attached, and tokens as known, only after `commit`. What a step
@@ -273,7 +273,7 @@ class BatchMirror:
     def rewrite(self, changes: Sequence[tuple[int, int, Sequence[int]]]) -> None:
         """Other tokens from a position on, and nothing behind them: (row, start, token ids) each. Between steps.
 
-        For whoever runs a sequence's guesses and learns later what really came. K/V before `start` stays of use.
+        For draft models, which run guesses and learn later what really came. K/V before `start` stays of use.
         """
         places: list[int] = []
         values: list[int] = []

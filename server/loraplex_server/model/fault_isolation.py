@@ -1,7 +1,7 @@
-"""One request's failure never fails the batch: a step that raised is run again span by span, and whoever raises alone
-is the one that fails.
+"""Fault isolation: one request's failure never fails the batch.
 
-A device that is lost is nobody's failure: that leaves `execute_isolated`, and the engine ends.
+A step that raised is run again span by span, and only the spans that raise alone fail. A lost device is no request's
+failure: that error leaves `execute_isolated`, and the engine ends.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ in buffers at fixed addresses, which are refilled before a replay. There is a gr
 so many tokens, with or without adapters. Which adapters those are is in the buffers too, so loading and evicting them
 changes no graph.
 
-What a step lacks is padding, and nobody looks at its logits: spans that are missing have no context, no adapter and no
+What a step lacks is padding, whose logits are not used: spans that are missing have no context, no adapter and no
 place in the KV cache; a span that is short gets known tokens of its own in front, which are run again and not written.
 So drafts of different lengths, and rows without any, share a replay.
 
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 MAX_VERIFIED_TOKENS = 256
 # Drafts longer than this are rare: their steps run eager.
 MAX_GRAPH_DRAFT = 8
-# What a graph keeps on the device, by layer: its nodes, and buffers that it shares with nobody.
+# What a graph keeps on the device, by layer: its nodes, and buffers of its own.
 GRAPH_BYTES_PER_LAYER = 256 << 10
 
 REPORT_EVERY = 16

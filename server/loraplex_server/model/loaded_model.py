@@ -1,4 +1,4 @@
-"""A loaded model and what belongs to it: modules that may carry adapters, attention layers, the step's context."""
+"""Loaded model: the model, its adapted modules, attention layers and step context."""
 
 from __future__ import annotations
 

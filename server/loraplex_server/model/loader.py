@@ -1,4 +1,4 @@
-"""Loads a base model through Transformers and prepares it for steps: probe, adapted modules, attention handles.
+"""Loading of base models through Transformers, and preparation for steps.
 
 Owns nothing after loading. Knows no sequences and no adapters.
 """

@@ -1,4 +1,4 @@
-"""Medusa heads in their slots, and what they guess: all sets of a batch at once.
+"""Medusa heads by adapter slot, and their guesses for a whole batch.
 
 Owns which heads are in which slot (the slot numbers are those of AdapterSlots: one adapter, one number). A *unit* is
 one head of one slot. A batch is laid out as one row per guess, sorted by unit, so that each block layer, and the own
@@ -192,7 +192,7 @@ class HeadSlots:
         return layout
 
     def _lay_out(self, asks: Sequence[HeadAsk], has_lora: bool) -> _Layout:
-        """Only heads that somebody wants, and of each only the rows of those who do."""
+        """Only heads that are wanted, and of each only the rows that want it."""
         guesses = [
             _Guess(*place, -1 if ask.lora_slot is None else ask.lora_slot, ask_idx, head_idx)
             for ask_idx, ask in enumerate(asks)

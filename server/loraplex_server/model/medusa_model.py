@@ -1,4 +1,4 @@
-"""A model that comes with Medusa heads: which base to load, and where its heads are.
+"""Models with Medusa heads: which base to load, and where the heads are.
 
 MODEL may be a whole model that holds its heads (Medusa-2), or a directory of heads that names its base; both may be a
 Hub id. Looks at names and configurations only; the heads themselves are loaded as any adapter, under MODEL_HEADS.

@@ -1,4 +1,4 @@
-"""The probe: finds out how a loaded model is built by running it on a handful of tokens.
+"""Probe of a loaded model, by runs on a handful of tokens.
 
 Attention is replaced by something that shows each layer's call (heads, scaling, window, cap) and passes values on, so
 that every token is computed by itself; every linear and embedding shows the rows it is given. A second run shows that
@@ -51,7 +51,7 @@ class Probe:
     attention: list[tuple[nn.Module, AttentionSpec]] = field(default_factory=list[tuple[nn.Module, AttentionSpec]])
     # Rows that each linear and embedding was given, by path; several entries where it was called several times.
     rows: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
-    # Linears that were called one after the other with the very same tensor, which nobody changed meanwhile, by path.
+    # Linears that were called one after the other with the very same tensor, unchanged meanwhile, by path.
     runs: list[list[str]] = field(default_factory=list[list[str]])
     num_logits: int = 0
     # Positions of a run far out, and what it saw: logits, and queries and keys of each layer.
@@ -104,7 +104,7 @@ def _probe(model: PreTrainedModel, max_context_tokens: int) -> Probe:
 
 
 def run_again(model: PreTrainedModel, probe: Probe) -> list[Tensor]:
-    """The probe's run far out once more, for whoever has changed the model: what it computes is to be `Probe.seen`.
+    """The probe's run far out once more, after the model was changed: it must compute `Probe.seen`.
     Raises what the model raises. To be called before attention is in its place."""
     model.set_attn_implementation(interface.PROBING)
     seen = packed_run(model, probe.far)

@@ -1,12 +1,12 @@
-"""Runs plans: the only place of the engine with tensors.
+"""Model runner: executes step plans; the only place of the engine with tensors.
 
 Owns the batch mirror and connects the model to its KV cache, adapter slots and sampler. A step that raises may be run
 again, whole or span by span: rows that entered or left stay so, and nothing that it attached or drew counts. Decides
 nothing: which sequence runs, and where its blocks are, is the plan's.
 
 On a device with a queue of its own (CUDA) `execute` returns when a step has been handed over, and its result is waited
-for by whoever asks. Until then another step may be handed over: what a step draws stays on the device for the next one,
-and nothing that a result needs is looked up in rows, which may be somebody else's by then.
+for when it is asked for. Until then another step may be handed over: what a step draws stays on the device for the next
+one, and nothing that a result needs is looked up in rows, which may be another sequence's by then.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class ModelRunner:
         self.overlaps = loaded.device.type == "cuda" if overlaps is None else overlaps
         self._graphs: StepGraphs | None = None
         self._mirror = BatchMirror(max_rows, max_len or loaded.spec.max_context_tokens, cache.block_size, loaded.device)
-        # What each row's latest token was sampled from, of those who keep it: post-norm hidden states of a step
+        # What each row's latest token was sampled from, of those that keep it: post-norm hidden states of a step
         # [num_head_rows, hidden], and which one. See `last_hidden`.
         self._hidden: list[tuple[Tensor, int] | None] = [None] * max_rows
         # Sequences that could not enter; their spans answer with this.
@@ -198,7 +198,7 @@ class ModelRunner:
         _warm_up(self._loaded, self._cache, self._attention, self._slots, max_tokens, progress)
 
     def clear_blocks(self, block_ids: Sequence[int]) -> None:
-        """Lets blocks be read that nothing was written to. For whoever measures steps."""
+        """Lets blocks be read that nothing was written to. For measurements of steps."""
         with torch.inference_mode():
             self._cache.clear_blocks(block_ids)
 

@@ -1,7 +1,8 @@
-"""Self-test of a loaded model: a few short texts, packed, paged and cut in two, against Transformers' own attention.
+"""Self-test of a loaded model against Transformers' own attention.
 
-It notices what the probe did not look for (an option of attention, say). All texts but the first stand far out, where
-they look back at nothing but themselves. Costs two runs of a handful of tokens, and one for each text.
+A few short texts are packed, paged and cut in two. The test notices what the probe did not look for (an option of
+attention, say). All texts but the first stand far out, where they look back at nothing but themselves. Costs two runs
+of a handful of tokens, and one for each text.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What can be refused from the configuration alone, before any weight is read. Each refusal says why.
+"""Refusal of unsupported models by their configuration, before any weight is read.
 
-What a configuration does not tell, the probe finds out from the model itself.
+The probe finds out from the model itself what a configuration does not tell.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""Paged attention by the native CPU kernels: keys and values are read in their pages, once for all query heads of a KV
-head. A query's result does not depend on what else is in the step.
+"""Paged attention by the native CPU kernels.
+
+Keys and values are read in their pages, once for all query heads of a KV head. A query's result does not depend on what
+else is in the step.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""A stack of decoder layers of the common kind as one module: one call into the native kernels instead of a hundred
-small operations per layer.
+"""Native decoder: all layers of the common kind in one call into the native kernels.
 
-It stands where the model's list of layers stood and computes what they computed, adapters included. Which layers it may
-stand for, and the proof that it computes the same, is in match.py.
+One call replaces a hundred small operations per layer. The module takes the place of the model's list of layers and
+computes what they compute, adapters included. decoder_match.py decides which layers it may replace, and proves it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Finds layers that a native stack can stand for: by their structure, and then by what they compute.
+"""Decoder matching: layers that the native decoder can replace, by structure and by result.
 
-The rule knows one kind of decoder layer (norm, attention over q/k/v/o, norm, gated feed-forward), which is that of most
-open models. Structure alone does not prove it: a model may scale its residuals or norms in another way. So every layer
-is run once beside its native twin, and one that differs is left to the model's own code, and all others with it.
+The rule knows one kind of decoder layer (norm, attention over q/k/v/o, norm, gated feed-forward), which most open
+models have. Structure alone proves nothing: a model may scale its residuals or norms in another way. So every layer
+runs once beside its native twin. Where one differs, the model's own code computes all of them.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def _pack(layer: nn.Module, spec: AttentionSpec, shape: StackShape, kernels: Nat
 
 
 def _take(layer: nn.Module, spec: AttentionSpec, shape: StackShape, kernels: NativeKernels) -> LayerWeights:
-    """Packs a layer's weights and lets the plain ones go; their shapes stay for whoever asks."""
+    """Packs a layer's weights and lets the plain ones go; their shapes stay."""
     weights = _pack(layer, spec, shape, kernels)
     for name in LINEARS:
         linear = cast(nn.Linear, layer.get_submodule(name))

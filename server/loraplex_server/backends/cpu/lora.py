@@ -1,4 +1,6 @@
-"""Segmented LoRA and dense products by the native CPU kernels: factors are read where they lie, nothing is packed.
+"""Segmented LoRA and dense products by the native CPU kernels.
+
+Factors are read where they lie; nothing is packed.
 
 A step's segments become runs of rows that use the same adapters, which all modules share. Dtypes that the kernels do
 not know go to the torch implementation.

@@ -1,7 +1,7 @@
-"""What Medusa heads guess in one call into the native kernels, where all of them share the model's own head.
+"""Medusa guesses in one native call, for heads that share the model's own head.
 
-A guess costs a few small products: between tensor operations most of the time would go into getting from one to the
-next. Owns the memory that a guess needs. Knows neither slots nor which heads are in them.
+A guess costs a few small products; as tensor operations it would mostly be overhead between them. Owns the memory that
+a guess needs. Knows neither slots nor which heads are in them.
 """
 
 from __future__ import annotations

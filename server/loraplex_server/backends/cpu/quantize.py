@@ -1,7 +1,6 @@
-"""A model's linears rounded to what eight bits hold, before anything is made of it.
+"""Rounding of a model's linears to eight bits, before anything else.
 
-All that follows (the proof of a stack, the comparison with Transformers, packing) sees the rounded model and nothing
-else, so serving it is as exact as serving any other.
+All later checks and packing see the rounded model alone, so serving it is as exact as serving any other.
 """
 
 from __future__ import annotations

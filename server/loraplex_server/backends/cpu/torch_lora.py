@@ -1,4 +1,6 @@
-"""Segmented LoRA and dense products on a CPU in torch: as few calls as a step allows, which is what a small step costs.
+"""Segmented LoRA and dense products on a CPU in torch, in few calls.
+
+Calls are what a small step costs.
 
 Three ways to add a low-rank term, of which ranks, shapes and measured costs choose:
 
@@ -153,8 +155,8 @@ class _Chooser:
     def cheaper(self, segments: Sequence[Segment], max_bytes: int) -> tuple[Sequence[Piece], int]:
         """These segments as one pack, or each by itself; and the bytes that are copied for it.
 
-        A pack's copy lasts while the step's adapters stay the same, and how long that is nobody knows here. So a pack
-        must be cheaper than its parts once it is made, and cheaper than the reference even if made for one step.
+        A pack's copy lasts while the step's adapters stay the same, and how long that is cannot be known here. So a
+        pack must be cheaper than its parts once it is made, and cheaper than the reference even if made for one step.
         """
         parts = [self.alone(s) for s in segments]
         apart = tuple(piece for _, piece in parts)

@@ -16,6 +16,7 @@ import torch
 from loraplex_contracts.errors import InvalidArgument
 from loraplex_server.backends.backend import Backend, Capture, Implementation, Wanted
 from loraplex_server.backends.cuda.capture import CudaCapture
+from loraplex_server.backends.cuda.lora.plan import ALIGN_BYTES
 from loraplex_server.backends.cuda.punica import PunicaFunctions, PunicaOps
 from loraplex_server.backends.reference.lora import ReferenceDense, ReferenceOps
 from loraplex_server.layers.fused import FusedOps
@@ -28,6 +29,7 @@ class CudaBackend(Backend):
 
     name: ClassVar[str] = "cuda"
     merges_linears = True
+    align_bytes = ALIGN_BYTES
 
     def __init__(self, device: torch.device | str = "cuda") -> None:
         super().__init__(device)

@@ -1,4 +1,4 @@
-"""Makes a CUDA graph of what a function launches. All that is CUDA's own about graphs is in here.
+"""Capture of CUDA graphs.
 
 The function runs twice before it is captured, on the stream that captures: the first time what is made on first use
 (kernels, workspaces) is made; the second time whatever waits for the device raises, because inside a capture that would

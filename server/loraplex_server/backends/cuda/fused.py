@@ -1,4 +1,7 @@
-"""Fused operations as Triton kernels. Needs triton; runs on CUDA, and on a CPU in Triton's interpreter for tests."""
+"""Triton kernels of fused norms and rotary embeddings.
+
+Needs triton; runs on CUDA, and on a CPU in Triton's interpreter for tests.
+"""
 
 # Triton evaluates annotations, so parameters have none but `constexpr`; constants are upper case by its custom.
 # pyright: reportMissingParameterType=false

@@ -1,4 +1,4 @@
-"""Binds the operators of the Punica package (arXiv 2310.18547) behind SegmentedLora, where somebody has it installed.
+"""Segmented LoRA by the Punica package (arXiv 2310.18547), where it is installed.
 
 Punica knows a few ranks, one per call, no weight, no "no adapter", and in its segmented operator no scale: rows are
 gathered for each call, the scale is folded into a copy of B, and what does not fit another implementation computes.

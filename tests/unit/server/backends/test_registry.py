@@ -8,8 +8,10 @@ import sys
 import pytest
 import torch
 
+from loraplex_adapters.layout import ALIGN_BYTES
 from loraplex_contracts.errors import InvalidArgument
 from loraplex_server.backends import registry
+from loraplex_server.backends.backend import Backend
 
 WITHOUT_TRITON = """
 import sys
@@ -21,6 +23,12 @@ assert statuses["cpu"].usable and statuses["reference"].usable
 assert registry.choose_backend("cpu", cpu_kernels="torch").lora().name == "cpu"
 assert registry.choose_backend("cuda").lora().name == "reference"
 """
+
+
+@pytest.mark.parametrize("backend", registry.BACKENDS)
+def test_adapters_lie_as_every_back_end_wants_them(backend: type[Backend]) -> None:
+    """One layout on disk and in memory serves all."""
+    assert ALIGN_BYTES % backend.align_bytes == 0
 
 
 def test_the_cpu_gets_its_own() -> None:

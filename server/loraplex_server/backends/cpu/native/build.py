@@ -1,4 +1,4 @@
-"""Builds the native CPU kernels: one shared library out of src/, with a C++ compiler and nothing else.
+"""Build of the native CPU kernels: one shared library out of src/.
 
     python -m loraplex_server.backends.cpu.native.build [--help]
 

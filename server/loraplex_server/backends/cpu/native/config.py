@@ -1,4 +1,4 @@
-"""What the native kernels and their build take from the environment. The only place here that reads it."""
+"""Environment variables of the native kernels and their build."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Weights in eight bits: whole numbers of -127 to 127 times a power of two that 32 inputs of an output share.
+"""Weights in eight bits (MXINT8).
+
+Weights are whole numbers of -127 to 127 times a power of two that 32 inputs of an output share.
 
 MXINT8 of the Open Compute Project's microscaling formats (Rouhani et al., arXiv 2310.10537). bfloat16 holds every such
-weight exactly. So the model that is served is one that anybody can have: the same with its weights replaced by rounded
-ones; and rounding those again changes none.
+weight exactly. So the served model is the same model with rounded weights, and rounding those again changes none.
 """
 
 from __future__ import annotations

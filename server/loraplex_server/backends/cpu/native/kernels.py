@@ -1,4 +1,4 @@
-"""The native kernels with tensors: packing of weights, products, low-rank updates, attention, whole stacks of layers.
+"""Native kernels called with tensors: packing, products, low-rank updates, attention, decoders.
 
 Owns the threads. A C function gets its arguments in the order of their names in prototypes.py. Checks nothing that its
 callers know: a wrong shape here is a wrong address there, so callers are the few modules that take shapes from the

@@ -1,6 +1,6 @@
-"""Loads the native CPU kernels, or says why they cannot be used. A library that does not fit is refused, never tried.
+"""Loader of the native CPU library, with the reason where it cannot be used.
 
-Owns the loaded library. Knows no kernel: what is in it stands in prototypes.py, and what calls it in ops/.
+A library that does not fit is refused, never tried. prototypes.py lists its functions, kernels.py calls them.
 """
 
 from __future__ import annotations

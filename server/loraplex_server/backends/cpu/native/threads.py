@@ -1,6 +1,6 @@
-"""How many threads compute, where nobody says so: one for each core that the process may use.
+"""Default number of compute threads: one for each core that the process may use.
 
-Asked of the machine, not of torch: its number is one of the process, and whoever runs the native kernels lowers it.
+The machine tells, not torch: torch's number is one for the process, and the engine lowers it beside native kernels.
 """
 
 from __future__ import annotations

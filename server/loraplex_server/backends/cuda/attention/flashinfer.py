@@ -1,4 +1,4 @@
-"""Paged attention by FlashInfer, where the package flashinfer-python is installed. Does not import it: it is handed in.
+"""Paged attention by FlashInfer. The package is handed in, not imported.
 
 Owns its wrappers and their workspace. One wrapper per kind of layer, because FlashInfer plans for one. Spans of few
 tokens go to the kernels that split long contexts over programs, the others to the best ones for prompts. How contexts

@@ -1,4 +1,4 @@
-"""Paged attention as three Triton kernels: keys and values into their pages, pieces of attention, parts put together.
+"""Triton kernels of paged attention: write pages, attend, combine parts.
 
 Causal by absolute position. The query heads of a KV head are rows of one block, so that keys and values are read once.
 Accumulation is in float32, in an order that depends on the piece alone. Metadata: see triton_plan.py.

@@ -1,4 +1,6 @@
-"""Paged attention with own Triton kernels. Needs triton; runs on CUDA, and on a CPU in Triton's interpreter for tests.
+"""Paged attention with own Triton kernels.
+
+Needs triton; runs on CUDA, and on a CPU in Triton's interpreter for tests.
 
 Owns the launch parameters. What a span gets depends on nothing but the span: neither on its neighbours in the step nor
 on whether the step is replayed from a graph.

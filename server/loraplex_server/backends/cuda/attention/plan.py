@@ -1,4 +1,6 @@
-"""A step as the attention kernels read it: pieces of work over one int32 buffer, built with numpy on the host.
+"""Plan of a step for attention on CUDA, built with numpy on the host.
+
+The kernels read pieces of work from one int32 buffer.
 
 A piece is a block of one span's queries against a range of its keys. Long contexts are split into ranges, whose partial
 results a second kernel puts together in order. How a span is cut depends on the span alone, so that what it gets does

@@ -24,7 +24,7 @@ from loraplex_server.backends.cuda.lora.kernels import (
     shrink_rows_kernel,
     shrink_tiles_kernel,
 )
-from loraplex_server.backends.cuda.lora.plan import KernelPlan, build_plan, refill_plan, reserve_plan
+from loraplex_server.backends.cuda.lora.plan import ALIGN_BYTES, KernelPlan, build_plan, refill_plan, reserve_plan
 from loraplex_server.backends.cuda.lora.variants import (
     Launch,
     Variant,
@@ -47,7 +47,6 @@ _product: Any = product_kernel
 
 # Anything else (float64, of checks) is computed by the reference: a tensor core would narrow it.
 SUPPORTED = (torch.bfloat16, torch.float16, torch.float32)
-ALIGN_BYTES = 16  # of the widest load
 MAX_MERGED = 3
 
 # Triton decides when it decorates, that is at import. The interpreter's dot cannot take bfloat16: it answers garbage.

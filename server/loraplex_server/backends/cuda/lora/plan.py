@@ -1,4 +1,4 @@
-"""A step's segments as the kernels read them: blocks of rows that have the same adapters.
+"""Plan of a step for the LoRA kernels: blocks of rows with equal adapters.
 
 Built on the host (sorting on the device would synchronise every step), in one array that goes to the device in one
 copy; into memory of its own, or into a buffer that stays where it is, for CUDA graphs. Knows no ranks and no factors,
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from loraplex_server.layers.lora import Segment, join_neighbours
 
+ALIGN_BYTES = 16  # of the kernels' widest load
 # Adapters on one row that a reserved plan has room for.
 MAX_TERMS = 4
 # Blocks in a reserved plan beyond what its slots can need, for mixtures: every one is a set of slots of its own.

@@ -1,4 +1,4 @@
-"""Which kernels a step's rows and a module's shape get, and with which block sizes. Pure; imports no triton.
+"""Kernel variants and block sizes, by a step's rows and a module's shape. Pure; imports no triton.
 
 Three variants:
 
