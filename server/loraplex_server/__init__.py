@@ -1,1 +1,1 @@
-"""The worker: engine, scheduler, KV cache, model runner, sampling, speculation, gRPC service, and the demo."""
+"""The worker: front end, engine, scheduler, KV cache, model, sampling and speculation."""

@@ -1,4 +1,6 @@
-"""The worker's configuration: nested frozen dataclasses, checked once. The only place that reads the environment.
+"""Configuration of the worker: nested frozen dataclasses, checked once.
+
+The only place that reads the environment.
 
 The commands' flags are made from these fields (loraplex_proto/flags.py): a field's `help` is what `--help` says.
 """

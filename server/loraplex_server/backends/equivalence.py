@@ -1,4 +1,4 @@
-"""Equivalence checks: what takes the place of a model's own code must compute the same.
+"""Equivalence checks of fast implementations against the model's own code.
 
 Every check at load time runs both on the same few values and compares them here. What differs is not used, or, where
 nothing else could be used, the model is refused.

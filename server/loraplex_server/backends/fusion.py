@@ -1,4 +1,4 @@
-"""Fused norms and rotary embeddings in a model, where they are proven to compute what they replace.
+"""Replacement of norms and rotary embeddings by proven fused operations.
 
 Names prove nothing. Attention modules call a function `apply_rotary_pos_emb` of the file they are written in: each such
 function, and each module that looks like an RMS norm, runs beside the fused operation on random values, in float32

@@ -1,4 +1,4 @@
-"""Placement of several workers on one machine: a GPU of its own for each, or a share of the cores."""
+"""Placement of several workers on GPUs or CPU cores."""
 
 from __future__ import annotations
 

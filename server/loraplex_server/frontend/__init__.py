@@ -1,2 +1,4 @@
-"""Between the wire and the engine: text to tokens, submission, tokens back to text. Knows no protobuf and no
-tensors."""
+"""The front end: text to tokens, submission, tokens back to text.
+
+Knows no protobuf and no tensors.
+"""

@@ -1,4 +1,4 @@
-"""Puts one completion's text together from the engine's events: detokenization, stop strings, logprob texts, counts.
+"""Text of one completion: detokenization, stop strings, logprob texts, counts.
 
 Pure: events in, deltas out. Owns the detokenizer and the stop matcher of its completion.
 """

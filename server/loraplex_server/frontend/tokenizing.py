@@ -1,4 +1,4 @@
-"""Text to token ids and back for the event loop: whatever its length, other requests go on.
+"""Tokenizing beside the event loop, in threads or a process.
 
 Short texts are done at once, on the loop; longer ones by threads, which give the interpreter's lock back; the longest
 by a process of their own, which is killed when its caller goes away. How many at once is bounded, and so are the bytes

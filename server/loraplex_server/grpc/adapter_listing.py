@@ -1,4 +1,4 @@
-"""What a worker lists: the adapters that its engine holds, as the front end mirrors them, and the names in the source.
+"""Listing of adapters: the engine's rows and the source's names.
 
 Nothing here asks the engine or reads a file. Listings are made in slices, and between two of them everybody else on the
 event loop has a turn. Owns the order in which those who want everything at once are answered.

@@ -1,1 +1,1 @@
-"""The layers that every model is made of here, and what they share in a step."""
+"""Layers of every model, and the state that they share in a step."""

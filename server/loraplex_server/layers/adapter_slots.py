@@ -1,4 +1,4 @@
-"""Device slots of LoRA adapters: which adapter is in which slot of all adapted modules."""
+"""Adapter slots on the device, over all adapted modules."""
 
 from __future__ import annotations
 

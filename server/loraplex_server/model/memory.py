@@ -1,4 +1,4 @@
-"""Memory budgets: what is free, what a step takes, and how much of it the KV cache gets.
+"""Memory budgets: free memory, step memory and KV cache.
 
 Memory that the KV cache takes cannot be had back when a long prompt comes, so steps are bounded by their shapes: the
 tensors that live at the same time in a decoder layer, in the gathered contexts of one attention layer and behind the

@@ -1,1 +1,4 @@
-"""From text to token ids and back: the tokenizer, incremental detokenisation, stop strings. Knows no tensors."""
+"""Text: tokenizer, incremental detokenizer and stop strings.
+
+Knows no tensors.
+"""

@@ -1,4 +1,4 @@
-"""An upper bound on how many bytes of text one token can stand for, where a tokenizer has one.
+"""Upper bound of bytes per token of a tokenizer.
 
 With it a text can be refused before it is tokenized: `n` bytes are at least `n / bound` tokens. The bound holds for
 tokenizers that never make text shorter: nothing that they do before the model may drop or merge characters, the model

@@ -1,4 +1,4 @@
-"""The base model's tokenizer as the front end uses it: text and chats to token ids, and everything that goes back.
+"""The base model's tokenizer: texts and chats to token ids and back.
 
 Wraps a fast Transformers tokenizer; without one, requests and answers in token ids go on working and everything that
 needs text fails with a typed error. Safe to use from several threads: nothing is changed after construction but caches.

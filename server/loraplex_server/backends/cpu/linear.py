@@ -1,4 +1,4 @@
-"""Base linears of the CPU: packed for the native kernels, or in oneDNN's own layout.
+"""Base linears of the CPU: native packed weights, or oneDNN's layout.
 
 oneDNN computes the same product as a plain linear, without reordering the weight in every call. Its operators are
 private to PyTorch: `packed_linear` answers with a plain linear wherever they are missing or do not take the weight. A

@@ -1,4 +1,4 @@
-"""Segmented LoRA and dense products in plain torch, on any device: what others are tested against."""
+"""Reference segmented LoRA and dense products in plain torch."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""Command writer that never blocks on the pipe."""
+
 from __future__ import annotations
 
 import multiprocessing

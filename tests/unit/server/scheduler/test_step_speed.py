@@ -1,4 +1,4 @@
-"""What the scheduler learns of its engine's speed from steps."""
+"""Step speed as the scheduler measures it."""
 
 from __future__ import annotations
 

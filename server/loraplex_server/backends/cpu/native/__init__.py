@@ -1,1 +1,4 @@
-"""CPU kernels in C++: their sources, what builds them, and what loads them. Nothing in here needs torch to import."""
+"""Native CPU kernels in C++: sources, build and loading.
+
+Nothing in here needs torch to import.
+"""

@@ -1,4 +1,4 @@
-"""Every function of the C interface has the arguments that its sources give it, in order."""
+"""Prototypes of the C functions, against the sources."""
 
 from __future__ import annotations
 
