@@ -31,7 +31,7 @@ ALIGN_BYTES = 64
 
 @dataclass(frozen=True, slots=True, order=True)
 class FactorShape:
-    """One module's factors, without the numbers."""
+    """Shape of one module's factors."""
 
     path: str
     rank: int
@@ -51,7 +51,7 @@ class PlacedFactors:
 
 @dataclass(frozen=True, slots=True)
 class LoraLayout:
-    """The whole adapter."""
+    """Layout of all factors."""
 
     dtype: str
     placed: tuple[PlacedFactors, ...]
@@ -124,7 +124,7 @@ MAX_DIM = 1 << 32
 
 @dataclass(frozen=True, slots=True)
 class HeadsShape:
-    """A set of heads, without the numbers. All heads of a set have the same parts."""
+    """Shape of a set of heads. All heads of a set have the same parts."""
 
     num_heads: int
     num_layers: int  # residual blocks of each head

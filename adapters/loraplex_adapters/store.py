@@ -35,7 +35,7 @@ from loraplex_contracts.errors import DiskFull, FailedPrecondition
 
 MAGIC = b"LPXADPT1"
 MAX_HEADER_BYTES = 16 << 20
-REMEMBERED_HEADERS = 16
+REMEMBERED_HEADERS = 16  # parsed; most adapters of a server have one of a few layouts
 RETRY_FULL_S = 5.0
 _SUFFIX = ".adapter"
 _TEMPORARY = ".incoming-"
@@ -104,7 +104,7 @@ class AdapterStore:
 
     @property
     def num_bytes(self) -> int:
-        """On disk now, what is being written included."""
+        """Bytes on disk, those being written included."""
         return self._num_bytes
 
     def keys(self) -> list[AdapterKey]:
@@ -124,8 +124,9 @@ class AdapterStore:
         fill: Callable[[WriteFn], None],
         memory: memoryview | None = None,
     ) -> AdapterKey:
-        """Takes in what `fill` writes: exactly `payload_bytes`, which are in `memory` too then. Raises DiskFull, or
-        what `fill` raises; then nothing is left behind."""
+        """Stores the payload that `fill` writes: exactly `payload_bytes`, which are left in `memory` too.
+
+        Raises DiskFull or an error of `fill`; then nothing is left behind."""
         header = _header(kind, layout, payload_bytes)
         start = _payload_start(header)
         file_bytes = start + payload_bytes
@@ -161,8 +162,8 @@ class AdapterStore:
                 os.close(fd)
 
     def open(self, key: AdapterKey) -> StoredAdapter | None:
-        """None when it is not there (any more). A file that fails its digest is removed, as if it had not been. Raises
-        OSError when the process cannot open it now; then it stays."""
+        """The adapter, or None when the store does not have it. A file that fails its digest is removed and counts as
+        missing. Raises OSError when the process cannot open it now; then the file stays."""
         with self._lock:
             entry = self._entries.get(key)
             if entry is None:
@@ -190,7 +191,7 @@ class AdapterStore:
     def close(self) -> None:
         os.close(self._lock_fd)
 
-    # --- within ---------------------------------------------------------------------------------------------------
+    # --- private ---------------------------------------------------------------------------------------------------
 
     def _path(self, key: AdapterKey) -> Path:
         return self._root / f"{key.kind}-{key.digest}{_SUFFIX}"
@@ -368,7 +369,7 @@ def _pieces(data: memoryview) -> Iterator[memoryview]:
 
 
 def never_fits(file_bytes: int, why: str) -> DiskFull:
-    """No waiting would help, so it does not say when to try again."""
+    """The error without a retry hint: no waiting helps."""
     return DiskFull(
         f"the adapter takes {file_bytes} bytes on disk, and {why}; it fits only when that is changed",
         resource="adapter store",

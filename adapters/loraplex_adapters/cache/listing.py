@@ -14,7 +14,7 @@ from loraplex_adapters.cache.states import KeyRecord, KeyState, NameRecord, Name
 from loraplex_contracts.adapters import AdapterInfo, AdapterState, AdapterTier, ListingChanges
 from loraplex_contracts.errors import LoraplexError
 
-MAX_NEAREST = 1024
+MAX_NEAREST = 1024  # residents that a router is told of; bounds its messages
 # The tiers of residents, the nearest to the device first.
 _NEAREST_FIRST: tuple[AdapterTier, ...] = ("device", "host", "disk")
 _AFTER_ALL = "\x7f"  # behind every character of an adapter id

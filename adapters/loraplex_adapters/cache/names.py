@@ -24,7 +24,7 @@ from loraplex_adapters.cache.states import (
 from loraplex_contracts.adapters import AdapterInfo, AdapterKey, ListingChanges
 from loraplex_contracts.errors import AdapterLoadsBusy, AdapterMemoryFull, AdapterNotFound, adapter_not_found
 
-MAX_REMEMBERED_FAILURES = 1024
+MAX_REMEMBERED_FAILURES = 1024  # any name can be asked for; bounds their memory
 # A LoadAdapter whose result was not taken for so long was abandoned: the next call starts another one.
 ABANDONED_S = 5.0
 

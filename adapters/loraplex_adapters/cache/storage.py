@@ -32,7 +32,7 @@ from loraplex_adapters.store import REMEMBERED_HEADERS, AdapterStore, header_con
 from loraplex_adapters.weights import AdapterWeights
 from loraplex_contracts.adapters import AdapterKey
 
-COPY_PIECE_BYTES = 256 << 10
+COPY_PIECE_BYTES = 256 << 10  # between two checkpoints: tens of microseconds
 # Of pinned memory. The smallest is what an adapter may take beyond its size.
 MAX_PINNED_BYTES, MIN_PINNED_BYTES = 4 << 20, 64 << 10
 # Of one freed adapter's memory that is kept, and of the adapters imported last: both beyond all budgets.

@@ -58,7 +58,7 @@ def parse_medusa_config(data: bytes) -> MedusaConfig:
         is_heads_only=is_heads_only,
         base_model=base if isinstance(base, str) and len(base) <= MAX_BASE_CHARS else "",
         num_heads=_count(fields, "medusa_num_heads", "num_heads" if is_heads_only else None),
-        # A base model's num_hidden_layers are its own.
+        # In a base model's configuration num_hidden_layers counts the model's.
         num_layers=_count(fields, "medusa_num_layers", "num_hidden_layers" if is_heads_only else None),
         hidden_size=_count(fields, "hidden_size", None),
         original_lm_head=fields.get("original_lm_head") is True,
@@ -200,7 +200,7 @@ def plan_heads(config: MedusaConfig | None, tensors: Sequence[HeadTensor], targe
 
 
 def _sort(tensors: Sequence[HeadTensor]) -> _Found:
-    """By part. No part may come twice, as it can under two prefixes or in two files."""
+    """Sorts tensors by part. A part that comes twice, under two prefixes or in two files, is an error."""
     found = _Found()
     families = {tensor.family for tensor in tensors} - {"either"}
     for tensor in tensors:
@@ -238,7 +238,7 @@ def _take(found: _Found, tensor: HeadTensor) -> bool:
 
 
 def _count_heads(found: _Found, any_tensor: TensorInfo) -> int:
-    """From the keys. A head that is missing between others is a damaged file."""
+    """Counts heads by their names. A gap between them is a damaged file."""
     # vLLM's `lm_heads.0` may stand for all heads, so there the blocks count; of sequential heads either shows them.
     heads = {head for head, _ in found.weights} | found.ends.keys() | {head for head, _ in found.biases}
     heads = heads or set(found.projections)
@@ -254,7 +254,7 @@ def _count_heads(found: _Found, any_tensor: TensorInfo) -> int:
 
 
 def _count_layers(found: _Found, num_heads: int, any_tensor: TensorInfo) -> int:
-    """The same for all heads; a projection stands right behind the last block."""
+    """Counts layers, the same number for all heads; a projection stands right behind the last block."""
     layers = [layer for _, layer in (*found.weights, *found.biases)]
     num_layers = max((*layers, *(end - 1 for end in found.ends.values())), default=-1) + 1
     for head in range(num_heads):
@@ -287,7 +287,7 @@ def _check_blocks(found: _Found, blocks: Sequence[Sequence[PlannedBlock]], targe
 
 
 def _projections(found: _Found, num_heads: int, config: MedusaConfig | None) -> tuple[TensorInfo, ...]:
-    """None, one for all heads, or one for each."""
+    """The projections: none, one for all heads, or one for each."""
     if found.shared is not None:
         if found.projections:
             raise AdapterInvalid(f"{found.shared.where} is for all heads, but there are projections for single ones")
@@ -422,7 +422,7 @@ def _rows(
 
 
 def _token_ids(tensor: TensorInfo, file: SourceFile, vocab_size: int) -> NDArray[np.int64]:
-    """At most as many as the vocabulary has (the plan has seen to it)."""
+    """The ids, checked. There are at most as many as tokens in the vocabulary, by the plan."""
     data = bytearray(tensor.num_bytes)
     file.read_into(memoryview(data), tensor.offset)
     found = np.frombuffer(data, dtype=np.int64 if tensor.dtype == "I64" else np.int32).astype(np.int64)

@@ -73,7 +73,7 @@ class PeftLoraConfig:
     base_model: str  # informative only: shapes decide
 
     def rank_and_scale(self, path: str, budget: Budget) -> tuple[int, float]:
-        """Of one module. As in PEFT: the first pattern that matches, else the common value; the scale comes from this
+        """Of one module. As in PEFT: the first pattern that matches, else the common value; the scale comes from the
         module's own rank and alpha, never from a padded or a common rank."""
         rank = next((rank for pattern, rank in self.rank_pattern if pattern.matches(path, budget)), self.r)
         alpha = next((alpha for pattern, alpha in self.alpha_pattern if pattern.matches(path, budget)), self.lora_alpha)
@@ -169,7 +169,7 @@ def _flag(fields: Mapping[str, Any], name: str) -> bool:
 
 
 def _targets(value: Any) -> frozenset[str] | None:
-    """A string is a pattern (or 'all-linear'): never matched, because the tensors say the same without it."""
+    """The listed targets. A string is a pattern or 'all-linear'; never matched, as the tensors say the same."""
     if value is None or isinstance(value, str):
         return None
     if not isinstance(value, list) or len(value) > MAX_TARGETS or not all(isinstance(item, str) for item in value):

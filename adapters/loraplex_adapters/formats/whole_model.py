@@ -23,9 +23,9 @@ from loraplex_adapters.io.safetensors_header import MAX_TENSORS, TensorInfo
 from loraplex_adapters.io.source_files import AdapterFiles, parse_object, read_all
 from loraplex_contracts.errors import AdapterInvalid
 
-# Of an adapter's directory. Parsing holds up the other threads of the process.
+# Limit for an adapter's index. Parsing holds up the other threads of the process.
 MAX_INDEX_BYTES = 4 << 20
-# Of the model that the server is to serve, before it does: large mixtures of experts have indexes of 9 MB.
+# Limit for the served model's index, read before serving: large mixtures of experts have indexes of 9 MB.
 MAX_BASE_INDEX_BYTES = 64 << 20
 MAX_SHARDS = 1024
 _OTHER_MODEL_NAMES = ("pytorch_model.bin", "pytorch_model.bin.index.json")

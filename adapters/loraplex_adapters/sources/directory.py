@@ -36,7 +36,7 @@ class FolderSource:
 
 
 class DirectorySource:
-    """Adapters in a directory of the operator's. Links in it are followed as far as they lead to what is in it too."""
+    """Adapters in a directory of the operator's. Links in it are followed where they stay inside it."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -77,7 +77,7 @@ def open_folder(folder: Path, adapter_id: str = "") -> AdapterFiles:
 
 
 def _holds_adapter(folder: Folder, names: set[str], adapter_id: str) -> bool:
-    """By the names of its files; what is laid out like a whole model is one when it has heads in it."""
+    """Whether it is an adapter, by the names of its files; a whole model is one when it has heads in it."""
     if not names.isdisjoint((*ADAPTER_NAMES, *PICKLE_NAMES)):
         return True
     if not has_model_layout(names):

@@ -23,7 +23,7 @@ from loraplex_contracts.errors import InvalidAdapterId
 FULL_LOOK_EVERY = 16
 MAX_LISTED = 100_000  # folders in one
 MAX_DEPTH = 2  # NAME or ORG/NAME
-# Another change within this time may leave the time of change as it was: file systems count in steps.
+# Another change within this time may leave the modification time as it was: file systems count in steps.
 TIME_STEP_NS = 2_000_000_000
 
 
@@ -50,7 +50,7 @@ class DirectoryIndex:
         self._has_changed = True
 
     def look(self, root: Folder) -> Sequence[str]:
-        """The names that are there now, sorted; the same object as before where nothing has changed."""
+        """The present names, sorted; the same object as before where nothing has changed."""
         self._is_full_look = self._num_looks % FULL_LOOK_EVERY == 0
         self._num_looks += 1
         self._look_into(root, self._root, "", 0)

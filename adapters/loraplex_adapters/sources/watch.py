@@ -16,7 +16,7 @@ from loraplex_adapters.io.throttle import Throttle, throttled
 log = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0
-# Of the time, where a look takes long.
+# Share of the time spent listing, where that takes long.
 MAX_SHARE = 0.05
 CLOSE_TIMEOUT_S = 1.0
 

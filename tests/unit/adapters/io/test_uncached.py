@@ -1,4 +1,4 @@
-"""Files that are read or written once."""
+"""Reads and writes that leave no pages in the cache."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from loraplex_adapters.io import uncached as once
+from loraplex_adapters.io import uncached
 from loraplex_adapters.io.uncached import CHUNK_BYTES, MIN_READ_BYTES, ChunkWriter, read_uncached, write_uncached
 
 Calls = list[tuple[int, int]]  # offset and number of bytes
@@ -47,7 +47,7 @@ def test_what_was_written_is_read(fd: int, refusal: int | None, monkeypatch: pyt
 
     monkeypatch.setattr(os, "preadv", preadv)
     monkeypatch.setattr(os, "pwritev", pwritev)
-    monkeypatch.setattr(once, "_DONTCACHE", 0x80)
+    monkeypatch.setattr(uncached, "_DONTCACHE", 0x80)
     data = random_bytes(200_001)
     write_uncached(fd, memoryview(data), 77)
     buffer = bytearray(300_000)
@@ -62,7 +62,7 @@ def test_what_was_written_is_read(fd: int, refusal: int | None, monkeypatch: pyt
 def test_small_reads_keep_their_pages(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row after the other would read every page once per row."""
     write_uncached(fd, memoryview(b"abc"), 0)
-    monkeypatch.setattr(once, "_DONTCACHE", 1 << 30)  # that no system knows
+    monkeypatch.setattr(uncached, "_DONTCACHE", 1 << 30)  # that no system knows
     buffer = bytearray(MIN_READ_BYTES - 1)
     read = os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: read(fd, buffers, offset))
@@ -70,7 +70,7 @@ def test_small_reads_keep_their_pages(fd: int, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_without_flags_in_python(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(once, "_DONTCACHE", 0)
+    monkeypatch.setattr(uncached, "_DONTCACHE", 0)
     write_uncached(fd, memoryview(b"abc"), 0)
     assert read_uncached(fd, memoryview(bytearray(MIN_READ_BYTES)), 0) == 3
 
@@ -90,13 +90,13 @@ def test_other_errors_are_the_callers(fd: int, monkeypatch: pytest.MonkeyPatch) 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     found: Calls = []
-    real = once.write_uncached
+    real = uncached.write_uncached
 
     def write(fd: int, data: memoryview, offset: int) -> None:
         found.append((offset, data.nbytes))
         real(fd, data, offset)
 
-    monkeypatch.setattr(once, "write_uncached", write)
+    monkeypatch.setattr(uncached, "write_uncached", write)
     return found
 
 
