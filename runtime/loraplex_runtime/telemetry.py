@@ -1,9 +1,8 @@
-"""What a router and a worker tell their operator: log lines, Prometheus metrics, and the port that serves them.
+"""Log lines, Prometheus metrics of requests, and the port that serves metrics.
 
-Owns the formats of the lines, the names of the metrics and the bounds on their cardinality. What changes all the time
-(queues, residency) is read at the moment of a scrape, so no label set outlives what it stood for. Metrics need
-prometheus_client, which is imported where a registry is made; without a registry every recorder does nothing. Knows
-nothing of who calls it.
+Owns the formats of the lines, the prefix of the metrics and the buckets of histograms. What changes all the time
+(queues, residency) is made into metrics at the moment of a scrape (`gauges`, `counter`), so that no label set outlives
+what it stood for. prometheus_client is imported where metrics are made only.
 """
 
 from __future__ import annotations
@@ -14,9 +13,8 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, TextIO
 
 from loraplex_contracts.errors import FailedPrecondition, InvalidArgument
@@ -104,9 +102,6 @@ def setup_logging(level: str = "info", style: LogStyle = "plain", stream: TextIO
 # --- metrics --------------------------------------------------------------------------------------------------------
 
 PREFIX: Final = "loraplex:"
-# Adapters that are shown by name; the rest are counted together.
-MAX_NAMED_ADAPTERS: Final = 100
-OTHER: Final = "other"
 
 _REQUEST_BUCKETS_S: Final = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 _FIRST_MESSAGE_BUCKETS_S: Final = (0.003, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
@@ -128,11 +123,10 @@ class RequestMetrics:
     """Counts and latencies of requests, by method. `role` is "worker" or "router"."""
 
     def __init__(self, registry: CollectorRegistry | None, role: Literal["worker", "router"]) -> None:
-        self._requests: Any = None
-        if registry is None:
-            return
+        """Without a registry the numbers are not shown anywhere."""
         from prometheus_client import Counter, Histogram
 
+        registry = new_registry() if registry is None else registry
         name = PREFIX if role == "worker" else f"{PREFIX}router_"
         self._requests = Counter(name + "requests", "Requests that have ended.", ["method", "code"], registry=registry)
         self._seconds = Histogram(
@@ -152,89 +146,11 @@ class RequestMetrics:
 
     def ended(self, method: str, code: str, seconds: float) -> None:
         """`code` is the name of a gRPC status code."""
-        if self._requests is not None:
-            self._requests.labels(method, code).inc()
-            self._seconds.labels(method).observe(seconds)
+        self._requests.labels(method, code).inc()
+        self._seconds.labels(method).observe(seconds)
 
     def first_message(self, method: str, seconds: float) -> None:
-        if self._requests is not None:
-            self._first_message_seconds.labels(method).observe(seconds)
-
-
-@dataclass(frozen=True, slots=True)
-class Resident:
-    """An adapter that a worker holds."""
-
-    adapter_id: str
-    tier: str
-    pinned: bool
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerSnapshot:
-    """A worker at the moment of a scrape. Counters are since the start; mappings are by tier where nothing else is
-    said."""
-
-    num_running: int = 0
-    num_waiting: int = 0
-    kv_cache_usage: float = 0.0  # 0 to 1
-    # Adapters that fit the device at the same time.
-    max_lora: int = 0
-    # On the device, running or idle: a gateway that routes by this must find the idle ones too.
-    running_adapters: Sequence[str] = ()
-    waiting_adapters: Sequence[str] = ()
-    # Most recently used first.
-    residents: Sequence[Resident] = ()
-    hits: Mapping[str, int] = field(default_factory=dict[str, int])
-    misses: Mapping[str, int] = field(default_factory=dict[str, int])
-    evictions: Mapping[str, int] = field(default_factory=dict[str, int])
-    num_loads: int = 0
-    load_seconds: float = 0.0
-    # By proposer.
-    drafted_tokens: Mapping[str, int] = field(default_factory=dict[str, int])
-    accepted_tokens: Mapping[str, int] = field(default_factory=dict[str, int])
-
-
-class WorkerCollector:
-    """Turns a snapshot into metrics, once per scrape."""
-
-    def __init__(
-        self,
-        registry: CollectorRegistry,
-        snapshot: Callable[[], WorkerSnapshot],
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        self._snapshot = snapshot
-        self._clock = clock
-        registry.register(self)  # pyright: ignore[reportArgumentType]  # the protocol is `collect` alone
-
-    def collect(self) -> Iterator[Metric]:
-        now = self._snapshot()
-        yield gauge("num_requests_running", "Requests in the running batch.", now.num_running)
-        yield gauge("num_requests_waiting", "Requests that wait to run.", now.num_waiting)
-        yield gauge("kv_cache_usage", "Share of the KV blocks that are taken, 0 to 1.", now.kv_cache_usage)
-        yield self._lora_requests_info(now)
-        yield _residency(now.residents)
-        yield _counter("adapter_cache_hits", "Requests that found their adapter in the tier.", "tier", now.hits)
-        yield _counter("adapter_cache_misses", "Requests that did not.", "tier", now.misses)
-        yield _counter("adapter_cache_evictions", "Adapters that had to leave the tier.", "tier", now.evictions)
-        yield _summary("adapter_load_seconds", "Time to load an adapter.", now.num_loads, now.load_seconds)
-        yield _counter("draft_tokens", "Tokens that speculation has proposed.", "proposer", now.drafted_tokens)
-        yield _counter("accepted_tokens", "Those that the model agreed with.", "proposer", now.accepted_tokens)
-
-    def _lora_requests_info(self, now: WorkerSnapshot) -> Metric:
-        """As the Gateway API Inference Extension reads it: label names and meaning are that protocol's."""
-        labels = {
-            "max_lora": str(now.max_lora),
-            "running_lora_adapters": ",".join(now.running_adapters[:MAX_NAMED_ADAPTERS]),
-            "waiting_lora_adapters": ",".join(now.waiting_adapters[:MAX_NAMED_ADAPTERS]),
-        }
-        return gauge(
-            "lora_requests_info",
-            "Adapters on the device and waiting for it; the value is the time.",
-            self._clock(),
-            labels,
-        )
+        self._first_message_seconds.labels(method).observe(seconds)
 
 
 def gauge(name: str, text: str, value: float, labels: Mapping[str, str] | None = None) -> Metric:
@@ -252,21 +168,8 @@ def gauges(name: str, text: str, labels: Sequence[str], samples: Sequence[tuple[
     return family
 
 
-def _residency(residents: Sequence[Resident]) -> Metric:
-    samples = [((one.adapter_id, one.tier, _flag(one.pinned)), 1.0) for one in residents[:MAX_NAMED_ADAPTERS]]
-    rest: dict[tuple[str, str, str], float] = {}
-    for one in residents[MAX_NAMED_ADAPTERS:]:
-        labels = (OTHER, one.tier, _flag(one.pinned))
-        rest[labels] = rest.get(labels, 0.0) + 1.0
-    samples += rest.items()
-    return gauges("adapter_resident", "Adapters that this worker holds.", ("adapter", "tier", "pinned"), samples)
-
-
-def _flag(value: bool) -> str:
-    return "true" if value else "false"
-
-
-def _counter(name: str, text: str, label: str, values: Mapping[str, int]) -> Metric:
+def counter(name: str, text: str, label: str, values: Mapping[str, int]) -> Metric:
+    """One counter with a sample for each value of `label`."""
     from prometheus_client.core import CounterMetricFamily
 
     family = CounterMetricFamily(PREFIX + name, text, labels=[label])
@@ -275,7 +178,7 @@ def _counter(name: str, text: str, label: str, values: Mapping[str, int]) -> Met
     return family
 
 
-def _summary(name: str, text: str, count: int, total: float) -> Metric:
+def summary(name: str, text: str, count: int, total: float) -> Metric:
     from prometheus_client.core import SummaryMetricFamily
 
     return SummaryMetricFamily(PREFIX + name, text, count_value=count, sum_value=total)
@@ -323,7 +226,7 @@ class MetricsEndpoint:
 async def _serve_scrape(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, registry: CollectorRegistry
 ) -> None:
-    # A client that hangs, lies about its size or leaves is its own problem.
+    # A client that hangs, lies about its size or leaves is not answered.
     with contextlib.suppress(TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
         async with asyncio.timeout(_CLIENT_TIMEOUT_S):
             head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")

@@ -29,7 +29,7 @@ from loraplex_server.grpc.adapter_listing import AdapterListing
 from loraplex_server.grpc.adapter_service import AdapterServicer
 from loraplex_server.grpc.inference_service import InferenceServicer
 from loraplex_server.grpc.load_service import WorkerServicer
-from loraplex_server.grpc.metrics import snapshot
+from loraplex_server.grpc.metrics import WorkerCollector
 from loraplex_server.grpc.middleware import RequestGate, service_handler
 from loraplex_server.text.tokenizer import TextTokenizer
 
@@ -144,7 +144,7 @@ def _serve(
     listener: Listener, engine: EngineClient, info: ModelInfo, tokenizer: TextTokenizer, source: SourceWatch
 ) -> Worker:
     if listener.registry is not None:
-        telemetry.WorkerCollector(listener.registry, lambda: snapshot(engine.state))
+        WorkerCollector(listener.registry, lambda: engine.state)
     gate = RequestGate(telemetry.RequestMetrics(listener.registry, "worker"))
     tokenizing = Tokenizing(tokenizer, ModelLimits(info.vocab_size, info.max_context_tokens))
     servicers = (

@@ -12,15 +12,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from prometheus_client import Gauge
 
 from loraplex_contracts.errors import FailedPrecondition, InvalidArgument
 from loraplex_runtime.telemetry import (
-    MAX_NAMED_ADAPTERS,
     MetricsEndpoint,
     RequestMetrics,
-    Resident,
-    WorkerCollector,
-    WorkerSnapshot,
     bind_request_id,
     new_registry,
     setup_logging,
@@ -99,76 +96,8 @@ def test_settings_that_are_not_there() -> None:
 # --- metrics ----------------------------------------------------------------------------------------------------------
 
 
-def samples(registry: Any, name: str) -> dict[tuple[tuple[str, str], ...], float]:
-    """Label pairs -> value of every sample with that name."""
-    found = [sample for family in registry.collect() for sample in family.samples if sample.name == name]
-    return {tuple(sorted(sample.labels.items())): sample.value for sample in found}
-
-
 def value(registry: Any, name: str, **labels: str) -> float | None:
     return registry.get_sample_value(name, labels)
-
-
-def test_a_worker_is_shown_as_it_is_at_the_scrape() -> None:
-    registry = new_registry()
-    now = WorkerSnapshot(
-        num_running=3,
-        num_waiting=2,
-        kv_cache_usage=0.25,
-        max_lora=8,
-        running_adapters=("sql", "json"),
-        waiting_adapters=("xml",),
-        hits={"device": 5},
-        misses={"device": 1, "host": 2},
-        evictions={"device": 4},
-        num_loads=2,
-        load_seconds=0.5,
-        drafted_tokens={"medusa": 8, "prompt_lookup": 3},
-        accepted_tokens={"medusa": 5, "prompt_lookup": 0},
-    )
-    WorkerCollector(registry, lambda: now, clock=lambda: 1234.5)
-    assert value(registry, "loraplex:num_requests_running") == 3
-    assert value(registry, "loraplex:num_requests_waiting") == 2
-    assert value(registry, "loraplex:kv_cache_usage") == 0.25
-    assert samples(registry, "loraplex:lora_requests_info") == {
-        (("max_lora", "8"), ("running_lora_adapters", "sql,json"), ("waiting_lora_adapters", "xml")): 1234.5
-    }
-    assert value(registry, "loraplex:adapter_cache_hits_total", tier="device") == 5
-    assert value(registry, "loraplex:adapter_cache_misses_total", tier="host") == 2
-    assert value(registry, "loraplex:adapter_cache_evictions_total", tier="device") == 4
-    assert value(registry, "loraplex:adapter_load_seconds_count") == 2
-    assert value(registry, "loraplex:adapter_load_seconds_sum") == 0.5
-    assert value(registry, "loraplex:draft_tokens_total", proposer="medusa") == 8
-    assert value(registry, "loraplex:accepted_tokens_total", proposer="medusa") == 5
-    assert value(registry, "loraplex:accepted_tokens_total", proposer="prompt_lookup") == 0
-    now = WorkerSnapshot(max_lora=8, running_adapters=("xml",))
-    # The label set of a moment ago is gone.
-    assert list(samples(registry, "loraplex:lora_requests_info")) == [
-        (("max_lora", "8"), ("running_lora_adapters", "xml"), ("waiting_lora_adapters", ""))
-    ]
-
-
-def test_residents_are_shown_and_forgotten() -> None:
-    registry = new_registry()
-    residents = [Resident("sql", "device", True), Resident("json", "disk", False)]
-    WorkerCollector(registry, lambda: WorkerSnapshot(residents=residents))
-    name = "loraplex:adapter_resident"
-    assert value(registry, name, adapter="sql", tier="device", pinned="true") == 1
-    assert value(registry, name, adapter="json", tier="disk", pinned="false") == 1
-    residents[1:] = []
-    assert value(registry, name, adapter="json", tier="disk", pinned="false") is None
-    assert value(registry, name, adapter="sql", tier="device", pinned="true") == 1
-
-
-def test_many_residents_are_counted_together() -> None:
-    registry = new_registry()
-    tiers = ["device"] * MAX_NAMED_ADAPTERS + ["host"] * 30 + ["disk"] * 70
-    residents = [Resident(f"a{number}", tier, False) for number, tier in enumerate(tiers)]
-    WorkerCollector(registry, lambda: WorkerSnapshot(residents=residents))
-    shown = samples(registry, "loraplex:adapter_resident")
-    assert len(shown) == MAX_NAMED_ADAPTERS + 2
-    assert sum(shown.values()) == 200
-    assert value(registry, "loraplex:adapter_resident", adapter="other", tier="disk", pinned="false") == 70
 
 
 @pytest.mark.parametrize(("role", "prefix"), [("worker", "loraplex:"), ("router", "loraplex:router_")])
@@ -216,7 +145,7 @@ async def ask(port: int, text: bytes) -> tuple[str, dict[str, str], str]:
 @pytest.fixture
 async def endpoint() -> Any:
     registry = new_registry()
-    WorkerCollector(registry, lambda: WorkerSnapshot(num_running=7))
+    Gauge("loraplex:num_requests_running", "Requests.", registry=registry).set(7)
     endpoint = await MetricsEndpoint.start("127.0.0.1", 0, registry)
     yield endpoint
     await endpoint.stop()
