@@ -174,9 +174,9 @@ class InferenceRelay:
         flow, left_s = (current_identity().tenant, request.adapter_id), call.remaining_s()
         found: dict[str, Overloaded] = {}
         for replica in self._replicas.connected():
-            if replica.is_routable and replica.forecast is not None:
+            if replica.is_routable and replica.load.forecast is not None:
                 try:
-                    replica.forecast.check(flow, request.num_prompt_tokens, request.num_output_tokens, left_s)
+                    replica.load.forecast.check(flow, request.num_prompt_tokens, request.num_output_tokens, left_s)
                 except Overloaded as error:
                     found[replica.worker_id] = error
         return found

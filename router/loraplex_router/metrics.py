@@ -41,8 +41,8 @@ _WORKER_GAUGES: Final[tuple[tuple[str, str, Callable[[Replica], float]], ...]] =
     ("up", "Whether the worker can take requests.", lambda worker: worker.is_routable),
     ("in_flight", "Requests of this router at the worker.", lambda worker: worker.num_in_flight),
     ("work_tokens", "Tokens of work ahead, as routing sees it.", lambda worker: worker.work_tokens),
-    ("running", "Requests that the worker runs.", lambda worker: worker.num_running),
-    ("queued", "Requests that wait at the worker.", lambda worker: worker.num_queued),
+    ("running", "Requests that the worker runs.", lambda worker: worker.load.num_running),
+    ("queued", "Requests that wait at the worker.", lambda worker: worker.load.num_queued),
     ("adapters", "Adapters that the worker holds.", lambda worker: len(worker.tiers)),
 )
 

@@ -1,8 +1,8 @@
-"""What this router knows of each worker: its last report, and what this router has sent it since.
+"""The router's workers: the last report of each, and what this router has sent it since.
 
-`Replicas` owns that state and is its only writer; watch.py feeds it reports, proxy.py tells it of requests that begin
-and end, policy.py reads views of it. Everything can be rebuilt by asking the workers again. Time is an argument. Knows
-nothing of connections.
+`Replicas` owns that state and is its only writer; watch.py feeds it reports, inference.py tells it of requests that
+begin and end, policy.py reads views of it. Everything can be rebuilt by asking the workers again. Time is an argument.
+Knows nothing of connections.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from loraplex_contracts.errors import NoWorker
-from loraplex_contracts.load import Forecast
+from loraplex_contracts.load import Forecast, Load
 from loraplex_proto.v1 import inference_pb2, worker_pb2
 from loraplex_router.policy import WorkerView
 
@@ -29,7 +29,7 @@ class Flight:
     """One request at one worker, from the moment it is sent."""
 
     worker_id: str
-    key: str
+    routing_key: str
     work_tokens: int
     started_s: float
     # Work that is left as far as the answer shows it; None where the answer comes in one piece.
@@ -48,12 +48,8 @@ class Replica:
     # Its engine does not respond, as its front end says.
     is_stalled: bool = False
     last_error: str = "not connected yet"
-    last_report_s: float = 0.0
-    reported_tokens: int = 0
-    num_running: int = 0
-    num_queued: int = 0
-    tiers: Mapping[str, int] = field(default_factory=dict[str, int])
-    forecast: Forecast | None = None  # None while nobody waits there
+    load: Load = field(default_factory=Load)  # as it last reported
+    tiers: Mapping[str, int] = field(default_factory=dict[str, int])  # of adapters, by id
     num_in_flight: int = 0
     # Sent after the last report, oldest first: what that report cannot know of.
     unreported: deque[Flight] = field(default_factory=deque[Flight])
@@ -67,7 +63,7 @@ class Replica:
 
     @property
     def work_tokens(self) -> int:
-        return max(0, self.reported_tokens - self.ended_tokens) + self.unreported_tokens
+        return max(0, self.load.pending_tokens - self.ended_tokens) + self.unreported_tokens
 
     @property
     def view(self) -> WorkerView:
@@ -122,9 +118,9 @@ class Replicas:
     def num_routable(self) -> int:
         return sum(replica.is_routable for replica in self._replicas.values())
 
-    def work_in_flight_tokens(self, key: str) -> int:
-        """Work of requests with this routing key that this router has under way, on all workers."""
-        return self._work_by_key.get(key, 0)
+    def work_in_flight_tokens(self, routing_key: str) -> int:
+        """Work of requests with this key that this router has under way, on all workers."""
+        return self._work_by_key.get(routing_key, 0)
 
     @property
     def max_context_tokens(self) -> int:
@@ -134,24 +130,24 @@ class Replicas:
 
     # --- requests of this router -----------------------------------------------------------------------------------
 
-    def begin(self, worker_id: str, key: str, work_tokens: int, now_s: float) -> Flight:
+    def begin(self, worker_id: str, routing_key: str, work_tokens: int, now_s: float) -> Flight:
         """A request is being sent; every flight that begins is ended once."""
-        flight = Flight(worker_id, key, work_tokens, now_s)
+        flight = Flight(worker_id, routing_key, work_tokens, now_s)
         replica = self._replicas[worker_id]
         replica.num_in_flight += 1
         replica.unreported.append(flight)
         replica.unreported_tokens += work_tokens
         if work_tokens:
-            self._work_by_key[key] = self._work_by_key.get(key, 0) + work_tokens
+            self._work_by_key[routing_key] = self.work_in_flight_tokens(routing_key) + work_tokens
         return flight
 
     def end(self, flight: Flight) -> None:
         replica = self._replicas[flight.worker_id]
         replica.num_in_flight -= 1
         if flight.work_tokens:
-            self._work_by_key[flight.key] -= flight.work_tokens
-            if not self._work_by_key[flight.key]:
-                del self._work_by_key[flight.key]
+            self._work_by_key[flight.routing_key] -= flight.work_tokens
+            if not self._work_by_key[flight.routing_key]:
+                del self._work_by_key[flight.routing_key]
         if flight in replica.unreported:
             replica.unreported.remove(flight)
             replica.unreported_tokens -= flight.work_tokens
@@ -159,24 +155,20 @@ class Replicas:
             # The worker still counted what this request might have gone on to make.
             replica.ended_tokens += flight.remaining_tokens or 0
 
-    # --- news of workers -------------------------------------------------------------------------------------------
+    # --- reports of workers -------------------------------------------------------------------------------------------
 
     def on_info(self, worker_id: str, info: inference_pb2.GetInfoResponse) -> None:
         self._replicas[worker_id].info = info
 
-    def on_report(self, worker_id: str, load: worker_pb2.Load, now_s: float) -> None:
+    def on_report(self, worker_id: str, report: worker_pb2.Load, now_s: float) -> None:
         replica = self._replicas[worker_id]
         was_routable = replica.is_routable
         replica.is_connected = True
-        replica.is_draining = load.draining
-        replica.is_stalled = load.stalled
+        replica.is_draining = report.draining
+        replica.is_stalled = report.stalled
         replica.last_error = ""
-        replica.last_report_s = now_s
-        replica.reported_tokens = load.pending_tokens
-        replica.num_running = load.running_requests
-        replica.num_queued = load.queued_requests
-        replica.tiers = {adapter.adapter_id: adapter.tier for adapter in load.adapters}
-        replica.forecast = _forecast(load.forecast) if load.HasField("forecast") else None
+        replica.load = _load(report)
+        replica.tiers = {adapter.adapter_id: adapter.tier for adapter in report.adapters}
         replica.ended_tokens = 0
         while replica.unreported and replica.unreported[0].started_s <= now_s - REPORT_LAG_S:
             replica.unreported_tokens -= replica.unreported.popleft().work_tokens
@@ -192,12 +184,18 @@ class Replicas:
         replica.is_stalled = False
         replica.last_error = why
         # Nothing of what it held is known to be there when it comes back.
-        replica.tiers = {}
-        replica.reported_tokens = 0
-        replica.forecast = None
-        replica.ended_tokens = 0
+        replica.load, replica.tiers, replica.ended_tokens = Load(), {}, 0
         if was_routable:
             self.on_change()
+
+
+def _load(message: worker_pb2.Load) -> Load:
+    return Load(
+        num_running=message.running_requests,
+        num_queued=message.queued_requests,
+        pending_tokens=message.pending_tokens,
+        forecast=_forecast(message.forecast) if message.HasField("forecast") else None,
+    )
 
 
 def _forecast(message: worker_pb2.Forecast) -> Forecast:

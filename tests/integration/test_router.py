@@ -269,7 +269,7 @@ async def test_reports_move_requests() -> None:
         await stub(c.channel).Generate(request)
         assert (len(first.requests), len(second.requests)) == (0, 1)
         second.report(pending_tokens=100_000, tiers={"sql": 4})
-        await until(lambda: c.router.replicas[second.address].reported_tokens > 0)
+        await until(lambda: c.router.replicas[second.address].load.pending_tokens > 0)
         await stub(c.channel).Generate(request)
         assert (len(first.requests), len(second.requests)) == (1, 1)
         first.report(draining=True)
@@ -533,7 +533,7 @@ async def test_a_report_stream_that_ends_is_opened_again_without_a_gap() -> None
         worker.end_watches()
         await until(lambda: worker.num_watches == 2)
         worker.report(pending_tokens=7)
-        await until(lambda: c.router.replicas[worker.address].reported_tokens == 7)
+        await until(lambda: c.router.replicas[worker.address].load.pending_tokens == 7)
         assert changes == []
 
 

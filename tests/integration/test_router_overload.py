@@ -22,7 +22,7 @@ async def overload(router: Router, worker: FakeWorker, wait_s: float) -> None:
     waits = [worker_pb2.FlowWait(tenant="default", adapter_id="sql", wait_s=wait_s)]
     forecast = worker_pb2.Forecast(waits=waits, max_queue_wait_s=60, token_interval_s=0.01, longest_tokens=100)
     worker.report(queued_requests=50, forecast=forecast)
-    await until(lambda: router.replicas[worker.address].forecast is not None)
+    await until(lambda: router.replicas[worker.address].load.forecast is not None)
 
 
 async def test_a_worker_that_can_do_it_in_time_gets_the_request() -> None:

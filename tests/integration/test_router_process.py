@@ -207,7 +207,7 @@ async def test_metrics() -> None:
         async for _ in stub(c.channel).GenerateStream(Generate(text="x")):
             pass
         c.workers[0].report(pending_tokens=50, running_requests=2, queued_requests=1, tiers={"sql": 4})
-        await until(lambda: c.router.replicas[c.workers[0].address].num_running == 2)
+        await until(lambda: c.router.replicas[c.workers[0].address].load.num_running == 2)
         endpoint = c.router.listener.metrics
         assert endpoint is not None
         reader, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
