@@ -1,8 +1,8 @@
-"""Pages of a listing, the same in the router and in the worker.
+"""Pages of a listing of adapters, the same in the router and in the worker.
 
-A page token says after which adapter the next page begins, never how many came before: adapters that come or go between
-two pages make nobody else appear twice or not at all. That adapter is one that the caller was shown. Pages hold whole
-adapters, all rows of each. Owns the limits and the token's format; keeps nothing between two pages.
+A page token names the adapter before the next page, one that the caller was shown. It does not count adapters: those
+that come or go between two pages make no other one appear twice or not at all. Pages hold whole adapters, all rows of
+each. Owns the limits and the token's format; keeps nothing between two pages.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PREFIX = re.compile(r"[A-Za-z0-9._/-]*\Z")
 
 @dataclass(frozen=True, slots=True)
 class ListQuery:
-    """What a ListAdaptersRequest asks for."""
+    """A ListAdaptersRequest, checked."""
 
     include_unloaded: bool = False
     prefix: str = ""
@@ -68,13 +68,13 @@ def list_query(request: adapter_pb2.ListAdaptersRequest) -> ListQuery:
 
 
 def page_token(query: ListQuery, after: str) -> str:
-    """For the page behind the adapter `after`."""
+    """The token of the page behind the adapter `after`."""
     return base64.urlsafe_b64encode(_VERSION + _checksum(query) + after.encode()).decode()
 
 
 def visible_part(query: ListQuery, allowed: Sequence[str]) -> ListQuery | None:
-    """The part of the listing in which the caller may use anything (`allowed`: globs of adapter ids), so that nobody
-    reads the rest; None: nothing."""
+    """The part of the listing that can hold adapters of the caller (`allowed`: globs of adapter ids), so that the rest
+    is not read; None: no part."""
     literal = [re.split(r"[*?[]", glob, maxsplit=1)[0] for glob in allowed]
     theirs = os.path.commonprefix(literal)  # noqa: RUF071  # of names, not of paths
     if not allowed or not (theirs.startswith(query.prefix) or query.prefix.startswith(theirs)):
@@ -119,7 +119,7 @@ class Page:
 
 
 def _checksum(query: ListQuery) -> bytes:
-    """Of what a token belongs to, so that one of another listing is noticed."""
+    """Of the fields that a token belongs to, so that a token of another listing is noticed."""
     return zlib.crc32(f"{query.include_unloaded} {query.state} {query.prefix}".encode()).to_bytes(4, "big")
 
 

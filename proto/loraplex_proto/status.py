@@ -103,7 +103,7 @@ def _bounded(text: str, max_bytes: int) -> str:
 
 
 def _bounded_metadata(metadata: dict[str, str]) -> dict[str, str]:
-    """As many entries as fit, in their order."""
+    """The first entries, as many as fit."""
     kept: dict[str, str] = {}
     room = MAX_METADATA_BYTES
     for key, value in metadata.items():
@@ -134,7 +134,7 @@ def refusing(error: LoraplexError) -> Any:
 
 
 class UnknownMethods(grpc.GenericRpcHandler):
-    """Answers whatever no other handler of a server does. To be added last."""
+    """Answers calls of methods that a server does not have. To be added last."""
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
         method = ascii(handler_call_details.method[:MAX_METHOD_CHARS])
@@ -245,7 +245,7 @@ def _code(number: int) -> Code:
 
 
 def _foreign(code: Code, message: str, reason: str) -> LoraplexError:
-    """A status without a reason that this version knows; what it said is kept in the metadata."""
+    """The error for a status without a reason that this version knows; its words are kept in the metadata."""
     metadata = {"grpc_code": code.name}
     if reason:
         metadata["reason"] = reason
@@ -283,7 +283,7 @@ def from_transport(code: Code, words: str) -> LoraplexError | None:
             return errors.ServerUnreachable(f"the server cannot be reached: {why}", retry_after_s=RETRY_S)
         case Code.CANCELLED if _OWN_DOING.search(words):
             return errors.Cancelled("the call was cancelled on this side")
-        # A server that is stopped hard resets or cancels what it has; nobody else cancels without being asked to.
+        # A server that is stopped hard resets or cancels what it has; other servers do not cancel on their own.
         case Code.UNAVAILABLE | Code.CANCELLED:
             return _connection_lost()
         case Code.INTERNAL | Code.UNKNOWN if _RESET in words:

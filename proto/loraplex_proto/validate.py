@@ -61,7 +61,7 @@ AdapterRequest = adapter_pb2.LoadAdapterRequest | adapter_pb2.UnloadAdapterReque
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What of the loaded model bounds a request."""
+    """The loaded model's bounds on a request."""
 
     vocab_size: int
     max_context_tokens: int
@@ -70,7 +70,7 @@ class ModelLimits:
 # --- messages and their fields --------------------------------------------------------------------------------------
 
 # Every leaf that this version acts on, by request message. A set field that is in neither table is refused as well, so
-# a field that is added to the wire stays refused until somebody has made it work and written it down here.
+# a field that is added to the wire stays refused until it works and is written down here.
 HANDLED: Final[dict[str, frozenset[str]]] = {
     "GenerateRequest": frozenset(
         {
@@ -197,7 +197,7 @@ def _unknown_paths(message: Message, prefix: str) -> Iterator[str]:
 
 
 def _is_message(field: FieldDescriptor) -> bool:
-    """Or several; neither a scalar nor a map."""
+    """Whether the field is a message or a list of messages; neither a scalar nor a map."""
     return field.message_type is not None and not field.message_type.GetOptions().map_entry
 
 
@@ -210,7 +210,7 @@ def _values(field: FieldDescriptor, value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """A bound on one number. NaN fails every comparison, so it is refused without a word of its own."""
+    """A bound on one number. NaN fails every comparison, so it is refused like any other value."""
 
     message: str  # "" for the request itself
     name: str
@@ -238,7 +238,7 @@ _RULES: Final = (
 
 
 def check_generate(request: inference_pb2.GenerateRequest) -> None:
-    """Everything that can be said without the model. Raises InvalidArgument or Unimplemented with the field's path."""
+    """All checks that need no model. Raises InvalidArgument or Unimplemented with the field's path."""
     _refuse_mixture(request)
     _check_counts(request)
     refuse_unhandled(request)
@@ -290,7 +290,7 @@ def adapters_in(request: inference_pb2.GenerateRequest) -> tuple[str, ...]:
 
 
 def _check_counts(request: inference_pb2.GenerateRequest) -> None:
-    """Before anything looks at each of so many."""
+    """Before any code looks at each of so many."""
     _check_num_messages(request.chat)
     counts = (
         ("stopping.stop", len(request.stopping.stop), MAX_STOP_STRINGS, "strings"),
@@ -370,7 +370,7 @@ def _check_option(option: SamplingOption, value: Any, it_is: str) -> None:
 
 
 def _check_speculation(speculation: inference_pb2.Speculation) -> None:
-    """What no server could do. Whether this one has the heads or the draft model is the engine's to say."""
+    """Refuses what no server could do. Whether this one has the heads or the draft model, the engine checks."""
     match speculation.WhichOneof("kind"):
         case "off" | "auto" as kind:
             if not getattr(speculation, kind):
@@ -432,13 +432,13 @@ def check_adapter_request(request: AdapterRequest) -> None:
 
 
 def check_list_adapters(request: adapter_pb2.ListAdaptersRequest) -> ListQuery:
-    """What it asks for. Raises InvalidArgument or Unimplemented with the field."""
+    """The query of the request. Raises InvalidArgument or Unimplemented with the field."""
     refuse_unhandled(request)
     return list_query(request)
 
 
 def check_bare(request: inference_pb2.GetInfoRequest | worker_pb2.GetLoadRequest) -> None:
-    """A request that asks without saying anything. Raises Unimplemented where it does say something."""
+    """A request without fields. Raises Unimplemented where one is set."""
     refuse_unhandled(request)
 
 

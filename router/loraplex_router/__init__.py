@@ -1,4 +1,4 @@
-"""The router: it knows which workers there are and how busy they are, picks one for each request and relays bytes.
+"""The router: one address in front of several workers, relaying bytes to the one it picks.
 
 Knows nothing of models, tokenizers, batches or adapters' files, and never imports torch.
 """

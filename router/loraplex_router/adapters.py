@@ -1,4 +1,4 @@
-"""AdapterService of the router: each call is put to all workers concerned, and their answers are merged.
+"""AdapterService of the router: calls to all workers concerned, answers merged.
 
 A load goes to the adapter's home workers and to those that have bound the name already, an unload to all; a listing
 shows a row per worker. A page of a listing is asked for by the adapter before it, so that a worker that comes or goes
@@ -40,7 +40,7 @@ MIN_PAGE_SIZE = 50
 
 @dataclass(slots=True)
 class Answers:
-    """What several workers said to one question. Every response of AdapterService is a list of rows in field 1, so one
+    """Several workers' answers to one question. Every response of AdapterService is a list of rows in field 1, so one
     class of message reads and writes them all; one of ListAdapters has a token too."""
 
     responses: list[Response] = field(default_factory=list[Response])
@@ -80,7 +80,7 @@ class AdapterFanOut:
         asked = {row.worker for row in answers.rows} | {failure.worker_id for failure in answers.failures}
         await self._ask(call, raw, [one for one in holders if one not in asked], into=answers)
         for failure in answers.failures:
-            # Its name would stay bound to what the files were before, and requests do reach it.
+            # The name would stay bound to the files as they were before, where requests do reach it.
             if failure.worker_id in holders and not isinstance(failure.typed, Draining):
                 raise failure
         return answers.serialized()
@@ -89,7 +89,7 @@ class AdapterFanOut:
         _named(adapter_pb2.UnloadAdapterRequest, raw)
         answers = await self._ask_all(call, raw)
         for failure in answers.failures:
-            # Not having it is as good as having unloaded it, and so is going; anything else leaves it somewhere.
+            # A worker that does not have it or that drains is as good as unloaded; another failure leaves it there.
             if not isinstance(failure.typed, (AdapterNotFound, Draining)):
                 raise failure
         return answers.serialized()
@@ -124,7 +124,7 @@ class AdapterFanOut:
         """The workers that have bound the name, homes or not: requests spill over when an adapter is in demand.
 
         They are asked, because reports come late and list the most recently used adapters only; a report counts where
-        the worker does not answer. Raises what a worker said that can tell us nothing of the name."""
+        the worker does not answer. Raises a worker's failure that says nothing about the name."""
         views = {view.worker_id: view for view in self._replicas.views()}
         question = adapter_pb2.GetAdapterRequest(adapter_id=adapter_id).SerializeToString()
         answers = await self._ask(call, question, list(views), method="GetAdapter")
@@ -136,7 +136,7 @@ class AdapterFanOut:
         return [one for one, view in views.items() if one in found or (one in gone and adapter_id in view.tiers)]
 
     async def _load_at_homes(self, call: Call, adapter_id: str, raw: bytes) -> Answers:
-        """As many workers as an adapter has homes; whoever is next takes the place of one that is not there."""
+        """Asks as many workers as an adapter has homes; the next in order replaces one that is not there."""
         order = rendezvous_order(routing_key([adapter_id]), self._routable())
         wanted = min(self._policy.num_homes, len(order))
         answers = Answers()
@@ -145,7 +145,7 @@ class AdapterFanOut:
             batch, order = order[:missing], order[missing:]
             await self._ask(call, raw, batch, into=answers)
             if any(failure.kind is FailureKind.ANSWERED for failure in answers.failures):
-                break  # about the adapter itself: the next worker would say the same
+                break  # about the adapter itself: the next worker would answer the same
         return answers
 
     async def _ask(
@@ -183,7 +183,7 @@ def _named(cls: type[Named], raw: bytes) -> str:
 
 
 def _is_bound(row: adapter_pb2.Adapter) -> bool:
-    """Whether the worker has the name for something, be it a failure; not only files of that name in its source."""
+    """Whether the worker has bound the name, to a failure too; files of that name in its source alone do not count."""
     return row.state != adapter_pb2.ADAPTER_STATE_KNOWN or row.tier != adapter_pb2.ADAPTER_TIER_SOURCE
 
 
@@ -212,14 +212,14 @@ class MergedListing:
                 for adapter_id, rows in _by_adapter(responses, end):
                     if identity.may_use(adapter_id) and not page.add(adapter_id, rows):
                         return page.response
-                await asyncio.sleep(0)  # others have theirs, however many listings there are
+                await asyncio.sleep(0)  # other tasks run, however many listings there are
             if end is None:
                 return page.response
             part, size = replace(part, after=end), max_size
 
 
 def _common_end(part: ListQuery, responses: Sequence[Response]) -> str | None:
-    """The adapter up to which every worker has said all; None where nobody has more to say."""
+    """The adapter up to which every worker's rows are here; None where no worker has more."""
     ends = [last_of_page(part, response.next_page_token) for response in responses if response.next_page_token]
     end = min(ends, default=None)
     if end is not None and end <= part.after:

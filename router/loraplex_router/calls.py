@@ -47,15 +47,15 @@ class Call:
         return time.monotonic() - self.started_s
 
     def metadata_for(self, upstream: Upstream) -> Metadata:
-        """What this call tells a worker beside its request."""
+        """The metadata that a worker gets with this call's request."""
         return upstream.credentials.metadata(current_identity().tenant, self.context.invocation_metadata())
 
     async def ask(self, upstream: Upstream, path: str, raw: bytes) -> bytes:
         """One unary call to a worker, within this call's deadline. Raises UpstreamFailure."""
         return await upstream.ask(path, raw, self.remaining_s(), self.metadata_for(upstream))
 
-    def marks(self) -> Iterator[tuple[str, str]]:
-        """What every error of this call carries: whose it is, and where in its answer it came."""
+    def error_metadata(self) -> Iterator[tuple[str, str]]:
+        """Metadata of every error of this call: the request's id, and how much of the answer was sent."""
         if self.request_id:
             yield "request_id", self.request_id
         if self.num_messages_sent:
@@ -64,8 +64,8 @@ class Call:
                 yield "tokens_sent", str(self.num_tokens_sent)
 
     def remaining_s(self) -> float | None:
-        """What a worker gets of the client's deadline, None where it set none. Raises DeadlineExceeded when nothing is
-        left."""
+        """The part of the client's deadline that a worker gets, None without one. Raises DeadlineExceeded when nothing
+        is left."""
         left: float | None = self.context.time_remaining()
         if left is not None and left <= 0:
             raise DeadlineExceeded("the deadline had passed before the request could be sent to a worker")
@@ -74,7 +74,7 @@ class Call:
 
 @dataclass(slots=True)
 class Calls:
-    """All calls that are under way. No two of them share anything here but the limit and the drain."""
+    """All calls that are under way. They share the limit and the drain only."""
 
     max_in_flight: int
     metrics: RouterMetrics
@@ -124,14 +124,14 @@ class Calls:
         return await self._fail(call, error)
 
     async def _fail(self, call: Call, error: LoraplexError | UpstreamFailure) -> NoReturn:
-        """Ends the call: with what the worker said, as it said it, or with an error of our own."""
+        """Ends the call: with the worker's status unchanged, or with an error of our own."""
         code = error.code if isinstance(error, LoraplexError) else Code(error.code.value[0])
         self._count(call, code)
         log.info("%s failed: %s: %s", call.method, code.name, error, extra={"request_id": call.request_id})
         if isinstance(error, UpstreamFailure):
             await call.context.abort(error.code, error.details, error.trailing_metadata)
             raise AssertionError("abort returned")
-        for key, value in call.marks():
+        for key, value in call.error_metadata():
             error.metadata.setdefault(key, value)
         await abort(call.context, error)
 

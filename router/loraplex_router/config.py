@@ -1,7 +1,6 @@
-"""The router's configuration: nested frozen dataclasses, checked once, where they are made.
+"""Configuration of the router: frozen dataclasses, checked where they are made.
 
-The command's flags are made from these fields (loraplex_proto/flags.py): a field's `help` is what `--help` says. The
-only place that touches the environment.
+The command's flags are made from these fields (`loraplex_runtime.flags`). The only place that touches the environment.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ class RouterConfig:
     worker_token_file: Path | None = option(
         None, "The token (role router) that this router shows its workers.", "--worker-token-file"
     )
-    # The same, from who has it in memory.
+    # The same, from a caller that has it in memory.
     worker_token: str = field(default="", repr=False)
     worker_ca: Path | None = option(None, "Connect to workers with TLS; their certificates' CA (PEM).", "--worker-ca")
     max_in_flight: int = option(
@@ -104,7 +103,7 @@ class RouterConfig:
         "Requests that are relayed at the same time; more are refused with a hint when to retry.",
         "--max-in-flight",
     )
-    # A request that went down with this many workers is given up: perhaps it is what kills them.
+    # A request that went down with this many workers is given up: it may be what kills them.
     max_lost_workers: int = 2
     announce_s: float = option(
         2.0, "On SIGTERM or SIGHUP, seconds of NOT_SERVING before requests are refused.", "--announce"

@@ -1,4 +1,4 @@
-"""Which worker takes a request. Pure: plain values in, a worker out; randomness is an argument.
+"""Choice of a worker for a request. Pure: plain values in, a worker out; randomness is an argument.
 
 Rendezvous hashing gives every adapter an order of workers that hardly changes when one of them comes or goes. The first
 few are its homes. A home that is loaded beyond its share is passed over, a home that has the weights nearer to the
@@ -24,7 +24,7 @@ NOT_RESIDENT: Final = 0
 
 @dataclass(frozen=True, slots=True)
 class WorkerView:
-    """What the policy needs to know of a worker that can take requests."""
+    """A worker that can take requests, as the policy sees it."""
 
     worker_id: str
     # Tokens of work ahead of a new request: prompt tokens to compute and output tokens still allowed.
@@ -35,7 +35,7 @@ class WorkerView:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What of a request decides where it goes."""
+    """The part of a request that decides where it goes."""
 
     # Every adapter that it needs; empty for the base model.
     adapter_ids: tuple[str, ...] = ()
@@ -100,7 +100,7 @@ def choose(route: Route, workers: Sequence[WorkerView], config: PolicyConfig, ra
         return _less_loaded_of_two(list(open_workers.values()), random)
     order = rendezvous_order(route.routing_key, [worker.worker_id for worker in workers])
     homes = num_homes(route, workers, config)
-    # Homes first; when all of them are busy, whoever is next and free takes the overflow.
+    # Homes first; when all of them are busy, the next free worker takes the overflow.
     candidates = [worker_id for worker_id in order[:homes] if worker_id in open_workers]
     candidates = candidates or [worker_id for worker_id in order if worker_id in open_workers]
     best = max(tier_of(route, open_workers[worker_id]) for worker_id in candidates)

@@ -45,13 +45,13 @@ class Replica:
     # Whether the current stream of reports has brought one.
     is_connected: bool = False
     is_draining: bool = False
-    # Its engine does not respond, as its front end says.
+    # Its front end says that its engine does not respond.
     is_stalled: bool = False
     last_error: str = "not connected yet"
     load: Load = field(default_factory=Load)  # as it last reported
     tiers: Mapping[str, int] = field(default_factory=dict[str, int])  # of adapters, by id
     num_in_flight: int = 0
-    # Sent after the last report, oldest first: what that report cannot know of.
+    # Sent after the last report, oldest first: that report does not count them.
     unreported: deque[Flight] = field(default_factory=deque[Flight])
     unreported_tokens: int = 0
     # Ended since the last report, although that report counts them.
@@ -92,19 +92,19 @@ class Replicas:
         return list(self._replicas.values())
 
     def connected(self) -> list[Replica]:
-        """Those that report: draining ones too, which take nothing new, neither requests nor commands."""
+        """Workers that report: draining ones too, which take no new requests or commands."""
         return [replica for replica in self._replicas.values() if replica.is_connected]
 
     def views(self, excluded: Collection[str] = (), draft_model: str | None = None) -> list[WorkerView]:
-        """Those that can take a request. One that wants a draft model goes where there is that model; if that is
-        nowhere, any worker can say so."""
+        """Workers that can take a request. One that wants a draft model goes where that model is; if no worker has it,
+        any of them can say so."""
         routable = [replica for replica in self._replicas.values() if replica.is_routable]
         if draft_model is not None:
             routable = [replica for replica in routable if replica.has_draft_model(draft_model)] or routable
         return [replica.view for replica in routable if replica.worker_id not in excluded]
 
     def no_worker(self) -> NoWorker:
-        """The error where there is nobody to send a request to. Which worker has what wrong is in the log only."""
+        """The error where no worker can take a request. Details of each worker are in the log only."""
         connected = self.connected()
         return NoWorker(
             f"none of the router's {len(self._replicas)} workers can take requests "
@@ -152,7 +152,7 @@ class Replicas:
             replica.unreported.remove(flight)
             replica.unreported_tokens -= flight.work_tokens
         else:
-            # The worker still counted what this request might have gone on to make.
+            # The last report still counts the tokens that this request had left.
             replica.ended_tokens += flight.remaining_tokens or 0
 
     # --- reports of workers -------------------------------------------------------------------------------------------

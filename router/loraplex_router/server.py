@@ -1,7 +1,6 @@
 """Assembles a router and runs it: port, services, watchers, metrics; starting and draining in the right order.
 
-`start_router` is for whoever has an event loop already (tests, `loraplex serve`), `run_router` for a process of its
-own.
+`start_router` is for callers with an event loop (tests, `loraplex serve`), `run_router` for a process of its own.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ FAREWELL_S: Final = 1.0
 
 @dataclass(slots=True)
 class Router:
-    """A running router. Whoever started it calls `drain` once."""
+    """A running router. Its starter calls `drain` once."""
 
     config: RouterConfig
     replicas: Replicas

@@ -1,7 +1,7 @@
-"""Connections to workers, and what their failures mean.
+"""Connections to workers, and the meaning of their failures.
 
 Owns the channel to each worker and the calls on it. Answers stay bytes: the router only looks into those that it must.
-Knows nothing of which worker is best, nor of who asks.
+Knows neither the policy nor the clients.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ INFERENCE: Final = "loraplex.v1.InferenceService"
 ADAPTERS: Final = "loraplex.v1.AdapterService"
 WORKER: Final = "loraplex.v1.WorkerService"
 
-# What a client may say to a worker beside its request. Its own credential and its own idea of a tenant stay here.
+# Metadata of clients that workers get. A client's own credential and its own idea of a tenant stay here.
 FORWARDED_KEYS: Final = frozenset({"traceparent", "tracestate"})
 
 _NO_METADATA: Final = grpc.aio.Metadata()
@@ -59,7 +59,7 @@ CA_FLAG: Final = "--worker-ca"
 
 
 class FailureKind(enum.Enum):
-    """What a failed call says about the worker."""
+    """The meaning of a failed call for the worker."""
 
     ANSWERED = "answered"  # the worker's own verdict on this request; another worker would say the same
     DECLINED = "declined"  # a live worker that cannot take it now; another one may
@@ -123,7 +123,7 @@ class UpstreamFailure(Exception):
         if self.code is grpc.StatusCode.DEADLINE_EXCEEDED:
             return DeadlineExceeded(f"the deadline passed after {sent} of the answer", metadata=metadata)
         if isinstance(self._error, Internal):
-            # Not an error that a worker meant to send: it may quote anything.
+            # Not an error that a worker meant to send: it may quote secrets.
             return Internal(self._logged())
         kept = {key: value for key, value in self._error.metadata.items() if not key.startswith("grpc_")}
         message = self._error.message.replace("the server", "the worker")
@@ -136,13 +136,13 @@ class UpstreamFailure(Exception):
 
 
 def passed_on(metadata: Iterable[tuple[str, str | bytes]] | None) -> Metadata:
-    """A worker's metadata without what belongs to that hop alone."""
+    """A worker's metadata without the entries that belong to that hop alone."""
     return tuple((k, v) for k, v in metadata or () if k == DETAILS_KEY or not k.startswith(("grpc-", ":")))
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerCredentials:
-    """What this router shows its workers."""
+    """The token that this router shows its workers, and the authorities that it trusts."""
 
     token: str = ""
     ca: bytes | None = None
@@ -158,7 +158,7 @@ class WorkerCredentials:
 def follow_worker_credentials(
     files: Reloader, token: str | Path | None, ca_file: Path | None
 ) -> Callable[[], WorkerCredentials]:
-    """What the files say at any time; a token may be given as it is. Raises InvalidArgument where files cannot be
+    """The files' content at any time; a token may be given as it is. Raises InvalidArgument where files cannot be
     used."""
     read: Followed[str] | None = None
     ca: Followed[bytes] | None = None
@@ -180,7 +180,7 @@ def _token(raw: bytes, path: Path) -> str:
 
 
 class Upstream:
-    """What leads to one worker. Requests and answers are bytes, except where the router itself is the reader."""
+    """The connection to one worker. Requests and answers are bytes, except where the router itself reads them."""
 
     def __init__(self, worker_id: str, options: ServerOptions, credentials: Callable[[], WorkerCredentials]) -> None:
         """`credentials` returns those that are in force now."""
@@ -199,7 +199,7 @@ class Upstream:
         self.heard_s, self._excused_s = time.monotonic(), 0.0
 
     def excuse(self, pause_s: float) -> None:
-        """This process itself stood still for so long, and heard nobody."""
+        """This process itself stood still for so long and heard no worker."""
         self._excused_s += pause_s
 
     @property

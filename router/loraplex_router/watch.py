@@ -1,6 +1,6 @@
-"""Follows every worker's load: one task per worker that opens WatchLoad, feeds `Replicas` and reconnects with backoff.
+"""Watching every worker's load: reports, silence, reconnection with backoff.
 
-Owns those tasks. Knows nothing of requests.
+Owns a task per worker that opens WatchLoad and feeds `Replicas`. Knows nothing of requests.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 # For a worker's first answer on a new connection.
 CONNECT_TIMEOUT_S: Final = 3.0
-# How often this process looks whether it stood still itself, and how late a look is then.
+# How often this process checks whether it stood still itself, and how late a check is then.
 LOOK_S: Final = 0.5
 PAUSE_S: Final = 0.5
 
@@ -41,7 +41,7 @@ class Watcher:
         self._tasks: list[asyncio.Task[None]] = []
         # Of the current connection.
         self._num_reports = dict.fromkeys(upstreams, 0)
-        # What the log said last of workers that are not available.
+        # Last logged reason of workers that are not available.
         self._said: dict[str, str] = {}
         # Of workers that have neither reported nor failed yet.
         self._unsettled = {worker_id: asyncio.Event() for worker_id in upstreams}
@@ -67,7 +67,7 @@ class Watcher:
         self._tasks = []
 
     async def _allow_for_pauses(self) -> None:
-        """For ever: a pause of this process (stopped, frozen with its machine) is not its workers' silence."""
+        """Forever: takes pauses of this process (stopped, frozen with its machine) off its workers' silence."""
         while True:
             before_s = time.monotonic()
             await asyncio.sleep(LOOK_S)
@@ -77,7 +77,7 @@ class Watcher:
                     upstream.excuse(pause_s)
 
     async def _follow(self, upstream: Upstream) -> None:
-        """For ever: connect, read reports until they stop, say so, wait, again."""
+        """Forever: connects, reads reports until they stop, says so and waits."""
         replica = self._replicas[upstream.worker_id]
         num_failures = 0
         while True:
@@ -87,8 +87,8 @@ class Watcher:
             has_reported = self._num_reports[upstream.worker_id] > 0
             has_lasted = has_reported and time.monotonic() - started_s >= self._config.min_stream_s
             if has_lasted and replica.is_routable and why != self._silent:
-                # Connections end for reasons of their own (age, a balancer). Only a worker that cannot be reached at
-                # once again is lost; one that was killed refuses within a millisecond.
+                # Connections end on their own (age, a balancer). Only a worker that cannot be reached again at once is
+                # lost; one that was killed refuses within a millisecond.
                 continue
             num_failures = 1 if has_reported and not replica.is_draining else num_failures + 1
             self._replicas.on_lost(upstream.worker_id, why)
@@ -101,7 +101,7 @@ class Watcher:
             await asyncio.sleep(self._backoff_s(num_failures))
 
     async def _until_broken(self, upstream: Upstream) -> str:
-        """Reads reports as long as there are any; returns why there are no more."""
+        """Reads reports until they end; returns the reason."""
         try:
             await self._read_reports(upstream)
         except TimeoutError:
@@ -180,7 +180,7 @@ class Watcher:
             read.cancel()
 
     def _compare(self, worker_id: str) -> None:
-        """Complains about a worker that has just become connected and answers otherwise than the rest."""
+        """Logs an error about a newly connected worker that serves another model than the rest."""
         own = self._replicas[worker_id].info
         for other in self._replicas.connected():
             if own is None or other.info is None:

@@ -1,8 +1,8 @@
-"""Who is calling, and what they may do: static credentials from a file, the same for routers and workers.
+"""Authentication by static credentials from a file, for routers and workers.
 
 A credential is a token of which the file holds the SHA-256 only. It belongs to a tenant, has roles, and names the
 adapters that the tenant may use. With a credentials file every method is denied unless `METHOD_ROLES` opens it to one
-of the caller's roles; without one everybody is `EVERYBODY`, and what a client says about its tenant is not read.
+of the caller's roles; without one every caller is `EVERYBODY`, and a tenant that a client names is not read.
 
 How to use it in a server:
 
@@ -72,13 +72,13 @@ METHOD_ROLES: Final[Mapping[str, frozenset[str]]] = {
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": ROLES,
     "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo": ROLES,
 }
-# Balancers and orchestrators have no credential; health says nothing that a closed port would not say.
+# Balancers and orchestrators have no credential; health shows no more than a closed port does.
 OPEN_METHODS: Final = frozenset({"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"})
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who a request is for. `adapters` are glob patterns over whole adapter ids ('*' takes '/' too)."""
+    """The tenant that a request is for. `adapters` are glob patterns over whole adapter ids ('*' takes '/' too)."""
 
     tenant: str
     roles: frozenset[str] = frozenset({USER})
@@ -109,13 +109,13 @@ _identity: contextvars.ContextVar[Identity] = contextvars.ContextVar("loraplex_i
 
 
 def current_identity() -> Identity:
-    """Of the call whose handler this runs in. A task that the handler starts inherits it."""
+    """The identity of the call whose handler this runs in. A task that the handler starts inherits it."""
     return _identity.get()
 
 
 def recheck_identity() -> None:
-    """For a stream that has no end of its own: raises Unauthenticated or PermissionDenied once the credential that it
-    was opened with has been revoked."""
+    """For streams that last: raises Unauthenticated or PermissionDenied once the credential that this call was opened
+    with has been revoked."""
     _recheck.get()()
 
 
@@ -123,12 +123,12 @@ def recheck_identity() -> None:
 
 
 def token_digest(token: str) -> str:
-    """What the file holds of a token: `printf %s TOKEN | sha256sum` gives the same."""
+    """A token as the file holds it: `printf %s TOKEN | sha256sum` gives the same."""
     return hashlib.sha256(token.encode()).hexdigest()
 
 
 class Credentials:
-    """The credentials of one file, or none at all, which lets nobody in."""
+    """The credentials of one file. Without any, every call is refused."""
 
     def __init__(self, identities: Mapping[str, Identity]) -> None:
         """`identities` by the token's digest, 64 lower-case hexadecimal digits."""
@@ -163,7 +163,7 @@ class Credentials:
         return cls(identities)
 
     def identify(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> Identity:
-        """Who calls `method`, for whom. Raises Unauthenticated, PermissionDenied, InvalidArgument."""
+        """The identity of a call of `method`. Raises Unauthenticated, PermissionDenied, InvalidArgument."""
         pairs = list(metadata)
         identity = self._find(_single(pairs, AUTHORIZATION_KEY, Unauthenticated))
         if identity.roles.isdisjoint(METHOD_ROLES.get(method, frozenset())):
@@ -171,7 +171,7 @@ class Credentials:
             raise PermissionDenied(f"this credential may not call {name}; ask for one that has the role for it")
         tenant = _single(pairs, TENANT_KEY, InvalidArgument)
         if ROUTER not in identity.roles or not tenant:
-            return identity  # what anybody else says about a tenant is not read
+            return identity  # a tenant is believed of a router only
         check_id(tenant, field=TENANT_KEY)
         return Identity(tenant, identity.roles, identity.adapters)
 
@@ -183,7 +183,7 @@ class Credentials:
             raise Unauthenticated("metadata 'authorization' must read 'Bearer TOKEN'")
         presented = hashlib.sha256(token.strip().encode()).digest()
         found: Identity | None = None
-        # Every digest is compared, each in constant time: how long it takes says nothing about any of them.
+        # Every digest is compared, each in constant time, so that the time shows nothing about any of them.
         for digest, identity in self._identities:
             if hmac.compare_digest(digest, presented):
                 found = identity
@@ -193,12 +193,12 @@ class Credentials:
 
 
 def load_credentials(path: Path | None) -> Credentials | None:
-    """None for None: a server that asks for no credentials. Raises as `read_file` and `Credentials.parse`."""
+    """The file's credentials; None without a file. Raises as `read_file` and `Credentials.parse`."""
     return None if path is None else Credentials.parse(path, read_file(path, "--auth-file"))
 
 
 def follow_credentials(files: Reloader, path: Path | None) -> Callable[[], Credentials] | None:
-    """What `path` says at any time, for `ServerInterceptor`. Raises as `load_credentials`."""
+    """The credentials in `path` at any time, for `ServerInterceptor`. Raises as `load_credentials`."""
     if path is None:
         return None
     followed = files.follow([(path, "--auth-file")], lambda raw: Credentials.parse(path, raw))
@@ -206,7 +206,7 @@ def follow_credentials(files: Reloader, path: Path | None) -> Callable[[], Crede
 
 
 def one_router(digest: str) -> Credentials:
-    """For a worker that believes one router only, the one whose token has this SHA-256."""
+    """For a worker that takes calls of one router only, the one whose token has this SHA-256."""
     return Credentials({digest: Identity(DEFAULT_TENANT, frozenset({ROUTER}), ("*",))})
 
 
@@ -233,7 +233,7 @@ def _credential(path: Path, where: str, row: Any) -> tuple[str, Identity]:
     roles = frozenset(_strings(path, f"{where}: roles", fields.get("roles", [USER])))
     if not roles or not roles <= ROLES:
         raise _bad_file(path, f"{where}: roles must be some of {', '.join(sorted(ROLES))}")
-    # A router has asked already whether its client may.
+    # A router has checked its client already.
     default = ["*"] if ROUTER in roles else []
     adapters = _strings(path, f"{where}: adapters", fields.get("adapters", default))
     return digest, Identity(fields["tenant"], roles, adapters)

@@ -1,7 +1,7 @@
-"""grpc.health.v1 as router and worker answer it: "" says that the process lives, a service's name that it can be used.
+"""grpc.health.v1: "" means that the process lives, a service's name that it can be used.
 
-The library's servicer would do but for its watches, which hold a server open for its whole grace period; these end with
-the server. Changes are plain assignments on the event loop. Knows nothing of workers.
+The library's servicer has watches that hold a server open for its whole grace period; these end with the server.
+Changes are plain assignments on the event loop. Knows nothing of workers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Health(health_pb2_grpc.HealthServicer):
         self._statuses = {"": SERVING, **dict.fromkeys(services, NOT_SERVING)}
         self._is_draining = False
         self._has_ended = False
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
 
     def set_ready(self, is_ready: bool) -> None:
         """Liveness stays: a router without workers is alive."""
@@ -33,12 +33,12 @@ class Health(health_pb2_grpc.HealthServicer):
             self._set({name: SERVING if is_ready or not name else NOT_SERVING for name in self._statuses})
 
     def begin_drain(self) -> None:
-        """Nothing is served from here on, as far as anybody asks."""
+        """Says NOT_SERVING from here on."""
         self._is_draining = True
         self._set(dict.fromkeys(self._statuses, NOT_SERVING))
 
     def end_watches(self) -> None:
-        """Those who watch have been told the last that there is to tell."""
+        """Ends watches once they have sent the last status."""
         self._has_ended = True
         self._tell()
 
@@ -51,7 +51,7 @@ class Health(health_pb2_grpc.HealthServicer):
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[health_pb2.HealthCheckResponse]:  # noqa: N802
         last = None
         while True:
-            news = self._news
+            changed = self._changed
             status = self._statuses.get(request.service, SERVICE_UNKNOWN)
             if status != last:
                 yield health_pb2.HealthCheckResponse(status=status)
@@ -59,7 +59,7 @@ class Health(health_pb2_grpc.HealthServicer):
             elif self._has_ended:
                 return
             else:
-                await news.wait()
+                await changed.wait()
 
     def _set(self, statuses: dict[str, Any]) -> None:
         if statuses != self._statuses:
@@ -67,5 +67,5 @@ class Health(health_pb2_grpc.HealthServicer):
             self._tell()
 
     def _tell(self) -> None:
-        self._news.set()
-        self._news = asyncio.Event()
+        self._changed.set()
+        self._changed = asyncio.Event()

@@ -1,6 +1,6 @@
-"""A server's port, the same for router and worker: its address, who can reach it, taking it.
+"""A server's port: its address, its exposure, binding it.
 
-Owns the sentences for a port that cannot be had or that is open to everybody. Knows nothing of what is served there.
+Owns the sentences for a port that cannot be had or that is open to every machine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def is_public(host: str) -> bool:
 
 
 def exposure_warnings(host: str, *, asks_credentials: bool, has_tls: bool) -> Iterator[str]:
-    """What an operator should know of a port that others can reach."""
+    """Warnings about a port that other machines can reach."""
     if not is_public(host):
         return
     if not asks_credentials:
@@ -51,7 +51,7 @@ def bind(server: grpc.aio.Server, host: str, port: int, tls: grpc.ServerCredenti
 
 
 def check_free(host: str, port: int) -> None:
-    """Raises FailedPrecondition where `bind` would: for who has much to do before it listens. Not for shared ports."""
+    """Raises FailedPrecondition where `bind` would, for callers that listen much later. Not for shared ports."""
     refused: OSError | None = None
     try:
         for family, kind, protocol, _, address in socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM):
@@ -70,7 +70,7 @@ def _try_listening(probe: socket.socket, address: Any) -> None:
     with contextlib.closing(probe):
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does
         probe.bind(address)
-        probe.listen(1)  # with SO_REUSEADDR, Linux finds out here that somebody else listens
+        probe.listen(1)  # with SO_REUSEADDR, Linux finds out here that another process listens
 
 
 def _cannot_listen(address: str) -> FailedPrecondition:

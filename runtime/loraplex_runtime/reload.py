@@ -42,7 +42,7 @@ def read_file(path: Path, flag: str) -> bytes:
 
 
 class Followed(Generic[T]):
-    """What some files say together. `value` changes as a whole and may be read from any thread."""
+    """The parsed content of some files together. `value` changes as a whole and may be read from any thread."""
 
     def __init__(self, files: Sequence[tuple[Path, str]], parse: Callable[..., T]) -> None:
         """`files` are paths with their flags; `parse` takes the content of each. Raises what `read_file` and `parse`
@@ -51,9 +51,9 @@ class Followed(Generic[T]):
         self._parse = parse
         self._in_force = self._read()
         self.value = parse(*self._in_force)
-        # Contents, or the sentence that says why there are none.
+        # Contents, or the sentence why there are none.
         self._last_seen: tuple[bytes, ...] | str = self._in_force
-        self._refused: tuple[bytes, ...] | str | None = None  # what the log complained of, while the files hold it
+        self._refused: tuple[bytes, ...] | str | None = None  # logged as refused, while the files hold it
 
     def poll(self) -> None:
         """Looks once more. Never raises."""

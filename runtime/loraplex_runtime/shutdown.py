@@ -19,8 +19,8 @@ HOW_TO_HURRY: Final = "Ctrl-C again ends it at once"
 
 
 class Ending:
-    """What has been asked for. From `listen` on it owns the process's handlers of the signals; without, somebody else
-    calls `ask`."""
+    """Requests to end. From `listen` on it owns the process's handlers of the signals; without, the caller calls
+    `ask`."""
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()
@@ -46,7 +46,7 @@ class Ending:
         return 128 + (self._first or signal.SIGINT)
 
     def announce_s(self, configured_s: float) -> float:
-        """How long to say that the end is near. Who presses Ctrl-C has no balancer that must be told first."""
+        """How long to say NOT_SERVING before draining; 0 after Ctrl-C, where no balancer has to be told first."""
         return configured_s if self._first in (signal.SIGTERM, signal.SIGHUP) else 0.0
 
     async def drain(self, gently: Coroutine[Any, Any, None], at_once: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -86,11 +86,10 @@ class Drain:
 
 
 def exit_at_once(code: int) -> NoReturn:
-    """Ends a process that has closed everything. Tearing down an interpreter full of native threads takes seconds, in
-    which nobody is served."""
+    """Ends a process that has closed everything. Tearing down an interpreter full of native threads takes seconds."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # nobody reads it, or there is none
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or missing
             stream.flush()
     os._exit(code)
 
@@ -105,7 +104,7 @@ def unread_output_is_lost() -> Generator[None]:
 
 
 def _mute_broken_streams() -> None:
-    """What could not be written is still in the stream's buffer, and would raise again at the end."""
+    """Text that could not be written is still in the stream's buffer, and would raise again at the end."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -30,7 +30,7 @@ LEVELS: Final = {"debug": logging.DEBUG, "info": logging.INFO, "warning": loggin
 
 _request_id: ContextVar[str] = ContextVar("loraplex_request_id", default="")
 
-# Attributes that every record has; what else is on one came with `extra=`.
+# Attributes that every record has; others came with `extra=`.
 _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "request_id"}
 
 
@@ -41,7 +41,7 @@ def bind_request_id(request_id: str) -> None:
 
 
 def bound_request_id() -> str:
-    """What `bind_request_id` was last told in this task; empty before."""
+    """The id that this task is bound to; empty before `bind_request_id`."""
     return _request_id.get()
 
 
@@ -108,7 +108,7 @@ _FIRST_MESSAGE_BUCKETS_S: Final = (0.003, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 
 
 
 def new_registry() -> CollectorRegistry:
-    """A registry of our own, so that two servers in one process (tests) do not meet. Raises FailedPrecondition."""
+    """A registry for one server, so that two in one process (tests) stay apart. Raises FailedPrecondition."""
     try:
         from prometheus_client import CollectorRegistry
     except ModuleNotFoundError as error:

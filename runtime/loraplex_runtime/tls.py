@@ -1,7 +1,7 @@
-"""TLS out of PEM files that may be replaced: a server's certificate and key, the authorities that a client trusts.
+"""TLS credentials from PEM files that may be replaced.
 
-gRPC accepts contents that it cannot use and says so to its own log only, so they are checked here, with OpenSSL. Knows
-nothing of ports and channels.
+A server's certificate and key, and the authorities that a client trusts. gRPC accepts contents that it cannot use and
+says so to its own log only, so they are checked here, with OpenSSL.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from loraplex_runtime.reload import Followed, Reloader
 
 def server_credentials(files: Reloader, cert: Path | None, key: Path | None) -> grpc.ServerCredentials | None:
     """For a server's port; None without files. New connections get the pair that `files` read last, open ones keep
-    theirs. Raises InvalidArgument for files that cannot be read or are no pair."""
+    theirs. Raises InvalidArgument for files that cannot be read or do not belong together."""
     if cert is None or key is None:
         return None
 
@@ -32,7 +32,7 @@ def server_credentials(files: Reloader, cert: Path | None, key: Path | None) -> 
 
 
 class _Changes:
-    """What gRPC asks before each handshake, one at a time: the pair, where it is another than at the last time."""
+    """Asked by gRPC before each handshake, one at a time: the pair if it has changed since the last time, else None."""
 
     def __init__(self, pair: Followed[grpc.ServerCertificateConfiguration]) -> None:
         self._pair = pair
@@ -47,12 +47,12 @@ class _Changes:
 
 
 def check_pair(cert: Path, key: Path) -> None:
-    """Raises InvalidArgument where the two files are no certificate and its key.
+    """Raises InvalidArgument where the two files are not a certificate and its key.
 
-    By their paths, as Python's OpenSSL wants it; should they change right now, gRPC goes on with the pair that it has.
+    Read by their paths, as Python's OpenSSL wants it; if they change right now, gRPC keeps the pair that it has.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.set_ciphers("DEFAULT:@SECLEVEL=0")  # how strong a key must be is for clients to say
+    context.set_ciphers("DEFAULT:@SECLEVEL=0")  # clients decide how strong a key must be
     try:
         context.load_cert_chain(cert, key, password=lambda: b"")  # never ask a terminal
     except OSError as error:  # ssl.SSLError is one
