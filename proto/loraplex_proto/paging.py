@@ -1,4 +1,4 @@
-"""Pages of a listing of adapters, the same in the router and in the worker.
+"""Pages of a listing of adapters, the same in router and worker.
 
 A page token names the adapter before the next page, one that the caller was shown. It does not count adapters: those
 that come or go between two pages make no other one appear twice or not at all. Pages hold whole adapters, all rows of

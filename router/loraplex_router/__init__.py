@@ -1,4 +1,4 @@
-"""The router: one address in front of several workers, relaying bytes to the one it picks.
+"""The router: one address in front of several workers.
 
 Knows nothing of models, tokenizers, batches or adapters' files, and never imports torch.
 """

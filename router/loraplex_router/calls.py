@@ -1,4 +1,4 @@
-"""Calls on the router's port: a limit, a typed error at the end, metrics, the drain.
+"""Calls on the router's port: limit, typed errors, metrics, drain.
 
 `Calls` owns the list of calls that are under way. Knows nothing of what a call does.
 """

@@ -1,4 +1,4 @@
-"""Choice of a worker for a request. Pure: plain values in, a worker out; randomness is an argument.
+"""Choice of a worker for a request. Pure; randomness is an argument.
 
 Rendezvous hashing gives every adapter an order of workers that hardly changes when one of them comes or goes. The first
 few are its homes. A home that is loaded beyond its share is passed over, a home that has the weights nearer to the

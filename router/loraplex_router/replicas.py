@@ -1,4 +1,4 @@
-"""The router's workers: the last report of each, and what this router has sent it since.
+"""Workers as the router knows them: last report, work sent since.
 
 `Replicas` owns that state and is its only writer; watch.py feeds it reports, inference.py tells it of requests that
 begin and end, policy.py reads views of it. Everything can be rebuilt by asking the workers again. Time is an argument.

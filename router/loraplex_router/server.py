@@ -1,4 +1,4 @@
-"""Assembles a router and runs it: port, services, watchers, metrics; starting and draining in the right order.
+"""Assembly of a router: port, services, watchers, metrics; start and drain in order.
 
 `start_router` is for callers with an event loop (tests, `loraplex serve`), `run_router` for a process of its own.
 """

@@ -1,4 +1,4 @@
-"""Requests off the wire: what is refused, as what, naming which field; and that nothing is silently ignored."""
+"""Validation of requests: refusals name their field, no field is silently ignored."""
 
 from __future__ import annotations
 
