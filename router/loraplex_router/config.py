@@ -61,14 +61,6 @@ class ServerOptions:
     max_message_bytes: int = option(4 << 20, "Largest request that is accepted.", "--max-message", is_bytes=True)
     # Of workers. May be larger: logprobs of a long prompt.
     max_answer_bytes: int = 64 << 20
-    keepalive_s: float = 30.0
-    keepalive_timeout_s: float = 10.0
-    # Clients may ping this often; gRPC's own default closes connections that ping more often than every five minutes.
-    min_client_ping_s: float = 10.0
-    # Balancers that work on connections spread clients only when connections end now and then. 0: never.
-    max_connection_age_s: float = 600.0
-    # What a stream on an aged connection still gets.
-    max_connection_age_grace_s: float = 3600.0
     # Off: a second router on a taken port must fail, not steal half the clients.
     reuse_port: bool = option(False, "Let several routers share the port (SO_REUSEPORT).", "--reuse-port")
 

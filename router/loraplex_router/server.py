@@ -22,6 +22,7 @@ from loraplex_router.replicas import Replicas
 from loraplex_router.upstream import ADAPTERS, INFERENCE, Upstream, follow_worker_credentials
 from loraplex_router.watch import Watcher
 from loraplex_runtime.listener import ListenConfig, Listener
+from loraplex_runtime.ports import server_options
 from loraplex_runtime.shutdown import HOW_TO_HURRY, Ending
 
 log = logging.getLogger(__name__)
@@ -30,6 +31,9 @@ log = logging.getLogger(__name__)
 SETTLE_S: Final = 2.0
 # Between a typed farewell and the port's end.
 FAREWELL_S: Final = 1.0
+# Of a client's connection, and what its streams get after that.
+MAX_AGE_S: Final = 600.0
+MAX_AGE_GRACE_S: Final = 3600.0
 
 
 @dataclass(slots=True)
@@ -74,7 +78,11 @@ async def listen(config: ListenConfig, options: ServerOptions) -> Listener:
 
     Raises InvalidArgument (files) and FailedPrecondition (ports)."""
     return await Listener.open(
-        config, (INFERENCE, ADAPTERS), server_options(options), what="server", reuse_port=options.reuse_port
+        config,
+        (INFERENCE, ADAPTERS),
+        server_options(options.max_message_bytes, max_age_s=MAX_AGE_S, max_age_grace_s=MAX_AGE_GRACE_S),
+        what="server",
+        reuse_port=options.reuse_port,
     )
 
 
@@ -128,24 +136,6 @@ async def run_router(
     log.info("draining: %d requests are under way; %s", len(router.calls), HOW_TO_HURRY)
     announce_s = ending.announce_s(config.announce_s)
     await ending.drain(router.drain(announce_s=announce_s), lambda: router.drain(0.0))
-
-
-def server_options(options: ServerOptions) -> list[tuple[str, int]]:
-    """What clients behind balancers and firewalls need of the router's port."""
-    arguments = [
-        ("grpc.max_receive_message_length", options.max_message_bytes),
-        ("grpc.max_send_message_length", -1),
-        ("grpc.keepalive_time_ms", int(options.keepalive_s * 1000)),
-        ("grpc.keepalive_timeout_ms", int(options.keepalive_timeout_s * 1000)),
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.min_ping_interval_without_data_ms", int(options.min_client_ping_s * 1000)),
-    ]
-    if options.max_connection_age_s > 0:
-        arguments += [
-            ("grpc.max_connection_age_ms", int(options.max_connection_age_s * 1000)),
-            ("grpc.max_connection_age_grace_ms", int(options.max_connection_age_grace_s * 1000)),
-        ]
-    return arguments
 
 
 def _handlers(calls: Calls, relay: InferenceRelay, adapters: AdapterFanOut) -> list[grpc.GenericRpcHandler]:

@@ -38,6 +38,7 @@ from loraplex_contracts.errors import (
 from loraplex_proto.status import DETAILS_KEY, from_rpc_error
 from loraplex_router.config import ServerOptions
 from loraplex_runtime.auth import AUTHORIZATION_KEY, TENANT_KEY
+from loraplex_runtime.ports import KEEPALIVE_S, KEEPALIVE_TIMEOUT_S
 from loraplex_runtime.reload import Followed, Reloader
 from loraplex_runtime.tls import checked_authorities
 
@@ -277,8 +278,8 @@ def _channel_options(options: ServerOptions) -> list[tuple[str, int]]:
     return [
         ("grpc.max_receive_message_length", options.max_answer_bytes),
         ("grpc.max_send_message_length", -1),  # the server side has bounded it already
-        ("grpc.keepalive_time_ms", int(options.keepalive_s * 1000)),
-        ("grpc.keepalive_timeout_ms", int(options.keepalive_timeout_s * 1000)),
+        ("grpc.keepalive_time_ms", int(KEEPALIVE_S * 1000)),
+        ("grpc.keepalive_timeout_ms", int(KEEPALIVE_TIMEOUT_S * 1000)),
         # Only the router knows whether a request may be sent twice.
         ("grpc.enable_retries", 0),
         # A worker that comes back is wanted at once.

@@ -1,7 +1,8 @@
 """grpc.health.v1 for the process and for each of its services.
 
 The empty name means that the process lives, a service's name that it can be used. The library's servicer has watches
-that hold a server open for its whole grace period; these end with the server. Changes are plain assignments on the event loop. Knows nothing of workers.
+that hold a server open for its whole grace period; these end with the server. Changes are plain assignments on the
+event loop.
 """
 
 from __future__ import annotations

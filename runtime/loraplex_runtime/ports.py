@@ -9,12 +9,32 @@ import contextlib
 import ipaddress
 import socket
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 import grpc
 import grpc.aio
 
 from loraplex_contracts.errors import FailedPrecondition
+
+# A dead connection is noticed after the sum of these, on both of its sides.
+KEEPALIVE_S: Final = 30.0
+KEEPALIVE_TIMEOUT_S: Final = 10.0
+# Clients may ping this often; gRPC's own default closes connections that ping more often than every five minutes.
+MIN_PING_S: Final = 10.0
+
+
+def server_options(max_message_bytes: int, *, max_age_s: float, max_age_grace_s: float) -> list[tuple[str, int]]:
+    """gRPC's arguments for a port behind balancers and firewalls. Connections end at `max_age_s`, so that a balancer
+    spreads clients anew; their streams get `max_age_grace_s` more."""
+    return [
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.keepalive_time_ms", int(KEEPALIVE_S * 1000)),
+        ("grpc.keepalive_timeout_ms", int(KEEPALIVE_TIMEOUT_S * 1000)),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_ping_interval_without_data_ms", int(MIN_PING_S * 1000)),
+        ("grpc.max_connection_age_ms", int(max_age_s * 1000)),
+        ("grpc.max_connection_age_grace_ms", int(max_age_grace_s * 1000)),
+    ]
 
 
 def join_address(host: str, port: int) -> str:

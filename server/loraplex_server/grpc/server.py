@@ -19,6 +19,7 @@ from loraplex_proto.v1 import adapter_pb2, inference_pb2, worker_pb2
 from loraplex_proto.validate import ModelLimits
 from loraplex_runtime import telemetry
 from loraplex_runtime.listener import Listener
+from loraplex_runtime.ports import server_options
 from loraplex_runtime.shutdown import Ending
 from loraplex_server.config import WorkerConfig
 from loraplex_server.engine.client import EngineClient
@@ -47,19 +48,9 @@ SERVICE_NAMES = tuple(service.full_name for service in SERVICES)
 
 # What the last answers get to reach their clients, before the port closes.
 FAREWELL_S: Final = 1.0
-
-
-def server_options(max_message_bytes: int) -> list[tuple[str, int]]:
-    """Keepalive that clients behind balancers need, connections that get old so that balancers can spread them anew."""
-    return [
-        ("grpc.max_receive_message_length", max_message_bytes),
-        ("grpc.keepalive_time_ms", 30_000),
-        ("grpc.keepalive_timeout_ms", 10_000),
-        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.max_connection_age_ms", 3_600_000),
-        ("grpc.max_connection_age_grace_ms", 600_000),
-    ]
+# Of a client's connection, and what its streams get after that.
+MAX_AGE_S: Final = 3600.0
+MAX_AGE_GRACE_S: Final = 600.0
 
 
 @dataclass
@@ -114,7 +105,7 @@ async def start_worker(
     listener = await Listener.open(
         config,
         SERVICE_NAMES,
-        server_options(config.max_message_bytes),
+        server_options(config.max_message_bytes, max_age_s=MAX_AGE_S, max_age_grace_s=MAX_AGE_GRACE_S),
         what="worker",
         router_digest=config.router_digest,
     )
