@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from loraplex_contracts.errors import Internal, LoraplexError, NonFinite, unexpected
+from loraplex_contracts.errors import Internal, InvalidArgument, LoraplexError, NonFinite, unexpected
 from loraplex_contracts.plan import NewSequence, PositionLogprobs, Span, SpanResult, StepPlan, StepResult
 from loraplex_server.backends.backend import Capture
 from loraplex_server.layers.adapter_slots import AdapterSlots, as_if_installed
@@ -350,9 +350,17 @@ def _span_result(
     # Behind the first token that disagrees with the draft nothing counts, not even what is wrong there.
     came = slice(start, start + len(token_ids))
     if any(sampled.is_bad[came]) or any(math.isnan(entry.logprob) for entry in prompt):
-        return SpanResult(num_drafted=num_drafted, error=_not_finite(row))
+        has_none = not sampled.without_token.isdisjoint(range(came.start, came.stop))
+        return SpanResult(num_drafted=num_drafted, error=_no_token() if has_none else _not_finite(row))
     logprobs = tuple(entry for entry in sampled.logprobs[came] if entry is not None)
     return SpanResult(token_ids, logprobs, prompt, num_drafted)
+
+
+def _no_token() -> LoraplexError:
+    return InvalidArgument(
+        "the sampling options, and `stopping.min_tokens`, together leave no token that may come next; allow more",
+        field="sampling",
+    )
 
 
 def _not_finite(row: Row) -> LoraplexError:

@@ -39,6 +39,7 @@ class HostSampled:
     is_bad: tuple[bool, ...]  # no token: the logits held NaN or +inf, or nothing above -inf
     logprobs: tuple[PositionLogprobs | None, ...]  # None where not asked for, or bad
     others: tuple[tuple[PositionLogprobs, ...], ...] = ()  # what `to_host` was given besides
+    without_token: frozenset[int] = frozenset()  # bad samples whose options and min_tokens left no token
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +50,18 @@ class Sampled:
     bad_rows: Tensor  # [num_samples] bool
     logprobs: Logprobs | None = None
     logprob_samples: tuple[int, ...] = ()  # whose logprobs these are
+    empty_rows: Tensor | None = None  # [num_samples] bool, nothing above -inf; where a processor may leave no token
+    banned_samples: tuple[int, ...] = ()  # where one may
 
     def pack(self, others: Sequence[Logprobs] = ()) -> PackedSamples:
         """Everything, and the logprobs of prompt tokens if there are any, in one tensor."""
         # One number says both; float64 holds token ids exactly.
         ids = torch.where(self.bad_rows, -1, self.token_ids)
+        if self.empty_rows is not None:
+            ids = torch.where(self.empty_rows, -2, ids)
         parts = (*((self.logprobs,) if self.logprobs else ()), *others)
         values = torch.cat([ids.to(torch.float64), *(part.pack() for part in parts)]) if parts else ids
-        return PackedSamples(values, len(ids), parts, self.logprob_samples)
+        return PackedSamples(values, len(ids), parts, self.logprob_samples, self.banned_samples)
 
     def to_host(self, others: Sequence[Logprobs] = ()) -> HostSampled:
         """The same, at once and in a single transfer."""
@@ -72,6 +77,7 @@ class PackedSamples:
     num_samples: int
     parts: tuple[Logprobs, ...]  # only how long they are counts from here on
     logprob_samples: tuple[int, ...]  # whose logprobs the first part is, if there are any
+    banned_samples: tuple[int, ...]  # where a processor may leave no token
 
     def unpack(self, values: Tensor) -> HostSampled:
         """From a copy of `values` on the host."""
@@ -87,7 +93,8 @@ class PackedSamples:
             for sample, found in zip(self.logprob_samples, unpacked.pop(0), strict=True):
                 logprobs[sample] = None if is_bad[sample] else found
         token_ids = tuple(max(0, int(value)) for value in packed[:num_samples])
-        return HostSampled(token_ids, is_bad, tuple(logprobs), tuple(unpacked))
+        without_token = frozenset(sample for sample in self.banned_samples if packed[sample] == -2)
+        return HostSampled(token_ids, is_bad, tuple(logprobs), tuple(unpacked), without_token)
 
 
 class Sampler:
@@ -103,6 +110,7 @@ class Sampler:
         self._draws = DrawTable(max_rows, vocab_size)
         made = processors(vocab_size, self._draws)
         self._processors = tuple((_FIRST_PROCESSOR << idx, one) for idx, one in enumerate(made))
+        self._bans = sum(bit for bit, processor in self._processors if processor.bans)
         self._features = [0] * max_rows
         self._num_top = [0] * max_rows
 
@@ -138,7 +146,8 @@ class Sampler:
         """
         host_rows, host_positions = _as_list(rows), _as_list(positions)
         features = self._features_at(host_rows, host_positions)
-        special = _with(features, _SPECIAL)
+        special, banned = _with(features, _SPECIAL), tuple(_with(features, self._bans))
+        empty: Tensor | None = None
         num_samples = len(host_rows)
         token_ids = torch.zeros(num_samples, dtype=torch.int64, device=self._device)
         bad = torch.zeros(num_samples, dtype=torch.bool, device=self._device)
@@ -147,17 +156,19 @@ class Sampler:
             bad = ~best.isfinite()
         if special:
             step = _Step(special, features, host_rows, host_positions, tokens)
-            special_ids, special_bad = self._sample_special(logits, step)
+            special_ids, best = self._sample_special(logits, step)
             idx = self._upload(special)
             token_ids.index_copy_(0, idx, special_ids)
-            bad.index_copy_(0, idx, special_bad)
+            bad.index_copy_(0, idx, ~best.isfinite())
+            if banned:
+                empty = torch.zeros_like(bad).index_copy_(0, idx, best == -torch.inf)
         token_ids.masked_fill_(bad, 0)
         wanted = _with(features, _LOGPROBS)
         if not wanted:
-            return Sampled(token_ids, bad)
+            return Sampled(token_ids, bad, empty_rows=empty, banned_samples=banned)
         num_top = [self._num_top[host_rows[sample]] for sample in wanted]
         logprobs = compute_logprobs(self._take(logits, wanted), self._take(token_ids, wanted), num_top)
-        return Sampled(token_ids, bad, logprobs, tuple(wanted))
+        return Sampled(token_ids, bad, logprobs, tuple(wanted), empty, banned)
 
     def _features_at(self, rows: list[int], positions: list[int]) -> list[int]:
         """Of each sample, without the processors that are not due at its position."""
@@ -169,7 +180,7 @@ class Sampler:
         return found
 
     def _sample_special(self, logits: Tensor, step: _Step) -> tuple[Tensor, Tensor]:
-        """Token ids of the step's special samples, and which of them are bad."""
+        """Token ids of the step's special samples, and their highest scores."""
         scores = self._take(logits, step.samples)
         dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
         if _with(step.features, _PROCESSES):
@@ -183,7 +194,7 @@ class Sampler:
         else:
             scores = scores.to(dtype)
         token_ids = torch.empty(scores.shape[0], dtype=torch.int64, device=self._device)
-        bad = torch.empty(scores.shape[0], dtype=torch.bool, device=self._device)
+        tops = torch.empty(scores.shape[0], dtype=dtype, device=self._device)
         draws, truncates = _DRAWS, _DRAWS | _TRUNCATES
         for kind in (0, draws, truncates):
             members = [i for i, features in enumerate(step.features) if features & truncates == kind]
@@ -191,8 +202,8 @@ class Sampler:
                 ids, best = self._draw(self._take(scores, members), members, step, kind)
                 idx = self._upload(members)
                 token_ids.index_copy_(0, idx, ids)
-                bad.index_copy_(0, idx, ~best.isfinite())
-        return token_ids, bad
+                tops.index_copy_(0, idx, best)
+        return token_ids, tops
 
     def _draw(self, scores: Tensor, members: list[int], step: _Step, kind: int) -> tuple[Tensor, Tensor]:
         """Of samples which all draw in the same way."""

@@ -185,6 +185,11 @@ def test_a_row_whose_tokens_are_all_banned_is_bad() -> None:
     tokens = torch.zeros(2, 4, dtype=torch.int64)
     found = sampler.sample(torch.zeros(2, 4), [0, 1], [1, 1], tokens).to_host()
     assert found.is_bad == (True, False)
+    assert found.without_token == {0}
+    sampler.set_row(0, sequence([1], min_tokens=2, banned=frozenset({0})))
+    found = sampler.sample(torch.full((2, 4), math.nan), [0, 1], [1, 1], tokens).to_host()
+    assert found.is_bad == (True, True)
+    assert found.without_token == set(), "NaN is the model's"
 
 
 def test_bans_end_with_min_tokens_and_ids_beyond_the_vocabulary_are_harmless() -> None:
