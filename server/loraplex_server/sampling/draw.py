@@ -119,9 +119,11 @@ def draw_dense(scores: Tensor, rows: DrawRows, noise: NoiseField, *, truncates: 
 
 
 def truncate(scores: Tensor, rows: DrawRows) -> Tensor:
-    """The scores of tokens that top-k, top-p and min-p keep, -inf for the others. Does not wait for the device."""
-    keeps = [kept_mask(part, part.amax(-1, keepdim=True), some) for part, some in _chunks(scores, rows)]
-    return scores.masked_fill(~torch.cat(keeps), -torch.inf)
+    """The scores of tokens that top-k, top-p and min-p keep, -inf for the others; a row whose highest score is not
+    finite stays as it is. Does not wait for the device."""
+    tops = scores.amax(-1, keepdim=True)
+    keeps = torch.cat([kept_mask(part, part.amax(-1, keepdim=True), some) for part, some in _chunks(scores, rows)])
+    return scores.masked_fill(~keeps & tops.isfinite(), -torch.inf)
 
 
 def _chunks(scores: Tensor, rows: DrawRows) -> Iterator[tuple[Tensor, DrawRows]]:
