@@ -103,6 +103,7 @@ class GenerateOptions(CallOptions, total=False):
     top_k: int | None
     top_p: float | None
     min_p: float | None
+    typical_p: float | None
     repetition_penalty: float | None
     frequency_penalty: float | None
     presence_penalty: float | None

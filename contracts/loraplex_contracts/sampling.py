@@ -125,6 +125,12 @@ class SamplingParams:
         "must be from 0 to 1",
         lambda value: 0 <= value <= 1,
     )
+    typical_p: float = _option(
+        1.0,
+        "Choose among the tokens closest to the expected surprise (entropy) that make up this share; 1 keeps all.",
+        "must be above 0 and at most 1",
+        lambda value: 0 < value <= 1,
+    )
     seed: int = _option(
         0,
         "The same seed gives the same text again. Default: a random one.",

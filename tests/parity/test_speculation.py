@@ -32,6 +32,7 @@ SAMPLINGS = {
     "greedy": SamplingParams(),
     "seeded": SamplingParams(temperature=0.8),
     "nucleus": SamplingParams(temperature=1.3, top_p=0.8, top_k=30, min_p=0.01),
+    "typical": SamplingParams(temperature=1.1, typical_p=0.7, top_p=0.95),
     "min-p": SamplingParams(temperature=1.5, min_p=0.1),
     "penalties": SamplingParams(
         temperature=0.9, repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.3, logit_bias=((5, 3.0),)

@@ -24,6 +24,7 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
         top_k=draw(st.sampled_from([0, 0, 1, 3, 20, VOCAB, 1000])),
         top_p=draw(st.sampled_from([1.0, 1.0, 0.01, 0.5, 0.9, 0.999])),
         min_p=draw(st.sampled_from([0.0, 0.0, 0.01, 0.3, 1.0])),
+        typical_p=draw(st.sampled_from([1.0, 1.0, 1.0, 0.01, 0.5, 0.9])),
         repetition_penalty=draw(st.sampled_from([0.5, 1.0, 1.3, 5.0])) if penalties else 1.0,
         frequency_penalty=draw(st.floats(-2, 2)) if penalties else 0.0,
         presence_penalty=draw(st.floats(-2, 2)) if penalties else 0.0,

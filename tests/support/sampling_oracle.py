@@ -15,6 +15,7 @@ from transformers.generation.logits_process import (
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
+    TypicalLogitsWarper,
 )
 
 from loraplex_contracts.plan import NewSequence
@@ -72,6 +73,8 @@ def processed(logits: Tensor, new: NewSequence, history: list[int]) -> Tensor:
             warpers.append(TopPLogitsWarper(sampling.top_p))
         if sampling.min_p > 0.0:
             warpers.append(MinPLogitsWarper(sampling.min_p))
+        if sampling.typical_p < 1.0:
+            warpers.append(TypicalLogitsWarper(sampling.typical_p))
     return warpers(ids, scores)[0]
 
 

@@ -217,6 +217,7 @@ class Sampling(google.protobuf.message.Message):
     PRESENCE_PENALTY_FIELD_NUMBER: builtins.int
     SEED_FIELD_NUMBER: builtins.int
     LOGIT_BIAS_FIELD_NUMBER: builtins.int
+    TYPICAL_P_FIELD_NUMBER: builtins.int
     temperature: builtins.float
     """0 is greedy, otherwise 0.00001 to 100. Default 0."""
     top_k: builtins.int
@@ -233,6 +234,10 @@ class Sampling(google.protobuf.message.Message):
     """Subtracted once for tokens in the output, -2 to 2. Default 0."""
     seed: builtins.int
     """The same seed gives the same text at any batch size. Chosen by the server where unset."""
+    typical_p: builtins.float
+    """Keep the tokens whose log probability is closest to the distribution's entropy, until they reach p, 0 < p <= 1;
+    after min_p. Default 1.
+    """
     @property
     def logit_bias(self) -> google.protobuf.internal.containers.ScalarMap[builtins.int, builtins.float]:
         """Added to the logits: token id -> bias, -100 to 100, 1024 entries at most."""
@@ -249,9 +254,10 @@ class Sampling(google.protobuf.message.Message):
         presence_penalty: builtins.float | None = ...,
         seed: builtins.int | None = ...,
         logit_bias: collections.abc.Mapping[builtins.int, builtins.float] | None = ...,
+        typical_p: builtins.float | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_frequency_penalty", b"_frequency_penalty", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_frequency_penalty", b"_frequency_penalty", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_frequency_penalty", b"_frequency_penalty", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "_typical_p", b"_typical_p", "frequency_penalty", b"frequency_penalty", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "typical_p", b"typical_p"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_frequency_penalty", b"_frequency_penalty", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "_typical_p", b"_typical_p", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "typical_p", b"typical_p"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_frequency_penalty", b"_frequency_penalty"]) -> typing.Literal["frequency_penalty"] | None: ...
     @typing.overload
@@ -268,6 +274,8 @@ class Sampling(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_top_k", b"_top_k"]) -> typing.Literal["top_k"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_top_p", b"_top_p"]) -> typing.Literal["top_p"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_typical_p", b"_typical_p"]) -> typing.Literal["typical_p"] | None: ...
 
 Global___Sampling: typing_extensions.TypeAlias = Sampling
 

@@ -219,7 +219,25 @@ class Warper(Processor[tuple[float, float]]):
 
     @abstractmethod
     def keeps(self, scores: Tensor, value: float) -> Tensor:
-        """Which tokens of one row may be drawn: `[1, vocab_size]`, from its scores divided by the temperature."""
+        """Which tokens of one row may be drawn: `[1, vocab_size]`, from its scores divided by the temperature. All of a
+        row whose scores are not finite, so that it is seen."""
+
+
+class TypicalP(Warper):
+    """Keeps the tokens whose log probability is closest to the entropy, until they have the share of the probability;
+    the likeliest tokens may be removed. In the operations of Transformers' TypicalLogitsWarper."""
+
+    def value_of(self, sequence: NewSequence) -> float | None:
+        return sequence.sampling.typical_p if sequence.sampling.typical_p < 1.0 else None
+
+    def keeps(self, scores: Tensor, value: float) -> Tensor:
+        logprobs = scores.log_softmax(-1)
+        entropy = -(logprobs * logprobs.exp()).nansum(-1, keepdim=True)
+        distance = (-logprobs - entropy).abs()
+        ordered, order = distance.sort()
+        shares = scores.gather(1, order).softmax(-1).cumsum(-1)
+        last = (shares < value).sum(-1, keepdim=True).clamp_(max=self.vocab_size - 1)
+        return ~(distance > ordered.gather(1, last))
 
 
 class Truncation(Processor[bool]):
@@ -240,7 +258,7 @@ class Truncation(Processor[bool]):
 
 def processors(vocab_size: int, draws: DrawTable) -> tuple[Processor[Any], ...]:
     """One of each, in the order of application."""
-    warpers: tuple[Warper, ...] = ()
+    warpers: tuple[Warper, ...] = (TypicalP(vocab_size),)
     return (
         *(LogitBias(vocab_size), RepetitionPenalty(vocab_size), CountPenalties(vocab_size), MinTokens(vocab_size)),
         *(Truncation(vocab_size, draws, warpers), *warpers),

@@ -28,6 +28,7 @@ EVERYTHING: dict[str, tuple[Any, str]] = {
     "top_k": (3, "sampling.top_k"),
     "top_p": (0.5, "sampling.top_p"),
     "min_p": (0.25, "sampling.min_p"),
+    "typical_p": (0.75, "sampling.typical_p"),
     "repetition_penalty": (1.5, "sampling.repetition_penalty"),
     "frequency_penalty": (-1.0, "sampling.frequency_penalty"),
     "presence_penalty": (1.0, "sampling.presence_penalty"),

@@ -187,6 +187,7 @@ GOOD = {
             top_k=40,
             top_p=1.0,
             min_p=0.0,
+            typical_p=1.0,
             repetition_penalty=1.1,
             frequency_penalty=-2,
             presence_penalty=2,
@@ -271,6 +272,8 @@ BAD: list[tuple[str, GenerateRequest]] = [
     ("sampling.top_p", sampling(top_p=1.0001)),
     ("sampling.min_p", sampling(min_p=-0.1)),
     ("sampling.min_p", sampling(min_p=1.1)),
+    ("sampling.typical_p", sampling(typical_p=0.0)),
+    ("sampling.typical_p", sampling(typical_p=1.1)),
     ("sampling.repetition_penalty", sampling(repetition_penalty=0.0)),
     ("sampling.repetition_penalty", sampling(repetition_penalty=-1.0)),
     ("sampling.repetition_penalty", sampling(repetition_penalty=1e300)),
@@ -304,7 +307,7 @@ BAD: list[tuple[str, GenerateRequest]] = [
         GenerateRequest(text="a", adapter_id="x", adapters=[inference_pb2.AdapterWeight(id="y", weight=1)]),
     ),
 ]
-NUMBERS = ["temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"]
+NUMBERS = ["temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "frequency_penalty", "presence_penalty"]
 BAD += [(f"sampling.{name}", sampling(**{name: math.nan})) for name in NUMBERS]
 
 

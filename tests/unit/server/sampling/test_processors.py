@@ -1,0 +1,98 @@
+"""Scores and masks of processors and warpers in float32, bit for bit those of Transformers, in mixed batches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support.sampling_oracle import processed, sequence
+from torch import Tensor
+
+from loraplex_contracts.request import SamplingParams
+from loraplex_server.sampling import sampler as module
+from loraplex_server.sampling.draw import DrawRows, draw_open, row_argmax
+from loraplex_server.sampling.noise import NoiseField
+from loraplex_server.sampling.sampler import Sampler
+
+VOCAB = 700
+# Option -> values of it; each is tested alone and with everything else, greedy and drawn.
+OPTIONS: dict[str, list[SamplingParams]] = {
+    "typical_p": [
+        SamplingParams(temperature=1.0, typical_p=0.2),
+        SamplingParams(temperature=0.7, typical_p=0.9),
+        SamplingParams(temperature=2.0, typical_p=0.999),
+        SamplingParams(temperature=1.5, typical_p=1e-6),
+        SamplingParams(temperature=1.2, top_k=50, typical_p=0.5),
+        SamplingParams(temperature=0.8, top_k=40, top_p=0.95, min_p=0.01, typical_p=0.8, repetition_penalty=1.2),
+    ],
+}
+OTHERS = [
+    SamplingParams(),
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=0.9, top_k=30, top_p=0.9, min_p=0.02),
+    SamplingParams(repetition_penalty=1.3, frequency_penalty=0.3, logit_bias=((3, 5.0),)),
+]
+
+
+class Seen:
+    """Scores as they reach the draws: of rows that draw without truncation, and of greedy rows with processors."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.drawn: list[Tensor] = []
+        self.greedy: list[Tensor] = []
+
+        def draw(scores: Tensor, rows: DrawRows, noise: NoiseField) -> tuple[Tensor, Tensor]:
+            self.drawn += scores.clone()
+            return draw_open(scores, rows, noise)
+
+        monkeypatch.setattr(module, "draw_open", draw)
+
+    def argmax(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        self.greedy += scores.clone()
+        return row_argmax(scores)
+
+
+def histories(num_rows: int) -> tuple[Tensor, list[int]]:
+    tokens = torch.randint(0, 40, (num_rows, 32), generator=torch.Generator().manual_seed(1))
+    return tokens, [5 + (row * 7) % 23 for row in range(num_rows)]
+
+
+WARPERS = {"typical_p"}  # do nothing to greedy rows
+
+
+@pytest.mark.parametrize(
+    ("name", "is_greedy"), [*((name, False) for name in OPTIONS), *((name, True) for name in OPTIONS.keys() - WARPERS)]
+)
+def test_scores_are_those_of_transformers(name: str, is_greedy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = [replace(one, temperature=0.0) if is_greedy else one for one in OPTIONS[name]]
+    mixed = [one for pair in zip(params * len(OTHERS), OTHERS * len(params), strict=True) for one in pair]
+    seen = Seen(monkeypatch)
+    sampler = Sampler(len(mixed), VOCAB, "cpu", argmax=seen.argmax)
+    logits = torch.randn(len(mixed), VOCAB, generator=torch.Generator().manual_seed(2)) * 3
+    tokens, positions = histories(len(mixed))
+    sequences = [sequence(tokens[row, :4].tolist(), one, row=row) for row, one in enumerate(mixed)]
+    for new in sequences:
+        sampler.set_row(new.row, new)
+    sampler.sample(logits, range(len(mixed)), positions, tokens)
+    scores = seen.greedy if is_greedy else seen.drawn
+    for row in range(0, len(mixed), 2):  # every other row is one of OTHERS
+        temperature = mixed[row].temperature or 1.0
+        expected = processed(logits[row], sequences[row], tokens[row, : positions[row]].tolist())
+        assert any(torch.equal(one / temperature, expected) for one in scores), mixed[row]
+        assert torch.isneginf(expected).any(), "the option removes something"
+
+
+def test_a_row_is_the_same_alone_and_in_a_batch() -> None:
+    params = [one for group in OPTIONS.values() for one in group] + OTHERS
+    logits = torch.randn(len(params), VOCAB, generator=torch.Generator().manual_seed(5)) * 3
+    tokens, positions = histories(len(params))
+    sampler = Sampler(len(params), VOCAB, "cpu")
+    for row, one in enumerate(params):
+        sampler.set_row(row, sequence(tokens[row, :4].tolist(), replace(one, seed=row), row=row))
+    together = sampler.sample(logits, range(len(params)), positions, tokens).to_host().token_ids
+    alone = [
+        sampler.sample(logits[row : row + 1], [row], [positions[row]], tokens).to_host().token_ids[0]
+        for row in range(len(params))
+    ]
+    assert list(together) == alone
