@@ -100,6 +100,13 @@ class SamplingParams:
         "must be from -2 to 2",
         lambda value: -2 <= value <= 2,
     )
+    allowed_token_ids: tuple[int, ...] = _option(
+        (),
+        "Only these tokens may be drawn; an end-of-sequence token only if it is one of them.",
+        max_entries=16384,
+        has_token_ids=True,
+        from_wire=lambda value, tokenizer: tuple(sorted(set(value))),
+    )
     temperature: float = _option(
         0.0,
         "0, the default, takes the likeliest token; higher varies more.",

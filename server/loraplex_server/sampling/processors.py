@@ -199,6 +199,22 @@ class MinTokens(Processor[tuple[Tensor, int]]):
         part.scores.index_put_(part.flat_places([ids for ids, _ in states]), part.scores.new_full((), -torch.inf))
 
 
+class AllowedTokenIds(Processor[Tensor]):
+    """Leaves some tokens only. State: their ids."""
+
+    bans = True
+
+    def state_of(self, sequence: NewSequence) -> Tensor | None:
+        allowed = sequence.sampling.allowed_token_ids
+        return self.ids_within(allowed) if allowed else None
+
+    def apply(self, part: Part, states: list[Tensor]) -> None:
+        places = part.flat_places(states)
+        scores = part.scores[places]
+        removed = part.scores.index_select(0, part.idx).sub_(torch.inf)  # NaN and inf leave NaN, which is seen
+        part.scores.index_copy_(0, part.idx, removed).index_put_(places, scores)
+
+
 class Warper(Processor[tuple[float, float]]):
     """An option that looks at the probabilities of what temperature, top-k, top-p and min-p have left. State: the
     temperature, the option's value."""
@@ -261,5 +277,6 @@ def processors(vocab_size: int, draws: DrawTable) -> tuple[Processor[Any], ...]:
     warpers: tuple[Warper, ...] = (TypicalP(vocab_size),)
     return (
         *(LogitBias(vocab_size), RepetitionPenalty(vocab_size), CountPenalties(vocab_size), MinTokens(vocab_size)),
+        AllowedTokenIds(vocab_size),
         *(Truncation(vocab_size, draws, warpers), *warpers),
     )

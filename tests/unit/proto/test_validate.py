@@ -188,6 +188,7 @@ GOOD = {
             top_p=1.0,
             min_p=0.0,
             typical_p=1.0,
+            allowed_token_ids=[5, 5, 99],
             repetition_penalty=1.1,
             frequency_penalty=-2,
             presence_penalty=2,
@@ -272,6 +273,7 @@ BAD: list[tuple[str, GenerateRequest]] = [
     ("sampling.top_p", sampling(top_p=1.0001)),
     ("sampling.min_p", sampling(min_p=-0.1)),
     ("sampling.min_p", sampling(min_p=1.1)),
+    ("sampling.allowed_token_ids", sampling(allowed_token_ids=[1] * 16385)),
     ("sampling.typical_p", sampling(typical_p=0.0)),
     ("sampling.typical_p", sampling(typical_p=1.1)),
     ("sampling.repetition_penalty", sampling(repetition_penalty=0.0)),
@@ -404,6 +406,7 @@ TOO_MUCH_FOR_THE_MODEL: list[tuple[str, GenerateRequest]] = [
     ("token_ids.ids", GenerateRequest(token_ids=TokenIds(ids=[1] * 32))),
     ("stopping.stop_token_ids", stopping(stop_token_ids=[100])),
     ("sampling.logit_bias", sampling(logit_bias={100: 1.0})),
+    ("sampling.allowed_token_ids", sampling(allowed_token_ids=[1, 100])),
     ("stopping.max_tokens", stopping(max_tokens=33)),
     ("stopping.min_tokens", stopping(min_tokens=33)),
 ]

@@ -18,6 +18,12 @@ from loraplex_server.sampling.sampler import Sampler
 VOCAB = 700
 # Option -> values of it; each is tested alone and with everything else, greedy and drawn.
 OPTIONS: dict[str, list[SamplingParams]] = {
+    "allowed_token_ids": [
+        SamplingParams(temperature=1.0, allowed_token_ids=(5,)),
+        SamplingParams(temperature=0.8, allowed_token_ids=tuple(range(0, VOCAB, 3))),
+        SamplingParams(temperature=1.2, allowed_token_ids=(0, VOCAB - 1), logit_bias=((VOCAB - 1, 2.0), (7, 50.0))),
+        SamplingParams(temperature=1.0, allowed_token_ids=tuple(range(40)), repetition_penalty=1.3),
+    ],
     "typical_p": [
         SamplingParams(temperature=1.0, typical_p=0.2),
         SamplingParams(temperature=0.7, typical_p=0.9),

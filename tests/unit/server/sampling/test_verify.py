@@ -66,6 +66,7 @@ def generate(
 PARAMS = {
     "greedy": SamplingParams(repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.2),
     "temperature": SamplingParams(temperature=1.0),
+    "allowed": SamplingParams(temperature=1.1, allowed_token_ids=tuple(range(3, 32, 2))),
     "typical": SamplingParams(temperature=1.1, typical_p=0.6, top_k=24),
     "all": SamplingParams(
         temperature=1.2,
