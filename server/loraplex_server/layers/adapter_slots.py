@@ -17,8 +17,8 @@ class AdapterSlots:
     """The factor tables of all targets, and which adapter is in which slot.
 
     What kernels read (pointers, ranks, scales) is one tensor [num_modules, num_slots] for all modules, of which each
-    table sees its row: putting an adapter in is four copies to the device and not four per module. Rows of siblings lie
-    one below the other, so that a kernel reaches those of all.
+    table sees its row: putting an adapter in is four copies to the device and not four per module. Rows of the members
+    of a merged linear lie one below the other, so that a kernel reaches those of all.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class AdapterSlots:
 
 
 def _side_by_side(targets: dict[str, AdaptedModule]) -> dict[str, AdaptedModule]:
-    """The same, with siblings one after the other as they are called."""
+    """The same, with the members of a merged linear one after the other as they are called."""
     paths = {id(module): path for path, module in targets.items()}
     ordered: dict[str, AdaptedModule] = {}
     for path, module in targets.items():

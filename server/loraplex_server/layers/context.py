@@ -14,7 +14,7 @@ from loraplex_server.layers.lora import PreparedSegments
 
 
 class MergedOutput(NamedTuple):
-    """What the first of some siblings leaves for the others."""
+    """What the first member of a merged linear leaves for the others."""
 
     owner: object  # the merged linear
     next_idx: int  # of the member whose columns come next
@@ -36,7 +36,7 @@ class StepContext:
         # Post-norm hidden states of the head's rows [num_head_rows, hidden], for proposers that draft from them.
         self.capture_head_input = False
         self.head_input: Tensor | None = None
-        # What the first of some siblings has computed for the others.
+        # What the first member of a merged linear has computed for the others.
         self.merged: MergedOutput | None = None
 
     def clear(self) -> None:

@@ -9,7 +9,7 @@ What a step lacks is padding, whose logits are not used: spans that are missing 
 place in the KV cache; a span that is short gets known tokens of its own in front, which are run again and not written.
 So drafts of different lengths, and rows without any, share a replay.
 
-Owns buffers and graphs. Knows no CUDA: what makes a graph out of a function is given (`cuda_capture` there, a function
+Owns buffers and graphs. Knows no CUDA: what makes a graph out of a function is given (`CudaCapture` there, a function
 that calls it again in tests). Decides nothing about sequences: a step that fits no bucket is run eager by the runner.
 """
 

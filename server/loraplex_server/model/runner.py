@@ -43,7 +43,7 @@ REPORT_EVERY_S = 5.0  # of compiling kernels
 
 @dataclass(frozen=True, slots=True)
 class FinishedStep:
-    """The handle of a step that has been run already. Implements engine.isolation.StepHandle."""
+    """The handle of a step that has been run already. Implements fault_isolation.StepHandle."""
 
     done: StepResult
 
@@ -63,7 +63,7 @@ class _Launched:
 
 
 class StepUnderWay:
-    """The handle of a step that the device may still be at. Implements engine.isolation.StepHandle."""
+    """The handle of a step that the device may still be at. Implements fault_isolation.StepHandle."""
 
     def __init__(self, runner: ModelRunner, step: int, refused: Mapping[str, SpanResult], launched: _Launched) -> None:
         self._runner = runner
@@ -138,7 +138,7 @@ class ModelRunner:
         return torch.stack([states[idx] for states, idx in found])
 
     def execute(self, plan: StepPlan) -> FinishedStep | StepUnderWay:
-        """Runs a step. May raise; nothing of the step is committed then. See engine.isolation.Execute."""
+        """Runs a step. May raise; nothing of the step is committed then. See fault_isolation.Execute."""
         with torch.inference_mode():
             self._change_rows(plan)
             results: dict[str, SpanResult] = {}

@@ -16,8 +16,8 @@ Dense products, every block of rows with its own weight through the pointer tabl
 
 A block's rows have the same terms (adapters). Ranks are each adapter's own, read on the device, as are pointers: a
 launch says nothing about who is in a step, so a CUDA graph of it holds for every composition. Sums are taken in one
-order, without atomics: splits are stored apart and added by the second half. Merged modules have the same input, and
-their outputs lie side by side in y (q, k and v); their tables are rows of one, `table_stride` apart.
+order, without atomics: splits are stored apart and added by the second half. Members of a merged linear have the same
+input, and their outputs lie side by side in y (q, k and v); their tables are rows of one, `table_stride` apart.
 """
 
 # Triton evaluates annotations, so parameters have none but `constexpr`; constants are upper case by its custom.
@@ -59,15 +59,15 @@ def block_at(blocks_ptr, block):
 
 
 @triton.jit
-def sibling_of(column_block, end_0, end_1, out_features, BLOCK_OUT: tl.constexpr):
-    """Of a block of columns its sibling, the block's number in it, and the sibling's first and last column."""
+def member_of(column_block, end_0, end_1, out_features, BLOCK_OUT: tl.constexpr):
+    """Of a block of columns its member, the block's number in it, and the member's first and last column."""
     num_0 = tl.cdiv(end_0, BLOCK_OUT)
     num_1 = tl.cdiv(end_1 - end_0, BLOCK_OUT)
-    sibling = (column_block >= num_0).to(tl.int32) + (column_block >= num_0 + num_1).to(tl.int32)
-    before = tl.where(sibling == 0, 0, tl.where(sibling == 1, num_0, num_0 + num_1))
-    start = tl.where(sibling == 0, 0, tl.where(sibling == 1, end_0, end_1))
-    end = tl.where(sibling == 0, end_0, tl.where(sibling == 1, end_1, out_features))
-    return sibling, column_block - before, start, end
+    member = (column_block >= num_0).to(tl.int32) + (column_block >= num_0 + num_1).to(tl.int32)
+    before = tl.where(member == 0, 0, tl.where(member == 1, num_0, num_0 + num_1))
+    start = tl.where(member == 0, 0, tl.where(member == 1, end_0, end_1))
+    end = tl.where(member == 0, end_0, tl.where(member == 1, end_1, out_features))
+    return member, column_block - before, start, end
 
 
 # --- few rows ---------------------------------------------------------------------------------------------------------
@@ -77,12 +77,12 @@ def sibling_of(column_block, end_0, end_1, out_features, BLOCK_OUT: tl.constexpr
 @triton.jit(do_not_specialize=["num_positions", "max_rank", "inner_stride", "table_stride"])
 def shrink_rows_kernel(
     x_ptr,  # [num_rows, in_features], last dimension contiguous
-    inner_ptr,  # float32 [siblings, splits, num_positions, inner_stride]
+    inner_ptr,  # float32 [members, splits, num_positions, inner_stride]
     rows_ptr,  # int32 [num_positions]
     blocks_ptr,  # int32 [num_blocks, 4]
     term_slots_ptr,  # int32 [num_terms]
-    a_ptrs,  # int64 [siblings, num_slots]
-    ranks_ptr,  # int32 [siblings, num_slots]
+    a_ptrs,  # int64 [members, num_slots]
+    ranks_ptr,  # int32 [members, num_slots]
     in_features,
     x_stride,
     num_positions,
@@ -97,14 +97,14 @@ def shrink_rows_kernel(
 ):
     split = tl.program_id(1)
     lane = tl.program_id(2) % NUM_LANES
-    sibling = tl.program_id(2) // NUM_LANES
+    member = tl.program_id(2) // NUM_LANES
     first, num_rows, first_term, num_terms = block_at(blocks_ptr, tl.program_id(0))
     if num_rows == 0:
         return
     k = split * BLOCK_IN + tl.arange(0, BLOCK_IN)
     term = 0
     while term < num_terms:
-        at = sibling * table_stride + tl.load(term_slots_ptr + first_term + term)
+        at = member * table_stride + tl.load(term_slots_ptr + first_term + term)
         rank = tl.load(ranks_ptr + at)
         a_ptr = pointer_to(tl.load(a_ptrs + at), x_ptr, IS_ALIGNED)
         start = lane * BLOCK_RANK
@@ -117,7 +117,7 @@ def shrink_rows_kernel(
                 # 64-bit: rows times features pass 2**31 in long steps of wide modules.
                 row = tl.load(rows_ptr + first + m).to(tl.int64)
                 x = tl.load(x_ptr + row * x_stride + k, mask=k < in_features, other=0.0).to(tl.float32)
-                inner_row = ((sibling * NUM_SPLITS + split) * num_positions + first + m).to(tl.int64)
+                inner_row = ((member * NUM_SPLITS + split) * num_positions + first + m).to(tl.int64)
                 inner_at = inner_ptr + inner_row * inner_stride + term * max_rank + r
                 tl.store(inner_at, tl.sum(a * x[None, :], axis=1), mask=r < rank)
                 m += 1
@@ -155,14 +155,14 @@ def add_columns(
 @triton.jit(do_not_specialize=["num_positions", "max_rank", "inner_stride", "table_stride", "end_0", "end_1"])
 def expand_rows_kernel(
     y_ptr,  # [num_rows, out_features], last dimension contiguous
-    inner_ptr,  # float32 [siblings, NUM_SPLITS, num_positions, inner_stride]
+    inner_ptr,  # float32 [members, NUM_SPLITS, num_positions, inner_stride]
     rows_ptr,  # int32 [num_positions]
     blocks_ptr,  # int32 [num_blocks, 4]
     term_slots_ptr,  # int32 [num_terms]
     term_weights_ptr,  # float32 [num_terms]
-    b_ptrs,  # int64 [siblings, num_slots]
-    ranks_ptr,  # int32 [siblings, num_slots]
-    scales_ptr,  # float32 [siblings, num_slots]
+    b_ptrs,  # int64 [members, num_slots]
+    ranks_ptr,  # int32 [members, num_slots]
+    scales_ptr,  # float32 [members, num_slots]
     end_0,
     end_1,
     out_features,
@@ -180,8 +180,8 @@ def expand_rows_kernel(
     first, num_rows, first_term, num_terms = block_at(blocks_ptr, tl.program_id(0))
     if num_rows == 0:
         return
-    sibling, column_block, out_start, out_end = sibling_of(tl.program_id(1), end_0, end_1, out_features, BLOCK_OUT)
-    table = sibling * table_stride
+    member, column_block, out_start, out_end = member_of(tl.program_id(1), end_0, end_1, out_features, BLOCK_OUT)
+    table = member * table_stride
     if sum_of_ranks(ranks_ptr + table, term_slots_ptr, first_term, num_terms) == 0:
         return
     n = column_block * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
@@ -193,7 +193,7 @@ def expand_rows_kernel(
         row = tl.load(rows_ptr + first + m).to(tl.int64)
         y_at = y_ptr + row * y_stride + out_start + n
         y = tl.load(y_at, mask=n_mask, other=0.0).to(tl.float32)
-        inner_row = (sibling * NUM_SPLITS * num_positions + first + m).to(tl.int64)
+        inner_row = (member * NUM_SPLITS * num_positions + first + m).to(tl.int64)
         total = tl.zeros((BLOCK_OUT,), dtype=tl.float32)
         term = 0
         while term < num_terms:
@@ -226,10 +226,10 @@ def fused_rows_kernel(
     blocks_ptr,  # int32 [num_blocks, 4]
     term_slots_ptr,  # int32 [num_terms]
     term_weights_ptr,  # float32 [num_terms]
-    a_ptrs,  # int64 [siblings, num_slots]
-    b_ptrs,  # int64 [siblings, num_slots]
-    ranks_ptr,  # int32 [siblings, num_slots]
-    scales_ptr,  # float32 [siblings, num_slots]
+    a_ptrs,  # int64 [members, num_slots]
+    b_ptrs,  # int64 [members, num_slots]
+    ranks_ptr,  # int32 [members, num_slots]
+    scales_ptr,  # float32 [members, num_slots]
     in_features,
     end_0,
     end_1,
@@ -247,8 +247,8 @@ def fused_rows_kernel(
     first, num_rows, first_term, num_terms = block_at(blocks_ptr, tl.program_id(0))
     if num_rows == 0:
         return
-    sibling, column_block, out_start, out_end = sibling_of(tl.program_id(1), end_0, end_1, out_features, BLOCK_OUT)
-    table = sibling * table_stride
+    member, column_block, out_start, out_end = member_of(tl.program_id(1), end_0, end_1, out_features, BLOCK_OUT)
+    table = member * table_stride
     if sum_of_ranks(ranks_ptr + table, term_slots_ptr, first_term, num_terms) == 0:
         return
     k = tl.arange(0, BLOCK_IN)
@@ -296,12 +296,12 @@ def fused_rows_kernel(
 @triton.jit(do_not_specialize=["num_positions", "max_rank", "inner_stride", "table_stride"])
 def shrink_tiles_kernel(
     x_ptr,  # [num_rows, in_features], last dimension contiguous
-    inner_ptr,  # float32 [siblings, splits, num_positions, inner_stride]
+    inner_ptr,  # float32 [members, splits, num_positions, inner_stride]
     rows_ptr,  # int32 [num_positions]
     blocks_ptr,  # int32 [num_blocks, 4]
     term_slots_ptr,  # int32 [num_terms]
-    a_ptrs,  # int64 [siblings, num_slots]
-    ranks_ptr,  # int32 [siblings, num_slots]
+    a_ptrs,  # int64 [members, num_slots]
+    ranks_ptr,  # int32 [members, num_slots]
     in_features,
     x_stride,
     num_positions,
@@ -319,7 +319,7 @@ def shrink_tiles_kernel(
 ):
     split = tl.program_id(1)
     lane = tl.program_id(2) % NUM_LANES
-    sibling = tl.program_id(2) // NUM_LANES
+    member = tl.program_id(2) // NUM_LANES
     first, num_rows, first_term, num_terms = block_at(blocks_ptr, tl.program_id(0))
     if num_rows == 0:
         return
@@ -328,10 +328,10 @@ def shrink_tiles_kernel(
     # 64-bit: rows times features pass 2**31 in long prefills of wide modules.
     row = tl.load(rows_ptr + first + m, mask=m < num_rows, other=0).to(tl.int64)
     x_at = x_ptr + row[:, None] * x_stride + k[None, :]
-    inner_row = ((sibling * NUM_SPLITS + split) * num_positions + first + m).to(tl.int64)
+    inner_row = ((member * NUM_SPLITS + split) * num_positions + first + m).to(tl.int64)
     term = 0
     while term < num_terms:
-        at = sibling * table_stride + tl.load(term_slots_ptr + first_term + term)
+        at = member * table_stride + tl.load(term_slots_ptr + first_term + term)
         rank = tl.load(ranks_ptr + at)
         a_ptr = pointer_to(tl.load(a_ptrs + at), x_ptr, IS_ALIGNED)
         start = lane * BLOCK_RANK
@@ -357,14 +357,14 @@ def shrink_tiles_kernel(
 @triton.jit(do_not_specialize=["num_positions", "max_rank", "inner_stride", "table_stride", "end_0", "end_1"])
 def expand_tiles_kernel(
     y_ptr,  # [num_rows, out_features], last dimension contiguous
-    inner_ptr,  # float32 [siblings, NUM_SPLITS, num_positions, inner_stride]
+    inner_ptr,  # float32 [members, NUM_SPLITS, num_positions, inner_stride]
     rows_ptr,  # int32 [num_positions]
     blocks_ptr,  # int32 [num_blocks, 4]
     term_slots_ptr,  # int32 [num_terms]
     term_weights_ptr,  # float32 [num_terms]
-    b_ptrs,  # int64 [siblings, num_slots]
-    ranks_ptr,  # int32 [siblings, num_slots]
-    scales_ptr,  # float32 [siblings, num_slots]
+    b_ptrs,  # int64 [members, num_slots]
+    ranks_ptr,  # int32 [members, num_slots]
+    scales_ptr,  # float32 [members, num_slots]
     end_0,
     end_1,
     out_features,
@@ -383,15 +383,15 @@ def expand_tiles_kernel(
     first, num_rows, first_term, num_terms = block_at(blocks_ptr, tl.program_id(0))
     if num_rows == 0:
         return
-    sibling, column_block, out_start, out_end = sibling_of(tl.program_id(1), end_0, end_1, out_features, BLOCK_OUT)
-    table = sibling * table_stride
+    member, column_block, out_start, out_end = member_of(tl.program_id(1), end_0, end_1, out_features, BLOCK_OUT)
+    table = member * table_stride
     if sum_of_ranks(ranks_ptr + table, term_slots_ptr, first_term, num_terms) == 0:
         return
     dtype = y_ptr.dtype.element_ty
     m = tl.arange(0, BLOCK_ROWS)
     n = column_block * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     n_mask = n < out_end - out_start
-    position = (sibling * NUM_SPLITS * num_positions + first + m).to(tl.int64)
+    position = (member * NUM_SPLITS * num_positions + first + m).to(tl.int64)
     total = tl.zeros((BLOCK_ROWS, BLOCK_OUT), dtype=tl.float32)
     term = 0
     while term < num_terms:

@@ -1,5 +1,5 @@
-// The kernels of one instruction set, and the plain data that they read. One thread runs one call; who shares the work
-// out is in parallel.h, lora.h and stack.cpp.
+// The kernels of one instruction set, and the plain data that they read. One thread runs one call;
+// parallel.h, lora.h and stack.cpp share out the work.
 //
 // A row's result never depends on other rows, on their number, or on how work was shared out: sums over `k` run in one
 // fixed order. So a token's bits are the same in every batch, with and without drafts behind it.

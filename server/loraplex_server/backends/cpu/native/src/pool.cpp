@@ -58,7 +58,7 @@ void Pool::share(Function function, const void* job, int num_chunks) {
   int spins = 0;
   while (num_done_.load(std::memory_order_acquire) < num_chunks) {
     pause();
-    // Whoever holds the last chunk may need this very core.
+    // The thread with the last chunk may need this very core.
     if (++spins % kSpins == 0) std::this_thread::yield();
   }
 }

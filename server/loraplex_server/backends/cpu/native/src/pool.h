@@ -44,7 +44,7 @@ class Pool {
   bool take_one(int thread);
   void work(int thread);
 
-  // The job's number of chunks in the upper half, the next chunk in the lower: one word, so that whoever takes a chunk
+  // The job's number of chunks in the upper half, the next chunk in the lower: one word, so that a thread that takes a chunk
   // knows which job it is of. What describes a job does not change while a chunk of it is out.
   std::atomic<uint64_t> ticket_{0};
   std::atomic<int> num_done_{0};

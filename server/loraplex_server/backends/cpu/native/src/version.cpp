@@ -1,6 +1,6 @@
 // What the library is and what the machine can run of it: versions, and the choice of the instruction set.
 //
-// Compiled with baseline flags, like every file in this folder: code here runs before anybody knows what the CPU has. The
+// Compiled with baseline flags, like every file in this folder: code here runs before it is known what the CPU has. The
 // build script defines LP_SOURCE_HASH, and LP_HAVE_<NAME> for each variant of isa/ that the compiler could make.
 
 #include <atomic>

@@ -24,7 +24,7 @@ template <class D>
 static void score(const AttendTask& t, const typename D::T* q, int num_rows, int64_t begin, int64_t end, float* scores,
                   int64_t stride) {
   typedef typename D::T T;
-  const int64_t ahead = begin + 16;  // keys that are fetched early; values all are, which nobody reads until later
+  const int64_t ahead = begin + 16;  // keys that are fetched early; values all are: they are read only later
   Cursor<D> key(t.k, t, begin), early(t.k, t, ahead < end ? ahead : begin), value(t.v, t, begin);
   for (int64_t at = begin; at < end; at += 4) {
     const T* keys[4];
