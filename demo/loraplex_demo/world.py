@@ -108,10 +108,6 @@ class World(WorldFolder):
     manifest: Manifest
 
     @property
-    def report_path(self) -> Path:
-        return self.root / REPORT
-
-    @property
     def adapters(self) -> tuple[Adapter, ...]:
         return self.manifest.adapters
 

@@ -17,7 +17,7 @@ from loraplex_demo.train import make_world
 @pytest.mark.timeout(1200)
 def test_a_small_world_reaches_the_bar(tmp_path: Path) -> None:
     world = make_world(tmp_path, scale="small", seed=0)
-    report = json.loads(world.report_path.read_text())
+    report = json.loads((world.root / "report.json").read_text())
     for matrix in report["exact_match"].values():
         assert set(matrix) == {"", *(adapter.name for adapter in world.adapters)}
         for name, shares in matrix.items():

@@ -12,6 +12,8 @@ from support.processes import loraplex
 
 from loraplex_demo.world import committed_world
 
+pytestmark = pytest.mark.timeout(240)
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 PROGRAMS = sorted(path.name for path in EXAMPLES.glob("*.py"))
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}=>"
@@ -32,9 +34,10 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     for path in world.base_path.iterdir():
         (model / path.name).symlink_to(path)
     (model / "chat_template.jinja").write_text(TEMPLATE)
-    drafts = [f"--draft-model={draft.name}={world.draft_path(draft.name)}" for draft in world.drafts]
-    flags = ["--port", "0", "--threads", "1", "--adapters", str(world.adapters_root), *drafts]
-    with loraplex("worker", str(model), *flags) as worker:
+    draft = world.drafts[0].name
+    flags = ["--port", "0", "--threads", "1", "--adapters", str(world.adapters_root)]
+    flags += ["--draft-model", f"{draft}={world.draft_path(draft)}"]
+    with loraplex("worker", str(model), *flags, timeout_s=200) as worker:
         yield worker.address
 
 

@@ -1,4 +1,4 @@
-"""Steps from CUDA graphs: a decode or verification step is one launch instead of a thousand.
+"""Steps replayed from CUDA graphs.
 
 A graph repeats kernels with the arguments that they were captured with, so everything that differs from step to step is
 in buffers at fixed addresses, which are refilled before a replay. There is a graph for each *bucket*: so many spans of

@@ -1,4 +1,4 @@
-"""The disk store: whole files or none, found again after a restart, bounded, and checked before use."""
+"""The disk store: atomic, persistent, bounded and verified."""
 
 from __future__ import annotations
 

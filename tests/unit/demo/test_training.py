@@ -140,7 +140,7 @@ def test_a_world_is_an_ordinary_checkpoint_with_ordinary_adapters(world: World) 
 
 
 def test_the_report_covers_every_pair_and_dtype(world: World) -> None:
-    report = json.loads(world.report_path.read_text())
+    report = json.loads((world.root / "report.json").read_text())
     assert report["num_heldout_records"] == 2
     assert set(report["exact_match"]) == {"float32", "bfloat16"}
     for matrix in report["exact_match"].values():

@@ -53,7 +53,7 @@ def test_adapters_differ_as_those_of_users_do(world: World) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_report_meets_the_bar(world: World, dtype: str) -> None:
-    report = json.loads(world.report_path.read_text())
+    report = json.loads((world.root / "report.json").read_text())
     assert report["num_heldout_records"] >= 100
     matrix = report["exact_match"][dtype]
     assert set(matrix) == {"", *(adapter.name for adapter in world.adapters)}
@@ -112,7 +112,7 @@ def test_the_showcase_is_held_out_and_bounded(world: World) -> None:
 
 
 def test_every_adapter_is_good_and_alone_in_its_format(world: World) -> None:
-    report = json.loads(world.report_path.read_text())
+    report = json.loads((world.root / "report.json").read_text())
     assert len(world.adapters) >= 6
     for matrix in report["exact_match"].values():
         for adapter in world.adapters:
@@ -127,7 +127,7 @@ def test_heads_foresee_what_their_own_adapter_writes(world: World) -> None:
         ("json", False),
         ("sql", True),
     }
-    found = json.loads(world.report_path.read_text())["speculation"]
+    found = json.loads((world.root / "report.json").read_text())["speculation"]
     assert found["num_heldout_records"] >= 50
     for heads in world.heads:
         row = found["tokens_per_step"][heads.name]
@@ -136,7 +136,7 @@ def test_heads_foresee_what_their_own_adapter_writes(world: World) -> None:
 
 
 def test_drafts_foresee_what_every_adapter_writes(world: World) -> None:
-    found = json.loads(world.report_path.read_text())["speculation"]["tokens_per_step"]
+    found = json.loads((world.root / "report.json").read_text())["speculation"]["tokens_per_step"]
     assert {each.has_own_tokenizer for each in world.drafts} == {True, False}
     for draft in world.drafts:
         assert set(found[draft.name]) == {"", *(adapter.name for adapter in world.adapters)}

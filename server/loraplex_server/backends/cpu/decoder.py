@@ -1,4 +1,4 @@
-"""Native decoder: all layers of the common kind in one call into the native kernels.
+"""Native decoder: all decoder layers of a model in one native call.
 
 One call replaces a hundred small operations per layer. The module takes the place of the model's list of layers and
 computes what they compute, adapters included. decoder_match.py decides which layers it may replace, and proves it.

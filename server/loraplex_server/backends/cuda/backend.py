@@ -1,4 +1,4 @@
-"""The back end of CUDA devices: Triton kernels, FlashInfer and Punica where they are installed, CUDA graphs.
+"""Back end of CUDA: Triton kernels, FlashInfer, Punica and CUDA graphs.
 
 Triton, FlashInfer and Punica are imported only where they are used: that takes seconds, and where one is not installed
 its module does not import.

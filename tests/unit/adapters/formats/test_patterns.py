@@ -1,4 +1,4 @@
-"""Patterns from adapters: the same answer as PEFT's `re.match`, in bounded time, and nothing outside the subset."""
+"""Patterns from adapters: equal to PEFT's `re.match`, in bounded time."""
 
 from __future__ import annotations
 

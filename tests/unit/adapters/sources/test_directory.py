@@ -1,4 +1,4 @@
-"""The directory source: what is in the root is found, and nothing else, whatever the root holds."""
+"""The directory source of adapters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Segmented LoRA and dense products by Triton kernels, for one module or for merged ones.
+"""Segmented LoRA and dense products by Triton kernels.
 
 Needs triton; runs on CUDA, and on a CPU in Triton's interpreter for tests. `variants.py` chooses kernels and block
 sizes, `plan.py` lays out the step. Owns what it derives from a table (in its `derived`).

@@ -1,4 +1,6 @@
-"""Kernel variants and block sizes, by a step's rows and a module's shape. Pure; imports no triton.
+"""Choice of LoRA kernel and tile sizes by rows and module shape.
+
+Pure; imports no triton.
 
 Three variants:
 
