@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from loraplex_contracts.ids import MAX_ADAPTER_ID_CHARS, check_adapter_id
+from loraplex_contracts.ids import MAX_ADAPTER_ID_CHARS, AdapterId, check_adapter_id
 
 __all__ = [
     "MAX_ADAPTER_ID_CHARS",
+    "AdapterId",
     "AdapterInfo",
     "AdapterKey",
     "AdapterKind",

@@ -7,8 +7,12 @@ engine checks adapter ids too and runs without gRPC and protobuf.
 from __future__ import annotations
 
 import re
+from typing import NewType
 
 from loraplex_contracts.errors import InvalidAdapterId, InvalidArgument
+
+AdapterId = NewType("AdapterId", str)  # a name that `check_adapter_id` has passed; empty for none
+NO_ADAPTER = AdapterId("")
 
 MAX_ADAPTER_ID_CHARS = 128
 MAX_ID_CHARS = 128
@@ -21,8 +25,8 @@ _ID = re.compile(r"[A-Za-z0-9._:-]+\Z")
 _ROLE = re.compile(r"[A-Za-z0-9_-]+\Z")
 
 
-def check_adapter_id(adapter_id: str, *, field: str = "adapter_id") -> str:
-    """Returns `adapter_id` when it is a well-formed name.
+def check_adapter_id(adapter_id: str, *, field: str = "adapter_id") -> AdapterId:
+    """Returns `adapter_id` when it is a well-formed name: checked once, where it comes in.
 
     Raises InvalidAdapterId otherwise: an id is never a path, an address or anything that could be read as one.
     """
@@ -32,7 +36,7 @@ def check_adapter_id(adapter_id: str, *, field: str = "adapter_id") -> str:
             f"one '/', {MAX_ADAPTER_ID_CHARS} characters at most",
             field=field,
         )
-    return adapter_id
+    return AdapterId(adapter_id)
 
 
 def check_id(value: str, *, field: str) -> str:

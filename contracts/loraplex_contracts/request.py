@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from loraplex_contracts.ids import NO_ADAPTER, AdapterId
 from loraplex_contracts.sampling import SamplingParams
 
 SpeculationKind = Literal["off", "auto", "medusa", "prompt_lookup", "draft_model"]
@@ -37,7 +38,8 @@ class SpeculationParams:
 
     # None: with the heads that its adapter brings, if any, else as the server was told (--speculate).
     kind: SpeculationKind | None = None
-    medusa_id: str = ""  # heads by adapter id; empty: those of adapter_id, else the server's default heads
+    # Of Medusa heads; empty: those of the request's adapter, else the server's default heads.
+    medusa_id: AdapterId = NO_ADAPTER
     min_ngram: int = 0  # 0: the server's choice, here and below
     max_ngram: int = 0
     draft_name: str = ""  # one of --draft-model; empty: the only one
@@ -55,7 +57,7 @@ class Request:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     output: OutputParams = field(default_factory=OutputParams)
     speculation: SpeculationParams = field(default_factory=SpeculationParams)
-    adapter_id: str = ""
+    adapter_id: AdapterId = NO_ADAPTER
     tenant: str = "default"
     cache_salt: str = ""
     n: int = 1

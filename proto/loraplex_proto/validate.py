@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from loraplex_contracts.errors import ContextLengthExceeded, InvalidAdapterId, InvalidArgument, Unimplemented
-from loraplex_contracts.ids import check_adapter_id, check_id, check_role
+from loraplex_contracts.ids import AdapterId, check_adapter_id, check_id, check_role
 from loraplex_contracts.sampling import SAMPLING_OPTIONS, SamplingOption
 from loraplex_proto.paging import ListQuery, list_query
 from loraplex_proto.v1 import adapter_pb2, inference_pb2, worker_pb2
@@ -423,12 +423,12 @@ def check_tokenize(request: inference_pb2.TokenizeRequest) -> None:
             )
 
 
-def check_adapter_request(request: AdapterRequest) -> None:
-    """A request that names one adapter. Raises InvalidAdapterId or Unimplemented."""
+def check_adapter_request(request: AdapterRequest) -> AdapterId:
+    """The adapter that the request names. Raises InvalidAdapterId or Unimplemented."""
     refuse_unhandled(request)
     if not request.adapter_id:
         raise InvalidAdapterId("`adapter_id` is empty: name the adapter", field="adapter_id")
-    check_adapter_id(request.adapter_id)
+    return check_adapter_id(request.adapter_id)
 
 
 def check_list_adapters(request: adapter_pb2.ListAdaptersRequest) -> ListQuery:

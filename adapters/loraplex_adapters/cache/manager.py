@@ -29,7 +29,7 @@ from loraplex_adapters.io.source_files import AdapterSource
 from loraplex_adapters.store import AdapterStore
 from loraplex_adapters.targets import BaseTargets
 from loraplex_adapters.weights import AdapterWeights
-from loraplex_contracts.adapters import AdapterInfo, AdapterKey, CacheUsage, ListingChanges, check_adapter_id
+from loraplex_contracts.adapters import AdapterId, AdapterInfo, AdapterKey, CacheUsage, ListingChanges
 from loraplex_contracts.errors import LoraplexError
 
 log = logging.getLogger(__name__)
@@ -111,13 +111,12 @@ class AdapterManager:
 
     # --- names ------------------------------------------------------------------------------------------------------
 
-    def resolve(self, adapter_id: str, now: float) -> AdapterKey | None:
+    def resolve(self, adapter_id: AdapterId, now: float) -> AdapterKey | None:
         """The key that the name is bound to, pinned once for the caller (`unpin` gives it back).
 
         None while it is being fetched: ask again after `poll` has returned True. A name is bound on first use and bound
         anew only by `load`. Raises the typed error (AdapterNotFound, AdapterInvalid, ...) when it cannot be had.
         """
-        check_adapter_id(adapter_id)
         key = self._table.resolve(adapter_id, now)
         self._start_fetches()
         return key
@@ -127,19 +126,17 @@ class AdapterManager:
         self._table.residency.unpin(key)
         self._notify_if_due()
 
-    def load(self, adapter_id: str, pin: bool, now: float) -> AdapterInfo | None:
+    def load(self, adapter_id: AdapterId, pin: bool, now: float) -> AdapterInfo | None:
         """Reads the source anew, binds the name to what it finds and brings it up to the device where there is room.
 
         None while under way: call again after `poll`. Raises as `resolve`.
         """
-        check_adapter_id(adapter_id)
         key = self._table.load(adapter_id, pin, now)
         self._start_fetches()
         return None if key is None else key_row(self._table.residency.records[key], adapter_id)
 
-    def unload(self, adapter_id: str) -> AdapterInfo:
+    def unload(self, adapter_id: AdapterId) -> AdapterInfo:
         """Forgets the name; weights go when the last request has ended. Raises AdapterNotFound."""
-        check_adapter_id(adapter_id)
         before = self._table.row(adapter_id)
         record = self._table.residency.records.get(self._table.unload(adapter_id))
         self._notify_if_due()
@@ -147,9 +144,8 @@ class AdapterManager:
             return key_row(record, adapter_id)
         return replace(before, state="known", tier="disk", num_running=0, pinned=False, error="", error_reason="")
 
-    def get(self, adapter_id: str) -> AdapterInfo:
+    def get(self, adapter_id: AdapterId) -> AdapterInfo:
         """Raises AdapterNotFound, also for a name of the source that was never asked for."""
-        check_adapter_id(adapter_id)
         return self._table.row(adapter_id)
 
     def take_changes(self) -> ListingChanges:

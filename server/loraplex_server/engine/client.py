@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from loraplex_adapters.cache.listing import Listing
-from loraplex_contracts.adapters import AdapterInfo, CacheUsage
+from loraplex_contracts.adapters import AdapterId, AdapterInfo, CacheUsage
 from loraplex_contracts.errors import Draining, EngineLost, Internal, LoraplexError, WorkerLost
 from loraplex_contracts.events import RequestFailed
 from loraplex_contracts.load import Load
@@ -168,7 +168,7 @@ class EngineClient:
         """A stop string was met in completion `index`."""
         self._send(StopCompletion(stream.request.request_id, index))
 
-    async def adapters(self, verb: AdapterVerb, adapter_id: str, *, pin: bool = False) -> tuple[AdapterInfo, ...]:
+    async def adapters(self, verb: AdapterVerb, adapter_id: AdapterId, *, pin: bool = False) -> tuple[AdapterInfo, ...]:
         """One operation on the adapter cache. Raises its typed error."""
         self._check_alive()
         operation_id = next(self._operation_ids)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from loraplex_contracts.adapters import AdapterInfo, CacheUsage, ListingChanges
+from loraplex_contracts.adapters import AdapterId, AdapterInfo, CacheUsage, ListingChanges
 from loraplex_contracts.errors import LoraplexError
 from loraplex_contracts.events import Event
 from loraplex_contracts.load import Load
@@ -41,7 +41,7 @@ class AdapterCommand:
 
     operation_id: int
     verb: Literal["load", "unload", "get"]
-    adapter_id: str
+    adapter_id: AdapterId
     pin: bool = False
 
 

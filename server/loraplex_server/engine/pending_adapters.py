@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from loraplex_contracts.adapters import AdapterKey
+from loraplex_contracts.adapters import AdapterId, AdapterKey
 from loraplex_contracts.errors import LoraplexError, unexpected
 from loraplex_contracts.request import Request
 
@@ -20,7 +20,7 @@ Resolve = Callable[[str, float], AdapterKey | None]
 class Unresolved:
     """Holds requests until their adapter's key, or the error, is known. `adapter_id_of`: of a request."""
 
-    def __init__(self, resolve: Resolve, adapter_id_of: Callable[[Request], str]) -> None:
+    def __init__(self, resolve: Resolve, adapter_id_of: Callable[[Request], AdapterId]) -> None:
         self._resolve = resolve
         self._adapter_id_of = adapter_id_of
         # By adapter id, in the order of arrival, and so are their requests.

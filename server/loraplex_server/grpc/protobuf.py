@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from loraplex_adapters.cache.listing import Resident
 from loraplex_contracts import sampling
-from loraplex_contracts.adapters import AdapterInfo, CacheUsage
+from loraplex_contracts.adapters import AdapterId, AdapterInfo, CacheUsage
 from loraplex_contracts.events import TokenLogprob
 from loraplex_contracts.load import Forecast, Load
 from loraplex_contracts.request import (
@@ -60,7 +60,7 @@ def speculation_params(message: inference_pb2.Speculation) -> SpeculationParams:
     kind: SpeculationKind | None = message.WhichOneof("kind")
     return SpeculationParams(
         kind=kind,
-        medusa_id=message.medusa.adapter_id,
+        medusa_id=AdapterId(message.medusa.adapter_id),
         min_ngram=message.prompt_lookup.min_ngram,
         max_ngram=message.prompt_lookup.max_ngram,
         draft_name=message.draft_model.name,
@@ -88,7 +88,7 @@ def to_request(
         sampling=params,
         output=output_params(message.output),
         speculation=speculation_params(message.speculation),
-        adapter_id=message.adapter_id,
+        adapter_id=AdapterId(message.adapter_id),
         tenant=tenant,
         cache_salt=message.cache_salt,
         n=message.n or 1,

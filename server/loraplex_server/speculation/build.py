@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from loraplex_adapters.cache.manager import AdapterManager
-from loraplex_contracts.adapters import AdapterKey
+from loraplex_contracts.adapters import AdapterId, AdapterKey
 from loraplex_contracts.errors import AdapterNotFound, InvalidArgument
 from loraplex_server.config import EngineConfig
 from loraplex_server.model.graphs import graph_shapes
@@ -54,7 +54,7 @@ def build_speculator(
     proposers: dict[str, Proposer] = {MEDUSA: MedusaProposer(target.runner, target.cache, target.heads)}
     drafts, least_costs = _draft_models(config, target, progress) if speculation.drafts else ({}, {})
     proposers |= {draft_key(name): proposer for name, proposer in drafts.items()}
-    heads_id = speculation.default_medusa or (MODEL_HEADS if target.served.heads is not None else "")
+    heads_id = AdapterId(speculation.default_medusa or (MODEL_HEADS if target.served.heads is not None else ""))
     default_heads = None
     if heads_id:
         progress(f"loading Medusa heads {heads_id}")
@@ -99,7 +99,7 @@ def _draft_models(
     return proposers, least_costs
 
 
-def bring_up_heads(cache: AdapterManager, adapter_id: str) -> AdapterKey:
+def bring_up_heads(cache: AdapterManager, adapter_id: AdapterId) -> AdapterKey:
     """Loads the default heads and pins them to the device, where every base request wants them."""
     try:
         while cache.load(adapter_id, True, time.monotonic()) is None:

@@ -29,7 +29,6 @@ from loraplex_contracts.errors import (
     DiskFull,
     FailedPrecondition,
     Internal,
-    InvalidAdapterId,
     SourceUnavailable,
 )
 
@@ -253,19 +252,6 @@ def test_a_source_that_hangs_does_not_keep_resident_adapters_from_moving(
             engine.acquire(key)
             engine.cache.release(key)
     assert engine.cache.resolve("a2", engine.now) is None
-
-
-def test_ids_are_checked_first(make_engine: Callable[..., Engine], source: CountingSource) -> None:
-    engine = make_engine()
-    for call in (
-        lambda: engine.cache.resolve("../a0", 0.0),
-        lambda: engine.cache.load("a0\x00", False, 0.0),
-        lambda: engine.cache.unload("/a0"),
-        lambda: engine.cache.get("https://x/y"),
-    ):
-        with pytest.raises(InvalidAdapterId):
-            call()
-    assert source.opened == []
 
 
 def test_what_the_disk_has_dropped_comes_back_from_the_source(
