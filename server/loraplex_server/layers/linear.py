@@ -61,7 +61,7 @@ class AbsorbedLinear:
     is_copy = True
 
     def __call__(self, x: Tensor) -> Tensor:
-        raise AssertionError("this linear is computed by the decoder that took its weight")
+        raise AssertionError("this linear is computed by the stack of layers that took its weight")
 
 
 def absorbing(otherwise: BaseLinearFactory) -> BaseLinearFactory:
