@@ -111,6 +111,8 @@ class GenerateOptions(CallOptions, total=False):
     """The same seed gives the same text."""
     logit_bias: Mapping[int, float] | None
     """Token id -> what is added to its logit."""
+    bad_words: str | Sequence[str] | None
+    """Texts that are never written."""
     allowed_token_ids: Sequence[int] | None
     """Only these tokens may be drawn."""
 

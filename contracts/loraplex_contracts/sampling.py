@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
-from loraplex_contracts.errors import LoraplexError
+from loraplex_contracts.errors import InvalidArgument, LoraplexError
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +66,16 @@ def _option(
     return field(default=default, metadata=metadata)
 
 
+def _word_tokens(words: Sequence[str], tokenizer: TokenizerView) -> tuple[tuple[int, ...], ...]:
+    """The token sequences that write the words. As in Transformers, an end-of-sequence token alone is not one."""
+    found: set[tuple[int, ...]] = set()
+    for word in words:
+        found |= {tuple(tokenizer.encode(text)) for text in {word, word if word.startswith(" ") else f" {word}"}}
+    if () in found:
+        raise InvalidArgument("`sampling.bad_words` has a word without tokens", field="sampling.bad_words")
+    return tuple(sorted(found - {(token_id,) for token_id in tokenizer.eos_token_ids}))
+
+
 MAX_TOP_K: Final = (1 << 31) - 1  # what an int32 tensor holds
 
 
@@ -99,6 +109,14 @@ class SamplingParams:
         "Subtract this once from the logits of tokens in the output.",
         "must be from -2 to 2",
         lambda value: -2 <= value <= 2,
+    )
+    bad_words: tuple[tuple[int, ...], ...] = _option(
+        (),
+        "Never write this. Tokenized as given and with a space before it (as given only where it begins with one).",
+        "must be 1 to 128 bytes",
+        lambda value: 1 <= len(value.encode()) <= 128,
+        max_entries=128,
+        from_wire=_word_tokens,
     )
     allowed_token_ids: tuple[int, ...] = _option(
         (),

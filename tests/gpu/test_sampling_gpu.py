@@ -22,6 +22,7 @@ PARAMS = [
     SamplingParams(temperature=1.0, top_k=50),
     SamplingParams(temperature=1.0, top_p=0.9),
     SamplingParams(temperature=1.3, min_p=0.05),
+    SamplingParams(temperature=1.0, bad_words=((3,), *((a, 4) for a in range(VOCAB)))),
     SamplingParams(temperature=1.0, allowed_token_ids=tuple(range(0, VOCAB, 7))),
     SamplingParams(temperature=1.0, top_k=100, typical_p=0.6),
     SamplingParams(temperature=1.1, top_k=40, top_p=0.95, min_p=0.01, repetition_penalty=1.2, frequency_penalty=0.4),

@@ -32,6 +32,7 @@ SAMPLINGS = {
     "greedy": SamplingParams(),
     "seeded": SamplingParams(temperature=0.8),
     "nucleus": SamplingParams(temperature=1.3, top_p=0.8, top_k=30, min_p=0.01),
+    "bad words": SamplingParams(bad_words=tuple((a, b) for a in range(99) for b in range(a % 2, 99, 2))),
     "allowed": SamplingParams(temperature=1.0, allowed_token_ids=tuple(range(5, 90, 4))),
     "typical": SamplingParams(temperature=1.1, typical_p=0.7, top_p=0.95),
     "min-p": SamplingParams(temperature=1.5, min_p=0.1),

@@ -28,6 +28,7 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
         repetition_penalty=draw(st.sampled_from([0.5, 1.0, 1.3, 5.0])) if penalties else 1.0,
         frequency_penalty=draw(st.floats(-2, 2)) if penalties else 0.0,
         presence_penalty=draw(st.floats(-2, 2)) if penalties else 0.0,
+        bad_words=tuple(draw(st.lists(st.lists(TOKENS, min_size=1, max_size=3).map(tuple), max_size=4))),
         allowed_token_ids=tuple(range(VOCAB // 3, VOCAB, draw(st.sampled_from([1, 2])))) if draw(st.booleans()) else (),
         seed=draw(st.integers(0, 2**64 - 1)),
         logit_bias=tuple(draw(st.dictionaries(TOKENS, st.floats(-100, 100), max_size=4)).items()),

@@ -10,6 +10,7 @@ from transformers.generation.logits_process import (
     LogitsProcessorList,
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
     PrefixConstrainedLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
@@ -66,6 +67,8 @@ def processed(logits: Tensor, new: NewSequence, history: list[int]) -> Tensor:
     if new.min_tokens and new.banned_until_min:
         eos = sorted(new.banned_until_min)
         warpers.append(MinNewTokensLengthLogitsProcessor(new.num_prompt_tokens, new.min_tokens, eos))
+    if sampling.bad_words:
+        warpers.append(NoBadWordsLogitsProcessor([list(word) for word in sampling.bad_words]))
     if sampling.allowed_token_ids:
         warpers.append(PrefixConstrainedLogitsProcessor(lambda batch, ids: list(sampling.allowed_token_ids), 1))
     if not sampling.is_greedy:

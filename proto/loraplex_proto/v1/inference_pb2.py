@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!loraplex_proto/v1/inference.proto\x12\x0bloraplex.v1\"\xa6\x03\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x15.loraplex.v1.TokenIdsH\x00\x12!\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x11.loraplex.v1.ChatH\x00\x12\x12\n\nadapter_id\x18\x04 \x01(\t\x12,\n\x08\x61\x64\x61pters\x18\x05 \x03(\x0b\x32\x1a.loraplex.v1.AdapterWeight\x12\'\n\x08sampling\x18\x06 \x01(\x0b\x32\x15.loraplex.v1.Sampling\x12\'\n\x08stopping\x18\x07 \x01(\x0b\x32\x15.loraplex.v1.Stopping\x12-\n\x0bspeculation\x18\x08 \x01(\x0b\x32\x18.loraplex.v1.Speculation\x12#\n\x06output\x18\t \x01(\x0b\x32\x13.loraplex.v1.Output\x12\t\n\x01n\x18\n \x01(\r\x12\x10\n\x08priority\x18\x0b \x01(\x05\x12\x12\n\nrequest_id\x18\x0c \x01(\t\x12\x12\n\ncache_salt\x18\r \x01(\tB\x07\n\x05input\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"R\n\x04\x43hat\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.loraplex.v1.ChatMessage\x12\x1e\n\x16omit_generation_prompt\x18\x02 \x01(\x08\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"+\n\rAdapterWeight\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0e\n\x06weight\x18\x02 \x01(\x01\"\xf9\x03\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x07\x88\x01\x01\x12\x38\n\nlogit_bias\x18\t \x03(\x0b\x32$.loraplex.v1.Sampling.LogitBiasEntry\x12\x16\n\ttypical_p\x18\n \x01(\x01H\x08\x88\x01\x01\x12\x19\n\x11\x61llowed_token_ids\x18\x0b \x03(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x14\n\x12_frequency_penaltyB\x13\n\x11_presence_penaltyB\x07\n\x05_seedB\x0c\n\n_typical_p\"\xaa\x01\n\x08Stopping\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x0c\n\x04stop\x18\x03 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\r\x12\x12\n\nignore_eos\x18\x05 \x01(\x08\x12\x14\n\x0cinclude_stop\x18\x06 \x01(\x08\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokens\"\x90\x02\n\x0bSpeculation\x12\r\n\x03off\x18\x01 \x01(\x08H\x00\x12\x0e\n\x04\x61uto\x18\x02 \x01(\x08H\x00\x12\x30\n\x06medusa\x18\x03 \x01(\x0b\x32\x1e.loraplex.v1.MedusaSpeculationH\x00\x12=\n\rprompt_lookup\x18\x04 \x01(\x0b\x32$.loraplex.v1.PromptLookupSpeculationH\x00\x12\x39\n\x0b\x64raft_model\x18\x05 \x01(\x0b\x32\".loraplex.v1.DraftModelSpeculationH\x00\x12\x18\n\x10max_draft_tokens\x18\x06 \x01(\r\x12\x14\n\x0c\x66ixed_length\x18\x07 \x01(\x08\x42\x06\n\x04kind\"\'\n\x11MedusaSpeculation\x12\x12\n\nadapter_id\x18\x01 \x01(\t\"?\n\x17PromptLookupSpeculation\x12\x11\n\tmin_ngram\x18\x01 \x01(\r\x12\x11\n\tmax_ngram\x18\x02 \x01(\r\"%\n\x15\x44raftModelSpeculation\x12\x0c\n\x04name\x18\x01 \x01(\t\"o\n\x06Output\x12\x10\n\x08logprobs\x18\x01 \x01(\x08\x12\x14\n\x0ctop_logprobs\x18\x02 \x01(\r\x12\x17\n\x0fprompt_logprobs\x18\x03 \x01(\x08\x12\x0c\n\x04\x65\x63ho\x18\x04 \x01(\x08\x12\x16\n\x0eomit_token_ids\x18\x05 \x01(\x08\"e\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x0f\n\x07logprob\x18\x03 \x01(\x01\x12$\n\x03top\x18\x04 \x03(\x0b\x32\x17.loraplex.v1.TopLogprob\"=\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x0f\n\x07logprob\x18\x03 \x01(\x01\"\xbf\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x16\n\x0e\x64rafted_tokens\x18\x04 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x05 \x01(\r\x12-\n\tproposers\x18\x06 \x03(\x0b\x32\x1a.loraplex.v1.ProposerUsage\x12\r\n\x05steps\x18\x07 \x01(\r\"N\n\rProposerUsage\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0e\x64rafted_tokens\x18\x02 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x03 \x01(\r\"J\n\x07Timings\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x1d\n\x15time_to_first_token_s\x18\x02 \x01(\x01\x12\x0f\n\x07total_s\x18\x03 \x01(\x01\"\x96\x02\n\nCompletion\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12+\n\x08logprobs\x18\x04 \x03(\x0b\x32\x19.loraplex.v1.TokenLogprob\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.loraplex.v1.FinishReason\x12\x18\n\x0bstop_string\x18\x06 \x01(\tH\x00\x88\x01\x01\x12\x1a\n\rstop_token_id\x18\x07 \x01(\rH\x01\x88\x01\x01\x12!\n\x05usage\x18\x08 \x01(\x0b\x32\x12.loraplex.v1.UsageB\x0e\n\x0c_stop_stringB\x10\n\x0e_stop_token_id\"\xea\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12,\n\x0b\x63ompletions\x18\x02 \x03(\x0b\x32\x17.loraplex.v1.Completion\x12\x32\n\x0fprompt_logprobs\x18\x03 \x03(\x0b\x32\x19.loraplex.v1.TokenLogprob\x12!\n\x05usage\x18\x04 \x01(\x0b\x32\x12.loraplex.v1.Usage\x12%\n\x07timings\x18\x05 \x01(\x0b\x32\x14.loraplex.v1.Timings\x12\x16\n\x0e\x61\x64\x61pter_digest\x18\x06 \x01(\t\"\xf2\x03\n\x16GenerateStreamResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x16\n\x0e\x61\x64\x61pter_digest\x18\x02 \x01(\t\x12\x32\n\x0fprompt_logprobs\x18\x03 \x03(\x0b\x32\x19.loraplex.v1.TokenLogprob\x12\r\n\x05index\x18\x04 \x01(\r\x12\x12\n\ntext_delta\x18\x05 \x01(\t\x12\x11\n\ttoken_ids\x18\x06 \x03(\r\x12+\n\x08logprobs\x18\x07 \x03(\x0b\x32\x19.loraplex.v1.TokenLogprob\x12\x16\n\x0e\x64rafted_tokens\x18\x08 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\t \x01(\r\x12\x10\n\x08proposer\x18\x0f \x01(\t\x12\x30\n\rfinish_reason\x18\n \x01(\x0e\x32\x19.loraplex.v1.FinishReason\x12\x18\n\x0bstop_string\x18\x0b \x01(\tH\x00\x88\x01\x01\x12\x1a\n\rstop_token_id\x18\x0c \x01(\rH\x01\x88\x01\x01\x12!\n\x05usage\x18\r \x01(\x0b\x32\x12.loraplex.v1.Usage\x12%\n\x07timings\x18\x0e \x01(\x0b\x32\x14.loraplex.v1.TimingsB\x0e\n\x0c_stop_stringB\x10\n\x0e_stop_token_id\"j\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12!\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x11.loraplex.v1.ChatH\x00\x12\x1b\n\x13omit_special_tokens\x18\x03 \x01(\x08\x42\x07\n\x05input\"5\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\t\"\x10\n\x0eGetInfoRequest\"\x99\x02\n\x0fGetInfoResponse\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x12\n\nmodel_type\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\x0c\n\x04role\x18\x04 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x05 \x01(\r\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\r\n\x05\x64type\x18\x07 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x08 \x01(\t\x12\x15\n\rmax_lora_rank\x18\t \x01(\r\x12\x15\n\reos_token_ids\x18\n \x03(\r\x12\x19\n\x11has_chat_template\x18\x0b \x01(\x08\x12\x13\n\x0bspeculation\x18\x0c \x03(\t\x12\x14\n\x0c\x64raft_models\x18\r \x03(\t*v\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x15\n\x11\x46INISH_REASON_EOS\x10\x01\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x02\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x03\x32\xc1\x02\n\x10InferenceService\x12G\n\x08Generate\x12\x1c.loraplex.v1.GenerateRequest\x1a\x1d.loraplex.v1.GenerateResponse\x12U\n\x0eGenerateStream\x12\x1c.loraplex.v1.GenerateRequest\x1a#.loraplex.v1.GenerateStreamResponse0\x01\x12G\n\x08Tokenize\x12\x1c.loraplex.v1.TokenizeRequest\x1a\x1d.loraplex.v1.TokenizeResponse\x12\x44\n\x07GetInfo\x12\x1b.loraplex.v1.GetInfoRequest\x1a\x1c.loraplex.v1.GetInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!loraplex_proto/v1/inference.proto\x12\x0bloraplex.v1\"\xa6\x03\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x15.loraplex.v1.TokenIdsH\x00\x12!\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x11.loraplex.v1.ChatH\x00\x12\x12\n\nadapter_id\x18\x04 \x01(\t\x12,\n\x08\x61\x64\x61pters\x18\x05 \x03(\x0b\x32\x1a.loraplex.v1.AdapterWeight\x12\'\n\x08sampling\x18\x06 \x01(\x0b\x32\x15.loraplex.v1.Sampling\x12\'\n\x08stopping\x18\x07 \x01(\x0b\x32\x15.loraplex.v1.Stopping\x12-\n\x0bspeculation\x18\x08 \x01(\x0b\x32\x18.loraplex.v1.Speculation\x12#\n\x06output\x18\t \x01(\x0b\x32\x13.loraplex.v1.Output\x12\t\n\x01n\x18\n \x01(\r\x12\x10\n\x08priority\x18\x0b \x01(\x05\x12\x12\n\nrequest_id\x18\x0c \x01(\t\x12\x12\n\ncache_salt\x18\r \x01(\tB\x07\n\x05input\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"R\n\x04\x43hat\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.loraplex.v1.ChatMessage\x12\x1e\n\x16omit_generation_prompt\x18\x02 \x01(\x08\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"+\n\rAdapterWeight\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0e\n\x06weight\x18\x02 \x01(\x01\"\x8c\x04\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x07\x88\x01\x01\x12\x38\n\nlogit_bias\x18\t \x03(\x0b\x32$.loraplex.v1.Sampling.LogitBiasEntry\x12\x16\n\ttypical_p\x18\n \x01(\x01H\x08\x88\x01\x01\x12\x19\n\x11\x61llowed_token_ids\x18\x0b \x03(\r\x12\x11\n\tbad_words\x18\x0c \x03(\t\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x14\n\x12_frequency_penaltyB\x13\n\x11_presence_penaltyB\x07\n\x05_seedB\x0c\n\n_typical_p\"\xaa\x01\n\x08Stopping\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x0c\n\x04stop\x18\x03 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\r\x12\x12\n\nignore_eos\x18\x05 \x01(\x08\x12\x14\n\x0cinclude_stop\x18\x06 \x01(\x08\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokens\"\x90\x02\n\x0bSpeculation\x12\r\n\x03off\x18\x01 \x01(\x08H\x00\x12\x0e\n\x04\x61uto\x18\x02 \x01(\x08H\x00\x12\x30\n\x06medusa\x18\x03 \x01(\x0b\x32\x1e.loraplex.v1.MedusaSpeculationH\x00\x12=\n\rprompt_lookup\x18\x04 \x01(\x0b\x32$.loraplex.v1.PromptLookupSpeculationH\x00\x12\x39\n\x0b\x64raft_model\x18\x05 \x01(\x0b\x32\".loraplex.v1.DraftModelSpeculationH\x00\x12\x18\n\x10max_draft_tokens\x18\x06 \x01(\r\x12\x14\n\x0c\x66ixed_length\x18\x07 \x01(\x08\x42\x06\n\x04kind\"\'\n\x11MedusaSpeculation\x12\x12\n\nadapter_id\x18\x01 \x01(\t\"?\n\x17PromptLookupSpeculation\x12\x11\n\tmin_ngram\x18\x01 \x01(\r\x12\x11\n\tmax_ngram\x18\x02 \x01(\r\"%\n\x15\x44raftModelSpeculation\x12\x0c\n\x04name\x18\x01 \x01(\t\"o\n\x06Output\x12\x10\n\x08logprobs\x18\x01 \x01(\x08\x12\x14\n\x0ctop_logprobs\x18\x02 \x01(\r\x12\x17\n\x0fprompt_logprobs\x18\x03 \x01(\x08\x12\x0c\n\x04\x65\x63ho\x18\x04 \x01(\x08\x12\x16\n\x0eomit_token_ids\x18\x05 \x01(\x08\"e\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x0f\n\x07logprob\x18\x03 \x01(\x01\x12$\n\x03top\x18\x04 \x03(\x0b\x32\x17.loraplex.v1.TopLogprob\"=\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x0f\n\x07logprob\x18\x03 \x01(\x01\"\xbf\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x16\n\x0e\x64rafted_tokens\x18\x04 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x05 \x01(\r\x12-\n\tproposers\x18\x06 \x03(\x0b\x32\x1a.loraplex.v1.ProposerUsage\x12\r\n\x05steps\x18\x07 \x01(\r\"N\n\rProposerUsage\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0e\x64rafted_tokens\x18\x02 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x03 \x01(\r\"J\n\x07Timings\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x1d\n\x15time_to_first_token_s\x18\x02 \x01(\x01\x12\x0f\n\x07total_s\x18\x03 \x01(\x01\"\x96\x02\n\nCompletion\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12+\n\x08logprobs\x18\x04 \x03(\x0b\x32\x19.loraplex.v1.TokenLogprob\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.loraplex.v1.FinishReason\x12\x18\n\x0bstop_string\x18\x06 \x01(\tH\x00\x88\x01\x01\x12\x1a\n\rstop_token_id\x18\x07 \x01(\rH\x01\x88\x01\x01\x12!\n\x05usage\x18\x08 \x01(\x0b\x32\x12.loraplex.v1.UsageB\x0e\n\x0c_stop_stringB\x10\n\x0e_stop_token_id\"\xea\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12,\n\x0b\x63ompletions\x18\x02 \x03(\x0b\x32\x17.loraplex.v1.Completion\x12\x32\n\x0fprompt_logprobs\x18\x03 \x03(\x0b\x32\x19.loraplex.v1.TokenLogprob\x12!\n\x05usage\x18\x04 \x01(\x0b\x32\x12.loraplex.v1.Usage\x12%\n\x07timings\x18\x05 \x01(\x0b\x32\x14.loraplex.v1.Timings\x12\x16\n\x0e\x61\x64\x61pter_digest\x18\x06 \x01(\t\"\xf2\x03\n\x16GenerateStreamResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x16\n\x0e\x61\x64\x61pter_digest\x18\x02 \x01(\t\x12\x32\n\x0fprompt_logprobs\x18\x03 \x03(\x0b\x32\x19.loraplex.v1.TokenLogprob\x12\r\n\x05index\x18\x04 \x01(\r\x12\x12\n\ntext_delta\x18\x05 \x01(\t\x12\x11\n\ttoken_ids\x18\x06 \x03(\r\x12+\n\x08logprobs\x18\x07 \x03(\x0b\x32\x19.loraplex.v1.TokenLogprob\x12\x16\n\x0e\x64rafted_tokens\x18\x08 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\t \x01(\r\x12\x10\n\x08proposer\x18\x0f \x01(\t\x12\x30\n\rfinish_reason\x18\n \x01(\x0e\x32\x19.loraplex.v1.FinishReason\x12\x18\n\x0bstop_string\x18\x0b \x01(\tH\x00\x88\x01\x01\x12\x1a\n\rstop_token_id\x18\x0c \x01(\rH\x01\x88\x01\x01\x12!\n\x05usage\x18\r \x01(\x0b\x32\x12.loraplex.v1.Usage\x12%\n\x07timings\x18\x0e \x01(\x0b\x32\x14.loraplex.v1.TimingsB\x0e\n\x0c_stop_stringB\x10\n\x0e_stop_token_id\"j\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12!\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x11.loraplex.v1.ChatH\x00\x12\x1b\n\x13omit_special_tokens\x18\x03 \x01(\x08\x42\x07\n\x05input\"5\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\t\"\x10\n\x0eGetInfoRequest\"\x99\x02\n\x0fGetInfoResponse\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x12\n\nmodel_type\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\x0c\n\x04role\x18\x04 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x05 \x01(\r\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\r\n\x05\x64type\x18\x07 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x08 \x01(\t\x12\x15\n\rmax_lora_rank\x18\t \x01(\r\x12\x15\n\reos_token_ids\x18\n \x03(\r\x12\x19\n\x11has_chat_template\x18\x0b \x01(\x08\x12\x13\n\x0bspeculation\x18\x0c \x03(\t\x12\x14\n\x0c\x64raft_models\x18\r \x03(\t*v\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x15\n\x11\x46INISH_REASON_EOS\x10\x01\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x02\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x03\x32\xc1\x02\n\x10InferenceService\x12G\n\x08Generate\x12\x1c.loraplex.v1.GenerateRequest\x1a\x1d.loraplex.v1.GenerateResponse\x12U\n\x0eGenerateStream\x12\x1c.loraplex.v1.GenerateRequest\x1a#.loraplex.v1.GenerateStreamResponse0\x01\x12G\n\x08Tokenize\x12\x1c.loraplex.v1.TokenizeRequest\x1a\x1d.loraplex.v1.TokenizeResponse\x12\x44\n\x07GetInfo\x12\x1b.loraplex.v1.GetInfoRequest\x1a\x1c.loraplex.v1.GetInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,8 +33,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=3889
-  _globals['_FINISHREASON']._serialized_end=4007
+  _globals['_FINISHREASON']._serialized_start=3908
+  _globals['_FINISHREASON']._serialized_end=4026
   _globals['_GENERATEREQUEST']._serialized_start=51
   _globals['_GENERATEREQUEST']._serialized_end=473
   _globals['_TOKENIDS']._serialized_start=475
@@ -46,45 +46,45 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ADAPTERWEIGHT']._serialized_start=630
   _globals['_ADAPTERWEIGHT']._serialized_end=673
   _globals['_SAMPLING']._serialized_start=676
-  _globals['_SAMPLING']._serialized_end=1181
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=998
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=1046
-  _globals['_STOPPING']._serialized_start=1184
-  _globals['_STOPPING']._serialized_end=1354
-  _globals['_SPECULATION']._serialized_start=1357
-  _globals['_SPECULATION']._serialized_end=1629
-  _globals['_MEDUSASPECULATION']._serialized_start=1631
-  _globals['_MEDUSASPECULATION']._serialized_end=1670
-  _globals['_PROMPTLOOKUPSPECULATION']._serialized_start=1672
-  _globals['_PROMPTLOOKUPSPECULATION']._serialized_end=1735
-  _globals['_DRAFTMODELSPECULATION']._serialized_start=1737
-  _globals['_DRAFTMODELSPECULATION']._serialized_end=1774
-  _globals['_OUTPUT']._serialized_start=1776
-  _globals['_OUTPUT']._serialized_end=1887
-  _globals['_TOKENLOGPROB']._serialized_start=1889
-  _globals['_TOKENLOGPROB']._serialized_end=1990
-  _globals['_TOPLOGPROB']._serialized_start=1992
-  _globals['_TOPLOGPROB']._serialized_end=2053
-  _globals['_USAGE']._serialized_start=2056
-  _globals['_USAGE']._serialized_end=2247
-  _globals['_PROPOSERUSAGE']._serialized_start=2249
-  _globals['_PROPOSERUSAGE']._serialized_end=2327
-  _globals['_TIMINGS']._serialized_start=2329
-  _globals['_TIMINGS']._serialized_end=2403
-  _globals['_COMPLETION']._serialized_start=2406
-  _globals['_COMPLETION']._serialized_end=2684
-  _globals['_GENERATERESPONSE']._serialized_start=2687
-  _globals['_GENERATERESPONSE']._serialized_end=2921
-  _globals['_GENERATESTREAMRESPONSE']._serialized_start=2924
-  _globals['_GENERATESTREAMRESPONSE']._serialized_end=3422
-  _globals['_TOKENIZEREQUEST']._serialized_start=3424
-  _globals['_TOKENIZEREQUEST']._serialized_end=3530
-  _globals['_TOKENIZERESPONSE']._serialized_start=3532
-  _globals['_TOKENIZERESPONSE']._serialized_end=3585
-  _globals['_GETINFOREQUEST']._serialized_start=3587
-  _globals['_GETINFOREQUEST']._serialized_end=3603
-  _globals['_GETINFORESPONSE']._serialized_start=3606
-  _globals['_GETINFORESPONSE']._serialized_end=3887
-  _globals['_INFERENCESERVICE']._serialized_start=4010
-  _globals['_INFERENCESERVICE']._serialized_end=4331
+  _globals['_SAMPLING']._serialized_end=1200
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=1017
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=1065
+  _globals['_STOPPING']._serialized_start=1203
+  _globals['_STOPPING']._serialized_end=1373
+  _globals['_SPECULATION']._serialized_start=1376
+  _globals['_SPECULATION']._serialized_end=1648
+  _globals['_MEDUSASPECULATION']._serialized_start=1650
+  _globals['_MEDUSASPECULATION']._serialized_end=1689
+  _globals['_PROMPTLOOKUPSPECULATION']._serialized_start=1691
+  _globals['_PROMPTLOOKUPSPECULATION']._serialized_end=1754
+  _globals['_DRAFTMODELSPECULATION']._serialized_start=1756
+  _globals['_DRAFTMODELSPECULATION']._serialized_end=1793
+  _globals['_OUTPUT']._serialized_start=1795
+  _globals['_OUTPUT']._serialized_end=1906
+  _globals['_TOKENLOGPROB']._serialized_start=1908
+  _globals['_TOKENLOGPROB']._serialized_end=2009
+  _globals['_TOPLOGPROB']._serialized_start=2011
+  _globals['_TOPLOGPROB']._serialized_end=2072
+  _globals['_USAGE']._serialized_start=2075
+  _globals['_USAGE']._serialized_end=2266
+  _globals['_PROPOSERUSAGE']._serialized_start=2268
+  _globals['_PROPOSERUSAGE']._serialized_end=2346
+  _globals['_TIMINGS']._serialized_start=2348
+  _globals['_TIMINGS']._serialized_end=2422
+  _globals['_COMPLETION']._serialized_start=2425
+  _globals['_COMPLETION']._serialized_end=2703
+  _globals['_GENERATERESPONSE']._serialized_start=2706
+  _globals['_GENERATERESPONSE']._serialized_end=2940
+  _globals['_GENERATESTREAMRESPONSE']._serialized_start=2943
+  _globals['_GENERATESTREAMRESPONSE']._serialized_end=3441
+  _globals['_TOKENIZEREQUEST']._serialized_start=3443
+  _globals['_TOKENIZEREQUEST']._serialized_end=3549
+  _globals['_TOKENIZERESPONSE']._serialized_start=3551
+  _globals['_TOKENIZERESPONSE']._serialized_end=3604
+  _globals['_GETINFOREQUEST']._serialized_start=3606
+  _globals['_GETINFOREQUEST']._serialized_end=3622
+  _globals['_GETINFORESPONSE']._serialized_start=3625
+  _globals['_GETINFORESPONSE']._serialized_end=3906
+  _globals['_INFERENCESERVICE']._serialized_start=4029
+  _globals['_INFERENCESERVICE']._serialized_end=4350
 # @@protoc_insertion_point(module_scope)

@@ -77,6 +77,12 @@ class Part:
         places = places.clamp(max=self._tokens.shape[1] - 1)
         return self._tokens[self._row_idx[0].unsqueeze(1), places].to(torch.int64), is_valid
 
+    def last_tokens(self, count: int) -> Tensor:
+        """The last tokens of each history `[n, count]`; -1 before its first."""
+        places = self._row_idx[1].unsqueeze(1) + torch.arange(-count, 0, device=self.scores.device)
+        ids = self._tokens[self._row_idx[0].unsqueeze(1), places.clamp(min=0)].to(torch.int64)
+        return ids.masked_fill_(places < 0, -1)
+
     @cached_property
     def _row_idx(self) -> Tensor:
         """`[2, n]` rows and positions on the device."""
@@ -199,6 +205,26 @@ class MinTokens(Processor[tuple[Tensor, int]]):
         part.scores.index_put_(part.flat_places([ids for ids, _ in states]), part.scores.new_full((), -torch.inf))
 
 
+class BadWords(Processor[list[tuple[int, ...]]]):
+    """Bans the last token of a sequence behind its other tokens. State: the sequences."""
+
+    bans = True
+
+    def state_of(self, sequence: NewSequence) -> list[tuple[int, ...]] | None:
+        return [word for word in sequence.sampling.bad_words if max(word) < self.vocab_size] or None
+
+    def apply(self, part: Part, states: list[list[tuple[int, ...]]]) -> None:
+        words = [word for state in states for word in state]
+        longest = max(map(len, words)) - 1
+        padded = torch.tensor([(-2,) * (longest + 1 - len(word)) + word for word in words])
+        owners = torch.arange(len(states)).repeat_interleave(torch.tensor([len(state) for state in states]))
+        before, owners, padded = part.last_tokens(longest), part.upload(owners), part.upload(padded)
+        prefixes = padded[:, :-1]
+        matches = ((before.index_select(0, owners) == prefixes) | (prefixes == -2)).all(-1)
+        bias = part.scores.new_zeros(len(words)).masked_fill_(matches, -torch.inf)
+        part.scores.index_put_((part.idx.index_select(0, owners), padded[:, -1]), bias, accumulate=True)
+
+
 class AllowedTokenIds(Processor[Tensor]):
     """Leaves some tokens only. State: their ids."""
 
@@ -276,7 +302,7 @@ def processors(vocab_size: int, draws: DrawTable) -> tuple[Processor[Any], ...]:
     """One of each, in the order of application."""
     warpers: tuple[Warper, ...] = (TypicalP(vocab_size),)
     return (
-        *(LogitBias(vocab_size), RepetitionPenalty(vocab_size), CountPenalties(vocab_size), MinTokens(vocab_size)),
-        AllowedTokenIds(vocab_size),
+        *(LogitBias(vocab_size), RepetitionPenalty(vocab_size), CountPenalties(vocab_size)),
+        *(BadWords(vocab_size), MinTokens(vocab_size), AllowedTokenIds(vocab_size)),
         *(Truncation(vocab_size, draws, warpers), *warpers),
     )

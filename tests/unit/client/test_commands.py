@@ -90,6 +90,7 @@ SAMPLING_FLAGS: dict[str, tuple[str, Any]] = {
     "top_k": ("3", 3),
     "top_p": ("0.5", 0.5),
     "min_p": ("0.25", 0.25),
+    "bad_words": ("a b", ["a b"]),
     "allowed_token_ids": ("5,2", [5, 2]),
     "typical_p": ("0.75", 0.75),
     "seed": ("0", 0),

@@ -18,6 +18,12 @@ from loraplex_server.sampling.sampler import Sampler
 VOCAB = 700
 # Option -> values of it; each is tested alone and with everything else, greedy and drawn.
 OPTIONS: dict[str, list[SamplingParams]] = {
+    "bad_words": [
+        SamplingParams(temperature=1.0, bad_words=((5,), (9,), (5,))),
+        SamplingParams(temperature=1.0, bad_words=((699,), *((a, b) for a in range(40) for b in (3, 8)))),
+        SamplingParams(temperature=0.9, bad_words=((7, 8, 9), (1,), (2,) * 40, *((a, 1) for a in range(40)))),
+        SamplingParams(temperature=1.1, top_k=0, bad_words=((4,),), repetition_penalty=1.2, logit_bias=((4, 90.0),)),
+    ],
     "allowed_token_ids": [
         SamplingParams(temperature=1.0, allowed_token_ids=(5,)),
         SamplingParams(temperature=0.8, allowed_token_ids=tuple(range(0, VOCAB, 3))),

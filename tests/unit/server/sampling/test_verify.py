@@ -63,9 +63,16 @@ def generate(
     return known[len(prompt) : len(prompt) + num_new]
 
 
+PAIRS = tuple((a, b) for a in range(32) for b in range(32) if (a + b) % 3 == 0)
+
 PARAMS = {
     "greedy": SamplingParams(repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.2),
     "temperature": SamplingParams(temperature=1.0),
+    "bad words": SamplingParams(bad_words=PAIRS),
+    "bad words, drawn": SamplingParams(
+        temperature=1.0,
+        bad_words=((4,), (3, 9, 3), *PAIRS),
+    ),
     "allowed": SamplingParams(temperature=1.1, allowed_token_ids=tuple(range(3, 32, 2))),
     "typical": SamplingParams(temperature=1.1, typical_p=0.6, top_k=24),
     "all": SamplingParams(
