@@ -1,4 +1,6 @@
-"""Adapters: identity, states, and the rows of a listing. Free of torch, because front ends and routers read them too.
+"""Adapter identity, states and listing rows, free of torch.
+
+Free of torch, because front ends and routers read them too.
 
 An *adapter id* is the name that a request gives; an *adapter key* is the content that it is bound to. Two ids with the
 same bytes share one key; an id whose files changed gets another one.

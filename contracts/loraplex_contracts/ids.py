@@ -1,4 +1,4 @@
-"""What names may look like: adapter ids, request ids, cache salts, chat roles.
+"""Syntax of adapter ids, request ids, cache salts and chat roles.
 
 Allow-lists, each one regular expression without backtracking. Imports nothing beyond the standard library, because the
 engine checks adapter ids too and runs without gRPC and protobuf.

@@ -1,4 +1,4 @@
-"""A request as the engine sees it: validated plain data, picklable, free of protobuf and of tensors."""
+"""A validated request as the engine sees it: picklable plain data."""
 
 from __future__ import annotations
 

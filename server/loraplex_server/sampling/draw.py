@@ -1,4 +1,4 @@
-"""Draws one token per row: temperature, top-k, top-p, min-p, and argmax of score / temperature + noise.
+"""Token drawing: temperature, truncation, and argmax with noise.
 
 There is one definition (`draw_dense`) and two faster ways to the same token on a CPU. Rows that truncate look up their
 few candidates first (`draw_narrow`). Rows that do not compute bounds for all tokens, and the exact value where it could

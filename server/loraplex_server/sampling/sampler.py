@@ -1,4 +1,4 @@
-"""Draws a step's tokens: every row of the batch with its own parameters, all rows at once.
+"""Sampler: draws the tokens of a step, with parameters by row.
 
 The options' processors and warpers run in the order of Transformers' `generate()` (processors.py), then a draw with
 counter-based noise (draw.py, noise.py). A token depends on its own row's logits, history, parameters, seed and
