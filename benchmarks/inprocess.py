@@ -25,7 +25,7 @@ from loraplex_server.cli.worker import worker, worker_config
 from loraplex_server.config import EngineConfig
 from loraplex_server.engine.assembly import build_engine
 from loraplex_server.engine.engine import Engine
-from loraplex_server.engine.messages import Submit
+from loraplex_server.engine.pipe import Submit
 
 
 def worker_flags(inputs: Path, store: Path, *, lora: bool) -> list[str]:

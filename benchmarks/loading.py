@@ -30,7 +30,7 @@ from loraplex_contracts.events import CompletionEnd
 from loraplex_contracts.plan import StepPlan, StepResult
 from loraplex_contracts.request import Request, StoppingParams
 from loraplex_server.engine.engine import Engine, Runner
-from loraplex_server.engine.messages import AdapterCommand, Submit
+from loraplex_server.engine.pipe import AdapterCommand, Submit
 from loraplex_server.model.fault_isolation import StepHandle
 
 LOAD_EVERY_S = 1.0

@@ -27,7 +27,7 @@ from workloads import read_workload
 from loraplex_contracts.events import CompletionEnd, RequestFailed, Tokens
 from loraplex_contracts.request import Request, StoppingParams
 from loraplex_server.engine.engine import Engine
-from loraplex_server.engine.messages import Submit
+from loraplex_server.engine.pipe import Submit
 
 DEFAULTS = {"unused": "base-8", "ranks": "distinct-8"}
 WARM_TOKENS = 24

@@ -52,7 +52,7 @@ from loraplex_server.config import (
 )
 from loraplex_server.engine.assembly import build_engine
 from loraplex_server.engine.engine import Engine
-from loraplex_server.engine.messages import Submit
+from loraplex_server.engine.pipe import Submit
 from loraplex_server.model import runner as runner_module
 from loraplex_server.speculation.base import Ask
 from loraplex_server.speculation.copying import Piece

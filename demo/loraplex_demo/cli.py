@@ -25,7 +25,7 @@ from loraplex_demo.world import MAX_NEW_TOKENS, Case, World, committed_world, op
 from loraplex_runtime.flags import flags_of
 from loraplex_runtime.shutdown import Ending
 from loraplex_server.cli.report import Report
-from loraplex_server.cli.serving import Serving, child_spec, serving
+from loraplex_server.cli.serve import Serving, child_spec, serving
 from loraplex_server.cli.worker import worker_config
 from loraplex_server.config import WorkerConfig
 

@@ -1,17 +1,25 @@
 """A child process and the death of its parent.
 
-A child learns of it by the end of a pipe whose other end only the parent holds. That works everywhere, but not for a
-child that is stopped (SIGSTOP), so on Linux the kernel wakes it.
+A child learns of it by the end of a pipe whose other end only the parent holds: the engine by its own pipe, a worker by
+its standard input. That works everywhere, but not for a child that is stopped (SIGSTOP), so on Linux the kernel wakes
+it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import math
+import multiprocessing
+import os
 import signal
 import sys
+import threading
+import time
 from multiprocessing import resource_tracker
 from typing import Any, Final
 
+from loraplex_contracts.errors import InvalidArgument
 from loraplex_runtime.shutdown import SIGNALS
 
 PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
@@ -37,3 +45,50 @@ def start_shielded(process: Any) -> None:
         process.start()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+# From the end of the drain until the engine is killed, and from there until the worker itself is. Together with what an
+# engine takes to end by itself (engine/process.py) they stay under 10 seconds.
+END_S: Final = 5.0
+KILL_S: Final = 2.0
+HURRY_EVERY_S: Final = 0.5
+
+END: Final = "end"
+
+
+def orphan_drain_s(text: str) -> float:
+    """Seconds of `--on-orphan`: `end` or `drain=SECONDS`. Raises InvalidArgument."""
+    kind, _, seconds = text.partition("=")
+    try:
+        drain_s = 0.0 if text == END else float(seconds)
+    except ValueError:
+        drain_s = math.nan
+    if (kind != "drain" and text != END) or not 0 <= drain_s < math.inf:
+        raise InvalidArgument(f"--on-orphan takes end or drain=SECONDS, not {text!a}", field="--on-orphan")
+    return drain_s
+
+
+def end_with_supervisor(drain_s: float) -> None:
+    """Ends this process when standard input ends: requests get `drain_s` to end, then everything is killed that does
+    not end by itself."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the supervisor may have been started with nohup
+    continue_when_parent_dies()
+    threading.Thread(target=_wait_and_end, args=(drain_s,), name="supervisor", daemon=True).start()
+
+
+def _wait_and_end(drain_s: float) -> None:
+    """Prints nothing: whoever would read it is gone, and a full pipe would hold up the end."""
+    with contextlib.suppress(OSError):
+        while os.read(0, 4096):  # not sys.stdin: its lock would be held while the interpreter ends
+            pass
+    me = os.getpid()
+    os.kill(me, signal.SIGHUP)  # a drain; one that is under way goes on
+    time.sleep(drain_s)
+    killing_at_s = time.monotonic() + END_S
+    while time.monotonic() < killing_at_s:
+        os.kill(me, signal.SIGTERM)  # the first asks, if nobody has; every other one hurries
+        time.sleep(HURRY_EVERY_S)
+    for child in multiprocessing.active_children():
+        child.kill()  # a front end that works ends now, and leaves no files
+    time.sleep(KILL_S)
+    os.kill(me, signal.SIGKILL)

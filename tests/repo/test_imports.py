@@ -41,7 +41,6 @@ COMMAND_EXCEPTIONS = {
     ("client/loraplex/cli/doctor.py", "loraplex_server"),
     ("client/loraplex/cli/adapters.py", "loraplex_server"),
     ("server/loraplex_server/cli/serve.py", "loraplex_router"),
-    ("server/loraplex_server/cli/serving.py", "loraplex_router"),
     ("demo/loraplex_demo/cli.py", "loraplex"),
 }
 # The folders and modules of a package in the order in which they may use each other, ground floor first.

@@ -11,7 +11,7 @@ from loraplex_contracts.errors import AdapterNotFound, UnsupportedModel
 from loraplex_contracts.plan import SpanResult, StepPlan, StepResult
 from loraplex_server.config import EngineConfig
 from loraplex_server.engine.engine import Engine
-from loraplex_server.engine.messages import ModelInfo
+from loraplex_server.engine.pipe import ModelInfo
 from loraplex_server.kv.blocks import BlockPool
 from loraplex_server.scheduler.config import SchedulerConfig
 from loraplex_server.scheduler.scheduler import Scheduler

@@ -44,7 +44,7 @@ from loraplex_server.config import (
 )
 from loraplex_server.engine.assembly import assemble
 from loraplex_server.engine.engine import Engine
-from loraplex_server.engine.messages import AdapterCommand, Submit
+from loraplex_server.engine.pipe import AdapterCommand, Submit
 from loraplex_server.layers.spec import kv_block_bytes
 from loraplex_server.model.fault_isolation import StepHandle
 from loraplex_server.model.loader import adopt_model
@@ -182,7 +182,7 @@ class Bench:
         return self.engine._scheduler.load().num_preemptions
 
     def running(self) -> list[SequenceState]:
-        return list(self.engine._scheduler._roster.running)
+        return list(self.engine._scheduler._table.running)
 
     def kv(self, seq: SequenceState) -> list[tuple[Tensor, Tensor]]:
         """K and V of the tokens that a running sequence has computed, by layer [num_computed, kv_heads, dim]."""

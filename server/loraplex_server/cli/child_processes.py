@@ -1,5 +1,4 @@
-"""The worker processes of `loraplex serve`: starting them, reading their JSON lines, starting them again, ending
-them."""
+"""Worker processes of `loraplex serve`: starting, watching, restarting, ending them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""How a server's command tells what it is doing: a spinner on a terminal, plain lines elsewhere, JSON lines on
-request."""
+"""Progress reports of a server command: a spinner, plain lines, or JSON lines."""
 
 from __future__ import annotations
 

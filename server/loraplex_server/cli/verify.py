@@ -1,4 +1,4 @@
-"""What `loraplex adapters verify` does: loads an adapter as a server does, without one.
+"""`loraplex adapters verify`: loads an adapter as a server does, without one.
 
 Owns the sequence of checks and what is reported; how that is shown is the command's.
 """

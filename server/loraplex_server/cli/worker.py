@@ -13,10 +13,10 @@ import typer
 from loraplex_contracts.errors import InvalidArgument, LoraplexError
 from loraplex_runtime.flags import command, configure, flags_of
 from loraplex_runtime.shutdown import exit_at_once
-from loraplex_server.cli.parent_watch import END, end_with_supervisor, orphan_drain_s
 from loraplex_server.cli.placement import parse_placement, settle
 from loraplex_server.cli.report import Report
 from loraplex_server.config import WorkerConfig
+from loraplex_server.parent import END, end_with_supervisor, orphan_drain_s
 
 if TYPE_CHECKING:
     from loraplex_server.grpc.server import Worker

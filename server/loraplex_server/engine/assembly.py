@@ -22,7 +22,7 @@ from loraplex_server.backends.cpu.native.threads import default_num_threads
 from loraplex_server.backends.registry import choose_backend, make_attention
 from loraplex_server.config import AdaptersConfig, EngineConfig, hub_token
 from loraplex_server.engine.engine import Engine
-from loraplex_server.engine.messages import ModelInfo
+from loraplex_server.engine.pipe import ModelInfo
 from loraplex_server.kv.blocks import BlockPool
 from loraplex_server.layers.adapter_slots import AdapterSlots
 from loraplex_server.layers.kv_memory import KvCache

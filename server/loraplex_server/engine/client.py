@@ -1,6 +1,6 @@
 """The asyncio side of the engine's pipe.
 
-Owns the pipe, the process and the streams of the requests that are under way. Everything here runs on one event loop.
+Owns the pipe, the process and the event streams of the requests under way. Everything here runs on one event loop.
 """
 
 from __future__ import annotations
@@ -19,27 +19,26 @@ from typing import Any, Final, Literal
 
 from loraplex_adapters.cache.listing import Listing
 from loraplex_contracts.adapters import AdapterId, AdapterInfo, CacheUsage
-from loraplex_contracts.errors import Draining, EngineLost, Internal, LoraplexError, WorkerLost
-from loraplex_contracts.events import RequestFailed
+from loraplex_contracts.errors import ClientTooSlow, Draining, EngineLost, Internal, LoraplexError, WorkerLost
+from loraplex_contracts.events import CompletionEnd, Event, RequestFailed, Tokens
 from loraplex_contracts.load import Load
 from loraplex_contracts.request import Request
 from loraplex_server.config import EngineConfig
-from loraplex_server.engine.change_signal import News
-from loraplex_server.engine.command_writer import CommandWriter
-from loraplex_server.engine.frames import FrameReader
-from loraplex_server.engine.heartbeat import Heartbeat
-from loraplex_server.engine.liveness import LOOK_S, Liveness, cpu_seconds
-from loraplex_server.engine.messages import (
+from loraplex_server.engine.liveness import LOOK_S, Heartbeat, Liveness, cpu_seconds
+from loraplex_server.engine.output_batching import SendCostMeter
+from loraplex_server.engine.pipe import (
     Abandon,
     AdapterCommand,
     Batch,
     Cancel,
     Command,
+    CommandWriter,
+    FrameReader,
     FromEngine,
-    MessageTakes,
     ModelInfo,
     Ready,
     Reply,
+    SendCost,
     Shutdown,
     StartFailed,
     Starting,
@@ -47,11 +46,78 @@ from loraplex_server.engine.messages import (
     Stopped,
     Submit,
 )
-from loraplex_server.engine.process import EngineBuilder, engine_process, engine_thread
-from loraplex_server.engine.scratch import Scratch
-from loraplex_server.engine.send_pacing import SendingMeter
-from loraplex_server.engine.streams import RequestStream
+from loraplex_server.engine.process import EngineBuilder, Scratch, engine_process, engine_thread
 from loraplex_server.parent import start_shielded
+
+
+class ChangeSignal:
+    """Wakes all waiting tasks at each change. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._next = asyncio.Event()
+
+    def next(self) -> asyncio.Event:
+        """An event, set at the next change. Take it before looking at what may change, so that none is missed."""
+        return self._next
+
+    def notify(self) -> None:
+        self._next.set()
+        self._next = asyncio.Event()
+
+
+class RequestStream:
+    """One request's events, in order. Bounded: a reader that falls too far behind loses the request, not the engine."""
+
+    def __init__(
+        self, request: Request, cancel: Callable[[RequestStream, LoraplexError], None], max_unread_tokens: int
+    ) -> None:
+        self.request = request
+        self._cancel = cancel
+        self._max_unread_tokens = max_unread_tokens
+        self._num_unread_tokens = 0
+        self._events: list[Event] = []
+        self._ready = asyncio.Event()
+        self._num_open = request.n
+        self.is_over = False
+
+    def push(self, event: Event) -> None:
+        """Takes an event in and wakes the reader."""
+        if self.is_over:
+            return
+        match event:
+            case Tokens():
+                # What comes just now, be it much, is no fault of the reader's.
+                if self._num_unread_tokens > self._max_unread_tokens:
+                    self._cancel(self, _too_slow(self._max_unread_tokens))
+                    return
+                self._num_unread_tokens += len(event.token_ids)
+            case CompletionEnd():
+                self._num_open -= 1
+                self.is_over = self._num_open == 0
+            case RequestFailed():
+                self.is_over = True
+            case _:
+                pass
+        self._events.append(event)
+        self._ready.set()
+
+    @property
+    def is_read(self) -> bool:
+        """Over, and nothing is left to read. Being over alone says nothing of that: the end may have come meanwhile."""
+        return self.is_over and not self._events
+
+    async def next(self) -> list[Event]:
+        """Waits for events and returns all there are: what piled up while the reader was busy comes together."""
+        await self._ready.wait()
+        self._ready.clear()
+        events, self._events = self._events, []
+        self._num_unread_tokens = 0
+        return events
+
+
+def _too_slow(limit: int) -> ClientTooSlow:
+    return ClientTooSlow(f"more than {limit} tokens were left unread; read the stream faster or ask for less at a time")
+
 
 log = logging.getLogger(__name__)
 
@@ -76,14 +142,14 @@ class EngineState:
 
 class EngineClient:
     """Starts an engine, submits requests, routes its events. `lost` is set when the engine ends unasked, `stalled` says
-    why while it does nothing, `news` tells who watches `state` or these."""
+    why while it does nothing, `changes` wakes tasks that watch `state` or these."""
 
     def __init__(self, config: EngineConfig, *, max_unread_tokens: int = 16384, max_stream_wait_s: float = 0.0) -> None:
         """Tokens of a stream may wait up to `max_stream_wait_s` for later ones, where sending them costs too much."""
         self._config = config
         self._max_unread_tokens = max_unread_tokens
         self._max_stream_wait_s = max_stream_wait_s
-        self._meter = SendingMeter()
+        self._meter = SendCostMeter()
         self._streams: dict[str, RequestStream] = {}
         self._operations: dict[int, asyncio.Future[tuple[AdapterInfo, ...]]] = {}
         self._operation_ids = itertools.count(1)
@@ -100,7 +166,7 @@ class EngineClient:
         self.lost = asyncio.Event()
         self.stalled = ""
         self.on_stalled: Callable[[bool], None] = lambda is_stalled: None
-        self.news = News()
+        self.changes = ChangeSignal()
         self.state = EngineState(Load())
         self.integrity = ""
 
@@ -266,7 +332,7 @@ class EngineClient:
     def _set_stalled(self, why: str) -> None:
         self.stalled = why
         self.on_stalled(bool(why))
-        self.news.spread()
+        self.changes.notify()
 
     def _kill(self) -> None:
         if hasattr(self._worker, "kill"):  # a thread cannot be killed
@@ -295,7 +361,7 @@ class EngineClient:
                     self._started.set_result(info)
             case StartFailed(error):
                 if self._started is not None and not self._started.done():
-                    self._stopping = True  # that it ends now is no news
+                    self._stopping = True  # its end is expected
                     self._started.set_exception(error)
                 else:
                     log.error("the engine ended: %s", error)
@@ -308,7 +374,7 @@ class EngineClient:
     def _on_batch(self, batch: Batch) -> None:
         message_s = self._meter.look()
         if message_s is not None:
-            self._send(MessageTakes(message_s))
+            self._send(SendCost(message_s))
         for event in batch.events:
             stream = self._streams.get(event.request_id)
             if stream is None:
@@ -324,7 +390,7 @@ class EngineClient:
             self.state.listing.apply_changes(batch.changes)
         if batch.usage is not None:
             self.state.usage = batch.usage
-        self.news.spread()
+        self.changes.notify()
 
     def _on_reply(self, reply: Reply) -> None:
         future = self._operations.get(reply.operation_id)
@@ -342,7 +408,7 @@ class EngineClient:
         asyncio.get_running_loop().remove_reader(self._conn.fileno())
         self._commands.close()
         self.lost.set()
-        self.news.spread()
+        self.changes.notify()
         error = EngineLost(
             "this worker's engine ended unexpectedly; send the request again, another worker will take it",
             retry_after_s=RETRY_LOST_S,

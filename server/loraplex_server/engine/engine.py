@@ -20,7 +20,8 @@ from loraplex_contracts.load import Forecast, Load
 from loraplex_contracts.plan import StepPlan
 from loraplex_contracts.request import Request
 from loraplex_server.config import SpeculationConfig
-from loraplex_server.engine.messages import (
+from loraplex_server.engine.pending_adapters import PendingAdapters
+from loraplex_server.engine.pipe import (
     Abandon,
     AdapterCommand,
     Batch,
@@ -31,7 +32,6 @@ from loraplex_server.engine.messages import (
     StopCompletion,
     Submit,
 )
-from loraplex_server.engine.pending_adapters import Unresolved
 from loraplex_server.model.fault_isolation import Execute, StepHandle, execute_isolated, start_isolated
 from loraplex_server.scheduler.scheduler import Scheduler
 from loraplex_server.speculation.costs import StepCosts
@@ -86,8 +86,8 @@ class Engine:
         self._clock = clock
         self._speculator = speculator or Speculator(SpeculationConfig(), {}, StepCosts({1: 1.0}))
         self._accepted: dict[str, _Accepted] = {}
-        self._unresolved = Unresolved(cache.resolve, lambda request: request.adapter_id)
-        self._without_heads = Unresolved(cache.resolve, lambda request: request.speculation.medusa_id)
+        self._pending = PendingAdapters(cache.resolve, lambda request: request.adapter_id)
+        self._pending_heads = PendingAdapters(cache.resolve, lambda request: request.speculation.medusa_id)
         self._operations: dict[int, AdapterCommand] = {}
         self._events: list[Event] = []
         self._replies: list[Reply] = []
@@ -216,18 +216,18 @@ class Engine:
         self._accepted[request.request_id] = accepted
         try:
             # Those whose adapter is being fetched will stand in the scheduler's queue, so they count as if they did.
-            num_unresolved = self._unresolved.num_requests + self._without_heads.num_requests
-            self._scheduler.check_room(request, self._clock(), num_unresolved)
+            num_unresolved = self._pending.num_requests + self._pending_heads.num_requests
+            self._scheduler.raise_if_full(request, self._clock(), num_unresolved)
         except ResourceExhausted as error:
             self._end(request.request_id, error)
             return
         if request.adapter_id:
-            self._unresolved.add(request)
+            self._pending.add(request)
         else:
             self._fetch_heads(accepted)
 
     def _admit_resolved(self, has_news: bool, now: float) -> None:
-        for waiting in (self._unresolved, self._without_heads):
+        for waiting in (self._pending, self._pending_heads):
             for request in waiting.take_expired(now):
                 error = DeadlineExceeded("the deadline passed while the adapter was being fetched; allow more time")
                 self._end(request.request_id, error)
@@ -235,7 +235,7 @@ class Engine:
                 accepted = self._accepted[request.request_id]
                 if isinstance(outcome, LoraplexError):
                     self._end(request.request_id, outcome)
-                elif waiting is self._unresolved:
+                elif waiting is self._pending:
                     accepted.adapter_key = outcome
                     self._fetch_heads(accepted)
                 else:
@@ -246,7 +246,7 @@ class Engine:
         """Sees to heads that the request names apart from its adapter. That they exist is waited for, their coming to
         the device is not."""
         if accepted.request.speculation.medusa_id:
-            self._without_heads.add(accepted.request)
+            self._pending_heads.add(accepted.request)
         else:
             self._schedule(accepted)
 
@@ -286,8 +286,8 @@ class Engine:
                 accepted.num_open = 0
             if accepted.num_open == 0:
                 del self._accepted[event.request_id]
-                self._unresolved.discard(accepted.request)
-                self._without_heads.discard(accepted.request)
+                self._pending.discard(accepted.request)
+                self._pending_heads.discard(accepted.request)
                 self._speculator.end(event.request_id)
                 for adapter_key in (accepted.adapter_key, accepted.medusa_key):
                     if adapter_key is not None:
@@ -343,7 +343,7 @@ class Engine:
         load = self._scheduler.load()
         return replace(
             load,
-            num_queued=load.num_queued + self._unresolved.num_completions + self._without_heads.num_completions,
+            num_queued=load.num_queued + self._pending.num_completions + self._pending_heads.num_completions,
             num_steps=self._num_steps,
             drafted=dict(self._speculator.drafted),
             accepted=dict(self._speculator.accepted),

@@ -1,8 +1,13 @@
-"""What the engine has to say, on its way to the front end.
+"""Batches of output on their way to the front end, and how often they are sent.
 
-Batches with nothing but tokens that can wait are held until the pause behind the last sending is over, and go out as
-one; whatever somebody waits for goes at once, and takes along what is held. The loop puts and the writer takes, each
-from a thread of its own; while tokens are held neither is woken. Owns what has not been sent, and the pace.
+Batches that hold nothing but tokens that can wait are kept until the pause after the last sending is over, and go out
+as one. Anything that a client waits for goes at once and takes along what is kept. The loop puts and the writer takes,
+each from a thread of its own; while tokens are kept neither is woken.
+
+A message costs about the same with one token or ten, and waking up costs more than a message. Where the engine computes
+on the same cores, sending takes time from the engine. So the pause is as long as it takes for sending to stay within a
+share of the CPU: short with few streams, longer with many or with short steps. The front end, which sends, measures the
+cost of a message; the tokens wait in the engine.
 """
 
 from __future__ import annotations
@@ -13,15 +18,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from loraplex_contracts.events import Event, Tokens
-from loraplex_server.engine.messages import Batch, FromEngine
-from loraplex_server.engine.send_pacing import Pacer
+from loraplex_server.backends.cpu.native.threads import own_cpus
+from loraplex_server.engine.pipe import Batch, FromEngine
 
 
-class Outbox:
-    """Without a pacer of its own everything goes at once."""
+class OutputQueue:
+    """Without a throttle of its own everything goes at once."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.pacer = Pacer(share=1.0, max_wait_s=0.0)
+        self.throttle = SendThrottle(share=1.0, max_wait_s=0.0)
         self._clock = clock
         self._changed = threading.Condition()
         self._messages: list[FromEngine] = []
@@ -53,7 +58,7 @@ class Outbox:
             messages, self._messages, self._is_urgent = self._messages, [], self._is_closed
         messages = _join_batches(messages)
         num_messages = sum(len(message.events) for message in messages if isinstance(message, Batch))
-        self._due_at_s = self._clock() + self.pacer.pause_s(num_messages)
+        self._due_at_s = self._clock() + self.throttle.pause_s(num_messages)
         return messages
 
 
@@ -124,3 +129,64 @@ def _join_tokens(run: Sequence[Tokens]) -> Tokens:
         num_accepted=sum(tokens.num_accepted for tokens in run),
         num_steps=sum(tokens.num_steps for tokens in run),
     )
+
+
+# Of all cores where the engine computes on them too, of one core where it does not. Clients and routers on the same
+# machine take about as much again, each.
+CPU_SHARE = 0.006
+DEVICE_SHARE = 0.5
+FIRST_MESSAGE_S = 1e-4  # taken for granted until there is a median
+MEDIAN_STEP = 0.1
+# Waking up, and what is done once for all streams, takes as long as so many messages.
+MESSAGES_PER_WAKE = 8
+TOLD_CHANGE = 1.25  # what has changed by less is not worth telling
+
+
+class SendCostMeter:
+    """What one message takes of the CPU: what this process spent from a sending to the next look.
+
+    A running median, so that other things, such as a request that came in just then, do not count.
+    """
+
+    def __init__(self, cpu_clock: Callable[[], float] = time.process_time) -> None:
+        self._cpu_clock = cpu_clock
+        self._message_s = self._told_s = FIRST_MESSAGE_S
+        self._num_messages = 0
+        self._cpu_at_s = 0.0
+
+    def sent(self, num_messages: int) -> None:
+        """Tokens are being sent now; what that takes counts from here."""
+        self._num_messages, self._cpu_at_s = num_messages, self._cpu_clock()
+
+    def look(self) -> float | None:
+        """To be called when the next tokens have come. What a message takes, if that has changed since it was told."""
+        if not self._num_messages:
+            return None
+        usual_s = self._message_s * (MESSAGES_PER_WAKE + self._num_messages)
+        self._message_s *= 1 + MEDIAN_STEP if self._cpu_clock() - self._cpu_at_s > usual_s else 1 - MEDIAN_STEP
+        self._num_messages = 0
+        if 1 / TOLD_CHANGE < self._message_s / self._told_s < TOLD_CHANGE:
+            return None
+        self._told_s = self._message_s
+        return self._message_s
+
+
+class SendThrottle:
+    """How long to pause between sendings. `message_s` is what one message takes, as the front end says."""
+
+    def __init__(self, share: float, max_wait_s: float) -> None:
+        """`share` of one core may be taken; no token waits longer than `max_wait_s`."""
+        self.message_s = FIRST_MESSAGE_S
+        self._share = share
+        self._max_wait_s = max_wait_s
+
+    def pause_s(self, num_messages: int) -> float:
+        """From a sending of so many messages to the next one."""
+        return min(self._max_wait_s, self.message_s * (MESSAGES_PER_WAKE + num_messages) / self._share)
+
+
+def delivery_share(device: str) -> float:
+    """What of one core the front end may take for sending, beside an engine on `device`."""
+    if not device.startswith("cpu"):
+        return DEVICE_SHARE
+    return min(DEVICE_SHARE, CPU_SHARE * len(own_cpus()))

@@ -17,7 +17,7 @@ from loraplex_contracts.request import Request
 Resolve = Callable[[str, float], AdapterKey | None]
 
 
-class Unresolved:
+class PendingAdapters:
     """Holds requests until their adapter's key, or the error, is known. `adapter_id_of`: of a request."""
 
     def __init__(self, resolve: Resolve, adapter_id_of: Callable[[Request], AdapterId]) -> None:
@@ -69,10 +69,10 @@ class Unresolved:
             self.discard(request)
         return expired
 
-    def take_resolved(self, has_news: bool, now: float) -> list[tuple[Request, AdapterKey | LoraplexError]]:
-        """Those that need not wait any longer, each with its own pin on the key. `has_news`: what AdapterManager.poll
+    def take_resolved(self, has_loaded: bool, now: float) -> list[tuple[Request, AdapterKey | LoraplexError]]:
+        """Those that need not wait any longer, each with its own pin on the key. `has_loaded`: what AdapterManager.poll
         has returned since the last time."""
-        groups, self._unasked = self._groups if has_news else self._unasked, {}
+        groups, self._unasked = self._groups if has_loaded else self._unasked, {}
         taken = [outcome for group in list(groups) for outcome in self._ask(self._groups[group], now)]
         for request, _ in taken:
             self.discard(request)

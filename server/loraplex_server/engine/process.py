@@ -1,17 +1,19 @@
 """Runs an engine behind a pipe: commands in, batches of events out.
 
-The loop's thread never touches the pipe. A reader thread fills the inbox and a writer thread empties the outbox, so
-that neither a slow front end nor pickling stands between two steps. Owns inbox, outbox and the two threads.
+The loop's thread never touches the pipe. A reader thread fills the inbox and a writer thread empties the outputs, so
+that neither a slow front end nor pickling stands between two steps. Owns inbox, outputs and the two threads.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import queue
 import shutil
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -19,26 +21,25 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from loraplex_adapters.store import LOCK_NAME, remove_abandoned
 from loraplex_contracts.errors import Internal, LoraplexError
 from loraplex_runtime.shutdown import SIGNALS, exit_at_once
 from loraplex_runtime.telemetry import setup_logging
 from loraplex_server.config import EngineConfig
 from loraplex_server.engine.engine import Engine
-from loraplex_server.engine.heartbeat import Heartbeat, StepBound, TurnTimer
-from loraplex_server.engine.messages import (
+from loraplex_server.engine.liveness import Heartbeat, StepBound, TurnTimer
+from loraplex_server.engine.output_batching import OutputQueue, SendThrottle, delivery_share
+from loraplex_server.engine.pipe import (
     Command,
     Connection,
-    MessageTakes,
     Ready,
+    SendCost,
     Shutdown,
     StartFailed,
     Starting,
     Stopped,
     Wake,
 )
-from loraplex_server.engine.output_batching import Outbox
-from loraplex_server.engine.scratch import use_scratch
-from loraplex_server.engine.send_pacing import Pacer, delivery_share
 from loraplex_server.parent import continue_when_parent_dies
 
 log = logging.getLogger(__name__)
@@ -116,32 +117,32 @@ def serve_engine(
     `kill_after` is called in a thread of its own when either has come, however busy the engine is.
     """
     inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
-    outbox = Outbox()
-    writer = threading.Thread(target=_write, args=(conn, outbox), name="engine-writer", daemon=True)
+    outputs = OutputQueue()
+    writer = threading.Thread(target=_write, args=(conn, outputs), name="engine-writer", daemon=True)
     writer.start()
     # Before anything slow: that the front end is gone is to be heard of while a model loads, too.
     threading.Thread(target=_read, args=(conn, inbox, kill_after), name="engine-reader", daemon=True).start()
     engine: Engine | None = None
     integrity = ""  # of an engine that broke off nothing can be said
     try:
-        engine = builder(config, lambda text: outbox.put(Starting(text)), lambda: inbox.put(Wake()))
-        outbox.pacer = Pacer(delivery_share(engine.info.device), max_stream_wait_s)
+        engine = builder(config, lambda text: outputs.put(Starting(text)), lambda: inbox.put(Wake()))
+        outputs.throttle = SendThrottle(delivery_share(engine.info.device), max_stream_wait_s)
         timer = TurnTimer(heartbeat, StepBound(config.step_timeout_s))
         engine.on_step = timer.step
         with heartbeat.beating():
-            outbox.put(Ready(engine.info))
-            _loop(engine, inbox, outbox, timer)
+            outputs.put(Ready(engine.info))
+            _loop(engine, inbox, outputs, timer)
         integrity = engine.integrity_report()
     except LoraplexError as error:
-        outbox.put(StartFailed(error))
+        outputs.put(StartFailed(error))
     except Exception:
         log.exception("the engine ended on an unexpected error")
-        outbox.put(StartFailed(Internal("the engine could not go on; its log says why")))
+        outputs.put(StartFailed(Internal("the engine could not go on; its log says why")))
     finally:
         if engine is not None:
             _close(engine)
-            outbox.put(Stopped(integrity))
-        outbox.close()
+            outputs.put(Stopped(integrity))
+        outputs.close()
         writer.join(timeout=10)
         with contextlib.suppress(OSError):
             conn.close()
@@ -154,23 +155,23 @@ def _close(engine: Engine) -> None:
         log.exception("the engine could not be closed")
 
 
-def _loop(engine: Engine, inbox: queue.SimpleQueue[Command], outbox: Outbox, timer: TurnTimer) -> None:
+def _loop(engine: Engine, inbox: queue.SimpleQueue[Command], outputs: OutputQueue, timer: TurnTimer) -> None:
     while True:
         timeout_s = 0.0 if engine.can_step else engine.idle_timeout_s()
         commands = _take(inbox, timeout_s)
         timer.begin()
         for command in commands:
             if isinstance(command, Shutdown):
-                outbox.put(engine.abort_all())
+                outputs.put(engine.abort_all())
                 return
-            if isinstance(command, MessageTakes):
-                outbox.pacer.message_s = command.cpu_s
+            if isinstance(command, SendCost):
+                outputs.throttle.message_s = command.cpu_s
             else:
                 engine.handle(command)
         batch = engine.turn()
         timer.end()
         if batch is not None:
-            outbox.put(batch)
+            outputs.put(batch)
 
 
 def _take(inbox: queue.SimpleQueue[Command], timeout_s: float | None) -> list[Command]:
@@ -202,10 +203,42 @@ def _read(
         kill_after(SHUTDOWN_END_S)
 
 
-def _write(conn: Connection, outbox: Outbox) -> None:
+def _write(conn: Connection, outputs: OutputQueue) -> None:
     try:
-        while messages := outbox.take():
+        while messages := outputs.take():
             for message in messages:
                 conn.send(message)
     except (BrokenPipeError, OSError):
         return  # the front end is gone; the reader sees it too and ends the loop
+
+
+PREFIX: Final = "loraplex-engine-"
+
+
+class Scratch:
+    """The front end's side: owns the folder."""
+
+    def __init__(self) -> None:
+        """Raises OSError where there is no room for temporary files."""
+        remove_abandoned(Path(tempfile.gettempdir()), PREFIX)
+        self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
+        self._lock_fd = _hold(self.path)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+
+def use_scratch(path: Path) -> None:
+    """The engine's side: from here on this process makes its temporary files in `path`."""
+    _hold(path)
+    tempfile.tempdir = str(path)
+
+
+def _hold(path: Path) -> int:
+    """Locks the folder, together with others. Whoever removes abandoned folders wants the lock alone."""
+    fd = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(fd, fcntl.LOCK_SH)
+    return fd

@@ -21,8 +21,7 @@ from loraplex_contracts.events import (
     Tokens,
 )
 from loraplex_contracts.request import Request
-from loraplex_server.engine.client import EngineClient
-from loraplex_server.engine.streams import RequestStream
+from loraplex_server.engine.client import EngineClient, RequestStream
 from loraplex_server.frontend.completion import CompletionAssembler, Delta
 from loraplex_server.text.tokenizer import TextTokenizer
 

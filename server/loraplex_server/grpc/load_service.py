@@ -53,7 +53,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         due_s = 0.0
         while not self._engine.lost.is_set():
             recheck_identity()
-            change, looked_s = self._engine.news.next(), clock()
+            change, looked_s = self._engine.changes.next(), clock()
             load = self._load()
             is_last = load.draining and not load.running_requests and not load.queued_requests
             if told is None or is_last or looked_s >= due_s or is_worth_telling(load, told):

@@ -23,7 +23,7 @@ from loraplex_runtime.ports import server_options
 from loraplex_runtime.shutdown import Ending
 from loraplex_server.config import WorkerConfig
 from loraplex_server.engine.client import EngineClient
-from loraplex_server.engine.messages import ModelInfo
+from loraplex_server.engine.pipe import ModelInfo
 from loraplex_server.engine.process import EngineBuilder
 from loraplex_server.frontend.tokenizing import Tokenizing
 from loraplex_server.grpc.adapter_listing import AdapterListing
@@ -79,7 +79,7 @@ class Worker:
         `drain_s`, and stops. The port stays open until the last request has ended, so that new ones hear why they are
         refused. Called again, with less time, it hurries."""
         self.gate.is_leaving = True
-        self.engine.news.spread()
+        self.engine.changes.notify()
         self.listener.health.begin_drain()
         await asyncio.sleep(announce_s)
         self.listener.health.end_watches()

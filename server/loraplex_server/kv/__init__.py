@@ -1,1 +1,1 @@
-"""The KV cache's book-keeping: which block belongs to whom, and what it holds. The tensors are the runner's."""
+"""Book-keeping of the KV cache: owners and contents of blocks. The tensors are the runner's."""

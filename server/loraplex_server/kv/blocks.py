@@ -1,12 +1,11 @@
-"""A fixed number of KV blocks: who holds them, which are free, and which full ones can be found again by content.
+"""A pool of KV blocks: reference counts, free lists, prefix cache.
 
-Owns reference counts, the free lists and the prefix cache. Deliberately knows nothing of requests or of tensors: a
-block is a number. Block 0 is never handed out: kernels let padding write there.
+Knows nothing of requests or tensors: a block is a number. Block 0 is never handed out: kernels let padding write there.
 
-A block that nobody holds is *clean* (its content is of no use) or *idle* (cached: a prompt that begins alike can have
-it). Clean ones go first, the latest given back before all: its memory has been touched already, where others may have
-to be asked of the system; then idle ones, the least recently used first, and of one sequence the deepest first, because
-a block is found only through the ones before it.
+A block without references is *clean* (its content is of no use) or *idle* (cached: a prompt that begins alike can have
+it). Clean ones go first, the latest given back before all, because its memory has been touched already. Then idle ones
+are evicted, the least recently used first, and of one sequence the deepest first, because a block is found only through
+the ones before it.
 """
 
 from __future__ import annotations

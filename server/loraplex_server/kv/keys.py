@@ -1,8 +1,8 @@
-"""Names for the content of KV blocks, so that equal keys mean equal keys and values.
+"""Content keys of KV blocks: equal keys mean equal keys and values.
 
 A key is a SHA-256 chain over everything that a block's content depends on: the tokens before it, its own tokens, the
-base model, the adapters in effect, and whose they are. Every field is length-prefixed or of fixed width: two different
-inputs never have the same encoding. Knows no blocks.
+base model, the adapters in effect, and their tenant. Every field is length-prefixed or of fixed width: two different
+inputs never have the same encoding.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Who runs next: pure decisions over plain data. No torch, gRPC, clock or asyncio in here."""
+"""Scheduling of sequences: pure decisions over plain data. No torch, gRPC, clock or asyncio in here."""

@@ -1,16 +1,16 @@
-"""Who enters next: the queue in order of priority and fair share (flows.py), with one exception and its remedy.
+"""Admission of waiting sequences, by priority and fair share, with one exception.
 
-The exception: a sequence whose adapter is not on the device is skipped, and others pass it. The remedy: once it has
-been passed too often or for too long it is *starving*, and makes an adapter drain: younger sequences then enter only
-without an adapter, or with one that runs already and is not the one that will drain the soonest. So a slot comes free
-after at most the longest of that adapter's running sequences, and no adapter that is idle takes it first.
+A sequence whose adapter is not on the device is skipped, and others pass it. Once it has been passed too often or for
+too long it is *starving*, and an adapter has to drain for it: younger sequences then enter only without an adapter, or
+with one that runs already and is not the one that will drain the soonest. So a slot comes free after at most the
+longest of that adapter's running sequences, and no idle adapter takes it first.
 
-Nobody passes a sequence that lacks a row or blocks. It keeps its adapter's slot while it stands first, so that a load
-for somebody behind it cannot push the adapter out again.
+A sequence that lacks a row or blocks is not passed. It keeps its adapter's slot while it is first, so that a load for a
+later one cannot evict the adapter again.
 
 Two more rules keep answers in time. Where all rows are taken by long sequences, a new one that is much shorter gets the
-row of one that has run for a while (`make_way`). And nobody enters where one more row would make most of those that run
-miss their deadlines (`_is_held_back`).
+row of one that has run for a while (`preempt_for_shorter`). And none enters where one more row would make most running
+sequences miss their deadlines (`_is_held_back`).
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ from loraplex_contracts.errors import DeadlineExceeded, Internal, LoraplexError
 from loraplex_contracts.events import Admitted, Event
 from loraplex_contracts.load import MUCH_SHORTER
 from loraplex_server.scheduler.config import SchedulerConfig
-from loraplex_server.scheduler.overload import WaitLimits
+from loraplex_server.scheduler.overload import StepSpeed, WaitLimits
 from loraplex_server.scheduler.running import PlanBuilder
-from loraplex_server.scheduler.sequence_table import Prefix, Roster
+from loraplex_server.scheduler.sequence_table import Prefix, SequenceTable
 from loraplex_server.scheduler.states import RequestPhase, RequestState, SequenceState, SequenceStatus
-from loraplex_server.scheduler.step_speed import Speed
 
 LOOKS_PER_SLICE = 32  # looking for somebody to give way to takes time of every step
 MAX_HOLD_S = 1.0  # that nobody enters for the sake of deadlines
@@ -55,10 +54,15 @@ class Admission:
     """Owner of the counts that fairness needs, and of the one slot that is kept for the head of the queue."""
 
     def __init__(
-        self, config: SchedulerConfig, roster: Roster, speed: Speed, limits: WaitLimits, emit: Callable[[Event], None]
+        self,
+        config: SchedulerConfig,
+        table: SequenceTable,
+        speed: StepSpeed,
+        limits: WaitLimits,
+        emit: Callable[[Event], None],
     ) -> None:
         self._config = config
-        self._roster = roster
+        self._table = table
         self._speed = speed
         self._limits = limits
         self._emit = emit
@@ -83,7 +87,7 @@ class Admission:
         for seq in self._queue():
             if not seq.is_waiting:
                 continue  # the prompt that it was to share was given up while we walked
-            if step.num_left <= 0 or self._roster.num_free_rows == 0:
+            if step.num_left <= 0 or self._table.num_free_rows == 0:
                 # Next but for a row or the budget: its adapter is asked for and, once there, kept there.
                 scan.is_full = True
                 if self._lease_adapter(seq, scan, now):
@@ -104,23 +108,23 @@ class Admission:
             self._enter(seq, prefix, step, now)
 
     def _queue(self) -> Iterable[SequenceState]:
-        queue = self._roster.waiting.snapshot()
+        queue = self._table.waiting.snapshot()
         first, self._given_way = self._given_way, None
         if first is None or not first.is_waiting:
             return queue
         return (first, *(seq for seq in queue if seq is not first))
 
-    def make_way(self, step: PlanBuilder, now: float) -> None:
+    def preempt_for_shorter(self, step: PlanBuilder, now: float) -> None:
         """Takes the row of a sequence that has run for a slice, for a new one that has waited for a slice and is much
         shorter: it will be done soon, and the other, first in the queue, goes on in the next row that comes free."""
-        if self._roster.num_free_rows or not len(self._roster.waiting) or now < self._next_look_s:
+        if self._table.num_free_rows or not len(self._table.waiting) or now < self._next_look_s:
             return
         self._next_look_s = now + self._config.slice_s / LOOKS_PER_SLICE
         longest = self._longest_after_slice(now)
         if longest is None:
             return
         waited_since = now - self._config.slice_s
-        for seq in self._roster.waiting:
+        for seq in self._table.waiting:
             if seq.has_entered or seq.request.queued_s > waited_since or seq.request.num_open > 1:
                 continue
             if seq.request.request.priority < longest.request.request.priority:
@@ -129,7 +133,7 @@ class Admission:
                 continue
             if self._lease_adapter(seq, _Scan(), now):
                 self._keep_lease(seq)
-                self._roster.preempt(longest)
+                self._table.preempt(longest)
                 self._given_way = seq
                 step.num_preempted += 1
                 return
@@ -139,7 +143,7 @@ class Admission:
         entered_until = now - self._config.slice_s
         ready = (
             seq
-            for seq in self._roster.running
+            for seq in self._table.running
             if seq.entered_s <= entered_until
             and len(seq.token_ids) > seq.num_prompt_tokens
             and self._is_cheap_to_resume(seq)
@@ -151,14 +155,14 @@ class Admission:
         return seq.chain is not None or self._speed.prompt_s(len(seq.token_ids)) < self._config.slice_s
 
     def _would_fit(self, seq: SequenceState, leaving: SequenceState) -> bool:
-        blocks = self._roster.blocks
+        blocks = self._table.blocks
         num_free = blocks.num_free + len(leaving.block_ids) - self._config.num_spare_blocks
         return blocks.num_blocks_for(len(seq.token_ids)) <= num_free
 
     def _is_held_back(self, newcomer: SequenceState, scan: _Scan, now: float) -> bool:
         """Whether with one more row it, or most of those that run, would miss deadlines that they would meet with less.
         Not for long: deadlines of some must not keep out others, nor estimates anybody."""
-        num_rows = len(self._roster.running)
+        num_rows = len(self._table.running)
         if not num_rows or self._last_admitted_s is None or now - self._last_admitted_s >= MAX_HOLD_S:
             return False
         if scan.longest_interval_s is None:
@@ -170,8 +174,8 @@ class Admission:
         """Between two tokens, with which half of those that run end in time."""
         if not self._speed.is_known:
             return math.inf
-        given_up_s = GIVEN_UP * self._speed.interval_s(len(self._roster.running))
-        intervals = sorted(self._interval_wanted_s(seq, now, given_up_s) for seq in self._roster.running)
+        given_up_s = GIVEN_UP * self._speed.interval_s(len(self._table.running))
+        intervals = sorted(self._interval_wanted_s(seq, now, given_up_s) for seq in self._table.running)
         return intervals[len(intervals) // 2]
 
     def _interval_wanted_s(self, seq: SequenceState, now: float, least_s: float) -> float:
@@ -192,13 +196,13 @@ class Admission:
         request = seq.request
         is_first = request.phase is RequestPhase.QUEUED
         if is_first:
-            self._roster.begin(request)
+            self._table.begin(request)
             request.num_cached_tokens = prefix.num_computed
             self._speed.on_entry(prefix.num_computed, request.num_prompt_tokens)
             digest = request.adapter_key.digest if request.adapter_key else ""
             self._emit(Admitted(request.request.request_id, digest, max(0.0, now - request.request.arrival_s)))
             self._note_admitted(now)
-        self._roster.enter(seq, prefix, step.arrivals, now)
+        self._table.enter(seq, prefix, step.arrivals, now)
         if self._kept_for is seq:
             self._kept_for = None
         step.add(seq, min(step.num_left, len(seq.token_ids) - seq.num_computed))
@@ -217,11 +221,11 @@ class Admission:
             return True
         if adapter_key in scan.missing or (scan.starving and adapter_key not in scan.open_keys):
             return False
-        if self._roster.lease(seq):
+        if self._table.lease(seq):
             request.blocked_since_s = None
             self._num_adapter_entries += 1
             return True
-        failure = self._roster.adapter_failure(adapter_key)
+        failure = self._table.adapter_failure(adapter_key)
         if failure is not None:
             scan.failed[request] = _typed(failure)
             return False
@@ -248,7 +252,7 @@ class Admission:
         """
         if scan.by_tokens_left is None:
             tokens_left: dict[AdapterKey, int] = {}
-            for seq in self._roster.running:
+            for seq in self._table.running:
                 if seq.request.lora_key is not None and seq.adapter_slot is not None:
                     num_left = seq.max_total_tokens - seq.num_computed
                     tokens_left[seq.request.lora_key] = max(num_left, tokens_left.get(seq.request.lora_key, 0))
@@ -261,29 +265,29 @@ class Admission:
         """Only the head of the queue keeps a lease without running."""
         before, self._kept_for = self._kept_for, seq
         if before is not None and before is not seq and before.is_waiting and before.adapter_slot is not None:
-            self._roster.end_lease(before)
+            self._table.end_lease(before)
 
     # --- blocks -------------------------------------------------------------------------------------------------------
 
     def _prefix_that_fits(self, seq: SequenceState) -> Prefix | None:
         """What the sequence can take over, when there are blocks for the rest of its tokens; else None."""
-        roster = self._roster
+        table = self._table
         while True:
             prefix = self._prefix(seq)
-            num_wanted = prefix.num_new_blocks + roster.blocks.num_unheld(prefix.shared)
+            num_wanted = prefix.num_new_blocks + table.blocks.num_unheld(prefix.shared)
             # Whoever runs alone needs to spare nothing for others.
-            num_spared = self._config.num_spare_blocks if len(roster.running) else 0
-            if num_wanted + num_spared <= roster.blocks.num_free:
+            num_spared = self._config.num_spare_blocks if len(table.running) else 0
+            if num_wanted + num_spared <= table.blocks.num_free:
                 return prefix
             # With nobody running, only prompts held for siblings can be in the way (of those siblings themselves).
-            if len(roster.running) or not roster.drop_hold():
+            if len(table.running) or not table.drop_hold():
                 return None
             if seq.status is SequenceStatus.HELD:
                 return None
 
     def _prefix(self, seq: SequenceState) -> Prefix:
         """The longest computed beginning of the sequence's known tokens: from the prefix cache, or its siblings'."""
-        blocks, request = self._roster.blocks, seq.request
+        blocks, request = self._table.blocks, seq.request
         num_tokens, num_shareable = len(seq.token_ids), seq.num_prompt_tokens - 1
         cached: list[int] = []
         # The last token always runs, because its logits are wanted; so do those whose prompt logprobs are missing.

@@ -1,22 +1,25 @@
-"""Overload: who is refused at once, because it would wait for too long.
+"""Overload control: measured step times, expected waits, early refusal.
 
-The expected wait of a request is the work that waits ahead of it, in the fair order, over the measured speed. It is
-held against the time that the request's deadline leaves beside its own work, or against the server's bound where it has
-no deadline. Nobody is refused while nothing is measured, or while nothing waits ahead of it; so a measurement that is
-wrong is made again before it can do harm for long. Decisions only; owns nothing.
+A step takes what its decoding rows take, measured by their number, and a little for each prompt token beside them. From
+that follow how soon one sequence gets its next token, and what work costs the whole engine when it is full. Cached
+prompts and texts that end early make requests smaller than they might be; both are measured too. Newer measurements
+count for more.
+
+The expected wait of a request is the work ahead of it in the fair order over the measured speed. It is compared with
+the time that the request's deadline leaves beside its own work, or with the server's bound where it has none. No
+request is refused while nothing is measured or nothing waits ahead of it, so a wrong measurement is soon replaced.
+Pure; time is an argument.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from loraplex_contracts.load import MUCH_SHORTER, Forecast, overloaded, slack_s
+from loraplex_contracts.load import MUCH_SHORTER, Forecast, expected_tokens, overloaded, slack_s
 from loraplex_contracts.request import Request
-from loraplex_server.scheduler.fair_queue import FairClock, Flow
-from loraplex_server.scheduler.sequence_table import Roster
-from loraplex_server.scheduler.states import RequestState, SequenceState
-from loraplex_server.scheduler.step_speed import Speed
+from loraplex_server.scheduler.sequence_table import FairClock, Flow, SequenceTable
+from loraplex_server.scheduler.states import RequestState, SequenceState, StepSize
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +27,13 @@ class WaitLimits:
     """Refuses what would wait for too long."""
 
     max_queue_wait_s: float
-    roster: Roster
+    table: SequenceTable
     clock: FairClock
-    speed: Speed
+    speed: StepSpeed
 
     def check(self, request: Request, num_outputs: int, now: float) -> None:
         """Raises Overloaded. `num_outputs`: output tokens that each completion may have at most."""
-        if not len(self.roster.waiting) or not self.speed.is_work_known:
+        if not len(self.table.waiting) or not self.speed.is_work_known:
             return
         allowed_s = self._allowed_s(request, num_outputs, now)
         if allowed_s is None or self._whole_queue_s() <= allowed_s:
@@ -42,12 +45,12 @@ class WaitLimits:
 
     def forecast(self) -> Forecast | None:
         """None while nobody has to wait, or nothing is known."""
-        if not len(self.roster.waiting) or not self.speed.is_work_known:
+        if not len(self.table.waiting) or not self.speed.is_work_known:
             return None
         starts: list[float] = []
         waits_s: list[float] = []
         wait_s, longest, flows = 0.0, 0, set[Flow]()
-        for seq in self.roster.waiting:
+        for seq in self.table.waiting:
             if seq.request.request.priority:
                 continue  # lower ones are behind all of these; higher ones the engine counts when it decides
             num_prompt, num_output = _work(seq)
@@ -59,7 +62,7 @@ class WaitLimits:
         places = {flow: bisect_right(starts, self.clock.start_of(flow)) for flow in flows}
         return Forecast(
             prompt_token_s=self.speed.work_s(1, 0),
-            interval_s=self.speed.interval_s(len(self.roster.running) + 1),
+            interval_s=self.speed.interval_s(len(self.table.running) + 1),
             end_probability=self.speed.end_probability,
             max_queue_wait_s=self.max_queue_wait_s,
             waits_s={flow: waits_s[place - 1] for flow, place in places.items() if place},
@@ -72,7 +75,7 @@ class WaitLimits:
         order = (-request.priority, self.clock.start_of((request.tenant, request.adapter_id)))
         own = len(request.prompt_token_ids) + num_outputs * request.n
         prompt, output = 0, 0.0
-        for seq in self.roster.waiting:
+        for seq in self.table.waiting:
             if seq.order[:2] > order:
                 break
             num_prompt, num_output = _work(seq)
@@ -88,20 +91,20 @@ class WaitLimits:
         deadline_s = state.request.deadline_s
         if deadline_s is None or not self.speed.is_known:
             return False
-        num_rows = (len(self.roster.running) + 1) // 2
+        num_rows = (len(self.table.running) + 1) // 2
         own_s = self._own_s(state.num_prompt_tokens, state.max_total_tokens - state.num_prompt_tokens, num_rows)
         return deadline_s - now < own_s <= deadline_s - state.queued_s
 
     def _whole_queue_s(self) -> float:
         """At most."""
-        num_prompt = self.roster.num_waiting_prompt_tokens
-        return self.speed.work_s(num_prompt, self.roster.num_waiting_tokens - num_prompt)
+        num_prompt = self.table.num_waiting_prompt_tokens
+        return self.speed.work_s(num_prompt, self.table.num_waiting_tokens - num_prompt)
 
     def _allowed_s(self, request: Request, num_outputs: int, now: float) -> float | None:
         if request.deadline_s is None:
             return self.max_queue_wait_s or None
         left_s = request.deadline_s - now
-        return slack_s(left_s, self._own_s(len(request.prompt_token_ids), num_outputs, len(self.roster.running) + 1))
+        return slack_s(left_s, self._own_s(len(request.prompt_token_ids), num_outputs, len(self.table.running) + 1))
 
     def _own_s(self, num_prompt: int, num_outputs: int, num_rows: int) -> float:
         """What one completion is likely to take among so many, once it has begun."""
@@ -112,3 +115,161 @@ def _work(seq: SequenceState) -> tuple[int, int]:
     """Tokens to compute and tokens to make of a sequence that waits, with those of siblings that wait for it."""
     num_siblings = seq.request.num_open if seq.request.leader is seq else 1
     return len(seq.token_ids), seq.num_left * num_siblings
+
+
+HALF_LIFE_S, HALF_LIFE_STEPS = 5.0, 64  # of what a step has said: whichever is shorter
+MAX_SURPRISE = 8.0  # a step that took longer than so many usual ones counts as so many
+MIN_FULL_STEPS = 4  # before they say anything
+MIN_STEPS = 8
+MIN_WEIGHT = 8.0  # of a point that others follow
+MEAN_STEP = 0.05  # what one more value changes in a mean
+HALF_LIFE_TOKENS = 16_384  # of what output tokens have said about where texts end
+
+
+@dataclass(slots=True)
+class _Point:
+    """Means over steps with about as many rows."""
+
+    weight: float = 0.0
+    rows: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class _Curve:
+    """Seconds of a step over its number of rows: a point for each power of two, straight lines between them. Where an
+    engine gets slower or faster with so many rows, it is taken to do so with any number."""
+
+    points: dict[int, _Point] = field(default_factory=dict[int, _Point])
+
+    def add(self, num_rows: int, seconds: float, decay: float) -> None:
+        point = self.points.setdefault(num_rows.bit_length(), _Point())
+        point.weight = point.weight * decay + 1.0
+        point.rows += (num_rows - point.rows) / point.weight
+        before_s = point.seconds
+        point.seconds += (seconds - point.seconds) / point.weight
+        if point.weight >= MIN_WEIGHT and before_s and point.seconds:
+            for other in self.points.values():
+                if other is not point:
+                    other.seconds *= point.seconds / before_s
+
+    def at(self, num_rows: float) -> float:
+        """More rows never take less: a point that lies above one with more rows is wrong. Flat beyond the points."""
+        points: list[tuple[float, float]] = []
+        for point in sorted(self.points.values(), key=lambda point: -point.rows):
+            points.append((point.rows, min([point.seconds, *(seconds for _, seconds in points[-1:])])))
+        if not points:
+            return 0.0
+        rows, seconds = points[0]
+        for fewer_rows, fewer_seconds in points:
+            if num_rows >= fewer_rows:
+                share = min(1.0, (num_rows - fewer_rows) / max(rows - fewer_rows, 0.5))
+                return fewer_seconds + (seconds - fewer_seconds) * share
+            rows, seconds = fewer_rows, fewer_seconds
+        return seconds
+
+
+@dataclass(slots=True)
+class _Slope:
+    """Of y over x, by a decaying least-squares fit; 0 where x does not vary."""
+
+    weight: float = 0.0
+    x: float = 0.0
+    y: float = 0.0
+    xx: float = 0.0
+    xy: float = 0.0
+
+    def add(self, x: float, y: float, decay: float) -> None:
+        self.weight = self.weight * decay + 1.0
+        self.x = self.x * decay + x
+        self.y = self.y * decay + y
+        self.xx = self.xx * decay + x * x
+        self.xy = self.xy * decay + x * y
+
+    def value(self) -> float:
+        variance = self.xx * self.weight - self.x * self.x
+        return max(0.0, (self.xy * self.weight - self.x * self.y) / variance) if variance > 1e-6 * self.xx else 0.0
+
+
+@dataclass(slots=True)
+class StepSpeed:
+    """Owner of the measurements."""
+
+    _decode: _Curve = field(default_factory=_Curve)  # without what prompts in the same step took
+    _prompt: _Slope = field(default_factory=_Slope)
+    _num_steps: int = 0
+    _num_full: int = 0
+    _full_rows: float = 1.0  # mean over full steps
+    # Decaying sums: rows that decoded, the tokens that they gave (with drafts these are more), prompt tokens beside.
+    _rows: float = 0.0
+    _outputs: float = 0.0
+    _prompts: float = 0.0
+    _prompt_share: float = 1.0  # of prompt tokens that are computed: not cached
+    _ends: float = 0.0  # texts that ended before their limit, among so many tokens
+    _tokens: float = 0.0
+
+    def on_step(self, step: StepSize, num_outputs: int, elapsed_s: float) -> None:
+        """A step has ended, `elapsed_s` after the one before it."""
+        prompt_s = self._prompt.value()
+        if usual_s := self._decode.at(step.num_rows):
+            elapsed_s = min(elapsed_s, MAX_SURPRISE * (usual_s + prompt_s * step.num_prompt_tokens))
+        decay = 0.5 ** max(elapsed_s / HALF_LIFE_S, 1 / HALF_LIFE_STEPS)
+        self._prompt.add(step.num_prompt_tokens, elapsed_s, decay)
+        if step.num_rows:
+            self._decode.add(step.num_rows, max(0.0, elapsed_s - prompt_s * step.num_prompt_tokens), decay)
+        self._rows = self._rows * decay + step.num_rows
+        self._outputs = self._outputs * decay + num_outputs
+        self._prompts = self._prompts * decay + step.num_prompt_tokens
+        token_decay = 0.5 ** (num_outputs / HALF_LIFE_TOKENS)
+        self._ends *= token_decay
+        self._tokens = self._tokens * token_decay + num_outputs
+        self._num_steps += 1
+        if step.is_full:
+            self._num_full += 1
+            self._full_rows += max(MEAN_STEP, 1.0 / self._num_full) * (step.num_rows - self._full_rows)
+
+    def on_entry(self, num_cached: int, num_tokens: int) -> None:
+        """A request begins; `num_cached` of its prompt's tokens need not be computed."""
+        self._prompt_share += MEAN_STEP * (1.0 - num_cached / num_tokens - self._prompt_share)
+
+    def on_early_end(self) -> None:
+        """A text has ended before its limit."""
+        self._ends += 1.0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there are measurements enough to say how long a step takes."""
+        return self._num_steps >= MIN_STEPS
+
+    @property
+    def is_work_known(self) -> bool:
+        """Whether there are measurements enough to say what work costs."""
+        return self._num_full >= MIN_FULL_STEPS and self.is_known
+
+    def work_s(self, num_prompt_tokens: float, num_outputs: float) -> float:
+        """The time in which the whole engine, when it is full, does so much work."""
+        num_rows = max(1.0, self._full_rows)
+        output_s = self._decode.at(num_rows) / (num_rows * self._tokens_per_row())
+        return num_prompt_tokens * self._prompt_share * self._prompt.value() + num_outputs * output_s
+
+    def prompt_s(self, num_tokens: int) -> float:
+        """The time in which so many tokens are computed as a prompt; 0 while nothing is known."""
+        return num_tokens * self._prompt.value()
+
+    def interval_s(self, num_rows: int) -> float:
+        """From one token of a sequence to its next, among so many rows and with as many prompts beside as of late."""
+        prompts_s = self._prompts / self._rows * num_rows * self._prompt.value() if self._rows else 0.0
+        return (self._decode.at(num_rows) + prompts_s) / self._tokens_per_row()
+
+    def num_outputs(self, num_allowed: int) -> float:
+        """Tokens that a text is likely to have yet, of those that it may have: as if it ended at each with the same
+        probability. Texts that go on say as much about that as those which have ended."""
+        return expected_tokens(num_allowed, self.end_probability)
+
+    @property
+    def end_probability(self) -> float:
+        """That a text ends at its next token, as far as texts have shown; 0 while none has."""
+        return min(1.0, (self._ends + 1.0) / self._tokens) if self._tokens else 0.0
+
+    def _tokens_per_row(self) -> float:
+        return max(1.0, self._outputs / self._rows) if self._rows else 1.0

@@ -1,7 +1,7 @@
-"""What a step's result means for its sequences: tokens are committed, blocks published, completions end.
+"""Results of a step: tokens are committed, blocks published, completions ended.
 
 Where a token ends a completion, whatever was computed behind it is dropped. A result finds its sequence by object, not
-by name: those that have ended meanwhile are passed over, and the token of one that was preempted still counts.
+by name: sequences that have ended meanwhile are passed over, and the token of a preempted one still counts.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ from collections.abc import Callable
 from loraplex_contracts.errors import Internal, LoraplexError
 from loraplex_contracts.events import CompletionEnd, Event, FinishReason, PromptLogprobs, Tokens
 from loraplex_contracts.plan import Span, SpanResult, StepResult
-from loraplex_server.scheduler.sequence_table import Roster
+from loraplex_server.scheduler.overload import StepSpeed
+from loraplex_server.scheduler.sequence_table import SequenceTable
 from loraplex_server.scheduler.states import InFlight, RequestState, SequenceState, SequenceStatus
-from loraplex_server.scheduler.step_speed import Speed
 
 _NOTHING = SpanResult()
 
 
-class Committer:
-    """Takes results in. Owns nothing; changes the roster's sequences and emits what the client is to know."""
+class ResultProcessor:
+    """Takes results in. Owns nothing; changes the table's sequences and emits what the client is to know."""
 
     def __init__(
         self,
-        roster: Roster,
-        speed: Speed,
+        table: SequenceTable,
+        speed: StepSpeed,
         eos_token_ids: frozenset[int],
         emit: Callable[[Event], None],
         fail: Callable[[RequestState, LoraplexError], None],
     ) -> None:
-        self._roster = roster
+        self._table = table
         self._speed = speed
         self._eos_token_ids = eos_token_ids
         self._emit = emit
@@ -53,14 +53,14 @@ class Committer:
             else:
                 self._commit_span(seq, span, out)
         for adapter_key in flight.ended_leases:
-            self._roster.release_adapter(adapter_key)
+            self._table.release_adapter(adapter_key)
 
     def finish(self, seq: SequenceState, reason: FinishReason, stop_token_id: int | None) -> None:
         """Ends a completion well; the request's last one ends the request."""
         request = seq.request
         if seq.num_left:
             self._speed.on_early_end()
-        self._roster.finish(seq)
+        self._table.finish(seq)
         self._emit(
             CompletionEnd(
                 request.request.request_id,
@@ -72,14 +72,14 @@ class Committer:
             )
         )
         if request.num_open == 0:
-            self._roster.end_request(request)
+            self._table.end_request(request)
 
     def _commit_span(self, seq: SequenceState, span: Span, out: SpanResult) -> None:
         if span.prompt_logprobs:
             _take_prompt_logprobs(seq.request, span, out)
         num_accepted = max(0, len(out.token_ids) - 1)
         num_rejected = len(span.draft) - num_accepted
-        # One that was preempted meanwhile has no blocks any more, and cannot be back yet (see Roster.enter).
+        # One that was preempted meanwhile has no blocks any more, and cannot be back yet (see SequenceTable.enter).
         is_running = seq.status is SequenceStatus.RUNNING
         if is_running:
             seq.num_computed -= num_rejected
@@ -109,7 +109,7 @@ class Committer:
         return token_ids, None, None
 
     def _publish(self, seq: SequenceState, num_committed: int) -> None:
-        blocks = self._roster.blocks
+        blocks = self._table.blocks
         num_full = num_committed // blocks.block_size
         if seq.chain is None or num_full <= seq.num_published:
             return

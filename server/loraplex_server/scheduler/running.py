@@ -1,8 +1,9 @@
-"""What running sequences do in the next step: decodes first, then pieces of prompt. Makes room where it is lacking.
+"""The next step of running sequences: decodes first, then pieces of prompts.
 
-A sequence gets the blocks of all its known tokens when it enters, so that only decoding grows. When blocks run out, the
-least entitled sequence is preempted: it waits again and computes its tokens anew (or finds them in the prefix cache).
-The most entitled one is never taken from, and fits alone (see Scheduler.add): so something always moves on.
+A sequence gets the blocks of all its known tokens when it enters, so only decoding needs more. When blocks run out, the
+sequence that is last in the order is preempted: it waits again and computes its tokens anew, or finds them in the
+prefix cache. The first one is never preempted and fits alone (see Scheduler.add), so at least one sequence always
+advances.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from loraplex_contracts.plan import Draft
-from loraplex_server.scheduler.sequence_table import Arrivals, Roster
+from loraplex_server.scheduler.sequence_table import Arrivals, SequenceTable
 from loraplex_server.scheduler.states import SequenceState, SequenceStatus
 
 
@@ -32,11 +33,11 @@ class PlanBuilder:
         self.spans.append((seq, num_tokens, None))
 
 
-def plan_running(roster: Roster, step: PlanBuilder, drafts: Mapping[str, Draft]) -> None:
+def plan_running(table: SequenceTable, step: PlanBuilder, drafts: Mapping[str, Draft]) -> None:
     """Puts every running sequence that can go on into `step`, as far as budget and blocks reach."""
     decodes: list[SequenceState] = []
     prefills: list[SequenceState] = []
-    for seq in roster.running:
+    for seq in table.running:
         num_tokens = len(seq.token_ids) + seq.num_coming
         # With its last token, or a draft's verdict, still to come there is nothing to plan.
         if seq.is_draft_coming or num_tokens >= seq.max_total_tokens:
@@ -46,9 +47,9 @@ def plan_running(roster: Roster, step: PlanBuilder, drafts: Mapping[str, Draft])
             continue
         (decodes if num_tokens - seq.num_computed == 1 else prefills).append(seq)
     # In order, so that whoever has to make room has not had its own turn yet.
-    going = [seq for seq in decodes if _make_room(roster, step, seq)]
+    going = [seq for seq in decodes if _make_room(table, step, seq)]
     step.num_left -= len(going)
-    chosen = _choose_drafts(roster, step, going, drafts, has_more_work=bool(prefills) or len(roster.waiting) > 0)
+    chosen = _choose_drafts(table, step, going, drafts, has_more_work=bool(prefills) or len(table.waiting) > 0)
     for seq in going:
         step.spans.append((seq, 1, chosen.get(seq.sequence_id)))
     for seq in prefills:
@@ -56,18 +57,18 @@ def plan_running(roster: Roster, step: PlanBuilder, drafts: Mapping[str, Draft])
             step.add(seq, min(step.num_left, seq.num_tokens - seq.num_computed))
 
 
-def _make_room(roster: Roster, step: PlanBuilder, seq: SequenceState) -> bool:
+def _make_room(table: SequenceTable, step: PlanBuilder, seq: SequenceState) -> bool:
     """Sees to the block of the one token that `seq` is about to run. False when `seq` itself had to go."""
     if seq.status is not SequenceStatus.RUNNING:
         return False
-    blocks = roster.blocks
+    blocks = table.blocks
     if seq.num_computed < len(seq.block_ids) * blocks.block_size:
         return True
     while blocks.num_free == 0:
-        if roster.drop_hold():
+        if table.drop_hold():
             continue
-        victim = roster.running.last()
-        roster.preempt(victim)
+        victim = table.running.last()
+        table.preempt(victim)
         step.num_preempted += 1
         if victim is seq:
             return False
@@ -76,7 +77,7 @@ def _make_room(roster: Roster, step: PlanBuilder, seq: SequenceState) -> bool:
 
 
 def _choose_drafts(
-    roster: Roster,
+    table: SequenceTable,
     step: PlanBuilder,
     going: Iterable[SequenceState],
     drafts: Mapping[str, Draft],
@@ -89,7 +90,7 @@ def _choose_drafts(
     if not drafts:
         return chosen
     budget = step.num_left // 2 if has_more_work else step.num_left  # drafts are a bet, prompts are not
-    blocks = roster.blocks
+    blocks = table.blocks
     for seq in going:
         draft = drafts.get(seq.sequence_id)
         if draft is None or not draft.token_ids:

@@ -1,14 +1,12 @@
-"""Who runs next, and what came of it: `add`, `schedule`, `apply`, `cancel`.
+"""The scheduler: `add`, `schedule`, `apply`, `cancel`.
 
-Pure decisions over plain data: no tensors, clock, threads or I/O; time is an argument. The parts are `roster` (state),
-`growth` (running sequences), `admission` (waiting ones), `commit` (results).
+Pure decisions over plain data: no tensors, clock, threads or I/O; time is an argument. The parts are `sequence_table`
+(state), `running` (sequences that run), `admission` (sequences that wait), `overload` (refusals) and `results`.
 
 The view advances when a plan is made, not when its result comes, so the next plan may be made while one is under way:
 tokens that are still to come are counted without being known. Two plans at most are open at a time, and results come in
 the order of plans. Blocks and rows that come free while a plan is under way are reused by later plans only, which the
-device runs later; an adapter's lease ends when the last plan that reads its slot has run.
-
-Planning calls the adapter cache in one place, `Roster.lease`: a lease decides who enters.
+device runs later; an adapter's slot is given back when the last plan that reads it has run.
 """
 
 from __future__ import annotations
@@ -35,12 +33,11 @@ from loraplex_server.kv.blocks import BlockPool
 from loraplex_server.kv.keys import KeyChain, Namespace
 from loraplex_server.scheduler.admission import Admission
 from loraplex_server.scheduler.config import SchedulerConfig
-from loraplex_server.scheduler.overload import WaitLimits
-from loraplex_server.scheduler.results import Committer
+from loraplex_server.scheduler.overload import StepSpeed, WaitLimits
+from loraplex_server.scheduler.results import ResultProcessor
 from loraplex_server.scheduler.running import PlanBuilder, plan_running
-from loraplex_server.scheduler.sequence_table import AdapterLeases, Roster
+from loraplex_server.scheduler.sequence_table import AdapterLeases, SequenceTable
 from loraplex_server.scheduler.states import InFlight, RequestPhase, RequestState, SequenceState, SequenceStatus
-from loraplex_server.scheduler.step_speed import Speed
 
 MAX_PLANS_IN_FLIGHT = 2
 _NO_DRAFTS: Mapping[str, Draft] = {}
@@ -56,11 +53,11 @@ class Scheduler:
         self._blocks = blocks
         self._eos_token_ids = frozenset(eos_token_ids)
         self._events: list[Event] = []
-        self._roster = Roster(config.max_running, blocks, adapters)
-        self._speed = Speed()
-        self._limits = WaitLimits(config.max_queue_wait_s, self._roster, self._roster.clock, self._speed)
-        self._admission = Admission(config, self._roster, self._speed, self._limits, self._events_append)
-        self._committer = Committer(self._roster, self._speed, self._eos_token_ids, self._events_append, self._fail)
+        self._table = SequenceTable(config.max_running, blocks, adapters)
+        self._speed = StepSpeed()
+        self._limits = WaitLimits(config.max_queue_wait_s, self._table, self._table.clock, self._speed)
+        self._admission = Admission(config, self._table, self._speed, self._limits, self._events_append)
+        self._results = ResultProcessor(self._table, self._speed, self._eos_token_ids, self._events_append, self._fail)
         self._last_step_s: float | None = None  # when the last step ended; None after a time without work
         self._in_flight: deque[InFlight] = deque()
         # A heap of deadlines, and of ends of waits without one; ended requests are skipped.
@@ -82,21 +79,21 @@ class Scheduler:
         state = self._new_state(request, adapter_key)
         state.keeps_hidden = keeps_hidden
         state.queued_s = now
-        self._roster.add(state)
+        self._table.add(state)
         expires_s = request.deadline_s
         if expires_s is None and self._config.max_queue_wait_s:
             expires_s = now + self._config.max_queue_wait_s
         if expires_s is not None:
             # Most requests end long before their deadline and must not stay in memory until then.
-            if len(self._deadlines) > 2 * len(self._roster.requests) + 16:
+            if len(self._deadlines) > 2 * len(self._table.requests) + 16:
                 self._deadlines = [entry for entry in self._deadlines if entry[2].phase is not RequestPhase.ENDED]
                 heapq.heapify(self._deadlines)
             heapq.heappush(self._deadlines, (expires_s, self._num_added, state))
 
-    def check_room(self, request: Request, now: float, num_elsewhere: int = 0) -> None:
+    def raise_if_full(self, request: Request, now: float, num_elsewhere: int = 0) -> None:
         """Raises QueueFull when no more requests may wait, and Overloaded when this one would wait for too long.
         `num_elsewhere`: requests that are still to be added."""
-        num_queued = self._roster.num_queued_requests + num_elsewhere
+        num_queued = self._table.num_queued_requests + num_elsewhere
         if num_queued >= self._config.max_queued:
             retry_after_s = self._admission.retry_after_s(num_queued)
             raise QueueFull(
@@ -115,18 +112,18 @@ class Scheduler:
 
     def cancel(self, request_id: str, error: LoraplexError, now: float) -> list[Event]:
         """Ends the request with `error` and frees what it has. One that has ended already is left alone."""
-        state = self._roster.requests.get(request_id)
+        state = self._table.requests.get(request_id)
         if state is not None:
             self._fail(state, error)
         return self.take_events()
 
     def stop_completion(self, request_id: str, index: int, now: float) -> list[Event]:
         """Ends one completion as STOP (its text met a stop string). One that has ended already is left alone."""
-        state = self._roster.requests.get(request_id)
+        state = self._table.requests.get(request_id)
         if state is not None and 0 <= index < len(state.sequences):
             seq = state.sequences[index]
             if seq.status is not SequenceStatus.FINISHED:
-                self._committer.finish(seq, FinishReason.STOP, None)
+                self._results.finish(seq, FinishReason.STOP, None)
         return self.take_events()
 
     # --- steps --------------------------------------------------------------------------------------------------------
@@ -141,8 +138,8 @@ class Scheduler:
         assert len(self._in_flight) < MAX_PLANS_IN_FLIGHT, "the result of an earlier plan has to come first"
         self._expire(now)
         step = PlanBuilder(num_left=self._config.max_step_tokens)
-        self._admission.make_way(step, now)
-        plan_running(self._roster, step, drafts)
+        self._admission.preempt_for_shorter(step, now)
+        plan_running(self._table, step, drafts)
         # What has just been taken from one is not given to another; what is left is for the one that grew.
         step.is_full = step.num_preempted > 0
         failed = {} if step.num_preempted else self._admission.run(step, now)
@@ -151,16 +148,14 @@ class Scheduler:
             self._last_step_s = None
         elif self._last_step_s is None:
             self._last_step_s = now
-        self._roster.settle_holds()
+        self._table.settle_holds()
         for state, error in failed.items():
             self._fail(state, error)
         return plan
 
     def decoding_requests(self) -> list[str]:
         """Ids of the requests with a sequence that decodes in the next step, once the steps under way have ended."""
-        return [
-            seq.request.request.request_id for seq in self._roster.running if seq.num_tokens - seq.num_computed == 1
-        ]
+        return [seq.request.request.request_id for seq in self._table.running if seq.num_tokens - seq.num_computed == 1]
 
     def candidates(self) -> list[Candidate]:
         """Running sequences that decode in the next step, the most entitled first: those that a draft is of use to."""
@@ -175,7 +170,7 @@ class Scheduler:
                 sampling=seq.sampling,
                 adapter_slot=seq.adapter_slot,
             )
-            for seq in self._roster.running
+            for seq in self._table.running
             if not seq.num_coming and not seq.is_draft_coming and len(seq.token_ids) - seq.num_computed == 1
         ]
 
@@ -188,7 +183,7 @@ class Scheduler:
         if self._last_step_s is not None:
             self._speed.on_step(flight.size, num_outputs, now - self._last_step_s)
         self._last_step_s = now
-        self._committer.commit(flight, result)
+        self._results.commit(flight, result)
         return self.take_events()
 
     def take_events(self) -> list[Event]:
@@ -202,21 +197,21 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a request is not over, or a plan's result still to come."""
-        return bool(self._roster.requests) or bool(self._in_flight)
+        return bool(self._table.requests) or bool(self._in_flight)
 
     def load(self) -> Load:
         """What the scheduler knows of the load; steps, drafts and the forecast are the engine's to add."""
-        roster = self._roster
-        num_sequences = sum(request.num_open for request in roster.requests.values())
+        table = self._table
+        num_sequences = sum(request.num_open for request in table.requests.values())
         return Load(
-            num_running=len(roster.running),
-            num_queued=num_sequences - len(roster.running),
-            pending_tokens=roster.num_waiting_tokens
-            + sum(max(0, seq.max_total_tokens - seq.num_computed) for seq in roster.running),
+            num_running=len(table.running),
+            num_queued=num_sequences - len(table.running),
+            pending_tokens=table.num_waiting_tokens
+            + sum(max(0, seq.max_total_tokens - seq.num_computed) for seq in table.running),
             num_blocks=self._blocks.num_blocks,
             num_free_blocks=self._blocks.num_free,
             max_running=self._config.max_running,
-            num_preemptions=roster.num_preemptions,
+            num_preemptions=table.num_preemptions,
         )
 
     def forecast(self) -> Forecast | None:
@@ -225,9 +220,9 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raises AssertionError when a block, row or adapter reference is unaccounted for."""
-        self._roster.check_integrity()
+        self._table.check_integrity()
         if not self._in_flight:
-            self._roster.check_adapters()
+            self._table.check_adapters()
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -235,7 +230,7 @@ class Scheduler:
         self._events.append(event)
 
     def _fail(self, state: RequestState, error: LoraplexError) -> None:
-        self._roster.end_request(state)
+        self._table.end_request(state)
         self._events.append(RequestFailed(state.request.request_id, error))
 
     def _expire(self, now: float) -> None:
@@ -264,7 +259,7 @@ class Scheduler:
     def _check(self, request: Request, now: float) -> None:
         num_prompt_tokens = len(request.prompt_token_ids)
         num_kv_tokens = self._blocks.num_blocks * self._blocks.block_size
-        if request.request_id in self._roster.requests:
+        if request.request_id in self._table.requests:
             raise InvalidArgument("a request with this request_id is running; send another id", field="request_id")
         assert request.n >= 1, "the front end validates requests"
         assert request.stopping.max_tokens >= 1, "the front end validates requests"
@@ -278,7 +273,7 @@ class Scheduler:
             )
         if request.deadline_s is not None and request.deadline_s <= now:
             raise DeadlineExceeded("the deadline had passed before the request could be queued; allow more time")
-        self.check_room(request, now)
+        self.raise_if_full(request, now)
 
     def _max_total_tokens(self, request: Request) -> int:
         """The last token is sampled and never run, so it needs no K/V. With this bound a sequence that is alone always
@@ -335,10 +330,10 @@ class Scheduler:
             step=self._num_steps,
             spans=tuple(span for _seq, span in flight_spans),
             entered=tuple(step.arrivals.entered),
-            released=tuple(self._roster.released_rows),
+            released=tuple(self._table.released_rows),
             copies=tuple(step.arrivals.copies),
         )
-        self._roster.released_rows.clear()
+        self._table.released_rows.clear()
         flight = InFlight(plan, flight_spans)
         flight.size.is_full = step.is_full
         self._in_flight.append(flight)
@@ -355,7 +350,7 @@ class Scheduler:
             elif span.num_samples:
                 seq.num_coming += 1
             if seq.request.leader is seq and seq.num_computed >= seq.num_prompt_tokens:
-                self._roster.on_prompt_planned(seq.request)
+                self._table.on_prompt_planned(seq.request)
         return plan
 
 

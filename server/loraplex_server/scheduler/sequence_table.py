@@ -1,7 +1,6 @@
-"""Who waits, who runs in which row, and every reference that running sequences hold.
+"""The table of requests and sequences: queue, rows, references on blocks and adapters.
 
-Owner of all requests and sequences, of the rows, and of the references on blocks and adapters. Mechanism only: what to
-admit, whom to preempt and when a completion ends is decided elsewhere.
+Owner of all of them. Mechanism only: what to admit, what to preempt and when a completion ends is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -14,10 +13,67 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from loraplex_contracts.adapters import AdapterKey
+from loraplex_contracts.load import Flow
 from loraplex_contracts.plan import AdapterUse, BlockCopy, NewSequence
 from loraplex_server.kv.blocks import BlockPool
-from loraplex_server.scheduler.fair_queue import FairClock
 from loraplex_server.scheduler.states import PromptHold, RequestPhase, RequestState, SequenceState, SequenceStatus
+
+
+class FairClock:
+    """Start-time fair queueing. Owns the clock and the point on it where each flow's last request ends.
+
+    A flow is what one tenant asks of one adapter. Each request gets a start tag when it comes: the end of its flow's
+    last one on a clock that counts tokens, or the clock's present if the flow has asked for less than its share. The
+    lowest tags go first, so a flow that floods waits for itself, and one that asks for little goes next. A tenant's
+    share is divided among its adapters.
+    """
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._ends: dict[Flow, float] = {}
+        self._num_queued: Counter[Flow] = Counter()
+        self._num_flows: Counter[str] = Counter()  # of a tenant, that have something queued
+        self._prune_at = 64
+
+    @property
+    def num_flows(self) -> int:
+        """That it remembers."""
+        return len(self._ends)
+
+    def start_of(self, flow: Flow) -> float:
+        """The tag that the flow's next request would get."""
+        return max(self._now, self._ends.get(flow, 0.0))
+
+    def enqueue(self, flow: Flow, num_tokens: int) -> float:
+        """The start tag of a request that has come. Every one is dequeued once."""
+        start = self.start_of(flow)
+        self._num_queued[flow] += 1
+        if self._num_queued[flow] == 1:
+            self._num_flows[flow[0]] += 1
+        self._ends[flow] = start + num_tokens * self._num_flows[flow[0]]
+        return start
+
+    def dequeue(self, flow: Flow) -> None:
+        """One of the flow's requests waits no longer, whatever became of it."""
+        self._num_queued[flow] -= 1
+        if not self._num_queued[flow]:
+            del self._num_queued[flow]
+            self._num_flows[flow[0]] -= 1
+            if not self._num_flows[flow[0]]:
+                del self._num_flows[flow[0]]
+
+    def begin(self, start: float) -> None:
+        """A request with this tag begins to run: the clock goes on to it."""
+        self._now = max(self._now, start)
+        if len(self._ends) > self._prune_at:
+            # A flow whose last request ends in the past is like one that never was.
+            self._ends = {flow: end for flow, end in self._ends.items() if end > self._now}
+            self._prune_at = 2 * len(self._ends) + 64
+
+    def refund(self, flow: Flow, num_tokens: int) -> None:
+        """A completion of the flow ended with so many tokens less than it might have had."""
+        if flow in self._ends:
+            self._ends[flow] = max(self._now, self._ends[flow] - num_tokens)
 
 
 class AdapterLeases(Protocol):
@@ -44,7 +100,7 @@ def _order(seq: SequenceState) -> tuple[int, float, int, int]:
 
 
 class OrderedSequences:
-    """Sequences, the most entitled first: by priority, then in the fair order (flows.py)."""
+    """Sequences, the most entitled first: by priority, then in the fair order (FairClock)."""
 
     def __init__(self) -> None:
         self._items: list[SequenceState] = []
@@ -88,7 +144,7 @@ class Arrivals:
     copies: list[BlockCopy] = field(default_factory=list[BlockCopy])
 
 
-class Roster:
+class SequenceTable:
     """See the module. Every method leaves lists, rows and references consistent."""
 
     def __init__(self, max_running: int, blocks: BlockPool, adapters: AdapterLeases) -> None:

@@ -1,4 +1,4 @@
-"""The states of requests and sequences, as tables. Everything that moves a state machine goes through this file.
+"""State machines of requests and sequences, as tables of transitions.
 
 A request is what a client sent; each of its `n` completions is a sequence. The scheduler owns both; the runner has a
 mirror of the running ones' tokens and block tables, fed by plans alone.
@@ -11,11 +11,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from loraplex_contracts.adapters import AdapterKey
+from loraplex_contracts.load import Flow
 from loraplex_contracts.plan import PositionLogprobs, Span, StepPlan
 from loraplex_contracts.request import Request, SamplingParams
 from loraplex_server.kv.keys import KeyChain
-from loraplex_server.scheduler.fair_queue import Flow
-from loraplex_server.scheduler.step_speed import StepSize
 
 
 class IllegalTransition(RuntimeError):
@@ -55,6 +54,15 @@ REQUEST_TRANSITIONS: Mapping[RequestPhase, frozenset[RequestPhase]] = {
 }
 
 
+@dataclass(slots=True)
+class StepSize:
+    """What a step did."""
+
+    num_rows: int  # that decode
+    num_prompt_tokens: int
+    is_full: bool  # somebody had to wait for a row, for blocks or for the step's budget
+
+
 @dataclass(slots=True, eq=False)
 class InFlight:
     """A plan whose result has not come yet. Owned by the scheduler, filled when the plan is made."""
@@ -87,7 +95,7 @@ class RequestState:
     stop_ids: frozenset[int]
     keeps_hidden: bool = False
     queued_s: float = 0.0  # since when it waits or has waited
-    start_tag: float = 0.0  # its place in the fair order (flows.py)
+    start_tag: float = 0.0  # its place in the fair order (FairClock)
     phase: RequestPhase = RequestPhase.QUEUED
     sequences: list[SequenceState] = field(default_factory=list["SequenceState"])
     num_open: int = 0  # sequences that have not finished

@@ -1,4 +1,4 @@
-"""Tokenizes long texts in a process of its own, which can be killed when nobody waits for the result any more.
+"""A process that tokenizes long texts and can be killed when its caller leaves.
 
 The library cannot be interrupted, and a text may take it seconds and a gigabyte. The process has the tokenizer and
 nothing else: neither torch nor Transformers. It takes one text at a time and ends when the other end of its pipe does.

@@ -1,8 +1,7 @@
 """A queue for work that takes about as long as its text has bytes: so many at once, short ones before long ones.
 
-Who comes later may overtake only as long as a text takes by itself: turns are given by arrival plus expected time, so
-that a short text does not wait for a row of long ones, and a long one not for ever. Owns who waits. Used from one
-event loop; knows nothing of what the work is.
+Turns are given by arrival plus expected time, so that a short text does not wait for a row of long ones, and a long
+one is not overtaken for ever. Owns the queue. Used from one event loop; knows nothing of the work.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What single tokens are: special, a byte, text; and the decoder that joins them.
+"""Single tokens of a vocabulary: special, a byte, or text.
 
 Read-only view of a fast tokenizer, shared by all its detokenizers and safe to use from several threads. Knows no
 streams and no requests.

@@ -15,7 +15,7 @@ from loraplex_contracts.errors import InvalidArgument
 from loraplex_proto import validate
 from loraplex_runtime.flags import command, configure, flags_of, option, parse_bytes
 from loraplex_server import config as config_module
-from loraplex_server.cli.serving import ROUTER_ONLY, worker_arguments
+from loraplex_server.cli.serve import ROUTER_ONLY, worker_arguments
 from loraplex_server.cli.worker import FLAGS, MODEL
 from loraplex_server.config import DraftModelConfig, EngineConfig, ModelConfig, WorkerConfig
 

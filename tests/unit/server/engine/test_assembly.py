@@ -19,7 +19,7 @@ from loraplex_server.backends.cpu.native.library import Library, Loaded, NativeS
 from loraplex_server.backends.registry import choose_backend
 from loraplex_server.config import AdaptersConfig, BatchConfig, EngineConfig, KvConfig, ModelConfig
 from loraplex_server.engine import assembly as build
-from loraplex_server.engine.messages import Submit
+from loraplex_server.engine.pipe import Submit
 from loraplex_server.layers.kv_memory import num_blocks_for
 from loraplex_server.layers.spec import kv_block_bytes
 from loraplex_server.model.graphs import graph_bytes, graph_shapes

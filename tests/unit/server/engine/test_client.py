@@ -5,18 +5,28 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 
 import pytest
 from support.engine_fakes import build_fake, build_for_ever, build_losing, build_slow
 
-from loraplex_contracts.errors import AdapterNotFound, Cancelled, ClientTooSlow, EngineLost, UnsupportedModel
-from loraplex_contracts.events import Event, RequestFailed, Tokens
+from loraplex_contracts.errors import (
+    AdapterNotFound,
+    Cancelled,
+    ClientTooSlow,
+    EngineLost,
+    LoraplexError,
+    UnsupportedModel,
+)
+from loraplex_contracts.events import Admitted, CompletionEnd, Event, FinishReason, RequestFailed, Tokens
 from loraplex_contracts.request import Request, StoppingParams
 from loraplex_server.config import EngineConfig, ModelConfig
-from loraplex_server.engine.client import EngineClient
+from loraplex_server.engine import process as process_module
+from loraplex_server.engine.client import EngineClient, RequestStream
 from loraplex_server.engine.process import EngineBuilder
-from loraplex_server.engine.streams import RequestStream
+from loraplex_server.frontend.completion import CompletionAssembler, Delta
+from loraplex_server.frontend.generation import Progress, generate
+from loraplex_server.text.stops import StopMatcher
 
 CONFIG = EngineConfig(ModelConfig("fake"))
 
@@ -147,7 +157,7 @@ async def test_an_engine_that_is_killed_fails_its_requests() -> None:
 
     async def watch() -> None:
         while not client.lost.is_set():
-            await client.news.next().wait()
+            await client.changes.next().wait()
 
     watching = asyncio.ensure_future(watch())
     assert client.pid is not None
@@ -160,3 +170,154 @@ async def test_an_engine_that_is_killed_fails_its_requests() -> None:
     with pytest.raises(EngineLost):
         client.submit(request("late"))
     await client.stop()
+
+
+def stream_of(n: int = 1, max_unread_tokens: int = 1000) -> RequestStream:
+    def cancel(stream: RequestStream, error: LoraplexError) -> None:
+        raise AssertionError("nothing is cancelled here")
+
+    return RequestStream(Request("r", (1, 2), StoppingParams(max_tokens=9), n=n), cancel, max_unread_tokens)
+
+
+def tokens(*token_ids: int, index: int = 0) -> Tokens:
+    return Tokens("r", index, token_ids)
+
+
+END = CompletionEnd("r", 0, FinishReason.LENGTH, None, 2, 0)
+
+
+async def test_whatever_comes_wakes_the_reader() -> None:
+    stream = stream_of(n=2)
+    for event in (Admitted("r", "", 0.0), tokens(5), tokens(7, index=1), END):
+        stream.push(event)
+        assert await asyncio.wait_for(stream.next(), 1) == [event]
+    assert not stream.is_over
+
+
+async def test_what_piled_up_comes_together_and_a_failure_last() -> None:
+    stream, failure = stream_of(), RequestFailed("r", Cancelled("gone"))
+    for event in (tokens(5), tokens(6), failure):
+        stream.push(event)
+    assert not stream.is_read
+    assert await asyncio.wait_for(stream.next(), 1) == [tokens(5), tokens(6), failure]
+    assert stream.is_read
+
+
+async def test_much_at_once_does_not_make_a_quick_reader_a_slow_one() -> None:
+    stream = stream_of(max_unread_tokens=4)
+    for _ in range(5):
+        stream.push(tokens(*range(50)))
+        await asyncio.wait_for(stream.next(), 1)
+
+
+async def test_a_slow_reader_is_cut_off() -> None:
+    cut: list[LoraplexError] = []
+    request = Request("r", (1, 2), StoppingParams(max_tokens=9))
+    stream = RequestStream(request, lambda stream, error: cut.append(error), 4)
+    for token_id in range(5):
+        stream.push(tokens(token_id))
+        assert not cut
+    stream.push(tokens(5))
+    assert isinstance(cut[0], ClientTooSlow)
+
+
+# --- with an engine whose tokens are never due ----------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def reluctant(
+    monkeypatch: pytest.MonkeyPatch, builder: EngineBuilder, wait_s: float, *, inline: bool = True
+) -> AsyncIterator[EngineClient]:
+    """A client that finds every message too expensive, so that tokens wait as long as they may."""
+    monkeypatch.setattr(process_module, "delivery_share", lambda device: 1e-9)
+    client = EngineClient(EngineConfig(ModelConfig("fake")), max_stream_wait_s=wait_s)
+    await client.start(inline=inline, builder=builder)
+    try:
+        yield client
+    finally:
+        await client.stop()
+
+
+def long_request(name: str = "r", n: int = 1, stop: tuple[str, ...] = ()) -> Request:
+    return Request(name, (20, 21, 22), StoppingParams(max_tokens=200, stop=stop), n=n)
+
+
+async def rest_of(stream: RequestStream) -> list[Event]:
+    events: list[Event] = []
+    while not stream.is_read:
+        events += await asyncio.wait_for(stream.next(), 20)
+    return events
+
+
+async def test_first_tokens_and_ends_come_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with reluctant(monkeypatch, build_slow, 600.0) as client:
+        streams = [client.submit(long_request(f"r{i}", n=2)) for i in range(4)]
+        for stream in streams:
+            first = await asyncio.wait_for(stream.next(), 20)
+            assert {e.index for e in first if isinstance(e, Tokens)}, "the first tokens wait for nobody"
+            events = first + await rest_of(stream)
+            for index in (0, 1):
+                assert sum(len(e.token_ids) for e in events if isinstance(e, Tokens) and e.index == index) == 200
+            assert sum(isinstance(e, CompletionEnd) for e in events) == 2
+    assert client.integrity == ""
+
+
+async def test_tokens_between_wait_no_longer_than_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with reluctant(monkeypatch, build_slow, 0.02) as client:
+        stream = client.submit(long_request())
+        looks = 0
+        while not stream.is_over:
+            await asyncio.wait_for(stream.next(), 20)
+            looks += 1
+        assert 3 < looks < 150, "200 steps of 5 ms and more, four or so at a time"
+
+
+async def test_a_cancelled_reader_hears_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with reluctant(monkeypatch, build_slow, 600.0) as client:
+        stream = client.submit(long_request())
+        await asyncio.wait_for(stream.next(), 20)
+        await asyncio.sleep(0.05)
+        client.cancel(stream, Cancelled("gone"))
+        events = await rest_of(stream)
+        assert isinstance(events[-1], RequestFailed)
+    assert client.integrity == ""
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+async def test_an_engine_that_is_lost_fails_its_readers_at_once(
+    monkeypatch: pytest.MonkeyPatch, is_killed: bool
+) -> None:
+    builder = build_slow if is_killed else build_losing
+    async with reluctant(monkeypatch, builder, 600.0, inline=not is_killed) as client:
+        stream = client.submit(long_request())
+        events = await asyncio.wait_for(stream.next(), 60)
+        if is_killed:
+            assert client.pid is not None
+            os.kill(client.pid, signal.SIGKILL)
+        last = [*events, *await rest_of(stream)][-1]
+        assert isinstance(last, RequestFailed)
+        assert isinstance(last.error, EngineLost)
+
+
+async def test_a_stop_string_is_met_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Letters:
+        def push(self, token_ids: tuple[int, ...]) -> str:
+            return "".join(chr(ord("a") + i % 26) for i in token_ids)
+
+        def finish(self) -> str:
+            return ""
+
+    def assembler(request: Request, index: int) -> CompletionAssembler:
+        return CompletionAssembler(index, request.stopping, Letters(), StopMatcher(request.stopping.stop), str)
+
+    async with reluctant(monkeypatch, build_slow, 600.0) as client:
+        deltas: list[Delta] = []
+        request = long_request(stop=("tu",))
+        async with aclosing(generate(client, request, assembler, Progress())) as batches:
+            async for batch in batches:
+                deltas += batch
+        end = deltas[-1].end
+        assert end is not None
+        assert (end.reason, end.stop_string) == (FinishReason.STOP, "tu")
+        assert client.state.load.num_steps < 100, "the engine does not write on for long"
+    assert client.integrity == ""

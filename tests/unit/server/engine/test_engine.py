@@ -20,7 +20,7 @@ from loraplex_contracts.events import Admitted, CompletionEnd, Event, FinishReas
 from loraplex_contracts.plan import StepPlan
 from loraplex_contracts.request import Request, SpeculationParams, StoppingParams
 from loraplex_server.engine.engine import Engine
-from loraplex_server.engine.messages import Abandon, AdapterCommand, Cancel, Reply, StopCompletion, Submit
+from loraplex_server.engine.pipe import Abandon, AdapterCommand, Cancel, Reply, StopCompletion, Submit
 
 
 def request(request_id: str = "r", *, num_prompt: int = 5, max_tokens: int = 4, **more: object) -> Request:

@@ -17,7 +17,7 @@ from loraplex_contracts.request import Request, SpeculationParams, StoppingParam
 from loraplex_server.config import EngineConfig, KvConfig, ModelConfig
 from loraplex_server.engine.assembly import build_engine
 from loraplex_server.engine.engine import Engine
-from loraplex_server.engine.messages import Submit
+from loraplex_server.engine.pipe import Submit
 
 NUM_HEADS = 3
 

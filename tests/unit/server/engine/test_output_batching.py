@@ -13,9 +13,17 @@ from loraplex_contracts.errors import Cancelled
 from loraplex_contracts.events import Admitted, CompletionEnd, Event, FinishReason, RequestFailed, Tokens
 from loraplex_contracts.load import Load
 from loraplex_contracts.plan import PositionLogprobs
-from loraplex_server.engine.messages import Batch, FromEngine, Reply, Starting
-from loraplex_server.engine.output_batching import Outbox, can_wait, join
-from loraplex_server.engine.send_pacing import Pacer
+from loraplex_server.engine.output_batching import (
+    DEVICE_SHARE,
+    FIRST_MESSAGE_S,
+    OutputQueue,
+    SendCostMeter,
+    SendThrottle,
+    can_wait,
+    delivery_share,
+    join,
+)
+from loraplex_server.engine.pipe import Batch, FromEngine, Reply, Starting
 
 
 def later(*token_ids: int, request_id: str = "r", index: int = 0, proposer: str = "") -> Tokens:
@@ -49,21 +57,21 @@ URGENT = [
 ]
 
 
-def reluctant(wait_s: float = 600.0) -> Outbox:
+def reluctant(wait_s: float = 600.0) -> OutputQueue:
     """One in which everything waits that can."""
-    outbox = Outbox()
-    outbox.pacer = Pacer(share=1e-9, max_wait_s=wait_s)
-    outbox.put(Batch((first(0),)))
-    assert outbox.take() == [Batch((first(0),))]
-    return outbox
+    outputs = OutputQueue()
+    outputs.throttle = SendThrottle(share=1e-9, max_wait_s=wait_s)
+    outputs.put(Batch((first(0),)))
+    assert outputs.take() == [Batch((first(0),))]
+    return outputs
 
 
 class Writer(threading.Thread):
-    """Takes until the outbox is closed."""
+    """Takes until the outputs is closed."""
 
-    def __init__(self, outbox: Outbox) -> None:
+    def __init__(self, outputs: OutputQueue) -> None:
         super().__init__(daemon=True)
-        self._outbox = outbox
+        self._outbox = outputs
         self.taken: list[list[FromEngine]] = []
         self.start()
 
@@ -81,17 +89,17 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("message", URGENT, ids=str)
 def test_what_somebody_waits_for_goes_at_once_and_takes_along_what_is_held(message: FromEngine) -> None:
-    outbox = reluctant()
-    writer = Writer(outbox)
-    outbox.put(Batch((later(5, request_id="q"),)))
+    outputs = reluctant()
+    writer = Writer(outputs)
+    outputs.put(Batch((later(5, request_id="q"),)))
     time.sleep(0.02)
     assert not writer.taken
     assert not can_wait(message)
-    outbox.put(message)
+    outputs.put(message)
     wait_until(lambda: bool(writer.taken))
     events = [event for one in writer.taken[0] if isinstance(one, Batch) for event in one.events]
     assert events[0] == later(5, request_id="q")
-    outbox.close()
+    outputs.close()
     writer.join(20)
     assert not writer.is_alive()
 
@@ -104,48 +112,48 @@ def test_what_nobody_waits_for(events: tuple[Tokens, ...], changes: ListingChang
 
 
 def test_what_is_held_goes_when_the_pause_is_over_and_starts_another() -> None:
-    outbox = reluctant(wait_s=0.05)
+    outputs = reluctant(wait_s=0.05)
     started_s = time.monotonic()
     for token_id in (1, 2, 3):
-        outbox.put(Batch((later(token_id),)))
-    assert outbox.take() == [Batch((Tokens("r", 0, (1, 2, 3), num_steps=3, can_wait=True),))]
+        outputs.put(Batch((later(token_id),)))
+    assert outputs.take() == [Batch((Tokens("r", 0, (1, 2, 3), num_steps=3, can_wait=True),))]
     assert time.monotonic() - started_s > 0.02
-    outbox.put(Batch((later(4),)))
-    assert outbox.take() == [Batch((later(4),))]
+    outputs.put(Batch((later(4),)))
+    assert outputs.take() == [Batch((later(4),))]
     assert time.monotonic() - started_s > 0.06
 
 
 def test_tokens_that_come_after_the_pause_do_not_wait() -> None:
-    outbox = reluctant(wait_s=0.01)
-    writer = Writer(outbox)
+    outputs = reluctant(wait_s=0.01)
+    writer = Writer(outputs)
     for number in range(1, 4):
         time.sleep(0.03)
-        outbox.put(Batch((later(number),)))
+        outputs.put(Batch((later(number),)))
         wait_until(lambda number=number: len(writer.taken) == number)
-    outbox.close()
+    outputs.close()
 
 
 def test_without_a_pace_nothing_waits() -> None:
-    outbox = Outbox()
+    outputs = OutputQueue()
     for token_id in (1, 2):
-        outbox.put(Batch((later(token_id),)))
-        assert outbox.take() == [Batch((later(token_id),))]
+        outputs.put(Batch((later(token_id),)))
+        assert outputs.take() == [Batch((later(token_id),))]
 
 
 def test_closing_brings_out_what_is_held_and_then_nothing() -> None:
-    outbox = reluctant()
-    outbox.put(Batch((later(1),)))
-    outbox.close()
-    assert outbox.take() == [Batch((later(1),))]
-    assert outbox.take() == []
+    outputs = reluctant()
+    outputs.put(Batch((later(1),)))
+    outputs.close()
+    assert outputs.take() == [Batch((later(1),))]
+    assert outputs.take() == []
 
 
 def test_messages_between_batches_keep_their_place() -> None:
-    outbox = reluctant()
-    outbox.put(Batch((later(1),)))
-    outbox.put(Starting("x"))
-    outbox.put(Batch((later(2),)))
-    assert outbox.take() == [Batch((later(1),)), Starting("x"), Batch((later(2),))]
+    outputs = reluctant()
+    outputs.put(Batch((later(1),)))
+    outputs.put(Starting("x"))
+    outputs.put(Batch((later(2),)))
+    assert outputs.take() == [Batch((later(1),)), Starting("x"), Batch((later(2),))]
 
 
 def test_a_joined_batch_says_what_its_parts_said() -> None:
@@ -175,9 +183,9 @@ def test_tokens_that_are_joined_lose_nothing() -> None:
 def test_each_completion_reads_its_events_in_order_whatever_the_pace(seed: int) -> None:
     """Tokens by token, with the proposer of each; how they are put together is not looked at."""
     rng = random.Random(seed)
-    outbox = Outbox()
-    outbox.pacer = Pacer(share=1e-9, max_wait_s=rng.choice([0.0, 0.001, 0.01]))
-    writer = Writer(outbox)
+    outputs = OutputQueue()
+    outputs.throttle = SendThrottle(share=1e-9, max_wait_s=rng.choice([0.0, 0.001, 0.01]))
+    writer = Writer(outputs)
     sent: list[Event] = []
     lengths = {(f"r{request}", index): rng.randint(1, 12) for request in range(3) for index in range(2)}
     begun = set[tuple[str, int]]()
@@ -195,9 +203,9 @@ def test_each_completion_reads_its_events_in_order_whatever_the_pace(seed: int) 
                 events.append(CompletionEnd(request_id, index, FinishReason.LENGTH, None, 2, 0))
                 del lengths[request_id, index]
         sent += events
-        outbox.put(Batch(tuple(events)))
+        outputs.put(Batch(tuple(events)))
         time.sleep(rng.choice([0, 0.001]))
-    outbox.close()
+    outputs.close()
     writer.join(20)
     got = [event for messages in writer.taken for one in messages if isinstance(one, Batch) for event in one.events]
     assert by_completion(got) == by_completion(sent)
@@ -210,3 +218,61 @@ def by_completion(events: list[Event]) -> dict[tuple[str, int], list[object]]:
         of_one = found.setdefault((event.request_id, event.index), [])
         of_one += [(token, event.proposer) for token in event.token_ids] if isinstance(event, Tokens) else [event]
     return found
+
+
+class Meter(SendCostMeter):
+    """One whose process spends what it is told to."""
+
+    def __init__(self) -> None:
+        self.cpu_s = 3.0
+        super().__init__(lambda: self.cpu_s)
+
+    def after(self, num_messages: int, cpu_s: float) -> float | None:
+        self.sent(num_messages)
+        self.cpu_s += cpu_s
+        return self.look()
+
+
+def test_the_pause_leaves_sending_its_share() -> None:
+    throttle = SendThrottle(0.05, max_wait_s=1.0)
+    throttle.message_s = 1e-4
+    assert throttle.pause_s(32) == pytest.approx(4e-3 / 0.05)
+    assert throttle.pause_s(1) < throttle.pause_s(2) < 0.05
+
+
+def test_nothing_waits_longer_than_it_may() -> None:
+    assert SendThrottle(1e-9, max_wait_s=0.1).pause_s(1) == 0.1
+    assert SendThrottle(1e-9, max_wait_s=0.0).pause_s(1000) == 0.0
+
+
+def test_what_a_message_takes_is_told_once_it_is_known() -> None:
+    meter = Meter()
+    told = [message_s for _ in range(100) if (message_s := meter.after(32, 40 * 5e-4)) is not None]
+    assert told, "five times what was taken for granted"
+    assert told == sorted(told)
+    assert told[-1] == pytest.approx(5e-4, rel=0.3)
+    assert len(told) < 20, "small changes are not worth telling"
+
+
+def test_one_that_is_as_thought_is_not_told() -> None:
+    meter = Meter()
+    for num_messages in (1, 8, 32) * 20:
+        assert meter.after(num_messages, (8 + num_messages) * FIRST_MESSAGE_S) is None
+
+
+def test_what_else_takes_cpu_time_does_not_count() -> None:
+    meter = Meter()
+    for number in range(100):
+        assert meter.after(8, 16 * FIRST_MESSAGE_S + (1.0 if number % 10 == 0 else 0.0)) is None
+
+
+def test_looking_when_nothing_was_sent_learns_nothing() -> None:
+    meter = Meter()
+    for _ in range(100):
+        meter.cpu_s += 1.0
+        assert meter.look() is None
+
+
+def test_an_engine_on_another_device_leaves_the_cpu_to_sending() -> None:
+    assert delivery_share("cuda:0") == DEVICE_SHARE
+    assert 0 < delivery_share("cpu") <= DEVICE_SHARE

@@ -17,7 +17,7 @@ from loraplex_contracts.request import Request, SamplingParams, SpeculationParam
 from loraplex_server.config import AdaptersConfig, BatchConfig, EngineConfig, KvConfig, ModelConfig
 from loraplex_server.engine import assembly as build
 from loraplex_server.engine.engine import Engine
-from loraplex_server.engine.messages import Cancel, Submit
+from loraplex_server.engine.pipe import Cancel, Submit
 from loraplex_server.model.loader import adopt_model
 from loraplex_server.model.runner import ModelRunner
 from loraplex_server.speculation.speculator import Speculator

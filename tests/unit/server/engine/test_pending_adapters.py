@@ -7,7 +7,7 @@ import pytest
 from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.errors import AdapterNotFound, Internal, LoraplexError
 from loraplex_contracts.request import Request, StoppingParams
-from loraplex_server.engine.pending_adapters import Unresolved
+from loraplex_server.engine.pending_adapters import PendingAdapters
 
 KEY = AdapterKey("lora", "a" * 64)
 
@@ -39,7 +39,7 @@ def names(taken: list[tuple[Request, AdapterKey | LoraplexError]]) -> list[str]:
 
 def test_the_cache_is_asked_once_per_adapter_and_again_only_on_news() -> None:
     cache = Cache(a=None, b=None)
-    waiting = Unresolved(cache.resolve, lambda request: request.adapter_id)
+    waiting = PendingAdapters(cache.resolve, lambda request: request.adapter_id)
     for number in range(100):
         waiting.add(request(f"r{number}", "ab"[number % 2], "tu"[number // 2 % 2]))
     assert waiting.take_resolved(False, 0.0) == []
@@ -55,7 +55,7 @@ def test_the_cache_is_asked_once_per_adapter_and_again_only_on_news() -> None:
 
 def test_each_has_a_pin_of_its_own() -> None:
     cache = Cache(a=None, b=None)
-    waiting = Unresolved(cache.resolve, lambda request: request.adapter_id)
+    waiting = PendingAdapters(cache.resolve, lambda request: request.adapter_id)
     for name in ("r0", "r1", "r2"):
         waiting.add(request(name))
     waiting.add(request("other", "b"))
@@ -69,7 +69,7 @@ def test_each_has_a_pin_of_its_own() -> None:
 
 
 def test_a_name_that_is_known_is_there_at_once() -> None:
-    waiting = Unresolved(Cache(a=KEY).resolve, lambda request: request.adapter_id)
+    waiting = PendingAdapters(Cache(a=KEY).resolve, lambda request: request.adapter_id)
     waiting.add(request("r"))
     assert waiting.take_resolved(False, 0.0) == [(request("r"), KEY)]
 
@@ -78,7 +78,7 @@ def test_a_name_that_is_known_is_there_at_once() -> None:
 def test_a_failure_is_that_of_all_who_wait_for_it(error: Exception) -> None:
     """Once it is known, asking for the next one might start the fetch again."""
     cache = Cache(a=error)
-    waiting = Unresolved(cache.resolve, lambda request: request.adapter_id)
+    waiting = PendingAdapters(cache.resolve, lambda request: request.adapter_id)
     for name in ("r0", "r1", "r2"):
         waiting.add(request(name))
     taken = waiting.take_resolved(False, 0.0)
@@ -91,7 +91,7 @@ def test_a_failure_is_that_of_all_who_wait_for_it(error: Exception) -> None:
 
 def test_who_went_away_is_not_asked_for() -> None:
     cache = Cache(a=None)
-    waiting = Unresolved(cache.resolve, lambda request: request.adapter_id)
+    waiting = PendingAdapters(cache.resolve, lambda request: request.adapter_id)
     waiting.add(request("r"))
     waiting.discard(request("r"))
     waiting.discard(request("r"))
@@ -104,7 +104,7 @@ def test_who_went_away_is_not_asked_for() -> None:
 
 
 def test_deadlines() -> None:
-    waiting = Unresolved(Cache(a=None).resolve, lambda request: request.adapter_id)
+    waiting = PendingAdapters(Cache(a=None).resolve, lambda request: request.adapter_id)
     waiting.add(request("first", deadline_s=5.0))
     waiting.add(request("second", deadline_s=7.0))
     waiting.add(request("patient"))

@@ -24,7 +24,7 @@ from loraplex_proto.v1 import inference_pb2
 from loraplex_proto.validate import ModelLimits
 from loraplex_server.config import EngineConfig, ModelConfig
 from loraplex_server.engine.client import EngineClient, EngineState
-from loraplex_server.engine.messages import ModelInfo
+from loraplex_server.engine.pipe import ModelInfo
 from loraplex_server.frontend.tokenizing import NUM_THREADS, Tokenizing
 from loraplex_server.grpc.inference_service import InferenceServicer
 from loraplex_server.grpc.middleware import RequestGate

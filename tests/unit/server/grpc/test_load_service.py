@@ -15,8 +15,7 @@ from loraplex_adapters.cache.listing import Listing
 from loraplex_contracts.adapters import AdapterInfo
 from loraplex_contracts.load import Load
 from loraplex_proto.v1 import worker_pb2
-from loraplex_server.engine.change_signal import News
-from loraplex_server.engine.client import EngineClient, EngineState
+from loraplex_server.engine.client import ChangeSignal, EngineClient, EngineState
 from loraplex_server.grpc import protobuf as convert
 from loraplex_server.grpc.load_service import HEARTBEAT_INTERVALS, WorkerServicer, is_worth_telling
 from loraplex_server.grpc.middleware import RequestGate
@@ -34,7 +33,7 @@ class Watched:
     """A worker whose engine says what the test says."""
 
     def __init__(self) -> None:
-        self.engine = SimpleNamespace(stalled="", lost=asyncio.Event(), news=News(), state=EngineState(BUSY))
+        self.engine = SimpleNamespace(stalled="", lost=asyncio.Event(), changes=ChangeSignal(), state=EngineState(BUSY))
         self.gate = RequestGate()
         self.servicer = WorkerServicer(cast(EngineClient, self.engine), self.gate)
         self.stream: AsyncIterator[worker_pb2.WatchLoadResponse] = self.servicer.WatchLoad(
@@ -44,7 +43,7 @@ class Watched:
 
     def say(self, **changes: Any) -> None:
         self.engine.state.load = replace(self.engine.state.load, **changes)
-        self.engine.news.spread()
+        self.engine.changes.notify()
 
     async def told(self, timeout_s: float = 5.0) -> worker_pb2.Load | None:
         """The next message; None if none comes in time. Asking again goes on waiting for it."""
@@ -140,7 +139,7 @@ async def test_the_last_message_of_a_worker_that_leaves() -> None:
     watched = Watched()
     await watched.told()
     watched.gate.is_leaving = True
-    watched.engine.news.spread()
+    watched.engine.changes.notify()
     load = await watched.told()
     assert load is not None
     assert load.draining
@@ -158,7 +157,7 @@ async def test_a_lost_engine_ends_the_watch() -> None:
     waiting = asyncio.ensure_future(anext(watched.stream))
     await asyncio.sleep(2 * INTERVAL_S)
     watched.engine.lost.set()
-    watched.engine.news.spread()
+    watched.engine.changes.notify()
     with pytest.raises(StopAsyncIteration):
         await asyncio.wait_for(waiting, 5)
 

@@ -130,9 +130,9 @@ def test_a_prompt_given_up_for_its_blocks_is_computed_once_more_not_by_each() ->
     harness = Harness(max_running=1, prefix_caching=False)
     harness.add(make_request("r", PROMPT, n=4, max_tokens=3))
     harness.turn()
-    roster = harness.scheduler._roster  # pyright: ignore[reportPrivateUsage]
-    assert roster.drop_hold()
-    assert not roster.drop_hold()
+    table = harness.scheduler._table  # pyright: ignore[reportPrivateUsage]
+    assert table.drop_hold()
+    assert not table.drop_hold()
     harness.run()
     harness.check_outputs()
     assert num_prompt_tokens_run(harness) == 2 * len(PROMPT) + 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraplex_server.scheduler.fair_queue import FairClock, Flow
+from loraplex_server.scheduler.sequence_table import FairClock, Flow
 
 A, B = ("a", ""), ("b", "")
 

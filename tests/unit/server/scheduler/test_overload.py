@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from loraplex_server.scheduler.step_speed import Speed, StepSize
+from loraplex_server.scheduler.overload import StepSize, StepSpeed
 
 
-def fed(num_steps: int = 400, slower: float = 1.0) -> Speed:
+def fed(num_steps: int = 400, slower: float = 1.0) -> StepSpeed:
     """An engine whose steps take 20 ms, 1 ms for each row and 0.2 ms for each prompt token."""
-    speed = Speed()
+    speed = StepSpeed()
     for number in range(num_steps):
         rows, prompts = 1 + number % 16, 64 * (number % 3 == 0)
         seconds = slower * (0.02 + 0.001 * rows + 0.0002 * prompts)
@@ -18,7 +18,7 @@ def fed(num_steps: int = 400, slower: float = 1.0) -> Speed:
 
 
 def test_nothing_is_known_at_first() -> None:
-    speed = Speed()
+    speed = StepSpeed()
     assert not speed.is_known
     assert not speed.is_work_known
     assert speed.interval_s(8) == 0.0
@@ -34,7 +34,7 @@ def test_full_steps_say_what_work_costs() -> None:
 
 
 def test_steps_without_anybody_waiting_say_nothing_of_a_full_engine() -> None:
-    speed = Speed()
+    speed = StepSpeed()
     for _ in range(100):
         speed.on_step(StepSize(1, 0, is_full=False), 1, 0.02)
     assert speed.is_known
@@ -53,7 +53,7 @@ def test_more_rows_than_ever_take_at_least_as_long_as_the_most() -> None:
 
 
 def test_drafts_that_are_accepted_bring_the_next_token_sooner() -> None:
-    speed = Speed()
+    speed = StepSpeed()
     for _ in range(100):
         speed.on_step(StepSize(4, 0, is_full=True), 12, 0.03)
     assert speed.interval_s(4) == pytest.approx(0.01)
@@ -71,7 +71,7 @@ def test_one_hiccup_changes_little_and_a_slower_engine_everything() -> None:
 
 
 def test_texts_that_end_early_make_less_work() -> None:
-    speed = Speed()
+    speed = StepSpeed()
     for number in range(2000):
         speed.on_step(StepSize(10, 0, is_full=True), 10, 0.02)
         if number % 5 == 0:

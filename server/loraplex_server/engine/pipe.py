@@ -1,0 +1,231 @@
+"""The pipe between front end and engine: messages, the command writer, frames.
+
+Messages are plain data, every type picklable. Commands are sent at once as far as the pipe takes them at once, and the
+rest from a thread: the pipe of a frozen engine fills up, and a write to it would hold the front end's event loop for
+good. What the engine sends is cut into messages without waiting for the rest of one: `recv` of a connection waits for a
+whole message, and an engine may freeze in the middle of one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import select
+import struct
+import sys
+import threading
+from dataclasses import dataclass, field
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, Final, Literal
+
+from loraplex_contracts.adapters import AdapterId, AdapterInfo, CacheUsage, ListingChanges
+from loraplex_contracts.errors import LoraplexError
+from loraplex_contracts.events import Event
+from loraplex_contracts.load import Load
+from loraplex_contracts.request import Request
+
+# --- to the engine --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Ends the whole request with `error`. A request that has ended already is left alone."""
+
+    request_id: str
+    error: LoraplexError
+
+
+@dataclass(frozen=True, slots=True)
+class StopCompletion:
+    """The front end met a stop string: end this completion as STOP."""
+
+    request_id: str
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterCommand:
+    """One operation of the adapter service; answered by a Reply with the same `operation_id`."""
+
+    operation_id: int
+    verb: Literal["load", "unload", "get"]
+    adapter_id: AdapterId
+    pin: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Abandon:
+    """Nobody waits for this operation any more."""
+
+    operation_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendCost:
+    """What a message to a client takes of the front end's CPU: how often to send is decided by it."""
+
+    cpu_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """Nothing to do but to look again (a load has finished)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shutdown:
+    """End the loop; what is still running fails as Draining."""
+
+
+Command = Submit | Cancel | StopCompletion | AdapterCommand | Abandon | SendCost | Wake | Shutdown
+
+# --- from the engine ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What the front end needs to know of the loaded model."""
+
+    model_id: str
+    model_type: str
+    dtype: str
+    device: str
+    vocab_size: int
+    max_context_tokens: int
+    max_lora_rank: int
+    eos_token_ids: tuple[int, ...]
+    # What requests may draft with: "prompt_lookup", "medusa", "draft_model:NAME", ...
+    speculation: tuple[str, ...] = ()
+    # Where the base model's files are, its tokenizer among them: a directory or a Hub id.
+    base: str = ""
+    base_revision: str | None = None
+    # Adapters that come with the model, as the Medusa heads of a model that has its own.
+    own_adapters: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Starting:
+    """Progress of the start, for a progress bar."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    info: ModelInfo
+
+
+@dataclass(frozen=True, slots=True)
+class StartFailed:
+    error: LoraplexError
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    operation_id: int
+    adapters: tuple[AdapterInfo, ...] = ()
+    error: LoraplexError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Everything that one turn of the loop has to say, or several that were sent together."""
+
+    events: tuple[Event, ...] = ()
+    replies: tuple[Reply, ...] = ()
+    load: Load = field(default_factory=Load)
+    # Of the adapters' listing, since the last batch; only when the residency has changed.
+    changes: ListingChanges | None = None
+    usage: CacheUsage | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """The loop has ended; `integrity` says what check_integrity() found, empty when all is accounted for."""
+
+    integrity: str = ""
+
+
+FromEngine = Starting | Ready | StartFailed | Batch | Stopped
+
+Connection = Any  # multiprocessing.connection.Connection, which differs in type between platforms
+
+_SHORT: Final = struct.Struct("!i")
+_LONG: Final = struct.Struct("!Q")
+
+
+class FrameReader:
+    """Owns the beginning of a message whose end has not arrived yet."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Takes in what was read; returns the messages that are complete, oldest first."""
+        self._buffer += data
+        frames: list[bytes] = []
+        start = 0
+        while (bounds := self._bounds(start)) is not None:
+            begin, start = bounds
+            frames.append(bytes(self._buffer[begin:start]))
+        del self._buffer[:start]
+        return frames
+
+    def _bounds(self, start: int) -> tuple[int, int] | None:
+        """Where the message whose length stands at `start` begins and ends; None where it is not complete."""
+        begin = start + _SHORT.size
+        if len(self._buffer) < begin:
+            return None
+        (length,) = _SHORT.unpack_from(self._buffer, start)
+        if length < 0:
+            if len(self._buffer) < begin + _LONG.size:
+                return None
+            (length,) = _LONG.unpack_from(self._buffer, begin)
+            begin += _LONG.size
+        return (begin, begin + length) if len(self._buffer) >= begin + length else None
+
+
+# A pipe that Linux calls writable takes this much without blocking: three quarters of its buffer of 208 KiB are free.
+DIRECT_BYTES: Final = 1 << 16 if sys.platform == "linux" else 0
+
+
+class CommandWriter:
+    """Owns the thread, what is not sent yet, and the end of the connection. Commands arrive in their order."""
+
+    def __init__(self, conn: Connection) -> None:
+        self._conn = conn
+        self._poll = select.poll()
+        self._poll.register(conn.fileno(), select.POLLOUT)
+        self._unsent: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
+        self._num_unsent = 0  # put to the queue and not yet written; the lock holds it
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._write, name="engine-commands", daemon=True)
+        self._thread.start()
+
+    def send(self, command: Command) -> None:
+        """Raises OSError when the engine is gone."""
+        payload = ForkingPickler.dumps(command)
+        with self._lock:
+            is_direct = not self._num_unsent and len(payload) <= DIRECT_BYTES and bool(self._poll.poll(0))
+            self._num_unsent += not is_direct
+        if is_direct:
+            self._conn.send_bytes(payload)
+        else:
+            self._unsent.put(payload)
+
+    def close(self) -> None:
+        """Closes the connection as soon as no write is under way; one to an engine that is gone ends at once."""
+        self._unsent.put(None)
+
+    def _write(self) -> None:
+        while (payload := self._unsent.get()) is not None:
+            with contextlib.suppress(OSError):  # the engine is gone, which the reader of the pipe sees too
+                self._conn.send_bytes(payload)
+            with self._lock:
+                self._num_unsent -= 1
+        self._conn.close()
