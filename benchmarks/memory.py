@@ -32,8 +32,7 @@ from systems import Server
 from workloads import adapter_names
 
 from loraplex import AsyncClient
-from loraplex.bench.arrivals import LoadSpec, parse_lengths
-from loraplex.bench.popularity import parse_popularity
+from loraplex.bench.arrivals import LoadSpec, parse_lengths, parse_popularity
 from loraplex.bench.session import Selection, Session
 from loraplex_runtime.flags import parse_bytes
 

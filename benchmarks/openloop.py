@@ -18,8 +18,7 @@ from results import Record, add_json_option, recording
 from systems import Server
 
 from loraplex import AsyncClient
-from loraplex.bench.arrivals import LoadSpec, parse_lengths
-from loraplex.bench.popularity import parse_popularity
+from loraplex.bench.arrivals import LoadSpec, parse_lengths, parse_popularity
 from loraplex.bench.session import Selection, Session
 
 

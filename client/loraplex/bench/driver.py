@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from loraplex.aio import AsyncClient
 from loraplex.bench.arrivals import Arrival
 from loraplex.bench.outcomes import Failure, Outcome, Summary, summarize
-from loraplex.bench.residency import Residency
-from loraplex.types import GenerateOptions
+from loraplex.types import Adapter, GenerateOptions
 from loraplex_contracts.errors import LoraplexError
 
 LOOK_EVERY_S = 1.0  # at the adapters that are loaded
@@ -48,6 +47,25 @@ async def run_load(
     """
     recording.num_scheduled = len(arrivals)
     await _Driver(client, options, recording, max_in_flight).run(arrivals)
+
+
+class Residency:
+    """The adapters that are ready to run, from listings and from answers since. A little old: the server may
+    evict between two looks."""
+
+    def __init__(self) -> None:
+        self._ready: set[str] = set()
+
+    def look(self, rows: Iterable[Adapter]) -> None:
+        """A listing. Behind a router any worker that has it will do: requests go where their adapter is."""
+        self._ready = {row.adapter_id for row in rows if row.state == "on_device"}
+
+    def answered(self, adapter_id: str) -> None:
+        """A first token of it came."""
+        self._ready.add(adapter_id)
+
+    def is_cold(self, adapter_id: str) -> bool:
+        return bool(adapter_id) and adapter_id not in self._ready
 
 
 class _Driver:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from loraplex.bench.arrivals import Arrival
+from loraplex.bench.driver import Residency
 from loraplex.bench.outcomes import Distribution, Failure, Outcome, distribution, percentile, summarize
-from loraplex.bench.residency import Residency
 from loraplex.types import Adapter, Usage
 
 

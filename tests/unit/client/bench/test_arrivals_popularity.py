@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from loraplex.bench.popularity import Popularity, choices, parse_popularity, weights
+from loraplex.bench.arrivals import Popularity, choices, parse_popularity, weights
 from loraplex_contracts.errors import InvalidArgument
 
 NAMES = ("a", "b", "c", "d")
