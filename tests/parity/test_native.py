@@ -31,7 +31,7 @@ from loraplex_contracts.plan import AdapterUse
 from loraplex_contracts.request import OutputParams, Request, SamplingParams, SpeculationParams
 from loraplex_server.backends.cpu.backend import CpuBackend
 from loraplex_server.model.loader import adopt_model
-from loraplex_server.speculation.base import DRAFT_MODEL, MEDUSA, PROMPT_LOOKUP
+from loraplex_server.speculation.proposer import DRAFT_MODEL, MEDUSA, PROMPT_LOOKUP
 
 NUM_TOKENS = 10
 DTYPES = [torch.float32, torch.bfloat16]

@@ -23,7 +23,7 @@ from support.zoo import VOCAB_SIZE, random_model
 from loraplex_contracts.errors import Cancelled
 from loraplex_contracts.request import OutputParams, Request, SamplingParams, SpeculationParams, StoppingParams
 from loraplex_server.engine.pipe import Cancel
-from loraplex_server.speculation.base import DRAFT_MODEL, MEDUSA, PROMPT_LOOKUP, Proposer
+from loraplex_server.speculation.proposer import DRAFT_MODEL, MEDUSA, PROMPT_LOOKUP, Proposer
 
 EOS = 48  # one that the models like
 NUM_TOKENS = 14

@@ -30,7 +30,7 @@ from loraplex_server.config import (
     SpeculationConfig,
 )
 from loraplex_server.engine.assembly import build_engine
-from loraplex_server.speculation.base import DRAFT_MODEL, MEDUSA, PROMPT_LOOKUP, UNIVERSAL
+from loraplex_server.speculation.proposer import DRAFT_MODEL, MEDUSA, PROMPT_LOOKUP, UNIVERSAL
 
 NUM_TOKENS = 24
 WORDS = "the cat sat on a mat and ate the rat that sat on the hat "

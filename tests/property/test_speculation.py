@@ -20,9 +20,9 @@ from loraplex_contracts.events import CompletionEnd, Event, RequestFailed, Token
 from loraplex_contracts.plan import Candidate, StepPlan
 from loraplex_contracts.request import Request, SpeculationParams
 from loraplex_server.config import SpeculationConfig
-from loraplex_server.speculation.base import DRAFT_MODEL, MEDUSA, PROMPT_LOOKUP, Ask
-from loraplex_server.speculation.costs import StepCosts
+from loraplex_server.speculation.proposer import DRAFT_MODEL, MEDUSA, PROMPT_LOOKUP, Ask
 from loraplex_server.speculation.speculator import Speculator
+from loraplex_server.speculation.step_costs import StepCosts
 
 KEYS = [None, adapter("a"), adapter("b")]
 HEADS = AdapterKey("medusa", "f" * 64)

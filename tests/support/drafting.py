@@ -7,7 +7,7 @@ from typing import Any
 
 from loraplex_contracts.plan import Candidate
 from loraplex_contracts.request import Request, SamplingParams, SpeculationParams, StoppingParams
-from loraplex_server.speculation.base import Ask, Proposer
+from loraplex_server.speculation.proposer import Ask, Proposer
 from support.driver import Job
 
 

@@ -49,12 +49,11 @@ from loraplex_server.layers.spec import kv_block_bytes
 from loraplex_server.model.fault_isolation import StepHandle
 from loraplex_server.model.loader import adopt_model
 from loraplex_server.scheduler.states import SequenceState
-from loraplex_server.speculation.base import MEDUSA, Proposer
-from loraplex_server.speculation.choice import draft_key
-from loraplex_server.speculation.costs import StepCosts
-from loraplex_server.speculation.draft_model import DraftModelProposer
-from loraplex_server.speculation.drafting import Drafter, DraftMemory
+from loraplex_server.speculation.draft_model.drafter import Drafter, DraftMemory
+from loraplex_server.speculation.draft_model.proposers import DraftModelProposer
+from loraplex_server.speculation.proposer import MEDUSA, Proposer, draft_key
 from loraplex_server.speculation.speculator import Speculator
+from loraplex_server.speculation.step_costs import StepCosts
 from support.fitted_heads import fit_heads, text_states
 from support.medusa_files import medusa_config, write_heads
 from support.peft_files import LoraSpec, save_adapter

@@ -37,8 +37,7 @@ from loraplex_server.sampling.sampler import Sampler
 from loraplex_server.scheduler.config import SchedulerConfig
 from loraplex_server.scheduler.scheduler import Scheduler
 from loraplex_server.speculation.build import Target, build_speculator
-from loraplex_server.speculation.costs import StepCosts
-from loraplex_server.speculation.measure import measure_runner
+from loraplex_server.speculation.step_costs import StepCosts, measure_runner
 
 log = logging.getLogger(__name__)
 

@@ -34,8 +34,8 @@ from loraplex_server.engine.pipe import (
 )
 from loraplex_server.model.fault_isolation import Execute, StepHandle, execute_isolated, start_isolated
 from loraplex_server.scheduler.scheduler import Scheduler
-from loraplex_server.speculation.costs import StepCosts
 from loraplex_server.speculation.speculator import Speculator
+from loraplex_server.speculation.step_costs import StepCosts
 
 log = logging.getLogger(__name__)
 

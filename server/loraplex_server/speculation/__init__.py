@@ -1,1 +1,1 @@
-"""Who drafts for which sequence, and how much: proposers, their choice and their length. Verification is sampling's."""
+"""Speculation: proposers of draft tokens, and the policy that picks them. Verification is in `sampling`."""

@@ -19,13 +19,12 @@ from loraplex_server.model.loaded_model import LoadedModel
 from loraplex_server.model.medusa_heads import HeadSlots
 from loraplex_server.model.medusa_model import MODEL_HEADS, ServedModel
 from loraplex_server.model.runner import ModelRunner
-from loraplex_server.speculation.base import MEDUSA, Proposer
-from loraplex_server.speculation.choice import draft_key
-from loraplex_server.speculation.costs import LeastCost, StepCosts
-from loraplex_server.speculation.draft_loading import DraftSource, DraftTarget, load_draft, make_proposer
-from loraplex_server.speculation.drafting import DraftMemory
+from loraplex_server.speculation.draft_model.drafter import DraftMemory
+from loraplex_server.speculation.draft_model.loading import DraftSource, DraftTarget, load_draft, make_proposer
 from loraplex_server.speculation.medusa import MedusaProposer
+from loraplex_server.speculation.proposer import MEDUSA, Proposer, draft_key
 from loraplex_server.speculation.speculator import Speculator
+from loraplex_server.speculation.step_costs import LeastCost, StepCosts
 from loraplex_server.text.tokenizer import TextTokenizer
 
 log = logging.getLogger(__name__)

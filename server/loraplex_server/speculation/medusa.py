@@ -16,7 +16,7 @@ from torch import Tensor
 from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.plan import Candidate
 from loraplex_server.model.medusa_heads import HeadAsk, HeadSlots
-from loraplex_server.speculation.base import MEDUSA, Ask
+from loraplex_server.speculation.proposer import MEDUSA, Ask
 
 log = logging.getLogger(__name__)
 

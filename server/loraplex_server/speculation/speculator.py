@@ -1,8 +1,7 @@
-"""Drafts for a step: who drafts for which sequence, and how much. Counts what was drafted and what was accepted.
+"""Speculator: drafts for each step, and counts of what was drafted and accepted.
 
-Owns what each speculating request may use, what each sequence's drafts have come to so far, and the proposers. Decides
-with `choice` (once per request), `options` and `lengths` (once per step); never touches a tensor. Called by the
-engine's loop.
+Owns the proposers, what each speculating request may use, and what each sequence's drafts have come to. What to draft
+is decided in `policy`. Called by the engine's loop; never touches a tensor.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 
 from loraplex_contracts.adapters import AdapterKey
@@ -18,13 +17,20 @@ from loraplex_contracts.events import Tokens
 from loraplex_contracts.plan import Candidate, Draft, StepPlan, StepResult
 from loraplex_contracts.request import Request
 from loraplex_server.config import SpeculationConfig
-from loraplex_server.speculation.base import MEDUSA, PROMPT_LOOKUP, Ask, Proposer
-from loraplex_server.speculation.choice import Choice, brings_heads, check_named_heads, choose
-from loraplex_server.speculation.costs import LeastCost, StepCosts
-from loraplex_server.speculation.history import History
-from loraplex_server.speculation.lengths import Offer, choose_lengths
-from loraplex_server.speculation.lookup import PromptLookupProposer
-from loraplex_server.speculation.options import DraftedFor, Option, Options
+from loraplex_server.speculation.policy import DraftedSequence, LeastCost, Option, Policy
+from loraplex_server.speculation.prompt_lookup.history import History
+from loraplex_server.speculation.prompt_lookup.lookup import PromptLookupProposer
+from loraplex_server.speculation.proposer import (
+    MEDUSA,
+    PROMPT_LOOKUP,
+    Ask,
+    Choice,
+    Proposer,
+    brings_heads,
+    check_named_heads,
+    choose,
+)
+from loraplex_server.speculation.step_costs import StepCosts
 
 log = logging.getLogger(__name__)
 
@@ -53,16 +59,16 @@ class Speculator:
         self._config = config
         self._lookup = PromptLookupProposer(history=History(config.lookup_history))
         self._proposers: dict[str, Proposer] = {**proposers, PROMPT_LOOKUP: self._lookup}
-        self._step_costs = step_costs
-        self._options = Options(self._proposers, self._lookup, step_costs, least_costs, clock, self._note_failure)
+        self._policy = Policy(
+            self._proposers, self._lookup, step_costs, least_costs, max_step_tokens, clock, self._note_failure
+        )
         self._draft_names = tuple(draft_names)
         self._default_heads = default_heads
         self._drafts_by_default = drafts_by_default or config.default_draft_tokens > 0
         self._num_token_ids = num_token_ids
-        self._max_step_tokens = max_step_tokens
         self._clock = clock
         self._requests: dict[str, Choice] = {}  # those that speculate
-        self._sequences: dict[str, DraftedFor] = {}
+        self._sequences: dict[str, DraftedSequence] = {}
         self._num_unseen: dict[str, int] = {}  # sequences that have not been candidates yet, by request
         self._active: set[str] = set()  # sequences that were candidates in the last step with `propose`
         self.failures: Counter[tuple[str, str, type[Exception]]] = Counter()  # proposer, what it could not do, error
@@ -123,12 +129,12 @@ class Speculator:
         and need not wait for the step under way."""
         if any(self._num_unseen.values()):
             return True
-        step = self._options.step + 1
-        return any(self._sequences[sequence_id].rests_until <= step for sequence_id in self._active)
+        step = self._policy.step + 1
+        return any(self._sequences[sequence_id].may_draft(step) for sequence_id in self._active)
 
     def skip(self) -> None:
         """A step is planned without drafts. Cooldowns go on."""
-        self._options.skip()
+        self._policy.skip()
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
@@ -136,22 +142,26 @@ class Speculator:
         """Drafts by sequence id, for those of the candidates that a draft pays for. Raises nothing: a proposer that
         fails drafts nothing."""
         self._see(candidates)
-        self._options.begin([self._requests.get(candidate.request.request_id) for candidate in candidates])
+        self._policy.begin([self._requests.get(candidate.request.request_id) for candidate in candidates])
         drafts: dict[str, Draft] = {}
         # By sequence, proposers without a draft in this step, such as heads on their way: the next best is asked.
         silent: dict[str, set[str]] = {}
-        waiting: Sequence[Candidate] = candidates
+        waiting = [
+            (candidate, self._sequences[candidate.sequence_id])
+            for candidate in candidates
+            if candidate.sequence_id in self._active and candidate.num_room > 0
+        ]
         while waiting:
-            asked = self._sized_options(waiting, silent, len(candidates), drafts)
+            num_drafted = sum(len(draft.token_ids) for draft in drafts.values())
+            asked = self._policy.choose(waiting, silent, num_drafted)
             for name in dict.fromkeys(option.proposer for option, _ in asked):
                 drafts |= self._ask(name, [entry for entry in asked if entry[0].proposer == name])
             unanswered = [option for option, _ in asked if option.candidate.sequence_id not in drafts]
             for option in unanswered:
                 silent.setdefault(option.candidate.sequence_id, set()).add(option.proposer)
-            waiting = [option.candidate for option in unanswered]
-        self._options.note_step(
-            len(candidates),
-            ((self._sequences[sequence_id].proposer, len(draft.token_ids)) for sequence_id, draft in drafts.items()),
+            waiting = [(option.candidate, option.sequence) for option in unanswered]
+        self._policy.end(
+            [(self._sequences[sequence_id].proposer, len(draft.token_ids)) for sequence_id, draft in drafts.items()]
         )
         return drafts
 
@@ -163,7 +173,7 @@ class Speculator:
             if sequence is None or out is None or not out.token_ids:
                 continue
             with self._guarded(sequence.proposer, "could not learn from a draft"):
-                self._options.learn(sequence, len(span.draft), len(out.token_ids) - 1)
+                self._policy.learn(sequence, len(span.draft), len(out.token_ids) - 1)
 
     def count(self, tokens: Tokens) -> None:
         """Takes in what the client is told, so that the sums are those of all answers: where a draft runs beyond the
@@ -190,7 +200,7 @@ class Speculator:
             active.add(candidate.sequence_id)
             if candidate.sequence_id not in self._sequences:
                 request_id = candidate.request.request_id
-                self._sequences[candidate.sequence_id] = DraftedFor(request_id, choice)
+                self._sequences[candidate.sequence_id] = DraftedSequence(request_id, choice)
                 self._num_unseen[request_id] -= 1
         for sequence_id in self._active - active:
             for name in self._sequences[sequence_id].choice.proposers:
@@ -198,65 +208,19 @@ class Speculator:
                     self._proposers[name].suspend(sequence_id)
         self._active = active
 
-    def _sized_options(
-        self,
-        candidates: Sequence[Candidate],
-        silent: Mapping[str, Collection[str]],
-        num_rows: int,
-        drafts: Mapping[str, Draft],
-    ) -> list[tuple[Option, int]]:
-        """Whom to ask for which of these, and for how many tokens. `num_rows`: of the step, beside `drafts`."""
-        options = [
-            option
-            for candidate in candidates
-            if (option := self._best_option(candidate, num_rows, silent.get(candidate.sequence_id, ())))
-        ]
-        if not options:
-            return []
-        num_drafted = sum(len(draft.token_ids) for draft in drafts.values())
-        lengths = choose_lengths(
-            [Offer(one.proposer, one.survival, one.sequence.choice.params.fixed_length) for one in options],
-            num_rows=num_rows + num_drafted,
-            num_tokens=num_rows,
-            budget=self._max_step_tokens - num_rows - num_drafted,
-            step_costs=self._step_costs,
-            proposer_costs={one.proposer: self._options.cost(one.proposer) for one in options},
-        )
-        for option, num in zip(options, lengths, strict=True):
-            if num == 0:
-                self._options.rest(option)
-        return [(option, num) for option, num in zip(options, lengths, strict=True) if num > 0]
-
-    def _best_option(self, candidate: Candidate, num_rows: int, silent: Collection[str]) -> Option | None:
-        sequence = self._sequences.get(candidate.sequence_id)
-        if sequence is None or candidate.num_room < 1:
-            return None
-        return self._options.best(candidate, sequence, num_rows, silent)
-
     def _ask(self, name: str, asked: Sequence[tuple[Option, int]]) -> dict[str, Draft]:
+        """One call of a proposer."""
         proposer = self._proposers[name]
-        options = [option for option, _ in asked]
         asks = [Ask(one.candidate, num, one.sequence.choice.params, one.sequence.choice.heads) for one, num in asked]
-        proposed: list[tuple[int, ...]] | None = None
+        proposed: list[tuple[int, ...]] = []
         with self._guarded(name, "could not draft"):
-            num_behind = self._options.num_behind(name, options)
             start_s = self._clock()
             answers = zip(asks, proposer.propose(asks), strict=True)
             proposed = [self._usable(token_ids, ask.num_tokens) for ask, token_ids in answers]
-            taken_s = self._clock() - start_s
-            # What comes for the first time is read first: that is not what drafting costs.
-            if num_behind and (num_read := num_behind - self._options.num_behind(name, options)) > 0:
-                self._options.note_catch_up(name, num_read, proposed, taken_s)
-            elif all(name in option.sequence.asked for option in options):
-                self._options.note_call(name, [ask.num_tokens for ask in asks], proposed, taken_s)
-        if proposed is None:
-            return {}
+            self._policy.note_call(name, asked, proposed, self._clock() - start_s)
         drafts: dict[str, Draft] = {}
-        for (option, num_tokens), token_ids in zip(asked, proposed, strict=True):
-            option.sequence.asked.add(name)
+        for (option, _), token_ids in zip(asked, proposed, strict=bool(proposed)):
             if token_ids:
-                if len(token_ids) < num_tokens:
-                    self._options.note_num_heads(option, len(token_ids))
                 option.sequence.proposer = name
                 option.sequence.pieces = option.pieces
                 drafts[option.candidate.sequence_id] = Draft(token_ids, proposer.name)

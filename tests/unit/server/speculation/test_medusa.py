@@ -23,8 +23,8 @@ from loraplex_contracts.request import Request, SpeculationParams, StoppingParam
 from loraplex_server.backends.cpu.torch_lora import CpuDense
 from loraplex_server.model.loader import adopt_model
 from loraplex_server.model.medusa_heads import HeadSlots
-from loraplex_server.speculation.base import MEDUSA, Ask, Proposer
 from loraplex_server.speculation.medusa import MedusaProposer
+from loraplex_server.speculation.proposer import MEDUSA, Ask, Proposer
 
 NUM_TOKENS = 12
 MAX_DRAFT = 4

@@ -18,13 +18,12 @@ from loraplex_contracts.events import Tokens
 from loraplex_contracts.plan import Candidate, Draft, Span, SpanResult, StepPlan, StepResult
 from loraplex_contracts.request import Request, SamplingParams, SpeculationKind, SpeculationParams, StoppingParams
 from loraplex_server.config import SpeculationConfig
-from loraplex_server.speculation import options as module
-from loraplex_server.speculation.base import DRAFT_MODEL, MEDUSA, PROMPT_LOOKUP, Ask
-from loraplex_server.speculation.choice import draft_key
-from loraplex_server.speculation.copying import Piece
-from loraplex_server.speculation.costs import StepCosts
-from loraplex_server.speculation.lookup import PromptLookupProposer
+from loraplex_server.speculation import policy as module
+from loraplex_server.speculation.prompt_lookup.lookup import PromptLookupProposer
+from loraplex_server.speculation.prompt_lookup.separators import Piece
+from loraplex_server.speculation.proposer import DRAFT_MODEL, MEDUSA, PROMPT_LOOKUP, Ask, draft_key
 from loraplex_server.speculation.speculator import Speculator
+from loraplex_server.speculation.step_costs import StepCosts
 
 LORA = AdapterKey("lora", "1" * 64)
 BOTH = AdapterKey("combined", "2" * 64)
@@ -561,7 +560,7 @@ def test_auto_waits_until_what_a_draft_model_would_have_saved_pays_for_what_it_r
                 first_asked.append(step)
                 break
     assert first_asked[0] == 0  # nobody knows yet
-    assert 4 <= first_asked[-1] <= 30
+    assert 3 <= first_asked[-1] <= 30  # reading takes ten seconds, and a step would save up to 2.9
 
 
 def test_who_cannot_pay_is_looked_at_now_and_then() -> None:
@@ -629,7 +628,7 @@ def test_a_proposer_that_takes_too_long_is_left_out() -> None:
     table.clock.now_s += 600.0
     while len(table.small.calls) == num_calls:
         table.step("slow", "quick", num_accepted=3)
-        assert table.speculator._options._step <= 32
+        assert table.speculator._policy.step <= 32
 
 
 def test_the_first_ask_of_a_sequence_is_not_what_drafting_costs() -> None:
@@ -691,7 +690,9 @@ def test_a_sequence_that_breaks_a_lookup_leaves_the_others_theirs(monkeypatch: p
     def broken(
         self: PromptLookupProposer, candidate: Candidate, params: SpeculationParams, num_tokens: int
     ) -> tuple[Piece, ...]:
-        return wrong(None) if candidate.sequence_id == "a" else pieces(self, candidate, params, num_tokens)
+        if candidate.sequence_id == "a":
+            raise RuntimeError("no")
+        return pieces(self, candidate, params, num_tokens)
 
     monkeypatch.setattr(PromptLookupProposer, "pieces", broken)
     table = Table()
@@ -790,11 +791,11 @@ def test_what_sequences_learn_of_heads_outlives_them() -> None:
 
 
 def test_what_is_known_of_heads_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_POOLS", 3)
+    monkeypatch.setattr(module, "MAX_KNOWN", 3)
     table = Table()
     for idx in range(10):
         table.begin(f"{idx}", "medusa", AdapterKey("medusa", f"{idx:064x}"))
         table.step(f"{idx}")
         table.medusa.answer = lambda ask: (1, 2)
-    assert len(table.speculator._options._pools) == 3
-    assert len(table.speculator._options._num_heads) == 3
+    assert len(table.speculator._policy._rates) == 3
+    assert len(table.speculator._policy._num_heads) == 3

@@ -23,9 +23,8 @@ from loraplex_server.model.fault_isolation import execute_isolated
 from loraplex_server.model.loaded_model import LoadedModel
 from loraplex_server.model.runner import ModelRunner
 from loraplex_server.sampling.sampler import Sampler
-from loraplex_server.speculation.costs import StepCosts
-from loraplex_server.speculation.draft_rows import DraftedSequence, DraftRows, Wanted
-from loraplex_server.speculation.measure import measure_runner
+from loraplex_server.speculation.draft_model.rows import DraftedSequence, DraftRows, Wanted
+from loraplex_server.speculation.step_costs import StepCosts, measure_runner
 
 log = logging.getLogger(__name__)
 

@@ -17,10 +17,9 @@ from typing import NamedTuple
 
 from loraplex_contracts.plan import Candidate
 from loraplex_contracts.request import SpeculationParams
-from loraplex_server.speculation.base import PROMPT_LOOKUP, Ask
-from loraplex_server.speculation.copying import Known, Piece, Source, weave
-from loraplex_server.speculation.history import MAX_MATCH, MIN_RUN, History, Outputs, Reader
-from loraplex_server.speculation.marks import Marks
+from loraplex_server.speculation.prompt_lookup.history import MAX_MATCH, MIN_RUN, History, Outputs, Reader, Separators
+from loraplex_server.speculation.prompt_lookup.separators import Known, Piece, Source, weave
+from loraplex_server.speculation.proposer import PROMPT_LOOKUP, Ask
 
 # Measured on records whose answers copy names and numbers out of the prompt: nothing above 4 changes a draft, and a
 # floor of 2 misses the first token of most copies. Single tokens pay because of the rule in `Match`.
@@ -92,7 +91,7 @@ class PromptLookupProposer:
         text = self._texts.pop(sequence_id, None)
         if text is not None:
             candidate = text.candidate
-            self._history.add(text.namespace, candidate.token_ids, candidate.num_prompt_tokens, text.marks)
+            self._history.add(text.namespace, candidate.token_ids, candidate.num_prompt_tokens, text.separators)
 
     def close(self) -> None:
         self._texts.clear()
@@ -109,13 +108,13 @@ class PromptLookupProposer:
         outputs = self._history.outputs(namespace) if self._history.num_namespaces else None
         if text is None or text.index.bounds != bounds or text.index.num_indexed > num_tokens:
             index = _Index(bounds, candidate.num_prompt_tokens, self._window)
-            marks = outputs.marks if outputs is not None else Marks()
-            text = self._texts[candidate.sequence_id] = _Text(index, Reader(), marks, namespace, candidate, params)
+            separators = outputs.separators if outputs is not None else Separators()
+            text = self._texts[candidate.sequence_id] = _Text(index, Reader(), separators, namespace, candidate, params)
         num_known = max(text.index.num_indexed, candidate.num_prompt_tokens)
         text.candidate, text.params, text.outputs = candidate, params, outputs
         if text.woven is not None:
             self._review(text, *text.woven, num_known)
-        text.marks.write(candidate.token_ids[num_known:])
+        text.separators.write(candidate.token_ids[num_known:])
         text.index.extend(candidate.token_ids)
         own = text.index.find(candidate.token_ids)
         if own is not None:
@@ -142,7 +141,7 @@ class PromptLookupProposer:
                 and num_right + piece.evidence >= MIN_COPIED
                 and position < text.candidate.num_prompt_tokens
             ):
-                text.marks.learn(token_ids[position], token_ids[start])
+                text.separators.learn(token_ids[position], token_ids[start])
             if num_right < piece.num_tokens:
                 break
             drafted = drafted[num_right:]
@@ -152,7 +151,7 @@ class PromptLookupProposer:
         token_ids = text.candidate.token_ids
         there, here = own.position - 1 - own.num_tokens, len(token_ids) - 1 - own.num_tokens
         if there >= 0 and own.position <= text.candidate.num_prompt_tokens <= here:
-            text.marks.learn(token_ids[there], token_ids[here])
+            text.separators.learn(token_ids[there], token_ids[here])
 
     def _better(self, own: Match | None, text: _Text, bounds: tuple[int, int]) -> Match | None:
         """The longer match; of equal ones the sequence's own, but for a single token, which says less than a place."""
@@ -172,7 +171,7 @@ class PromptLookupProposer:
             if match is not None:
                 candidate = text.candidate
                 names = text.index.names
-                known = Known(candidate.token_ids, candidate.num_prompt_tokens, names, text.marks, text.outputs)
+                known = Known(candidate.token_ids, candidate.num_prompt_tokens, names, text.separators, text.outputs)
                 is_own = match.source == "own"
                 place = text.reader.position if is_own else match.position
                 text.woven = weave(
@@ -201,7 +200,7 @@ class _Text:
 
     index: _Index
     reader: Reader
-    marks: Marks  # shared by all of its namespace
+    separators: Separators  # shared by all of its namespace
     namespace: tuple[str, str, str]
     candidate: Candidate
     params: SpeculationParams

@@ -8,17 +8,15 @@ neither requests nor proposers, and not whether what it found was right.
 Memory: at most `num_tokens` tokens in one namespace and `MAX_FULL` times that in all, in `MAX_NAMESPACES` namespaces;
 what was used least recently goes first. A token takes some 25 bytes in texts that repeat each other, 160 where
 no two runs are equal, never 200: with 16,384 tokens that is at most 3.3 MB a namespace and 210 MB in all, and 0.2 MB a
-namespace for its marks (see marks.py).
+namespace for its separators (see separators.py).
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import NamedTuple
-
-from loraplex_server.speculation.marks import Marks
 
 MAX_NAMESPACES = 256
 MAX_FULL = 64
@@ -37,6 +35,8 @@ MAX_SKIP = 64
 
 _END = -1  # of an output; no token
 _TOKEN_BITS = 32
+MAX_SEPARATORS = 2048  # tokens of which something is remembered, some 100 bytes each; then it begins anew
+_WRITTEN = -1
 
 
 class Place(NamedTuple):
@@ -45,6 +45,53 @@ class Place(NamedTuple):
     position: int  # of the token that followed
     num_tokens: int  # how many tokens before agree, MAX_MATCH at most
     is_resumed: bool  # see Reader
+
+
+class Separators:
+    """What outputs of one kind write in place of which tokens of their prompts.
+
+    Learned where a copy begins or ends: there the two texts differ. What an output has written itself is no mark: it
+    may be copied.
+    """
+
+    def __init__(self) -> None:
+        self._instead: dict[int, int] = {}  # by token of prompts; _WRITTEN: outputs have it too
+        self.ends: set[int] = set()  # tokens that came in place of others: what ends a value
+
+    def is_mark(self, token_id: int) -> bool:
+        """Whether something else came in place of that token, and never itself."""
+        return self._instead.get(token_id, _WRITTEN) != _WRITTEN
+
+    def instead(self, token_id: int) -> int:
+        """What came in place of that mark the last time."""
+        return self._instead[token_id]
+
+    def first(self, token_ids: Sequence[int]) -> int:
+        """The index of the first token that would not be copied, or how many there are."""
+        known = self._instead
+        for idx, token_id in enumerate(token_ids):
+            if known.get(token_id, _WRITTEN) != _WRITTEN:
+                return idx
+        return len(token_ids)
+
+    def learn(self, token_id: int, came: int) -> None:
+        """Next to tokens that were copied, `came` stands where the prompt has `token_id`."""
+        if self._instead.get(token_id, 0) != _WRITTEN:
+            self._instead[token_id] = came
+            self.ends.add(came)
+
+    def write(self, token_ids: Iterable[int]) -> None:
+        """An output has these."""
+        known = self._instead
+        if len(known) > MAX_SEPARATORS:
+            known.clear()
+            self.ends.clear()
+        for token_id in token_ids:
+            came = known.get(token_id)
+            if came != _WRITTEN:
+                known[token_id] = _WRITTEN
+                if came is not None:
+                    self.ends.discard(came)
 
 
 class History:
@@ -65,15 +112,19 @@ class History:
         return len(self._outputs)
 
     def add(
-        self, namespace: Hashable, token_ids: Sequence[int], num_prompt_tokens: int, marks: Marks | None = None
+        self,
+        namespace: Hashable,
+        token_ids: Sequence[int],
+        num_prompt_tokens: int,
+        separators: Separators | None = None,
     ) -> None:
-        """A sequence of that namespace has ended. Takes about a microsecond a token. `marks`: what it has learned, kept
-        where it was the first."""
+        """A sequence of that namespace has ended. Takes about a microsecond a token. `separators`: what it has
+        learned, kept where it was the first."""
         if len(token_ids) <= num_prompt_tokens or self._max_tokens <= 0:
             return
         outputs = self._outputs.get(namespace)
         if outputs is None:
-            outputs = self._outputs[namespace] = Outputs(self._max_tokens, marks)
+            outputs = self._outputs[namespace] = Outputs(self._max_tokens, separators)
         self._outputs.move_to_end(namespace)
         num_before = len(outputs)
         outputs.add(token_ids, num_prompt_tokens)
@@ -100,8 +151,8 @@ class Outputs:
     A dictionary tells the latest place of each run of two tokens, and each place how far back the one before is.
     """
 
-    def __init__(self, max_tokens: int, marks: Marks | None = None) -> None:
-        self.marks = marks or Marks()
+    def __init__(self, max_tokens: int, separators: Separators | None = None) -> None:
+        self.separators = separators or Separators()
         self._max_tokens = max_tokens
         self._base = 0  # position of the first token that is still here
         self._tokens = array("i")

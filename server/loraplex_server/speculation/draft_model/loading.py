@@ -25,10 +25,9 @@ from loraplex_contracts.errors import (
 from loraplex_server.backends.backend import Backend
 from loraplex_server.layers.spec import ModelSpec
 from loraplex_server.model.loader import load_model
-from loraplex_server.speculation.base import Proposer
-from loraplex_server.speculation.draft_model import DraftModelProposer
-from loraplex_server.speculation.drafting import Drafter, DraftMemory
-from loraplex_server.speculation.universal import UniversalProposer
+from loraplex_server.speculation.draft_model.drafter import Drafter, DraftMemory
+from loraplex_server.speculation.draft_model.proposers import DraftModelProposer, UniversalProposer
+from loraplex_server.speculation.proposer import Proposer
 from loraplex_server.text.tokenizer import TextTokenizer
 
 log = logging.getLogger(__name__)

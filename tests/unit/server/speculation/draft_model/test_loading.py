@@ -26,8 +26,8 @@ from loraplex_contracts.errors import (
     UnsupportedModel,
 )
 from loraplex_server.layers.spec import ModelSpec
-from loraplex_server.speculation.base import DRAFT_MODEL, UNIVERSAL
-from loraplex_server.speculation.draft_loading import (
+from loraplex_server.speculation.draft_model.drafter import DraftMemory
+from loraplex_server.speculation.draft_model.loading import (
     DraftModel,
     DraftSource,
     DraftTarget,
@@ -35,7 +35,7 @@ from loraplex_server.speculation.draft_loading import (
     load_draft,
     make_proposer,
 )
-from loraplex_server.speculation.drafting import DraftMemory
+from loraplex_server.speculation.proposer import DRAFT_MODEL, UNIVERSAL
 from loraplex_server.text.tokenizer import TextTokenizer
 
 MEMORY = DraftMemory(max_rows=4, kv_bytes=1 << 20)

@@ -10,7 +10,7 @@ import pytest
 from support.tiny_tokenizers import KINDS, TEXT, tiny_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from loraplex_server.speculation.recoding import RecodedText, Recoder, prefix_of
+from loraplex_server.speculation.draft_model.recoding import RecodedText, Recoder, prefix_of
 from loraplex_server.text.tokenizer import TextTokenizer
 from loraplex_server.text.vocabulary import Vocabulary
 

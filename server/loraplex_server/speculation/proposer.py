@@ -1,20 +1,68 @@
-"""What a request may draft with: from what it says, what its adapter brings and what the server has. Pure.
+"""Proposers: their contract, their names, and those that a request may use.
 
-Decided once, when the request is accepted; which of its proposers drafts in a step, and how much, is decided then.
+A draft only ever changes how soon a text comes: the target model samples every position itself and keeps what agrees
+(see sampling/verify.py). So a proposer may be wrong, slow to start or silent. It is called from the engine's loop,
+between two steps, and must not wait for anything but its own work.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
 
 from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.errors import FailedPrecondition, InvalidArgument
+from loraplex_contracts.plan import Candidate
 from loraplex_contracts.request import Request, SpeculationParams
 from loraplex_server.config import SpeculationConfig
-from loraplex_server.speculation.base import DRAFT_MODEL, MEDUSA, PROMPT_LOOKUP
 
-DEFAULT_NUM_TOKENS = 8  # per step at most, where neither request nor server say
+MEDUSA = "medusa"
+PROMPT_LOOKUP = "prompt_lookup"
+DRAFT_MODEL = "draft_model"
+UNIVERSAL = "universal"
+DEFAULT_NUM_TOKENS = 8  # per step at most, where neither request nor server say; 12 and 16 were slower
+
+
+class Ask(NamedTuple):
+    """A draft of at most `num_tokens` tokens, 1 or more, is wanted for `candidate`."""
+
+    candidate: Candidate
+    num_tokens: int
+    params: SpeculationParams  # the request's, with the server's defaults filled in
+    heads: AdapterKey | None = None  # its Medusa heads
+
+
+class Proposer(Protocol):
+    """One kind of drafting. Owns what it remembers of sequences; state is by sequence_id, made on the first ask."""
+
+    @property
+    def name(self) -> str:
+        """What counters and answers call it: one of the names above."""
+        ...
+
+    def propose(self, asks: Sequence[Ask]) -> Sequence[tuple[int, ...]]:
+        """A draft for each ask, in order: up to `num_tokens` ids of the target's vocabulary, empty for none.
+
+        A sequence's tokens may have grown by any number since its last ask, and it may come for the first time at any
+        length. An error that concerns one sequence gives that one an empty draft.
+        """
+        ...
+
+    def num_behind(self, candidate: Candidate) -> int:
+        """How many tokens would have to be read before its first draft: all of a sequence that is new to a draft model,
+        none where only what the last steps brought is missing. Read once, they are no part of what drafting costs."""
+        ...
+
+    def suspend(self, sequence_id: str) -> None:
+        """The sequence waits and may come back: what is costly to keep goes. Harmless for one that is not known."""
+        ...
+
+    def end(self, sequence_id: str) -> None:
+        """The sequence has ended: its state goes. Harmless for one that is not known."""
+        ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,8 @@ from loraplex_contracts.request import SamplingParams, StoppingParams
 from loraplex_server.model.loaded_model import LoadedModel
 from loraplex_server.model.loader import adopt_model
 from loraplex_server.sampling.sampler import Sampled, Sampler
-from loraplex_server.speculation.draft_model import DraftModelProposer
-from loraplex_server.speculation.drafting import Drafter, DraftMemory
+from loraplex_server.speculation.draft_model.drafter import Drafter, DraftMemory
+from loraplex_server.speculation.draft_model.proposers import DraftModelProposer
 
 BLOCK = 4
 EOS = 7

@@ -1,9 +1,8 @@
-"""How a copy goes on where the text that it copies is punctuated in another way.
+"""Drafts that copy across separators: the text that they copy is punctuated in another way.
 
-Where a copy comes to a token that comes out as another one (see marks.py), it goes on: behind a value in the earlier
-output that the sequence follows, behind a key with the prompt's value, or else with the mark that came instead.
-
-Pure, without state of its own; knows neither requests nor proposers, and not how likely its guesses are.
+Where a copy comes to a separator that comes out as another token (see `history.Separators`), it goes on: behind a value
+in the earlier output that the sequence follows, behind a key with the prompt's value, or else with the token that came
+instead. Pure, without state of its own; knows neither requests nor proposers, and not how likely its guesses are.
 """
 
 from __future__ import annotations
@@ -11,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from loraplex_server.speculation.history import Outputs
-from loraplex_server.speculation.marks import Marks
+from loraplex_server.speculation.prompt_lookup.history import Outputs, Separators
 
 # Where the tokens of a draft come from. Its beginning: the sequence's own text, earlier outputs, or the place in one of
 # them that the sequence left a little before. Behind that: an earlier output behind a value, the prompt's value behind
@@ -41,7 +39,7 @@ class Known(NamedTuple):
     token_ids: Sequence[int]
     num_prompt_tokens: int
     names: Mapping[int, int]  # tokens that stand once in the prompt, and the position behind them
-    marks: Marks
+    separators: Separators
     outputs: Outputs | None  # earlier ones
 
 
@@ -67,7 +65,7 @@ def weave(
             if end is not None:
                 source, own, place = "behind", None, end
             elif len(run) < room:
-                drafted.append(known.marks.instead(known.token_ids[stop]))
+                drafted.append(known.separators.instead(known.token_ids[stop]))
                 pieces.append(Piece("mark", 1, 0, stop))
                 source, own = "value", stop + 1
         else:
@@ -89,7 +87,7 @@ def _own_run(known: Known, position: int, room: int) -> tuple[Sequence[int], int
     run = known.token_ids[position : position + room]
     num_prompt = known.num_prompt_tokens - position
     if num_prompt > 0:
-        num_copied = known.marks.first(run[:num_prompt])
+        num_copied = known.separators.first(run[:num_prompt])
         if num_copied < min(len(run), num_prompt):
             return run[:num_copied], position + num_copied
     return (run if len(run) == room else continuation(known.token_ids, position, room)), None
@@ -99,7 +97,7 @@ def _behind_value(known: Known, place: int | None) -> int | None:
     """Where earlier outputs go on behind the value that stands at `place` there."""
     if known.outputs is None or place is None:
         return None
-    return known.outputs.next_of(place, known.marks.ends)
+    return known.outputs.next_of(place, known.separators.ends)
 
 
 def _earlier_run(
@@ -110,9 +108,9 @@ def _earlier_run(
     assert known.outputs is not None, "a place in earlier outputs is one of somebody's"
     run = known.outputs.continuation(place, room)
     for idx, token_id in enumerate(run):
-        if token_id in known.marks.ends and not (is_behind and idx == 0):
+        if token_id in known.separators.ends and not (is_behind and idx == 0):
             position = known.names.get(last, known.num_prompt_tokens)
-            if position < known.num_prompt_tokens and known.marks.is_mark(known.token_ids[position]):
+            if position < known.num_prompt_tokens and known.separators.is_mark(known.token_ids[position]):
                 return run[: idx + 1], position + 1
         last = token_id
     return run, None

@@ -16,10 +16,8 @@ from hypothesis import strategies as st
 from loraplex_contracts.plan import Candidate, Span, SpanResult, StepPlan, StepResult
 from loraplex_contracts.request import Request, SamplingParams, SpeculationParams, StoppingParams
 from loraplex_server.config import SpeculationConfig
-from loraplex_server.speculation import history as module
-from loraplex_server.speculation.base import PROMPT_LOOKUP, Ask
-from loraplex_server.speculation.costs import StepCosts
-from loraplex_server.speculation.history import (
+from loraplex_server.speculation.prompt_lookup import history as module
+from loraplex_server.speculation.prompt_lookup.history import (
     MAX_COMPARED,
     MAX_FULL,
     MAX_MATCH,
@@ -32,8 +30,10 @@ from loraplex_server.speculation.history import (
     Place,
     Reader,
 )
-from loraplex_server.speculation.lookup import Match, PromptLookupProposer
+from loraplex_server.speculation.prompt_lookup.lookup import Match, PromptLookupProposer
+from loraplex_server.speculation.proposer import PROMPT_LOOKUP, Ask
 from loraplex_server.speculation.speculator import Speculator
+from loraplex_server.speculation.step_costs import StepCosts
 
 PARAMS = SpeculationParams("prompt_lookup")
 # Few different tokens, so that everything has been here before: prompt, then output.
@@ -358,7 +358,6 @@ def test_misses_in_earlier_outputs_say_nothing_about_the_own_text() -> None:
     speculator = Speculator(SpeculationConfig(), {}, FREE_ROWS)
     for idx in range(40):  # each begins like the one before, and goes on differently
         run(speculator, f"{idx}", [1, 2, 3, 100 + idx, 200 + idx], kind="prompt_lookup", tenant="t")
-    pools = {source: pool for (_, source, _), pool in speculator._options._pools.items()}
-    assert set(pools) == {"history"}
+    assert {source for _, source, _ in speculator._policy._rates} == {"history"}
     repeating = [5, 6, 7, 8, 9, 10] * 4
     assert run(speculator, "repeats", repeating, kind="prompt_lookup", tenant="u") <= 6 + 4

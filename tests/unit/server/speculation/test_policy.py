@@ -1,4 +1,4 @@
-"""Draft lengths from acceptance and step cost.
+"""The policy: lengths follow what is accepted and what a step costs, and misses cost next to nothing.
 
 No test looks at a clock: time is what the cost table says it is.
 """
@@ -7,20 +7,30 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraplex_server.speculation.acceptance import MAX_PAUSE, AcceptancePool, TrackRecord
-from loraplex_server.speculation.base import DRAFT_MODEL, MEDUSA, PROMPT_LOOKUP
-from loraplex_server.speculation.costs import FREE, ProposerCost, StepCosts
-from loraplex_server.speculation.lengths import Offer, choose_lengths, longest_pause
+from loraplex_server.speculation.policy import (
+    MOST_PAUSE,
+    PRIORS,
+    AcceptanceRates,
+    LeastCost,
+    Offer,
+    RunningCost,
+    TrackRecord,
+    call_units,
+    choose_lengths,
+    longest_pause,
+)
+from loraplex_server.speculation.proposer import DRAFT_MODEL, MEDUSA, PROMPT_LOOKUP
+from loraplex_server.speculation.step_costs import StepCosts
 
 # A model of 245M parameters on two cores: eight rows cost little more than one.
 CPU = StepCosts({1: 0.0135, 2: 0.0142, 4: 0.0145, 8: 0.0159, 16: 0.0184, 32: 0.0279, 64: 0.0454})
-COSTS = {PROMPT_LOOKUP: FREE, MEDUSA: ProposerCost(0.0015), DRAFT_MODEL: ProposerCost(0.001, 0.003, 0.0001)}
+COSTS = {PROMPT_LOOKUP: 0.0, MEDUSA: 0.0015, DRAFT_MODEL: 0.003}  # seconds of a unit
 MAX_TOKENS = 8
 
 curves = st.lists(st.floats(0.0, 1.0), max_size=6).map(lambda chances: sorted(chances, reverse=True))
@@ -32,8 +42,8 @@ class Decoding:
     """Sequences that decode together, drafted for by one proposer, on the clock of a cost table."""
 
     def __init__(self, proposer: str, num_sequences: int, seed: int = 0) -> None:
-        pool = AcceptancePool.of(proposer)
-        self.records = [TrackRecord.new(pool) for _ in range(num_sequences)]
+        rates = AcceptanceRates(PRIORS.get(proposer, (0.9,)))
+        self.records = [TrackRecord(rates) for _ in range(num_sequences)]
         self.lengths: list[list[int]] = []
         self.num_tokens = 0
         self.time_s = 0.0
@@ -44,7 +54,8 @@ class Decoding:
     def run(self, num_steps: int, chance: float, evidence: Callable[[int], int] = lambda step: 0) -> None:
         """Every draft token is right by `chance`."""
         num_sequences = len(self.records)
-        pause = longest_pause(num_sequences, num_sequences, CPU, self._cost)
+        call_s = self._cost * call_units(self._proposer, 1, num_sequences)
+        pause = longest_pause(num_sequences, num_sequences, CPU, call_s)
         for _ in range(num_steps):
             step = 1000 + len(self.lengths)
             level = evidence(step)
@@ -52,7 +63,9 @@ class Decoding:
             lengths = choose(
                 [Offer(self._proposer, curve) for curve in curves], num_rows=num_sequences, num_tokens=num_sequences
             )
-            self.time_s += CPU.seconds(num_sequences + sum(lengths)) + self._cost.seconds(max(lengths), sum(lengths))
+            self.time_s += CPU.seconds(num_sequences + sum(lengths)) + self._cost * call_units(
+                self._proposer, max(lengths), sum(lengths)
+            )
             for record, length in zip(self.records, lengths, strict=True):
                 num_accepted = 0
                 while num_accepted < length and self._rng.random() < chance:
@@ -68,7 +81,7 @@ class Decoding:
 
 def choose(offers: Sequence[Offer], num_rows: int, num_tokens: int, budget: int = 1000) -> list[int]:
     return choose_lengths(
-        offers, num_rows=num_rows, num_tokens=num_tokens, budget=budget, step_costs=CPU, proposer_costs=COSTS
+        offers, num_rows=num_rows, num_tokens=num_tokens, budget=budget, step_costs=CPU, unit_costs=COSTS
     )
 
 
@@ -78,15 +91,15 @@ def speed(offers: Sequence[Offer], lengths: Sequence[int], num_rows: int, num_to
     seconds = CPU.seconds(num_rows + sum(lengths))
     for proposer, cost in COSTS.items():
         own = [n for offer, n in zip(offers, lengths, strict=True) if offer.proposer == proposer]
-        seconds += cost.seconds(max(own, default=0), sum(own))
+        seconds += cost * call_units(proposer, max(own, default=0), sum(own))
     return expected / seconds
 
 
 def test_cheap_probes_may_come_more_often() -> None:
-    assert longest_pause(1, 1, CPU, FREE) <= 16
-    assert longest_pause(1, 1, CPU, ProposerCost(0.01)) >= 64
-    assert longest_pause(32, 32, CPU, FREE) >= 64
-    assert longest_pause(1, 1, CPU, ProposerCost(9.0)) == MAX_PAUSE
+    assert longest_pause(1, 1, CPU, 0.0) <= 16
+    assert longest_pause(1, 1, CPU, 0.01) >= 64
+    assert longest_pause(32, 32, CPU, 0.0) >= 64
+    assert longest_pause(1, 1, CPU, 9.0) == MOST_PAUSE
 
 
 # --- what pays -------------------------------------------------------------------------------------------------------
@@ -196,3 +209,190 @@ def test_a_stretch_that_copies_is_noticed_after_a_dry_one(proposer: str) -> None
     first = next(idx for idx, lengths in enumerate(decoding.lengths[300:]) if lengths[0] > 0)
     assert first <= (3 if proposer == PROMPT_LOOKUP else longest_pause(1, 1, CPU, COSTS[proposer]))
     assert decoding.num_tokens - num_before > 100
+
+
+# --- acceptance rates ------------------------------------------------------------------------------------------------
+
+
+def record(*prior: float) -> TrackRecord:
+    return TrackRecord(AcceptanceRates(prior or (0.9,)))
+
+
+def test_survival_falls_and_knows_the_prior() -> None:
+    curve = record(0.5, 0.8).survival(0, 4, max_pause=None)
+    assert curve == pytest.approx((0.5, 0.4, 0.32, 0.256))
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8), st.integers(0, 70), st.integers(0, 300)), max_size=40),
+    st.integers(0, 70),
+)
+def test_survival_is_a_chance_whatever_was_seen(seen: list[tuple[int, int, int, int]], evidence: int) -> None:
+    one = record(*PRIORS[PROMPT_LOOKUP])
+    step = 0
+    for num_drafted, num_accepted, level, num_steps in seen:
+        step += num_steps
+        one.observe(step, num_drafted, min(num_accepted, num_drafted), level)
+    curve = one.survival(step + 1, 8, evidence, max_pause=None)
+    assert len(curve) == 8
+    assert curve == sorted(curve, reverse=True)
+    assert 0.0 < curve[-1] <= curve[0] < 1.0
+    assert len(one.survival(step + 1, 8, evidence, max_pause=MOST_PAUSE)) <= 8
+
+
+@pytest.mark.parametrize("chance", [0.2, 0.6, 0.9])
+def test_estimates_come_near_the_truth(chance: float) -> None:
+    rng = random.Random(3)
+    one = record()
+    curves: list[list[float]] = []
+    for step in range(400):
+        curves.append(one.survival(step, 3, max_pause=None))
+        num_accepted = 0
+        while num_accepted < 4 and rng.random() < chance:
+            num_accepted += 1
+        one.observe(step, 4, num_accepted)
+    for idx in range(3):
+        mean = sum(curve[idx] for curve in curves[100:]) / 300
+        assert mean == pytest.approx(chance ** (idx + 1), abs=0.08)
+
+
+def test_what_is_behind_the_first_rejection_says_nothing() -> None:
+    long, short = record(), record()
+    for step in range(10):
+        long.observe(step, 8, 2)
+        short.observe(step, 3, 2)
+    assert long.survival(10, 8, max_pause=None) == short.survival(10, 8, max_pause=None)
+    short.observe(10, 0, 0)
+    assert long.survival(11, 8, max_pause=None) == short.survival(11, 8, max_pause=None)
+
+
+def test_longer_matches_are_judged_by_themselves() -> None:
+    one = record(*PRIORS[PROMPT_LOOKUP])
+    before = one.survival(0, 1, 8, max_pause=None)[0]
+    for step in range(10):
+        one.observe(step, 4, 0, evidence=1)
+    assert one.survival(10, 1, 1, max_pause=None)[0] < 0.15
+    assert one.survival(10, 1, 8, max_pause=None)[0] > before - 0.15
+
+
+def test_what_one_sequence_learned_others_begin_with() -> None:
+    """And give it another chance after a pause."""
+    teacher = record()
+    pupil = TrackRecord(teacher.shared)
+    for step in range(50):
+        teacher.observe(step, 4, 0)
+    assert pupil.survival(50, 1, max_pause=MOST_PAUSE)[0] < 0.2
+    assert pupil.survival(50 + MOST_PAUSE, 1, max_pause=MOST_PAUSE)[0] > 0.8
+
+
+# --- cooldowns -------------------------------------------------------------------------------------------------------
+
+
+def misses(one: TrackRecord, step: int, evidence: int = 0) -> int:
+    """A draft of as many tokens as may be, none of them right."""
+    num_tokens = len(one.survival(step, 8, evidence, max_pause=MOST_PAUSE))
+    one.observe(step, num_tokens, 0, evidence)
+    return num_tokens
+
+
+def test_pauses_grow_and_probes_are_short() -> None:
+    one = record()
+    lengths = {step: num for step in range(1024) if (num := misses(one, step))}
+    drafted = list(lengths)
+    gaps = [after - before for before, after in pairwise(drafted)]
+    assert max(gaps) == gaps[-1] == MOST_PAUSE
+    assert drafted[-1] % MOST_PAUSE == 0  # with all others that probe
+    assert len(drafted) < 10 + 5 + 1024 / MOST_PAUSE
+    assert lengths[drafted[-1]] == 1
+
+
+def test_who_is_usually_right_is_doubted_sooner() -> None:
+    def num_before_pause(rate: float) -> int:
+        one = record(rate)
+        step = 0
+        while misses(one, step) == 8:
+            step += 1
+        return step
+
+    numbers = [num_before_pause(rate) for rate in (0.95, 0.6, 0.01)]
+    assert numbers == sorted(numbers)
+    assert numbers[0] <= 4
+    assert numbers[-1] == 10
+
+
+def test_success_ends_a_pause_at_once() -> None:
+    one = record()
+    step = 0
+    while misses(one, step) != 1:  # until the first probe
+        step += 1
+    one.observe(step, 1, 1)
+    assert len(one.survival(step + 1, 8, max_pause=MOST_PAUSE)) == 8
+
+
+def test_a_long_match_gives_a_pause_an_end() -> None:
+    one = record(*PRIORS[PROMPT_LOOKUP])
+    step = 0
+    while misses(one, step, evidence=2):
+        step += 1
+    assert one.survival(step, 8, 4, max_pause=MOST_PAUSE) == []
+    assert len(one.survival(step, 8, 5, max_pause=MOST_PAUSE)) == 5
+    one.observe(step, 5, 0, evidence=5)
+    assert one.survival(step + 1, 8, 10, max_pause=MOST_PAUSE) == []  # that was no news
+
+
+# --- costs -----------------------------------------------------------------------------------------------------------
+
+
+def test_rounds_and_tokens_of_a_call() -> None:
+    assert call_units(MEDUSA, 4, 0) == 1
+    assert call_units(DRAFT_MODEL, 4, 16) == 5
+    assert call_units(MEDUSA, 0, 0) == call_units(DRAFT_MODEL, 0, 0) == 0
+
+
+def test_what_was_never_seen_is_free_and_what_is_old_fades() -> None:
+    cost = RunningCost()
+    assert cost.seconds(0.0) == 0.0
+    for idx in range(5):
+        cost.observe(0.5, now_s=0.01 * idx)
+    assert cost.seconds(0.04) == pytest.approx(0.5, rel=0.01)
+    assert cost.seconds(20.04) == pytest.approx(0.25, rel=0.01)
+    assert cost.seconds(400.0) < 0.001
+
+
+def test_a_slow_first_call_does_not_stay() -> None:
+    cost = RunningCost()
+    cost.observe(1.0, now_s=0.0)
+    assert cost.seconds(0.0) == 0.0
+    for idx in range(20):
+        cost.observe(0.02, now_s=0.1 * idx)
+    assert cost.seconds(2.0) < 0.04
+
+
+def test_a_hiccup_counts_for_little() -> None:
+    cost = RunningCost()
+    for idx in range(10):
+        cost.observe(0.02, now_s=0.1 * idx)
+    cost.observe(30.0, now_s=1.0)
+    assert cost.seconds(1.0) < 0.03
+
+
+@given(st.lists(st.floats(-1.0, 10.0), max_size=30))
+def test_no_cost_is_ever_negative(observed: list[float]) -> None:
+    cost = RunningCost()
+    for seconds in observed:
+        cost.observe(seconds, now_s=0.0)
+        assert cost.seconds(0.0) >= 0.0
+
+
+def test_a_draft_model_never_costs_less_than_its_own_steps() -> None:
+    least = LeastCost.of(StepCosts({1: 1.0, 2: 1.1, 32: 4.1}))
+    assert least.per_round_s == pytest.approx(1.0)
+    assert least.per_read_token_s == pytest.approx(0.1)
+    assert LeastCost.of(StepCosts({1: 1.0})) == LeastCost(1.0, 0.0)
+    assert LeastCost.of(StepCosts({1: 1.0, 11: 2.0}), 0.5) == pytest.approx((0.5, 0.05))
+    cost = RunningCost(least.per_round_s)
+    assert cost.seconds(0.0) == 1.0
+    for _ in range(6):
+        cost.observe(4.0, 0.0)
+    assert cost.seconds(0.0) > 2.5
+    assert cost.seconds(1e4) == 1.0

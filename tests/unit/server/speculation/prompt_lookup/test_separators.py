@@ -1,4 +1,4 @@
-"""Drafts across separators."""
+"""Drafts that go round separators: a record in one punctuation becomes the same record in another one."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 
 from loraplex_contracts.plan import Candidate
 from loraplex_contracts.request import Request, SamplingParams, SpeculationParams, StoppingParams
-from loraplex_server.speculation.base import Ask
-from loraplex_server.speculation.copying import Known, Piece, continuation, weave
-from loraplex_server.speculation.history import History, Outputs
-from loraplex_server.speculation.lookup import PromptLookupProposer
-from loraplex_server.speculation.marks import Marks
+from loraplex_server.speculation.prompt_lookup.history import MAX_SEPARATORS, History, Outputs, Separators
+from loraplex_server.speculation.prompt_lookup.lookup import PromptLookupProposer
+from loraplex_server.speculation.prompt_lookup.separators import Known, Piece, continuation, weave
+from loraplex_server.speculation.proposer import Ask
 
 PARAMS = SpeculationParams("prompt_lookup")
 EQUALS, SEMICOLON, DONE = 1, 2, 3  # of prompts
@@ -41,11 +40,11 @@ def candidate(tokens: Sequence[int], num_prompt: int, sequence_id: str) -> Candi
 
 
 def known(prompt: Sequence[int], output: Sequence[int], outputs: Outputs | None = None) -> Known:
-    marks = outputs.marks if outputs is not None else Marks()
-    marks.learn(EQUALS, COLON)
-    marks.learn(SEMICOLON, COMMA)
+    separators = outputs.separators if outputs is not None else Separators()
+    separators.learn(EQUALS, COLON)
+    separators.learn(SEMICOLON, COMMA)
     names = {token_id: idx + 1 for idx, token_id in enumerate(prompt) if list(prompt).count(token_id) == 1}
-    return Known([*prompt, *output], len(prompt), names, marks, outputs)
+    return Known([*prompt, *output], len(prompt), names, separators, outputs)
 
 
 def test_a_copy_writes_what_came_instead_of_marks() -> None:
@@ -70,7 +69,7 @@ def test_behind_a_value_an_earlier_output_goes_on_and_behind_a_key_the_prompt() 
     assert drafted[0] == 51
     assert drafted[1:] != ()
     # `DONE` was not known as a mark yet, so that this copy ran on into it.
-    here.marks.learn(DONE, CLOSE)
+    here.separators.learn(DONE, CLOSE)
     drafted, pieces = weave(here, "own", 1, prompt.index(50) + 1, place, 12)
     assert drafted == (51, COMMA, CITY, COLON, 80, 81, COMMA, AGE, COLON, 60, CLOSE)
     assert [piece.source for piece in pieces] == ["own", "behind", "value", "behind", "value", "behind"]
@@ -78,7 +77,7 @@ def test_behind_a_value_an_earlier_output_goes_on_and_behind_a_key_the_prompt() 
 
 
 def test_the_second_record_of_a_kind_is_guessed_nearly_whole() -> None:
-    """End to end: what marks are is learned from the first one."""
+    """End to end: what separators are is learned from the first one."""
     proposer = PromptLookupProposer(history=History(1000))
     records = [
         [(NAME, (50, 51)), (AGE, (60,)), (CITY, (80, 81))],
@@ -129,3 +128,54 @@ def test_pieces_say_where_each_token_comes_from(records: list[tuple[list[int], l
                     assert token_ids == continuation(asked.token_ids, piece.position, piece.num_tokens)
                 done += piece.num_tokens
         proposer.end(f"s{number}")
+
+
+# --- what is known of separators -----------------------------------------------------------------------------------
+
+
+def test_what_came_last_counts() -> None:
+    separators = Separators()
+    assert not separators.is_mark(EQUALS)
+    separators.learn(EQUALS, COMMA)
+    separators.learn(EQUALS, COLON)
+    assert separators.is_mark(EQUALS)
+    assert separators.instead(EQUALS) == COLON
+    assert separators.ends == {COMMA, COLON}
+    assert separators.first([50, 51, EQUALS, 52]) == 2
+    assert separators.first([50, 51]) == 2
+    assert separators.first([]) == 0
+
+
+def test_what_an_output_has_written_is_copied_from_then_on() -> None:
+    separators = Separators()
+    separators.learn(EQUALS, COLON)
+    separators.write([50, EQUALS])
+    assert not separators.is_mark(EQUALS)
+    assert separators.ends == set()
+    separators.learn(EQUALS, COLON)
+    assert not separators.is_mark(EQUALS)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 9), st.integers(0, 9)), max_size=40))
+def test_a_mark_was_learned_and_never_written(events: list[tuple[bool, int, int]]) -> None:
+    separators = Separators()
+    came: dict[int, int] = {}
+    written: set[int] = set()
+    for is_written, token_id, other in events:
+        if is_written:
+            separators.write([token_id])
+            written.add(token_id)
+        else:
+            separators.learn(token_id, other)
+            came[token_id] = other
+    for token_id in range(10):
+        assert separators.is_mark(token_id) == (token_id in came and token_id not in written)
+        if separators.is_mark(token_id):
+            assert separators.instead(token_id) == came[token_id]
+
+
+def test_memory_is_bounded() -> None:
+    separators = Separators()
+    for token_id in range(5 * MAX_SEPARATORS):
+        separators.write([token_id])
+    assert len(separators._instead) <= MAX_SEPARATORS + 1  # pyright: ignore[reportPrivateUsage]

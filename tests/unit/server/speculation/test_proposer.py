@@ -11,8 +11,15 @@ from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.errors import FailedPrecondition, InvalidArgument
 from loraplex_contracts.request import Request, SpeculationKind, SpeculationParams, StoppingParams
 from loraplex_server.config import SpeculationConfig
-from loraplex_server.speculation.base import MEDUSA, PROMPT_LOOKUP
-from loraplex_server.speculation.choice import DEFAULT_NUM_TOKENS, Choice, brings_heads, choose, draft_key
+from loraplex_server.speculation.proposer import (
+    DEFAULT_NUM_TOKENS,
+    MEDUSA,
+    PROMPT_LOOKUP,
+    Choice,
+    brings_heads,
+    choose,
+    draft_key,
+)
 
 HEADS = AdapterKey("medusa", "a" * 64)
 LORA = AdapterKey("lora", "b" * 64)

@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from loraplex_contracts.request import SamplingParams, StoppingParams
 from loraplex_server.model.loader import adopt_model
-from loraplex_server.speculation import universal
-from loraplex_server.speculation.draft_rows import Wanted
-from loraplex_server.speculation.drafting import Drafter, DraftMemory
-from loraplex_server.speculation.universal import UniversalProposer
+from loraplex_server.speculation.draft_model import proposers
+from loraplex_server.speculation.draft_model.drafter import Drafter, DraftMemory
+from loraplex_server.speculation.draft_model.proposers import UniversalProposer
+from loraplex_server.speculation.draft_model.rows import Wanted
 from loraplex_server.text.tokenizer import TextTokenizer
 
 BLOCK = 4
@@ -243,7 +243,7 @@ def test_as_many_tokens_as_the_other_tokenizer_needs(monkeypatch: pytest.MonkeyP
     proposer.propose([ask("a", tokens, 4)])
     ratio = len(asked[0].token_ids) / len(tokens)
     assert 4 * ratio <= asked[0].num_tokens < 4 * ratio + 1
-    monkeypatch.setattr(universal, "_MAX_RATIO", 0.5)
+    monkeypatch.setattr(proposers, "_MAX_RATIO", 0.5)
     proposer.propose([ask("a", tokens, 4)])
     assert asked[1].num_tokens == 2
 

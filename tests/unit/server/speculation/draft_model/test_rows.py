@@ -13,8 +13,8 @@ from support.zoo import VOCAB_SIZE, random_model
 from loraplex_contracts.plan import NewSequence, Span, SpanResult, StepPlan, StepResult
 from loraplex_server.model.loaded_model import LoadedModel
 from loraplex_server.model.loader import adopt_model
-from loraplex_server.speculation.draft_rows import Wanted
-from loraplex_server.speculation.drafting import Drafter, DraftMemory
+from loraplex_server.speculation.draft_model.drafter import Drafter, DraftMemory
+from loraplex_server.speculation.draft_model.rows import Wanted
 
 BLOCK = 4
 BLOCK_BYTES = BLOCK * 2 * 2 * 2 * 8 * 8  # two layers, K and V, of 2 heads of 8 float64 values

@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 
 from loraplex_contracts.plan import Candidate
 from loraplex_contracts.request import Request, SamplingParams, SpeculationParams, StoppingParams
-from loraplex_server.speculation.base import Ask, Proposer
-from loraplex_server.speculation.copying import continuation
-from loraplex_server.speculation.lookup import (
+from loraplex_server.speculation.prompt_lookup.lookup import (
     DEFAULT_MAX_NGRAM,
     MAX_INDEXED_NGRAM,
     MAX_MATCH,
     Match,
     PromptLookupProposer,
 )
+from loraplex_server.speculation.prompt_lookup.separators import continuation
+from loraplex_server.speculation.proposer import Ask, Proposer
 
 # Few different tokens, so that everything has been here before.
 token_ids = st.lists(st.integers(0, 3), max_size=40)

@@ -1,0 +1,1 @@
+"""Prompt lookup: drafts copied from the text itself and from earlier outputs."""
