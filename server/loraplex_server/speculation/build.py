@@ -22,9 +22,10 @@ from loraplex_server.model.runner import ModelRunner
 from loraplex_server.speculation.draft_model.drafter import DraftMemory
 from loraplex_server.speculation.draft_model.loading import DraftSource, DraftTarget, load_draft, make_proposer
 from loraplex_server.speculation.medusa import MedusaProposer
+from loraplex_server.speculation.policy import LeastCost
 from loraplex_server.speculation.proposer import MEDUSA, Proposer, draft_key
 from loraplex_server.speculation.speculator import Speculator
-from loraplex_server.speculation.step_costs import LeastCost, StepCosts
+from loraplex_server.speculation.step_costs import StepCosts
 from loraplex_server.text.tokenizer import TextTokenizer
 
 log = logging.getLogger(__name__)

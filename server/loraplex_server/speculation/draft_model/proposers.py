@@ -19,7 +19,7 @@ _MAX_RATIO = 4.0  # draft tokens for one of the target's
 
 
 class DraftModelProposer:
-    """Implements speculation.base.Proposer. Owns the drafter."""
+    """Implements Proposer. Owns the drafter."""
 
     def __init__(self, drafter: Drafter, *, num_target_ids: int, eos_token_ids: Collection[int]) -> None:
         """`num_target_ids`: token ids below it are the target's. `eos_token_ids`: the target's."""
@@ -79,7 +79,7 @@ def stop_ids_of(candidate: Candidate, eos_token_ids: frozenset[int]) -> frozense
 
 
 class UniversalProposer:
-    """Implements speculation.base.Proposer. Owns the drafter."""
+    """Implements Proposer. Owns the drafter."""
 
     def __init__(
         self,
