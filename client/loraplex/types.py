@@ -1,4 +1,4 @@
-"""What the SDK takes and gives: frozen dataclasses, without a trace of protobuf or gRPC.
+"""Types of the SDK: frozen dataclasses without protobuf or gRPC.
 
 Optional answers are None where the server did not send them; counts that it did not send are 0.
 """

@@ -1,4 +1,4 @@
-"""The engine: one loop that owns scheduler, adapter cache and runner, in a process of its own.
+"""The engine: one loop over scheduler, adapter cache and runner, in its process.
 
 `engine` is the body of the loop, usable inline; `process` runs it behind a pipe; `client` is the asyncio side of that
 pipe, and `pipe` what crosses it.

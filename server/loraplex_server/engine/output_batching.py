@@ -1,4 +1,4 @@
-"""Batches of output on their way to the front end, and how often they are sent.
+"""Output batching on the way to the front end.
 
 Batches that hold nothing but tokens that can wait are kept until the pause after the last sending is over, and go out
 as one. Anything that a client waits for goes at once and takes along what is kept. The loop puts and the writer takes,

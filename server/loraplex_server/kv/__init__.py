@@ -1,1 +1,4 @@
-"""Book-keeping of the KV cache: owners and contents of blocks. The tensors are the runner's."""
+"""KV cache bookkeeping: owners and content keys of blocks.
+
+The tensors are the runner's.
+"""

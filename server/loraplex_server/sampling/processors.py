@@ -1,4 +1,4 @@
-"""Logits processors and warpers: one class for each sampling option, in the order of application.
+"""Logits processors and warpers: one class for each sampling option.
 
 Definitions and order are those of Transformers' `generate()`. Frequency and presence penalties, which it lacks, come
 after its repetition penalty and look at the output only. A new option is a class here and its place in `processors`.

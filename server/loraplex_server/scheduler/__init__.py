@@ -1,1 +1,4 @@
-"""Scheduling of sequences: pure decisions over plain data. No torch, gRPC, clock or asyncio in here."""
+"""The scheduler: pure decisions over plain data.
+
+No torch, gRPC, clock or asyncio in here.
+"""

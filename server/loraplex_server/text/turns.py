@@ -1,4 +1,4 @@
-"""A queue for work that takes about as long as its text has bytes: so many at once, short ones before long ones.
+"""Queue of texts to tokenize, short ones before long ones.
 
 Turns are given by arrival plus expected time, so that a short text does not wait for a row of long ones, and a long
 one is not overtaken for ever. Owns the queue. Used from one event loop; knows nothing of the work.

@@ -1,4 +1,4 @@
-"""What callers give becomes the wire's message, or an error that names the field."""
+"""Options of callers as the wire's message, or an error with its field."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""Options of the worker's commands."""
+
 from __future__ import annotations
 
 import dataclasses

@@ -1,3 +1,5 @@
+"""Assembly of an engine from its configuration."""
+
 from __future__ import annotations
 
 from dataclasses import replace

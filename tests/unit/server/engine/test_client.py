@@ -1,3 +1,5 @@
+"""Client of the engine's process."""
+
 from __future__ import annotations
 
 import asyncio

@@ -1,3 +1,5 @@
+"""Engine loop over fakes."""
+
 from __future__ import annotations
 
 import threading

@@ -1,3 +1,5 @@
+"""Liveness checks of the engine."""
+
 from __future__ import annotations
 
 import math

@@ -1,4 +1,4 @@
-"""MODEL may come with Medusa heads: in a whole model, or as heads that name their base."""
+"""Base models that bring Medusa heads."""
 
 from __future__ import annotations
 

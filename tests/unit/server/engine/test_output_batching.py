@@ -1,3 +1,5 @@
+"""Output batching on the way to the front end."""
+
 from __future__ import annotations
 
 import pickle

@@ -1,4 +1,4 @@
-"""The engine where a step is handed over before the result of the step before is asked for."""
+"""Overlapping steps of the engine."""
 
 from __future__ import annotations
 

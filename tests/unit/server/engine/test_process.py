@@ -1,3 +1,5 @@
+"""The engine's process and its pipe."""
+
 from __future__ import annotations
 
 import multiprocessing

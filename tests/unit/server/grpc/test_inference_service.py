@@ -1,4 +1,4 @@
-"""The inference service without a network: over no engine at all, or over one that computes nothing."""
+"""Inference service without a network."""
 
 from __future__ import annotations
 

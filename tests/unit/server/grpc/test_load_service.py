@@ -1,4 +1,4 @@
-"""What routers are told of a worker, and when."""
+"""Load reports of a worker to its routers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scores and masks of processors and warpers in float32, bit for bit those of Transformers, in mixed batches."""
+"""Logits processors against those of Transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sampler against Transformers' processors, row by row, and what a mixed batch must not change."""
+"""Sampler against Transformers' processors, row by row."""
 
 from __future__ import annotations
 
