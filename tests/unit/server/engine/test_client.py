@@ -26,9 +26,10 @@ from loraplex_server.config import EngineConfig, ModelConfig
 from loraplex_server.engine import process as process_module
 from loraplex_server.engine.client import EngineClient, RequestStream
 from loraplex_server.engine.process import EngineBuilder
-from loraplex_server.frontend.completion import CompletionAssembler, Delta
+from loraplex_server.frontend.completion import Delta
 from loraplex_server.frontend.generation import Progress, generate
 from loraplex_server.text.stops import StopMatcher
+from loraplex_server.text.tokenizer import TextTokenizer
 
 CONFIG = EngineConfig(ModelConfig("fake"))
 
@@ -309,13 +310,14 @@ async def test_a_stop_string_is_met_without_waiting(monkeypatch: pytest.MonkeyPa
         def finish(self) -> str:
             return ""
 
-    def assembler(request: Request, index: int) -> CompletionAssembler:
-        return CompletionAssembler(index, request.stopping, Letters(), StopMatcher(request.stopping.stop), str)
+    tokenizer = TextTokenizer(None)
+    monkeypatch.setattr(tokenizer, "new_detokenizer", lambda *given: Letters())
+    monkeypatch.setattr(tokenizer, "new_stop_matcher", lambda stopping: StopMatcher(stopping.stop))
 
     async with reluctant(monkeypatch, build_slow, 600.0) as client:
         deltas: list[Delta] = []
         request = long_request(stop=("tu",))
-        async with aclosing(generate(client, request, assembler, Progress())) as batches:
+        async with aclosing(generate(client, request, tokenizer, (), Progress())) as batches:
             async for batch in batches:
                 deltas += batch
         end = deltas[-1].end
