@@ -14,13 +14,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("contracts", "proto", "runtime", "client", "router", "adapters", "server", "training", "demo")
 MAX_FIRST_LINE_WORDS = 14
 NOT_A_TERM = {"what", "who", "how", "that", "whether", "where"}
-# Paths whose first lines do not follow the rule yet. Only ever shorten this list.
-NOT_YET_PLAIN = ("server/loraplex_server/speculation/", "tests/unit/server/speculation/")
 
 # Pages that name paths, each of which must exist. Short paths: `server/x.py` is `server/loraplex_server/x.py`.
 MAPS = ("docs/architecture.md", "docs/glossary.md", "CONTRIBUTING.md", "README.md")
-# Folders whose modules still move: paths in them are not looked at yet.
-STILL_MOVING = ("server/speculation/",)
 PROSE = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/", "examples/", "benchmarks/LOG.md")
 MAX_PROSE_COLUMNS = 120
 
@@ -69,7 +65,7 @@ def test_every_module_begins_with_a_term_of_the_field() -> None:
     faults = {
         name: fault
         for path in tracked(".py")
-        if "_pb2" not in (name := name_of(path)) and not name.startswith(NOT_YET_PLAIN)
+        if "_pb2" not in (name := name_of(path))
         if (fault := first_line_fault(path.read_text(encoding="utf-8")))
     }
     assert not faults
@@ -116,7 +112,7 @@ def exists(named: str) -> bool:
 def test_every_path_that_a_map_names_exists(page: str) -> None:
     folders = {path.name for path in ROOT.iterdir() if path.is_dir()}
     named = set(re.findall(r"`([\w.-]+/[\w./-]+)`", (ROOT / page).read_text(encoding="utf-8")))
-    paths = {path for path in named if path.partition("/")[0] in folders and not path.startswith(STILL_MOVING)}
+    paths = {path for path in named if path.partition("/")[0] in folders}
     assert not sorted(path for path in paths if not exists(path))
 
 

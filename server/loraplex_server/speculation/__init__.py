@@ -1,1 +1,4 @@
-"""Speculation: proposers of draft tokens, and the policy that picks them. Verification is in `sampling`."""
+"""Speculation: proposers of draft tokens, and the policy that picks them.
+
+Verification is in `sampling`.
+"""

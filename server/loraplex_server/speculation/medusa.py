@@ -1,4 +1,4 @@
-"""Drafting with Medusa heads: what the heads of each sequence's adapter make of its last hidden state.
+"""Medusa proposer: drafts by the heads of each sequence's adapter.
 
 Owns nothing. Heads are adapters: the cache has them in device slots, and one is borrowed for the time of a `propose`,
 between two steps, when nothing moves. A sequence whose heads are not there yet gets no draft and runs on, and so does

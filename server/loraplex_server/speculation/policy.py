@@ -1,4 +1,4 @@
-"""Speculation policy: which proposer drafts for each sequence in a step, and how many tokens.
+"""Speculation policy: proposer and draft length of each sequence in a step.
 
 The policy maximises expected tokens per second of the whole batch. An acceptance rate is kept per proposer (of heads
 per adapter, of lookup per source) and per level, as a running average over all sequences; one factor per sequence, on

@@ -1,4 +1,4 @@
-"""Runs a draft model: all sequences of an ask together, one token more with each of its steps.
+"""Draft model runner: one more token of all sequences per step.
 
 The first step of an ask brings every sequence up to date (tokens that came since, or a piece of a prompt that is new)
 and draws its first token; the others draw one more for whoever still wants one. Owns the draft model's runner, KV cache

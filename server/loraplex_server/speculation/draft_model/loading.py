@@ -1,5 +1,4 @@
-"""Loads a draft model, and makes the proposer that fits it: by token ids where the vocabulary is the target's, by way
-of text where it is another.
+"""Loading of draft models, and the proposer that fits.
 
 Raises the typed error of what cannot be had, with the flag that names it. Owns nothing afterwards.
 """

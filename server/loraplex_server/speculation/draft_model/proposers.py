@@ -1,4 +1,4 @@
-"""Draft models as proposers: by token ids where the vocabulary is the target's, by way of text where it is another."""
+"""Draft model proposers: by token ids, or by text across tokenizers."""
 
 from __future__ import annotations
 

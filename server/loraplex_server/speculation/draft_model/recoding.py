@@ -1,5 +1,4 @@
-"""A growing text in two vocabularies: the target's tokens as text, the text as a draft model's tokens, and a draft's
-text as the target's tokens again.
+"""Recoding of a growing text between two vocabularies.
 
 Tokenisers do not commute with cutting a text, so every cut is made where both sides see a border, some way behind the
 beginning of what is encoded: prefixes that tokenizers add, and words that were cut, stay outside. Where none is found

@@ -1,4 +1,4 @@
-"""Earlier outputs, for lookup: answers of one shape (JSON, SQL, logs) repeat each other from request to request.
+"""Earlier outputs, indexed for prompt lookup.
 
 Owns the last output tokens of every namespace, in memory only, and where each run of two of them stood. A namespace is
 an adapter, a tenant and a cache salt, as for the prefix cache: nothing is ever found across namespaces, and within one

@@ -1,4 +1,4 @@
-"""Prompt lookup: the text has been here before, so what followed then is the guess for what follows now.
+"""Prompt lookup proposer: continues earlier occurrences of the last tokens.
 
 Owns one index per sequence: where each short run of its tokens stood last. Appending a token costs a few dictionary
 operations, nothing is rebuilt, and the tokens themselves stay with the scheduler. What a sequence has written goes into

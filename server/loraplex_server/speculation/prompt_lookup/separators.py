@@ -1,4 +1,4 @@
-"""Drafts that copy across separators: the text that they copy is punctuated in another way.
+"""Copying across separators that differ between prompt and answer.
 
 Where a copy comes to a separator that comes out as another token (see `history.Separators`), it goes on: behind a value
 in the earlier output that the sequence follows, behind a key with the prompt's value, or else with the token that came

@@ -1,4 +1,4 @@
-"""The policy: lengths follow what is accepted and what a step costs, and misses cost next to nothing.
+"""Speculation policy: draft lengths, costs and cooldowns.
 
 No test looks at a clock: time is what the cost table says it is.
 """

@@ -1,4 +1,4 @@
-"""Step times rise with rows, and are measured within their time, of the sizes that fit, without a trace."""
+"""Step costs: rising with rows, and measured within their time."""
 
 from __future__ import annotations
 

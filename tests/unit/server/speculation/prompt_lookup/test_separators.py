@@ -1,4 +1,4 @@
-"""Drafts that go round separators: a record in one punctuation becomes the same record in another one."""
+"""Drafts across separators that differ between prompt and answer."""
 
 from __future__ import annotations
 
