@@ -82,11 +82,9 @@ def reference(tiny_world: TinyWorld) -> Any:
     return AutoModelForCausalLM.from_pretrained(tiny_world.model, dtype=torch.float64).eval()
 
 
-def greedy(reference: Any, prompt: list[int], num_new: int) -> list[int]:
-    out = reference.generate(
-        torch.tensor([prompt]), do_sample=False, max_new_tokens=num_new, min_new_tokens=num_new, pad_token_id=0
-    )
-    return out[0, len(prompt) :].tolist()
+def greedy(reference: Any, prompt: list[int], num_new: int, **options: Any) -> list[int]:
+    settings = {"do_sample": False, "max_new_tokens": num_new, "min_new_tokens": num_new, "pad_token_id": 0, **options}
+    return reference.generate(torch.tensor([prompt]), **settings)[0, len(prompt) :].tolist()
 
 
 def error_of(call: Any) -> LoraplexError:
@@ -162,6 +160,44 @@ def test_a_stop_string_ends_the_text_before_it(client: Client) -> None:
     assert cut.completions[0].finish_reason == "stop"
     assert cut.completions[0].stop_string == stop
     assert cut.usage.completion_tokens < 40
+
+
+def test_bad_words_allowed_tokens_and_typical_p_are_those_of_generate(
+    client: Client, reference: Any, tiny_world: TinyWorld
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_world.model)
+    prompt = tokenizer("hello").input_ids
+    plain = greedy(reference, prompt, 20)
+
+    def ids(**options: Any) -> list[int]:
+        made = client.generate("hello", max_tokens=20, min_tokens=20, **options)
+        return list(made.completions[0].token_ids)
+
+    words = [word for word in map(chr, range(ord("!"), ord("~") + 1)) if tokenizer(word).input_ids[0] in plain]
+    banned = [tokenizer(text).input_ids for word in words for text in (word, f" {word}")]
+    assert words
+    assert ids(bad_words=words) == greedy(reference, prompt, 20, bad_words_ids=banned) != plain
+    allowed = sorted({*range(40, 90)} - set(plain[:1]))
+    expected = greedy(reference, prompt, 20, prefix_allowed_tokens_fn=lambda batch, tokens: allowed)
+    assert ids(allowed_token_ids=allowed) == expected != plain
+    # So small a share leaves one token, which need not be the likeliest.
+    typical = {"do_sample": True, "typical_p": 1e-6, "top_k": 0}
+    assert ids(typical_p=1e-6, temperature=1.0, seed=4) == greedy(reference, prompt, 20, **typical) != plain
+
+
+def test_sampling_options_that_leave_no_token_fail_their_request_and_no_other(
+    client: Client, reference: Any, tiny_world: TinyWorld
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_world.model)
+    prompt = tokenizer("hello").input_ids
+    neighbour = client.stream("hello", max_tokens=100, ignore_eos=True)
+    chunks = [next(neighbour)]  # it runs
+    for _ in range(3):
+        with pytest.raises(InvalidArgument) as caught:
+            client.generate("hello", max_tokens=3, bad_words=["a"], allowed_token_ids=tokenizer("a").input_ids)
+        assert caught.value.field == "sampling"
+    chunks += neighbour
+    assert [token_id for chunk in chunks for token_id in chunk.token_ids] == greedy(reference, prompt, 100)
 
 
 def test_echo_and_tokenize(client: Client) -> None:
@@ -358,13 +394,16 @@ def test_bytes_that_are_no_message(worker: Worker, method: str) -> None:
 @pytest.mark.parametrize("way", ["unary", "stream"])
 def test_a_deadline_frees_what_the_request_held(client: Client, worker: Worker, way: str) -> None:
     options: dict[str, Any] = {"max_tokens": 120, "ignore_eos": True, "n": 8, "cache_salt": f"deadline-{way}"}
-    num_chunks = 0
-    with pytest.raises(DeadlineExceeded):
-        if way == "unary":
+    if way == "unary":
+        with pytest.raises(DeadlineExceeded):
             client.generate("hello", timeout_s=0.1, **options)
-        for _ in client.stream("hello", timeout_s=0.25, **options):
-            num_chunks += 1
-    assert num_chunks or way == "unary", "the deadline came in mid-stream"
+    num_chunks, timeout_s = 0, 0.25
+    while way == "stream" and not num_chunks:
+        assert timeout_s < 10, "the deadline came in mid-stream"
+        with pytest.raises(DeadlineExceeded):
+            for _ in client.stream("hello", timeout_s=timeout_s, **options):
+                num_chunks += 1
+        timeout_s *= 2  # on a busy machine the first chunk takes longer than that, and so do all of them
 
     def is_idle() -> bool:
         load = worker.engine.state.load

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -98,6 +99,20 @@ async def test_each_of_several_workers_is_told_its_place(tmp_path: Path) -> None
         await children.stop(1.0)
         told = [words for text in progress if "--port" in text for words in text.split() if "/" in words]
         assert told == ([] if num_workers == 1 else ["0/2", "1/2"])
+
+
+async def test_workers_that_ignore_the_end_are_killed_at_one_deadline(tmp_path: Path) -> None:
+    path = tmp_path / "worker"
+    ignore = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    path.write_text(f"#!{sys.executable}\n{ignore}{READY}import time\ntime.sleep(60)")
+    path.chmod(0o755)
+    children = Children(ChildSpec((str(path),)), 3, lambda text: None)
+    await children.start(asyncio.Event())
+    pids = children.pids
+    begin_s = time.monotonic()
+    await children.stop(0.0, grace_s=2.0)
+    assert 2.0 <= time.monotonic() - begin_s < 4.0, "one grace time, not one for each"
+    assert not any(map(_is_running, pids))
 
 
 def _is_running(pid: int) -> bool:
