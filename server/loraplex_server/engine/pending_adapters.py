@@ -14,7 +14,7 @@ from loraplex_contracts.errors import LoraplexError, unexpected
 from loraplex_contracts.request import Request
 
 # As AdapterManager.resolve: the key, pinned once; None while it is fetched; or a typed error.
-Resolve = Callable[[str, float], AdapterKey | None]
+Resolve = Callable[[AdapterId, float], AdapterKey | None]
 
 
 class PendingAdapters:
@@ -24,8 +24,8 @@ class PendingAdapters:
         self._resolve = resolve
         self._adapter_id_of = adapter_id_of
         # By adapter id, in the order of arrival, and so are their requests.
-        self._groups: dict[str, dict[str, Request]] = {}
-        self._unasked: dict[str, None] = {}  # that the cache has not been asked for yet
+        self._groups: dict[AdapterId, dict[str, Request]] = {}
+        self._unasked: dict[AdapterId, None] = {}  # that the cache has not been asked for yet
         self._next_deadline_s = math.inf  # none is earlier
         # Asked for in every step.
         self.num_requests = 0
