@@ -3,7 +3,6 @@
 Needs neither torch nor a model; what serves them is in other packages.
 """
 
-from loraplex._settings import Tls
 from loraplex.aio import AsyncAdapters, AsyncClient, AsyncStream
 from loraplex.client import Adapters, Client, Stream
 from loraplex.types import (
@@ -26,6 +25,7 @@ from loraplex.types import (
     Speculation,
     SpeculationKind,
     Timings,
+    Tls,
     Tokenization,
     TokenLogprob,
     TopLogprob,

@@ -13,9 +13,7 @@ from typing import Any, Protocol, TypeVar, Unpack
 import grpc
 import grpc.aio
 
-from loraplex import _requests
-from loraplex._calls import MAX_PAGE_SIZE, Call, Calls
-from loraplex._settings import DEFAULT_TIMEOUT_S, Settings, Tls
+from loraplex._calls import DEFAULT_TIMEOUT_S, MAX_PAGE_SIZE, Call, Calls
 from loraplex.types import (
     Adapter,
     AdapterState,
@@ -25,6 +23,7 @@ from loraplex.types import (
     Generation,
     Message,
     ServerInfo,
+    Tls,
     Tokenization,
 )
 from loraplex_contracts.errors import FailedPrecondition
@@ -52,8 +51,7 @@ class AsyncClient:
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
         tls: bool | Tls = False,
     ) -> None:
-        self._settings = Settings(target, token, timeout_s, Tls() if tls is True else tls or None)
-        self._calls = Calls(self._settings)
+        self._calls = Calls(target, token, timeout_s, tls)
         self._channel: grpc.aio.Channel | None = None
         self._is_closed = False
         self.adapters = AsyncAdapters(self._calls, self._unary)
@@ -65,8 +63,7 @@ class AsyncClient:
     def stream(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> AsyncStream:
         """Tokens as they are made. Takes what `generate` takes; closing the iterator ends the work on the server."""
         call = self._calls.stream(prompt, options)
-        rpc = self._open().unary_stream(call.path)(call.request, timeout=call.timeout_s, metadata=call.metadata)
-        return AsyncStream(call, rpc)
+        return AsyncStream(call, call.start(self._open().unary_stream))
 
     async def tokenize(
         self,
@@ -105,21 +102,13 @@ class AsyncClient:
         """The channel, made at the first call because it binds to the running loop."""
         if self._is_closed:
             raise FailedPrecondition("this client is closed; make a new one")
-        if self._channel is None:
-            credentials = self._settings.credentials()
-            target, options = self._settings.target, self._settings.channel_options()
-            self._channel = (
-                grpc.aio.insecure_channel(target, options)
-                if credentials is None
-                else grpc.aio.secure_channel(target, credentials, options)
-            )
-        return self._channel
+        channel = self._channel or self._calls.settings.channel(grpc.aio)
+        self._channel = channel
+        return channel
 
     async def _unary(self, call: Call[_Answer]) -> _Answer:
         try:
-            raw: bytes = await self._open().unary_unary(call.path)(
-                call.request, timeout=call.timeout_s, metadata=call.metadata
-            )
+            raw: bytes = await call.start(self._open().unary_unary)
         except grpc.RpcError as error:
             raise call.error(error) from error
         except asyncio.CancelledError:
@@ -157,8 +146,7 @@ class AsyncAdapters:
     ) -> tuple[Adapter, ...]:
         """The adapters that are loaded, with `include_unloaded` also those that could be: all of them, of those whose
         name begins with `prefix`, or that are in `state`. Asks for pages, all within `timeout_s`."""
-        request = _requests.list_request(include_unloaded, prefix, state, MAX_PAGE_SIZE)
-        pages = self._calls.pages(request, options, is_whole=True)
+        pages = self._calls.list(include_unloaded, prefix, state, options)
         rows: list[Adapter] = []
         while (call := pages.next_call()) is not None:
             rows += pages.take(await self._send(call))
@@ -174,8 +162,7 @@ class AsyncAdapters:
         **options: Unpack[CallOptions],
     ) -> AsyncIterator[Adapter]:
         """The same one by one; a page is asked for when it is needed, each within `timeout_s`."""
-        request = _requests.list_request(include_unloaded, prefix, state, page_size)
-        pages = self._calls.pages(request, options, is_whole=False)
+        pages = self._calls.list(include_unloaded, prefix, state, options, page_size=page_size)
         while (call := pages.next_call()) is not None:
             for row in pages.take(await self._send(call)):
                 yield row

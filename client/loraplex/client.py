@@ -8,9 +8,7 @@ from typing import Any, Protocol, TypeVar, Unpack
 
 import grpc
 
-from loraplex import _requests
-from loraplex._calls import MAX_PAGE_SIZE, Call, Calls
-from loraplex._settings import DEFAULT_TIMEOUT_S, Settings, Tls
+from loraplex._calls import DEFAULT_TIMEOUT_S, MAX_PAGE_SIZE, Call, Calls
 from loraplex.types import (
     Adapter,
     AdapterState,
@@ -20,6 +18,7 @@ from loraplex.types import (
     Generation,
     Message,
     ServerInfo,
+    Tls,
     Tokenization,
 )
 from loraplex_contracts.errors import FailedPrecondition
@@ -50,15 +49,8 @@ class Client:
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
         tls: bool | Tls = False,
     ) -> None:
-        settings = Settings(target, token, timeout_s, Tls() if tls is True else tls or None)
-        credentials = settings.credentials()
-        options = settings.channel_options()
-        self._channel: grpc.Channel | None = (
-            grpc.insecure_channel(settings.target, options)
-            if credentials is None
-            else grpc.secure_channel(settings.target, credentials, options)
-        )
-        self._calls = Calls(settings)
+        self._calls = Calls(target, token, timeout_s, tls)
+        self._channel: grpc.Channel | None = self._calls.settings.channel(grpc)
         self.adapters = Adapters(self._calls, self._unary)
 
     def generate(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> Generation:
@@ -68,8 +60,7 @@ class Client:
     def stream(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> Stream:
         """Tokens as they are made. Takes what `generate` takes; closing the iterator ends the work on the server."""
         call = self._calls.stream(prompt, options)
-        rpc = self._open().unary_stream(call.path)(call.request, timeout=call.timeout_s, metadata=call.metadata)
-        return Stream(call, rpc)
+        return Stream(call, call.start(self._open().unary_stream))
 
     def tokenize(
         self,
@@ -108,9 +99,7 @@ class Client:
 
     def _unary(self, call: Call[_Answer]) -> _Answer:
         try:
-            raw: bytes = self._open().unary_unary(call.path)(
-                call.request, timeout=call.timeout_s, metadata=call.metadata
-            )
+            raw: bytes = call.start(self._open().unary_unary)
         except grpc.RpcError as error:
             raise call.error(error) from error
         return call.read(raw)
@@ -145,8 +134,7 @@ class Adapters:
     ) -> tuple[Adapter, ...]:
         """The adapters that are loaded, with `include_unloaded` also those that could be: all of them, of those whose
         name begins with `prefix`, or that are in `state`. Asks for pages, all within `timeout_s`."""
-        request = _requests.list_request(include_unloaded, prefix, state, MAX_PAGE_SIZE)
-        pages = self._calls.pages(request, options, is_whole=True)
+        pages = self._calls.list(include_unloaded, prefix, state, options)
         rows: list[Adapter] = []
         while (call := pages.next_call()) is not None:
             rows += pages.take(self._send(call))
@@ -162,8 +150,7 @@ class Adapters:
         **options: Unpack[CallOptions],
     ) -> Iterator[Adapter]:
         """The same one by one; a page is asked for when it is needed, each within `timeout_s`."""
-        request = _requests.list_request(include_unloaded, prefix, state, page_size)
-        pages = self._calls.pages(request, options, is_whole=False)
+        pages = self._calls.list(include_unloaded, prefix, state, options, page_size=page_size)
         while (call := pages.next_call()) is not None:
             yield from pages.take(self._send(call))
 

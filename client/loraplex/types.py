@@ -6,14 +6,31 @@ Optional answers are None where the server did not send them; counts that it did
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Required, TypedDict
 
 from loraplex_contracts.adapters import AdapterState, AdapterTier
+from loraplex_contracts.errors import InvalidArgument
 from loraplex_contracts.events import FinishReason, TokenLogprob
 from loraplex_contracts.events import TopLogprob as TopLogprob
 
 # --- what a caller may ask for --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """Certificates in PEM. Without any, the server's certificate is checked against gRPC's own list of authorities."""
+
+    root_certificates: bytes | None = None
+    client_key: bytes | None = field(default=None, repr=False)
+    client_certificate: bytes | None = None
+    server_name: str | None = None  # the name in the server's certificate, where it is not the address
+
+    def __post_init__(self) -> None:
+        for name in ("root_certificates", "client_key", "client_certificate"):
+            pem = getattr(self, name)
+            if pem is not None and b"-----BEGIN" not in pem:
+                raise InvalidArgument(f"{name} is not PEM: it has no line -----BEGIN ...-----", field=name)
 
 
 class Message(TypedDict):

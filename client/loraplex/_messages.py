@@ -1,29 +1,42 @@
-"""Conversion of the SDK's options to the wire's messages.
+"""Conversion between the SDK's types and the wire's messages.
 
-Pure: no channel, no clock, and the only state is a random id.
+Without a channel or a clock. Requests raise InvalidArgument for a value that does not fit its field.
 """
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar, cast
 
 from loraplex.types import (
+    Adapter,
     AdapterState,
+    AdapterTier,
     AnySpeculation,
     CallOptions,
+    Chunk,
+    Completion,
     DraftModel,
     GenerateOptions,
+    Generation,
     Medusa,
     Message,
     PromptLookup,
+    ProposerUsage,
+    ServerInfo,
     Speculation,
+    Timings,
+    Tokenization,
+    TokenLogprob,
+    TopLogprob,
+    Usage,
 )
 from loraplex_contracts.errors import InvalidArgument
 from loraplex_contracts.ids import check_adapter_id
 from loraplex_contracts.sampling import SAMPLING_OPTIONS
-from loraplex_proto.enums import ADAPTER_STATES
+from loraplex_proto.enums import ADAPTER_STATES, ADAPTER_TIERS, FINISH_REASONS
 from loraplex_proto.v1 import adapter_pb2, inference_pb2
 
 # Option -> path in GenerateRequest, for options whose value is the field's.
@@ -57,12 +70,24 @@ _AboutAdapter = TypeVar(
     adapter_pb2.UnloadAdapterRequest,
     adapter_pb2.GetAdapterRequest,
 )
+_AdapterRows = (
+    type[adapter_pb2.LoadAdapterResponse]
+    | type[adapter_pb2.UnloadAdapterResponse]
+    | type[adapter_pb2.GetAdapterResponse]
+)
+
+_FINISH_REASONS: Final = {number: reason for reason, number in FINISH_REASONS.items()}
+_STATES: Final[dict[int, AdapterState]] = {number: state for state, number in ADAPTER_STATES.items()}
+_TIERS: Final[dict[int, AdapterTier]] = {number: tier for tier, number in ADAPTER_TIERS.items()}
 
 _WITHOUT_MESSAGES: Final = "omit_generation_prompt goes with messages"
 
 
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+
 def generate_request(prompt: str | None, options: GenerateOptions) -> inference_pb2.GenerateRequest:
-    """Raises InvalidArgument for a value that the wire cannot carry, TypeError for an option that there is not."""
+    """Raises InvalidArgument for a value that the wire cannot carry, TypeError for an unknown option."""
     given = _with_speculation(_given(options, _OTHER_OPTIONS | _FIELDS.keys()))
     request = inference_pb2.GenerateRequest()
     inputs = [name for name in ("token_ids", "messages") if name in given]
@@ -73,7 +98,7 @@ def generate_request(prompt: str | None, options: GenerateOptions) -> inference_
         what = " and ".join(inputs) or "nothing"
         raise InvalidArgument(f"give one of prompt, token_ids and messages; given: {what}", field="input")
     if "token_ids" in given:
-        request.token_ids.SetInParent()  # an empty list is still the prompt that was meant
+        request.token_ids.SetInParent()  # an empty list is a prompt too
     if "messages" in given:
         _put_messages(request.chat, given["messages"], given.get("omit_generation_prompt"))
     elif given.get("omit_generation_prompt"):
@@ -91,7 +116,7 @@ def generate_request(prompt: str | None, options: GenerateOptions) -> inference_
     if "speculation" in given:
         _put_speculation(request.speculation, given["speculation"])
     if request.adapter_id:
-        check_adapter_id(request.adapter_id)  # here already, because it goes into a header as well
+        check_adapter_id(request.adapter_id)  # it also goes into a header
     if not request.request_id:
         request.request_id = uuid.uuid4().hex  # known even when no answer comes
     return request
@@ -116,15 +141,14 @@ def tokenize_request(
 def load_request(adapter_id: str, pin: bool) -> adapter_pb2.LoadAdapterRequest:
     request = adapter_pb2.LoadAdapterRequest()
     _assign(request, "pin", pin)
-    return _naming(request, adapter_id)
+    return naming(request, adapter_id)
 
 
-def unload_request(adapter_id: str) -> adapter_pb2.UnloadAdapterRequest:
-    return _naming(adapter_pb2.UnloadAdapterRequest(), adapter_id)
-
-
-def get_request(adapter_id: str) -> adapter_pb2.GetAdapterRequest:
-    return _naming(adapter_pb2.GetAdapterRequest(), adapter_id)
+def naming(request: _AboutAdapter, adapter_id: str) -> _AboutAdapter:
+    """The request with the adapter's name in it. Raises InvalidArgument."""
+    _assign(request, "adapter_id", adapter_id)
+    check_adapter_id(request.adapter_id)
+    return request
 
 
 def list_request(
@@ -146,14 +170,8 @@ def list_request(
     return request
 
 
-def _naming(request: _AboutAdapter, adapter_id: str) -> _AboutAdapter:
-    _assign(request, "adapter_id", adapter_id)
-    check_adapter_id(request.adapter_id)
-    return request
-
-
 def call_options(options: CallOptions) -> CallOptions:
-    """The same, once it is sure that there is nothing else in it. Raises TypeError."""
+    """The same options. Raises TypeError where there is any but `timeout_s`."""
     _given(options, frozenset({"timeout_s"}))
     return options
 
@@ -181,7 +199,7 @@ def _put_messages(chat: inference_pb2.Chat, messages: Sequence[Message], omit_ge
 
 
 def _with_speculation(given: dict[str, Any]) -> dict[str, Any]:
-    """What a `Speculation` says, as the options that it stands for."""
+    """The options with the fields of a `Speculation` in its place."""
     whole = given.get("speculation")
     if not isinstance(whole, Speculation):
         return given
@@ -252,3 +270,150 @@ def _is_mapping(value: object) -> bool:
 def _shown(value: object) -> str:
     text = ascii(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+def generation(raw: bytes) -> Generation:
+    message = inference_pb2.GenerateResponse.FromString(raw)
+    return Generation(
+        completions=tuple(_completion(one) for one in message.completions),
+        usage=_usage(message.usage),
+        timings=_timings(message.timings),
+        adapter_digest=message.adapter_digest,
+        request_id=message.request_id,
+        prompt_logprobs=_logprobs(message.prompt_logprobs),
+    )
+
+
+class ChunkReader:
+    """Turns the messages of one stream into chunks. Keeps the fields that only the first message carries."""
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.adapter_digest = ""
+
+    def read(self, raw: bytes) -> Chunk:
+        message = inference_pb2.GenerateStreamResponse.FromString(raw)
+        self.request_id = message.request_id or self.request_id
+        self.adapter_digest = message.adapter_digest or self.adapter_digest
+        return Chunk(
+            index=message.index,
+            text=message.text_delta,
+            token_ids=tuple(message.token_ids),
+            request_id=self.request_id,
+            adapter_digest=self.adapter_digest,
+            logprobs=_logprobs(message.logprobs),
+            prompt_logprobs=_logprobs(message.prompt_logprobs),
+            drafted_tokens=message.drafted_tokens,
+            accepted_tokens=message.accepted_tokens,
+            proposer=message.proposer,
+            finish_reason=_FINISH_REASONS.get(message.finish_reason),
+            stop_string=message.stop_string if message.HasField("stop_string") else None,
+            stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
+            usage=_usage(message.usage) if message.HasField("usage") else None,
+            timings=_timings(message.timings) if message.HasField("timings") else None,
+        )
+
+
+def tokenization(raw: bytes) -> Tokenization:
+    message = inference_pb2.TokenizeResponse.FromString(raw)
+    return Tokenization(tuple(message.token_ids), tuple(message.tokens))
+
+
+def server_info(raw: bytes) -> ServerInfo:
+    message = inference_pb2.GetInfoResponse.FromString(raw)
+    return ServerInfo(
+        model_id=message.model_id,
+        model_type=message.model_type,
+        version=message.version,
+        role=message.role,
+        max_context_tokens=message.max_context_tokens,
+        vocab_size=message.vocab_size,
+        dtype=message.dtype,
+        device=message.device,
+        max_lora_rank=message.max_lora_rank,
+        eos_token_ids=tuple(message.eos_token_ids),
+        has_chat_template=message.has_chat_template,
+        speculation=tuple(message.speculation),
+        draft_models=tuple(message.draft_models),
+    )
+
+
+def adapters(response: _AdapterRows, raw: bytes) -> tuple[Adapter, ...]:
+    return _adapters(response.FromString(raw).adapters)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterPage:
+    """One page of a listing; the last one has no token."""
+
+    adapters: tuple[Adapter, ...]
+    next_page_token: str
+
+
+def adapter_page(raw: bytes) -> AdapterPage:
+    message = adapter_pb2.ListAdaptersResponse.FromString(raw)
+    return AdapterPage(_adapters(message.adapters), message.next_page_token)
+
+
+def _adapters(rows: Iterable[adapter_pb2.Adapter]) -> tuple[Adapter, ...]:
+    return tuple(
+        Adapter(
+            adapter_id=row.adapter_id,
+            kind=row.kind,
+            digest=row.digest,
+            state=_STATES.get(row.state, "unknown"),
+            tier=_TIERS.get(row.tier, "unknown"),
+            num_bytes=row.bytes,
+            rank=row.rank,
+            running_requests=row.running_requests,
+            pinned=row.pinned,
+            error=row.error,
+            error_reason=row.error_reason,
+            worker=row.worker,
+        )
+        for row in rows
+    )
+
+
+def _completion(message: inference_pb2.Completion) -> Completion:
+    return Completion(
+        index=message.index,
+        text=message.text,
+        finish_reason=_FINISH_REASONS.get(message.finish_reason),
+        token_ids=tuple(message.token_ids),
+        logprobs=_logprobs(message.logprobs),
+        stop_string=message.stop_string if message.HasField("stop_string") else None,
+        stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
+        usage=_usage(message.usage),
+    )
+
+
+def _usage(message: inference_pb2.Usage) -> Usage:
+    return Usage(
+        prompt_tokens=message.prompt_tokens,
+        completion_tokens=message.completion_tokens,
+        cached_tokens=message.cached_tokens,
+        drafted_tokens=message.drafted_tokens,
+        accepted_tokens=message.accepted_tokens,
+        proposers=tuple(ProposerUsage(one.name, one.drafted_tokens, one.accepted_tokens) for one in message.proposers),
+        steps=message.steps,
+    )
+
+
+def _timings(message: inference_pb2.Timings) -> Timings:
+    return Timings(message.queue_s, message.time_to_first_token_s, message.total_s)
+
+
+def _logprobs(messages: Iterable[inference_pb2.TokenLogprob]) -> tuple[TokenLogprob, ...]:
+    return tuple(
+        TokenLogprob(
+            token_id=one.token_id,
+            text=one.text,
+            logprob=one.logprob,
+            top=tuple(TopLogprob(top.token_id, top.text, top.logprob) for top in one.top),
+        )
+        for one in messages
+    )

@@ -1,4 +1,4 @@
-"""Options of callers as the wire's message, or an error with its field."""
+"""Conversion of options to the wire's message, or an error with its field."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from loraplex import _requests
+from loraplex import _messages
 from loraplex.types import DraftModel, GenerateOptions, Medusa, PromptLookup, Speculation
 from loraplex_contracts.errors import InvalidAdapterId, InvalidArgument
 from loraplex_contracts.sampling import SAMPLING_OPTIONS
+from loraplex_proto.v1 import adapter_pb2
 from loraplex_proto.validate import check_generate
 
 EVERYTHING: dict[str, tuple[Any, str]] = {
@@ -65,37 +66,37 @@ def test_every_option_is_tested() -> None:
 @pytest.mark.parametrize("option", EVERYTHING)
 def test_options_reach_their_field(option: str) -> None:
     value, path = EVERYTHING[option]
-    request = _requests.generate_request("hi", {option: value})  # type: ignore[typeddict-item]
+    request = _messages.generate_request("hi", {option: value})  # type: ignore[typeddict-item]
     got = value_at(request, path)
     assert got == value
     assert request.text == "hi"
     others = {p for o, (_, p) in EVERYTHING.items() if o not in {option, "request_id"}}
-    blank = _requests.generate_request("hi", {})
+    blank = _messages.generate_request("hi", {})
     assert all(value_at(request, p) == value_at(blank, p) for p in others), "and no other"
 
 
 def test_zero_is_not_the_same_as_left_out() -> None:
-    request = _requests.generate_request("hi", {"temperature": 0.0, "seed": 0, "top_p": None})
+    request = _messages.generate_request("hi", {"temperature": 0.0, "seed": 0, "top_p": None})
     assert request.sampling.HasField("temperature")
     assert request.sampling.HasField("seed")
     assert not request.sampling.HasField("top_p")
 
 
 def test_one_stop_string_needs_no_list() -> None:
-    assert list(_requests.generate_request("hi", {"stop": "\n"}).stopping.stop) == ["\n"]
+    assert list(_messages.generate_request("hi", {"stop": "\n"}).stopping.stop) == ["\n"]
 
 
 def test_a_plain_request_is_one_that_servers_take() -> None:
-    request = _requests.generate_request("hi", {"messages": None})
+    request = _messages.generate_request("hi", {"messages": None})
     check_generate(request)
     assert len(request.request_id) == 32
-    assert request.request_id != _requests.generate_request("hi", {}).request_id
+    assert request.request_id != _messages.generate_request("hi", {}).request_id
 
 
 def test_token_ids_and_chat() -> None:
-    assert list(_requests.generate_request(None, {"token_ids": (1, 2)}).token_ids.ids) == [1, 2]
+    assert list(_messages.generate_request(None, {"token_ids": (1, 2)}).token_ids.ids) == [1, 2]
     chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
-    request = _requests.generate_request(None, {"messages": chat, "omit_generation_prompt": True})  # type: ignore[typeddict-item]
+    request = _messages.generate_request(None, {"messages": chat, "omit_generation_prompt": True})  # type: ignore[typeddict-item]
     assert [(m.role, m.content) for m in request.chat.messages] == [("system", "be brief"), ("user", "hi")]
     assert request.chat.omit_generation_prompt
     check_generate(request)
@@ -103,9 +104,9 @@ def test_token_ids_and_chat() -> None:
 
 def test_empty_prompts_are_sent_as_they_are() -> None:
     """The server knows what is wrong with them."""
-    assert _requests.generate_request("", {}).WhichOneof("input") == "text"
-    assert _requests.generate_request(None, {"token_ids": []}).WhichOneof("input") == "token_ids"
-    assert _requests.generate_request(None, {"messages": []}).WhichOneof("input") == "chat"
+    assert _messages.generate_request("", {}).WhichOneof("input") == "text"
+    assert _messages.generate_request(None, {"token_ids": []}).WhichOneof("input") == "token_ids"
+    assert _messages.generate_request(None, {"messages": []}).WhichOneof("input") == "chat"
 
 
 @pytest.mark.parametrize(
@@ -114,7 +115,7 @@ def test_empty_prompts_are_sent_as_they_are() -> None:
 )
 def test_exactly_one_prompt(prompt: str | None, options: GenerateOptions) -> None:
     with pytest.raises(InvalidArgument, match="one of prompt, token_ids and messages") as caught:
-        _requests.generate_request(prompt, options)
+        _messages.generate_request(prompt, options)
     assert caught.value.field == "input"
 
 
@@ -132,7 +133,7 @@ def test_exactly_one_prompt(prompt: str | None, options: GenerateOptions) -> Non
     ],
 )
 def test_speculation(speculation: Any, kind: str) -> None:
-    message = _requests.generate_request("a", {"speculation": speculation}).speculation
+    message = _messages.generate_request("a", {"speculation": speculation}).speculation
     assert message.WhichOneof("kind") == kind
     assert message.medusa.adapter_id == getattr(speculation, "adapter_id", "")
     assert message.draft_model.name == getattr(speculation, "name", "")
@@ -153,10 +154,10 @@ def test_speculation(speculation: Any, kind: str) -> None:
     ],
 )
 def test_all_about_speculation_in_one_value(whole: Speculation, options: GenerateOptions) -> None:
-    one = _requests.generate_request("a", {"speculation": whole}).speculation
-    other = _requests.generate_request("a", options).speculation
+    one = _messages.generate_request("a", {"speculation": whole}).speculation
+    other = _messages.generate_request("a", options).speculation
     assert one == other
-    mixed = _requests.generate_request("a", {"speculation": Speculation("medusa"), "max_draft_tokens": 4})
+    mixed = _messages.generate_request("a", {"speculation": Speculation("medusa"), "max_draft_tokens": 4})
     assert (mixed.speculation.WhichOneof("kind"), mixed.speculation.max_draft_tokens) == ("medusa", 4)
 
 
@@ -170,20 +171,20 @@ def test_all_about_speculation_in_one_value(whole: Speculation, options: Generat
 def test_nothing_about_speculation_is_said_twice(options: dict[str, Any], field: str) -> None:
     whole = Speculation("auto", max_draft_tokens=3, fixed_length=True)
     with pytest.raises(InvalidArgument, match="twice") as caught:
-        _requests.generate_request("a", {"speculation": whole, **options})  # type: ignore[typeddict-item]
+        _messages.generate_request("a", {"speculation": whole, **options})  # type: ignore[typeddict-item]
     assert caught.value.field == field
 
 
 def test_omit_generation_prompt_is_for_messages() -> None:
     with pytest.raises(InvalidArgument, match="goes with messages"):
-        _requests.generate_request("a", {"omit_generation_prompt": True})
+        _messages.generate_request("a", {"omit_generation_prompt": True})
     with pytest.raises(InvalidArgument, match="goes with messages"):
-        _requests.tokenize_request("a", None, True, False)
-    assert _requests.tokenize_request(None, [{"role": "user", "content": "a"}], True, False).chat.omit_generation_prompt
+        _messages.tokenize_request("a", None, True, False)
+    assert _messages.tokenize_request(None, [{"role": "user", "content": "a"}], True, False).chat.omit_generation_prompt
 
 
 def test_mixtures() -> None:
-    request = _requests.generate_request("a", {"adapters": {"x": 0.25, "y": -1}})
+    request = _messages.generate_request("a", {"adapters": {"x": 0.25, "y": -1}})
     assert [(a.id, a.weight) for a in request.adapters] == [("x", 0.25), ("y", -1.0)]
 
 
@@ -225,7 +226,7 @@ def test_mixtures() -> None:
 def test_values_that_the_wire_cannot_carry(option: str, value: Any, field: str) -> None:
     prompt = None if option in {"token_ids", "messages"} else "a"
     with pytest.raises(InvalidArgument) as caught:
-        _requests.generate_request(prompt, {option: value})  # type: ignore[typeddict-item]
+        _messages.generate_request(prompt, {option: value})  # type: ignore[typeddict-item]
     assert caught.value.field == field
     assert len(caught.value.message) < 300
 
@@ -233,20 +234,20 @@ def test_values_that_the_wire_cannot_carry(option: str, value: Any, field: str) 
 def test_text_that_is_no_text() -> None:
     for text in ("\ud800", 5, b"\xff", [1, 2]):
         with pytest.raises(InvalidArgument):
-            _requests.generate_request(text, {})  # type: ignore[arg-type]
+            _messages.generate_request(text, {})  # type: ignore[arg-type]
 
 
 def test_an_option_that_there_is_not() -> None:
     with pytest.raises(TypeError, match=r"max_token'.*max_tokens"):
-        _requests.generate_request("a", {"max_token": 5})  # type: ignore[typeddict-unknown-key]
+        _messages.generate_request("a", {"max_token": 5})  # type: ignore[typeddict-unknown-key]
 
 
 @pytest.mark.parametrize("adapter_id", ["../x", "a\n", "sq\u04cf"])
 def test_adapter_ids_are_checked_before_they_reach_a_header(adapter_id: str) -> None:
     with pytest.raises(InvalidAdapterId):
-        _requests.generate_request("a", {"adapter_id": adapter_id})
+        _messages.generate_request("a", {"adapter_id": adapter_id})
     with pytest.raises(InvalidAdapterId):
-        _requests.load_request(adapter_id, pin=False)
+        _messages.load_request(adapter_id, pin=False)
 
 
 def test_the_sdk_needs_no_torch() -> None:
@@ -257,19 +258,24 @@ def test_the_sdk_needs_no_torch() -> None:
 @pytest.mark.parametrize("messages", ["hi", ["hi"], {"role": "user", "content": "hi"}, 5, [5]])
 def test_messages_that_are_none_say_what_they_take(messages: Any) -> None:
     with pytest.raises(InvalidArgument, match="messages takes a list") as caught:
-        _requests.generate_request(None, {"messages": messages})
+        _messages.generate_request(None, {"messages": messages})
     assert caught.value.field == "chat.messages"
 
 
 @pytest.mark.parametrize("adapters", ["sql", ["sql"], 5])
 def test_a_mixture_that_is_none_says_what_it_takes(adapters: Any) -> None:
     with pytest.raises(InvalidArgument, match="adapters takes") as caught:
-        _requests.generate_request("x", {"adapters": adapters})
+        _messages.generate_request("x", {"adapters": adapters})
     assert caught.value.field == "adapters"
 
 
 @pytest.mark.parametrize(
-    "make", [lambda name: _requests.load_request(name, False), _requests.unload_request, _requests.get_request]
+    "make",
+    [
+        lambda name: _messages.load_request(name, False),
+        lambda name: _messages.naming(adapter_pb2.UnloadAdapterRequest(), name),
+        lambda name: _messages.naming(adapter_pb2.GetAdapterRequest(), name),
+    ],
 )
 def test_names_of_another_type(make: Callable[[Any], object]) -> None:
     with pytest.raises(InvalidArgument) as caught:
@@ -280,5 +286,5 @@ def test_names_of_another_type(make: Callable[[Any], object]) -> None:
 def test_pin_is_a_switch() -> None:
     pin: Any = "yes"
     with pytest.raises(InvalidArgument) as caught:
-        _requests.load_request("sql", pin)
+        _messages.load_request("sql", pin)
     assert caught.value.field == "pin"

@@ -1,4 +1,4 @@
-"""Addresses, tokens, deadlines."""
+"""Addresses, tokens, headers and deadlines of calls."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from loraplex import Client, Tls
-from loraplex._settings import Settings, checked_timeout
+from loraplex._calls import Settings, checked_timeout
 from loraplex_contracts.errors import InvalidArgument
 
 
