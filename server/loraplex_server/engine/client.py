@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import pickle
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
@@ -24,7 +23,7 @@ from loraplex_contracts.events import CompletionEnd, Event, RequestFailed, Token
 from loraplex_contracts.load import Load
 from loraplex_contracts.request import Request
 from loraplex_server.config import EngineConfig
-from loraplex_server.engine.liveness import LOOK_S, Heartbeat, Liveness, cpu_seconds
+from loraplex_server.engine.liveness import LivenessMonitor
 from loraplex_server.engine.output_batching import SendCostMeter
 from loraplex_server.engine.pipe import (
     Abandon,
@@ -125,8 +124,6 @@ AdapterVerb = Literal["load", "unload", "get"]
 
 # Another worker may take a request at once; a client of this worker alone waits for its successor.
 RETRY_LOST_S: Final = 1.0
-# An engine that has been stalled for so long is killed; whoever supervises the worker starts another.
-KILL_STALLED_S: Final = 10.0
 # Of the engine's pipe at a time; its buffer holds less.
 READ_BYTES: Final = 1 << 20
 
@@ -141,8 +138,8 @@ class EngineState:
 
 
 class EngineClient:
-    """Starts an engine, submits requests, routes its events. `lost` is set when the engine ends unasked, `stalled` says
-    why while it does nothing, `changes` wakes tasks that watch `state` or these."""
+    """Starts an engine, submits requests, routes its events. `lost` is set when the engine has ended, `changes` wakes
+    tasks that watch `state`, `lost` or `stalled`."""
 
     def __init__(self, config: EngineConfig, *, max_unread_tokens: int = 16384, max_stream_wait_s: float = 0.0) -> None:
         """Tokens of a stream may wait up to `max_stream_wait_s` for later ones, where sending them costs too much."""
@@ -161,10 +158,8 @@ class EngineClient:
         self._stopping = False
         self._started: asyncio.Future[ModelInfo] | None = None
         self._on_progress: Callable[[str], None] = lambda text: None
-        self._heartbeat = Heartbeat()
-        self._watching: asyncio.Task[None] | None = None
+        self._liveness = LivenessMonitor(self._on_liveness, self._kill)
         self.lost = asyncio.Event()
-        self.stalled = ""
         self.on_stalled: Callable[[bool], None] = lambda is_stalled: None
         self.changes = ChangeSignal()
         self.state = EngineState(Load())
@@ -185,7 +180,7 @@ class EngineClient:
         context = multiprocessing.get_context("spawn")
         self._conn, theirs = context.Pipe(duplex=True)
         self._commands = CommandWriter(self._conn)
-        args = (theirs, self._config, self._max_stream_wait_s, self._heartbeat, builder)
+        args = (theirs, self._config, self._max_stream_wait_s, self._liveness.heartbeat, builder)
         if inline:
             self._worker = threading.Thread(target=engine_thread, args=args, name="engine", daemon=True)
             self._worker.start()
@@ -204,13 +199,18 @@ class EngineClient:
         except BaseException:
             await self._give_up()
             raise
-        self._watching = asyncio.create_task(self._watch(), name="engine liveness")
+        self._liveness.start(self.pid)
         return info
 
     @property
     def pid(self) -> int | None:
         """The engine's process id; None when it runs inline."""
         return getattr(self._worker, "pid", None)
+
+    @property
+    def stalled(self) -> str:
+        """Why the engine counts as stalled; empty while it does not."""
+        return self._liveness.stalled
 
     def submit(self, request: Request) -> RequestStream:
         """Hands the request over; its id must not be in use. Raises EngineLost."""
@@ -254,8 +254,7 @@ class EngineClient:
         if self._worker is None:
             return
         self._stopping = True
-        if self._watching is not None:
-            self._watching.cancel()  # from here on the end of the engine is bounded below
+        self._liveness.stop()  # from here on the end of the engine is bounded below
         error = Draining("this worker is shutting down; send the request to another one", retry_after_s=1.0)
         for stream in list(self._streams.values()):
             self.cancel(stream, error)
@@ -302,37 +301,19 @@ class EngineClient:
         except OSError:
             self._on_lost()
 
-    async def _watch(self) -> None:
-        """Looks at the heartbeat. Ends the requests of an engine that does nothing, and kills one that stays so."""
-        liveness = Liveness(lambda: cpu_seconds(self.pid))
-        num_stalled_looks = 0
-        while not self.lost.is_set():
-            stalled = liveness.look(self._heartbeat.read(), time.monotonic())
-            if stalled and not self.stalled:
-                self._on_stalled(stalled)
-            elif self.stalled and not stalled:
-                log.warning("the engine works again")
-                self._set_stalled("")
-            num_stalled_looks = num_stalled_looks + 1 if stalled else 0
-            if num_stalled_looks * LOOK_S >= KILL_STALLED_S:
-                log.error("the engine is killed: %s", stalled)
-                self._kill()
-                return
-            await asyncio.sleep(LOOK_S)
-
-    def _on_stalled(self, why: str) -> None:
-        log.error("the engine does not respond (%s); its %d requests end", why, len(self._streams))
-        self._set_stalled(why)
+    def _on_liveness(self) -> None:
+        """The engine has stalled, which ends its requests, or works again."""
+        self.on_stalled(bool(self.stalled))
+        self.changes.notify()
+        if not self.stalled:
+            log.warning("the engine works again")
+            return
+        log.error("the engine does not respond (%s); its %d requests end", self.stalled, len(self._streams))
         for stream in list(self._streams.values()):
             self.cancel(stream, WorkerLost("the worker does not respond; send the request again", retry_after_s=0.0))
         self._fail_operations(
             EngineLost("this worker's engine does not respond; try again", retry_after_s=RETRY_LOST_S)
         )
-
-    def _set_stalled(self, why: str) -> None:
-        self.stalled = why
-        self.on_stalled(bool(why))
-        self.changes.notify()
 
     def _kill(self) -> None:
         if hasattr(self._worker, "kill"):  # a thread cannot be killed
@@ -407,6 +388,7 @@ class EngineClient:
         assert self._commands is not None, "the engine was started"
         asyncio.get_running_loop().remove_reader(self._conn.fileno())
         self._commands.close()
+        self._liveness.stop()
         self.lost.set()
         self.changes.notify()
         error = EngineLost(

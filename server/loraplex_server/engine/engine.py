@@ -14,7 +14,7 @@ from typing import Protocol
 
 from loraplex_adapters.cache.manager import AdapterManager
 from loraplex_contracts.adapters import AdapterInfo, AdapterKey
-from loraplex_contracts.errors import DeadlineExceeded, Draining, LoraplexError, ResourceExhausted, unexpected
+from loraplex_contracts.errors import DeadlineExceeded, Draining, LoraplexError, unexpected
 from loraplex_contracts.events import CompletionEnd, Event, RequestFailed, Tokens
 from loraplex_contracts.load import Forecast, Load
 from loraplex_contracts.plan import StepPlan
@@ -214,17 +214,24 @@ class Engine:
     def _submit(self, request: Request) -> None:
         accepted = _Accepted(request, num_open=request.n)
         self._accepted[request.request_id] = accepted
-        try:
-            # Those whose adapter is being fetched will stand in the scheduler's queue, so they count as if they did.
-            num_unresolved = self._pending.num_requests + self._pending_heads.num_requests
-            self._scheduler.raise_if_full(request, self._clock(), num_unresolved)
-        except ResourceExhausted as error:
+        if not (request.adapter_id or request.speculation.medusa_id):
+            self._schedule(accepted)
+            return
+        try:  # before anything is fetched
+            self._scheduler.check(request, self._clock(), self._num_pending)
+        except LoraplexError as error:
             self._end(request.request_id, error)
             return
         if request.adapter_id:
             self._pending.add(request)
         else:
-            self._fetch_heads(accepted)
+            self._pending_heads.add(request)
+
+    @property
+    def _num_pending(self) -> int:
+        """Requests whose adapter or heads are being fetched. They will stand in the scheduler's queue and count there
+        already."""
+        return self._pending.num_requests + self._pending_heads.num_requests
 
     def _admit_resolved(self, has_news: bool, now: float) -> None:
         for waiting in (self._pending, self._pending_heads):
@@ -256,7 +263,9 @@ class Engine:
         try:
             self._speculator.begin(request, adapter_key, accepted.medusa_key)
             keeps_hidden = self._speculator.needs_hidden_states(request.request_id)
-            self._scheduler.add(request, adapter_key, self._clock(), keeps_hidden=keeps_hidden)
+            self._scheduler.add(
+                request, adapter_key, self._clock(), keeps_hidden=keeps_hidden, num_elsewhere=self._num_pending
+            )
         except LoraplexError as error:
             accepted.is_scheduled = False
             self._end(accepted.request.request_id, error)

@@ -1,16 +1,18 @@
-"""The engine's heartbeat in shared memory, and what the front end concludes from it.
+"""Heartbeat of the engine in shared memory, and liveness monitoring by the front end.
 
-In the engine a thread counts beats as long as the process runs at all, and the loop writes since when it has been busy
-with one turn and how long that turn may last. Writing wakes nobody, so steps pay nothing for it. Times are of the
-monotonic clock, which all processes of a machine share.
+In the engine a thread counts beats as long as the process runs at all. The loop writes when its turn began and how long
+the turn may last; writing wakes nobody, so steps pay nothing for it. Times are of the monotonic clock, which all
+processes of a machine share.
 
-The engine is stalled when its process neither beats nor uses a CPU, or when one turn of its loop outlasts its bound. A
-long step is neither. Time counts in looks, so that a pause of the whole machine is not taken for a stall.
+The engine is stalled when its process neither beats nor uses a CPU, or when one turn of its loop outlasts its bound.
+Time counts in looks, so that a pause of the whole machine is not taken for a stall.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import logging
 import multiprocessing
 import os
 import threading
@@ -19,6 +21,8 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+log = logging.getLogger(__name__)
 
 # Between two beats, in seconds.
 BEAT_S: Final = 0.5
@@ -30,7 +34,7 @@ STEP_FACTOR: Final = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """What the heartbeat says at one moment."""
+    """The heartbeat's numbers at one moment."""
 
     num_beats: int
     # When the turn under way began; 0 while the loop waits for work.
@@ -73,16 +77,19 @@ class Heartbeat:
         num_beats, busy_since_s, allowed_s = self._numbers
         return Pulse(int(num_beats), busy_since_s, allowed_s)
 
+    def beat(self) -> None:
+        self._numbers[0] += 1
+
     @contextlib.contextmanager
     def beating(self) -> Generator[None]:
         """Beats from a thread of its own."""
         ended = threading.Event()
 
-        def beat() -> None:
+        def run() -> None:
             while not ended.wait(BEAT_S):
-                self._numbers[0] += 1
+                self.beat()
 
-        thread = threading.Thread(target=beat, name="engine-heartbeat", daemon=True)
+        thread = threading.Thread(target=run, name="engine-heartbeat", daemon=True)
         thread.start()
         try:
             yield
@@ -96,7 +103,7 @@ class Heartbeat:
 
 
 class TurnTimer:
-    """Tells the heartbeat what the loop is busy with, and learns how long steps take. The loop's own."""
+    """Writes the loop's turns to the heartbeat and learns how long steps take."""
 
     def __init__(self, heartbeat: Heartbeat, bound: StepBound) -> None:
         self._heartbeat = heartbeat
@@ -120,14 +127,16 @@ class TurnTimer:
 
 # Between two looks, in seconds.
 LOOK_S: Final = 1.0
-# Without a sign of life for this long, an engine counts as stalled. Routers are to hear of it within five seconds.
+# Without a sign of life for this long, an engine counts as stalled. Routers must hear of it within five seconds.
 SILENT_S: Final = 3.0
 # One look counts at most this much, however late it came.
 MAX_COUNTED_S: Final = 1.5 * LOOK_S
+# An engine that has been stalled for so long is killed; the worker's supervisor starts another.
+KILL_STALLED_S: Final = 10.0
 
 
 class Liveness:
-    """Owns what the last look saw, and for how long nothing has changed since."""
+    """Judges one pulse after another. Owns the last one, and for how long nothing has changed since."""
 
     def __init__(self, cpu_seconds: Callable[[], float | None], silent_s: float = SILENT_S) -> None:
         self._cpu_seconds = cpu_seconds
@@ -163,8 +172,53 @@ class Liveness:
         return before_s is not None and self._last_cpu_s is not None and self._last_cpu_s > before_s
 
 
+class LivenessMonitor:
+    """Looks at the heartbeat once a second, and kills an engine that stays stalled.
+
+    Owns the heartbeat, the task that looks, and `stalled`: why the engine counts as stalled, empty while it does not.
+    `on_change` is called when `stalled` has changed.
+    """
+
+    def __init__(self, on_change: Callable[[], None], kill: Callable[[], None]) -> None:
+        self.heartbeat = Heartbeat()
+        self.stalled = ""
+        self._on_change = on_change
+        self._kill = kill
+        self._pid: int | None = None
+        self._liveness = Liveness(lambda: cpu_seconds(self._pid))
+        self._num_stalled_looks = 0
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, pid: int | None) -> None:
+        """Begins to watch an engine that is ready. `pid`: its process, None where it runs in a thread."""
+        self._pid = pid
+        self._task = asyncio.create_task(self._watch(), name="engine liveness")
+
+    def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    def look(self, now_s: float) -> bool:
+        """Looks once. True when the engine was killed."""
+        before, self.stalled = self.stalled, self._liveness.look(self.heartbeat.read(), now_s)
+        if bool(before) != bool(self.stalled):
+            self._on_change()
+        self._num_stalled_looks = self._num_stalled_looks + 1 if self.stalled else 0
+        if self._num_stalled_looks * LOOK_S < KILL_STALLED_S:
+            return False
+        log.error("the engine is killed: %s", self.stalled)
+        self._kill()
+        return True
+
+    async def _watch(self) -> None:
+        is_killed = False
+        while not is_killed:
+            await asyncio.sleep(LOOK_S)
+            is_killed = self.look(time.monotonic())
+
+
 def cpu_seconds(pid: int | None) -> float | None:
-    """What a process has used of the CPU, all its threads together; None where the system does not say."""
+    """CPU seconds of a process, all its threads together; None where the system does not say."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

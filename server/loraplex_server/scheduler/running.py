@@ -84,8 +84,11 @@ def _choose_drafts(
     *,
     has_more_work: bool,
 ) -> dict[str, Draft]:
-    """As much of each draft as may run: within the budget, the completion's end, and clean blocks. A draft may be
-    rejected, so it evicts nothing from the prefix cache."""
+    """As much of each draft as may run: within the budget, the completion's end, and free blocks.
+
+    A draft may be rejected, so it takes clean blocks only. The exception is the sequence's next block, which its own
+    tokens will need anyway: for that one, the least recently used block of the prefix cache may be evicted.
+    """
     chosen: dict[str, Draft] = {}
     if not drafts:
         return chosen
@@ -98,7 +101,7 @@ def _choose_drafts(
         num_drafted = min(len(draft.token_ids), budget, seq.max_total_tokens - len(seq.token_ids) - 1)
         num_missing = blocks.num_blocks_for(seq.num_computed + 1 + num_drafted) - len(seq.block_ids)
         if num_missing > 0:
-            seq.block_ids += blocks.allocate(min(num_missing, blocks.num_clean))
+            seq.block_ids += blocks.allocate(min(num_missing, max(1, blocks.num_clean), blocks.num_free))
             num_drafted = min(num_drafted, len(seq.block_ids) * blocks.block_size - seq.num_computed - 1)
         if num_drafted > 0:
             chosen[seq.sequence_id] = Draft(draft.token_ids[:num_drafted], draft.proposer)

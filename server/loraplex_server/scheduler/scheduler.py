@@ -20,6 +20,7 @@ from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.errors import (
     ContextLengthExceeded,
     DeadlineExceeded,
+    Internal,
     InvalidArgument,
     LoraplexError,
     Overloaded,
@@ -67,14 +68,21 @@ class Scheduler:
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def add(self, request: Request, adapter_key: AdapterKey | None, now: float, *, keeps_hidden: bool = False) -> None:
+    def add(
+        self,
+        request: Request,
+        adapter_key: AdapterKey | None,
+        now: float,
+        *,
+        keeps_hidden: bool = False,
+        num_elsewhere: int = 0,
+    ) -> None:
         """Accepts a request: from here on it gets exactly one terminal event. `adapter_key` is what its
         adapter_id is bound to. `keeps_hidden` goes to the runner with each of its sequences.
 
-        Raises InvalidArgument, ContextLengthExceeded, DeadlineExceeded, Overloaded or QueueFull, and has not accepted
-        it then.
+        Raises as `check` does, and has not accepted the request then.
         """
-        self._check(request, now)
+        self.check(request, now, num_elsewhere)
         self._num_added += 1
         state = self._new_state(request, adapter_key)
         state.keeps_hidden = keeps_hidden
@@ -90,9 +98,28 @@ class Scheduler:
                 heapq.heapify(self._deadlines)
             heapq.heappush(self._deadlines, (expires_s, self._num_added, state))
 
-    def raise_if_full(self, request: Request, now: float, num_elsewhere: int = 0) -> None:
-        """Raises QueueFull when no more requests may wait, and Overloaded when this one would wait for too long.
-        `num_elsewhere`: requests that are still to be added."""
+    def check(self, request: Request, now: float, num_elsewhere: int = 0) -> None:
+        """Raises Internal for a request that the front end should have refused, InvalidArgument, ContextLengthExceeded,
+        DeadlineExceeded, QueueFull when no more requests may wait, or Overloaded when this one would wait for too long.
+        `num_elsewhere`: requests that are still to be added, which count as queued."""
+        num_prompt_tokens, max_tokens = len(request.prompt_token_ids), request.stopping.max_tokens
+        if not 1 <= num_prompt_tokens < self._config.max_context_tokens or max_tokens < 1 or request.n < 1:
+            raise Internal(
+                f"a request for {request.n} completions of {max_tokens} tokens behind a prompt of {num_prompt_tokens} "
+                "reached the engine; please report this"
+            )
+        if request.request_id in self._table.requests:
+            raise InvalidArgument("a request with this request_id is running; send another id", field="request_id")
+        num_kv_tokens = self._blocks.num_blocks * self._blocks.block_size
+        if num_prompt_tokens > num_kv_tokens:
+            raise ContextLengthExceeded(
+                f"the prompt has {num_prompt_tokens} tokens and this server's whole KV cache {num_kv_tokens}; shorten "
+                "the prompt, or start the server with more KV memory",
+                field="input",
+                resource="kv_cache",
+            )
+        if request.deadline_s is not None and request.deadline_s <= now:
+            raise DeadlineExceeded("the deadline had passed before the request could be queued; allow more time")
         num_queued = self._table.num_queued_requests + num_elsewhere
         if num_queued >= self._config.max_queued:
             retry_after_s = self._admission.retry_after_s(num_queued)
@@ -102,7 +129,6 @@ class Scheduler:
                 resource="queue",
                 retry_after_s=retry_after_s,
             )
-        num_prompt_tokens = len(request.prompt_token_ids)
         self._limits.check(request, self._max_total_tokens(request) - num_prompt_tokens, now)
 
     @property
@@ -255,25 +281,6 @@ class Scheduler:
             resource="queue",
             retry_after_s=1.0,
         )
-
-    def _check(self, request: Request, now: float) -> None:
-        num_prompt_tokens = len(request.prompt_token_ids)
-        num_kv_tokens = self._blocks.num_blocks * self._blocks.block_size
-        if request.request_id in self._table.requests:
-            raise InvalidArgument("a request with this request_id is running; send another id", field="request_id")
-        assert request.n >= 1, "the front end validates requests"
-        assert request.stopping.max_tokens >= 1, "the front end validates requests"
-        assert 1 <= num_prompt_tokens < self._config.max_context_tokens, "the front end checks the prompt's length"
-        if num_prompt_tokens > num_kv_tokens:
-            raise ContextLengthExceeded(
-                f"the prompt has {num_prompt_tokens} tokens and this server's whole KV cache {num_kv_tokens}; shorten "
-                "the prompt, or start the server with more KV memory",
-                field="input",
-                resource="kv_cache",
-            )
-        if request.deadline_s is not None and request.deadline_s <= now:
-            raise DeadlineExceeded("the deadline had passed before the request could be queued; allow more time")
-        self.raise_if_full(request, now)
 
     def _max_total_tokens(self, request: Request) -> int:
         """The last token is sampled and never run, so it needs no K/V. With this bound a sequence that is alone always

@@ -162,6 +162,20 @@ def test_a_deadline_in_the_far_future_can_be_waited_for() -> None:
     assert 0 < timeout_s <= threading.TIMEOUT_MAX
 
 
+@pytest.mark.parametrize("adapter_id", ["", "a"])
+@pytest.mark.parametrize("wrong", [{"num_prompt": 0}, {"num_prompt": 256}, {"max_tokens": 0}, {"n": 0}])
+def test_a_request_that_the_front_end_should_have_refused_ends_alone(wrong: dict[str, int], adapter_id: str) -> None:
+    cache = FakeCache(delay=3)
+    engine = make_engine(cache=cache)
+    engine.handle(Submit(request("good", adapter_id=adapter_id)))
+    engine.turn()
+    engine.handle(Submit(request("bad", adapter_id=adapter_id, **wrong)))
+    events, _ = run(engine)
+    assert isinstance(failure(events, "bad"), Internal)
+    assert isinstance(terminal(events, "good")[0], CompletionEnd)
+    assert engine.integrity_report() == ""
+
+
 def test_a_step_that_raises_fails_the_one_at_fault() -> None:
     def fail(plan: StepPlan) -> None:
         if any(span.sequence_id.startswith("bad") for span in plan.spans):

@@ -11,11 +11,13 @@ from itertools import count
 import pytest
 
 from loraplex_server.engine.liveness import (
+    KILL_STALLED_S,
     LOOK_S,
     MIN_TURN_S,
     SILENT_S,
     Heartbeat,
     Liveness,
+    LivenessMonitor,
     Pulse,
     StepBound,
     TurnTimer,
@@ -139,6 +141,26 @@ def test_a_pause_of_the_whole_machine_is_not_the_engines() -> None:
     liveness = Liveness(lambda: 0.0)
     for now_s in (0.0, 1.0, 3600.0):
         assert liveness.look(Pulse(7, 1.0, 60.0), now_s) == ""
+
+
+def test_a_stalled_engine_is_told_once_and_killed_when_it_stays_so() -> None:
+    told: list[str] = []
+    killed: list[bool] = []
+    monitor = LivenessMonitor(lambda: told.append(monitor.stalled), lambda: killed.append(True))
+    num_looks = next(number for number in range(100) if monitor.look(number * LOOK_S))
+    assert (len(told), killed) == (1, [True])
+    assert SILENT_S + KILL_STALLED_S - 2 * LOOK_S <= num_looks * LOOK_S <= SILENT_S + KILL_STALLED_S + LOOK_S
+
+
+def test_an_engine_that_works_again_is_told_and_not_killed() -> None:
+    told: list[str] = []
+    monitor = LivenessMonitor(lambda: told.append(monitor.stalled), lambda: pytest.fail("it works again"))
+    for number in range(60):
+        if number % 8 == 0:
+            monitor.heartbeat.beat()
+        assert not monitor.look(number * LOOK_S)
+    assert any(told)
+    assert "" in told
 
 
 def test_the_cpu_of_a_process() -> None:

@@ -105,8 +105,24 @@ def test_drafts(sampled: tuple[int, ...], kept: tuple[int, ...], num_accepted: i
     scheduler.check_integrity()
 
 
-def test_drafts_evict_nothing_from_the_prefix_cache() -> None:
-    """A draft runs as far as blocks reach that hold nothing; the sequence's own next token may evict one."""
+def test_a_draft_evicts_no_more_than_the_block_that_the_next_tokens_need() -> None:
+    pool = BlockPool(1 + 6, 4)
+    scheduler = make_scheduler(pool)
+    cached = pool.allocate(5)
+    for block_id in cached:
+        pool.publish(block_id, bytes([block_id]) * 32)
+    pool.release(cached)
+    scheduler.add(Request("r", (1, 2, 3), StoppingParams(12)), None, 0.0)
+    step(scheduler, PLAIN)
+    assert pool.num_clean == 0
+    plan, _ = step(scheduler, PLAIN, draft=(PLAIN,) * 10)
+    assert (plan.spans[0].start, len(plan.spans[0].draft)) == (3, 4), "to the end of the next block"
+    assert [pool.find(bytes([block_id]) * 32) is None for block_id in cached] == [False] * 4 + [True]
+    plan, _ = step(scheduler, PLAIN, draft=(PLAIN,) * 3)
+    assert (plan.spans[0].start, len(plan.spans[0].draft), pool.num_evictions) == (4, 3, 1)
+
+
+def test_a_longer_draft_evicts_nothing_where_a_clean_block_is_left() -> None:
     pool = BlockPool(1 + 4, 4)
     scheduler = make_scheduler(pool)
     cached = pool.allocate(2)
