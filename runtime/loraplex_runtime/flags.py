@@ -1,9 +1,9 @@
 """Command line flags from configuration dataclasses.
 
-`option` makes a field a flag too. `with_flags` makes a command of a function that takes such dataclasses; what needs
-the raw flags takes the pieces: `flags_of` lists the flags of a class and of the dataclasses in its fields, `configure`
-builds the instance from what the command line gave. Imports typer where a command is made only, because configurations
-travel to processes that know no command line.
+`option` makes a field a flag too. `with_flags` makes a command of a function that takes such dataclasses. For a command
+that passes flags on, `with_raw_flags` gives it what the command line said: `flags_of` lists the flags of a class and of
+the dataclasses in its fields, `configure` builds the instance. Imports typer only where a command is made, because
+configurations travel to processes without a command line.
 """
 
 from __future__ import annotations
@@ -121,44 +121,57 @@ def configure(cls: type, flags: list[Flag], given: Mapping[str, Any], fixed: Map
     return _build(cls, values, ())
 
 
-def command(
-    flags: list[Flag], own: list[inspect.Parameter], body: Callable[..., None], doc: str
-) -> Callable[..., None]:
-    """A function for typer with the parameters `own` and then one for each flag; all reach `body` by keyword."""
-    return _with_signature(body, [*own, *parameters_of(flags)], "", doc)
+def with_raw_flags(flags: list[Flag]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """For typer: a parameter for each flag in the place of the function's `**given`. Its values are not parsed yet."""
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        return _with_signature(body, [*_own_parameters(body), *parameters_of(flags)], body)
+
+    return decorate
 
 
 def with_flags(body: Callable[..., None]) -> Callable[..., None]:
     """For typer: in the place of each parameter of `body` that is such a dataclass, its fields' flags. Raises what the
     dataclasses raise for values that they do not take."""
-    hints = typing.get_type_hints(body, include_extras=True)
     groups: dict[str, tuple[type, list[Flag]]] = {}
     parameters: list[inspect.Parameter] = []
-    for name, parameter in inspect.signature(body).parameters.items():
-        kind = hints[name]
+    for parameter in _own_parameters(body):
+        kind = parameter.annotation
         if dataclasses.is_dataclass(kind):
             flags = list(flags_of(typing.cast(type, kind)))
-            groups[name] = typing.cast(type, kind), flags
+            groups[parameter.name] = typing.cast(type, kind), flags
             parameters += parameters_of(flags)
         else:
-            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=kind))
+            parameters.append(parameter)
 
     def run(**given: Any) -> None:
         for name, (cls, flags) in groups.items():
             given[name] = configure(cls, flags, {flag.parameter: given.pop(flag.parameter) for flag in flags}, {})
         body(**given)
 
-    return _with_signature(run, parameters, body.__name__, body.__doc__)
+    return _with_signature(run, parameters, body)
+
+
+def _own_parameters(body: Callable[..., None]) -> list[inspect.Parameter]:
+    """The parameters that have a name, as keyword parameters with resolved annotations."""
+    hints = typing.get_type_hints(body, include_extras=True)
+    return [
+        one.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[one.name])
+        for one in inspect.signature(body).parameters.values()
+        if one.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
 
 
 def _with_signature(
-    body: Callable[..., None], parameters: list[inspect.Parameter], name: str, doc: str | None
+    body: Callable[..., None], parameters: list[inspect.Parameter], named: Callable[..., None]
 ) -> Callable[..., None]:
+    """`body` for typer: with these parameters, and name and docstring of `named`."""
+
     def run(**given: Any) -> None:
         body(**given)
 
-    run.__name__ = name or run.__name__
-    run.__doc__ = doc
+    run.__name__ = named.__name__
+    run.__doc__ = named.__doc__
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in parameters}
     return run

@@ -1,8 +1,6 @@
 """Configuration of the worker: nested frozen dataclasses, checked once.
 
-The only place that reads the environment.
-
-The commands' flags are made from these fields (loraplex_proto/flags.py): a field's `help` is what `--help` says.
+The commands' flags are made from these fields (`loraplex_runtime/flags.py`): a field's text is what `--help` says.
 """
 
 from __future__ import annotations
@@ -241,9 +239,7 @@ class EngineConfig:
                 f"names {self.adapters.root}, which is not a directory",
             ),
         )
-        for is_ok, flag, rule in (*checks, *self._speculation_checks()):
-            if not is_ok:
-                raise InvalidArgument(f"{flag} {rule}", field=flag)
+        _check(*checks, *self._speculation_checks())
         if self.speculation.default_medusa:
             check_adapter_id(self.speculation.default_medusa, field="--default-medusa")
         _ = self.speculation.drafts  # raises for flags that do not fit together
@@ -311,9 +307,14 @@ class WorkerConfig:
             (self.drain_s >= 0, "--drain", "must not be negative"),
             (self.announce_s >= 0, "--announce", "must not be negative"),
         )
-        for is_ok, flag, rule in checks:
-            if not is_ok:
-                raise InvalidArgument(f"{flag} {rule}", field=flag)
+        _check(*checks)
+
+
+def _check(*checks: tuple[bool, str, str]) -> None:
+    """Each: whether it holds, flag, rule. Raises InvalidArgument for the first that does not hold."""
+    for is_ok, flag, rule in checks:
+        if not is_ok:
+            raise InvalidArgument(f"{flag} {rule}", field=flag)
 
 
 def hub_token() -> str | None:

@@ -1,8 +1,7 @@
-"""A child process and the death of its parent.
+"""End of a child process when its parent dies.
 
-A child learns of it by the end of a pipe whose other end only the parent holds: the engine by its own pipe, a worker by
-its standard input. That works everywhere, but not for a child that is stopped (SIGSTOP), so on Linux the kernel wakes
-it.
+A child sees its parent's death as the end of a pipe whose other end only the parent holds: the engine by its own pipe,
+a worker by its standard input. A stopped child (SIGSTOP) cannot see it, so on Linux the kernel wakes it.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
 def continue_when_parent_dies() -> None:
     """Has the kernel send SIGCONT to this process when its parent dies. Does nothing where there is no prctl.
 
-    Linux means the thread that started this process, which may end before its process; SIGCONT does nothing to a
-    process that runs, so a mistake costs nothing.
+    Linux means the thread that started this process, which may end before its process; SIGCONT changes
+    nothing in a process that runs.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGCONT), 0, 0, 0)
@@ -69,15 +68,14 @@ def orphan_drain_s(text: str) -> float:
 
 
 def end_with_supervisor(drain_s: float) -> None:
-    """Ends this process when standard input ends: requests get `drain_s` to end, then everything is killed that does
-    not end by itself."""
+    """Ends this process when standard input ends: requests get `drain_s` to end, then what still runs is killed."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the supervisor may have been started with nohup
     continue_when_parent_dies()
     threading.Thread(target=_wait_and_end, args=(drain_s,), name="supervisor", daemon=True).start()
 
 
 def _wait_and_end(drain_s: float) -> None:
-    """Prints nothing: whoever would read it is gone, and a full pipe would hold up the end."""
+    """Prints nothing: a pipe that nobody reads could block the end."""
     with contextlib.suppress(OSError):
         while os.read(0, 4096):  # not sys.stdin: its lock would be held while the interpreter ends
             pass
@@ -86,9 +84,9 @@ def _wait_and_end(drain_s: float) -> None:
     time.sleep(drain_s)
     killing_at_s = time.monotonic() + END_S
     while time.monotonic() < killing_at_s:
-        os.kill(me, signal.SIGTERM)  # the first asks, if nobody has; every other one hurries
+        os.kill(me, signal.SIGTERM)  # the first asks for the end; the next ones hurry it
         time.sleep(HURRY_EVERY_S)
     for child in multiprocessing.active_children():
-        child.kill()  # a front end that works ends now, and leaves no files
+        child.kill()  # a front end that still works then ends and leaves no files
     time.sleep(KILL_S)
     os.kill(me, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Worker processes of `loraplex serve`: starting, watching, restarting, ending them."""
+"""Worker processes of `loraplex serve`: start, supervision, restart, end."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from loraplex_contracts.errors import FailedPrecondition, LoraplexError, by_reas
 log = logging.getLogger(__name__)
 
 RESTART_DELAYS_S: Final = (1.0, 2.0, 5.0, 10.0, 30.0)
-# A worker that the router has not heard for so many looks is killed and started again: it may be frozen for good.
-# Looks are counted, so that a pause of this process is not taken for the worker's.
-LOOK_S: Final = 5.0
-MAX_SILENT_LOOKS: Final = 6
-# What a line of a child may be long; the rest of it is dropped.
+# A worker that the router has not heard for so many checks is killed and started again: it may be frozen for good.
+# Checks are counted, so that a pause of this process is not taken for the worker's.
+CHECK_S: Final = 5.0
+MAX_SILENT_CHECKS: Final = 6
+# Longer lines of a child are cut.
 MAX_LINE_BYTES: Final = 1 << 16
 
 
@@ -72,14 +72,14 @@ class Children:
                 if not starting.done():
                     return None
                 self._children.append(starting.result())
-            finally:  # also when this task is cancelled: nobody else would ask the two how they ended
+            finally:  # also when this task is cancelled: nothing else awaits the two
                 starting.cancel()
                 stopping.cancel()
                 await asyncio.gather(starting, stopping, return_exceptions=True)
         return [child.address for child in self._children]
 
     async def watch(self) -> None:
-        """Starts again what dies, with growing pauses. Runs until cancelled."""
+        """Starts workers that ended again, with growing pauses. Runs until cancelled."""
         await asyncio.gather(*(self._watch_one(index) for index in range(len(self._children))))
 
     async def kill_silent(self, heard_s: Callable[[str], float]) -> None:
@@ -87,22 +87,22 @@ class Children:
 
         `heard_s` tells when the worker at an address was last heard, by any clock."""
         last: list[float] = [0.0] * len(self._children)
-        num_silent_looks = [0] * len(self._children)
+        num_silent_checks = [0] * len(self._children)
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CHECK_S)
             for index, child in enumerate(self._children):
                 is_silent = child.process.returncode is None and heard_s(child.address) == last[index]
-                num_silent_looks[index] = num_silent_looks[index] + 1 if is_silent else 0
+                num_silent_checks[index] = num_silent_checks[index] + 1 if is_silent else 0
                 last[index] = heard_s(child.address)
-                if num_silent_looks[index] >= MAX_SILENT_LOOKS:
+                if num_silent_checks[index] >= MAX_SILENT_CHECKS:
                     log.error("worker %d is silent and is killed", index)
                     child.process.kill()
-                    num_silent_looks[index] = 0
+                    num_silent_checks[index] = 0
 
     async def stop(self, drain_s: float, grace_s: float = 10.0) -> None:
         """SIGTERM to all, `drain_s` and `grace_s` for all to end, then SIGKILL. Returns when every process is reaped.
 
-        Called again it tells them again, which has workers end at once."""
+        A second call signals them again, and they end at once."""
         processes = [child.process for child in self._children] + self._starting
         for process in processes:
             with contextlib.suppress(ProcessLookupError):
@@ -133,7 +133,7 @@ class Children:
             except LoraplexError as error:
                 num_failures += 1
                 log.error("worker %d does not start: %s", index, error.message)
-            except Exception:  # whatever it is (no memory for a process, a bug), the next try may go well
+            except Exception:  # such as no memory for a process: the next try may succeed
                 num_failures += 1
                 log.exception("worker %d does not start", index)
 
@@ -172,7 +172,7 @@ class Children:
     async def _until_ready(
         self, process: asyncio.subprocess.Process, lines: AsyncGenerator[bytes], prefix: str
     ) -> dict[str, Any]:
-        """What the worker says when it is ready."""
+        """The worker's report that it is ready. Raises the error that it reports instead."""
         async for line in lines:
             message = _message(line)
             match message.get("event"):
@@ -189,7 +189,7 @@ class Children:
 
 
 async def _lines(stream: asyncio.StreamReader) -> AsyncGenerator[bytes]:
-    """Lines of any length, to the end. StreamReader's own raise for long ones."""
+    """Lines of any length, to the end. (StreamReader's own methods raise for long ones.)"""
     rest = b""
     while chunk := await stream.read(MAX_LINE_BYTES):
         *lines, rest = (rest + chunk).split(b"\n")
@@ -201,7 +201,7 @@ async def _lines(stream: asyncio.StreamReader) -> AsyncGenerator[bytes]:
 
 
 def _message(line: bytes) -> dict[str, Any]:
-    """What a worker reports; empty for anything else that it prints."""
+    """A worker's report; empty for anything else that it prints."""
     try:
         message: Any = json.loads(line)
     except ValueError:
@@ -210,6 +210,6 @@ def _message(line: bytes) -> dict[str, Any]:
 
 
 async def _drain(lines: AsyncGenerator[bytes]) -> None:
-    """Keeps the pipe empty; what a worker says later is for its log."""
+    """Keeps the pipe empty; later lines go to the log."""
     async for line in lines:
         log.debug("%s", line.decode(errors="replace"))

@@ -12,14 +12,14 @@ from loraplex_server.config import WorkerConfig
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where one worker computes."""
+    """Device and cores of one worker."""
 
     device: str
-    cores: tuple[frozenset[int], ...] = ()  # the logical CPUs of each; empty: whatever the process may use
+    cores: tuple[frozenset[int], ...] = ()  # logical CPUs of each core; empty: all that the process may use
 
 
 def place(index: int, num_workers: int, device: str, num_gpus: int, cores: Sequence[frozenset[int]]) -> Placement:
-    """The place of worker `index` of `num_workers`. `device` is the flag, `cores` those of the machine in NUMA order.
+    """Placement of worker `index` of `num_workers`. `device` is the flag, `cores` those of the machine in NUMA order.
 
     `auto` and `cuda` spread the workers over all GPUs, `cuda:N` over those from N on. Where there are more workers than
     GPUs or cores, several share one.
@@ -27,7 +27,7 @@ def place(index: int, num_workers: int, device: str, num_gpus: int, cores: Seque
     if device == "cpu" or (device == "auto" and not num_gpus):
         if len(cores) < num_workers:
             return Placement(device, (cores[index % len(cores)],))
-        first, end = (place * len(cores) // num_workers for place in (index, index + 1))
+        first, end = (number * len(cores) // num_workers for number in (index, index + 1))
         return Placement(device, tuple(cores[first:end]))
     first_gpu = int(device[5:]) if device.startswith("cuda:") and device[5:].isdecimal() else 0
     if device not in ("auto", "cuda", f"cuda:{first_gpu}") or first_gpu >= num_gpus:
@@ -43,9 +43,9 @@ def parse_placement(text: str) -> tuple[int, int]:
     return int(index), int(count)
 
 
-def settle(config: WorkerConfig, index: int, num_workers: int) -> WorkerConfig:
-    """Moves this process to its place and returns the configuration for it. What it starts later goes along."""
-    import torch  # late: what only prints help needs none
+def apply_placement(config: WorkerConfig, index: int, num_workers: int) -> WorkerConfig:
+    """Binds this process to its cores, and returns the configuration with its device. Children inherit the cores."""
+    import torch  # late: printing help needs no torch
 
     from loraplex_server.backends.cpu.native.threads import default_num_threads, own_cores
 

@@ -17,13 +17,13 @@ from loraplex_runtime.shutdown import HOW_TO_HURRY, unread_output_is_lost
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Rich would end the process, with what it serves."""
+        """Rich would end the server's process."""
         raise BrokenPipeError
 
 
 class Report:
-    """Owns the spinner. Progress goes to stderr; `--json` lines go to stdout, where a supervisor reads them. Where
-    nobody reads (any more), what is told is lost and nothing else."""
+    """Owns the spinner. Progress goes to stderr; `--json` lines go to stdout, where a supervisor reads them. A
+    closed stream loses the text and does no other harm."""
 
     def __init__(self, what: str, *, as_json: bool) -> None:
         self._what = what
@@ -68,7 +68,7 @@ class Report:
             self._print(f"{self._what} is draining: {what} under way ({HOW_TO_HURRY})")
 
     def failed(self, error: LoraplexError) -> int:
-        """Says why, and returns the exit status."""
+        """Prints the reason and returns the exit status."""
         self._stop_spinner()
         if self._as_json:
             self._line(event="failed", reason=error.reason, message=error.message)

@@ -1,30 +1,28 @@
 """`loraplex serve MODEL`: a router and its workers on this machine.
 
 This process is the router; each worker is a child, `loraplex worker`, on a free loopback port. `serving` is the context
-that `serve` and `demo` share. No torch in here.
+that `serve` and `demo` share. Imports no torch.
 """
 
 from __future__ import annotations
 
 import asyncio
-import inspect
 import secrets
 import sys
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from loraplex_contracts.errors import InvalidArgument, LoraplexError
-from loraplex_runtime.flags import command
+from loraplex_runtime.flags import with_raw_flags
 from loraplex_runtime.shutdown import Ending
 from loraplex_server.cli.child_processes import Children, ChildSpec
 from loraplex_server.cli.report import Report
-from loraplex_server.cli.worker import FLAGS, JSON, MODEL, worker_config
+from loraplex_server.cli.worker import FLAGS, JsonFlag, ModelArgument, worker_config
 from loraplex_server.config import WorkerConfig
 
 # The router listens, authenticates and terminates TLS; the workers behind it take the rest of the flags.
@@ -80,8 +78,8 @@ async def serving(
 
 
 def child_spec(model: str, given: Mapping[str, Any], worker_token: str = "") -> ChildSpec:
-    """How a worker for `model` is started with the flags as they were given. Its metrics are behind the router's. With
-    a `worker_token` it believes nobody else."""
+    """How a worker for `model` is started with the flags as they were given. Its port for metrics follows the router's.
+    With a `worker_token` it accepts calls only with that token."""
     command = (sys.executable, "-m", "loraplex", "worker", *worker_arguments(model, given))
     if worker_token:
         from loraplex_runtime.auth import token_digest  # late: it imports gRPC
@@ -126,11 +124,10 @@ def _router_config(config: WorkerConfig, addresses: list[str], worker_token: str
     )
 
 
-WORKERS = inspect.Parameter(
-    "workers",
-    inspect.Parameter.KEYWORD_ONLY,
-    default=1,
-    annotation=Annotated[
+@with_raw_flags(FLAGS)
+def serve(
+    model: ModelArgument,
+    workers: Annotated[
         int,
         typer.Option(
             "--workers",
@@ -139,28 +136,14 @@ WORKERS = inspect.Parameter(
             help="Worker processes. Each loads the model, on the next GPU (with --device cuda:N from that one on) or "
             "with its share of the cores.",
         ),
-    ],
-)
+    ] = 1,
+    json: JsonFlag = False,
+    **given: Any,
+) -> None:
+    """Serve a base model with its adapters: a router and its workers on this machine.
 
-
-async def run_serve(
-    start: Callable[[Ending], AbstractAsyncContextManager[Serving | None]],
-    on_ready: Callable[[Serving], None],
-    on_drain: Callable[[int], None],
-) -> int:
-    """Serves until SIGTERM, SIGINT or SIGHUP; a second one ends it at once. Returns the exit status."""
-    ending = Ending()
-    ending.listen()
-    async with start(ending) as served:
-        if served is None:
-            return ending.status
-        on_ready(served)
-        await ending.asked.wait()
-        on_drain(served.num_requests())
-    return 0
-
-
-def _serve(*, model: str, json: bool, workers: int, **given: Any) -> None:
+    Example: loraplex serve Qwen/Qwen2.5-0.5B --adapters ./adapters
+    """
     report = Report("server", as_json=json)
     try:
         config = worker_config(model, given)
@@ -173,28 +156,24 @@ def _serve(*, model: str, json: bool, workers: int, **given: Any) -> None:
 
         setup_logging(config.engine.log_level)
         with report:
-            token = _router_token(config)
-            start = partial(serving, config, child_spec(model, given, token), workers, token, report.progress)
-
-            def on_ready(served: Serving) -> None:
-                report.ready(served.address, model, served.metrics_ports)
-
-            code = asyncio.run(run_serve(start, on_ready, report.draining))
+            code = asyncio.run(_serve(model, config, workers, given, report))
     except LoraplexError as error:
         code = report.failed(error)
     sys.exit(code)
 
 
-def _router_token(config: WorkerConfig) -> str:
-    """With credentials in front, the workers behind believe this router only, by a token that never leaves it: they
-    know its digest."""
-    return "" if config.auth_file is None else secrets.token_urlsafe(32)
-
-
-serve = command(
-    FLAGS,
-    [MODEL, WORKERS, JSON],
-    _serve,
-    "Serve a base model with its adapters: a router and its workers on this machine.\n\n"
-    "Example: loraplex serve Qwen/Qwen2.5-0.5B --adapters ./adapters",
-)
+async def _serve(model: str, config: WorkerConfig, num_workers: int, given: Mapping[str, Any], report: Report) -> int:
+    """Serves until SIGTERM, SIGINT or SIGHUP; a second one ends it at once. Returns the exit status."""
+    # With credentials in front, the workers behind believe this router only, by a token that never leaves it: they know
+    # its digest.
+    token = "" if config.auth_file is None else secrets.token_urlsafe(32)
+    ending = Ending()
+    ending.listen()
+    spec = child_spec(model, given, token)
+    async with serving(config, spec, num_workers, token, report.progress, ending) as served:
+        if served is None:
+            return ending.status
+        report.ready(served.address, model, served.metrics_ports)
+        await ending.asked.wait()
+        report.draining(served.num_requests())
+    return 0

@@ -1,6 +1,6 @@
-"""`loraplex adapters verify`: loads an adapter as a server does, without one.
+"""`loraplex adapters verify`: the checks of a server on one adapter folder.
 
-Owns the sequence of checks and what is reported; how that is shown is the command's.
+Runs the checks; the command shows the result.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def verify_adapter(
     max_rank: int | None,
     progress: Callable[[str], AbstractContextManager[None]],
 ) -> dict[str, Any]:
-    """What the adapter in `folder` is, as plain data. Raises the error that a server would answer with. `progress`
-    shows what is done while its block runs."""
+    """A description of the adapter in `folder`, as plain data. Raises the error that a server would answer with.
+    `progress(text)` shows a text while its block runs."""
     name = folder.resolve().name
     source = FolderSource(name, folder)
     with source.open(name) as files:
-        detect_kind(files.names)  # before the base model is loaded for nothing
-    disable_progress_bar()  # it would tear ours apart
+        detect_kind(files.names)  # before the base model is loaded in vain
+    disable_progress_bar()  # it would break the command's own
     with progress(f"loading {base}"):
         model = load_model(base, dtype=dtype, device="cpu")
     targets = model.base_targets(max_rank or AdaptersConfig().max_rank)

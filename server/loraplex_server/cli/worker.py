@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import sys
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from loraplex_contracts.errors import InvalidArgument, LoraplexError
-from loraplex_runtime.flags import command, configure, flags_of
+from loraplex_runtime.flags import configure, flags_of, with_raw_flags
 from loraplex_runtime.shutdown import exit_at_once
-from loraplex_server.cli.placement import parse_placement, settle
+from loraplex_server.cli.placement import apply_placement, parse_placement
 from loraplex_server.cli.report import Report
 from loraplex_server.config import WorkerConfig
 from loraplex_server.parent import END, end_with_supervisor, orphan_drain_s
@@ -23,56 +22,8 @@ if TYPE_CHECKING:
 
 FLAGS = list(flags_of(WorkerConfig))
 
-MODEL = inspect.Parameter(
-    "model",
-    inspect.Parameter.KEYWORD_ONLY,
-    annotation=Annotated[str, typer.Argument(help="Directory of a Hugging Face checkpoint, or its Hub id.")],
-)
-JSON = inspect.Parameter(
-    "json",
-    inspect.Parameter.KEYWORD_ONLY,
-    default=False,
-    annotation=Annotated[bool, typer.Option("--json", help="Report progress as JSON lines.")],
-)
-
-SUPERVISED = inspect.Parameter(
-    "supervised",
-    inspect.Parameter.KEYWORD_ONLY,
-    default=False,
-    annotation=Annotated[
-        bool, typer.Option("--supervised", help="End when standard input closes, as it does when a supervisor dies.")
-    ],
-)
-
-ON_ORPHAN = inspect.Parameter(
-    "on_orphan",
-    inspect.Parameter.KEYWORD_ONLY,
-    default=END,
-    annotation=Annotated[
-        str,
-        typer.Option(
-            "--on-orphan",
-            metavar="end|drain=SECONDS",
-            help="With --supervised, what running requests get when standard input closes: nothing, or SECONDS to end.",
-        ),
-    ],
-)
-ROUTER_DIGEST = inspect.Parameter(
-    "router_digest",
-    inspect.Parameter.KEYWORD_ONLY,
-    default="",
-    annotation=Annotated[
-        str, typer.Option("--router-digest", hidden=True, help="SHA-256 of the token of the one router that may call.")
-    ],
-)
-PLACEMENT = inspect.Parameter(
-    "placement",
-    inspect.Parameter.KEYWORD_ONLY,
-    default="0/1",
-    annotation=Annotated[
-        str, typer.Option("--placement", hidden=True, help="INDEX/COUNT: which of the workers of this machine it is.")
-    ],
-)
+ModelArgument = Annotated[str, typer.Argument(help="Directory of a Hugging Face checkpoint, or its Hub id.")]
+JsonFlag = Annotated[bool, typer.Option("--json", help="Report progress as JSON lines.")]
 
 
 def worker_config(model: str, given: dict[str, Any], router_digest: str = "") -> WorkerConfig:
@@ -81,9 +32,33 @@ def worker_config(model: str, given: dict[str, Any], router_digest: str = "") ->
     return configure(WorkerConfig, FLAGS, given, fixed)
 
 
-def _worker(
-    *, model: str, json: bool, supervised: bool, on_orphan: str, router_digest: str, placement: str, **given: Any
+@with_raw_flags(FLAGS)
+def worker(
+    model: ModelArgument,
+    json: JsonFlag = False,
+    supervised: Annotated[
+        bool, typer.Option("--supervised", help="End when standard input closes, as it does when a supervisor dies.")
+    ] = False,
+    on_orphan: Annotated[
+        str,
+        typer.Option(
+            "--on-orphan",
+            metavar="end|drain=SECONDS",
+            help="With --supervised, what running requests get when standard input closes: nothing, or SECONDS to end.",
+        ),
+    ] = END,
+    router_digest: Annotated[
+        str, typer.Option("--router-digest", hidden=True, help="SHA-256 of the token of the one router that may call.")
+    ] = "",
+    placement: Annotated[
+        str, typer.Option("--placement", hidden=True, help="INDEX/COUNT: which of the workers of this machine it is.")
+    ] = "0/1",
+    **given: Any,
 ) -> None:
+    """Start one worker: a base model with its adapters behind gRPC.
+
+    Clients may talk to it directly; a router (`loraplex router`) spreads requests over several.
+    """
     report = Report("worker", as_json=json)
     try:
         drain_s = orphan_drain_s(on_orphan)
@@ -99,7 +74,7 @@ def _worker(
 
         setup_logging(config.engine.log_level)
         if num_workers > 1:
-            config = settle(config, index, num_workers)
+            config = apply_placement(config, index, num_workers)
         with report:
             code = asyncio.run(run_worker(config, report.progress, partial(_ready, report), report.draining))
         exit_at_once(code)
@@ -112,12 +87,3 @@ def _ready(report: Report, running: Worker) -> None:
     metrics = running.listener.metrics
     ports = [] if metrics is None else [metrics.port]
     report.ready(running.address, running.info.model_id, ports)
-
-
-worker = command(
-    FLAGS,
-    [MODEL, JSON, SUPERVISED, ON_ORPHAN, ROUTER_DIGEST, PLACEMENT],
-    _worker,
-    "Start one worker: a base model with its adapters behind gRPC.\n\n"
-    "Clients may talk to it directly; a router (`loraplex router`) spreads requests over several.",
-)

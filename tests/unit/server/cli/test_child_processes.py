@@ -164,7 +164,7 @@ async def test_a_start_that_is_given_up_leaves_nothing_behind(tmp_path: Path, wa
 
 
 async def test_who_is_silent_is_replaced_and_who_speaks_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(children_module, "LOOK_S", 0.02)
+    monkeypatch.setattr(children_module, "CHECK_S", 0.02)
     async with started(tmp_path / "worker", READY + WAIT) as (children, _):
         heard_s = 1.0
         watching = asyncio.ensure_future(children.kill_silent(lambda address: heard_s))

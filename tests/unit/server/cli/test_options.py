@@ -15,21 +15,22 @@ from typer.testing import CliRunner
 from loraplex.cli.main import main
 from loraplex_contracts.errors import InvalidArgument
 from loraplex_proto import validate
-from loraplex_runtime.flags import command, configure, flags_of, option, parse_bytes
+from loraplex_runtime.flags import configure, flags_of, option, parse_bytes, with_raw_flags
 from loraplex_server import config as config_module
 from loraplex_server.cli.serve import ROUTER_ONLY, worker_arguments
-from loraplex_server.cli.worker import FLAGS, MODEL
+from loraplex_server.cli.worker import FLAGS
 from loraplex_server.config import DraftModelConfig, EngineConfig, ModelConfig, WorkerConfig
 
 
 def configured(*arguments: str) -> WorkerConfig:
     seen: list[WorkerConfig] = []
 
-    def body(*, model: str, **given: object) -> None:
+    @with_raw_flags(FLAGS)
+    def body(model: str, **given: object) -> None:
         seen.append(configure(WorkerConfig, FLAGS, given, {("engine", "model", "model"): model}))
 
     app = typer.Typer()
-    app.command()(command(FLAGS, [MODEL], body, "For a test."))
+    app.command()(body)
     result = CliRunner().invoke(app, ["some/model", *arguments])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
@@ -128,7 +129,7 @@ def test_an_alias_of_a_switch_has_its_opposite_too() -> None:
     seen: list[object] = []
     flags = list(flags_of(Switches))
     app = typer.Typer()
-    app.command()(command(flags, [], lambda **given: seen.append(configure(Switches, flags, given, {})), "For a test."))
+    app.command()(with_raw_flags(flags)(lambda **given: seen.append(configure(Switches, flags, given, {}))))
     for argument in ("--no-light", "--light", "--no-lamp"):
         assert CliRunner().invoke(app, [argument]).exit_code == 0
     assert seen == [Switches(False), Switches(True), Switches(False)]
