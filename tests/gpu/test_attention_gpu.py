@@ -12,7 +12,7 @@ from support.lora_cases import pairwise
 
 from loraplex_server.backends.cuda.backend import CudaBackend
 from loraplex_server.backends.registry import attention_kernels
-from loraplex_server.layers.attention import AttentionBatch, PagedAttention, ReplayableAttention
+from loraplex_server.layers.attention import AttentionBatch, PagedAttention, ReplayableAttention, Reserved
 from loraplex_server.layers.kv_memory import LayerKv
 from loraplex_server.layers.spec import AttentionSpec
 
@@ -140,7 +140,7 @@ def test_a_captured_plan_takes_one_step_after_another(name: str, query_len: int,
     backend = backend_of(name, spec)
     assert isinstance(backend, ReplayableAttention)
     num_tokens, max_blocks = num_spans * query_len, 260
-    plan = backend.reserve(num_tokens, num_spans, max_blocks, 16, query_len, torch.bfloat16, cuda)
+    plan = backend.reserve(Reserved(num_spans, query_len, max_blocks), 16, torch.bfloat16, cuda)
     pages = [torch.zeros(num_spans * max_blocks, 16, 8, 128, dtype=torch.bfloat16, device=cuda) for _ in range(2)]
     kv = LayerKv(*pages)
     query = torch.zeros(num_tokens, 32, 128, dtype=torch.bfloat16, device=cuda)
@@ -182,7 +182,7 @@ def test_a_plan_waits_for_nothing() -> None:
     backend = backend_of("triton", spec)
     assert isinstance(backend, ReplayableAttention)
     problem = problem_of([(500, 1)] * 8, spec, torch.bfloat16, "triton")
-    reserved = backend.reserve(8, 8, 64, 16, 1, torch.bfloat16, torch.device("cuda"))
+    reserved = backend.reserve(Reserved(8, 1, 64), 16, torch.bfloat16, torch.device("cuda"))
     problem.run(backend)
     problem.run(backend, reserved)
     big = torch.randn(8192, 8192, device="cuda")

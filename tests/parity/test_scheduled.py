@@ -8,6 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from support.backends import PatchedBackend
 from support.dense import greedy, make_dense
 from support.driver import make_rig
 from support.peft_files import SPECS, load_lora, save_adapter
@@ -21,9 +22,9 @@ from loraplex_contracts.events import CompletionEnd, RequestFailed, Tokens
 from loraplex_contracts.plan import Draft, StepPlan
 from loraplex_contracts.request import Request, StoppingParams
 from loraplex_server.backends.cpu.torch_lora import CpuOps
+from loraplex_server.backends.cuda.graphs import graph_shapes
 from loraplex_server.kv.blocks import BlockPool
 from loraplex_server.model.fault_isolation import StepHandle
-from loraplex_server.model.graphs import graph_shapes
 from loraplex_server.model.loader import adopt_model
 from loraplex_server.scheduler.config import SchedulerConfig
 from loraplex_server.scheduler.scheduler import Scheduler
@@ -53,13 +54,13 @@ class Resident:
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_texts_survive_scheduling(family: str, ahead: bool, tmp_path: Path) -> None:
     base = make_dense(random_model(family))
-    loaded = adopt_model(copy.deepcopy(base))
+    loaded = adopt_model(copy.deepcopy(base), backend=PatchedBackend(capture=calls_again))
     references: dict[int | None, nn.Module] = {None: base}
     ops, attention = (ReplayableReference(), ReplayableTorch()) if ahead else (CpuOps(), "auto")
     rig = make_rig(loaded, num_blocks=NUM_BLOCKS, max_rows=5, ops=ops, attention=attention)
     if ahead:
         rig.runner.overlaps = True
-        rig.runner.capture(graph_shapes(5, 4), calls_again, lambda text: None)
+        rig.runner.capture(graph_shapes(5, 4), lambda text: None)
     for idx in ADAPTERS:
         references[idx] = save_adapter(base, SPECS[idx], tmp_path / SPECS[idx].name, seed=idx)
         rig.slots.install(idx, load_lora(tmp_path, SPECS[idx].name, loaded.base_targets(16)))

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import pytest
-import torch
 
 from loraplex_server.backends.backend import Backend
 from loraplex_server.backends.cpu.backend import CpuBackend
-from loraplex_server.config import EngineConfig
+from loraplex_server.backends.cuda.graphs import Shape, StepGraphs, capture_steps, graph_shapes
 from loraplex_server.engine import assembly as build
-from loraplex_server.model.graphs import Shape, graph_shapes
+from loraplex_server.layers.step import StepResources
 from loraplex_server.model.runner import ModelRunner
 from support.replay import ReplayableReference, ReplayableTorch, calls_again
 
 
-def _captured_shapes(config: EngineConfig, device: torch.device) -> list[Shape]:
-    return graph_shapes(config.batch.max_running, config.speculation.max_draft_tokens)
+def _capture_steps(
+    backend: Backend, steps: StepResources, shapes: Sequence[Shape], progress: Callable[[str], None]
+) -> StepGraphs | None:
+    return capture_steps(steps, shapes, calls_again, progress)
 
 
 def build_as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     for backend in (Backend, CpuBackend):
         monkeypatch.setattr(backend, "lora", lambda *_: ReplayableReference())
     monkeypatch.setattr(build, "make_attention", lambda *_: ReplayableTorch())
-    monkeypatch.setattr(build, "captured_shapes", _captured_shapes)
-    monkeypatch.setattr(Backend, "capture", lambda _: calls_again)
+    monkeypatch.setattr(Backend, "graph_shapes", lambda _, *sizes: graph_shapes(*sizes))
+    monkeypatch.setattr(Backend, "capture_steps", _capture_steps)
     monkeypatch.setattr(build, "ModelRunner", partial(ModelRunner, overlaps=True))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from loraplex_server.backends.reference.attention import Plan, TorchPagedAttention
 from loraplex_server.backends.reference.lora import ReferenceOps
-from loraplex_server.layers.attention import AttentionBatch
+from loraplex_server.layers.attention import AttentionBatch, Reserved
 from loraplex_server.layers.kv_memory import LayerKv
 from loraplex_server.layers.linear import BaseLinear
 from loraplex_server.layers.lora import FactorTable, PreparedSegments, Segment
@@ -77,10 +77,7 @@ class ReplayableReference(ReferenceOps):
 
 @dataclass
 class ReservedPlan:
-    num_tokens: int
-    num_spans: int
-    max_blocks: int
-    query_len: int
+    bounds: Reserved
     dtype: torch.dtype
     device: torch.device
     plan: Plan | None = None
@@ -90,23 +87,13 @@ class ReservedPlan:
 class ReplayableTorch(TorchPagedAttention):
     """Implements ReplayableAttention. A missing span gives zeros; for what is not written there is block 0."""
 
-    def reserve(
-        self,
-        num_tokens: int,
-        num_spans: int,
-        max_blocks: int,
-        block_size: int,
-        query_len: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> ReservedPlan:
-        assert num_tokens == num_spans * query_len
-        return ReservedPlan(num_tokens, num_spans, max_blocks, query_len, dtype, device)
+    def reserve(self, reserved: Reserved, block_size: int, dtype: torch.dtype, device: torch.device) -> ReservedPlan:
+        return ReservedPlan(reserved, dtype, device)
 
     def refill(self, plan: ReservedPlan, batch: AttentionBatch) -> None:
-        if len(batch.query_lens) > plan.num_spans or batch.block_tables.shape[1] > plan.max_blocks:
+        if len(batch.query_lens) > plan.bounds.num_spans or batch.block_tables.shape[1] > plan.bounds.max_blocks:
             raise ValueError("more than was reserved")
-        assert (batch.query_lens == plan.query_len).all()
+        assert (batch.query_lens == plan.bounds.query_len).all()
         assert (batch.context_lens >= batch.query_lens).all()
         plan.num_filled = int(batch.query_lens.sum())
         assert len(batch.slots) == plan.num_filled
@@ -116,7 +103,7 @@ class ReplayableTorch(TorchPagedAttention):
     def run(self, query: Tensor, key: Tensor, value: Tensor, kv: LayerKv, spec: AttentionSpec, plan: Any) -> Tensor:
         if not isinstance(plan, ReservedPlan):
             return super().run(query, key, value, kv, spec, plan)
-        assert query.shape[0] == plan.num_tokens
+        assert query.shape[0] == plan.bounds.num_tokens
         out = query.new_zeros(query.shape[0], spec.num_heads, spec.v_dim)
         num = plan.num_filled
         if plan.plan is not None:

@@ -14,6 +14,7 @@ from loraplex_contracts.errors import InvalidArgument, Unimplemented
 from loraplex_server.backends.cpu.decoder_match import FoundStack
 from loraplex_server.backends.cpu.medusa import NativeGuesser
 from loraplex_server.backends.cpu.native.kernels import NativeKernels
+from loraplex_server.backends.cuda.graphs import Shape, StepGraphs
 from loraplex_server.backends.reference.attention import TorchPagedAttention
 from loraplex_server.backends.reference.lora import ReferenceDense, ReferenceOps
 from loraplex_server.layers.attention import PagedAttention
@@ -22,13 +23,11 @@ from loraplex_server.layers.fused import FusedOps
 from loraplex_server.layers.linear import BaseLinearFactory, PlainLinear
 from loraplex_server.layers.lora import SegmentedLora
 from loraplex_server.layers.segmented_dense import SegmentedDense
-from loraplex_server.layers.spec import AttentionSpec
+from loraplex_server.layers.spec import AttentionSpec, ModelSpec
+from loraplex_server.layers.step import StepResources
 from loraplex_server.sampling.draw import row_argmax
 from loraplex_server.sampling.sampler import Argmax
 
-Replay = Callable[[], None]
-# Makes a graph of what a function launches; the function may be called several times for that.
-Capture = Callable[[Callable[[], object]], Replay]
 MakeAttention = Callable[[Sequence[AttentionSpec]], PagedAttention]
 
 
@@ -130,8 +129,18 @@ class Backend:
         """Guesses of Medusa heads before the model's own `head` in one call; None: tensor operations do it."""
         return None
 
-    def capture(self) -> Capture | None:
-        """Makes graphs of steps; None: every step is launched."""
+    def graph_shapes(self, max_running: int, max_drafted: int) -> list[Shape]:
+        """Shapes of the steps to capture as graphs, for so many sequences and drafts of so many tokens."""
+        return []
+
+    def graph_bytes(self, shapes: Sequence[Shape], spec: ModelSpec, dtype: torch.dtype) -> int:
+        """Estimate of the device memory that graphs of these shapes take at most."""
+        return 0
+
+    def capture_steps(
+        self, steps: StepResources, shapes: Sequence[Shape], progress: Callable[[str], None]
+    ) -> StepGraphs | None:
+        """Captures steps of these shapes; None: every step is launched. `progress` is told what became of it."""
         return None
 
     def check_int8(self) -> None:

@@ -18,7 +18,9 @@ from loraplex_adapters.cache.residency import AdapterCacheConfig
 from loraplex_adapters.sources.chain import make_source
 from loraplex_adapters.sources.directory import FolderSource
 from loraplex_adapters.weights import AdapterWeights
+from loraplex_server.backends.backend import Backend
 from loraplex_server.backends.cpu.native.threads import default_num_threads
+from loraplex_server.backends.cuda.graphs import Shape
 from loraplex_server.backends.registry import choose_backend, make_attention
 from loraplex_server.config import AdaptersConfig, EngineConfig, hub_token
 from loraplex_server.engine.engine import Engine
@@ -27,7 +29,6 @@ from loraplex_server.kv.blocks import BlockPool
 from loraplex_server.layers.adapter_slots import AdapterSlots
 from loraplex_server.layers.kv_memory import KvCache
 from loraplex_server.layers.spec import kv_block_bytes
-from loraplex_server.model.graphs import Shape, graph_bytes, graph_shapes
 from loraplex_server.model.loader import LoadedModel, load_model, resolve_device
 from loraplex_server.model.medusa_heads import HeadSlots
 from loraplex_server.model.medusa_model import MODEL_HEADS, ServedModel, served_model
@@ -111,8 +112,7 @@ def assemble(
     )
     if loaded.device.type == "cuda":
         runner.warm_up(batch.max_step_tokens, progress)
-    if (shapes := captured_shapes(config, loaded.device)) and (capture := backend.capture()) is not None:
-        runner.capture(shapes, capture, progress)
+    runner.capture(captured_shapes(config, backend), progress)
     manager = _manager(loaded, config.adapters, slots, heads, notify, served.heads)
     speculator = build_speculator(
         config,
@@ -150,11 +150,11 @@ def assemble(
     return Engine(info, scheduler, manager, runner, speculator=speculator)
 
 
-def captured_shapes(config: EngineConfig, device: torch.device) -> list[Shape]:
+def captured_shapes(config: EngineConfig, backend: Backend) -> list[Shape]:
     """The steps that are captured as CUDA graphs."""
-    if device.type != "cuda" or not config.model.cuda_graphs:
+    if not config.model.cuda_graphs:
         return []
-    return graph_shapes(config.batch.max_running, config.speculation.max_draft_tokens)
+    return backend.graph_shapes(config.batch.max_running, config.speculation.max_draft_tokens)
 
 
 def _manager(
@@ -201,7 +201,7 @@ def kv_blocks(config: EngineConfig, loaded: LoadedModel, free_bytes: int, *, has
         reserved = config.adapters.device_bytes if has_adapters else 0
         if device.type != "cpu":
             reserved += step_bytes(loaded, batch.max_step_tokens, batch.max_running)
-            reserved += graph_bytes(captured_shapes(config, device), loaded)
+            reserved += loaded.backend.graph_bytes(captured_shapes(config, loaded.backend), loaded.spec, loaded.dtype)
         budget = kv_budget_bytes(device.type, free_bytes, reserved)
         remedy = f"{free_bytes / 2**20:.0f} MiB are free: make room, or name a size with --kv-memory"
         if has_adapters:

@@ -28,14 +28,14 @@ class AdapterSlots:
         self.num_slots = num_slots
         self.max_rank = 0  # of anything that is installed
         self._ranks_by_slot = [0] * num_slots
-        self._targets = _side_by_side(targets)
+        self.targets = _side_by_side(targets)
         self._installed: list[AdapterWeights | None] = [None] * num_slots  # keeps the tensors alive
         shape = (len(targets), num_slots)
         self._a_ptrs = torch.zeros(shape, dtype=torch.int64, device=device)
         self._b_ptrs = torch.zeros(shape, dtype=torch.int64, device=device)
         self._ranks = torch.zeros(shape, dtype=torch.int32, device=device)
         self._scales = torch.zeros(shape, dtype=torch.float32, device=device)
-        for idx, module in enumerate(self._targets.values()):
+        for idx, module in enumerate(self.targets.values()):
             table = FactorTable(num_slots, module.in_features, module.out_features, device)
             table.a_ptrs, table.b_ptrs = self._a_ptrs[idx], self._b_ptrs[idx]
             table.ranks, table.scales = self._ranks[idx], self._scales[idx]
@@ -47,11 +47,11 @@ class AdapterSlots:
     def install(self, slot: int, weights: AdapterWeights | None) -> None:
         """Puts an adapter into `slot` of all modules, or clears it. Between steps only."""
         if weights is not None:
-            strangers = [path for path in weights.factors if path not in self._targets]
+            strangers = [path for path in weights.factors if path not in self.targets]
             if strangers:
                 raise ValueError(f"adapter factors for modules that the model lacks: {', '.join(strangers[:3])}")
-        rows = [(0, 0, 0, 0.0)] * len(self._targets)
-        for idx, (path, module) in enumerate(self._targets.items()):
+        rows = [(0, 0, 0, 0.0)] * len(self.targets)
+        for idx, (path, module) in enumerate(self.targets.items()):
             factors = weights.factors.get(path) if weights is not None else None
             table = module.table
             assert table is not None

@@ -37,6 +37,19 @@ class AttentionBatch:
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.query_lens)])
 
 
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """Bounds of the steps that a plan with fixed addresses takes: up to `num_spans` spans of `query_len` tokens."""
+
+    num_spans: int
+    query_len: int
+    max_blocks: int  # of any span
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_spans * self.query_len
+
+
 class PagedAttention(Protocol):
     """One implementation."""
 
@@ -64,17 +77,8 @@ class PagedAttention(Protocol):
 class ReplayableAttention(PagedAttention, Protocol):
     """An implementation whose launches can be captured once and replayed for other steps of the same shape."""
 
-    def reserve(
-        self,
-        num_tokens: int,
-        num_spans: int,
-        max_blocks: int,
-        block_size: int,
-        query_len: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> Any:
-        """A plan with buffers at fixed addresses, for steps of up to `num_spans` spans of `query_len` tokens each.
+    def reserve(self, reserved: Reserved, block_size: int, dtype: torch.dtype, device: torch.device) -> Any:
+        """A plan with buffers at fixed addresses, for steps within `reserved`.
 
         As reserved, all spans are empty. `run` with it launches the same kernels on the same addresses whatever was
         refilled. An empty span has output 0, and nothing is written for it.

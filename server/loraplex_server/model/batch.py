@@ -11,53 +11,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from loraplex_contracts.plan import NewSequence, Span
 from loraplex_server.layers.attention import AttentionBatch
 from loraplex_server.layers.lora import Segment
+from loraplex_server.layers.step import Ints, Row, StagedStep
 from loraplex_server.layers.transfer import upload
-
-Ints = npt.NDArray[np.int64]
-
-
-@dataclass(slots=True)
-class Row:
-    """One running sequence."""
-
-    sequence: NewSequence
-    num_known: int  # tokens in the mirror that are certain
-    num_blocks: int  # blocks in its table
-
-
-@dataclass(frozen=True, slots=True)
-class StagedStep:
-    """A step's inputs, on the host. Spans are in the order of the flattened row."""
-
-    spans: tuple[Span, ...]
-    rows: tuple[Row, ...]  # of the spans
-    tokens: Ints  # [3, num_tokens] of each token: its place in the mirror, its position, its KV slot
-    query_lens: Ints  # [num_spans]
-    context_lens: Ints  # [num_spans]
-    block_tables: Ints  # [num_spans, max_blocks]
-    block_size: int
-    token_segments: tuple[Segment, ...]
-    head_rows: Ints  # [num_head_rows] tokens whose logits are computed
-    head_segments: tuple[Segment, ...]
-    # Of each span: its first head row, how many of them are for prompt logprobs; its samples follow these.
-    head_starts: tuple[int, ...]
-    num_prompt_rows: tuple[int, ...]
-    fresh_blocks: tuple[int, ...]  # attached by this step, without content yet
-
-    @property
-    def num_tokens(self) -> int:
-        return self.tokens.shape[1]
-
-    def attention(self, slots: Tensor) -> AttentionBatch:
-        """The step as attention sees it, with its slots on the host or on the device."""
-        return AttentionBatch(self.query_lens, self.context_lens, self.block_tables, self.block_size, slots)
 
 
 @dataclass(frozen=True, slots=True)

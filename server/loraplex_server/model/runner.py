@@ -23,14 +23,14 @@ from torch import Tensor
 
 from loraplex_contracts.errors import Internal, InvalidArgument, LoraplexError, NonFinite, unexpected
 from loraplex_contracts.plan import NewSequence, PositionLogprobs, Span, SpanResult, StepPlan, StepResult
-from loraplex_server.backends.backend import Capture
+from loraplex_server.backends.cuda.graphs import Shape, StepGraphs
 from loraplex_server.layers.adapter_slots import AdapterSlots, as_if_installed
-from loraplex_server.layers.attention import AttentionBatch, PagedAttention, ReplayableAttention
+from loraplex_server.layers.attention import AttentionBatch, PagedAttention
 from loraplex_server.layers.kv_memory import KvCache
 from loraplex_server.layers.lora import PreparedSegments, ReplayableLora, Segment
+from loraplex_server.layers.step import Row, StagedStep, StepResources
 from loraplex_server.layers.transfer import Download, download, upload
-from loraplex_server.model.batch import BatchMirror, Row, StagedStep
-from loraplex_server.model.graphs import Shape, StepGraphs, capture_and_report
+from loraplex_server.model.batch import BatchMirror
 from loraplex_server.model.loaded_model import LoadedModel
 from loraplex_server.sampling.logprobs import Logprobs, prompt_logprobs
 from loraplex_server.sampling.sampler import HostSampled, PackedSamples, Sampler
@@ -167,31 +167,15 @@ class ModelRunner:
             self._settle(launched, new_tokens)
         return results
 
-    def capture(
-        self,
-        shapes: Sequence[Shape],
-        capture: Capture,
-        progress: Callable[[str], None],
-        *,
-        with_adapters: bool = True,
-    ) -> None:
+    def capture(self, shapes: Sequence[Shape], progress: Callable[[str], None]) -> None:
         """Captures steps of these shapes as graphs, which are replayed from then on. Before the first request only.
 
-        What cannot be captured runs as before, and `progress` hears of it. `with_adapters`: steps with adapters too.
+        What cannot be captured runs as before, and `progress` is told.
         """
-        if not isinstance(self._attention, ReplayableAttention):
-            progress(f"steps run without CUDA graphs, of which {self._attention.name} attention cannot be a part")
-            return
-        graphs = StepGraphs(
-            self._loaded,
-            self._cache,
-            self._mirror,
-            self._attention,
-            self._slots,
-            max(shape.num_tokens for shape in shapes),
-            with_adapters=with_adapters,
+        steps = StepResources(
+            self._model, self._context, self._mirror.tokens, self._cache, self._attention, self._slots
         )
-        self._graphs = graphs if capture_and_report(graphs, shapes, capture, progress) else None
+        self._graphs = self._loaded.backend.capture_steps(steps, shapes, progress)
 
     def warm_up(self, max_tokens: int, progress: Callable[[str], None]) -> None:
         """Compiles what steps of up to `max_tokens` tokens are made of. Before the first request only."""

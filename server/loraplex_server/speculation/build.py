@@ -14,7 +14,6 @@ from loraplex_adapters.cache.manager import AdapterManager
 from loraplex_contracts.adapters import AdapterId, AdapterKey
 from loraplex_contracts.errors import AdapterNotFound, InvalidArgument
 from loraplex_server.config import EngineConfig
-from loraplex_server.model.graphs import graph_shapes
 from loraplex_server.model.loaded_model import LoadedModel
 from loraplex_server.model.medusa_heads import HeadSlots
 from loraplex_server.model.medusa_model import MODEL_HEADS, ServedModel
@@ -92,8 +91,9 @@ def _draft_models(
             device=str(loaded.device),
         )
         model = load_draft(source, draft_target, memory, backend=loaded.backend)
-        if config.model.cuda_graphs and (capture := loaded.backend.capture()) is not None:
-            model.drafter.runner.capture(graph_shapes(config.batch.max_running, max_drafted=0), capture, progress)
+        if config.model.cuda_graphs:
+            shapes = loaded.backend.graph_shapes(config.batch.max_running, max_drafted=0)
+            model.drafter.runner.capture(shapes, progress)
         least_costs[draft.name] = LeastCost.of(model.drafter.measure(), MIN_ROUNDS if model.tokenizer else 1.0)
         proposers[draft.name] = make_proposer(model, draft_target)
     return proposers, least_costs

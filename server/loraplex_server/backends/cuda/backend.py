@@ -6,6 +6,7 @@ its module does not import.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,14 +15,17 @@ from typing import Any, ClassVar, cast
 import torch
 
 from loraplex_contracts.errors import InvalidArgument
-from loraplex_server.backends.backend import Backend, Capture, Implementation, Wanted
+from loraplex_server.backends.backend import Backend, Implementation, Wanted
 from loraplex_server.backends.cuda.capture import CudaCapture
+from loraplex_server.backends.cuda.graphs import Shape, StepGraphs, capture_steps, graph_bytes, graph_shapes
 from loraplex_server.backends.cuda.lora.plan import ALIGN_BYTES
 from loraplex_server.backends.cuda.punica import PunicaFunctions, PunicaOps
 from loraplex_server.backends.reference.lora import ReferenceDense, ReferenceOps
 from loraplex_server.layers.fused import FusedOps
 from loraplex_server.layers.lora import SegmentedLora
 from loraplex_server.layers.segmented_dense import SegmentedDense
+from loraplex_server.layers.spec import ModelSpec
+from loraplex_server.layers.step import StepResources
 
 
 class CudaBackend(Backend):
@@ -85,8 +89,16 @@ class CudaBackend(Backend):
 
         return TritonFused()
 
-    def capture(self) -> Capture | None:
-        return CudaCapture(self.device)
+    def graph_shapes(self, max_running: int, max_drafted: int) -> list[Shape]:
+        return graph_shapes(max_running, max_drafted)
+
+    def graph_bytes(self, shapes: Sequence[Shape], spec: ModelSpec, dtype: torch.dtype) -> int:
+        return graph_bytes(shapes, spec, dtype)
+
+    def capture_steps(
+        self, steps: StepResources, shapes: Sequence[Shape], progress: Callable[[str], None]
+    ) -> StepGraphs | None:
+        return capture_steps(steps, shapes, CudaCapture(self.device), progress)
 
 
 def _flashinfer(wanted: Wanted) -> Implementation:

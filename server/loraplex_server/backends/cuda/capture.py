@@ -14,6 +14,10 @@ from contextlib import contextmanager
 
 import torch
 
+Replay = Callable[[], None]
+# Makes a graph of what a function launches; the function may be called several times for that.
+Capture = Callable[[Callable[[], object]], Replay]
+
 
 class CudaCapture:
     """Captures graphs that share one pool of memory: only one of them runs at a time. Owns stream and pool."""
@@ -23,7 +27,7 @@ class CudaCapture:
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, launch: Callable[[], object]) -> Callable[[], None]:
+    def __call__(self, launch: Callable[[], object]) -> Replay:
         """Raises RuntimeError, or what `launch` raises. The device is as usable as before then."""
         with torch.cuda.device(self._device):
             before = torch.cuda.current_stream()

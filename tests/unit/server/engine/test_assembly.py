@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,14 +18,17 @@ from loraplex_contracts.events import CompletionEnd, Tokens
 from loraplex_contracts.request import Request, StoppingParams
 from loraplex_server.backends.backend import Backend
 from loraplex_server.backends.cpu import backend as cpu_backend
+from loraplex_server.backends.cpu.backend import CpuBackend
 from loraplex_server.backends.cpu.native.library import Library, Loaded, NativeStatus
+from loraplex_server.backends.cuda.backend import CudaBackend
+from loraplex_server.backends.cuda.graphs import Shape, StepGraphs, capture_steps, graph_bytes, graph_shapes
 from loraplex_server.backends.registry import choose_backend
 from loraplex_server.config import AdaptersConfig, BatchConfig, EngineConfig, KvConfig, ModelConfig
 from loraplex_server.engine import assembly as build
 from loraplex_server.engine.pipe import Submit
 from loraplex_server.layers.kv_memory import num_blocks_for
 from loraplex_server.layers.spec import kv_block_bytes
-from loraplex_server.model.graphs import graph_bytes, graph_shapes
+from loraplex_server.layers.step import StepResources
 from loraplex_server.model.loaded_model import LoadedModel
 from loraplex_server.model.loader import adopt_model
 from loraplex_server.model.memory import CPU_KV_BYTES, step_bytes
@@ -57,7 +61,7 @@ def blocks(config: EngineConfig, loaded: LoadedModel, free_bytes: int = 1 << 40)
 
 def on_cuda(loaded: LoadedModel) -> LoadedModel:
     """For arithmetic only."""
-    return replace(loaded, device=torch.device("cuda"))
+    return replace(loaded, device=torch.device("cuda"), backend=CudaBackend())
 
 
 def test_what_is_given_is_what_is_taken(loaded: LoadedModel, block_bytes: int) -> None:
@@ -98,7 +102,7 @@ def test_the_budget_of_adapters_is_kept_free_only_where_there_are_any(loaded: Lo
 @pytest.mark.parametrize("max_step_tokens", [64, 4096])
 def test_a_gpu_keeps_room_for_the_largest_step(max_step_tokens: int, loaded: LoadedModel, block_bytes: int) -> None:
     config = config_of(None, max_running=64, max_step_tokens=max_step_tokens)
-    graphs = graph_bytes(build.captured_shapes(config, torch.device("cuda")), loaded)
+    graphs = graph_bytes(build.captured_shapes(config, CudaBackend()), loaded.spec, loaded.dtype)
     assert graphs > 0
     free = ADAPTERS.device_bytes + step_bytes(loaded, max_step_tokens, 64) + graphs + 100 * block_bytes
     assert blocks(config, on_cuda(loaded), free) == 90
@@ -106,16 +110,21 @@ def test_a_gpu_keeps_room_for_the_largest_step(max_step_tokens: int, loaded: Loa
 
 def test_steps_are_captured_on_a_gpu_unless_told_otherwise(loaded: LoadedModel) -> None:
     config = config_of(None, max_running=8)
-    assert build.captured_shapes(config, torch.device("cpu")) == []
-    assert build.captured_shapes(config, torch.device("cuda")) == graph_shapes(8, config.speculation.max_draft_tokens)
+    assert build.captured_shapes(config, CpuBackend()) == []
+    assert build.captured_shapes(config, CudaBackend()) == graph_shapes(8, config.speculation.max_draft_tokens)
     without = replace(config, model=replace(config.model, cuda_graphs=False))
-    assert build.captured_shapes(without, torch.device("cuda")) == []
-    assert graph_bytes([], loaded) == 0
+    assert build.captured_shapes(without, CudaBackend()) == []
+    assert graph_bytes([], loaded.spec, loaded.dtype) == 0
 
 
 def test_what_cannot_be_captured_is_said_at_the_start(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "captured_shapes", lambda config, device: graph_shapes(2, 0))
-    monkeypatch.setattr(Backend, "capture", lambda _: calls_again)
+    def capture(
+        backend: Backend, steps: StepResources, shapes: Sequence[Shape], progress: Callable[[str], None]
+    ) -> StepGraphs | None:
+        return capture_steps(steps, shapes, calls_again, progress)
+
+    monkeypatch.setattr(Backend, "graph_shapes", lambda *_: graph_shapes(2, 0))
+    monkeypatch.setattr(Backend, "capture_steps", capture)
     said: list[str] = []
     build.assemble(loaded, config_of(1 << 20, max_running=2), said.append, lambda: None).close()
     assert [text for text in said if "graph" in text] == [

@@ -18,7 +18,7 @@ from support.lora_cases import pairwise
 
 from loraplex_server.backends.backend import Backend
 from loraplex_server.backends.registry import attention_kernels, make_attention
-from loraplex_server.layers.attention import PagedAttention, ReplayableAttention
+from loraplex_server.layers.attention import PagedAttention, ReplayableAttention, Reserved
 from loraplex_server.layers.spec import AttentionSpec
 
 IN_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
@@ -144,7 +144,7 @@ def test_a_reserved_plan_takes_one_step_after_another(query_len: int, window: in
     backend = make("triton", full, other)
     assert isinstance(backend, ReplayableAttention)
     num_spans, block_size = 5, 4
-    plan = backend.reserve(num_spans * query_len, num_spans, 90, block_size, query_len, torch.float32, CPU)
+    plan = backend.reserve(Reserved(num_spans, query_len, 90), block_size, torch.float32, CPU)
     address = plan.buffer.data_ptr()
     for pasts in ([], [3, 300, 130, 0, 17], [5], [250, 250], [1, 2, 3, 4]):
         backend.refill(plan, make_problem([(past, query_len) for past in pasts or [0]], full, torch.float32).batch)
@@ -169,7 +169,7 @@ def test_as_reserved_nothing_is_written_and_the_output_is_zero() -> None:
     spec = spec_of()
     backend = make("triton", spec)
     assert isinstance(backend, ReplayableAttention)
-    plan = backend.reserve(8, 4, 64, 4, 2, torch.float32, CPU)
+    plan = backend.reserve(Reserved(4, 2, 64), 4, torch.float32, CPU)
     problem = make_problem([(9, 2)] * 4, spec, torch.float32)
     before = problem.kv.k.clone()
     assert (problem.run(backend, plan) == 0).all()
@@ -182,7 +182,7 @@ def test_tokens_that_the_cache_has_are_attended_and_not_written() -> None:
     spec = spec_of()
     backend = make("triton", spec)
     assert isinstance(backend, ReplayableAttention)
-    plan = backend.reserve(9, 3, 64, 4, 3, torch.float32, CPU)
+    plan = backend.reserve(Reserved(3, 3, 64), 4, torch.float32, CPU)
     short, padded = [(9, 1), (130, 2), (0, 3)], [(7, 3), (129, 3), (0, 3)]
     rows = [2, 4, 5, 6, 7, 8]  # of the padded step that are not padding
     want = make_problem(short, spec, torch.float32)
@@ -203,8 +203,8 @@ def test_what_does_not_fit_is_refused(spans: list[tuple[int, int]]) -> None:
     spec = spec_of()
     backend = make("triton", spec)
     assert isinstance(backend, ReplayableAttention)
-    plan = backend.reserve(4, 4, 10, 4, 1, torch.float32, CPU)
+    plan = backend.reserve(Reserved(4, 1, 10), 4, torch.float32, CPU)
     with pytest.raises(ValueError, match="do not fit"):
         backend.refill(plan, make_problem(spans, spec, torch.float32).batch)
     with pytest.raises(ValueError, match="float64"):
-        backend.reserve(4, 4, 10, 4, 1, torch.float64, CPU)
+        backend.reserve(Reserved(4, 1, 10), 4, torch.float64, CPU)

@@ -10,7 +10,8 @@ import torch
 from loraplex_contracts.plan import AdapterUse, NewSequence, Span
 from loraplex_contracts.request import OutputParams, SamplingParams
 from loraplex_server.layers.lora import Segment
-from loraplex_server.model.batch import BatchMirror, StagedStep
+from loraplex_server.layers.step import StagedStep
+from loraplex_server.model.batch import BatchMirror
 
 BLOCK = 4
 

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from loraplex_server.backends.cuda.attention.plan import Reserved, Spans, host_copy, host_ints, no_spans, read_spans
-from loraplex_server.layers.attention import AttentionBatch
+from loraplex_server.backends.cuda.attention.plan import Spans, host_copy, host_ints, no_spans, read_spans
+from loraplex_server.layers.attention import AttentionBatch, Reserved
 from loraplex_server.layers.kv_memory import LayerKv
 from loraplex_server.layers.spec import AttentionSpec
 
@@ -67,10 +67,6 @@ class _Buffers:
     ints: Tensor  # int32: slots, then the concatenated block tables
     outs: dict[tuple[int, int], Tensor]  # [num_tokens, heads, v_dim] by heads and dimension; layers share them
 
-    @property
-    def num_tokens(self) -> int:
-        return self.shape.num_spans * self.shape.query_len
-
 
 class FlashInferAttention:
     """Implements ReplayableAttention for a model with layers as in `specs`. A plan holds until the next one is made."""
@@ -102,21 +98,12 @@ class FlashInferAttention:
                 parts.append(Part(tokens, wrappers))
         return Plan(ints[:num_tokens], tuple(parts))
 
-    def reserve(
-        self,
-        num_tokens: int,
-        num_spans: int,
-        max_blocks: int,
-        block_size: int,
-        query_len: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> Plan:
+    def reserve(self, reserved: Reserved, block_size: int, dtype: torch.dtype, device: torch.device) -> Plan:
         """See ReplayableAttention; what is captured before the first refill has an output of no meaning."""
-        if dtype not in DTYPES or num_tokens != num_spans * query_len:
-            raise ValueError(f"nothing to reserve for {num_tokens} tokens, {num_spans} x {query_len}, in {dtype}")
-        shape = Reserved(num_spans, query_len, max_blocks)
-        ints = torch.zeros(num_tokens + num_spans * max_blocks, dtype=torch.int32, device=device)
+        if dtype not in DTYPES:
+            raise ValueError(f"FlashInfer does not compute in {dtype}")
+        num_tokens, num_spans, query_len = reserved.num_tokens, reserved.num_spans, reserved.query_len
+        ints = torch.zeros(num_tokens + num_spans * reserved.max_blocks, dtype=torch.int32, device=device)
         ints[:num_tokens] = -1
         sizes = {(spec.num_heads, spec.v_dim) for spec in self._specs}
         outs = {size: torch.zeros(num_tokens, *size, dtype=dtype, device=device) for size in sizes}
@@ -144,12 +131,12 @@ class FlashInferAttention:
         spans = read_spans(replace(no_spans(block_size), query_lens=lens, context_lens=lens, block_tables=blocks))
         tables = ints[num_tokens : num_tokens + len(spans.tables)]
         tokens = _plan_all(wrappers, spans, 0, num_spans, tables, block_size, dtype, device)
-        return Plan(ints[:num_tokens], (Part(tokens, wrappers),), _Buffers(shape, ints, outs))
+        return Plan(ints[:num_tokens], (Part(tokens, wrappers),), _Buffers(reserved, ints, outs))
 
     def refill(self, plan: Plan, batch: AttentionBatch) -> None:
         buffers = plan.reserved
         assert buffers is not None
-        ints, num_tokens = buffers.ints, buffers.num_tokens
+        ints, num_tokens = buffers.ints, buffers.shape.num_tokens
         spans = read_spans(batch, buffers.shape)
         host = host_ints(num_tokens + len(spans.tables), ints.device)
         host.numpy()[:num_tokens] = spans.slots

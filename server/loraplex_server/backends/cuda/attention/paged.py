@@ -21,7 +21,6 @@ from loraplex_server.backends.cuda.attention.plan import (
     KEY_ALIGN,
     KernelPlan,
     Launch,
-    Reserved,
     Shape,
     build_plan,
     next_power,
@@ -31,7 +30,7 @@ from loraplex_server.backends.cuda.attention.plan import (
 )
 from loraplex_server.backends.reference.attention import Plan as TorchPlan
 from loraplex_server.backends.reference.attention import TorchPagedAttention
-from loraplex_server.layers.attention import AttentionBatch
+from loraplex_server.layers.attention import AttentionBatch, Reserved
 from loraplex_server.layers.kv_memory import LayerKv
 from loraplex_server.layers.spec import AttentionSpec
 
@@ -66,20 +65,11 @@ class TritonPagedAttention:
             return self._reference.plan(batch, dtype, device)
         return build_plan(batch, self._shapes(dtype), dtype, device)
 
-    def reserve(
-        self,
-        num_tokens: int,
-        num_spans: int,
-        max_blocks: int,
-        block_size: int,
-        query_len: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> KernelPlan:
+    def reserve(self, reserved: Reserved, block_size: int, dtype: torch.dtype, device: torch.device) -> KernelPlan:
         """See ReplayableAttention. Raises ValueError on a dtype that the kernels do not compute in."""
-        if dtype not in SUPPORTED or num_tokens != num_spans * query_len:
-            raise ValueError(f"nothing to reserve for {num_tokens} tokens, {num_spans} x {query_len}, in {dtype}")
-        return reserve_plan(Reserved(num_spans, query_len, max_blocks), block_size, self._shapes(dtype), dtype, device)
+        if dtype not in SUPPORTED:
+            raise ValueError(f"the kernels do not compute in {dtype}")
+        return reserve_plan(reserved, block_size, self._shapes(dtype), dtype, device)
 
     def _shapes(self, dtype: torch.dtype) -> tuple[Shape, ...]:
         return tuple(dict.fromkeys(shape_of(spec, dtype) for spec in self._specs))
@@ -88,13 +78,7 @@ class TritonPagedAttention:
         refill_plan(plan, batch)
 
     def run(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv: LayerKv,
-        spec: AttentionSpec,
-        plan: KernelPlan | TorchPlan,
+        self, query: Tensor, key: Tensor, value: Tensor, kv: LayerKv, spec: AttentionSpec, plan: KernelPlan | TorchPlan
     ) -> Tensor:
         if isinstance(plan, TorchPlan):
             return self._reference.run(query, key, value, kv, spec, plan)
@@ -110,14 +94,7 @@ class TritonPagedAttention:
             _launch(query, kv, out, parts, stats, spec, plan, launch)
         if work.num_partials:
             _combine[(spec.num_heads, plan.num_tokens)](
-                out,
-                parts,
-                stats,
-                plan.buffer,
-                work.partials_at,
-                V_DIM=spec.v_dim,
-                BLOCK_V=next_power(spec.v_dim),
-                BLOCK_PARTS=BLOCK_PARTS,
+                *(out, parts, stats, plan.buffer, work.partials_at, spec.v_dim, next_power(spec.v_dim), BLOCK_PARTS),
                 num_warps=2,
             )
         return out
@@ -130,20 +107,11 @@ def write_pages(key: Tensor, value: Tensor, kv: LayerKv, slots: Tensor) -> None:
     if value.stride(2) != 1:
         value = value.contiguous()
     num_tokens, num_heads, k_dim = key.shape
+    v_dim = value.shape[2]
     _write[(num_heads, num_tokens)](
-        key,
-        value,
-        kv.k,
-        kv.v,
-        slots,
-        key.stride(0),
-        key.stride(1),
-        value.stride(0),
-        value.stride(1),
-        K_DIM=k_dim,
-        V_DIM=value.shape[2],
-        BLOCK_K=next_power(k_dim),
-        BLOCK_V=next_power(value.shape[2]),
+        *(key, value, kv.k, kv.v, slots),
+        *(key.stride(0), key.stride(1), value.stride(0), value.stride(1)),
+        *(k_dim, v_dim, next_power(k_dim), next_power(v_dim)),
         num_warps=1,
     )
 
@@ -167,21 +135,9 @@ def _launch(
     log2e = math.log2(math.e)
     scale = spec.scaling * log2e if spec.softcap is None else spec.scaling / spec.softcap
     _attend[(spec.num_kv_heads, num_programs)](
-        query,
-        kv.k,
-        kv.v,
-        out,
-        parts,
-        stats,
-        plan.buffer,
-        launch.count_at,
-        launch.pieces_at,
-        plan.tables_at,
-        scale,
-        0.0 if spec.softcap is None else spec.softcap * log2e,
-        spec.window or 0,
-        query.stride(0),
-        query.stride(1),
+        *(query, kv.k, kv.v, out, parts, stats, plan.buffer, launch.count_at, launch.pieces_at, plan.tables_at),
+        *(scale, 0.0 if spec.softcap is None else spec.softcap * log2e, spec.window or 0),
+        *(query.stride(0), query.stride(1)),
         GROUPS=spec.num_groups,
         K_DIM=spec.k_dim,
         V_DIM=spec.v_dim,

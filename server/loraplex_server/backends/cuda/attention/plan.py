@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from loraplex_server.layers.attention import AttentionBatch
+from loraplex_server.layers.attention import AttentionBatch, Reserved
 from loraplex_server.layers.spec import AttentionSpec
 
 Ints = npt.NDArray[np.int64]
@@ -41,15 +41,6 @@ ROW_BYTES = 32 << 10  # of a block of queries
 MIN_SPLIT_KEYS, SPLIT_KEYS_PER_ROW = 128, 8
 # Pieces that a span is cut into at most in order to fill a GPU.
 MAX_SPLIT_PIECES = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Reserved:
-    """What the steps have in common that a plan with fixed addresses may be refilled with."""
-
-    num_spans: int
-    query_len: int
-    max_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,8 +203,8 @@ def reserve_plan(
         most = -(-reserved.max_blocks * block_size // _min_split(np.array([rows]))[0])
         num_splits = int(min(most, max(1, MAX_SPLIT_PIECES // num_blocks)))
         sizes[shape] = {rows: reserved.num_spans * num_blocks * num_splits}
-        partials[shape] = reserved.num_spans * reserved.query_len * num_splits if num_splits > 1 else 0
-    plan = _lay_out(sizes, partials, reserved.num_spans * reserved.query_len, block_size, dtype)
+        partials[shape] = reserved.num_tokens * num_splits if num_splits > 1 else 0
+    plan = _lay_out(sizes, partials, reserved.num_tokens, block_size, dtype)
     buffer = torch.zeros(plan.tables_at + reserved.num_spans * reserved.max_blocks, dtype=torch.int32, device=device)
     plan = _on(plan, buffer, reserved)
     refill_plan(plan, no_spans(block_size))

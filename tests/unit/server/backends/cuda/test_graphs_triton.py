@@ -1,7 +1,7 @@
 """CUDA graphs over the real Triton kernels.
 
 Triton's interpreter has to be chosen before triton is imported, so this file runs itself once more, in a process of its
-own. By hand: `OMP_NUM_THREADS=1 TRITON_INTERPRET=1 pytest tests/unit/server/model/test_graphs_triton.py`.
+own. By hand: `OMP_NUM_THREADS=1 TRITON_INTERPRET=1 pytest tests/unit/server/backends/cuda/test_graphs_triton.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from support.zoo import VOCAB_SIZE, random_model
 from loraplex_adapters.weights import AdapterWeights, LoraFactors
 from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.plan import AdapterUse
-from loraplex_server.model.graphs import Shape
+from loraplex_server.backends.cuda.graphs import Shape
 from loraplex_server.model.loader import adopt_model
 
 IN_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
@@ -55,13 +55,6 @@ def test_texts_from_replays_over_the_kernels() -> None:
     model = random_model("llama", dtype=torch.float32)
 
     def rig_of(*, replays: bool) -> tuple[Rig, list[int]]:
-        fused = TritonFused() if replays else None
-        loaded = adopt_model(copy.deepcopy(model), backend=PatchedBackend(merges=replays, fused=fused))
-        assert replays == any("forward" in module.__dict__ for module in loaded.model.modules())
-        attention = TritonPagedAttention(loaded.spec.layers) if replays else "torch"
-        ops = TritonOps(max_rank=8) if replays else None
-        rig = make_rig(loaded, max_rows=3, max_chunk=4, ops=ops, attention=attention, num_slots=3)
-        rig.free_blocks.remove(0)
         counted: list[int] = []
 
         def capture(launch: Callable[[], object]) -> Callable[[], None]:
@@ -73,9 +66,16 @@ def test_texts_from_replays_over_the_kernels() -> None:
 
             return replay
 
+        fused = TritonFused() if replays else None
+        loaded = adopt_model(copy.deepcopy(model), backend=PatchedBackend(merges=replays, fused=fused, capture=capture))
+        assert replays == any("forward" in module.__dict__ for module in loaded.model.modules())
+        attention = TritonPagedAttention(loaded.spec.layers) if replays else "torch"
+        ops = TritonOps(max_rank=8) if replays else None
+        rig = make_rig(loaded, max_rows=3, max_chunk=4, ops=ops, attention=attention, num_slots=3)
+        rig.free_blocks.remove(0)
         if replays:
             rig.cache.clear_blocks([0])
-            rig.runner.capture([Shape(3), Shape(3, 3)], capture, lambda text: None)
+            rig.runner.capture([Shape(3), Shape(3, 3)], lambda text: None)
         install(rig)
         return rig, counted
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from loraplex_server.backends.cuda.attention import flashinfer
 from loraplex_server.backends.cuda.attention.flashinfer import FlashInferAttention, Plan, reason_against
-from loraplex_server.layers.attention import ReplayableAttention
+from loraplex_server.layers.attention import ReplayableAttention, Reserved
 from loraplex_server.layers.kv_memory import LayerKv
 from loraplex_server.layers.spec import AttentionSpec
 
@@ -83,7 +83,7 @@ def test_a_reserved_plan_takes_one_step_after_another(query_len: int) -> None:
     backend = make(full, windowed)
     assert isinstance(backend, ReplayableAttention)
     num_spans = 4
-    plan = backend.reserve(num_spans * query_len, num_spans, 80, 4, query_len, BF16, CPU)
+    plan = backend.reserve(Reserved(num_spans, query_len, 80), 4, BF16, CPU)
     wrappers = wrappers_of(plan)
     addresses = [buffer.data_ptr() for wrapper in wrappers for buffer in wrapper.buffers]
     outs: set[int] = set()
@@ -110,7 +110,7 @@ def test_a_reserved_plan_takes_one_step_after_another(query_len: int) -> None:
 def test_what_is_in_its_page_already_is_not_written_again() -> None:
     problem = make_problem([(9, 3), (20, 3)], layer(), BF16)
     backend = make(layer())
-    plan = backend.reserve(6, 2, 64, 4, 3, BF16, CPU)
+    plan = backend.reserve(Reserved(2, 3, 64), 4, BF16, CPU)
     slots = problem.batch.slots.clone()
     slots[0] = slots[3] = -1
     for pages, whole in zip(problem.pages, (problem.pages_k, problem.pages_v), strict=True):
@@ -125,19 +125,19 @@ def test_as_reserved_it_can_be_run_and_writes_nothing() -> None:
     backend = make(spec)
     problem = make_problem([(9, 5)] * 3, spec, BF16, poison=0.5)
     before = problem.kv.k.clone()
-    got = problem.run(backend, backend.reserve(15, 3, 10, 4, 5, BF16, CPU))
+    got = problem.run(backend, backend.reserve(Reserved(3, 5, 10), 4, BF16, CPU))
     assert got.shape == problem.want.shape
     assert torch.equal(problem.kv.k, before)
 
 
 def test_what_does_not_fit_is_refused() -> None:
     backend = make(layer())
-    plan = backend.reserve(4, 4, 10, 4, 1, BF16, CPU)
+    plan = backend.reserve(Reserved(4, 1, 10), 4, BF16, CPU)
     for spans in ([(3, 2)], [(3, 1)] * 5, [(300, 1)]):
         with pytest.raises(ValueError, match="do not fit"):
             backend.refill(plan, make_problem(spans, layer(), BF16).batch)
     with pytest.raises(ValueError, match="float32"):
-        backend.reserve(4, 4, 10, 4, 1, torch.float32, CPU)
+        backend.reserve(Reserved(4, 1, 10), 4, torch.float32, CPU)
 
 
 @pytest.mark.parametrize(

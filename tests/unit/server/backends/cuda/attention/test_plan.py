@@ -16,7 +16,6 @@ from support.attention_cases import CPU, make_problem, spec_of
 from loraplex_server.backends.cuda.attention.plan import (
     KEY_ALIGN,
     MAX_SPLIT_PIECES,
-    Reserved,
     Shape,
     build_plan,
     cut_spans,
@@ -24,7 +23,7 @@ from loraplex_server.backends.cuda.attention.plan import (
     reserve_plan,
     shape_of,
 )
-from loraplex_server.layers.attention import AttentionBatch
+from loraplex_server.layers.attention import AttentionBatch, Reserved
 
 
 def batch_of(spans: list[tuple[int, int]], block_size: int = 16) -> AttentionBatch:

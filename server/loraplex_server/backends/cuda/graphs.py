@@ -1,16 +1,16 @@
-"""Steps replayed from CUDA graphs.
+"""CUDA graphs of whole steps, by shape.
 
 A graph repeats kernels with the arguments that they were captured with, so everything that differs from step to step is
 in buffers at fixed addresses, which are refilled before a replay. There is a graph for each *bucket*: so many spans of
 so many tokens, with or without adapters. Which adapters those are is in the buffers too, so loading and evicting them
 changes no graph.
 
-What a step lacks is padding, whose logits are not used: spans that are missing have no context, no adapter and no
-place in the KV cache; a span that is short gets known tokens of its own in front, which are run again and not written.
-So drafts of different lengths, and rows without any, share a replay.
+A step smaller than its bucket is padded: missing spans have no context, no adapter and no place in the KV cache; a
+short span gets known tokens of its own in front, which are run again and not written. So drafts of different lengths
+share a replay. Logits of padding are not used.
 
-Owns buffers and graphs. Knows no CUDA: what makes a graph out of a function is given (`CudaCapture` there, a function
-that calls it again in tests). Decides nothing about sequences: a step that fits no bucket is run eager by the runner.
+Owns buffers and graphs. The function that captures is an argument: `CudaCapture`, or in tests one that calls the
+captured function again. A step that fits no bucket is run eager by the runner.
 """
 
 from __future__ import annotations
@@ -26,15 +26,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from loraplex_server.backends.backend import Capture, Replay
-from loraplex_server.layers.adapter_slots import AdapterSlots, as_if_installed
-from loraplex_server.layers.attention import ReplayableAttention
-from loraplex_server.layers.kv_memory import KvCache
+from loraplex_server.backends.cuda.capture import Capture, Replay
+from loraplex_server.layers.adapter_slots import as_if_installed
+from loraplex_server.layers.attention import ReplayableAttention, Reserved
 from loraplex_server.layers.linear import AdaptedEmbedding, AdaptedHead, AdaptedModule
 from loraplex_server.layers.lora import PreparedSegments, ReplayableLora, Segment
+from loraplex_server.layers.spec import ModelSpec
+from loraplex_server.layers.step import Ints, StagedStep, StepResources
 from loraplex_server.layers.transfer import refill
-from loraplex_server.model.batch import BatchMirror, Ints, StagedStep
-from loraplex_server.model.loaded_model import LoadedModel
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +60,7 @@ class Shape:
 
 
 def graph_shapes(max_running: int, max_drafted: int) -> list[Shape]:
-    """What there are graphs of, for so many sequences and drafts of so many tokens."""
+    """Shapes to capture for up to `max_running` sequences and drafts of up to `max_drafted` tokens."""
     shapes = [Shape(num_spans) for num_spans in _sizes(max_running)]
     for query_len in [1 + length for length in _powers(min(max_drafted, MAX_GRAPH_DRAFT))]:
         fitting = [size for size in _powers(max_running) if size * query_len <= MAX_VERIFIED_TOKENS]
@@ -69,12 +68,11 @@ def graph_shapes(max_running: int, max_drafted: int) -> list[Shape]:
     return shapes
 
 
-def graph_bytes(shapes: Sequence[Shape], loaded: LoadedModel) -> int:
-    """Device memory that graphs of these shapes take at most, both families. An estimate."""
-    spec = loaded.spec
+def graph_bytes(shapes: Sequence[Shape], spec: ModelSpec, dtype: torch.dtype) -> int:
+    """Estimate of the device memory that graphs of these shapes take at most, with and without adapters."""
     num_tokens = max((shape.num_tokens for shape in shapes), default=0)
     per_graph = GRAPH_BYTES_PER_LAYER * len(spec.layers)
-    return 2 * len(shapes) * per_graph + num_tokens * (spec.num_logits + spec.hidden_size) * loaded.dtype.itemsize
+    return 2 * len(shapes) * per_graph + num_tokens * (spec.num_logits + spec.hidden_size) * dtype.itemsize
 
 
 def _powers(largest: int) -> list[int]:
@@ -101,7 +99,7 @@ class PaddedStep:
 
 
 def pad_step(staged: StagedStep, query_len: int) -> PaddedStep | None:
-    """None where a span has too few known tokens to fill it up."""
+    """Lays a step out in spans of `query_len` tokens. None where a span has too few known tokens in front."""
     lens = staged.query_lens
     if (lens == query_len).all():
         return PaddedStep(staged.tokens, lens, staged.token_segments, staged.head_rows)
@@ -117,7 +115,7 @@ def pad_step(staged: StagedStep, query_len: int) -> PaddedStep | None:
     slots = np.where(ahead < 0, -1, staged.tokens[2][own])
     rows = np.arange(staged.num_tokens) + np.repeat(np.arange(len(lens)) * query_len + missing - first, lens)
     begins = rows.copy()
-    begins[first] -= missing  # what is run again is run as it was
+    begins[first] -= missing  # repeated tokens run with their adapter, as before
     segments = tuple(
         replace(s, start=int(begins[s.start]), end=int(rows[s.end - 1]) + 1) for s in staged.token_segments
     )
@@ -139,31 +137,20 @@ class _Bucket:
 class StepGraphs:
     """Captured steps of one model."""
 
-    def __init__(
-        self,
-        loaded: LoadedModel,
-        cache: KvCache,
-        mirror: BatchMirror,
-        attention: ReplayableAttention,
-        slots: AdapterSlots,
-        max_tokens: int,
-        *,
-        with_adapters: bool = True,
-    ) -> None:
-        """`with_adapters`: whether steps with adapters are captured too, where the kernels allow it."""
-        self._loaded = loaded
-        self._cache = cache
-        self._mirror = mirror
+    def __init__(self, steps: StepResources, attention: ReplayableAttention, max_tokens: int) -> None:
+        """`attention`: that of `steps`. `max_tokens`: of any captured step."""
+        self._steps = steps
         self._attention = attention
-        self._slots = slots
+        self._device = steps.tokens.device
         # None: steps with adapters run eager.
-        self._ops = slots.ops if with_adapters and isinstance(slots.ops, ReplayableLora) else None
-        self._embeddings = [m for m in loaded.targets.values() if isinstance(m, AdaptedEmbedding)]
+        self._ops = steps.slots.ops if isinstance(steps.slots.ops, ReplayableLora) else None
+        targets = steps.slots.targets.values()
+        self._embeddings = [module for module in targets if isinstance(module, AdaptedEmbedding)]
         # Few adapters change the head, and launches over its many columns are not free: its part follows a replay.
-        self._head = next((m for m in loaded.targets.values() if isinstance(m, AdaptedHead)), None)
+        self._head = next((module for module in targets if isinstance(module, AdaptedHead)), None)
         self._is_head_last = False  # what the head computes is the model's answer
         # A step's inputs, one after the other: places of its tokens in the mirror, positions, rows that reach the head.
-        self._inputs = torch.zeros(3 * max_tokens, dtype=torch.int64, device=loaded.device)
+        self._inputs = torch.zeros(3 * max_tokens, dtype=torch.int64, device=self._device)
         # [max_tokens, num_logits] and [max_tokens, hidden]: what all graphs put their results into.
         self._logits: Tensor | None = None
         self._hidden: Tensor | None = None
@@ -187,8 +174,7 @@ class StepGraphs:
     def capture(self, shapes: Sequence[Shape], capture: Capture, progress: Callable[[int], None]) -> None:
         """Captures all of them without adapters, then with: the largest first, whose memory the others use again.
 
-        Raises whatever the first one raises that cannot be captured; those before it stay of use. `progress` is told
-        how many graphs there are.
+        Raises what a failing capture raises; graphs made before it stay usable. `progress` gets the number of graphs.
         """
         ordered = sorted(shapes, key=lambda shape: (shape.num_tokens, shape.num_spans), reverse=True)
         buckets: list[_Bucket] = []
@@ -207,33 +193,25 @@ class StepGraphs:
                 progress(self.num_graphs)
 
     def _reserve(self, shape: Shape) -> _Bucket:
-        device, num_tokens = self._loaded.device, shape.num_tokens
-        max_blocks = -(-self._mirror.max_len // self._cache.block_size)
-        plan = self._attention.reserve(
-            num_tokens,
-            shape.num_spans,
-            max_blocks,
-            self._cache.block_size,
-            shape.query_len,
-            self._cache.dtype,
-            device,
-        )
-        bucket = _Bucket(shape, plan)
+        cache, max_len = self._steps.cache, self._steps.tokens.shape[1]
+        reserved = Reserved(shape.num_spans, shape.query_len, -(-max_len // cache.block_size))
+        bucket = _Bucket(shape, self._attention.reserve(reserved, cache.block_size, cache.dtype, self._device))
         if self._ops is not None:
-            bucket.segments = self._ops.reserve(num_tokens, self._slots.num_slots, device)
+            bucket.segments = self._ops.reserve(shape.num_tokens, self._steps.slots.num_slots, self._device)
         return bucket
 
     def _launch(self, bucket: _Bucket, adapted: bool) -> Tensor:
         """The step, on what is in the buffers. The model's own logits, of which there is a copy in the buffer."""
-        context, num_tokens = self._loaded.context, bucket.shape.num_tokens
+        steps, num_tokens = self._steps, bucket.shape.num_tokens
+        context = steps.context
         places, positions, head_rows = self._inputs[: 3 * num_tokens].view(3, num_tokens)
-        with as_if_installed(self._loaded.targets if adapted else {}):
+        with as_if_installed(steps.slots.targets if adapted else {}):
             try:
                 context.capture_head_input = True
                 context.attention = bucket.attention
                 context.token_segments = bucket.segments if adapted else None
-                out = self._loaded.model(
-                    input_ids=self._mirror.tokens.view(-1).index_select(0, places).unsqueeze(0),
+                out = steps.model(
+                    input_ids=steps.tokens.view(-1).index_select(0, places).unsqueeze(0),
                     position_ids=positions.unsqueeze(0),
                     use_cache=False,
                     logits_to_keep=head_rows,
@@ -245,7 +223,7 @@ class StepGraphs:
                 context.clear()
 
     def _look_at_head(self, bucket: _Bucket) -> None:
-        """Whether what its adapters add can be added to the logits, or something is still done to these."""
+        """Finds out whether the head's output is the logits, so that its adapters' terms can be added afterwards."""
         found: list[Tensor] = []
 
         def look(module: nn.Module, args: object, output: Tensor) -> None:
@@ -260,7 +238,7 @@ class StepGraphs:
         self._is_head_last = [y.data_ptr() for y in found] == [out.data_ptr()] and found[0].dtype == out.dtype
 
     def _keep(self, logits: Tensor, hidden: Tensor) -> None:
-        """Copies results to where they stay: graphs share the memory of everything else."""
+        """Copies results to fixed memory: graphs share the memory of everything else."""
         if self._logits is None or self._hidden is None:  # the first run, which nothing captures
             self._logits = logits.new_zeros(self._max_tokens, logits.shape[1])
             self._hidden = hidden.new_zeros(self._max_tokens, hidden.shape[1])
@@ -270,9 +248,8 @@ class StepGraphs:
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def run(self, staged: StagedStep) -> tuple[Tensor, Tensor] | None:
-        """Logits [num_head_rows, num_logits] and what they were made of [num_head_rows, hidden], until the next call.
-
-        None where the step fits no graph: nothing has been run then.
+        """Replays the step. Logits [num_head_rows, num_logits] and the head's input [num_head_rows, hidden]; the next
+        call overwrites both. None where the step fits no graph: nothing was run then.
         """
         bucket = self._find(staged)
         replay = None if bucket is None else bucket.adapted if staged.token_segments else bucket.plain
@@ -295,7 +272,7 @@ class StepGraphs:
         assert self._hidden is not None
         logits, hidden = self._logits[:num_rows], self._hidden[:num_rows]
         if changes_head and self._head is not None and self._head.table is not None:
-            ops, num_slots = self._slots.ops, self._slots.num_slots
+            ops, num_slots = self._steps.slots.ops, self._steps.slots.num_slots
             ops.apply(
                 logits, hidden, self._head.table, ops.prepare(staged.head_segments, num_rows, num_slots, logits.device)
             )
@@ -335,10 +312,16 @@ class StepGraphs:
         refill(self._inputs[: packed.size], torch.from_numpy(packed).view(-1))
 
 
-def capture_and_report(
-    graphs: StepGraphs, shapes: Sequence[Shape], capture: Capture, progress: Callable[[str], None]
-) -> bool:
-    """Captures what can be captured and says what came of it. False: nothing, every step runs eager."""
+def capture_steps(
+    steps: StepResources, shapes: Sequence[Shape], capture: Capture, progress: Callable[[str], None]
+) -> StepGraphs | None:
+    """Captures what can be captured and reports it. None: every step runs eager."""
+    if not shapes:
+        return None
+    if not isinstance(steps.attention, ReplayableAttention):
+        progress(f"steps run without CUDA graphs, of which {steps.attention.name} attention cannot be a part")
+        return None
+    graphs = StepGraphs(steps, steps.attention, max(shape.num_tokens for shape in shapes))
     start_s, num_wanted = time.perf_counter(), graphs.num_wanted(shapes)
     progress(f"capturing {num_wanted} CUDA graphs")
 
@@ -356,4 +339,4 @@ def capture_and_report(
         progress(f"{which} run without CUDA graphs: {reason}")
     else:
         progress(f"{num_wanted} CUDA graphs in {time.perf_counter() - start_s:.1f} s")
-    return graphs.num_graphs > 0
+    return graphs if graphs.num_graphs else None

@@ -25,9 +25,10 @@ from loraplex_adapters.weights import AdapterWeights, LoraFactors
 from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.plan import AdapterUse, NewSequence, Span, StepPlan
 from loraplex_contracts.request import OutputParams, SamplingParams
+from loraplex_server.backends.cuda.capture import Capture
+from loraplex_server.backends.cuda.graphs import Shape, graph_shapes, pad_step
 from loraplex_server.layers.lora import Segment
-from loraplex_server.model.batch import StagedStep
-from loraplex_server.model.graphs import Shape, graph_shapes, pad_step
+from loraplex_server.layers.step import StagedStep
 from loraplex_server.model.loader import adopt_model
 
 NUM_TOKENS = 7
@@ -55,15 +56,18 @@ class Replays:
         return replay
 
 
-def rig_of(model: PreTrainedModel, shapes: list[Shape] | None = None, **fields: Any) -> tuple[Rig, Replays]:
+def rig_of(
+    model: PreTrainedModel, shapes: list[Shape] | None = None, capture: Capture | None = None, **fields: Any
+) -> tuple[Rig, Replays]:
     """A rig that replays steps of these shapes; without shapes, one that runs everything eager."""
     replays, ops = Replays(), ReplayableReference()
-    loaded = adopt_model(copy.deepcopy(model), backend=PatchedBackend(make_linear=rowwise))
+    backend = PatchedBackend(make_linear=rowwise, capture=capture or replays.capture)
+    loaded = adopt_model(copy.deepcopy(model), backend=backend)
     rig = make_rig(loaded, max_rows=MAX_ROWS, ops=ops, attention=ReplayableTorch(), **fields)
     rig.free_blocks.remove(0)  # for padding
     if shapes:
         said: list[str] = []
-        rig.runner.capture(shapes, replays.capture, said.append)
+        rig.runner.capture(shapes, said.append)
         assert said[0] == f"capturing {2 * len(shapes)} CUDA graphs"
         assert said[-1].startswith(f"{2 * len(shapes)} CUDA graphs in ")
         rig.cache.clear_blocks([0])
@@ -268,7 +272,6 @@ def test_padding_disturbs_nobody(model: PreTrainedModel) -> None:
 @pytest.mark.parametrize("num_before", [0, 1, 3])
 def test_a_capture_that_fails_leaves_a_server_that_runs(model: PreTrainedModel, num_before: int) -> None:
     """With the graphs before it, or with none; said once."""
-    rig, _ = rig_of(model, max_chunk=1)
     replays, said = Replays(), list[str]()
 
     def capture(launch: Callable[[], object]) -> Callable[[], None]:
@@ -278,7 +281,8 @@ def test_a_capture_that_fails_leaves_a_server_that_runs(model: PreTrainedModel, 
         replays.num += 1
         return calls_again(launch)
 
-    rig.runner.capture([Shape(MAX_ROWS), Shape(2)], capture, said.append)
+    rig, _ = rig_of(model, capture=capture, max_chunk=1)
+    rig.runner.capture([Shape(MAX_ROWS), Shape(2)], said.append)
     which = f"steps that fit none of {num_before} captured graphs" if num_before else "steps"
     assert said[1:] == [f"{which} run without CUDA graphs: operation not permitted when stream is capturing"]
     assert rig.loaded.context.attention is None
@@ -290,19 +294,10 @@ def test_a_capture_that_fails_leaves_a_server_that_runs(model: PreTrainedModel, 
 
 
 def test_attention_that_cannot_be_captured_says_so(model: PreTrainedModel) -> None:
-    rig = make_rig(adopt_model(copy.deepcopy(model)))
+    rig = make_rig(adopt_model(copy.deepcopy(model), backend=PatchedBackend(capture=calls_again)))
     said: list[str] = []
-    rig.runner.capture([Shape(2)], calls_again, said.append)
+    rig.runner.capture([Shape(2)], said.append)
     assert said == ["steps run without CUDA graphs, of which torch attention cannot be a part"]
-
-
-def test_without_adapters_only_half_is_captured(model: PreTrainedModel) -> None:
-    rig, replays = rig_of(model, max_chunk=1)
-    said: list[str] = []
-    rig.runner.capture([Shape(MAX_ROWS)], replays.capture, said.append, with_adapters=False)
-    assert said[0] == "capturing 1 CUDA graphs"
-    rig.run([Job([5, 6], 3), Job([5, 6], 9, (AdapterUse(0),))])
-    assert 0 <= replays.num < rig.num_steps
 
 
 # --- shapes and padding -----------------------------------------------------------------------------------------------
