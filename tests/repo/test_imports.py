@@ -37,7 +37,6 @@ ALLOWED = {
 }
 # Commands that start something of another package say so here; each import is inside the command's function.
 COMMAND_EXCEPTIONS = {
-    ("client/loraplex/cli/doctor.py", "loraplex_adapters"),
     ("client/loraplex/cli/doctor.py", "loraplex_server"),
     ("client/loraplex/cli/adapters.py", "loraplex_server"),
     ("server/loraplex_server/cli/serve.py", "loraplex_router"),

@@ -1,1 +1,1 @@
-"""The `loraplex` command, and the subcommands that need nothing but the SDK."""
+"""Command `loraplex` and the subcommands that need only the SDK."""

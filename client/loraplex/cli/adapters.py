@@ -1,4 +1,4 @@
-"""`loraplex adapters`: what a server has loaded, and whether a directory would load."""
+"""Command `loraplex adapters`: list, load, unload and verify adapters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 
 from loraplex import Adapter, InvalidArgument, LoraplexError
 from loraplex.cli import terminal
-from loraplex.cli.connection import DEFAULT_SERVER, Connection, JsonOption, ServerOption
+from loraplex.cli.options import DEFAULT_SERVER, Connection, JsonOption, ServerOption
 from loraplex.types import AdapterState
 from loraplex_proto.enums import ADAPTER_STATES
 from loraplex_runtime.flags import with_flags
@@ -102,10 +102,10 @@ def verify(
 
 
 def _verify(folder: Path, base: str, dtype: str, max_rank: int | None) -> dict[str, Any]:
-    """Raises the error that a server would answer with."""
+    """Raises the error that a server would raise."""
     if not folder.is_dir():
         raise InvalidArgument(f"{folder} is not a folder", field="DIR")
-    from loraplex_server.cli.verify import verify_adapter  # late, because it brings torch
+    from loraplex_server.cli.verify import verify_adapter  # late: it imports torch
 
     return verify_adapter(folder, base, dtype, max_rank, terminal.progress)
 

@@ -1,4 +1,4 @@
-"""`loraplex bench`: open-loop load against a running server."""
+"""Command `loraplex bench`: open-loop load against a running server."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from loraplex.bench.arrivals import LoadSpec
 from loraplex.bench.outcomes import Distribution, Summary
 from loraplex.bench.session import Selection, Session
 from loraplex.cli import terminal
-from loraplex.cli.connection import DEFAULT_SERVER, Connection, JsonOption, ServerArgument
-from loraplex.cli.request import Drafting, options_of
+from loraplex.cli.options import DEFAULT_SERVER, Connection, Drafting, JsonOption, ServerArgument, options_of
 from loraplex_runtime.flags import option, with_flags
 
-_LATE_S = 0.005  # what sending may lag behind before it is worth a word
+_LATE_S = 0.005  # p99 of the delay in sending from which it is reported
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What each answer is to be like. Fields are called as the SDK's options are."""
+    """Options of every request, under their names in the SDK."""
 
     ignore_eos: bool = option(
         True, "Go on to --output-tokens in any case, or not.", "--ignore-eos", off="--stop-at-eos", panel="Requests"

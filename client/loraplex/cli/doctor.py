@@ -1,12 +1,13 @@
 """Command `loraplex doctor`: installed packages and abilities of this machine.
 
-Looks only; needs no server and no extra.
+Changes nothing; needs neither a server nor an extra.
 """
 
 from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -14,7 +15,7 @@ from typing import Any, Final, TypedDict
 
 import loraplex_proto
 from loraplex.cli import terminal
-from loraplex.cli.connection import JsonOption
+from loraplex.cli.options import JsonOption
 
 # Extra -> distribution -> module, as pyproject.toml has them (a test compares).
 EXTRAS: Final[dict[str, dict[str, str]]] = {
@@ -25,6 +26,7 @@ EXTRAS: Final[dict[str, dict[str, str]]] = {
         "prometheus-client": "prometheus_client",
     },
     "server": {
+        "google-re2": "re2",
         "huggingface-hub": "huggingface_hub",
         "jinja2": "jinja2",
         "numpy": "numpy",
@@ -39,7 +41,7 @@ PACKAGES: Final = ("grpcio", "protobuf", "torch", "transformers", "peft", "safet
 
 
 class Row(TypedDict):
-    """Something that can be used here, or why it cannot."""
+    """A device or an implementation, with the reason where it cannot be used."""
 
     name: str
     usable: bool
@@ -84,9 +86,9 @@ def examine() -> Report:
             for extra, needs in EXTRAS.items()
         },
         "devices": _devices(),
-        "cpu_kernels": _cpu_kernels(),
-        "lora_operations": _lora_operations(),
-        "attention": _attention(),
+        "cpu_kernels": _or_reason(_cpu_kernels, "native"),
+        "lora_operations": _or_reason(_lora_operations),
+        "attention": _or_reason(_attention),
     }
 
 
@@ -121,31 +123,30 @@ def _devices() -> list[Row]:
 
 
 def _cpu_kernels() -> list[Row]:
-    try:
-        from loraplex_server.backends.cpu.native.library import load
+    from loraplex_server.backends.cpu.native.library import load
 
-        status = load().status
-        return [{"name": "native", "usable": status.usable, "note": status.isa or status.reason}]
-    except Exception as error:
-        return [{"name": "native", "usable": False, "note": _first_line(error)}]
+    status = load().status
+    return [{"name": "native", "usable": status.usable, "note": status.isa or status.reason}]
 
 
 def _lora_operations() -> list[Row]:
-    try:
-        from loraplex_server.backends.registry import lora_operations
+    from loraplex_server.backends.registry import lora_operations
 
-        return [{"name": one.name, "usable": one.usable, "note": one.reason} for one in lora_operations()]
-    except Exception as error:  # whatever a half-working installation raises is what is to be shown
-        return [{"name": "all", "usable": False, "note": _first_line(error)}]
+    return [{"name": one.name, "usable": one.usable, "note": one.reason} for one in lora_operations()]
 
 
 def _attention() -> list[Row]:
-    try:
-        from loraplex_server.backends.registry import attention_kernels
+    from loraplex_server.backends.registry import attention_kernels
 
-        return [{"name": one.name, "usable": one.usable, "note": one.reason} for one in attention_kernels()]
+    return [{"name": one.name, "usable": one.usable, "note": one.reason} for one in attention_kernels()]
+
+
+def _or_reason(find: Callable[[], list[Row]], name: str = "all") -> list[Row]:
+    """The rows that `find` returns, or one row with the error that a broken installation raises."""
+    try:
+        return find()
     except Exception as error:
-        return [{"name": "all", "usable": False, "note": _first_line(error)}]
+        return [{"name": name, "usable": False, "note": _first_line(error)}]
 
 
 def _first_line(error: Exception) -> str:

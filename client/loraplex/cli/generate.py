@@ -1,4 +1,4 @@
-"""`loraplex generate`: one prompt, one answer."""
+"""Command `loraplex generate`: one prompt, printed or streamed."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ import typer
 
 from loraplex import Chunk, Client, GenerateOptions, Generation, InvalidArgument, Timings, Usage
 from loraplex.cli import terminal
-from loraplex.cli.connection import DEFAULT_SERVER, Connection, JsonOption, ServerOption
-from loraplex.cli.request import Drafting, Sampling, options_of
+from loraplex.cli.options import DEFAULT_SERVER, Connection, Drafting, JsonOption, Sampling, ServerOption, options_of
 from loraplex_runtime.flags import option, with_flags
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What the answer is to be like. Fields are called as the SDK's options are."""
+    """Options of the request, under their names in the SDK."""
 
     adapter_id: str = option("", "Adapter to use, by name. Default: none, the base model.", "--adapter", "-a")
     max_tokens: int | None = option(
@@ -53,7 +52,7 @@ def generate(
 
     The text goes to standard output, everything about it to standard error.
     """
-    # Several texts at once would run into one another; as JSON lines they can be told apart.
+    # Several streamed texts would mix; JSON lines carry an index.
     is_stream = stream if stream is not None else terminal.is_terminal() and not as_json and wanted.n == 1
     if is_stream and wanted.n > 1 and not as_json:
         raise InvalidArgument("--stream prints one answer only; take -n 1, or add --json", field="--stream")
@@ -79,7 +78,7 @@ def _read(prompt: str) -> str:
         text = sys.stdin.read()
     except UnicodeDecodeError as error:
         raise InvalidArgument("standard input is not text in UTF-8", field="prompt") from error
-    return text.removesuffix("\n")  # as $(...) does: `echo text |` means the text
+    return text.removesuffix("\n")  # as the shell's $(...) does
 
 
 def _stream(client: Client, prompt: str | None, options: GenerateOptions, *, as_json: bool) -> None:
@@ -94,7 +93,7 @@ def _stream(client: Client, prompt: str | None, options: GenerateOptions, *, as_
                 last = chunk
     finally:
         if not as_json and last is not None:
-            terminal.write("\n")  # whatever follows, an error included, begins a line
+            terminal.write("\n")  # the next output, possibly an error, begins a line
     if as_json or last is None:
         return
     _remark(last.usage or Usage(), last.timings or Timings(), last.finish_reason or "", last.request_id)
@@ -122,7 +121,7 @@ def _remark(usage: Usage, timings: Timings, finish_reason: str, request_id: str)
 
 
 def _drafts(usage: Usage) -> str:
-    """How speculation went."""
+    """Acceptance of draft tokens, in one sentence."""
     text = f"{usage.accepted_tokens} of {usage.drafted_tokens} drafted tokens accepted"
     if usage.proposers:
         shares = [f"{one.name} {one.accepted_tokens}/{one.drafted_tokens}" for one in usage.proposers]

@@ -1,6 +1,7 @@
-"""`python -m loraplex.cli.healthcheck HOST:PORT [SERVICE]`: exit 0 when the server says SERVING. For containers.
+"""Health check for containers: `python -m loraplex.cli.healthcheck HOST:PORT [SERVICE]`.
 
-Speaks grpc.health.v1 by hand (the messages are two bytes), so that images need no further package for it.
+Exits with 0 when the server answers SERVING. Encodes grpc.health.v1 by hand (two bytes), so that images need no package
+for it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Command `loraplex`: finds its subcommands by their entry points.
 
-Owns how a command ends: exit code 0, 1 with one sentence on stderr, 2 for what was asked for and can never be, 130 for
-Ctrl-C. Imports only what is called, so that `loraplex --help` answers at once and needs no extra.
+Exit codes: 0; 1 with one sentence on stderr; 2 for a request that can never succeed; 130 for Ctrl-C. Only the called
+command is imported, so that `loraplex --help` answers at once and needs no extra.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ Start a server with `loraplex serve MODEL --adapters DIR`, then ask it with
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A command that comes with Loraplex: known by name without its package being imported."""
+    """A command of Loraplex, listed without an import of its package."""
 
     target: str
     summary: str
 
 
-# What the user's files and disks can say wherever something is written.
+# Errors of the user's disk, possible wherever a file is written.
 _STORAGE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
 
-# In the order of the help. pyproject.toml declares the same entry points (a test compares); this table gives them their
-# line in the help, and stands in for them in a source tree that was never installed.
+# In the order of the help. pyproject.toml declares the same entry points (a test compares). This table gives them their
+# line in the help and replaces them in a source tree that is not installed.
 KNOWN: Final[dict[str, Known]] = {
     "serve": Known("loraplex_server.cli.serve:serve", "Serve a model on this machine: a router and its workers."),
     "generate": Known("loraplex.cli.generate:generate", "Send a prompt to a server and print what it writes."),
@@ -55,20 +55,21 @@ KNOWN: Final[dict[str, Known]] = {
     "router": Known("loraplex_router.cli:router", "Start a router in front of workers that run already."),
 }
 
-# The extra that brings what a package needs.
+# Package of a command -> the extra with its dependencies.
 EXTRAS: Final[dict[str, str]] = {
     "loraplex_server": "server",
-    "loraplex_adapters": "server",
+    "loraplex_training": "server",
+    "loraplex_demo": "server",
     "loraplex_router": "router",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns the exit code. Nothing that a user can cause ends in a traceback."""
+    """Runs the command line and returns the exit code. An error that a user can cause prints no traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that knows no UTF-8 still gets the rest of the text
+            stream.reconfigure(errors="replace")  # a terminal without UTF-8 still gets the rest of the text
     commands = find_commands()
     wanted = arguments[0] if arguments and arguments[0] in commands else None
     try:
@@ -95,13 +96,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def find_commands() -> dict[str, EntryPoint]:
-    """Name -> where it is. Those that come with Loraplex first, then whatever other packages declare."""
+    """Entry points by name: the commands of Loraplex first, then those of other packages."""
     found = {name: EntryPoint(name, known.target, GROUP) for name, known in KNOWN.items()}
     return found | {one.name: one for one in entry_points(group=GROUP)}
 
 
 def build_app(commands: dict[str, EntryPoint], wanted: str | None) -> typer.Typer:
-    """The command line with `wanted` in full and a line of help for the others. Raises ModuleNotFoundError."""
+    """The command line: `wanted` in full, one line of help for each other. Raises ModuleNotFoundError."""
     app = typer.Typer(help=ABOUT, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown")
     app.callback()(_root)
     for name, entry in commands.items():

@@ -1,6 +1,6 @@
 """Output of the commands, on a terminal and elsewhere.
 
-stdout carries the answer and nothing else, so that it can be piped; whatever is said about it goes to stderr.
+stdout carries only the answer, so that it can be piped; remarks about it go to stderr.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
-# Control characters that could move the cursor, retitle the window or worse; a model's text is not to be trusted.
+# Control characters that could move the cursor or retitle the window: a model's text is not trusted.
 _CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -21,7 +21,7 @@ def is_terminal() -> bool:
 
 
 def write(text: str) -> None:
-    """Text of a model to stdout, at once. As it is into a pipe; on a terminal without control characters."""
+    """Writes a model's text to stdout at once: unchanged into a pipe, without control characters on a terminal."""
     sys.stdout.write(without_control(text) if is_terminal() else text)
     sys.stdout.flush()
 
@@ -57,7 +57,7 @@ def write_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 @contextmanager
 def progress(text: str) -> Generator[None, None, None]:
-    """A spinner on stderr while the block runs; a plain line where stderr is no terminal."""
+    """A spinner on stderr while the block runs; a plain line where stderr is not a terminal."""
     if not sys.stderr.isatty():
         sys.stderr.write(f"{text}\n")
         yield
@@ -70,14 +70,14 @@ def progress(text: str) -> Generator[None, None, None]:
 
 
 def remark(text: str) -> None:
-    """Something beside the answer, for people only."""
+    """Prints a dimmed line on stderr, on a terminal only."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\x1b[2m{without_control(text)}\x1b[0m\n")
         sys.stderr.flush()
 
 
 def complain(message: str) -> None:
-    """Why it did not work, in one sentence."""
+    """Prints an error on stderr, as one line."""
     text = without_control(" ".join(message.split()))
     label = "\x1b[31merror:\x1b[0m" if sys.stderr.isatty() else "error:"
     sys.stderr.write(f"{label} {text}\n")

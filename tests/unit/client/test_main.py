@@ -1,4 +1,4 @@
-"""The command itself: what is found, how it ends, what is imported."""
+"""Command `loraplex`: its subcommands, exit codes and imports."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+import loraplex
 from loraplex.cli import doctor, main
 from loraplex.cli.main import KNOWN, build_app, find_commands
 from loraplex_contracts.errors import InvalidAdapterId, QueueFull
@@ -57,7 +58,7 @@ def test_each_command_loads_and_explains_itself() -> None:
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["--version"]) == 0
-    assert capsys.readouterr().out == f"loraplex {PYPROJECT['project']['version']}\n"
+    assert capsys.readouterr().out == f"loraplex {loraplex.__version__}\n"
 
 
 @pytest.mark.parametrize("argv", [["nonsense"], ["generate"], ["--nonsense"], ["generate", "x", "--max-tokens", "a"]])
@@ -104,6 +105,8 @@ def test_other_packages_may_add_commands(extra_command: ModuleType, capsys: pyte
     [
         ("loraplex_server.cli.x", "torch", "pip install 'loraplex[server]'"),
         ("loraplex_router.x", "grpc_health.v1", "pip install 'loraplex[router]'"),
+        ("loraplex_demo.cli", "torch", "pip install 'loraplex[server]'"),
+        ("loraplex_training.cli", "torch", "pip install 'loraplex[server]'"),
         ("loraplex.cli.x", "safetensors", "pip install 'loraplex[server]'"),
         ("loraplex_server.cli.x", "loraplex_router", "not part of this installation"),
         ("somebody.elses", "numpy", "needs the Python package numpy"),

@@ -1,6 +1,6 @@
-"""The options of a request as flags, for every command that sends some.
+"""Options that commands share: server, connection, sampling and speculation.
 
-Groups of fields that are called as the SDK's options are, so that `options_of` has nothing to translate.
+Fields of a request carry the names of the SDK's options, so `options_of` translates nothing.
 """
 
 from __future__ import annotations
@@ -9,14 +9,75 @@ import builtins
 from collections import abc
 from dataclasses import dataclass, fields, make_dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast, get_args, get_origin, get_type_hints
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args, get_origin, get_type_hints
 
-from loraplex import AnySpeculation, DraftModel, GenerateOptions, InvalidArgument, Medusa
+import typer
+
+from loraplex import AnySpeculation, AsyncClient, Client, DraftModel, GenerateOptions, InvalidArgument, Medusa, Tls
 from loraplex_contracts.sampling import SAMPLING_OPTIONS
 from loraplex_runtime.flags import option
 
+_connection = partial(option, panel="Connection")
 _sampling = partial(option, panel="Sampling")
 _drafting = partial(option, panel="Speculation: the same text, sooner")
+
+_ADDRESS_VARIABLE = "LORAPLEX_SERVER"
+
+DEFAULT_SERVER = "localhost:50051"
+
+ServerOption = Annotated[
+    str,
+    typer.Option(
+        "--server",
+        "-s",
+        envvar=_ADDRESS_VARIABLE,
+        help="Address of a router or worker, as host:port.",
+        rich_help_panel="Connection",
+    ),
+]
+ServerArgument = Annotated[
+    str, typer.Argument(metavar="ADDR", envvar=_ADDRESS_VARIABLE, help="Address of a router or worker.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """Flags of the connection to a server."""
+
+    token: str | None = _connection(
+        None,
+        "Token, where the server asks for one. Better in the environment than on the command line, where others on "
+        "this machine can read it.",
+        "--token",
+        env="LORAPLEX_TOKEN",
+    )
+    timeout_s: float = _connection(120.0, "Give up after this many seconds; 0 waits for ever.", "--timeout")
+    tls: bool = _connection(False, "Encrypt the connection.", "--tls")
+    ca_cert: Path | None = _connection(
+        None, "File with the certificate that the server's is checked against. Implies --tls.", "--ca-cert"
+    )
+
+    def __post_init__(self) -> None:
+        if not self.timeout_s >= 0:  # NaN too
+            raise InvalidArgument("--timeout must be 0, for ever, or above", field="--timeout")
+
+    def client(self, server: str) -> Client:
+        """Raises InvalidArgument."""
+        return Client(server, token=self.token or None, timeout_s=self.timeout_s or None, tls=self._certificates())
+
+    def async_client(self, server: str) -> AsyncClient:
+        """Raises InvalidArgument."""
+        return AsyncClient(server, token=self.token or None, timeout_s=self.timeout_s or None, tls=self._certificates())
+
+    def _certificates(self) -> bool | Tls:
+        if self.ca_cert is None:
+            return self.tls
+        try:
+            return Tls(root_certificates=self.ca_cert.read_bytes())
+        except OSError as error:
+            raise InvalidArgument(f"cannot read {self.ca_cert}: {error.strerror}", field="--ca-cert") from error
 
 
 def parse_speculation(text: str) -> AnySpeculation:
@@ -38,7 +99,7 @@ def parse_speculation(text: str) -> AnySpeculation:
 
 
 def _sampling_flag(name: str) -> tuple[str, Any, Any]:
-    """A sampling option's field, from the table of options and its type in `GenerateOptions`."""
+    """Name, type and flag of a sampling option, from the table of options and `GenerateOptions`."""
     flag, text = "--" + name.replace("_", "-"), SAMPLING_OPTIONS[name].help
     kind = get_args(get_type_hints(GenerateOptions)[name])[0]
     match get_origin(kind) or kind:
@@ -79,7 +140,7 @@ else:
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """Who guesses tokens ahead."""
+    """Flags of speculation."""
 
     speculation: AnySpeculation | None = _drafting(
         None,
@@ -97,7 +158,7 @@ class Drafting:
 
 
 def options_of(*groups: Any) -> GenerateOptions:
-    """What the dataclasses in `groups` say. What is not given is left out."""
+    """The options that are set in the dataclasses `groups`; those that are unset are left out."""
     said = {one.name: getattr(group, one.name) for group in groups for one in fields(group)}
     return cast(GenerateOptions, {name: value for name, value in said.items() if _is_given(value)})
 
