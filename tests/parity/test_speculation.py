@@ -22,7 +22,7 @@ from support.zoo import VOCAB_SIZE, random_model
 
 from loraplex_contracts.errors import Cancelled
 from loraplex_contracts.request import OutputParams, Request, SamplingParams, SpeculationParams, StoppingParams
-from loraplex_server.engine.pipe import Cancel
+from loraplex_server.engine.pipe import AdapterCommand, Cancel
 from loraplex_server.speculation.proposer import DRAFT_MODEL, MEDUSA, PROMPT_LOOKUP, Proposer
 
 EOS = 48  # one that the models like
@@ -323,6 +323,21 @@ def test_heads_that_come_and_go(world: World) -> None:
     outcomes = bench.run(requests, random.Random(6))
     world.check(outcomes)
     assert sums(list(outcomes.values()))[1][MEDUSA] > 0
+    bench.close()
+
+
+def test_default_heads_that_are_unloaded_while_serving(world: World) -> None:
+    """A request for heads alone goes on without drafts, and one that arrives after that finishes without any."""
+    plain = few(world, "")[:2]
+    bench = make_bench(world.model, world.root, default_heads="heads-own")
+    heads_only = SpeculationParams("medusa", fixed_length=True)
+    submitted = [bench.submit(one) for one in speculating(plain, heads_only)]
+    while not any(outcome.drafted[MEDUSA] for outcome in submitted):
+        bench.turn()
+    bench.engine.handle(AdapterCommand(1, "unload", "heads-own"))
+    outcomes = bench.run([replace(one, request_id="later", speculation=heads_only) for one in plain[:1]])
+    world.check({outcome.request.request_id: outcome for outcome in [*submitted, *outcomes.values()]})
+    assert not any(outcome.drafted for outcome in outcomes.values())
     bench.close()
 
 

@@ -80,7 +80,9 @@ ANSWERS: dict[str, Answer] = {
     "right": lambda ask, truth, dice: tuple(truth[: ask.num_tokens]),
     "right and on": lambda ask, truth, dice: tuple([*truth, 1, 2, 3, 4, 5, 6, 7, 8][: ask.num_tokens]),
     "wrong": lambda ask, truth, dice: tuple(_wrong([*truth, 1, 1, 1])[: ask.num_tokens]),
-    "random": lambda ask, truth, dice: tuple(dice.choices((EOS, STOP, 61, 83, 2), k=ask.num_tokens)),
+    "random": lambda ask, truth, dice: tuple(
+        dice.choices((EOS, STOP, 61, 83, 2, *truth[:1], *truth[:1]), k=ask.num_tokens)
+    ),
     "right for a while": lambda ask, truth, dice: (
         *truth[: dice.randint(0, 3)],
         *_wrong(truth[: dice.randint(0, 3)]),

@@ -56,12 +56,12 @@ class MedusaProposer:
         return MEDUSA
 
     def propose(self, asks: Sequence[Ask]) -> Sequence[tuple[int, ...]]:
-        slots = {key: self._borrow(key) for key in dict.fromkeys(ask.heads for ask in asks) if key is not None}
+        slots = {key: self._borrow(key) for key in dict.fromkeys(ask.medusa_key for ask in asks) if key is not None}
         wanted: list[int] = []  # positions in `asks`
         rows: list[int] = []
         head_asks: list[HeadAsk] = []
         for idx, ask in enumerate(asks):
-            slot = slots[ask.heads] if ask.heads is not None else None
+            slot = slots[ask.medusa_key] if ask.medusa_key is not None else None
             if slot is not None and self._heads.heads(slot) and self._runner.has_hidden(ask.candidate.row):
                 wanted.append(idx)
                 rows.append(ask.candidate.row)

@@ -216,16 +216,16 @@ def call_units(name: str, num_rounds: int, num_tokens: int) -> float:
     return (min(num_rounds, 1) if name == MEDUSA else num_rounds) + num_tokens * _TOKEN_UNITS
 
 
-class Offer(NamedTuple):
-    """What a sequence could be drafted in the next step."""
+class SurvivalCurve(NamedTuple):
+    """How likely a proposer's draft tokens for one sequence are to survive verification."""
 
     proposer: str
     survival: Sequence[float]  # of each draft token, never rising; as many as there may be
-    is_fixed: bool = False  # all of them, whether they pay or not
+    fixed_length: bool = False  # all of them, whether they pay or not
 
 
 def choose_lengths(
-    offers: Sequence[Offer],
+    curves: Sequence[SurvivalCurve],
     *,
     num_rows: int,
     num_tokens: int,
@@ -233,28 +233,28 @@ def choose_lengths(
     step_costs: StepCosts,
     unit_costs: Mapping[str, float],
 ) -> list[int]:
-    """The number of tokens to draft for each offer, `budget` in all at most: the most expected tokens per second of the
+    """The number of tokens to draft for each curve, `budget` in all at most: the most expected tokens per second of the
     whole step.
 
     `num_rows` and `num_tokens` are the step's without drafts: token rows, and tokens that come out of it.
     `unit_costs`: seconds by proposer, see `call_units`. Each proposer takes its positions in order of survival, as many
     as serve the step best beside those taken already, the cheapest proposer first.
     """
-    lengths = [len(offer.survival) if offer.is_fixed else 0 for offer in offers]
+    lengths = [len(curve.survival) if curve.fixed_length else 0 for curve in curves]
     num_taken = sum(lengths)
-    gain = num_tokens + sum(sum(offer.survival) for offer in offers if offer.is_fixed)
-    names = sorted({offer.proposer for offer in offers}, key=lambda name: unit_costs.get(name, 0.0))
+    gain = num_tokens + sum(sum(curve.survival) for curve in curves if curve.fixed_length)
+    names = sorted({curve.proposer for curve in curves}, key=lambda name: unit_costs.get(name, 0.0))
     fixed: dict[str, tuple[int, int]] = {}  # rounds and tokens
     for name in names:
-        drafts = [num for offer, num in zip(offers, lengths, strict=True) if offer.proposer == name]
+        drafts = [num for curve, num in zip(curves, lengths, strict=True) if curve.proposer == name]
         fixed[name] = max(drafts), sum(drafts)
     drafts_s = sum(unit_costs.get(name, 0.0) * call_units(name, *fixed[name]) for name in names)
     for name in names:
         positions = [
             (survival, depth, idx)
-            for idx, offer in enumerate(offers)
-            if offer.proposer == name and not offer.is_fixed
-            for depth, survival in enumerate(offer.survival, start=1)
+            for idx, curve in enumerate(curves)
+            if curve.proposer == name and not curve.fixed_length
+            for depth, survival in enumerate(curve.survival, start=1)
             if survival >= _LEAST
         ]
         # Stable: where survival does not fall, what comes first in a draft stays first.
@@ -277,7 +277,9 @@ def choose_lengths(
         num_taken, gain = num_taken + num_best, best_gain
     for _ in range(sum(lengths) - budget):
         # The least likely tokens go; of fixed lengths only when nothing else is left.
-        tails = [(offers[idx].is_fixed, offers[idx].survival[num - 1], idx) for idx, num in enumerate(lengths) if num]
+        tails = [
+            (curves[idx].fixed_length, curves[idx].survival[num - 1], idx) for idx, num in enumerate(lengths) if num
+        ]
         _, _, idx = min(tails)
         lengths[idx] -= 1
     return lengths
@@ -387,7 +389,7 @@ class Policy:
             return []
         num_rows = len(self._choices)
         lengths = choose_lengths(
-            [Offer(one.proposer, one.survival, one.sequence.choice.params.fixed_length) for one in options],
+            [SurvivalCurve(one.proposer, one.survival, one.sequence.choice.params.fixed_length) for one in options],
             num_rows=num_rows + num_drafted,
             num_tokens=num_rows,
             budget=self._max_step_tokens - num_rows - num_drafted,
@@ -441,11 +443,11 @@ class Policy:
             self._unit_costs.setdefault(name, RunningCost()).observe(seconds / units, now_s)
         for (option, num), draft in zip(asked, drafts, strict=True):
             option.sequence.asked.add(name)
-            heads = option.sequence.choice.heads
-            if name == MEDUSA and heads is not None and 0 < len(draft) < num:
-                if heads not in self._num_heads:
+            medusa_key = option.sequence.choice.medusa_key
+            if name == MEDUSA and medusa_key is not None and 0 < len(draft) < num:
+                if medusa_key not in self._num_heads:
                     _make_room(self._num_heads)
-                self._num_heads[heads] = len(draft)  # no draft of these will be longer
+                self._num_heads[medusa_key] = len(draft)  # no draft of these will be longer
 
     # --- the best proposer --------------------------------------------------------------------------------------------
 
@@ -504,17 +506,17 @@ class Policy:
         return best
 
     def _option(self, candidate: Candidate, sequence: DraftedSequence, name: str) -> Option | None:
-        """None where it has nothing to offer in this step."""
+        """None where it has nothing to curve in this step."""
         choice = sequence.choice
-        params, heads = choice.params, choice.heads
+        params, medusa_key = choice.params, choice.medusa_key
         num_tokens = min(params.max_draft_tokens, candidate.num_room)
         if name == PROMPT_LOOKUP:
             pieces = self._lookup.pieces(candidate, params, num_tokens)
             if not pieces:
                 return None
         else:
-            if name == MEDUSA and heads is not None:
-                num_tokens = min(num_tokens, self._num_heads.get(heads, num_tokens))
+            if name == MEDUSA and medusa_key is not None:
+                num_tokens = min(num_tokens, self._num_heads.get(medusa_key, num_tokens))
             pieces = (Piece("own", num_tokens),)
         max_pause = None if params.fixed_length else self._max_pause(name)
         survival: list[float] = []
@@ -554,7 +556,7 @@ class Policy:
         """One for each source: a match in an earlier output is not worth what one in the own text is."""
         record = sequence.records.get((name, source))
         if record is None:
-            place = (name, source, sequence.choice.heads if name == MEDUSA else None)
+            place = (name, source, sequence.choice.medusa_key if name == MEDUSA else None)
             rates = self._rates.get(place)
             if rates is None:
                 _make_room(self._rates)

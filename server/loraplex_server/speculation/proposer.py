@@ -30,7 +30,7 @@ class Ask(NamedTuple):
     candidate: Candidate
     num_tokens: int
     params: SpeculationParams  # the request's, with the server's defaults filled in
-    heads: AdapterKey | None = None  # its Medusa heads
+    medusa_key: AdapterKey | None = None  # its Medusa heads
 
 
 class Proposer(Protocol):
@@ -71,7 +71,7 @@ class Choice:
 
     proposers: tuple[str, ...] = ()
     params: SpeculationParams = SpeculationParams(kind="off")  # defaults filled in
-    heads: AdapterKey | None = None
+    medusa_key: AdapterKey | None = None  # its Medusa heads
 
     @property
     def uses_heads(self) -> bool:
@@ -82,10 +82,10 @@ def brings_heads(key: AdapterKey | None) -> bool:
     return key is not None and key.kind != "lora"
 
 
-def check_named_heads(request: Request, heads: AdapterKey | None) -> None:
-    """`heads`: what `speculation.medusa.adapter_id` names, None where it names nothing. Raises FailedPrecondition for
-    an adapter without heads, which would draft nothing."""
-    if heads is not None and not brings_heads(heads):
+def check_named_heads(request: Request, medusa_key: AdapterKey | None) -> None:
+    """Raises FailedPrecondition where `speculation.medusa.adapter_id` names an adapter without heads, which would draft
+    nothing. `medusa_key`: of that adapter; None where nothing is named."""
+    if medusa_key is not None and not brings_heads(medusa_key):
         adapter_id = request.speculation.medusa_id
         raise FailedPrecondition(
             f"`speculation.medusa.adapter_id` names {adapter_id!a}, which is a LoRA without Medusa heads; name an "
@@ -96,19 +96,19 @@ def check_named_heads(request: Request, heads: AdapterKey | None) -> None:
 
 
 def choose(
-    request: Request, heads: AdapterKey | None, config: SpeculationConfig, draft_names: Collection[str]
+    request: Request, medusa_key: AdapterKey | None, config: SpeculationConfig, draft_names: Collection[str]
 ) -> Choice:
-    """`heads`: the heads that it may use, its own adapter's included. Raises FailedPrecondition or InvalidArgument for
-    what this server does not have."""
+    """The proposers that the request may use. `medusa_key`: its heads, perhaps those of its own adapter. Raises
+    FailedPrecondition or InvalidArgument for what this server does not have."""
     params = request.speculation
     kind = params.kind
     if kind is None:
-        kind = "auto" if heads is not None or config.default_draft_tokens > 0 else "off"
+        kind = "auto" if medusa_key is not None or config.default_draft_tokens > 0 else "off"
     if kind == "off":
         return Choice()
     match kind:
         case "medusa":
-            if heads is None:
+            if medusa_key is None:
                 raise FailedPrecondition(
                     "there are no Medusa heads for this request: its adapter brings none and the server has no "
                     "--default-medusa; name some in `speculation.medusa.adapter_id`",
@@ -121,11 +121,11 @@ def choose(
             proposers = (draft_key(_draft_name(params, draft_names)),)
         case _:
             proposers = (
-                *((MEDUSA,) if heads is not None else ()),
+                *((MEDUSA,) if medusa_key is not None else ()),
                 PROMPT_LOOKUP,
                 *(draft_key(name) for name in draft_names),
             )
-    return Choice(proposers, _filled(params, config), heads if MEDUSA in proposers else None)
+    return Choice(proposers, _filled(params, config), medusa_key if MEDUSA in proposers else None)
 
 
 def draft_key(name: str) -> str:

@@ -82,17 +82,17 @@ class Speculator:
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def begin(self, request: Request, key: AdapterKey | None, heads: AdapterKey | None) -> None:
+    def begin(self, request: Request, adapter_key: AdapterKey | None, medusa_key: AdapterKey | None) -> None:
         """Takes in an accepted request.
 
-        `key` is its adapter's, `heads` those that it names apart. Raises FailedPrecondition or InvalidArgument for what
-        this server does not have.
+        `medusa_key`: of the Medusa heads that it names beside its adapter. Raises FailedPrecondition or InvalidArgument
+        for what this server does not have.
         """
-        check_named_heads(request, heads)
-        own = key if brings_heads(key) else None
+        check_named_heads(request, medusa_key)
+        own_key = adapter_key if brings_heads(adapter_key) else None
         kind = request.speculation.kind
         wants_default = kind in ("medusa", "auto") or (kind is None and self._drafts_by_default)
-        found = heads or own or (self._default_heads if wants_default else None)
+        found = medusa_key or own_key or (self._default_heads if wants_default else None)
         choice = choose(request, found, self._config, self._draft_names)
         if choice.proposers:
             self._requests[request.request_id] = choice
@@ -211,7 +211,9 @@ class Speculator:
     def _ask(self, name: str, asked: Sequence[tuple[Option, int]]) -> dict[str, Draft]:
         """One call of a proposer."""
         proposer = self._proposers[name]
-        asks = [Ask(one.candidate, num, one.sequence.choice.params, one.sequence.choice.heads) for one, num in asked]
+        asks = [
+            Ask(one.candidate, num, one.sequence.choice.params, one.sequence.choice.medusa_key) for one, num in asked
+        ]
         proposed: list[tuple[int, ...]] = []
         with self._guarded(name, "could not draft"):
             start_s = self._clock()
@@ -245,6 +247,8 @@ class Speculator:
             self._note_failure(name, what, error)
 
     def _note_failure(self, name: str, what: str, error: Exception) -> None:
-        if (name, what, type(error)) not in self.failures:
-            log.error("%s %s; the step goes on without", name, what, exc_info=error)
-        self.failures[name, what, type(error)] += 1
+        failure = (name, what, type(error))
+        if failure not in self.failures:
+            fields = {"proposer": name, "failure": what, "error_type": type(error).__name__}
+            log.error("%s %s; the step goes on without", name, what, exc_info=error, extra=fields)
+        self.failures[failure] += 1

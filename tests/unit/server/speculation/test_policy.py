@@ -18,8 +18,8 @@ from loraplex_server.speculation.policy import (
     PRIORS,
     AcceptanceRates,
     LeastCost,
-    Offer,
     RunningCost,
+    SurvivalCurve,
     TrackRecord,
     call_units,
     choose_lengths,
@@ -35,7 +35,7 @@ MAX_TOKENS = 8
 
 curves = st.lists(st.floats(0.0, 1.0), max_size=6).map(lambda chances: sorted(chances, reverse=True))
 proposers = st.sampled_from([PROMPT_LOOKUP, MEDUSA, DRAFT_MODEL])
-offer_lists = st.lists(st.builds(Offer, proposers, curves, st.booleans()), max_size=8)
+offer_lists = st.lists(st.builds(SurvivalCurve, proposers, curves, st.booleans()), max_size=8)
 
 
 class Decoding:
@@ -61,7 +61,9 @@ class Decoding:
             level = evidence(step)
             curves = [record.survival(step, MAX_TOKENS, level, max_pause=pause) for record in self.records]
             lengths = choose(
-                [Offer(self._proposer, curve) for curve in curves], num_rows=num_sequences, num_tokens=num_sequences
+                [SurvivalCurve(self._proposer, curve) for curve in curves],
+                num_rows=num_sequences,
+                num_tokens=num_sequences,
             )
             self.time_s += CPU.seconds(num_sequences + sum(lengths)) + self._cost * call_units(
                 self._proposer, max(lengths), sum(lengths)
@@ -79,18 +81,18 @@ class Decoding:
         return sum(map(sum, self.lengths))
 
 
-def choose(offers: Sequence[Offer], num_rows: int, num_tokens: int, budget: int = 1000) -> list[int]:
+def choose(curves: Sequence[SurvivalCurve], num_rows: int, num_tokens: int, budget: int = 1000) -> list[int]:
     return choose_lengths(
-        offers, num_rows=num_rows, num_tokens=num_tokens, budget=budget, step_costs=CPU, unit_costs=COSTS
+        curves, num_rows=num_rows, num_tokens=num_tokens, budget=budget, step_costs=CPU, unit_costs=COSTS
     )
 
 
-def speed(offers: Sequence[Offer], lengths: Sequence[int], num_rows: int, num_tokens: int) -> float:
+def speed(curves: Sequence[SurvivalCurve], lengths: Sequence[int], num_rows: int, num_tokens: int) -> float:
     """Expected tokens per second, from first principles."""
-    expected = num_tokens + sum(sum(offer.survival[:n]) for offer, n in zip(offers, lengths, strict=True))
+    expected = num_tokens + sum(sum(curve.survival[:n]) for curve, n in zip(curves, lengths, strict=True))
     seconds = CPU.seconds(num_rows + sum(lengths))
     for proposer, cost in COSTS.items():
-        own = [n for offer, n in zip(offers, lengths, strict=True) if offer.proposer == proposer]
+        own = [n for curve, n in zip(curves, lengths, strict=True) if curve.proposer == proposer]
         seconds += cost * call_units(proposer, max(own, default=0), sum(own))
     return expected / seconds
 
@@ -106,55 +108,55 @@ def test_cheap_probes_may_come_more_often() -> None:
 
 
 @given(offer_lists, st.integers(0, 40), st.integers(0, 30))
-def test_lengths_keep_room_and_budget(offers: list[Offer], num_more: int, budget: int) -> None:
-    lengths = choose(offers, len(offers) + num_more, len(offers), budget)
-    assert len(lengths) == len(offers)
+def test_lengths_keep_room_and_budget(curves: list[SurvivalCurve], num_more: int, budget: int) -> None:
+    lengths = choose(curves, len(curves) + num_more, len(curves), budget)
+    assert len(lengths) == len(curves)
     assert sum(lengths) <= budget
-    assert all(0 <= length <= len(offer.survival) for offer, length in zip(offers, lengths, strict=True))
+    assert all(0 <= length <= len(curve.survival) for curve, length in zip(curves, lengths, strict=True))
 
 
 @given(offer_lists, st.integers(0, 40))
-def test_fixed_lengths_are_kept_and_the_others_do_no_harm(offers: list[Offer], num_more: int) -> None:
-    num_rows = max(1, len(offers)) + num_more
-    lengths = choose(offers, num_rows, max(1, len(offers)))
-    fixed_only = [len(offer.survival) if offer.is_fixed else 0 for offer in offers]
-    for offer, length in zip(offers, lengths, strict=True):
-        assert not offer.is_fixed or length == len(offer.survival)
-    chosen, without = (speed(offers, each, num_rows, max(1, len(offers))) for each in (lengths, fixed_only))
+def test_fixed_lengths_are_kept_and_the_others_do_no_harm(curves: list[SurvivalCurve], num_more: int) -> None:
+    num_rows = max(1, len(curves)) + num_more
+    lengths = choose(curves, num_rows, max(1, len(curves)))
+    fixed_only = [len(curve.survival) if curve.fixed_length else 0 for curve in curves]
+    for curve, length in zip(curves, lengths, strict=True):
+        assert not curve.fixed_length or length == len(curve.survival)
+    chosen, without = (speed(curves, each, num_rows, max(1, len(curves))) for each in (lengths, fixed_only))
     assert chosen >= without * (1 - 1e-9)
 
 
 @given(st.lists(st.floats(0.05, 0.99), min_size=1, max_size=3), st.sampled_from([PROMPT_LOOKUP, MEDUSA]))
 def test_one_proposer_gets_the_best_there_is(chances: list[float], proposer: str) -> None:
-    offers = [Offer(proposer, [chance**k for k in range(1, 5)]) for chance in chances]
-    num_rows = 4 * len(offers)  # others decode as well
-    lengths = choose(offers, num_rows, num_rows)
-    best = max(speed(offers, each, num_rows, num_rows) for each in product(range(5), repeat=len(offers)))
+    curves = [SurvivalCurve(proposer, [chance**k for k in range(1, 5)]) for chance in chances]
+    num_rows = 4 * len(curves)  # others decode as well
+    lengths = choose(curves, num_rows, num_rows)
+    best = max(speed(curves, each, num_rows, num_rows) for each in product(range(5), repeat=len(curves)))
     # Positions below 2 % are left out.
-    assert speed(offers, lengths, num_rows, num_rows) >= best * (1 - 1e-3)
+    assert speed(curves, lengths, num_rows, num_rows) >= best * (1 - 1e-3)
 
 
 def test_a_proposer_that_does_not_pay_is_left_out_and_another_is_not() -> None:
-    offers = [Offer(DRAFT_MODEL, [0.5, 0.25]), Offer(PROMPT_LOOKUP, [0.9, 0.8, 0.7])]
-    assert choose(offers, 8, 8) == [0, 3]
-    assert choose(offers[:1] * 8, 8, 8) == [1] * 8  # shared by many it pays
+    curves = [SurvivalCurve(DRAFT_MODEL, [0.5, 0.25]), SurvivalCurve(PROMPT_LOOKUP, [0.9, 0.8, 0.7])]
+    assert choose(curves, 8, 8) == [0, 3]
+    assert choose(curves[:1] * 8, 8, 8) == [1] * 8  # shared by many it pays
 
 
 def test_cuts_begin_with_the_least_likely_and_end_with_fixed_lengths() -> None:
-    fixed = Offer(PROMPT_LOOKUP, [0.1, 0.05], is_fixed=True)
-    likely, doubtful = Offer(PROMPT_LOOKUP, [0.9, 0.8]), Offer(PROMPT_LOOKUP, [0.7, 0.5])
-    offers = [doubtful, fixed, likely]
-    assert choose(offers, 3, 3, budget=6) == [2, 2, 2]
-    assert choose(offers, 3, 3, budget=5) == [1, 2, 2]
-    assert choose(offers, 3, 3, budget=3) == [0, 2, 1]
-    assert choose(offers, 3, 3, budget=1) == [0, 1, 0]
-    assert choose(offers, 3, 3, budget=0) == [0, 0, 0]
+    fixed = SurvivalCurve(PROMPT_LOOKUP, [0.1, 0.05], fixed_length=True)
+    likely, doubtful = SurvivalCurve(PROMPT_LOOKUP, [0.9, 0.8]), SurvivalCurve(PROMPT_LOOKUP, [0.7, 0.5])
+    curves = [doubtful, fixed, likely]
+    assert choose(curves, 3, 3, budget=6) == [2, 2, 2]
+    assert choose(curves, 3, 3, budget=5) == [1, 2, 2]
+    assert choose(curves, 3, 3, budget=3) == [0, 2, 1]
+    assert choose(curves, 3, 3, budget=1) == [0, 1, 0]
+    assert choose(curves, 3, 3, budget=0) == [0, 0, 0]
 
 
 def test_the_fuller_the_batch_the_shorter_the_drafts() -> None:
     def mean_length(num_sequences: int) -> float:
-        offers = [Offer(MEDUSA, [0.7**k for k in range(1, 9)])] * num_sequences
-        return sum(choose(offers, num_sequences, num_sequences)) / num_sequences
+        curves = [SurvivalCurve(MEDUSA, [0.7**k for k in range(1, 9)])] * num_sequences
+        return sum(choose(curves, num_sequences, num_sequences)) / num_sequences
 
     lengths = [mean_length(num_sequences) for num_sequences in (1, 8, 16, 64)]
     assert lengths == sorted(lengths, reverse=True)
@@ -164,7 +166,7 @@ def test_the_fuller_the_batch_the_shorter_the_drafts() -> None:
 
 def test_nothing_to_choose_from() -> None:
     assert choose([], 1, 1) == []
-    assert choose([Offer(MEDUSA, [])], 1, 1) == [0]
+    assert choose([SurvivalCurve(MEDUSA, [])], 1, 1) == [0]
 
 
 # --- all of it -------------------------------------------------------------------------------------------------------
@@ -189,8 +191,8 @@ def test_speed_is_near_that_of_the_best_length(proposer: str, chance: float, num
     decoding.run(600, chance)
 
     def speed_at(length: int) -> float:
-        offers = [Offer(proposer, [chance**k for k in range(1, length + 1)], is_fixed=True)] * num_sequences
-        return speed(offers, [length] * num_sequences, num_sequences, num_sequences)
+        curves = [SurvivalCurve(proposer, [chance**k for k in range(1, length + 1)], fixed_length=True)] * num_sequences
+        return speed(curves, [length] * num_sequences, num_sequences, num_sequences)
 
     best = max(range(MAX_TOKENS + 1), key=speed_at)
     assert decoding.num_tokens / decoding.time_s >= 0.9 * speed_at(best)

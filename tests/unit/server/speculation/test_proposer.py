@@ -74,7 +74,7 @@ def test_every_kind_times_what_is_there(
     choice = chosen(kind, heads, num_tokens, drafts)
     assert choice.proposers == expected
     assert choice.uses_heads == (MEDUSA in expected)
-    assert choice.heads == (heads if MEDUSA in expected else None)
+    assert choice.medusa_key == (heads if MEDUSA in expected else None)
 
 
 @pytest.mark.parametrize("name", ["small", "tiny"])

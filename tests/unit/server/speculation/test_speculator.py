@@ -188,7 +188,7 @@ def test_whose_heads(
         table.small.answer = lambda ask: ()
         assert table.begin("r", kind, key, named) == (found is not None)
         table.propose("r")
-        assert [ask.heads for call in table.medusa.calls for ask in call] == ([found] if found else [])
+        assert [ask.medusa_key for call in table.medusa.calls for ask in call] == ([found] if found else [])
 
 
 def test_what_is_not_there_is_refused_and_forgotten() -> None:
@@ -331,7 +331,7 @@ def test_one_call_of_each_proposer() -> None:
     params = {ask.candidate.sequence_id: ask.params for call in table.small.calls for ask in call}
     assert params["a"].max_draft_tokens == 3
     assert params["c"].max_draft_tokens == 6
-    assert [ask.heads for ask in table.medusa.calls[0]] == [BOTH]
+    assert [ask.medusa_key for ask in table.medusa.calls[0]] == [BOTH]
     assert {name: draft.proposer for name, draft in drafts.items()} == {
         "a": DRAFT_MODEL,
         "b": MEDUSA,
@@ -397,7 +397,7 @@ def test_the_budget_of_the_step_is_shared() -> None:
 
 def test_heads_are_asked_for_as_many_tokens_as_they_have() -> None:
     table = Table()
-    table.medusa.answer = lambda ask: (1, 2) if ask.heads == BOTH else (1, 2, 3, 4, 5, 6, 7, 8)[: ask.num_tokens]
+    table.medusa.answer = lambda ask: (1, 2) if ask.medusa_key == BOTH else (1, 2, 3, 4, 5, 6, 7, 8)[: ask.num_tokens]
     table.begin("two", "medusa", BOTH, fixed_length=True)
     table.begin("many", "medusa", HEADS, fixed_length=True)
     table.propose("two", "many")
@@ -657,7 +657,9 @@ def test_a_proposer_that_raises_costs_its_own_drafts(caplog: pytest.LogCaptureFi
             assert set(table.step("a", "b", "c", tokens=REPEATING, num_accepted=8)) == {"b", "c"}
     # Not in every step.
     assert len(caplog.records) == 1
-    assert "draft_model:small could not draft" in caplog.records[-1].message
+    record = vars(caplog.records[-1])
+    assert "draft_model:small could not draft" in record["message"]
+    assert (record["proposer"], record["failure"], record["error_type"]) == (SMALL, "could not draft", "RuntimeError")
     assert table.speculator.failures == {(SMALL, "could not draft", RuntimeError): 20}
     table.small.answer = lambda ask: (1,)
     assert "a" in table.propose("a")
