@@ -18,7 +18,7 @@ from loraplex_server.text.tokenizer import TextTokenizer
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """What one proposer drafted, and what of it the target accepted."""
+    """Number of tokens that one proposer drafted, and that the model accepted."""
 
     proposer: str
     num_drafted: int
@@ -42,7 +42,7 @@ class CompletionSummary:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """One completion's news. `end` is on its last delta only. Drafts are those of `proposer`, empty for none."""
+    """New text and tokens of one completion. `end` is on its last delta only. `proposer` is empty without drafts."""
 
     index: int
     text: str = ""
@@ -73,7 +73,7 @@ class CompletionAssembler:
         self._num_tokens = 0
         self._num_steps = 0
         self._drafts: dict[str, Drafts] = {}
-        self.is_stopped = False  # a stop string was met; only the end is still to come
+        self.is_stopped = False  # by a stop string; only `end` is still to come
 
     @classmethod
     def of(
@@ -81,7 +81,7 @@ class CompletionAssembler:
     ) -> CompletionAssembler:
         """For completion `index`. Raises FailedPrecondition for stop strings without a tokenizer."""
         stopping = request.stopping
-        # What ends a completion is no part of its text, special token or not.
+        # The token that ends a completion is not part of its text.
         ending = stopping.stop_token_ids | (frozenset() if stopping.ignore_eos else frozenset(eos_token_ids))
         return cls(
             index,
@@ -98,7 +98,7 @@ class CompletionAssembler:
         text, num_kept = self._text_of(event.token_ids)
         self._num_tokens += num_kept
         self._num_steps += event.num_steps
-        num_accepted = min(event.num_accepted, num_kept)  # what is dropped was of no use
+        num_accepted = min(event.num_accepted, num_kept)  # dropped tokens do not count
         if event.num_drafted:
             before = self._drafts.get(event.proposer, Drafts(event.proposer, 0, 0))
             self._drafts[event.proposer] = Drafts(
@@ -115,7 +115,7 @@ class CompletionAssembler:
         )
 
     def end(self, event: CompletionEnd) -> Delta:
-        """The engine ended the completion: what was held back comes out, unless a stop string had ended it before."""
+        """The engine ended the completion. The delta has the text held back, unless a stop string had ended it before."""
         text, stop_string = "", None
         if not self.is_stopped and self._detokenizer is not None:
             text = self._through_stops(self._detokenizer.finish())
@@ -141,7 +141,7 @@ class CompletionAssembler:
         return TokenLogprob(logprobs.token_id, self._token_text(logprobs.token_id), logprobs.logprob, top)
 
     def _text_of(self, token_ids: tuple[int, ...]) -> tuple[str, int]:
-        """Text that is safe to send, and how many of the tokens belong to the completion."""
+        """Text that is safe to send, and the number of tokens that belong to the completion."""
         if self._detokenizer is None:
             return "", len(token_ids)
         if self._stops is None:

@@ -1,7 +1,6 @@
 """One request from submission to its terminal event, as text.
 
-Leaving the `async for` early, for whatever reason, cancels the request in the engine: so the KV blocks of a client that
-went away come free.
+Leaving the `async for` early cancels the request in the engine, which frees its KV blocks.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from loraplex_server.text.tokenizer import TextTokenizer
 
 @dataclass(slots=True)
 class Progress:
-    """What is known of a request beside its text; filled as it goes."""
+    """Facts about a request beside its text, filled while it runs."""
 
     adapter_digest: str = ""
     queue_s: float = 0.0
@@ -47,7 +46,7 @@ async def generate(
     eos_token_ids: Collection[int],
     progress: Progress,
 ) -> AsyncGenerator[list[Delta], None]:
-    """Yields the deltas of what piled up since the last look, until every completion has ended.
+    """Yields the deltas of the events since the last ones, until every completion has ended.
 
     Raises the request's typed error. `progress` is filled before the first yield that it concerns.
     """
@@ -59,7 +58,7 @@ async def generate(
             deltas = _coalesce(_take(engine, stream, assemblers, events, progress))
             if deltas:
                 yield deltas
-            # What arrived before a failure is delivered before it.
+            # Events before a failure are delivered before it.
             if isinstance(events[-1], RequestFailed):
                 raise events[-1].error
             if stream.is_read:

@@ -1,41 +1,91 @@
-"""Tokenizing beside the event loop, in threads or a process.
+"""Tokenization beside the event loop, in threads or a process.
 
-Short texts are done at once, on the loop; longer ones by threads, which give the interpreter's lock back; the longest
-by a process of their own, which is killed when its caller goes away. How many at once is bounded, and so are the bytes
-that wait. The ids are those of `TextTokenizer` in each case.
-
-Owns the threads, the process and who waits for them. Knows neither engine nor connections.
+Short texts are tokenized on the event loop; longer ones in threads, where the library gives the interpreter's lock
+back; the longest in a process, which is killed when its caller goes away. The number at once is bounded, and so are the
+bytes that wait. The ids are those of `TextTokenizer` in each case. Owns the threads, the process and their queues.
 """
 
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
+import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from loraplex_contracts.errors import ContextLengthExceeded, OutOfMemory, unexpected
+from loraplex_contracts.errors import ContextLengthExceeded, OutOfMemory, QueueFull, unexpected
 from loraplex_proto.validate import ModelLimits, check_prompt_length
+from loraplex_server.frontend.tokenizer_process import Job, Maker, ProcessEnded, TokenizerProcess
 from loraplex_server.text.bounds import max_bytes_per_token
-from loraplex_server.text.process import Job, Maker, ProcessEnded, TokenizerProcess
 from loraplex_server.text.tokenizer import SHORT_CHARS, TextTokenizer, num_bytes_of
-from loraplex_server.text.turns import Turns
 
 T = TypeVar("T")
 Messages = Sequence[Mapping[str, str]]
 
-# Longer texts go to the process: below, a thread is through within some 0.2 s and need not be stopped.
+# Longer texts go to the process. Shorter ones take a thread at most some 0.2 s, and need not be stopped.
 LONG_BYTES: Final = 1 << 17
 NUM_THREADS: Final = 2
 MAX_WAITING_BYTES: Final = 64 << 20
 IDLE_S: Final = 20.0  # until the process gives its memory back
-# The process counts as hung when a text takes it longer than this, and a second more for each so many bytes.
+# The process counts as hung after this time, and a second more for each SLOWEST_BYTES_PER_S of the text.
 HUNG_S: Final = 60.0
 SLOWEST_BYTES_PER_S: Final = 1 << 16
+BYTES_PER_S: Final = 1 << 20  # roughly what tokenizers do
+RETRY_AFTER_S: Final = 1.0
 TOKEN_CHARS: Final = 4
-MESSAGE_CHARS: Final = 32  # what a chat's template writes around a message, and its rendering
+MESSAGE_CHARS: Final = 32  # a chat template's text around a message, and its rendering
+
+
+class ShortestFirstSemaphore:
+    """Bounds how many texts are tokenized at once, and the bytes that wait. One text of any size may always wait.
+
+    Texts go in the order of arrival plus expected time: a short one passes long ones, and a long one is not passed for
+    ever. For one event loop.
+    """
+
+    def __init__(self, num_at_once: int, max_waiting_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._num_free = num_at_once
+        self._max_waiting_bytes = max_waiting_bytes
+        self._clock = clock
+        self._waiting: list[tuple[float, int, asyncio.Future[None]]] = []  # a heap; the number settles equal times
+        self._numbers = itertools.count()
+        self._waiting_bytes = 0
+
+    async def acquire(self, num_bytes: int) -> None:
+        """Waits. `release` afterwards, unless this is cancelled. Raises QueueFull."""
+        if self._num_free:
+            self._num_free -= 1
+            return
+        if self._waiting_bytes and self._waiting_bytes + num_bytes > self._max_waiting_bytes:
+            raise QueueFull(
+                f"{self._waiting_bytes} bytes of other requests' text wait to be tokenized; try again",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        due_s = self._clock() + num_bytes / BYTES_PER_S
+        heapq.heappush(self._waiting, (due_s, next(self._numbers), granted))
+        self._waiting_bytes += num_bytes
+        try:
+            await granted
+        except asyncio.CancelledError:
+            if granted.done() and not granted.cancelled():  # granted in the same moment
+                self.release()
+            raise
+        finally:
+            self._waiting_bytes -= num_bytes
+
+    def release(self) -> None:
+        """The next one goes on."""
+        while self._waiting:
+            _, _, granted = heapq.heappop(self._waiting)
+            if not granted.done():
+                granted.set_result(None)
+                return
+        self._num_free += 1
 
 
 class Tokenizing:
@@ -51,8 +101,8 @@ class Tokenizing:
         self._serialized = tokenizer.serialized()
         self._bytes_per_token = None if self._serialized is None else max_bytes_per_token(self._serialized)
         self._executor = ThreadPoolExecutor(NUM_THREADS + 1, thread_name_prefix="tokenizing")
-        self._turns = Turns(NUM_THREADS, MAX_WAITING_BYTES)
-        self._long_turns = Turns(1, MAX_WAITING_BYTES)
+        self._threads = ShortestFirstSemaphore(NUM_THREADS, MAX_WAITING_BYTES)
+        self._process_use = ShortestFirstSemaphore(1, MAX_WAITING_BYTES)
         self._process: TokenizerProcess | None = None
         self._idle: asyncio.TimerHandle | None = None
 
@@ -77,7 +127,7 @@ class Tokenizing:
         return await self.encode(await self._render(messages, add_generation_prompt), special=False)
 
     async def tokenize(self, text: str, make: Maker, *, special: bool = True) -> bytes:
-        """What `make` makes of the ids of any text. Raises QueueFull, and what `TextTokenizer.encode` raises."""
+        """`make` of the ids of a text of any length. Raises QueueFull, and what `TextTokenizer.encode` raises."""
         num_bytes = num_bytes_of(text)
         if num_bytes <= LONG_BYTES or self._serialized is None:
             return await self.off_loop(num_bytes, partial(self._made, text, make, special))
@@ -94,23 +144,21 @@ class Tokenizing:
         return await self.off_loop(len(token_ids) * TOKEN_CHARS, partial(self.tokenizer.decode, token_ids))
 
     async def off_loop(self, num_bytes: int, work: Callable[[], T]) -> T:
-        """Does what takes about as long as tokenizing `num_bytes`: at a thread's turn, if that is long."""
+        """Runs work that takes about as long as tokenizing `num_bytes`, in a thread if that is long."""
         if num_bytes < SHORT_CHARS:
             return work()
-        await self._turns.take(num_bytes)
-        return await self._work(self._turns, work)
+        await self._threads.acquire(num_bytes)
+        return await self._work(self._threads, work)
 
     async def close(self) -> None:
-        """Ends process and threads, and waits until they are gone. What is under way fails."""
+        """Ends process and threads, and waits until they are gone. Texts under way fail."""
         process, self._process = self._process, None
         if self._idle is not None:
             self._idle.cancel()
         if process is not None:
             await asyncio.to_thread(process.end)
-        # Threads of processes that were killed before still wait for their ends.
+        # Its threads may still wait for the end of processes that were killed before.
         await asyncio.to_thread(self._executor.shutdown, cancel_futures=True)
-
-    # --- what it is made of -------------------------------------------------------------------------------------------
 
     async def _render(self, messages: Messages, add_generation_prompt: bool) -> str:
         num_chars = sum(len(message["content"]) + MESSAGE_CHARS for message in messages)
@@ -133,12 +181,12 @@ class Tokenizing:
             )
 
     async def _in_process(self, num_bytes: int, job: Job) -> array[int] | int | bytes:
-        await self._long_turns.take(num_bytes)
+        await self._process_use.acquire(num_bytes)
         process = self._take_process()
         hung = asyncio.timeout(self._hung_s + num_bytes / SLOWEST_BYTES_PER_S)
         try:
             async with hung:
-                result = await self._work(self._long_turns, partial(process.run, job))
+                result = await self._work(self._process_use, partial(process.run, job))
         except ProcessEnded as error:
             self._process = None
             if error.is_out_of_memory:
@@ -146,26 +194,26 @@ class Tokenizing:
                     "there was not enough memory to tokenize this text; shorten it, or send token_ids"
                 ) from error
             raise unexpected(error, "tokenizing a long text") from error
-        except BaseException as error:  # nobody waits any more, or for too long
+        except BaseException as error:  # the caller left, or the process hangs
             self._process = None
             process.kill()
             if hung.expired() and isinstance(error, TimeoutError):
                 raise unexpected(error, "waiting for the process that tokenizes long texts") from error
             raise
-        # The next turn begins later, and takes this back.
+        # The next text is not sent before this, and cancels it.
         self._idle = asyncio.get_running_loop().call_later(self._idle_s, self._end_idle_process)
         return result
 
-    async def _work(self, turns: Turns, work: Callable[[], T]) -> T:
-        """In a thread. The turn lasts until that is through, even where nobody waits for it."""
+    async def _work(self, semaphore: ShortestFirstSemaphore, work: Callable[[], T]) -> T:
+        """In a thread. The semaphore is released when the thread is done, even if the caller has left."""
         future = asyncio.get_running_loop().run_in_executor(self._executor, work)
         try:
             return await asyncio.shield(future)
         finally:
             if future.done():
-                turns.give_back()
+                semaphore.release()
             else:
-                future.add_done_callback(partial(_end_turn, turns))
+                future.add_done_callback(partial(_release, semaphore))
 
     def _take_process(self) -> TokenizerProcess:
         if self._idle is not None:
@@ -181,7 +229,7 @@ class Tokenizing:
             self._executor.submit(process.end)
 
 
-def _end_turn(turns: Turns, future: asyncio.Future[Any]) -> None:
-    turns.give_back()
+def _release(semaphore: ShortestFirstSemaphore, future: asyncio.Future[Any]) -> None:
+    semaphore.release()
     if not future.cancelled():
-        future.exception()  # looked at, so that asyncio does not log it: nobody waits for this work
+        future.exception()  # retrieved, so that asyncio does not log it: nothing waits for this work

@@ -1,11 +1,9 @@
 """Upper bound of bytes per token of a tokenizer.
 
 With it a text can be refused before it is tokenized: `n` bytes are at least `n / bound` tokens. The bound holds for
-tokenizers that never make text shorter: nothing that they do before the model may drop or merge characters, the model
-must have a token for each unknown character, and each token stands for no more than its own content. What is not known
-to keep to that has no bound, and its texts are tokenized to be counted.
-
-Pure. Reads the serialized tokenizer (`tokenizer.json`).
+tokenizers that never make text shorter: their steps before the model keep every character, the model has a token for
+each unknown character, and each token stands for its own content at most. Other tokenizers have no bound; their texts
+are tokenized to be counted. Reads the serialized tokenizer (`tokenizer.json`).
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ def max_bytes_per_token(serialized: str) -> int | None:
     if not is_kept:
         return None
     kinds = {step["type"] for step in (*normalizers, *pre_tokenizers)}
-    # There each character of a token is one byte of text. A replacement would count in bytes of the characters.
+    # Each character of such a token is one byte of text. A replacement would count in bytes of the characters.
     is_byte_level = "ByteLevel" in kinds and "Replace" not in kinds
     model: _State = state["model"]
     vocabulary = _contents(model)
@@ -49,7 +47,7 @@ def max_bytes_per_token(serialized: str) -> int | None:
 
 
 def _added_bytes(token: _State, normalizers: list[_State]) -> int:
-    """Of an added token, in normalized text where it is looked for in that."""
+    """Bytes of an added token; of its normalized form too, where the library searches normalized text for it."""
     content: str = token["content"]
     for step in normalizers if token["normalized"] else []:
         match step["type"]:
@@ -63,7 +61,7 @@ def _added_bytes(token: _State, normalizers: list[_State]) -> int:
 
 
 def _steps(state: _State | None, parts: str) -> Iterator[_State]:
-    """A component's steps in order; those of sequences within sequences too."""
+    """A component's steps in order, nested sequences flattened."""
     if state is None:
         return
     if state["type"] != "Sequence":

@@ -1,7 +1,7 @@
-"""Incremental detokenisation: the text of a completion, piece by piece as its tokens come.
+"""Incremental detokenization: the text of a completion, piece by piece as its tokens come.
 
-The text of a completion is what it adds to its prompt: `decode(prompt + output)` without what it has in common with
-`decode(prompt)`, special tokens left out, nothing cleaned up. So a completion of "Hello" may begin with a space, which
+The text of a completion is what it adds to its prompt: `decode(prompt + output)` without the beginning that it shares
+with `decode(prompt)`, special tokens left out, nothing cleaned up. So a completion of "Hello" may begin with a space, which
 decoding the output alone would lose; and a character that the prompt left unfinished belongs to the output. The pieces,
 concatenated, are exactly that text. A piece never ends inside a character.
 
@@ -12,10 +12,8 @@ Two ways, both in constant time and memory per token:
   run is held until it ends or has become invalid, at most `MAX_HELD_BYTES`: past that, whole characters go out, and
   should the run turn out invalid later, they stay (there alone, more is readable than in the library's text).
 
-The library's own `DecodeStream` is not used: on byte-level and byte-fallback vocabularies it drops what a prompt left
-unfinished, keeps everything to itself behind an invalid byte, and raises on some sequences.
-
-Knows tokens and text; neither stop strings nor requests.
+The library's own `DecodeStream` is not used: on byte-level and byte-fallback vocabularies it drops a character that the
+prompt left unfinished, gives nothing after an invalid byte, and raises on some sequences.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ class Detokenizer(Protocol):
         ...
 
     def finish(self) -> str:
-        """What was held back; an unfinished character as U+FFFD."""
+        """The text held back; an unfinished character as U+FFFD."""
         ...
 
 
@@ -58,7 +56,7 @@ class _ByteLevelDetokenizer:
         self._vocabulary = vocabulary
         self._dropped_ids = dropped_ids
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        # What the last bytes leave unfinished depends on the last four of them at most.
+        # An unfinished character at the end has at most four bytes.
         tail = b""
         for token_id in reversed(prompt_ids):
             tail = vocabulary.bytes(token_id) + tail
@@ -123,7 +121,7 @@ class _PieceDetokenizer:
             return self._release()
         if len(self._held) < MAX_HELD_BYTES:
             return ""
-        # Whole characters go out, what is unfinished stays.
+        # Whole characters go out, an unfinished one stays.
         num_out = len(self._held) - self._run.num_unfinished
         unfinished = self._held[num_out:]
         self._held = self._held[:num_out]
@@ -132,7 +130,7 @@ class _PieceDetokenizer:
         return text
 
     def _added(self) -> str:
-        """What the held tokens add to the text."""
+        """The text that the held tokens add."""
         decode = self._vocabulary.decode
         return _without_common_prefix(decode(self._context + self._held), decode(self._context))
 

@@ -3,14 +3,10 @@
 The stop string that is complete first ends the text, whatever pieces the text comes in; of several that end with the
 same character, the longest. Text is held back only while it could be the beginning of one.
 
-What ends where: the text ends before the stop string (behind it with `include_stop`). The token that completed it is
-the completion's last: it and those before it stay among the token ids, which may so hold more than the text does. What
-a step brought behind it is dropped by the caller.
+The text ends before the stop string (after it with `include_stop`). The token that completed the stop string is the
+completion's last, so token ids may hold more than the text does. The caller drops the tokens after it.
 
-Until more than `min_tokens` tokens have come nothing matches, as no end-of-sequence token may come before that either.
-A stop string may begin in the first `min_tokens` tokens, but has to end behind them.
-
-Knows text and the number of tokens behind it; neither tokenizers nor requests.
+A stop string may begin in the first `min_tokens` tokens, but has to end after them.
 """
 
 from __future__ import annotations
@@ -29,7 +25,7 @@ class StopMatcher:
         self.matched: str | None = None
 
     def push(self, text: str, *, num_tokens: int) -> str:
-        """Text that is safe to show. `num_tokens`: how many the completion has with the one that brought this text."""
+        """Text that is safe to show. `num_tokens`: of the completion, with the one that brought this text."""
         if self.matched is not None:
             return ""
         may_match = num_tokens > self._min_tokens or self._min_tokens == 0
@@ -43,7 +39,7 @@ class StopMatcher:
         return safe
 
     def finish(self) -> str:
-        """What was held back: the text ended without a stop string."""
+        """The text held back, as no stop string came."""
         held, self._held = self._held, ""
         return held
 
@@ -53,7 +49,7 @@ class StopMatcher:
 
 
 class _Pattern:
-    """Knuth, Morris and Pratt: one step per character, nothing looked at twice."""
+    """Knuth-Morris-Pratt: constant amortised time per character."""
 
     def __init__(self, text: str) -> None:
         self.text = text

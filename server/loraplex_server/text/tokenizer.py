@@ -1,9 +1,7 @@
 """The base model's tokenizer: texts and chats to token ids and back.
 
-Wraps a fast Transformers tokenizer; without one, requests and answers in token ids go on working and everything that
-needs text fails with a typed error. Safe to use from several threads: nothing is changed after construction but caches.
-
-Knows neither the engine nor the wire.
+Wraps a fast Transformers tokenizer. Without one, requests and answers in token ids work, and everything that needs
+text fails with a typed error. Safe to use from several threads: only caches change after construction.
 """
 
 from __future__ import annotations
@@ -11,9 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final, cast
-
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from typing import TYPE_CHECKING, Final, cast
 
 from loraplex_contracts.errors import FailedPrecondition, InvalidArgument, NoChatTemplate, UnsupportedModel
 from loraplex_contracts.request import StoppingParams
@@ -21,9 +17,12 @@ from loraplex_server.text.detokenizer import Detokenizer, new_detokenizer
 from loraplex_server.text.stops import StopMatcher
 from loraplex_server.text.vocabulary import Vocabulary
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
 _logger = logging.getLogger(__name__)
 
-# Texts below that take some 10 ms, which is not worth a thread.
+# Shorter texts take at most some 10 ms, which is not worth a thread.
 SHORT_CHARS: Final = 10_000
 
 # A model directory with none of these has no tokenizer.
@@ -54,8 +53,7 @@ class TextTokenizer:
         self._vocabulary: Vocabulary | None = None
         if tokenizer is not None:
             backend = tokenizer.backend_tokenizer
-            # Files may carry the settings of their training. Set once: the library refuses changes while another
-            # thread encodes.
+            # Files may carry settings of training. Set once: the library refuses changes while another thread encodes.
             backend.no_truncation()
             backend.no_padding()
             self._backend = backend
@@ -66,12 +64,14 @@ class TextTokenizer:
         cls, model: str, *, revision: str | None = None, trust_remote_code: bool = False
     ) -> TextTokenizer:
         """The tokenizer of a directory or Hub repository. Raises UnsupportedModel on one that cannot be read."""
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast  # late: the process for long texts has neither
+
         path = Path(model)
         if path.is_dir() and not any((path / name).exists() for name in _TOKENIZER_FILES):
             return cls(None)
         try:
             loaded = AutoTokenizer.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)
-        except Exception as error:  # the library raises whatever its readers do
+        except Exception as error:  # the library raises errors of any type
             if path.is_dir():
                 reason = str(error).strip().split("\n", 1)[0]
                 raise UnsupportedModel(f"the tokenizer in {model} cannot be read: {reason}") from error
@@ -95,7 +95,7 @@ class TextTokenizer:
         return self._vocabulary
 
     def serialized(self) -> str | None:
-        """Everything that makes the same tokenizer in another process; None where that cannot be."""
+        """The tokenizer as text for another process; None where it cannot be copied."""
         if self._tokenizer is None:
             return None
         try:
@@ -140,7 +140,7 @@ class TextTokenizer:
         chat = [dict(message) for message in messages]
         try:
             rendered = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=add_generation_prompt)
-        except Exception as error:  # a template is a program, and fails in any way on messages it does not expect
+        except Exception as error:  # a template is a program, and may raise anything
             reason = str(error).strip().split("\n", 1)[0]
             raise InvalidArgument(f"the chat template refuses these messages: {reason}", field="chat") from error
         return cast(str, rendered)
@@ -154,8 +154,7 @@ class TextTokenizer:
         return self._backend.decode_batch([list(token_ids)], skip_special_tokens=True)[0]
 
     def token_text(self, token_id: int) -> str:
-        """What a token looks like within a text, for logprobs: with its space, special tokens by name, U+FFFD for parts
-        of characters. Empty without a tokenizer and beyond its vocabulary."""
+        """A token's text within a text, for logprobs, as `Vocabulary.text`. Empty without a tokenizer."""
         return "" if self._vocabulary is None else self._vocabulary.text(token_id)
 
     def new_detokenizer(

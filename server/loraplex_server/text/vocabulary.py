@@ -53,8 +53,8 @@ class Vocabulary:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
     def text(self, token_id: int) -> str:
-        """What a token looks like within a text: with its space, special tokens by name, U+FFFD for parts of
-        characters. Empty beyond the vocabulary."""
+        """A token's text within a text: with its space, special tokens by name, U+FFFD for parts of characters. Empty
+        beyond the vocabulary."""
         found = self._texts.get(token_id)
         if found is None:
             found = self._texts[token_id] = self._text(token_id)
@@ -79,7 +79,7 @@ class Vocabulary:
         return self.content(token_id) in self._specials
 
     def is_visible(self, token_id: int) -> bool:
-        """Whether decoding does not skip it."""
+        """False for tokens that decoding skips."""
         content = self.content(token_id)
         return content is not None and content not in self._specials
 

@@ -8,6 +8,8 @@ import gc
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator
 
@@ -15,11 +17,19 @@ import pytest
 from support.tiny_tokenizers import tiny_tokenizer
 from tokenizers import Tokenizer, normalizers
 
-from loraplex_contracts.errors import ContextLengthExceeded, Internal, InvalidArgument, LoraplexError, OutOfMemory
+from loraplex_contracts.errors import (
+    ContextLengthExceeded,
+    Internal,
+    InvalidArgument,
+    LoraplexError,
+    OutOfMemory,
+    QueueFull,
+)
 from loraplex_proto.v1 import inference_pb2
 from loraplex_proto.validate import ModelLimits
 from loraplex_runtime.shutdown import SIGNALS
-from loraplex_server.frontend.tokenizing import HUNG_S, LONG_BYTES, Tokenizing
+from loraplex_server.frontend.tokenizer_process import TokenizerProcess
+from loraplex_server.frontend.tokenizing import BYTES_PER_S, HUNG_S, LONG_BYTES, ShortestFirstSemaphore, Tokenizing
 from loraplex_server.grpc.protobuf import tokenize_response
 from loraplex_server.text.tokenizer import SHORT_CHARS, TextTokenizer
 
@@ -143,6 +153,12 @@ async def test_signals_to_the_whole_group_are_for_the_front_end_alone(tokenizing
     assert list(await encoding) == text_tokenizer().encode(LONG)
 
 
+def test_the_process_loads_neither_torch_nor_transformers() -> None:
+    modules = f"{TokenizerProcess.__module__}, {tokenize_response.__module__}"
+    program = f"import sys, {modules}; sys.exit(str({{'torch', 'transformers', 'grpc'}} & set(sys.modules) or ''))"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stderr.strip() == ""
+
+
 async def test_a_process_without_work_ends() -> None:
     one = Tokenizing(text_tokenizer(), LIMITS, idle_s=0.05)
     await asyncio.gather(*[one.encode(LONG) for _ in range(3)])
@@ -173,3 +189,94 @@ async def test_without_a_tokenizer_every_length_is_refused() -> None:
         with pytest.raises(LoraplexError, match="send token_ids"):
             await one.encode(text)
     await one.close()
+
+
+# --- order of texts that wait ---------------------------------------------------------------------------------------
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+async def waiting_for(semaphore: ShortestFirstSemaphore, num_bytes: int, log: list[int]) -> None:
+    await semaphore.acquire(num_bytes)
+    log.append(num_bytes)
+
+
+async def all_begun(*tasks: asyncio.Task[None]) -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_short_ones_go_first_but_not_for_ever() -> None:
+    clock, log = Clock(), list[int]()
+    semaphore = ShortestFirstSemaphore(1, 1 << 30, clock)
+    await semaphore.acquire(1)
+    tasks = [asyncio.ensure_future(waiting_for(semaphore, 4 * BYTES_PER_S, log))]
+    await all_begun()
+    for clock.now_s, num_bytes in ((1.0, 100), (3.9, 50), (4.1, 10)):
+        tasks.append(asyncio.ensure_future(waiting_for(semaphore, num_bytes, log)))
+        await all_begun()
+    for _ in range(4):
+        semaphore.release()
+        await all_begun()
+    assert log == [100, 50, 4 * BYTES_PER_S, 10]
+    await asyncio.gather(*tasks)
+
+
+async def test_so_many_at_once() -> None:
+    log: list[int] = []
+    semaphore = ShortestFirstSemaphore(2, 1 << 30)
+    tasks = [asyncio.ensure_future(waiting_for(semaphore, number, log)) for number in range(5)]
+    await all_begun()
+    assert log == [0, 1]
+    semaphore.release()
+    await all_begun()
+    assert log == [0, 1, 2]
+    for _ in range(3):
+        semaphore.release()
+    await asyncio.gather(*tasks)
+    await semaphore.acquire(1)  # one that nobody has is there again
+
+
+async def test_a_text_that_is_cancelled_frees_its_place() -> None:
+    log: list[int] = []
+    semaphore = ShortestFirstSemaphore(1, 10)
+    await semaphore.acquire(1)
+    leaver = asyncio.ensure_future(waiting_for(semaphore, 10, log))
+    await all_begun()
+    with pytest.raises(QueueFull) as caught:
+        await semaphore.acquire(1)
+    assert caught.value.retry_after_s
+    leaver.cancel()
+    await all_begun()
+    stayer = asyncio.ensure_future(waiting_for(semaphore, 10, log))
+    await all_begun()
+    semaphore.release()
+    await stayer
+    assert log == [10]
+
+
+async def test_a_text_that_is_cancelled_in_the_moment_of_its_turn_passes_it_on() -> None:
+    log: list[int] = []
+    semaphore = ShortestFirstSemaphore(1, 100)
+    await semaphore.acquire(1)
+    leaver, stayer = (asyncio.ensure_future(waiting_for(semaphore, number, log)) for number in (1, 2))
+    await all_begun()
+    semaphore.release()
+    leaver.cancel()
+    await stayer
+    assert log == [2]
+
+
+async def test_one_that_waits_alone_may_have_any_length() -> None:
+    semaphore = ShortestFirstSemaphore(1, 10)
+    await semaphore.acquire(1)
+    waiter = asyncio.ensure_future(semaphore.acquire(1000))
+    await all_begun()
+    semaphore.release()
+    await waiter

@@ -127,7 +127,7 @@ async def test_who_waits_for_a_turn_is_told_just_before_the_deadline(method: str
     """Ids to look at wait for a turn behind others' texts, and so does a text; gRPC itself would only say a code."""
     one = service(None, replace(INFO, max_context_tokens=1 << 20), TextTokenizer(tiny_tokenizer("byte_level")))
     for _ in range(NUM_THREADS):
-        await one._tokenizing._turns.take(1)
+        await one._tokenizing._threads.acquire(1)
     requests = {
         "Generate": inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[3] * SHORT_CHARS)),
         "Tokenize": inference_pb2.TokenizeRequest(text="x" * SHORT_CHARS),

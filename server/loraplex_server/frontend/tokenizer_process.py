@@ -1,7 +1,7 @@
-"""A process that tokenizes long texts and can be killed when its caller leaves.
+"""Child process that tokenizes long texts and can be killed when its caller leaves.
 
-The library cannot be interrupted, and a text may take it seconds and a gigabyte. The process has the tokenizer and
-nothing else: neither torch nor Transformers. It takes one text at a time and ends when the other end of its pipe does.
+The library cannot be interrupted, and a text may take it seconds and a gigabyte. The process loads neither torch nor
+Transformers. It takes one text at a time and ends when the other end of its pipe is closed.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from loraplex_runtime.shutdown import SIGNALS
 from loraplex_server.parent import continue_when_parent_dies, start_shielded
 from loraplex_server.text.vocabulary import Vocabulary
 
-# Below the engine's: its steps go first where cores are short.
+# The engine's steps go first where cores are short.
 NICENESS: Final = 5
 _KILLED: Final = -signal.SIGKILL
 _END_S: Final = 10.0
 
 
-# Makes what is wanted of token ids where the ids are. A function of a module, since it crosses the pipe by name.
+# Makes an answer of token ids in the process that has them. A function of a module, since it is pickled by name.
 Maker = Callable[[Vocabulary, Sequence[int]], bytes]
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One text. Its result is what `make` makes of its token ids; without, the ids, or only their number where there
-    are more than `max_tokens`."""
+    """One text. Its result is `make` of its token ids; without `make` the ids, or only their number where there are
+    more than `max_tokens`."""
 
     text: str
     add_special_tokens: bool
@@ -50,11 +50,11 @@ class ProcessEnded(Exception):
 
     def __init__(self, exit_status: int | None) -> None:
         super().__init__(f"the process that tokenizes long texts ended with status {exit_status}")
-        self.is_out_of_memory = exit_status == _KILLED  # nobody but the kernel kills it unasked
+        self.is_out_of_memory = exit_status == _KILLED  # only the kernel kills it unasked
 
 
 class TokenizerProcess:
-    """The end of the pipe that asks. Starts with the first job; one job at a time."""
+    """The parent's side. The process starts with the first job; one job at a time."""
 
     def __init__(self, serialized: str) -> None:
         self._serialized = serialized
@@ -64,7 +64,7 @@ class TokenizerProcess:
         self._conn: Any = None
 
     def run(self, job: Job) -> array[int] | int | bytes:
-        """What `Job` says. Blocks; `kill` from another thread makes it raise ProcessEnded."""
+        """The result of the job. Blocks; `kill` from another thread makes it raise ProcessEnded."""
         try:
             conn = self._conn or self._start()
             conn.send(job)
@@ -73,15 +73,14 @@ class TokenizerProcess:
             raise ProcessEnded(self.end()) from error
 
     def kill(self) -> None:
-        """Whatever it does. Does not wait."""
+        """Does not wait for the end."""
         with self._lock:
             self._is_killed = True
             if self._process is not None:
                 self._process.kill()
 
     def end(self) -> int | None:
-        """Kills it and waits until it is gone, which may take a moment where it had much memory. Its exit status; None
-        if it never ran."""
+        """Kills it and waits until it is gone. Returns its exit status; None if it never ran."""
         self.kill()
         if self._conn is not None:
             self._conn.close()
@@ -107,7 +106,7 @@ class TokenizerProcess:
 
 def tokenize_jobs(conn: Connection) -> None:
     """Entry point of the process; does not return."""
-    # The front end decides when it ends, and a front end that is gone shows as the end of the pipe.
+    # The front end decides when it ends. When the front end dies, the pipe ends.
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # blocked since before the start
@@ -123,7 +122,7 @@ def tokenize_jobs(conn: Connection) -> None:
 
 
 def _read(conn: Connection, inbox: queue.SimpleQueue[Job]) -> None:
-    """In a thread, so that the end of the pipe is seen at once, in the middle of a text too."""
+    """In a thread, so that the end of the pipe is seen in the middle of a text too."""
     try:
         while True:
             inbox.put(conn.recv())
