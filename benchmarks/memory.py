@@ -33,7 +33,7 @@ from workloads import adapter_names
 
 from loraplex import AsyncClient
 from loraplex.bench.arrivals import LoadSpec, parse_lengths, parse_popularity
-from loraplex.bench.session import Selection, Session
+from loraplex.bench.driver import Selection, Session
 from loraplex_runtime.flags import parse_bytes
 
 MIB = 1 << 20

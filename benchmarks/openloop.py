@@ -19,7 +19,7 @@ from systems import Server
 
 from loraplex import AsyncClient
 from loraplex.bench.arrivals import LoadSpec, parse_lengths, parse_popularity
-from loraplex.bench.session import Selection, Session
+from loraplex.bench.driver import Selection, Session
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,1 +1,1 @@
-"""Open-loop load against a running server: what `loraplex bench` does, and benchmarks use."""
+"""Open-loop load generator, used by `loraplex bench` and the benchmarks."""

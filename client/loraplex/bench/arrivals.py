@@ -1,6 +1,6 @@
 """Arrivals of a load: time, adapter and prompt of each request.
 
-Pure and repeatable: the same seed gives the same load, whatever the server does with it.
+The same seed gives the same load.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KINDS_HELP: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Popularity:
-    """How requests spread over adapters: all to the first, in turns, all equally likely, or some more than others."""
+    """Distribution of requests over adapters."""
 
     kind: str = "uniform"  # one of KINDS
     exponent: float = 1.0  # of zipf: the k-th adapter is asked for k**-exponent as often as the first
@@ -110,7 +110,7 @@ def parse_lengths(text: str, *, field: str) -> Lengths:
 
 @dataclass(frozen=True, slots=True)
 class LoadSpec:
-    """Everything that decides what is sent. What has arrived by the end is served to its end."""
+    """Flags of a load. Requests that arrive before its end are served completely."""
 
     rate: float = _arrivals(1.0, "Requests per second; inf sends all at once.", "--rate")
     cv: float = _arrivals(
@@ -193,7 +193,7 @@ def gaps(rate: float, cv: float, rng: Random) -> Iterator[float]:
 
 
 def plan(spec: LoadSpec) -> list[Arrival]:
-    """The whole load. Times, adapters and prompts are drawn apart: one can be changed without changing the others."""
+    """The whole load. Times, adapters and prompts are drawn from generators of their own, so one can change alone."""
     times, names, prompts = (Random(f"{what} {spec.seed}") for what in ("times", "adapters", "prompts"))
     allowed = [i for i in range(spec.vocab_size) if i not in spec.excluded_ids]
     found: list[Arrival] = []

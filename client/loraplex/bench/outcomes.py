@@ -1,8 +1,6 @@
-"""Outcomes of a load, and their figures.
+"""Outcomes of requests, and the summary of a load.
 
-Pure.
-
-Latencies count from the moment at which a request was due, not from when it was sent: a server (or a client) that falls
+Latencies count from the time at which a request was due, not from when it was sent: a server (or a client) that falls
 behind shows as latency instead of as a lower rate.
 """
 
@@ -31,18 +29,18 @@ class Outcome:
 
     arrival: Arrival
     sent_s: float | None = None
-    was_held: bool = False  # because as many as may be in flight were
+    was_held: bool = False  # by max_in_flight
     is_cold: bool = False  # its adapter was not ready to run when it was sent
     first_token_s: float | None = None
-    num_first_tokens: int = 0  # that came with the first
+    num_first_tokens: int = 0  # in the first chunk
     last_token_s: float | None = None
     num_tokens: int = 0
-    ended_s: float | None = None  # well
+    ended_s: float | None = None  # without a failure
     usage: Usage | None = None
     failure: Failure | None = None
 
     def take(self, num_tokens: int, now_s: float) -> None:
-        """Tokens came."""
+        """Records new tokens."""
         if not num_tokens:
             return
         if self.first_token_s is None:
@@ -52,12 +50,12 @@ class Outcome:
 
     @property
     def ttft_s(self) -> float | None:
-        """To the first token."""
+        """Seconds to the first token."""
         return None if self.first_token_s is None else self.first_token_s - self.arrival.at_s
 
     @property
     def tpot_s(self) -> float | None:
-        """Per token after those that came first; None where there were no more."""
+        """Seconds per token after the first chunk; None where there were no more."""
         num_more = self.num_tokens - self.num_first_tokens
         if self.first_token_s is None or self.last_token_s is None or num_more == 0:
             return None
@@ -70,7 +68,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Of one figure, in seconds."""
+    """Distribution of one latency, in seconds."""
 
     count: int
     mean: float
@@ -81,7 +79,7 @@ class Distribution:
 
 
 def distribution(values: Iterable[float | None]) -> Distribution | None:
-    """None where there is nothing."""
+    """None where there are no values."""
     found = sorted(value for value in values if value is not None)
     if not found:
         return None
@@ -104,14 +102,14 @@ class ErrorCount:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The figures of a load. Latencies are of requests that ended well; None where there were none."""
+    """The figures of a load. Latencies are those of completed requests; None where there are none."""
 
     scheduled: int
     sent: int
     completed: int
     failed: int
-    unfinished: int  # under way, or not even sent, when the load was broken off
-    held: int  # sent later than due, because as many as may be in flight were
+    unfinished: int  # under way or not yet sent when the load was interrupted
+    held: int  # sent later than due because of max_in_flight
     elapsed_s: float
     requests_per_s: float
     output_tokens_per_s: float
@@ -121,9 +119,9 @@ class Summary:
     ttft_s: Distribution | None
     tpot_s: Distribution | None
     total_s: Distribution | None
-    cold_ttft_s: Distribution | None  # of requests whose adapter had to be brought up
+    cold_ttft_s: Distribution | None  # of requests whose adapter had to be loaded
     warm_ttft_s: Distribution | None  # of the others that name an adapter
-    late_s: Distribution | None  # how much later than due requests were sent that nothing held
+    late_s: Distribution | None  # delay in sending of the requests that were not held
     errors: tuple[ErrorCount, ...] = field(default=())
 
 

@@ -11,8 +11,8 @@ import typer
 
 from loraplex import AsyncClient, InvalidArgument
 from loraplex.bench.arrivals import LoadSpec
+from loraplex.bench.driver import Selection, Session
 from loraplex.bench.outcomes import Distribution, Summary
-from loraplex.bench.session import Selection, Session
 from loraplex.cli import terminal
 from loraplex.cli.options import DEFAULT_SERVER, Connection, Drafting, JsonOption, ServerArgument, options_of
 from loraplex_runtime.flags import option, with_flags

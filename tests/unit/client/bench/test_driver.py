@@ -10,8 +10,7 @@ import pytest
 
 from loraplex import AsyncClient, InvalidArgument
 from loraplex.bench.arrivals import Arrival, LoadSpec
-from loraplex.bench.driver import Recording, run_load
-from loraplex.bench.session import Selection, Session
+from loraplex.bench.driver import Recording, Selection, Session, run_load
 from loraplex_contracts import errors
 from loraplex_proto.v1.inference_pb2 import FINISH_REASON_LENGTH, GenerateStreamResponse, Usage
 

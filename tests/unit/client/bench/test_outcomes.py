@@ -90,10 +90,10 @@ def test_an_adapter_is_cold_until_somebody_has_it() -> None:
     residency = Residency()
     assert residency.is_cold("sql")
     assert not residency.is_cold("")
-    residency.look([row("sql", "on_host"), row("sql", "on_device", "w2"), row("xml", "fetching")])
+    residency.update([row("sql", "on_host"), row("sql", "on_device", "w2"), row("xml", "fetching")])
     assert not residency.is_cold("sql")
     assert residency.is_cold("xml")
     residency.answered("xml")
     assert not residency.is_cold("xml")
-    residency.look([row("xml", "on_device")])  # sql was evicted
+    residency.update([row("xml", "on_device")])  # sql was evicted
     assert residency.is_cold("sql")
