@@ -29,7 +29,7 @@ from loraplex_server.config import BatchConfig, EngineConfig, ModelConfig, Worke
 from loraplex_server.engine.engine import Engine
 from loraplex_server.grpc.server import start_worker
 from loraplex_server.kv.blocks import BlockPool
-from loraplex_server.scheduler.config import SchedulerConfig
+from loraplex_server.scheduler.admission import SchedulerConfig
 from loraplex_server.scheduler.scheduler import Scheduler
 from loraplex_server.text.tokenizer import TextTokenizer
 

@@ -19,7 +19,7 @@ SLACK_USED = 0.8
 # estimate may be wrong, and a stream is good for something before its end.
 LEAST_SLACK = 0.25
 MIN_RETRY_S, MAX_RETRY_S = 0.1, 30.0
-# Who is this much shorter than another does not wait for it (Admission.make_way).
+# A request this much shorter than another does not wait for it (Admission.preempt_for_shorter).
 MUCH_SHORTER = 2
 
 

@@ -26,7 +26,7 @@ from loraplex_server.backends.cuda.graphs import graph_shapes
 from loraplex_server.kv.blocks import BlockPool
 from loraplex_server.model.fault_isolation import StepHandle
 from loraplex_server.model.loader import adopt_model
-from loraplex_server.scheduler.config import SchedulerConfig
+from loraplex_server.scheduler.admission import SchedulerConfig
 from loraplex_server.scheduler.scheduler import Scheduler
 
 NUM_BLOCKS = 22  # of 4 tokens: not enough for all rows at once

@@ -13,7 +13,7 @@ from loraplex_server.config import EngineConfig
 from loraplex_server.engine.engine import Engine
 from loraplex_server.engine.pipe import ModelInfo
 from loraplex_server.kv.blocks import BlockPool
-from loraplex_server.scheduler.config import SchedulerConfig
+from loraplex_server.scheduler.admission import SchedulerConfig
 from loraplex_server.scheduler.scheduler import Scheduler
 
 EOS = 1

@@ -12,7 +12,7 @@ from loraplex_contracts.events import Admitted, CompletionEnd, Event, PromptLogp
 from loraplex_contracts.plan import Draft, PositionLogprobs, StepPlan
 from loraplex_contracts.request import OutputParams, Request, SamplingParams, StoppingParams
 from loraplex_server.kv.blocks import BlockPool
-from loraplex_server.scheduler.config import SchedulerConfig
+from loraplex_server.scheduler.admission import SchedulerConfig
 from loraplex_server.scheduler.scheduler import Scheduler
 from support.scheduler_fakes import EOS, Drafts, Expected, FakeResidency, FakeRunner, expect
 
@@ -86,6 +86,17 @@ class RequestLog:
                 self.ends[event.index] = event
             case RequestFailed():
                 self.error = event.error
+
+
+def has_work(scheduler: Scheduler) -> bool:
+    """Whether a request is not over."""
+    load = scheduler.load()
+    return load.num_running + load.num_queued > 0
+
+
+def num_cached_blocks(pool: BlockPool) -> int:
+    """Blocks in the prefix cache, held or idle."""
+    return len(pool._block_of)  # pyright: ignore[reportPrivateUsage]
 
 
 class Harness:
@@ -168,11 +179,15 @@ class Harness:
     def run(self, max_turns: int = 2000) -> None:
         """Until nothing is left to do; then everything must be accounted for."""
         for _ in range(max_turns):
-            if not self.scheduler.has_work:
+            if not self.has_work:
                 break
             self.turn()
-        assert not self.scheduler.has_work, f"not done after {max_turns} turns: {self.scheduler.load()}"
+        assert not self.has_work, f"not done after {max_turns} turns: {self.scheduler.load()}"
         self.check_idle()
+
+    @property
+    def has_work(self) -> bool:
+        return self._waiting_plan is not None or has_work(self.scheduler)
 
     def check_idle(self) -> None:
         assert all(log.is_over for log in self.logs.values()), "a request without a terminal event"

@@ -10,7 +10,7 @@ from loraplex_contracts.events import Admitted, CompletionEnd, Event, RequestFai
 from loraplex_contracts.plan import StepPlan
 from loraplex_contracts.request import Request
 from loraplex_server.kv.blocks import BlockPool
-from loraplex_server.scheduler.config import SchedulerConfig
+from loraplex_server.scheduler.admission import SchedulerConfig
 from loraplex_server.scheduler.scheduler import Scheduler
 from support.engine_fakes import FakeCache, FakeRunner
 from support.scheduler_harness import make_request

@@ -35,7 +35,7 @@ from loraplex_server.model.medusa_model import MODEL_HEADS, ServedModel, served_
 from loraplex_server.model.memory import free_memory_bytes, kv_budget_bytes, num_kv_blocks, step_bytes
 from loraplex_server.model.runner import ModelRunner
 from loraplex_server.sampling.sampler import Sampler
-from loraplex_server.scheduler.config import SchedulerConfig
+from loraplex_server.scheduler.admission import SchedulerConfig
 from loraplex_server.scheduler.scheduler import Scheduler
 from loraplex_server.speculation.build import Target, build_speculator
 from loraplex_server.speculation.step_costs import StepCosts, measure_runner

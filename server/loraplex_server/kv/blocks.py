@@ -44,11 +44,6 @@ class BlockPool:
         """Free blocks whose content is of no use: taking them evicts nothing from the prefix cache."""
         return len(self._clean)
 
-    @property
-    def num_cached(self) -> int:
-        """Blocks in the prefix cache, held or idle."""
-        return len(self._block_of)
-
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 

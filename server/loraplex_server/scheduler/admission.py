@@ -23,16 +23,53 @@ from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.errors import DeadlineExceeded, Internal, LoraplexError
 from loraplex_contracts.events import Admitted, Event
 from loraplex_contracts.load import MUCH_SHORTER
-from loraplex_server.scheduler.config import SchedulerConfig
 from loraplex_server.scheduler.overload import StepSpeed, WaitLimits
 from loraplex_server.scheduler.running import PlanBuilder
 from loraplex_server.scheduler.sequence_table import Prefix, SequenceTable
 from loraplex_server.scheduler.states import RequestPhase, RequestState, SequenceState, SequenceStatus
 
-LOOKS_PER_SLICE = 32  # looking for somebody to give way to takes time of every step
+LOOKS_PER_SLICE = 32  # for a sequence to preempt for: looking takes time of every step
 MAX_HOLD_S = 1.0  # that nobody enters for the sake of deadlines
 # One that has less time than this part of what it needs is late whatever is done: nobody waits for it.
 GIVEN_UP = 0.75
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits of a step and of the queue. Raises ValueError for values that contradict each other."""
+
+    max_running: int  # rows: sequences in the batch
+    max_step_tokens: int
+    max_context_tokens: int  # prompt plus output of one sequence
+    max_queued: int = 4096  # requests that have not begun
+    model_digest: str = ""  # into every prefix-cache key
+    # Free blocks that an admission leaves to those that run already, so that it does not cost a preemption at once.
+    num_spare_blocks: int = 1
+    # A request whose adapter finds no device slot is overtaken by requests for adapters that are there: by this many
+    # sequences, or for this long. Then slots are made to drain for it.
+    max_bypasses: int = 32
+    max_adapter_wait_s: float = 1.0
+    # A request without a deadline is refused, or ends, rather than wait for longer than this. 0: it waits for ever.
+    max_queue_wait_s: float = 60.0
+    # A sequence that has run for so long gives its row to a new one that is much shorter and has waited for so long.
+    slice_s: float = 0.5
+
+    def __post_init__(self) -> None:
+        checks = (
+            (self.max_running >= 1, "max_running must be at least 1"),
+            # So that a decoding sequence never waits for the budget: policy has one case less.
+            (self.max_step_tokens >= self.max_running, "max_step_tokens must be at least max_running"),
+            (self.max_context_tokens >= 2, "max_context_tokens must be at least 2"),
+            (self.max_queued >= 1, "max_queued must be at least 1"),
+            (self.num_spare_blocks >= 0, "num_spare_blocks must not be negative"),
+            (self.max_bypasses >= 0, "max_bypasses must not be negative"),
+            (self.max_adapter_wait_s >= 0, "max_adapter_wait_s must not be negative"),
+            (self.max_queue_wait_s >= 0, "max_queue_wait_s must not be negative"),
+            (self.slice_s > 0, "slice_s must be above 0"),
+        )
+        for is_ok, rule in checks:
+            if not is_ok:
+                raise ValueError(rule)
 
 
 @dataclass(slots=True)
@@ -66,8 +103,8 @@ class Admission:
         self._speed = speed
         self._limits = limits
         self._emit = emit
-        self._given_way: SequenceState | None = None  # whom a row has been taken for
-        self._next_look_s = 0.0  # for somebody to give way to
+        self._preempted_for: SequenceState | None = None  # it gets the row that was taken from another
+        self._next_look_s = 0.0  # for one to preempt for
         self._num_adapter_entries = 0
         self._kept_for: SequenceState | None = None
         self._last_admitted_s: float | None = None
@@ -109,7 +146,7 @@ class Admission:
 
     def _queue(self) -> Iterable[SequenceState]:
         queue = self._table.waiting.snapshot()
-        first, self._given_way = self._given_way, None
+        first, self._preempted_for = self._preempted_for, None
         if first is None or not first.is_waiting:
             return queue
         return (first, *(seq for seq in queue if seq is not first))
@@ -134,7 +171,7 @@ class Admission:
             if self._lease_adapter(seq, _Scan(), now):
                 self._keep_lease(seq)
                 self._table.preempt(longest)
-                self._given_way = seq
+                self._preempted_for = seq
                 step.num_preempted += 1
                 return
 
@@ -202,7 +239,10 @@ class Admission:
             digest = request.adapter_key.digest if request.adapter_key else ""
             self._emit(Admitted(request.request.request_id, digest, max(0.0, now - request.request.arrival_s)))
             self._note_admitted(now)
-        self._table.enter(seq, prefix, step.arrivals, now)
+        entered, copy = self._table.enter(seq, prefix, now)
+        step.entered.append(entered)
+        if copy is not None:
+            step.copies.append(copy)
         if self._kept_for is seq:
             self._kept_for = None
         step.add(seq, min(step.num_left, len(seq.token_ids) - seq.num_computed))
@@ -280,7 +320,7 @@ class Admission:
             if num_wanted + num_spared <= table.blocks.num_free:
                 return prefix
             # With nobody running, only prompts held for siblings can be in the way (of those siblings themselves).
-            if len(table.running) or not table.drop_hold():
+            if len(table.running) or not table.drop_shared_prompt():
                 return None
             if seq.status is SequenceStatus.HELD:
                 return None
@@ -301,11 +341,11 @@ class Admission:
                     break
                 cached.append(block_id)
         num_computed, copied = len(cached) * blocks.block_size, None
-        if request.hold is not None and num_shareable > num_computed:
+        if request.shared_prompt is not None and num_shareable > num_computed:
             num_full = num_shareable // blocks.block_size
-            cached = request.hold.block_ids[:num_full]
+            cached = request.shared_prompt[:num_full]
             # Its own copy, because it will write its own tokens behind the prompt's.
-            copied = request.hold.block_ids[num_full] if num_shareable % blocks.block_size else None
+            copied = request.shared_prompt[num_full] if num_shareable % blocks.block_size else None
             num_computed = num_shareable
         return Prefix(num_computed, cached, copied, blocks.num_blocks_for(num_tokens) - len(cached))
 

@@ -11,20 +11,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from loraplex_contracts.plan import Draft
-from loraplex_server.scheduler.sequence_table import Arrivals, SequenceTable
+from loraplex_contracts.plan import BlockCopy, Draft, NewSequence
+from loraplex_server.scheduler.sequence_table import SequenceTable
 from loraplex_server.scheduler.states import SequenceState, SequenceStatus
 
 
 @dataclass(slots=True)
 class PlanBuilder:
-    """A plan in the making: who runs how many tokens. Nothing of a sequence's own state has moved yet."""
+    """A plan in the making: sequences with the number of their tokens to run, and with their drafts."""
 
     num_left: int  # of the step's token budget
     spans: list[tuple[SequenceState, int, Draft | None]] = field(
         default_factory=list[tuple[SequenceState, int, Draft | None]]
     )
-    arrivals: Arrivals = field(default_factory=Arrivals)
+    entered: list[NewSequence] = field(default_factory=list[NewSequence])
+    copies: list[BlockCopy] = field(default_factory=list[BlockCopy])
     num_preempted: int = 0
     is_full: bool = False  # somebody waits for a row, for blocks or for the budget
 
@@ -65,7 +66,7 @@ def _make_room(table: SequenceTable, step: PlanBuilder, seq: SequenceState) -> b
     if seq.num_computed < len(seq.block_ids) * blocks.block_size:
         return True
     while blocks.num_free == 0:
-        if table.drop_hold():
+        if table.drop_shared_prompt():
             continue
         victim = table.running.last()
         table.preempt(victim)

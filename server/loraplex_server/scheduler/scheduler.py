@@ -32,8 +32,7 @@ from loraplex_contracts.plan import Candidate, Draft, Span, StepPlan, StepResult
 from loraplex_contracts.request import Request, seed_of_completion
 from loraplex_server.kv.blocks import BlockPool
 from loraplex_server.kv.keys import KeyChain, Namespace
-from loraplex_server.scheduler.admission import Admission
-from loraplex_server.scheduler.config import SchedulerConfig
+from loraplex_server.scheduler.admission import Admission, SchedulerConfig
 from loraplex_server.scheduler.overload import StepSpeed, WaitLimits
 from loraplex_server.scheduler.results import ResultProcessor
 from loraplex_server.scheduler.running import PlanBuilder, plan_running
@@ -174,7 +173,7 @@ class Scheduler:
             self._last_step_s = None
         elif self._last_step_s is None:
             self._last_step_s = now
-        self._table.settle_holds()
+        self._table.release_shared_prompts()
         for state, error in failed.items():
             self._fail(state, error)
         return plan
@@ -219,11 +218,6 @@ class Scheduler:
         return events
 
     # --- what others may know -----------------------------------------------------------------------------------------
-
-    @property
-    def has_work(self) -> bool:
-        """Whether a request is not over, or a plan's result still to come."""
-        return bool(self._table.requests) or bool(self._in_flight)
 
     def load(self) -> Load:
         """What the scheduler knows of the load; steps, drafts and the forecast are the engine's to add."""
@@ -336,9 +330,9 @@ class Scheduler:
         plan = StepPlan(
             step=self._num_steps,
             spans=tuple(span for _seq, span in flight_spans),
-            entered=tuple(step.arrivals.entered),
+            entered=tuple(step.entered),
             released=tuple(self._table.released_rows),
-            copies=tuple(step.arrivals.copies),
+            copies=tuple(step.copies),
         )
         self._table.released_rows.clear()
         flight = InFlight(plan, flight_spans)

@@ -9,14 +9,14 @@ import heapq
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.load import Flow
 from loraplex_contracts.plan import AdapterUse, BlockCopy, NewSequence
 from loraplex_server.kv.blocks import BlockPool
-from loraplex_server.scheduler.states import PromptHold, RequestPhase, RequestState, SequenceState, SequenceStatus
+from loraplex_server.scheduler.states import RequestPhase, RequestState, SequenceState, SequenceStatus
 
 
 class FairClock:
@@ -34,11 +34,6 @@ class FairClock:
         self._num_queued: Counter[Flow] = Counter()
         self._num_flows: Counter[str] = Counter()  # of a tenant, that have something queued
         self._prune_at = 64
-
-    @property
-    def num_flows(self) -> int:
-        """That it remembers."""
-        return len(self._ends)
 
     def start_of(self, flow: Flow) -> float:
         """The tag that the flow's next request would get."""
@@ -136,14 +131,6 @@ class Prefix:
     num_new_blocks: int  # that the rest of the known tokens needs
 
 
-@dataclass(slots=True)
-class Arrivals:
-    """What a plan says of the sequences that enter with it."""
-
-    entered: list[NewSequence] = field(default_factory=list[NewSequence])
-    copies: list[BlockCopy] = field(default_factory=list[BlockCopy])
-
-
 class SequenceTable:
     """See the module. Every method leaves lists, rows and references consistent."""
 
@@ -154,7 +141,7 @@ class SequenceTable:
         self.waiting = OrderedSequences()
         self.running = OrderedSequences()
         self.released_rows: list[int] = []  # since the last plan, which tells the runner
-        self.holds: dict[RequestState, None] = {}  # requests with a hold, in the order of their making
+        self.shared_prompts: dict[RequestState, None] = {}  # requests with one, in the order of their making
         self.num_queued_requests = 0
         self.num_waiting_tokens = 0  # of work ahead, for all sequences that do not run
         self.num_waiting_prompt_tokens = 0  # among them
@@ -205,15 +192,18 @@ class SequenceTable:
         for seq in request.sequences:
             if seq.status is not SequenceStatus.FINISHED:
                 self._finish(seq)
-        if request.hold is not None:
-            self._release_hold(request)
+        if request.shared_prompt is not None:
+            self._release_shared_prompt(request)
         request.sequences.clear()  # no cycle: an ended request goes without waiting for the garbage collector
         del self.requests[request.request.request_id]
 
     # --- sequences ----------------------------------------------------------------------------------------------------
 
-    def enter(self, seq: SequenceState, prefix: Prefix, arrivals: Arrivals, now: float) -> None:
-        """Gives a waiting sequence a row and blocks. The caller has made sure of both, and has leased its adapter."""
+    def enter(self, seq: SequenceState, prefix: Prefix, now: float) -> tuple[NewSequence, BlockCopy | None]:
+        """Gives a waiting sequence a row and blocks. The caller has made sure of both, and has leased its adapter.
+
+        Returns what the runner needs: the sequence, and the copy of its prefix's last block if that is half full.
+        """
         assert seq.last_plan is None, "a result of its last stay is still to come"
         self.waiting.remove(seq)
         seq.move(SequenceStatus.RUNNING)
@@ -226,24 +216,22 @@ class SequenceTable:
         seq.block_ids, seq.num_sent_blocks = prefix.shared + new_block_ids, 0
         seq.num_computed, seq.num_published = prefix.num_computed, 0
         seq.has_entered = True
-        if prefix.copied is not None:
-            arrivals.copies.append(BlockCopy(prefix.copied, new_block_ids[0]))
+        copy = None if prefix.copied is None else BlockCopy(prefix.copied, new_block_ids[0])
         request = seq.request.request
         min_tokens = request.stopping.min_tokens
-        arrivals.entered.append(
-            NewSequence(
-                sequence_id=seq.sequence_id,
-                row=seq.row,
-                token_ids=tuple(seq.token_ids),
-                num_prompt_tokens=seq.num_prompt_tokens,
-                sampling=seq.sampling,
-                output=request.output,
-                adapters=() if seq.adapter_slot is None else (AdapterUse(seq.adapter_slot),),
-                min_tokens=min_tokens,
-                banned_until_min=seq.request.stop_ids if min_tokens else frozenset(),
-                keeps_hidden=seq.request.keeps_hidden,
-            )
+        entered = NewSequence(
+            sequence_id=seq.sequence_id,
+            row=seq.row,
+            token_ids=tuple(seq.token_ids),
+            num_prompt_tokens=seq.num_prompt_tokens,
+            sampling=seq.sampling,
+            output=request.output,
+            adapters=() if seq.adapter_slot is None else (AdapterUse(seq.adapter_slot),),
+            min_tokens=min_tokens,
+            banned_until_min=seq.request.stop_ids if min_tokens else frozenset(),
+            keeps_hidden=seq.request.keeps_hidden,
         )
+        return entered, copy
 
     def preempt(self, seq: SequenceState) -> None:
         """Takes row, blocks and adapter lease away; the sequence waits again, with the tokens it has."""
@@ -303,9 +291,9 @@ class SequenceTable:
         held = [seq for seq in request.sequences if seq.status is SequenceStatus.HELD]
         if not held:
             return
-        request.hold = PromptHold(leader.block_ids[: self.blocks.num_blocks_for(leader.num_prompt_tokens)])
-        self.blocks.share(request.hold.block_ids)
-        self.holds[request] = None
+        request.shared_prompt = leader.block_ids[: self.blocks.num_blocks_for(leader.num_prompt_tokens)]
+        self.blocks.share(request.shared_prompt)
+        self.shared_prompts[request] = None
         num_full = leader.num_prompt_tokens // self.blocks.block_size
         for seq in held:
             if leader.chain is not None and num_full:
@@ -314,18 +302,18 @@ class SequenceTable:
             seq.move(SequenceStatus.WAITING)
             self.waiting.add(seq)
 
-    def settle_holds(self) -> None:
-        """Lets go of prompts that no sibling is waiting for any more."""
-        for request in [r for r in self.holds if not any(_is_new(seq) for seq in r.sequences)]:
-            self._release_hold(request)
+    def release_shared_prompts(self) -> None:
+        """Releases prompts that no sibling waits for any more."""
+        for request in [r for r in self.shared_prompts if not any(_is_new(seq) for seq in r.sequences)]:
+            self._release_shared_prompt(request)
 
-    def drop_hold(self) -> bool:
-        """Gives up the latest hold for its blocks; the first of the siblings that it was for computes the prompt again.
+    def drop_shared_prompt(self) -> bool:
+        """Releases the latest shared prompt for its blocks. The first sibling that waits for it computes it again.
         False when there is none."""
-        if not self.holds:
+        if not self.shared_prompts:
             return False
-        request = next(reversed(self.holds))
-        self._release_hold(request)
+        request = next(reversed(self.shared_prompts))
+        self._release_shared_prompt(request)
         orphans = [seq for seq in request.sequences if _is_new(seq)]
         request.leader = orphans[0] if orphans else None
         for seq in orphans[1:]:
@@ -335,11 +323,11 @@ class SequenceTable:
             seq.move(SequenceStatus.HELD)
         return True
 
-    def _release_hold(self, request: RequestState) -> None:
-        assert request.hold is not None
-        self.blocks.release(request.hold.block_ids)
-        request.hold = None
-        del self.holds[request]
+    def _release_shared_prompt(self, request: RequestState) -> None:
+        assert request.shared_prompt is not None
+        self.blocks.release(request.shared_prompt)
+        request.shared_prompt = None
+        del self.shared_prompts[request]
 
     # --- adapters -----------------------------------------------------------------------------------------------------
 
@@ -381,13 +369,13 @@ class SequenceTable:
         held: Counter[int] = Counter()
         for seq in self.running:
             held.update(seq.block_ids)
-        for request in self.holds:
-            assert request.hold is not None
-            held.update(request.hold.block_ids)
+        for request in self.shared_prompts:
+            assert request.shared_prompt is not None
+            held.update(request.shared_prompt)
         self.blocks.check_integrity(held)
         if not self.requests:
-            left = (len(self.running), len(self.waiting), len(self.holds))
-            assert left == (0, 0, 0), f"running, waiting, holds outlived their requests: {left}"
+            left = (len(self.running), len(self.waiting), len(self.shared_prompts))
+            assert left == (0, 0, 0), f"running, waiting, shared prompts outlived their requests: {left}"
             assert self.num_waiting_tokens == 0, f"{self.num_waiting_tokens} tokens of work ahead of nobody"
             assert self.num_queued_requests == 0, f"{self.num_queued_requests} requests counted as queued"
 

@@ -76,13 +76,6 @@ class InFlight:
 
 
 @dataclass(slots=True, eq=False)
-class PromptHold:
-    """The blocks of a computed prompt, kept until all siblings have entered. One reference on each."""
-
-    block_ids: list[int]
-
-
-@dataclass(slots=True, eq=False)
 class RequestState:
     """One request from `add` to its terminal event."""
 
@@ -101,7 +94,8 @@ class RequestState:
     num_open: int = 0  # sequences that have not finished
     # The sequence that is to compute the prompt for all; None once it is computed.
     leader: SequenceState | None = None
-    hold: PromptHold | None = None
+    # Blocks of the computed prompt, kept until all siblings have entered. One reference on each.
+    shared_prompt: list[int] | None = None
     # Positions 1, 2, ... so far; only where the request wants them.
     prompt_logprobs: list[PositionLogprobs] = field(default_factory=list[PositionLogprobs])
     prompt_logprobs_sent: bool = False

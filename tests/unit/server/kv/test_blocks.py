@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support.scheduler_harness import num_cached_blocks
 
 from loraplex_server.kv.blocks import TRASH_BLOCK_ID, BlockPool
 
@@ -104,7 +105,7 @@ def test_the_first_of_two_equal_blocks_stays() -> None:
     assert pool.find(key(1)) == first
     pool.release([second])
     pool.release([first])
-    assert pool.num_cached == 1
+    assert num_cached_blocks(pool) == 1
     pool.check_integrity()
 
 

@@ -131,8 +131,8 @@ def test_a_prompt_given_up_for_its_blocks_is_computed_once_more_not_by_each() ->
     harness.add(make_request("r", PROMPT, n=4, max_tokens=3))
     harness.turn()
     table = harness.scheduler._table  # pyright: ignore[reportPrivateUsage]
-    assert table.drop_hold()
-    assert not table.drop_hold()
+    assert table.drop_shared_prompt()
+    assert not table.drop_shared_prompt()
     harness.run()
     harness.check_outputs()
     assert num_prompt_tokens_run(harness) == 2 * len(PROMPT) + 2

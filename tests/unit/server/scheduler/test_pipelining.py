@@ -109,7 +109,7 @@ def test_a_draft_is_awaited() -> None:
     harness.add(make_request("s", max_tokens=8))
     harness.add(make_request("plain", max_tokens=8, arrival_s=1.0))
     under_way = None
-    while harness.scheduler.has_work:
+    while harness.has_work:
         plan = harness.turn()
         if under_way is not None and plan is not None:
             waiting = {s.sequence_id for s in under_way.spans if s.draft}

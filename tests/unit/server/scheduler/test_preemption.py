@@ -52,7 +52,7 @@ def test_nobody_enters_in_the_step_that_preempted() -> None:
     for number in range(6):
         harness.add(make_request(f"r{number}", (number, 2, 3), max_tokens=12))
     num_preemptions = 0
-    while harness.scheduler.has_work:
+    while harness.has_work:
         plan = harness.turn()
         now = harness.scheduler.load().num_preemptions
         if now > num_preemptions and plan is not None:

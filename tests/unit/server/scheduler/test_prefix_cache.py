@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from support.scheduler_fakes import adapter
-from support.scheduler_harness import Harness, make_request
+from support.scheduler_harness import Harness, make_request, num_cached_blocks
 
 from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.plan import StepPlan
@@ -122,7 +122,7 @@ def test_it_can_be_switched_off() -> None:
     harness.add(make_request("second", PROMPT))
     harness.run()
     assert first_start(harness, "second") == 0
-    assert harness.blocks.num_cached == 0
+    assert num_cached_blocks(harness.blocks) == 0
 
 
 def test_a_cache_full_of_old_prompts_gives_way() -> None:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import pytest
 from support.scheduler_fakes import FakeResidency
-from support.scheduler_harness import Harness, make_request
+from support.scheduler_harness import Harness, has_work, make_request, num_cached_blocks
 
 from loraplex_contracts.errors import Internal, OutOfMemory
 from loraplex_contracts.events import CompletionEnd, Event, FinishReason, RequestFailed, Tokens
 from loraplex_contracts.plan import Draft, PositionLogprobs, SpanResult, StepPlan, StepResult
 from loraplex_contracts.request import Request, StoppingParams
 from loraplex_server.kv.blocks import BlockPool
-from loraplex_server.scheduler.config import SchedulerConfig
+from loraplex_server.scheduler.admission import SchedulerConfig
 from loraplex_server.scheduler.scheduler import Scheduler
 
 EOS, STOP, PLAIN = 0, 9, 1
@@ -71,7 +71,7 @@ def test_where_a_completion_ends(
         events += step(scheduler, token_id)[1]
     assert [t for e in events if isinstance(e, Tokens) for t in e.token_ids] == tokens[:num_kept]
     assert events[-1] == CompletionEnd("r", 0, reason, stop_token_id, num_prompt_tokens=3, num_cached_tokens=0)
-    assert not scheduler.has_work
+    assert not has_work(scheduler)
     scheduler.check_integrity()
 
 
@@ -97,7 +97,7 @@ def test_drafts(sampled: tuple[int, ...], kept: tuple[int, ...], num_accepted: i
     assert tokens.token_ids == kept
     assert len(tokens.logprobs) == len(kept)
     assert (tokens.num_drafted, tokens.num_accepted) == (3, num_accepted)
-    assert scheduler.has_work == (not ends)
+    assert has_work(scheduler) == (not ends)
     if not ends:
         # Rejected ones are taken back: the next step runs the last token that counts.
         plan, _events = step(scheduler, PLAIN)
@@ -144,17 +144,17 @@ def test_drafts_never_enter_the_prefix_cache() -> None:
     scheduler.add(request_with(StoppingParams(20)), None, 0.0)
     step(scheduler, PLAIN)
     step(scheduler, 4, draft=(5, 6, 7, 5, 6, 7))
-    assert pool.num_cached == 1  # 1 2 3 PLAIN
+    assert num_cached_blocks(pool) == 1  # 1 2 3 PLAIN
     step(scheduler, 4, draft=(5, 6, 7, 5, 6, 7))
-    assert pool.num_cached == 1
+    assert num_cached_blocks(pool) == 1
     step(scheduler, 5, 6, 7, 4, draft=(5, 6, 7))
-    assert pool.num_cached == 2  # 4 4 5 6
+    assert num_cached_blocks(pool) == 2  # 4 4 5 6
     # Ten tokens by now. The draft fills the third block, and the text does too, but its last token is only known: what
     # is computed in its place is the first of the rejected ones.
     step(scheduler, 5, 4, draft=(5, 6, 7))
-    assert pool.num_cached == 2
+    assert num_cached_blocks(pool) == 2
     step(scheduler, 4)
-    assert pool.num_cached == 3
+    assert num_cached_blocks(pool) == 3
 
 
 def test_what_lies_behind_a_stop_is_not_published() -> None:
@@ -163,8 +163,8 @@ def test_what_lies_behind_a_stop_is_not_published() -> None:
     scheduler.add(request_with(StoppingParams(20)), None, 0.0)
     step(scheduler, PLAIN)
     step(scheduler, 5, EOS, 7, 5, 6, 7, draft=(5, EOS, 7, 5, 6))
-    assert not scheduler.has_work
-    assert pool.num_cached == 1
+    assert not has_work(scheduler)
+    assert num_cached_blocks(pool) == 1
 
 
 def test_a_draft_is_cut_to_the_end_of_the_completion_the_budget_and_free_blocks() -> None:
@@ -254,7 +254,7 @@ def test_a_span_without_a_result_fails_too() -> None:
     assert plan is not None
     events = scheduler.apply(plan, StepResult(plan.step, {}), 0.0)
     assert isinstance(events[-1], RequestFailed)
-    assert not scheduler.has_work
+    assert not has_work(scheduler)
 
 
 def test_prompt_logprobs_come_once_and_before_the_tokens() -> None:

@@ -9,7 +9,7 @@ import pytest
 from support.scheduler_harness import make_request
 
 from loraplex_contracts.request import SamplingParams
-from loraplex_server.scheduler.config import SchedulerConfig
+from loraplex_server.scheduler.admission import SchedulerConfig
 from loraplex_server.scheduler.states import (
     REQUEST_TRANSITIONS,
     SEQUENCE_TRANSITIONS,

@@ -13,6 +13,7 @@ import torch
 from support.dense import greedy, make_dense
 from support.drafting import ask, speculate
 from support.driver import Job, make_rig
+from support.scheduler_harness import num_cached_blocks
 from support.tiny_tokenizers import TEXT, tiny_tokenizer
 from support.zoo import ZOO
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -145,7 +146,7 @@ def test_what_is_known_is_read_once() -> None:
     num_asks = len(range(40, len(tokens), 2))
     assert num_run[0] < len(tokens) * 2 + num_asks * 8
     assert num_entered == [1]  # no block that others may find has to be written anew
-    assert proposer._drafter.rows.pool.num_cached > 5
+    assert num_cached_blocks(proposer._drafter.rows.pool) > 5
 
 
 # --- what a good draft gives ------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import torch
 from support.dense import dense_logits, greedy, make_dense
 from support.drafting import ask, speculate
 from support.driver import Job, make_rig, random_prompts
+from support.scheduler_harness import num_cached_blocks
 from support.zoo import MAX_LEN, VOCAB_SIZE, random_model
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -276,7 +277,7 @@ def test_prefix_cache(model: PreTrainedModel) -> None:
     prompt = long_text(14, seed=3)
     want = tuple(greedy(model, prompt, 5))
     assert proposer.propose([ask("a", prompt, 5)]) == [want]
-    num_cached = drafter(proposer).rows.pool.num_cached
+    num_cached = num_cached_blocks(drafter(proposer).rows.pool)
     assert num_cached == 14 // BLOCK
     for name, fields, num_run in (
         ("same", {}, 2),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cache
 
 import pytest
+from support.scheduler_harness import num_cached_blocks
 from support.zoo import VOCAB_SIZE, random_model
 
 from loraplex_contracts.plan import NewSequence, Span, SpanResult, StepPlan, StepResult
@@ -174,7 +175,7 @@ def test_an_end_that_changes_is_not_found_by_others() -> None:
     drafter, runner = make(60, 4)
     tokens = [1, 2, 3, 4] * 5
     drafter.draft([Wanted("a", tokens, 1, num_settled=9)])
-    assert drafter.rows.pool.num_cached == 2
+    assert num_cached_blocks(drafter.rows.pool) == 2
     changed = [*tokens[:10], 0, 0, 0, 0, 0, 0, 0]
     drafter.draft([Wanted("a", changed, 1, num_same=10, num_settled=13)])
     assert runner.num_run == 20 + 7
@@ -197,7 +198,7 @@ def test_guesses_are_not_found() -> None:
     drafter, runner = make(60, 4)
     tokens = [1, 2, 3, 4, 1, 2]
     (guesses,) = drafter.draft([Wanted("a", tokens, 5)])
-    assert drafter.rows.pool.num_cached == 1
+    assert num_cached_blocks(drafter.rows.pool) == 1
     num_run = runner.num_run
     drafter.draft([Wanted("b", [*tokens, *guesses], 1)])
     assert runner.num_run - num_run == len(tokens) + len(guesses) - BLOCK
