@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from loraplex_contracts.errors import InvalidArgument, Unimplemented
-from loraplex_server.backends.cpu.decoder_match import FoundStack
+from loraplex_server.backends.cpu.decoder import FoundStack
 from loraplex_server.backends.cpu.medusa import NativeGuesser
 from loraplex_server.backends.cpu.native.kernels import NativeKernels
 from loraplex_server.backends.cuda.graphs import Shape, StepGraphs
@@ -122,7 +122,7 @@ class Backend:
         int8: bool = False,
     ) -> FoundStack | None:
         """All decoder layers in one call, where that is proven to compute the same; None: they stay. See
-        `cpu.decoder_match.find_stack`."""
+        `cpu.decoder.find_stack`."""
         return None
 
     def medusa_guesser(self, head: nn.Module, dtype: torch.dtype) -> NativeGuesser | None:

@@ -95,9 +95,9 @@ class BatchMirror:
             context_lens=starts + lens,
             block_tables=self._block_tables[rows, :max_blocks],
             block_size=self.block_size,
-            token_segments=tuple(self._segments(spans, [span.num_tokens for span in spans])),
+            token_segments=self._segments(spans, [span.num_tokens for span in spans]),
             head_rows=head.rows,
-            head_segments=tuple(self._segments(spans, head.num_rows)),
+            head_segments=self._segments(spans, head.num_rows),
             head_starts=tuple(head.starts),
             num_prompt_rows=tuple(head.num_prompt_rows),
             fresh_blocks=fresh,
@@ -150,38 +150,22 @@ class BatchMirror:
             values += span.draft
         self._put(places, values)
 
-    def _segments(self, spans: Sequence[Span], num_rows: Sequence[int]) -> Iterator[Segment]:
+    def _segments(self, spans: Sequence[Span], num_rows: Sequence[int]) -> tuple[Segment, ...]:
         """Adapter segments over rows laid out span by span; neighbours with the same single adapter become one."""
-        start = 0
-        last: Segment | None = None  # may still grow
+        segments: list[Segment] = []
+        start, may_grow = 0, False
         for span, count in zip(spans, num_rows, strict=True):
-            end = start + count
-            uses = self.row(span).sequence.adapters if count else ()
-            if (
-                len(uses) == 1
-                and last is not None
-                and (last.end, last.adapter_slot, last.weight)
-                == (
-                    start,
-                    uses[0].adapter_slot,
-                    uses[0].weight,
-                )
-            ):
-                last = Segment(last.start, end, last.adapter_slot, last.weight)
-            elif count:
-                if last is not None:
-                    yield last
-                last = None
-                for use in uses:
-                    if last is not None:
-                        yield last
-                    last = Segment(start, end, use.adapter_slot, use.weight)
-                if len(uses) > 1 and last is not None:
-                    yield last
-                    last = None
-            start = end
-        if last is not None:
-            yield last
+            if not count:
+                continue
+            end, uses = start + count, self.row(span).sequence.adapters
+            for use in uses:
+                last = segments[-1] if may_grow and len(uses) == 1 else None
+                if last is not None and (last.adapter_slot, last.weight) == (use.adapter_slot, use.weight):
+                    segments[-1] = Segment(last.start, end, use.adapter_slot, use.weight)
+                else:
+                    segments.append(Segment(start, end, use.adapter_slot, use.weight))
+            start, may_grow = end, len(uses) == 1
+        return tuple(segments)
 
     def _head(self, spans: Sequence[Span], first: Ints) -> _Head:
         head = _Head([], [], [], np.zeros(0, np.int64))

@@ -85,12 +85,8 @@ def _spans(batch: AttentionBatch) -> HostSpans:
     contexts = np.ascontiguousarray(batch.context_lens)
     tables = np.ascontiguousarray(batch.block_tables)
     struct = Spans(
-        num_spans=len(contexts),
-        block_size=batch.block_size,
-        table_stride=tables.shape[1],
-        query_starts=starts.ctypes.data,
-        context_lens=contexts.ctypes.data,
-        block_tables=tables.ctypes.data,
+        num_spans=len(contexts), block_size=batch.block_size, table_stride=tables.shape[1],
+        query_starts=starts.ctypes.data, context_lens=contexts.ctypes.data, block_tables=tables.ctypes.data,
         slots=batch.slots.data_ptr(),
-    )
+    )  # fmt: skip
     return HostSpans(struct, (starts, contexts, tables, batch.slots))

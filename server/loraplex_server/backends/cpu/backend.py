@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from loraplex_contracts.errors import InvalidArgument
 from loraplex_server.backends.backend import Backend, Implementation, Wanted
 from loraplex_server.backends.cpu.attention import NativePagedAttention, reason_against
-from loraplex_server.backends.cpu.decoder_match import FoundStack, find_stack
+from loraplex_server.backends.cpu.decoder import FoundStack, find_stack
 from loraplex_server.backends.cpu.linear import native_linears, packed_linear
 from loraplex_server.backends.cpu.lora import NativeDense, NativeOps
 from loraplex_server.backends.cpu.medusa import NativeGuesser, native_guesser

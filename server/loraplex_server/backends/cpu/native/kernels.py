@@ -78,15 +78,9 @@ class NativeKernels:
         for weight in weights:
             values, exponents = _source(weight, int8)
             self._functions.lp_pack(
-                self._pool,
-                DTYPES[dtype],
-                values.data_ptr(),
-                _address(exponents),
-                num_inputs,
-                weight.shape[0],
-                num_inputs,
-                address,
-            )
+                self._pool, DTYPES[dtype], values.data_ptr(), _address(exponents), num_inputs, weight.shape[0],
+                num_inputs, address,
+            )  # fmt: skip
             address += self._functions.lp_packed_bytes(DTYPES[dtype], int8, weight.shape[0], num_inputs)
         return packed
 
@@ -96,17 +90,9 @@ class NativeKernels:
         packed = self._allocate(-(-num_outputs // 16) * 32, num_inputs, first.dtype, int8)
         (one, one_exponents), (other, other_exponents) = _source(first, int8), _source(second, int8)
         self._functions.lp_pack_pair(
-            self._pool,
-            DTYPES[first.dtype],
-            one.data_ptr(),
-            _address(one_exponents),
-            other.data_ptr(),
-            _address(other_exponents),
-            num_inputs,
-            num_outputs,
-            num_inputs,
-            packed.address,
-        )
+            self._pool, DTYPES[first.dtype], one.data_ptr(), _address(one_exponents), other.data_ptr(),
+            _address(other_exponents), num_inputs, num_outputs, num_inputs, packed.address,
+        )  # fmt: skip
         return packed
 
     def _allocate(self, num_outputs: int, num_inputs: int, dtype: torch.dtype, int8: bool) -> PackedWeight:
@@ -125,19 +111,9 @@ class NativeKernels:
         rows = x.reshape(-1, packed.num_inputs).contiguous()
         y = x.new_empty((*x.shape[:-1], packed.num_outputs))
         self._functions.lp_linear(
-            self._pool,
-            DTYPES[packed.dtype],
-            rows.data_ptr(),
-            packed.num_inputs,
-            rows.shape[0],
-            packed.num_inputs,
-            packed.address,
-            packed.is_int8,
-            packed.num_outputs,
-            _address(bias),
-            y.data_ptr(),
-            packed.num_outputs,
-        )
+            self._pool, DTYPES[packed.dtype], rows.data_ptr(), packed.num_inputs, rows.shape[0], packed.num_inputs,
+            packed.address, packed.is_int8, packed.num_outputs, _address(bias), y.data_ptr(), packed.num_outputs,
+        )  # fmt: skip
         return y
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -146,15 +122,9 @@ class NativeKernels:
         y = torch.empty_like(rows)
         num_features = weight.shape[0]
         self._functions.lp_rms_norm(
-            self._pool,
-            DTYPES[x.dtype],
-            rows.data_ptr(),
-            weight.data_ptr(),
-            rows.numel() // num_features,
-            num_features,
-            eps,
-            y.data_ptr(),
-        )
+            self._pool, DTYPES[x.dtype], rows.data_ptr(), weight.data_ptr(), rows.numel() // num_features,
+            num_features, eps, y.data_ptr(),
+        )  # fmt: skip
         return y
 
     def argmax(self, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -163,14 +133,9 @@ class NativeKernels:
         best = torch.empty(rows.shape[0], dtype=torch.float32)
         where = torch.empty(rows.shape[0], dtype=torch.int64)
         self._functions.lp_argmax(
-            self._pool,
-            DTYPES[rows.dtype],
-            rows.data_ptr(),
-            rows.shape[0],
-            rows.shape[1],
-            best.data_ptr(),
+            self._pool, DTYPES[rows.dtype], rows.data_ptr(), rows.shape[0], rows.shape[1], best.data_ptr(),
             where.data_ptr(),
-        )
+        )  # fmt: skip
         return best, where
 
     def add_lora(self, y: Tensor, x: Tensor, table: Table, runs: RunsOfRows, max_rank: int) -> None:
@@ -181,18 +146,9 @@ class NativeKernels:
         if self._inner.numel() < needed:
             self._inner = torch.empty(2 * needed)
         self._functions.lp_lora(
-            self._pool,
-            DTYPES[y.dtype],
-            x.data_ptr(),
-            num_inputs,
-            num_rows,
-            ctypes.byref(table),
-            ctypes.byref(runs.struct),
-            self._inner.data_ptr(),
-            y.data_ptr(),
-            y.shape[1],
-            y.stride(0),
-        )
+            self._pool, DTYPES[y.dtype], x.data_ptr(), num_inputs, num_rows, ctypes.byref(table),
+            ctypes.byref(runs.struct), self._inner.data_ptr(), y.data_ptr(), y.shape[1], y.stride(0),
+        )  # fmt: skip
 
     def dense(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, start: int = 0, end: int | None = None
@@ -202,30 +158,17 @@ class NativeKernels:
         x_stride, y_stride, item_bytes = x.stride(0), y.stride(0), x.element_size()
         end = x.shape[0] if end is None else end
         self._functions.lp_dense(
-            self._pool,
-            DTYPES[x.dtype],
-            x.data_ptr() + start * x_stride * item_bytes,
-            x_stride,
-            end - start,
-            x.shape[1],
-            weight.data_ptr(),
-            weight.shape[0],
-            _address(bias),
-            y.data_ptr() + start * y_stride * item_bytes,
-            y_stride,
-        )
+            self._pool, DTYPES[x.dtype], x.data_ptr() + start * x_stride * item_bytes, x_stride, end - start,
+            x.shape[1], weight.data_ptr(), weight.shape[0], _address(bias),
+            y.data_ptr() + start * y_stride * item_bytes, y_stride,
+        )  # fmt: skip
 
     def guess(self, guesses: Guesses, head: Head, hidden: Tensor, scratch: GuessScratch, best: Any, where: Any) -> None:
         """What heads that share the model's own guess from hidden [states, features], into arrays of C."""
         self._functions.lp_guess(
-            self._pool,
-            ctypes.byref(guesses),
-            ctypes.byref(head),
-            hidden.data_ptr(),
-            ctypes.byref(scratch),
-            best,
+            self._pool, ctypes.byref(guesses), ctypes.byref(head), hidden.data_ptr(), ctypes.byref(scratch), best,
             where,
-        )
+        )  # fmt: skip
 
     def attend(
         self,
@@ -244,20 +187,10 @@ class NativeKernels:
         out = torch.empty_like(query)
         _, num_heads, dim = query.shape
         self._functions.lp_attend(
-            self._pool,
-            DTYPES[query.dtype],
-            query.data_ptr(),
-            out.data_ptr(),
-            k_pages.data_ptr(),
-            v_pages.data_ptr(),
-            num_heads,
-            k_pages.shape[2],
-            dim,
-            scaling,
-            softcap or 0.0,
-            window or 0,
+            self._pool, DTYPES[query.dtype], query.data_ptr(), out.data_ptr(), k_pages.data_ptr(),
+            v_pages.data_ptr(), num_heads, k_pages.shape[2], dim, scaling, softcap or 0.0, window or 0,
             ctypes.byref(spans),
-        )
+        )  # fmt: skip
         return out
 
     # --- stacks of layers ---------------------------------------------------------------------------------------------

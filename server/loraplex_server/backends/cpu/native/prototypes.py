@@ -44,13 +44,8 @@ class Runs(ctypes.Structure):
     """LpRuns: which rows use which adapters."""
 
     _fields_ = (
-        ("num_runs", ctypes.c_int32),
-        ("max_rank", ctypes.c_int32),
-        ("starts", _POINTER),
-        ("ends", _POINTER),
-        ("first_uses", _POINTER),
-        ("slots", _POINTER),
-        ("weights", _POINTER),
+        *(("num_runs", _INT), ("max_rank", _INT)),
+        *((name, _POINTER) for name in ("starts", "ends", "first_uses", "slots", "weights")),
     )
 
 
@@ -58,13 +53,8 @@ class Spans(ctypes.Structure):
     """LpSpans: the step's spans over the paged KV cache."""
 
     _fields_ = (
-        ("num_spans", ctypes.c_int32),
-        ("block_size", ctypes.c_int32),
-        ("table_stride", _LONG),
-        ("query_starts", _POINTER),
-        ("context_lens", _POINTER),
-        ("block_tables", _POINTER),
-        ("slots", _POINTER),
+        *(("num_spans", _INT), ("block_size", _INT), ("table_stride", _LONG)),
+        *((name, _POINTER) for name in ("query_starts", "context_lens", "block_tables", "slots")),
     )
 
 
@@ -84,11 +74,8 @@ class Stack(ctypes.Structure):
     """LpStack: what all layers share."""
 
     _fields_ = (
-        *(
-            (name, ctypes.c_int32)
-            for name in ("dtype", "num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "ffn", "act")
-        ),
-        ("is_int8", ctypes.c_int32),
+        *((name, _INT) for name in ("dtype", "num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim")),
+        *((name, _INT) for name in ("ffn", "act", "is_int8")),
         ("layers", ctypes.POINTER(Layer)),
     )
 
@@ -97,28 +84,22 @@ class Step(ctypes.Structure):
     """LpStep: one step's hidden states and what its layers share."""
 
     _fields_ = (
-        ("num_tokens", ctypes.c_int32),
-        ("num_rotary", ctypes.c_int32),
-        ("hidden", _POINTER),
-        ("cos", _POINTER),
-        ("sin", _POINTER),
-        ("spans", Spans),
-        ("runs", Runs),
-        ("scratch", _POINTER),
+        *(("num_tokens", _INT), ("num_rotary", _INT), ("hidden", _POINTER), ("cos", _POINTER), ("sin", _POINTER)),
+        *(("spans", Spans), ("runs", Runs), ("scratch", _POINTER)),
     )
 
 
 class Block(ctypes.Structure):
     """LpBlock: the residual block of some rows of guesses."""
 
-    _fields_ = (("start", ctypes.c_int32), ("end", ctypes.c_int32), ("weight", _POINTER), ("bias", _POINTER))
+    _fields_ = (("start", _INT), ("end", _INT), ("weight", _POINTER), ("bias", _POINTER))
 
 
 class Guesses(ctypes.Structure):
     """LpGuesses: how a batch of guesses lies."""
 
     _fields_ = (
-        *((name, ctypes.c_int32) for name in ("dtype", "num_rows", "num_layers")),
+        *((name, _INT) for name in ("dtype", "num_rows", "num_layers")),
         *((name, _POINTER) for name in ("sources", "num_blocks", "blocks")),
     )
 
@@ -128,7 +109,7 @@ class Head(ctypes.Structure):
 
     _fields_ = (
         *(("features", _LONG), ("num_outputs", _LONG), ("packed", _POINTER), ("bias", _POINTER)),
-        ("is_int8", ctypes.c_int32),
+        ("is_int8", _INT),
     )
 
 
@@ -138,121 +119,54 @@ class GuessScratch(ctypes.Structure):
     _fields_ = (("x", _POINTER), ("inner", _POINTER), ("logits", _POINTER))
 
 
-def _function(returns: Any, **arguments: Any) -> Prototype:
-    """Arguments by the names that they have in src/*.cpp, in order."""
-    return Prototype(returns, tuple(arguments.values()), tuple(arguments))
+def _struct(kind: type[ctypes.Structure]) -> Any:
+    return ctypes.POINTER(kind)
 
 
-_MATRIX: Final = {"x": _POINTER, "x_stride": _LONG, "num_rows": _INT, "k": _LONG}  # x [num_rows][k]
+# Types of arguments by their names in src/*.cpp. Names that are not here are pointers to memory.
+_TYPES: Final[Mapping[str, Any]] = {
+    **dict.fromkeys(("dtype", "is_int8", "num_threads", "num_rows", "num_heads", "num_kv_heads", "dim"), _INT),
+    **dict.fromkeys(("k", "n", "stride", "x_stride", "y_stride", "num_outputs", "num_bytes", "num_tokens"), _LONG),
+    **dict.fromkeys(("max_rank", "window"), _LONG),
+    **dict.fromkeys(("scaling", "softcap", "eps"), _FLOAT),
+    "name": ctypes.c_char_p,
+    "table": _struct(Table),
+    "runs": _struct(Runs),
+    "spans": _struct(Spans),
+    "guesses": _struct(Guesses),
+    "head": _struct(Head),
+    "stack": _struct(Stack),
+    "step": _struct(Step),
+}
+
+
+def _function(returns: Any, names: str, **types: Any) -> Prototype:
+    """Arguments by the names that they have in src/*.cpp, in order; `types` where they differ from _TYPES."""
+    arguments = names.split()
+    known = {**_TYPES, **types}
+    return Prototype(returns, tuple(known.get(name, _POINTER) for name in arguments), tuple(arguments))
+
 
 KERNELS: Final[Mapping[str, Prototype]] = {
-    "lp_use_isa": _function(_INT, name=ctypes.c_char_p),
-    "lp_pool_new": _function(_POINTER, num_threads=_INT),
-    "lp_pool_free": _function(None, pool=_POINTER),
-    "lp_use_large_pages": _function(None, memory=_POINTER, num_bytes=_LONG),
-    "lp_packed_bytes": _function(_LONG, dtype=_INT, is_int8=_INT, num_outputs=_LONG, k=_LONG),
-    "lp_pack": _function(
-        None,
-        pool=_POINTER,
-        dtype=_INT,
-        weight=_POINTER,
-        exponents=_POINTER,
-        stride=_LONG,
-        num_outputs=_LONG,
-        k=_LONG,
-        packed=_POINTER,
-    ),
+    "lp_use_isa": _function(_INT, "name"),
+    "lp_pool_new": _function(_POINTER, "num_threads"),
+    "lp_pool_free": _function(None, "pool"),
+    "lp_use_large_pages": _function(None, "memory num_bytes"),
+    "lp_packed_bytes": _function(_LONG, "dtype is_int8 num_outputs k"),
+    "lp_pack": _function(None, "pool dtype weight exponents stride num_outputs k packed"),
     "lp_pack_pair": _function(
-        None,
-        pool=_POINTER,
-        dtype=_INT,
-        first=_POINTER,
-        first_exponents=_POINTER,
-        second=_POINTER,
-        second_exponents=_POINTER,
-        stride=_LONG,
-        num_outputs=_LONG,
-        k=_LONG,
-        packed=_POINTER,
+        None, "pool dtype first first_exponents second second_exponents stride num_outputs k packed"
     ),
-    "lp_linear": _function(
-        None,
-        pool=_POINTER,
-        dtype=_INT,
-        **_MATRIX,
-        packed=_POINTER,
-        is_int8=_INT,
-        num_outputs=_LONG,
-        bias=_POINTER,
-        y=_POINTER,
-        y_stride=_LONG,
-    ),
-    "lp_lora_scratch": _function(_LONG, num_rows=_LONG, max_rank=_LONG, num_outputs=_LONG),
-    "lp_lora": _function(
-        None,
-        pool=_POINTER,
-        dtype=_INT,
-        x=_POINTER,
-        k=_LONG,
-        num_rows=_INT,
-        table=ctypes.POINTER(Table),
-        runs=ctypes.POINTER(Runs),
-        scratch=_POINTER,
-        y=_POINTER,
-        num_outputs=_LONG,
-        y_stride=_LONG,
-    ),
-    "lp_dense": _function(
-        None,
-        pool=_POINTER,
-        dtype=_INT,
-        **_MATRIX,
-        weight=_POINTER,
-        num_outputs=_LONG,
-        bias=_POINTER,
-        y=_POINTER,
-        y_stride=_LONG,
-    ),
+    "lp_linear": _function(None, "pool dtype x x_stride num_rows k packed is_int8 num_outputs bias y y_stride"),
+    "lp_lora_scratch": _function(_LONG, "num_rows max_rank num_outputs", num_rows=_LONG),
+    "lp_lora": _function(None, "pool dtype x k num_rows table runs scratch y num_outputs y_stride"),
+    "lp_dense": _function(None, "pool dtype x x_stride num_rows k weight num_outputs bias y y_stride"),
     "lp_attend": _function(
-        None,
-        pool=_POINTER,
-        dtype=_INT,
-        q=_POINTER,
-        out=_POINTER,
-        k_pages=_POINTER,
-        v_pages=_POINTER,
-        num_heads=_INT,
-        num_kv_heads=_INT,
-        dim=_INT,
-        scaling=_FLOAT,
-        softcap=_FLOAT,
-        window=_LONG,
-        spans=ctypes.POINTER(Spans),
+        None, "pool dtype q out k_pages v_pages num_heads num_kv_heads dim scaling softcap window spans"
     ),
-    "lp_rms_norm": _function(
-        None,
-        pool=_POINTER,
-        dtype=_INT,
-        x=_POINTER,
-        weight=_POINTER,
-        num_rows=_INT,
-        n=_LONG,
-        eps=_FLOAT,
-        y=_POINTER,
-    ),
-    "lp_argmax": _function(
-        None, pool=_POINTER, dtype=_INT, x=_POINTER, num_rows=_INT, n=_LONG, best=_POINTER, where=_POINTER
-    ),
-    "lp_guess": _function(
-        None,
-        pool=_POINTER,
-        guesses=ctypes.POINTER(Guesses),
-        head=ctypes.POINTER(Head),
-        hidden=_POINTER,
-        scratch=ctypes.POINTER(GuessScratch),
-        best=_POINTER,
-        where=_POINTER,
-    ),
-    "lp_stack_scratch_bytes": _function(_LONG, stack=ctypes.POINTER(Stack), num_tokens=_LONG, max_rank=_LONG),
-    "lp_stack_run": _function(None, pool=_POINTER, stack=ctypes.POINTER(Stack), step=ctypes.POINTER(Step)),
+    "lp_rms_norm": _function(None, "pool dtype x weight num_rows n eps y"),
+    "lp_argmax": _function(None, "pool dtype x num_rows n best where"),
+    "lp_guess": _function(None, "pool guesses head hidden scratch best where", scratch=_struct(GuessScratch)),
+    "lp_stack_scratch_bytes": _function(_LONG, "stack num_tokens max_rank"),
+    "lp_stack_run": _function(None, "pool stack step"),
 }

@@ -193,21 +193,11 @@ class _Wrapper:
             self._copied.synchronize()
         spec = self._spec
         self.wrapper.plan(
-            qo_indptr,
-            kv_indptr,
-            tables,
-            last_page,
-            spec.num_heads,
-            spec.num_kv_heads,
-            spec.k_dim,
-            options.block_size,
-            causal=True,
-            sm_scale=spec.scaling,
-            window_left=-1 if spec.window is None else spec.window - 1,
-            logits_soft_cap=spec.softcap,
-            q_data_type=options.dtype,
-            kv_data_type=options.dtype,
-        )
+            qo_indptr, kv_indptr, tables, last_page, spec.num_heads, spec.num_kv_heads, spec.k_dim,
+            options.block_size, causal=True, sm_scale=spec.scaling,
+            window_left=-1 if spec.window is None else spec.window - 1, logits_soft_cap=spec.softcap,
+            q_data_type=options.dtype, kv_data_type=options.dtype,
+        )  # fmt: skip
         if tables.device.type == "cuda":
             self._copied = self._copied or torch.cuda.Event()
             self._copied.record()

@@ -137,17 +137,11 @@ def _launch(
     _attend[(spec.num_kv_heads, num_programs)](
         *(query, kv.k, kv.v, out, parts, stats, plan.buffer, launch.count_at, launch.pieces_at, plan.tables_at),
         *(scale, 0.0 if spec.softcap is None else spec.softcap * log2e, spec.window or 0),
-        *(query.stride(0), query.stride(1)),
-        GROUPS=spec.num_groups,
-        K_DIM=spec.k_dim,
-        V_DIM=spec.v_dim,
-        PAGE=plan.block_size,
-        BLOCK_ROWS=launch.block_rows,
-        HAS_WINDOW=spec.window is not None,
-        HAS_SOFTCAP=spec.softcap is not None,
-        INTERPRETED=INTERPRETED,
+        *(query.stride(0), query.stride(1)), GROUPS=spec.num_groups, K_DIM=spec.k_dim, V_DIM=spec.v_dim,
+        PAGE=plan.block_size, BLOCK_ROWS=launch.block_rows, HAS_WINDOW=spec.window is not None,
+        HAS_SOFTCAP=spec.softcap is not None, INTERPRETED=INTERPRETED,
         **tile_options(spec, plan.dtype, launch.block_rows, _has_wgmma(query.device)),
-    )
+    )  # fmt: skip
 
 
 def tile_options(spec: AttentionSpec, dtype: torch.dtype, block_rows: int, has_wgmma: bool) -> dict[str, int]:

@@ -262,14 +262,10 @@ def _run_fused(call: Call) -> None:
     _fused_rows[(plan.num_blocks, call.num_column_blocks())](
         *(call.y, call.x, plan.rows, plan.blocks, plan.term_slots, plan.term_weights),
         *(table.a_ptrs, table.b_ptrs, table.ranks, table.scales, table.in_features, *call.ends()),
-        *(call.x.stride(0), call.y.stride(0), call.table_stride),
-        NUM_STEPS=launch.num_steps,
-        BLOCK_RANK=launch.block_rank,
-        BLOCK_IN=launch.block_in,
-        BLOCK_OUT=launch.block_out,
-        NUM_STAGES=launch.num_stages,
-        IS_ALIGNED=call.is_aligned,
-    )
+        *(call.x.stride(0), call.y.stride(0), call.table_stride), NUM_STEPS=launch.num_steps,
+        BLOCK_RANK=launch.block_rank, BLOCK_IN=launch.block_in, BLOCK_OUT=launch.block_out,
+        NUM_STAGES=launch.num_stages, IS_ALIGNED=call.is_aligned,
+    )  # fmt: skip
 
 
 # --- dense products ---------------------------------------------------------------------------------------------------
@@ -319,25 +315,11 @@ class TritonDense:
             x = x.contiguous()
         launch = choose_dense_launch(plan.block_rows, x.element_size())
         _product[(plan.num_blocks, triton.cdiv(pointers.max_size, launch.block_out))](
-            y,
-            x,
-            plan.rows,
-            plan.blocks,
-            plan.term_slots,
-            pointers.weights,
-            pointers.biases,
-            pointers.sizes,
-            table.in_features,
-            x.stride(0),
-            y.stride(0),
-            NUM_STEPS=triton.cdiv(table.in_features, launch.block_in),
-            BLOCK_ROWS=plan.block_rows,
-            BLOCK_OUT=launch.block_out,
-            BLOCK_IN=launch.block_in,
-            IS_ALIGNED=pointers.is_aligned,
-            UPCAST=INTERPRETED,
-            num_stages=launch.num_stages,
-        )
+            y, x, plan.rows, plan.blocks, plan.term_slots, pointers.weights, pointers.biases, pointers.sizes,
+            table.in_features, x.stride(0), y.stride(0), NUM_STEPS=triton.cdiv(table.in_features, launch.block_in),
+            BLOCK_ROWS=plan.block_rows, BLOCK_OUT=launch.block_out, BLOCK_IN=launch.block_in,
+            IS_ALIGNED=pointers.is_aligned, UPCAST=INTERPRETED, num_stages=launch.num_stages,
+        )  # fmt: skip
 
 
 def _pointers(table: DenseTable, min_slots: int, device: torch.device) -> _Pointers:

@@ -28,7 +28,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 @pytest.fixture(autouse=True)
 def built(caplog: pytest.LogCaptureFixture) -> None:
     library_or_skip()
-    caplog.set_level(logging.INFO, "loraplex_server.backends.cpu.decoder_match")
+    caplog.set_level(logging.INFO, "loraplex_server.backends.cpu.decoder")
 
 
 def adopted(model: PreTrainedModel, *, verify: bool = True) -> LoadedModel:
