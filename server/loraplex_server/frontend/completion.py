@@ -115,7 +115,7 @@ class CompletionAssembler:
         )
 
     def end(self, event: CompletionEnd) -> Delta:
-        """The engine ended the completion. The delta has the text held back, unless a stop string had ended it before."""
+        """At the engine's end of the completion. Gives the text held back, unless a stop string had ended it before."""
         text, stop_string = "", None
         if not self.is_stopped and self._detokenizer is not None:
             text = self._through_stops(self._detokenizer.finish())

@@ -1,9 +1,9 @@
 """Incremental detokenization: the text of a completion, piece by piece as its tokens come.
 
 The text of a completion is what it adds to its prompt: `decode(prompt + output)` without the beginning that it shares
-with `decode(prompt)`, special tokens left out, nothing cleaned up. So a completion of "Hello" may begin with a space, which
-decoding the output alone would lose; and a character that the prompt left unfinished belongs to the output. The pieces,
-concatenated, are exactly that text. A piece never ends inside a character.
+with `decode(prompt)`, special tokens left out, nothing cleaned up. So a completion of "Hello" may begin with a space,
+which decoding the output alone would lose; and a character that the prompt left unfinished belongs to the output. The
+pieces, concatenated, are exactly that text. A piece never ends inside a character.
 
 Two ways, both in constant time and memory per token:
 - Byte-level vocabularies concatenate bytes, and an incremental UTF-8 decoder does the rest.
