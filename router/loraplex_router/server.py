@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 # How long a start waits for the workers' first word. Workers may well come later.
 SETTLE_S: Final = 2.0
 # Between a typed farewell and the port's end.
-FAREWELL_S: Final = 1.0
+FLUSH_S: Final = 1.0
 # Of a client's connection, and what its streams get after that.
 MAX_AGE_S: Final = 600.0
 MAX_AGE_GRACE_S: Final = 3600.0
@@ -67,7 +67,7 @@ class Router:
         await self.calls.drain(grace_s)
         if num_cut_off := self.calls.cut_off():
             log.warning("%d requests did not end within %g s and are cut off", num_cut_off, grace_s)
-        await self.listener.stop(FAREWELL_S)
+        await self.listener.stop(FLUSH_S)
         await self._watcher.stop()
         for upstream in self._upstreams.values():
             await upstream.close()

@@ -1,7 +1,7 @@
 """Listing of adapters: the engine's rows and the source's names.
 
-Nothing here asks the engine or reads a file. Listings are made in slices, and between two of them everybody else on the
-event loop has a turn. Owns the order in which those who want everything at once are answered.
+Reads neither engine nor files. A listing is made in slices, and other tasks of the event loop run between two of them.
+Listings without pages are made one at a time.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from loraplex_runtime.auth import Identity
 from loraplex_server.grpc import protobuf
 
 SLICE = 256  # adapters; one or two milliseconds
-FIRST_LOOK_S = 10.0
-_LOOK_PAUSE_S = 0.02
+FIRST_SCAN_S = 10.0
+_SCAN_PAUSE_S = 0.02
 _OF_SOURCE = frozenset({adapter_pb2.ADAPTER_STATE_UNSPECIFIED, adapter_pb2.ADAPTER_STATE_KNOWN})
 
 Rows = Sequence[adapter_pb2.Adapter]
@@ -38,9 +38,9 @@ class AdapterListing:
         self._one_at_a_time = asyncio.Semaphore()
 
     async def page(self, query: ListQuery, identity: Identity) -> adapter_pb2.ListAdaptersResponse:
-        """Raises ListingTooLarge, and SourceUnavailable while nobody has seen the source yet."""
+        """Raises ListingTooLarge, and SourceUnavailable until the source has been scanned once."""
         if query.include_unloaded:
-            await self._first_look()
+            await self._first_scan()
         if query.page_size:
             return await self._page(query, identity)
         async with self._one_at_a_time:
@@ -91,9 +91,9 @@ class AdapterListing:
             self._found = names, sorted({*names, *self._own})
         return self._found[1]
 
-    async def _first_look(self) -> None:
+    async def _first_scan(self) -> None:
         clock = asyncio.get_running_loop().time
-        until_s = clock() + FIRST_LOOK_S
+        until_s = clock() + FIRST_SCAN_S
         while not self._source.has_looked:
             if clock() > until_s:
                 raise SourceUnavailable(
@@ -101,4 +101,4 @@ class AdapterListing:
                     "only those that are loaded",
                     retry_after_s=5.0,
                 )
-            await asyncio.sleep(_LOOK_PAUSE_S)
+            await asyncio.sleep(_SCAN_PAUSE_S)

@@ -17,7 +17,7 @@ Context = Any
 
 
 class AdapterServicer(adapter_pb2_grpc.AdapterServiceServicer):
-    """Stateless: the engine owns the adapters' life."""
+    """Stateless: the engine owns the adapters."""
 
     def __init__(self, engine: EngineClient, gate: RequestGate, listing: AdapterListing) -> None:
         self._engine = engine

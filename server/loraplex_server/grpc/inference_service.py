@@ -30,29 +30,29 @@ from loraplex_server.grpc.middleware import RequestGate, begin_request, handles_
 
 Context = Any  # grpc.aio.ServicerContext, which is generic over messages in its stubs
 
-IDS_AT_ONCE = 1 << 14  # that are copied in one step
+IDS_AT_ONCE = 1 << 14  # copied in one step
 TOKEN_CHARS = 4
 
 
 @dataclass(slots=True)
 class Sent:
-    """What the client has of an answer. An error that ends it says so, whatever the error is."""
+    """Number of messages and tokens that the client has; part of every error that ends the answer."""
 
     num_messages: int = 0
     num_tokens: int = 0
 
     @contextlib.asynccontextmanager
-    async def told_with_errors(self) -> AsyncGenerator[None]:
+    async def added_to_errors(self) -> AsyncGenerator[None]:
         try:
             yield
         except LoraplexError as error:
-            told = copy.copy(error)  # it may be the end of other requests too
-            told.metadata |= {"messages_sent": str(self.num_messages), "tokens_sent": str(self.num_tokens)}
-            raise told from error
+            own = copy.copy(error)  # it may end other requests too
+            own.metadata |= {"messages_sent": str(self.num_messages), "tokens_sent": str(self.num_tokens)}
+            raise own from error
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
-    """Owns nothing but the counter that makes engine request ids unique."""
+    """Owns the counter that makes the engine's request ids unique."""
 
     def __init__(self, engine: EngineClient, info: ModelInfo, tokenizing: Tokenizing, gate: RequestGate) -> None:
         self._engine = engine
@@ -74,7 +74,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         deltas: dict[int, list[Delta]] = {}
         accepted, echo = await self._accept(request, context)
         generating = self._generate(accepted, progress)
-        async with Sent().told_with_errors(), aclosing(generating) as batches:
+        async with Sent().added_to_errors(), aclosing(generating) as batches:
             async for batch in batches:
                 for delta in batch:
                     deltas.setdefault(delta.index, []).append(delta)
@@ -88,7 +88,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         accepted, echo = await self._accept(request, context)
         sent, echoed = Sent(), set[int]()
         generating = self._generate(accepted, progress)
-        async with sent.told_with_errors(), aclosing(generating) as batches:
+        async with sent.added_to_errors(), aclosing(generating) as batches:
             async for batch in batches:
                 for delta in batch:
                     message = protobuf.delta_to_pb(delta, with_token_ids=not request.output.omit_token_ids)
@@ -110,7 +110,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     @handles_errors
     async def Tokenize(self, request: inference_pb2.TokenizeRequest, context: Context) -> Any:
-        """The answer as it is on the wire: one of a long text is serialized where the text is tokenized."""
+        """Gives serialized bytes: for a long text they are made in the process that tokenizes it."""
         validate.check_tokenize(request)
         self._gate.admit()
         async with _within(_remaining_s(context)):
@@ -141,14 +141,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         )
 
     async def _accept(self, message: inference_pb2.GenerateRequest, context: Context) -> tuple[Request, str]:
-        """From the wire to a request that the engine takes, and the text to put before every completion. Raises the
-        typed error."""
+        """The engine's request, and the text to put before every completion. Raises typed errors."""
         request_id = begin_request(message.request_id)
         validate.check_generate(message)
         num_ids = len(message.token_ids.ids)
         arrival_s, remaining_s = time.monotonic(), _remaining_s(context)
         async with _within(remaining_s):
-            # One that is too long is refused before any of its tokens is looked at.
+            # A prompt that is too long is refused before its tokens are checked.
             num_checked = min(num_ids, self._limits.max_context_tokens)
             await self._tokenizing.off_loop(num_checked, partial(validate.check_for_model, message, self._limits))
             identity = self._gate.admit(*validate.adapters_in(message))
@@ -163,7 +162,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             message,
             prompt,
             sampling,
-            # Clients choose ids as they like; in the engine they are unique.
+            # Clients may choose equal ids.
             request_id=f"{request_id}/{next(self._counter)}",
             tenant=identity.tenant,
             room=self._info.max_context_tokens - len(prompt),
@@ -173,8 +172,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         return request, echo
 
     def _refuse_early(self, message: inference_pb2.GenerateRequest, tenant: str, remaining_s: float | None) -> None:
-        """Raises Overloaded where the engine would, as far as that can be told without tokens: refusals of a flood
-        must not take the CPU of what is served."""
+        """Raises Overloaded where the engine would, by an estimate without tokens: refusing a flood must not take CPU
+        time from the requests that are served."""
         forecast = self._engine.state.load.forecast
         if forecast is None or message.priority > 0:
             return
@@ -220,7 +219,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
 
 def _remaining_s(context: Context) -> float | None:
-    """The time in which to answer; None without a deadline. Raises DeadlineExceeded when there is none left."""
+    """Seconds in which to answer; None without a deadline. Raises DeadlineExceeded when none are left."""
     remaining_s: float | None = context.time_remaining()
     if remaining_s is None:
         return None
@@ -243,7 +242,7 @@ async def _within(remaining_s: float | None) -> AsyncGenerator[None]:
 
 
 def _copied(ids: Sequence[int]) -> tuple[int, ...]:
-    """In steps, so that other threads go on in between."""
+    """Copied in steps, so that other threads run in between."""
     copied: list[int] = []
     for start in range(0, len(ids), IDS_AT_ONCE):
         copied += ids[start : start + IDS_AT_ONCE]
@@ -265,4 +264,6 @@ def _messages(chat: inference_pb2.Chat) -> list[dict[str, str]]:
 
 
 def _timings(progress: Progress) -> inference_pb2.Timings:
-    return protobuf.timings_to_pb(progress.queue_s, progress.first_token_s or 0.0, progress.elapsed_s())
+    return inference_pb2.Timings(
+        queue_s=progress.queue_s, time_to_first_token_s=progress.first_token_s or 0.0, total_s=progress.elapsed_s()
+    )

@@ -1,4 +1,4 @@
-"""WorkerService: what a router reads to choose between workers."""
+"""WorkerService: load and resident adapters of a worker, for routers."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ Context = Any
 DEFAULT_INTERVAL_S = 0.2
 MIN_INTERVAL_S = 0.02
 HEARTBEAT_INTERVALS = 10
-# With every step there is a little less to do, and where the engine computes on a CPU, telling it takes time from the
-# steps. Less than this, or than this part of what was told, can wait for the heartbeat.
-TOLD_TOKENS = 512
-TOLD_PART = 1 / 8
+# Every step changes the number of pending tokens, and on a CPU each message takes time from the steps. A change of less
+# than this number, or than this share of the number sent last, waits for the heartbeat.
+MIN_CHANGED_TOKENS = 512
+MIN_CHANGED_SHARE = 1 / 8
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
-    """Reads what the engine last said of itself; never asks the engine."""
+    """Reads the engine's last report; never asks the engine."""
 
     def __init__(self, engine: EngineClient, gate: RequestGate) -> None:
         self._engine = engine
         self._gate = gate
-        # The nearest adapters as they were last, and how they are told.
+        # The nearest adapters as they were last, and their messages.
         self._nearest: Sequence[Resident] = ()
         self._adapters: list[worker_pb2.ResidentAdapter] = []
 
@@ -44,23 +44,23 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def WatchLoad(
         self, request: worker_pb2.WatchLoadRequest, context: Context
     ) -> AsyncIterator[worker_pb2.WatchLoadResponse]:
-        """Looks when the engine says something, after `min_interval_s` at the earliest; an idle worker is woken for the
-        heartbeat only. Ends with the credential that it was opened with."""
+        """Sends the load when the engine's report changes, `min_interval_s` apart or more, and at each heartbeat. Ends
+        when the caller's credential does."""
         validate.check_watch_load(request)
         interval_s = max(MIN_INTERVAL_S, request.min_interval_s or DEFAULT_INTERVAL_S)
         clock = asyncio.get_running_loop().time
-        told: worker_pb2.Load | None = None
+        sent: worker_pb2.Load | None = None
         due_s = 0.0
         while not self._engine.lost.is_set():
             recheck_identity()
             change, looked_s = self._engine.changes.next(), clock()
             load = self._load()
             is_last = load.draining and not load.running_requests and not load.queued_requests
-            if told is None or is_last or looked_s >= due_s or is_worth_telling(load, told):
+            if sent is None or is_last or looked_s >= due_s or is_worth_sending(load, sent):
                 yield worker_pb2.WatchLoadResponse(load=load)
-                # A router that sent or ended a request just now cannot know which came first. The next message it can.
-                num_intervals = HEARTBEAT_INTERVALS if told is None or has_same_requests(load, told) else 1
-                told, due_s = load, looked_s + num_intervals * interval_s
+                # A router that sent or ended a request just now cannot know which came first. Of the next it can.
+                num_intervals = HEARTBEAT_INTERVALS if sent is None or has_same_requests(load, sent) else 1
+                sent, due_s = load, looked_s + num_intervals * interval_s
             if is_last:
                 return  # an open watch would hold the server for its whole grace period
             with contextlib.suppress(TimeoutError):
@@ -78,15 +78,17 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         return load
 
 
-def is_worth_telling(load: worker_pb2.Load, told: worker_pb2.Load) -> bool:
-    """Whether a router would choose otherwise if it knew this instead of what it was told."""
-    if abs(load.pending_tokens - told.pending_tokens) > max(TOLD_TOKENS, TOLD_PART * told.pending_tokens):
+def is_worth_sending(load: worker_pb2.Load, sent: worker_pb2.Load) -> bool:
+    """True where a router might choose differently with `load` than with the one sent last."""
+    if abs(load.pending_tokens - sent.pending_tokens) > max(
+        MIN_CHANGED_TOKENS, MIN_CHANGED_SHARE * sent.pending_tokens
+    ):
         return True
-    if (load.draining, load.stalled) != (told.draining, told.stalled):
+    if (load.draining, load.stalled) != (sent.draining, sent.stalled):
         return True
-    return not has_same_requests(load, told) or load.adapters != told.adapters
+    return not has_same_requests(load, sent) or load.adapters != sent.adapters
 
 
-def has_same_requests(load: worker_pb2.Load, told: worker_pb2.Load) -> bool:
-    """As many, that is."""
-    return (load.running_requests, load.queued_requests) == (told.running_requests, told.queued_requests)
+def has_same_requests(load: worker_pb2.Load, sent: worker_pb2.Load) -> bool:
+    """True where the numbers are equal."""
+    return (load.running_requests, load.queued_requests) == (sent.running_requests, sent.queued_requests)

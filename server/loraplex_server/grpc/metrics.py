@@ -21,7 +21,7 @@ OTHER: Final = "other"
 
 
 class WorkerCollector:
-    """What a registry asks for the worker's metrics. Counters are since the start."""
+    """Prometheus collector of the worker's metrics. Counters are since the start."""
 
     def __init__(
         self,
@@ -54,8 +54,8 @@ class WorkerCollector:
         yield counter("accepted_tokens", "Those that the model agreed with.", "proposer", load.accepted)
 
     def _lora_requests_info(self, rows: Sequence[AdapterInfo], max_lora: int) -> Metric:
-        """As the Gateway API Inference Extension reads it: label names and meaning are that protocol's. Adapters on the
-        device count as running when they are idle too: a gateway that routes by this must find them."""
+        """As the Gateway API Inference Extension reads it: label names and meaning are that protocol's. Idle
+        adapters on the device count as running too: a gateway that routes by this must find them."""
         on_device = [row.adapter_id for row in rows if row.tier == "device"]
         waiting = [row.adapter_id for row in rows if row.state == "fetching"]
         labels = {

@@ -32,15 +32,15 @@ Context = Any
 _Handler = TypeVar("_Handler", bound=Callable[..., Any])
 
 
-# Calls that last as long as their client likes. A drain does not wait for them.
+# Calls that the client ends. A drain does not wait for them.
 WATCHES: Final = frozenset({"WatchLoad"})
 
 
 class RequestGate:
-    """Shared by the services of one server."""
+    """Admission and metrics of the calls of one server, shared by its services."""
 
     def __init__(self, metrics: telemetry.RequestMetrics | None = None) -> None:
-        self.is_leaving = False  # what routers are told, so that they send no more
+        self.is_leaving = False  # reported to routers, so that they send no more
         self.metrics = metrics or telemetry.RequestMetrics(None, "worker")
         self._num_active = 0
         self._drain = Drain(lambda: self._num_active)
@@ -72,7 +72,7 @@ class RequestGate:
 
 
 def begin_request(given: str) -> str:
-    """The client's request id, or one of ours. Log lines and the error of this call carry it from here on."""
+    """The client's request id, or one of ours. Later log lines and the error of this call carry it."""
     request_id = given or uuid.uuid4().hex
     telemetry.bind_request_id(request_id[:MAX_ID_CHARS])
     return request_id
@@ -82,7 +82,7 @@ def service_handler(service: ServiceDescriptor, servicer: object) -> grpc.Generi
     """Answers calls of `service` by the methods of `servicer`, each decorated with `handles_errors` or
     `handles_stream_errors`.
 
-    In place of the generated function, whose handlers gRPC ends itself, in its own words, when a request is no message.
+    Unlike the generated function's handlers, these also answer a request that cannot be parsed with a typed error.
     """
     handlers: dict[str, Any] = {}
     for method in service.methods:
@@ -96,7 +96,7 @@ def service_handler(service: ServiceDescriptor, servicer: object) -> grpc.Generi
 
 
 def _parsed_or_error(cls: type[Message], raw: bytes) -> Message | InvalidArgument:
-    """What is wrong with a request is for its handler to say."""
+    """The handler raises the error."""
     try:
         return parse(cls, raw)
     except InvalidArgument as error:
@@ -125,7 +125,7 @@ def handles_errors(handler: _Handler) -> _Handler:
 
 
 def handles_stream_errors(handler: _Handler) -> _Handler:
-    """The same for a handler that streams."""
+    """As `handles_errors`, for a handler that streams."""
 
     @functools.wraps(handler)
     async def wrapped(self: Any, request: Any, context: Context) -> AsyncIterator[Any]:
@@ -162,7 +162,7 @@ class _Call:
             self._metrics.first_message(self._method, time.monotonic() - self._started_s)
 
     def failed(self, error: Exception) -> LoraplexError:
-        # One error may have ended many requests, and this one's id is nobody else's business.
+        # One error may end many requests; the id is that of this one only.
         typed = copy.copy(status.as_typed(error))
         self.code = typed.code.name
         if request_id := telemetry.bound_request_id():

@@ -26,8 +26,8 @@ from loraplex_server.frontend.completion import CompletionSummary, Delta, Drafts
 from loraplex_server.text.vocabulary import Vocabulary
 
 MAX_FLOWS = 256  # in a forecast
-TOKENS_AT_ONCE = 1 << 14  # for which the interpreter's lock is held
-DRAFT_MODEL_PREFIX = "draft_model:"  # of a name, among what an engine says that it can do
+TOKENS_AT_ONCE = 1 << 14  # while the interpreter's lock is held
+DRAFT_MODEL_PREFIX = "draft_model:"  # of a name in ModelInfo.speculation
 
 
 def sampling_params(message: inference_pb2.Sampling, tokenizer: TokenizerView) -> SamplingParams:
@@ -36,7 +36,7 @@ def sampling_params(message: inference_pb2.Sampling, tokenizer: TokenizerView) -
 
 
 def stopping_params(message: inference_pb2.Stopping, room: int) -> StoppingParams:
-    """`room` is what the context has left for new tokens."""
+    """`room`: number of new tokens for which the context has space."""
     wanted = message.max_tokens if message.HasField("max_tokens") else room
     return StoppingParams(
         max_tokens=min(wanted, room),
@@ -122,7 +122,7 @@ def usage_to_pb(summary: CompletionSummary) -> inference_pb2.Usage:
 
 
 def total_usage(summaries: Sequence[CompletionSummary]) -> inference_pb2.Usage:
-    """Of a whole request: the prompt counts once, what was made counts for every completion."""
+    """Usage of a whole request: the prompt counts once, output tokens of every completion count."""
     total = inference_pb2.Usage()
     for summary in summaries:
         if summary.index == 0:  # the others share its prefill
@@ -135,7 +135,7 @@ def total_usage(summaries: Sequence[CompletionSummary]) -> inference_pb2.Usage:
 
 
 def _fill_drafts(usage: inference_pb2.Usage, drafts: Iterable[Drafts]) -> None:
-    """Several of one proposer count together."""
+    """Adds up the drafts of each proposer."""
     rows: dict[str, inference_pb2.ProposerUsage] = {}
     for one in drafts:
         row = rows.setdefault(one.proposer, inference_pb2.ProposerUsage(name=one.proposer))
@@ -144,10 +144,6 @@ def _fill_drafts(usage: inference_pb2.Usage, drafts: Iterable[Drafts]) -> None:
         usage.drafted_tokens += one.num_drafted
         usage.accepted_tokens += one.num_accepted
     usage.proposers.extend(rows[name] for name in sorted(rows))
-
-
-def timings_to_pb(queue_s: float, first_token_s: float, total_s: float) -> inference_pb2.Timings:
-    return inference_pb2.Timings(queue_s=queue_s, time_to_first_token_s=first_token_s, total_s=total_s)
 
 
 def delta_to_pb(delta: Delta, *, with_token_ids: bool) -> inference_pb2.GenerateStreamResponse:
@@ -169,7 +165,7 @@ def delta_to_pb(delta: Delta, *, with_token_ids: bool) -> inference_pb2.Generate
 def fill_end(
     message: inference_pb2.GenerateStreamResponse | inference_pb2.Completion, summary: CompletionSummary
 ) -> None:
-    """Why the completion ended, the same in a stream's last chunk and in a whole answer."""
+    """Finish reason, and the stop string or token, in a stream's last chunk or in a whole answer."""
     message.finish_reason = FINISH_REASONS[summary.reason]
     if summary.stop_string is not None:
         message.stop_string = summary.stop_string
@@ -193,7 +189,7 @@ def completion_to_pb(
 
 
 def tokenize_response(vocabulary: Vocabulary, token_ids: Sequence[int]) -> bytes:
-    """Serialized in steps: messages behind each other are read as one."""
+    """Serialized in parts: concatenated messages are read as one."""
     steps = range(0, len(token_ids), TOKENS_AT_ONCE)
     return b"".join(_part(vocabulary, token_ids[start : start + TOKENS_AT_ONCE]) for start in steps)
 
@@ -204,7 +200,7 @@ def _part(vocabulary: Vocabulary, token_ids: Sequence[int]) -> bytes:
 
 
 def speculation_kinds(available: Iterable[str]) -> list[str]:
-    """What a request may ask for: not to speculate always, to have the engine pick where there is something to pick."""
+    """Kinds that a request may ask for: `off` always, `auto` where there is a proposer, and each proposer."""
     proposers = list(available)
     return ["off", *(["auto"] if proposers else []), *proposers]
 
@@ -230,7 +226,7 @@ def adapter_to_pb(info: AdapterInfo) -> adapter_pb2.Adapter:
 
 
 def unloaded_to_pb(adapter_id: str) -> adapter_pb2.Adapter:
-    """An adapter in the source that nobody has asked for yet."""
+    """An adapter in the source that no request has named yet."""
     return adapter_pb2.Adapter(
         adapter_id=adapter_id, state=adapter_pb2.ADAPTER_STATE_KNOWN, tier=adapter_pb2.ADAPTER_TIER_SOURCE
     )

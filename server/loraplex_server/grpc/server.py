@@ -1,7 +1,4 @@
-"""Assembles a worker: engine, services, health, reflection, metrics; runs it until told to end.
-
-Owns the order of starting and of draining.
-"""
+"""Assembly of a worker: engine, services, health, reflection, metrics; the order of start and drain."""
 
 from __future__ import annotations
 
@@ -36,8 +33,8 @@ from loraplex_server.text.tokenizer import TextTokenizer
 
 log = logging.getLogger(__name__)
 
-# What handlers get for their last words when the engine is gone: they only have to say so.
-LAST_WORDS_S = 0.5
+# Seconds for handlers to answer with an error when the engine is gone.
+LOST_DRAIN_S = 0.5
 
 SERVICES = (
     inference_pb2.DESCRIPTOR.services_by_name["InferenceService"],
@@ -46,9 +43,9 @@ SERVICES = (
 )
 SERVICE_NAMES = tuple(service.full_name for service in SERVICES)
 
-# What the last answers get to reach their clients, before the port closes.
-FAREWELL_S: Final = 1.0
-# Of a client's connection, and what its streams get after that.
+# Seconds for the last answers to reach their clients, before the port closes.
+FLUSH_S: Final = 1.0
+# Age of a client's connection, and time for its streams to end after that.
 MAX_AGE_S: Final = 3600.0
 MAX_AGE_GRACE_S: Final = 600.0
 
@@ -70,14 +67,14 @@ class Worker:
 
     @property
     def num_requests(self) -> int:
-        """Under way, as the engine last said."""
+        """Running and queued requests in the engine's last report."""
         load = self.engine.state.load
         return load.num_running + load.num_queued
 
     async def drain(self, drain_s: float, *, announce_s: float = 0.0) -> None:
-        """Says for `announce_s` that it is going, then refuses new requests, lets the running ones end for up to
-        `drain_s`, and stops. The port stays open until the last request has ended, so that new ones hear why they are
-        refused. Called again, with less time, it hurries."""
+        """Reports for `announce_s` that it drains, then refuses new requests, waits up to `drain_s` for the running
+        ones, and stops. The port stays open until the last request has ended, so that new ones get a reason. A second
+        call with less time shortens the wait."""
         self.gate.is_leaving = True
         self.engine.changes.notify()
         self.listener.health.begin_drain()
@@ -85,8 +82,8 @@ class Worker:
         self.listener.health.end_watches()
         await self.gate.drain(drain_s)
         await self.engine.stop()  # ends what still runs, with an error that says why
-        await self.gate.drain(FAREWELL_S)
-        await self.listener.stop(FAREWELL_S)
+        await self.gate.drain(FLUSH_S)
+        await self.listener.stop(FLUSH_S)
         await self.tokenizing.close()
         self.source.close()
 
@@ -112,14 +109,14 @@ async def start_worker(
     engine = EngineClient(
         config.engine,
         max_unread_tokens=config.max_unread_tokens,
-        # What sending takes cannot be told from what an engine takes in this process.
+        # The CPU time of sending cannot be told from that of an engine in this process.
         max_stream_wait_s=0.0 if inline else config.max_stream_wait_s,
     )
     source: SourceWatch | None = None
     try:
         source = SourceWatch(make_source(config.engine.adapters.root))  # the Hub cannot be listed
         info = await engine.start(on_progress, inline=inline, builder=builder)
-        if tokenizer is None:  # in a thread: health is asked meanwhile
+        if tokenizer is None:  # in a thread: health checks are answered meanwhile
             load = partial(TextTokenizer.from_pretrained, info.base, revision=info.base_revision)
             tokenizer = await asyncio.to_thread(load)
         return _serve(listener, engine, info, tokenizer, source)
@@ -177,10 +174,10 @@ async def run_worker(
         if not is_lost:
             on_drain(worker.num_requests)
         announce_s = ending.announce_s(config.announce_s)
-        gently = worker.drain(LAST_WORDS_S) if is_lost else worker.drain(config.drain_s, announce_s=announce_s)
+        gently = worker.drain(LOST_DRAIN_S) if is_lost else worker.drain(config.drain_s, announce_s=announce_s)
         await ending.drain(gently, lambda: worker.drain(0.0))
         lost.cancel()
         stopping.cancel()
         return 1 if is_lost else 0
     finally:
-        await worker.engine.stop()  # whatever went wrong: it would outlive this process, which waits for it
+        await worker.engine.stop()  # after an error too: this process would wait for it

@@ -77,7 +77,7 @@ async def test_more_than_a_message_holds_is_refused_at_once_and_listed_in_pages(
 
 
 async def test_a_source_that_has_not_answered_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listing, "FIRST_LOOK_S", 0.05)
+    monkeypatch.setattr(listing, "FIRST_SCAN_S", 0.05)
     worker = ListingWorker()
     worker.put(info("a"))
     worker.source.has_looked = False

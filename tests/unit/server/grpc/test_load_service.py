@@ -17,7 +17,7 @@ from loraplex_contracts.load import Load
 from loraplex_proto.v1 import worker_pb2
 from loraplex_server.engine.client import ChangeSignal, EngineClient, EngineState
 from loraplex_server.grpc import protobuf as convert
-from loraplex_server.grpc.load_service import HEARTBEAT_INTERVALS, WorkerServicer, is_worth_telling
+from loraplex_server.grpc.load_service import HEARTBEAT_INTERVALS, WorkerServicer, is_worth_sending
 from loraplex_server.grpc.middleware import RequestGate
 
 INTERVAL_S = 0.03
@@ -166,9 +166,9 @@ async def test_a_lost_engine_ends_the_watch() -> None:
     ("told", "now", "is_worth"),
     [(0, 512, False), (0, 513, True), (100_000, 87_500, False), (100_000, 87_400, True), (600, 0, True)],
 )
-def test_how_much_work_is_worth_telling(told: int, now: int, is_worth: bool) -> None:
+def test_how_much_work_is_worth_sending(told: int, now: int, is_worth: bool) -> None:
     loads = [worker_pb2.Load(pending_tokens=tokens) for tokens in (now, told)]
-    assert is_worth_telling(*loads) == is_worth
+    assert is_worth_sending(*loads) == is_worth
 
 
 def test_of_too_many_adapters_the_nearest_are_listed() -> None:
