@@ -27,11 +27,11 @@ from loraplex_runtime.shutdown import HOW_TO_HURRY, Ending
 
 log = logging.getLogger(__name__)
 
-# How long a start waits for the workers' first word. Workers may well come later.
+# Seconds for which a start waits for the workers. They may also come later.
 SETTLE_S: Final = 2.0
-# Between a typed farewell and the port's end.
+# Seconds for the last answers to reach their clients, before the port closes.
 FLUSH_S: Final = 1.0
-# Of a client's connection, and what its streams get after that.
+# Age of a client's connection, and time for its streams to end after that.
 MAX_AGE_S: Final = 600.0
 MAX_AGE_GRACE_S: Final = 3600.0
 

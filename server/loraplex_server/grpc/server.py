@@ -1,4 +1,4 @@
-"""Assembly of a worker: engine, services, health, reflection, metrics; the order of start and drain."""
+"""Assembly of a worker: engine, services, health, metrics; order of start and drain."""
 
 from __future__ import annotations
 
