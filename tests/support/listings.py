@@ -12,7 +12,7 @@ from loraplex_contracts.adapters import AdapterInfo, AdapterState, AdapterTier
 from loraplex_proto.paging import list_query
 from loraplex_proto.v1 import adapter_pb2
 from loraplex_runtime.auth import EVERYBODY, Identity
-from loraplex_server.grpc.adapter_listing import AdapterListing
+from loraplex_server.grpc.adapter_service import AdapterListing
 
 Response = adapter_pb2.ListAdaptersResponse
 

@@ -23,8 +23,7 @@ from loraplex_server.engine.client import EngineClient
 from loraplex_server.engine.pipe import ModelInfo
 from loraplex_server.engine.process import EngineBuilder
 from loraplex_server.frontend.tokenizing import Tokenizing
-from loraplex_server.grpc.adapter_listing import AdapterListing
-from loraplex_server.grpc.adapter_service import AdapterServicer
+from loraplex_server.grpc.adapter_service import AdapterListing, AdapterServicer
 from loraplex_server.grpc.inference_service import InferenceServicer
 from loraplex_server.grpc.load_service import WorkerServicer
 from loraplex_server.grpc.metrics import WorkerCollector

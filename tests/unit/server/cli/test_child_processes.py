@@ -163,7 +163,7 @@ async def test_a_start_that_is_given_up_leaves_nothing_behind(tmp_path: Path, wa
     assert unheard == []
 
 
-async def test_who_is_silent_is_replaced_and_who_speaks_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_worker_is_replaced_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(children_module, "CHECK_S", 0.02)
     async with started(tmp_path / "worker", READY + WAIT) as (children, _):
         heard_s = 1.0

@@ -100,7 +100,7 @@ async def test_what_is_too_long_by_its_bytes_is_not_tokenized() -> None:
     await one.close()
 
 
-async def test_whoever_leaves_ends_the_process_and_the_next_one_is_served(
+async def test_a_cancelled_text_ends_the_process_and_the_next_one_is_served(
     tokenizing: Tokenizing, caplog: pytest.LogCaptureFixture
 ) -> None:
     text = LONG * 30

@@ -123,7 +123,7 @@ class FakeContext:
 
 
 @pytest.mark.parametrize("method", ["Generate", "Tokenize"])
-async def test_who_waits_for_a_turn_is_told_just_before_the_deadline(method: str) -> None:
+async def test_a_text_that_waits_for_its_turn_is_answered_just_before_the_deadline(method: str) -> None:
     """Ids to look at wait for a turn behind others' texts, and so does a text; gRPC itself would only say a code."""
     one = service(None, replace(INFO, max_context_tokens=1 << 20), TextTokenizer(tiny_tokenizer("byte_level")))
     for _ in range(NUM_THREADS):

@@ -12,7 +12,7 @@ from loraplex_contracts.errors import ListingTooLarge, SourceUnavailable
 from loraplex_proto.paging import list_query
 from loraplex_proto.v1 import adapter_pb2
 from loraplex_runtime.auth import Identity
-from loraplex_server.grpc import adapter_listing as listing
+from loraplex_server.grpc import adapter_service as listing
 
 ACME = Identity("acme", adapters=("acme/*", "shared"))
 
