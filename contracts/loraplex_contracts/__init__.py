@@ -1,1 +1,1 @@
-"""Records and errors that cross the borders between parts."""
+"""Records and errors shared by several packages."""

@@ -1,9 +1,8 @@
-"""Adapter identity, states and listing rows, free of torch.
+"""Adapter identity, states and listing rows.
 
-Free of torch, because front ends and routers read them too.
-
-An *adapter id* is the name that a request gives; an *adapter key* is the content that it is bound to. Two ids with the
-same bytes share one key; an id whose files changed gets another one.
+An *adapter id* is the name in a request; an *adapter key* identifies the content that the name is bound to. Two ids
+with the same bytes share one key; an id whose files changed gets another one. Front ends and routers read these records
+too, so they need no torch.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ __all__ = [
 ]
 
 AdapterKind = Literal["lora", "medusa", "combined"]
-# "unknown" is what a client reads where a newer server says something else; a server never says it.
+# Clients read a state or tier of a newer server as "unknown"; servers never send that.
 AdapterState = Literal["unknown", "known", "fetching", "on_host", "on_device", "draining", "failed"]
 AdapterTier = Literal["unknown", "source", "disk", "host", "device"]
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class AdapterKey:
-    """Identity by content: equal keys have equal weights, bit for bit."""
+    """Content of an adapter: equal keys have equal weights, bit for bit."""
 
     kind: AdapterKind
     digest: str  # 64 hexadecimal digits (SHA-256)
@@ -61,7 +60,7 @@ class AdapterInfo:
     num_heads: int = 0  # Medusa heads
 
 
-# Rows that have changed, by what they are about: a content, or an adapter id without one yet. No rows: it is gone.
+# Changed rows by adapter key, or by adapter id while it has no key. An empty tuple removes the rows.
 ListingChanges = dict[AdapterKey | str, tuple[AdapterInfo, ...]]
 
 

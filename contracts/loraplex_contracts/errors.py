@@ -1,6 +1,6 @@
-"""Every error that a user can cause, as one typed tree.
+"""Typed errors that a user can cause, in one tree of classes.
 
-Each class names its gRPC code and its `google.rpc.ErrorInfo` reason; the message says what to do. Errors are plain
+Each class has a gRPC code and a `google.rpc.ErrorInfo` reason; the message says what to do. Errors are plain
 data: they pickle, so that the engine's process can hand them to the one that speaks gRPC (`status.py` maps them to the
 wire). Imports nothing beyond the standard library, because the engine runs without gRPC.
 """
@@ -90,15 +90,15 @@ def _rebuild(cls: type[LoraplexError], message: str, state: dict[str, Any]) -> L
 
 
 class InvalidArgument(LoraplexError):
-    """A field of the request has a value that no server state could make valid."""
+    """A field of the request has a value that is never valid."""
 
     code = Code.INVALID_ARGUMENT
     reason = "INVALID_ARGUMENT"
-    exit_code = 2  # as for any other command line that can never work
+    exit_code = 2  # as for any invalid command line
 
 
 class InvalidAdapterId(InvalidArgument):
-    """An adapter id that is not a plain name: ids are never paths or addresses."""
+    """An adapter id that is not a plain name. Ids are never paths or addresses."""
 
     reason = "INVALID_ADAPTER_ID"
 
@@ -110,21 +110,21 @@ class ContextLengthExceeded(InvalidArgument):
 
 
 class Unimplemented(LoraplexError):
-    """A field that the wire has and this server does not do yet; never silently ignored."""
+    """A field of the wire that this server does not support yet. Such fields are never ignored silently."""
 
     code = Code.UNIMPLEMENTED
     reason = "UNIMPLEMENTED"
 
 
 class Unauthenticated(LoraplexError):
-    """No credential, or one that is not known."""
+    """A missing or unknown credential."""
 
     code = Code.UNAUTHENTICATED
     reason = "UNAUTHENTICATED"
 
 
 class PermissionDenied(LoraplexError):
-    """A known credential that may not do this."""
+    """A known credential without this permission."""
 
     code = Code.PERMISSION_DENIED
     reason = "PERMISSION_DENIED"
@@ -134,14 +134,14 @@ class PermissionDenied(LoraplexError):
 
 
 class AdapterNotFound(LoraplexError):
-    """No adapter of that name for this tenant. Somebody else's adapter is answered in the same way."""
+    """No adapter of this name for this tenant. The answer is the same for another tenant's adapter."""
 
     code = Code.NOT_FOUND
     reason = "ADAPTER_NOT_FOUND"
 
 
 def adapter_not_found(adapter_id: str) -> AdapterNotFound:
-    """The same words for an unknown adapter and for another tenant's: the answer does not tell which."""
+    """One message for an unknown adapter and for another tenant's, so that it does not tell which."""
     return AdapterNotFound(
         f"there is no adapter {adapter_id!a} on this server; `loraplex adapters list` shows those that there are",
         field="adapter_id",
@@ -156,7 +156,7 @@ class AdapterOutsideRoot(AdapterNotFound):
 
 
 class FailedPrecondition(LoraplexError):
-    """The server's state does not allow this request, whenever it is sent."""
+    """The state of the server or client does not allow this request; another try fails too."""
 
     code = Code.FAILED_PRECONDITION
     reason = "FAILED_PRECONDITION"
@@ -169,7 +169,7 @@ class NoChatTemplate(FailedPrecondition):
 
 
 class UnsupportedModel(FailedPrecondition):
-    """A base model that cannot be served rightly; raised while loading it."""
+    """A base model that cannot be served correctly; raised while loading it."""
 
     reason = "UNSUPPORTED_MODEL"
 
@@ -239,7 +239,7 @@ class Overloaded(ResourceExhausted):
 
 
 class AdapterMemoryFull(ResourceExhausted):
-    """The adapter does not fit the byte budget even when everything that can go is gone."""
+    """The adapter does not fit the byte budget even after all possible evictions."""
 
     reason = "ADAPTER_MEMORY_FULL"
 
@@ -257,13 +257,13 @@ class DiskFull(ResourceExhausted):
 
 
 class OutOfMemory(ResourceExhausted):
-    """This request's step did not fit the memory; others go on."""
+    """This request's step did not fit the memory; other requests continue."""
 
     reason = "OUT_OF_MEMORY"
 
 
 class ClientTooSlow(ResourceExhausted):
-    """The reader left more unread than the server buffers."""
+    """The client reads its stream too slowly: the server's buffer is full."""
 
     reason = "CLIENT_TOO_SLOW"
 
@@ -277,14 +277,14 @@ class MessageTooLarge(ResourceExhausted):
 
 
 class ListingTooLarge(ResourceExhausted):
-    """A listing that was asked for at once and does not fit a message; pages of it do. Another try changes nothing."""
+    """A listing without pages that does not fit a message; ask for pages. Another try fails too."""
 
     reason = "LISTING_TOO_LARGE"
     exit_code = 2
 
 
 class Unavailable(LoraplexError):
-    """Not now; another try, perhaps elsewhere, can succeed."""
+    """A temporary state; another try, perhaps on another server, can succeed."""
 
     code = Code.UNAVAILABLE
     reason = "UNAVAILABLE"
@@ -315,7 +315,7 @@ class EngineLost(Unavailable):
 
 
 class ServerUnreachable(Unavailable):
-    """No connection to the server came about; the request was never sent."""
+    """The connection to the server failed; the request was never sent."""
 
     reason = "SERVER_UNREACHABLE"
 
@@ -354,8 +354,7 @@ class Internal(LoraplexError):
 
 
 def unexpected(error: BaseException, doing: str) -> Internal:
-    """What an exception that is not of this tree becomes, wherever one is met: it is logged under an opaque id, and the
-    Internal that is returned says that id and nothing else."""
+    """Logs an unexpected exception under an opaque id. Returns an Internal that contains only the id."""
     error_id = uuid.uuid4().hex[:12]
     log.error("internal error %s while %s", error_id, doing, exc_info=error)
     return Internal(f"internal error {error_id}; the server's log says more", metadata={"error_id": error_id})
@@ -366,5 +365,5 @@ def _leaves(cls: type[LoraplexError]) -> list[type[LoraplexError]]:
 
 
 def by_reason() -> dict[str, type[LoraplexError]]:
-    """Reason -> class, for whoever rebuilds a typed error from the wire. Reasons are unique (a test holds it)."""
+    """Classes by reason, to rebuild a typed error from the wire. Reasons are unique (a test checks it)."""
     return {cls.reason: cls for cls in _leaves(LoraplexError) if cls is not LoraplexError}

@@ -1,7 +1,4 @@
-"""Events of the engine for the front end: picklable plain data.
-
-Plain data, picklable.
-"""
+"""Events of the engine for the front end: picklable plain data."""
 
 from __future__ import annotations
 
@@ -13,10 +10,10 @@ from loraplex_contracts.plan import PositionLogprobs
 
 
 class FinishReason(StrEnum):
-    """Why a completion ended."""
+    """Reason for the end of a completion."""
 
     EOS = "eos"  # an end-of-sequence token
-    STOP = "stop"  # a stop token, or a stop string, which the front end finds
+    STOP = "stop"  # a stop token, or a stop string (found by the front end)
     LENGTH = "length"  # max_tokens, or the end of the context
 
 
@@ -31,7 +28,7 @@ class TopLogprob:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token with its log probability, and the alternatives that were asked for, most likely first."""
+    """A token with its log probability and the requested alternatives, most likely first."""
 
     token_id: int
     text: str
@@ -50,7 +47,7 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """New tokens of one completion, those of one step or of several."""
+    """New tokens of one completion, from one step or several."""
 
     request_id: str
     index: int
@@ -60,11 +57,11 @@ class Tokens:
     num_accepted: int = 0
     proposer: str = ""  # of the drafted ones
     num_steps: int = 1
-    # Neither the completion's first ones nor such as may end it by a stop string: nobody misses them for a moment.
+    # May be sent together with later ones: not the completion's first tokens, and they cannot complete a stop string.
     can_wait: bool = False
 
     def __reduce__(self) -> tuple[type[Tokens], tuple[object, ...]]:
-        """They cross the process border by the thousand, and what dataclasses do to be pickled takes twice as long."""
+        """Pickles in half the time that a dataclass takes; thousands of these cross the process border."""
         return Tokens, (
             *(self.request_id, self.index, self.token_ids, self.logprobs, self.num_drafted, self.num_accepted),
             *(self.proposer, self.num_steps, self.can_wait),
@@ -73,7 +70,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """Once per request that asked, before its first Tokens. Positions 1 .. num_prompt_tokens - 1."""
+    """Logprobs of prompt positions 1 .. num_prompt_tokens - 1; sent once, before the request's first Tokens."""
 
     request_id: str
     logprobs: tuple[PositionLogprobs, ...]
@@ -81,7 +78,7 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class CompletionEnd:
-    """The completion ended well. The request's last one is its terminal event."""
+    """The completion ended without an error. The last one of a request is its terminal event."""
 
     request_id: str
     index: int
@@ -93,7 +90,7 @@ class CompletionEnd:
 
 @dataclass(frozen=True, slots=True)
 class RequestFailed:
-    """Terminal: the whole request ended with `error` (cancellation and deadline included); nothing follows."""
+    """The whole request ended with `error`, cancellation and deadline included. Terminal event."""
 
     request_id: str
     error: LoraplexError

@@ -1,7 +1,6 @@
 """Syntax of adapter ids, request ids, cache salts and chat roles.
 
-Allow-lists, each one regular expression without backtracking. Imports nothing beyond the standard library, because the
-engine checks adapter ids too and runs without gRPC and protobuf.
+Each is an allow-list in one regular expression without backtracking.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ _ROLE = re.compile(r"[A-Za-z0-9_-]+\Z")
 
 
 def check_adapter_id(adapter_id: str, *, field: str = "adapter_id") -> AdapterId:
-    """Returns `adapter_id` when it is a well-formed name: checked once, where it comes in.
+    """Returns a well-formed `adapter_id`; checked once, where it comes in.
 
-    Raises InvalidAdapterId otherwise: an id is never a path, an address or anything that could be read as one.
+    Raises InvalidAdapterId: an id is never a path or an address and cannot be read as one.
     """
     if len(adapter_id) > MAX_ADAPTER_ID_CHARS or ".." in adapter_id or not _ADAPTER_ID.match(adapter_id):
         raise InvalidAdapterId(
@@ -40,7 +39,7 @@ def check_adapter_id(adapter_id: str, *, field: str = "adapter_id") -> AdapterId
 
 
 def check_id(value: str, *, field: str) -> str:
-    """A request id or a cache salt; never read as anything but an opaque string. Raises InvalidArgument."""
+    """Returns a well-formed request id or cache salt, which is an opaque string. Raises InvalidArgument."""
     if len(value) > MAX_ID_CHARS or not _ID.match(value):
         raise InvalidArgument(
             f"{field} {_shown(value)} is not valid: use letters, digits, '.', '_', ':' and '-', {MAX_ID_CHARS} "
@@ -51,7 +50,8 @@ def check_id(value: str, *, field: str) -> str:
 
 
 def check_role(role: str, *, field: str) -> str:
-    """A chat role. Plain words only: templates write it between control tokens, where text could forge a turn."""
+    """Returns a well-formed chat role. Raises InvalidArgument. Only plain words are allowed: templates write the role
+    between control tokens, where other text could forge a turn."""
     if len(role) > MAX_ROLE_CHARS or not _ROLE.match(role):
         raise InvalidArgument(
             f"{field} {_shown(role)} is not a role: use 'system', 'user', 'assistant' or another plain word that the "
@@ -62,5 +62,5 @@ def check_role(role: str, *, field: str) -> str:
 
 
 def _shown(value: str) -> str:
-    """For a message or a log line: ASCII, quoted, bounded."""
+    """The value in quotes for a message: ASCII, at most 40 characters."""
     return ascii(value[:40]) + ("..." if len(value) > 40 else "")

@@ -1,6 +1,6 @@
 """Load of a worker, and its forecast of waiting times.
 
-With a forecast a request is refused where it is met first: before it is tokenized, or sent on. Pure.
+With a forecast, the front end or the router refuses a request that would wait too long, before any work on it.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ from loraplex_contracts.errors import Overloaded
 
 Flow = tuple[str, str]  # tenant and adapter id
 
-# Of the time that a deadline leaves: estimates are not exact, and who is refused too late has cost a row for nothing.
+# Usable share of the time before a deadline: estimates are inexact, and a late refusal wastes the work done so far.
 SLACK_USED = 0.8
-# A request whose own work is estimated at more than its deadline may wait all the same for this part of it: the
-# estimate may be wrong, and a stream is good for something before its end.
+# Least share of the time before a deadline that a request may wait, even if its own work is estimated at more: the
+# estimate may be wrong, and part of a stream is useful too.
 LEAST_SLACK = 0.25
 MIN_RETRY_S, MAX_RETRY_S = 0.1, 30.0
-# A request this much shorter than another does not wait for it (Admission.preempt_for_shorter).
+# A request shorter than another by this factor does not wait for it (Admission.preempt_for_shorter).
 MUCH_SHORTER = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """How long requests would wait and take, as plain numbers: for whoever is to refuse them before the engine does."""
+    """Estimated waiting and running times, for a refusal before the engine."""
 
     prompt_token_s: float
     interval_s: float  # from one token of a sequence to its next
     end_probability: float  # of a text, at each token
     max_queue_wait_s: float
-    waits_s: Mapping[Flow, float]  # of the next request of each flow that has some waiting; others wait for nobody
-    longest_tokens: int  # of those that wait; who is much shorter passes
+    waits_s: Mapping[Flow, float]  # of the next request of each flow with waiting requests; other flows do not wait
+    longest_tokens: int  # among waiting requests; much shorter ones pass them
 
     def check(self, flow: Flow, num_prompt: int, num_outputs: int, left_s: float | None) -> None:
-        """Raises Overloaded for a request of about that size, with so much time left. The engine decides about those
-        that this lets pass."""
+        """Raises Overloaded for a request of about this size (tokens) and remaining time that would wait too long. The
+        engine decides about the others."""
         wait_s = self.waits_s.get(flow)
         if wait_s is None or MUCH_SHORTER * (num_prompt + num_outputs) <= self.longest_tokens:
             return
@@ -52,18 +52,18 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How busy a worker is. Running and queued ones are completions: a request of `n` counts n times."""
+    """Load of a worker. Running and queued count completions: a request of `n` counts n times."""
 
     num_running: int = 0
     num_queued: int = 0
-    # Work ahead at most: prompt tokens not yet computed and output tokens still allowed.
+    # Upper bound of the work ahead: prompt tokens not yet computed and output tokens still allowed.
     pending_tokens: int = 0
     num_blocks: int = 0
     num_free_blocks: int = 0
     max_running: int = 0
     num_steps: int = 0
     num_preemptions: int = 0
-    # Draft tokens since the start, by proposer, and how many of them the target accepted.
+    # Draft tokens and accepted draft tokens since the start, by proposer.
     drafted: Mapping[str, int] = field(default_factory=dict[str, int])
     accepted: Mapping[str, int] = field(default_factory=dict[str, int])
     forecast: Forecast | None = None  # while requests wait
@@ -85,7 +85,7 @@ def slack_s(left_s: float, own_s: float) -> float:
 
 
 def expected_tokens(num_allowed: int, end_probability: float) -> float:
-    """Of a text that may have so many and ends at each with that probability."""
+    """Expected length of a text of at most `num_allowed` tokens that ends at each with this probability."""
     if not end_probability:
         return float(num_allowed)
     return (1.0 - (1.0 - end_probability) ** num_allowed) / end_probability

@@ -1,11 +1,9 @@
 """Step plans and step results, between scheduler and runner.
 
-Plain data, could be broadcast.
-
 A plan is `{sequence: number of tokens}` plus draft tokens. Prefill, chunked prefill, decode and verification of a draft
-are the same thing: run `num_tokens` of a sequence from position `start`, sample behind the last `num_samples` of them.
-Token ids themselves are not in a span: the runner mirrors every sequence's tokens in its row, so that a plan can be
-made before the tokens that the last step sampled are known on the host.
+are one operation: run `num_tokens` of a sequence from position `start`, sample behind the last `num_samples` of them.
+Spans contain no token ids: the runner keeps every sequence's tokens in its row, so that a plan can be made before the
+tokens of the last step are known on the host. All records are plain data and could be broadcast.
 """
 
 from __future__ import annotations
@@ -27,13 +25,13 @@ class AdapterUse:
 
 
 class Candidate(NamedTuple):
-    """A running sequence that decodes in the next step: what whoever drafts for it may know."""
+    """A running sequence that decodes in the next step, as proposers see it."""
 
     sequence_id: str
     row: int
-    token_ids: Sequence[int]  # all known ones, prompt first. The scheduler's own list, which only grows: to be read
+    token_ids: Sequence[int]  # prompt, then output. The scheduler's own list: read only
     num_prompt_tokens: int
-    num_room: int  # draft tokens that can still be of use, 0 at the completion's last token
+    num_room: int  # draft tokens that can still be accepted; 0 at the completion's last token
     request: Request
     sampling: SamplingParams  # the completion's own, seed included
     adapter_slot: int | None  # of its LoRA
@@ -41,13 +39,10 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Tokens that somebody proposes to follow a sequence's known ones: a chain. `proposer` is who, for the counters.
-
-    A tree would name each token's parent beside it; nobody makes one yet.
-    """
+    """A chain of draft tokens that may follow a sequence's known tokens."""
 
     token_ids: tuple[int, ...]
-    proposer: str
+    proposer: str  # for the counters
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +51,7 @@ class NewSequence:
 
     sequence_id: str
     row: int
-    token_ids: tuple[int, ...]  # everything known so far: prompt, then output
+    token_ids: tuple[int, ...]  # prompt, then output
     num_prompt_tokens: int
     sampling: SamplingParams
     output: OutputParams
@@ -64,13 +59,13 @@ class NewSequence:
     # No end-of-sequence or stop token may be sampled before this many output tokens.
     min_tokens: int = 0
     banned_until_min: frozenset[int] = frozenset()
-    # Its last hidden state is kept after every step, for heads that draft from it.
+    # The runner keeps its last hidden state after every step, for Medusa heads.
     keeps_hidden: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """Copy a KV block before the step runs (a completion forks off its sibling's half-filled block)."""
+    """A copy of a KV block before the step: a completion forks from another one's half-filled block."""
 
     source: int
     target: int
@@ -93,7 +88,7 @@ class Span:
     new_block_ids: tuple[int, ...] = ()
     draft: tuple[int, ...] = ()
     proposer: str = ""  # of the draft
-    # Positions whose prompt logprobs are wanted are all of the span's that have a next prompt token.
+    # Logprobs of all the span's positions that have a next prompt token.
     prompt_logprobs: bool = False
 
 
@@ -114,7 +109,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class PositionLogprobs:
-    """Of one position: the token that came, its logprob, and the most likely alternatives, best first."""
+    """Logprob of the token at one position, and the most likely alternatives, best first."""
 
     token_id: int
     logprob: float
@@ -123,13 +118,13 @@ class PositionLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class SpanResult:
-    """What one span gave. With a draft: the accepted tokens and the one sampled behind them."""
+    """Result of one span. With a draft: the accepted tokens and the one sampled behind them."""
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[PositionLogprobs, ...] = ()  # one per token_id, when asked for
     prompt_logprobs: tuple[PositionLogprobs, ...] = ()  # of prompt positions start+1 .. start+num_tokens
     num_drafted: int = 0
-    error: LoraplexError | None = None  # this sequence failed; the others have not
+    error: LoraplexError | None = None  # of this sequence alone
 
 
 @dataclass(frozen=True, slots=True)

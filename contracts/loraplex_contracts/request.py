@@ -1,4 +1,4 @@
-"""A validated request as the engine sees it: picklable plain data."""
+"""Request as the engine gets it: validated, picklable plain data."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ SpeculationKind = Literal["off", "auto", "medusa", "prompt_lookup", "draft_model
 
 @dataclass(frozen=True, slots=True)
 class StoppingParams:
-    """When a completion ends. Stop *strings* are the detokenizer's: tokens know no text."""
+    """Conditions that end a completion. Stop *strings* are matched by the front end, after detokenization."""
 
-    max_tokens: int  # always set: the service fills in what is left of the context
+    max_tokens: int  # always set; by default the rest of the context
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
@@ -25,7 +25,7 @@ class StoppingParams:
 
 @dataclass(frozen=True, slots=True)
 class OutputParams:
-    """What is reported besides the tokens."""
+    """Outputs of a request besides its tokens."""
 
     logprobs: bool = False
     top_logprobs: int = 0
@@ -34,11 +34,11 @@ class OutputParams:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationParams:
-    """How a request speculates. Whatever is said here, the text is the same; only the speed differs."""
+    """Speculation of a request. It changes the speed, never the text."""
 
-    # None: with the heads that its adapter brings, if any, else as the server was told (--speculate).
+    # None: Medusa with the heads of the request's adapter, if it has any, else the server's --speculate.
     kind: SpeculationKind | None = None
-    # Of Medusa heads; empty: those of the request's adapter, else the server's default heads.
+    # Adapter id of the Medusa heads. Empty: those of the request's adapter, else the server's default heads.
     medusa_id: AdapterId = NO_ADAPTER
     min_ngram: int = 0  # 0: the server's choice, here and below
     max_ngram: int = 0
@@ -67,6 +67,5 @@ class Request:
 
 
 def seed_of_completion(seed: int, index: int) -> int:
-    """The seed of completion `index`: the request's own for the first, well apart for the others (golden ratio
-    step)."""
+    """The seed of completion `index`: the request's own for the first; the others are a golden ratio step apart."""
     return (seed + index * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF

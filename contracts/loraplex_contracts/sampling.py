@@ -17,7 +17,7 @@ from loraplex_contracts.errors import InvalidArgument, LoraplexError
 
 @dataclass(frozen=True, slots=True)
 class TokenizerView:
-    """What an option needs of the base model's tokenizer to become token ids."""
+    """Parts of the base model's tokenizer that conversions of options need."""
 
     encode: Callable[[str], Sequence[int]]  # without special tokens
     eos_token_ids: frozenset[int] = frozenset()
@@ -25,9 +25,9 @@ class TokenizerView:
 
 @dataclass(frozen=True, slots=True)
 class SamplingOption:
-    """One option. `rule` and `is_ok` are about its value; of a list or map, about each entry."""
+    """One option. `rule` and `is_ok` apply to its value, or to each entry of a list or map."""
 
-    name: str  # of the wire's field, of the SDK's option and of the field of SamplingParams
+    name: str  # the same on the wire, in the SDK and in SamplingParams
     default: Any
     help: str
     is_ok: Callable[[Any], bool]  # NaN fails every comparison
@@ -39,7 +39,7 @@ class SamplingOption:
 
     @property
     def path(self) -> str:
-        """In a GenerateRequest."""
+        """Path of the field in a GenerateRequest."""
         return f"sampling.{self.name}"
 
 
@@ -67,7 +67,7 @@ def _option(
 
 
 def _word_tokens(words: Sequence[str], tokenizer: TokenizerView) -> tuple[tuple[int, ...], ...]:
-    """The token sequences that write the words. As in Transformers, an end-of-sequence token alone is not one."""
+    """Token sequences of the words. As in Transformers, an end-of-sequence token alone is left out."""
     found: set[tuple[int, ...]] = set()
     for word in words:
         found |= {tuple(tokenizer.encode(text)) for text in {word, word if word.startswith(" ") else f" {word}"}}
@@ -81,7 +81,7 @@ MAX_TOP_K: Final = (1 << 31) - 1  # what an int32 tensor holds
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn. Applied in the order of the fields, which is that of Transformers' `generate()`."""
+    """Sampling parameters, applied in the order of the fields, which is that of Transformers' `generate()`."""
 
     logit_bias: tuple[tuple[int, float], ...] = _option(
         (),
@@ -173,8 +173,8 @@ SAMPLING_OPTIONS: Final[Mapping[str, SamplingOption]] = {
 
 
 def sampling_params(given: Mapping[str, Any], tokenizer: TokenizerView) -> SamplingParams:
-    """From the wire's fields that are set and valid; the others take their defaults. Raises what `tokenizer.encode` and
-    the options' conversions raise, with the field's path."""
+    """Parameters from the wire's valid fields `given`; the others take their defaults. Raises the errors of
+    `tokenizer.encode` and of the options' conversions, with the field's path."""
     values: dict[str, Any] = {}
     for name, option in SAMPLING_OPTIONS.items():
         if name in given and option.from_wire is not None:
