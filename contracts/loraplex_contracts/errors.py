@@ -1,8 +1,8 @@
 """Typed errors that a user can cause, in one tree of classes.
 
-Each class has a gRPC code and a `google.rpc.ErrorInfo` reason; the message says what to do. Errors are plain
-data: they pickle, so that the engine's process can hand them to the one that speaks gRPC (`status.py` maps them to the
-wire). Imports nothing beyond the standard library, because the engine runs without gRPC.
+Each class has a gRPC code and a `google.rpc.ErrorInfo` reason; the message says what to do. Errors are plain data that
+the engine's process can pickle for the gRPC process, where `status.py` maps them to the wire. Imports only the standard
+library, because the engine runs without gRPC.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""From logits to tokens: penalties, truncation, counter-based noise, logprobs, and the verification of drafts."""
+"""Sampling: penalties, truncation, counter-based noise, logprobs and verification of drafts."""

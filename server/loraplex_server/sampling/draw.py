@@ -1,14 +1,14 @@
 """Token drawing: temperature, truncation, and argmax with noise.
 
-There is one definition (`draw_dense`) and two faster ways to the same token on a CPU. Rows that truncate look up their
-few candidates first (`draw_narrow`). Rows that do not compute bounds for all tokens, and the exact value where it could
-matter (`draw_open`). Ties go to the lowest token id.
+`draw_dense` is the definition; two faster functions find the same token on a CPU. For rows that truncate, `draw_narrow`
+looks up their few candidates first. For the others, `draw_open` computes bounds for all tokens and exact values only
+where they can matter. Ties go to the lowest token id.
 
-Truncation is a threshold on a row's scores that keeps every token that ties with the last one kept, so the kept set
-does not depend on how a device orders equal scores. Top-p counts within what top-k kept; min-p compares with the most
+Truncation is a threshold on a row's scores. It keeps every token that ties with the last one kept, so the result does
+not depend on how a device orders equal scores. Top-p counts the tokens that top-k kept; min-p compares with the most
 likely token. Sums are float64, so that the order of addition does not matter.
 
-Every draw returns token ids and the rows' highest scores; where such a score is not finite, the id means nothing.
+Every draw returns token ids and the rows' highest scores; where such a score is not finite, the id is invalid.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from loraplex_contracts.sampling import SamplingParams
 from loraplex_server.sampling.noise import BOUND_SHIFT, NoiseField, row_keys, seed_to_int64
 
 # Values in a block. On a CPU the maximum of a block costs a third of a maximum with its index, and a hundredth of a
-# sort; what follows looks only into the few blocks that matter.
+# sort; later steps read only the few blocks that can matter.
 BLOCK = 64
-_HOST_ROWS = 8  # so many rows at once stay in the CPU's cache
+_HOST_ROWS = 8  # rows at once: they stay in the CPU's cache
 # Elements worked on at once: temporaries stay in a CPU core's cache.
 _CHUNK_COLS = 512 * BLOCK
 _CHUNK_ROWS = 4
 # Elements in the larger temporaries of a dense draw or of a candidate search.
 _MAX_ELEMENTS = 1 << 23
-# Candidates looked up for a top-p that has no top-k, until they hold enough of the probability.
+# Candidates looked up for a top-p without top-k, until they hold enough of the probability.
 _TOP_P_SEARCHES = (64, 1024)
-# Candidates looked up beyond the k-th, so that a few ties do not need a second look.
+# Candidates looked up beyond the k-th, so that a few ties need no second search.
 _SPARE = 16
-# Colder than this, one token has all the probability; and its inverse is finite in float32.
+# Below this, one token has all the probability. Its inverse is finite in float32.
 _MIN_TEMPERATURE = 1e-30
 
 
@@ -57,7 +57,7 @@ class DrawRows:
     has_open_top_p: bool  # a row has top-p without top-k
 
     def select(self, idx: Tensor) -> DrawRows:
-        """Some of the rows. The two host values stay true as bounds."""
+        """Some of the rows. The two host values stay valid as upper bounds."""
         columns = (self.keys, self.temperature, self.top_k, self.top_p, self.log_min_p)
         keys, temperature, top_k, top_p, log_min_p = (column.index_select(0, idx) for column in columns)
         return DrawRows(keys, temperature, top_k, top_p, log_min_p, self.max_top_k, self.has_open_top_p)
@@ -72,7 +72,7 @@ class DrawTable:
         self._seeds = torch.zeros(max_rows, dtype=torch.int64)
 
     def set(self, row: int, sampling: SamplingParams) -> bool:
-        """Whether the row truncates."""
+        """Sets a row. True if it truncates."""
         top_k = sampling.top_k if sampling.top_k < self._vocab_size else 0
         log_min_p = math.log(sampling.min_p) if sampling.min_p > 0.0 else -math.inf
         values = (max(sampling.temperature, _MIN_TEMPERATURE), float(top_k), sampling.top_p, log_min_p)
@@ -83,7 +83,7 @@ class DrawTable:
     def rows(
         self, rows: list[int], positions: list[int], dtype: torch.dtype, upload: Callable[[Tensor], Tensor]
     ) -> DrawRows:
-        """For tokens at `positions[i]` of `rows[i]`, by `upload` on the device. Does not wait for it."""
+        """Parameters for tokens at `positions[i]` of `rows[i]`, brought to the device by `upload` without waiting."""
         idx = torch.tensor(rows)
         values = self._values[idx]
         keys = row_keys(self._seeds[idx], torch.tensor(positions))
@@ -105,7 +105,7 @@ class DrawTable:
 
 
 def draw_dense(scores: Tensor, rows: DrawRows, noise: NoiseField, *, truncates: bool) -> tuple[Tensor, Tensor]:
-    """The definition. Does not wait for the device."""
+    """Draws from all tokens: the definition. Does not wait for the device."""
     token_ids: list[Tensor] = []
     tops: list[Tensor] = []
     for part, part_rows in _chunks(scores, rows):
@@ -127,7 +127,7 @@ def truncate(scores: Tensor, rows: DrawRows) -> Tensor:
 
 
 def _chunks(scores: Tensor, rows: DrawRows) -> Iterator[tuple[Tensor, DrawRows]]:
-    """So many rows at once that their temporaries have a bound."""
+    """Rows in chunks, which bound the size of the temporaries."""
     size, idx = max(1, _MAX_ELEMENTS // scores.shape[1]), torch.arange(len(scores), device=scores.device)
     for part, some in zip(scores.split(size), idx.split(size), strict=True):
         yield part, rows.select(some)
@@ -136,8 +136,8 @@ def _chunks(scores: Tensor, rows: DrawRows) -> Iterator[tuple[Tensor, DrawRows]]
 def top_p_threshold(values: Tensor, weights: Tensor, mass: Tensor, top_p: Tensor) -> Tensor:
     """`[num_rows, 1]`: the score of the last token that top-p keeps, -inf where it is off.
 
-    `values` are sorted, best first; `weights` their unnormalised float64 probabilities, 0 for what is out already;
-    `mass` the sum over all that is not out.
+    `values` are sorted, best first; `weights` their unnormalised float64 probabilities, 0 for removed ones;
+    `mass` the sum over all tokens that are not removed.
     """
     before = weights.cumsum(-1) - weights
     # A token stays while the tokens before it have not reached p; the first always does.
@@ -152,7 +152,7 @@ def probability_weights(values: Tensor, tops: Tensor, temperature: Tensor) -> Te
 
 
 def kept_mask(scores: Tensor, tops: Tensor, rows: DrawRows) -> Tensor:
-    """Which of all tokens may be drawn: `[num_rows, vocab_size]`. Sorts where it must; waits for no device."""
+    """Mask of the tokens that may be drawn: `[num_rows, vocab_size]`. May sort; never waits for the device."""
     vocab_size = scores.shape[1]
     count = vocab_size if rows.has_open_top_p else max(1, min(rows.max_top_k, vocab_size))
     values = scores.topk(count, dim=-1).values if count < vocab_size else scores.sort(dim=-1, descending=True).values
@@ -169,7 +169,7 @@ def kept_mask(scores: Tensor, tops: Tensor, rows: DrawRows) -> Tensor:
 
 
 def draw_open(scores: Tensor, rows: DrawRows, noise: NoiseField) -> tuple[Tensor, Tensor]:
-    """As `draw_dense` without truncation. Exact noise is computed only in blocks whose bound reaches the best found."""
+    """Same as `draw_dense` without truncation. Computes exact noise only in blocks whose bound reaches the best."""
     num_rows, vocab_size = scores.shape
     tops = scores.amax(-1, keepdim=True)
     bounds = _bounds(scores, tops, rows, noise)  # [num_rows, num_blocks]
@@ -189,7 +189,7 @@ def draw_open(scores: Tensor, rows: DrawRows, noise: NoiseField) -> tuple[Tensor
 
 
 def _bounds(scores: Tensor, tops: Tensor, rows: DrawRows, noise: NoiseField) -> Tensor:
-    """Per block, a value that no score / temperature + noise in it exceeds."""
+    """Upper bounds of score / temperature + noise in each block."""
     num_rows, vocab_size = scores.shape
     bounds = scores.new_empty(num_rows, -(-vocab_size // BLOCK))
     for start in range(0, num_rows, _CHUNK_ROWS):
@@ -219,13 +219,13 @@ def _best_of_blocks(
 
 
 def draw_narrow(scores: Tensor, rows: DrawRows, noise: NoiseField) -> tuple[Tensor, Tensor]:
-    """As `draw_dense` with truncation. Looks up as many candidates as each row needs, rows of like need together."""
+    """Same as `draw_dense` with truncation. Looks up as many candidates as each row needs, similar rows together."""
     vocab_size = scores.shape[1]
     maxima = block_max(scores)
     tops = maxima.amax(-1, keepdim=True)
     token_ids = torch.zeros(scores.shape[0], dtype=torch.int64)
     is_open = (rows.top_k == 0) & (rows.top_p < 1.0)
-    # How many candidates a row certainly needs; 0 where min-p alone decides.
+    # Least number of candidates of a row; 0 where min-p alone decides.
     need = torch.where(is_open, _TOP_P_SEARCHES[0], rows.top_k).squeeze(1)
     pending = tops.isfinite().squeeze(1)
     for size in (*_TOP_P_SEARCHES, vocab_size):
@@ -245,11 +245,11 @@ def draw_narrow(scores: Tensor, rows: DrawRows, noise: NoiseField) -> tuple[Tens
 
 
 def _draw_among(scores: Tensor, maxima: Tensor, rows: DrawRows, noise: NoiseField, size: int) -> tuple[Tensor, Tensor]:
-    """Token ids, and for which rows the `size` best tokens were enough to know them."""
+    """Token ids, and a mask of the rows for which the `size` best tokens were enough."""
     tops = maxima.amax(-1, keepdim=True)
     is_open = (rows.top_k == 0) & (rows.top_p < 1.0)
     k = torch.where(is_open, size, rows.top_k)
-    # A little below what min-p keeps: the exact comparison follows.
+    # A little below the threshold of min-p: the exact comparison follows.
     floor = tops + rows.temperature * (rows.log_min_p - 1e-3)
     found = find_candidates(scores, maxima, k, floor)
     weights = probability_weights(found.values, tops, rows.temperature).masked_fill_(~found.is_kept, 0.0)
@@ -259,7 +259,7 @@ def _draw_among(scores: Tensor, maxima: Tensor, rows: DrawRows, noise: NoiseFiel
         idx = is_open.squeeze(1).nonzero().squeeze(1)
         mass[idx] = total_mass(scores.index_select(0, idx), tops[idx], rows.temperature[idx])
         has_mass = weights.sum(-1, keepdim=True) >= rows.top_p * mass
-        # Fewer than k: they end where min-p's threshold is, and what lies below does not matter.
+        # Fewer than k: the candidates end at min-p's threshold, so lower tokens do not matter.
         is_short = found.is_kept.sum(-1, keepdim=True) < k
         is_done = ~is_open | has_mass | is_short | (k >= scores.shape[1])
     threshold = top_p_threshold(found.values, weights, mass, rows.top_p)
@@ -272,7 +272,7 @@ def _draw_among(scores: Tensor, maxima: Tensor, rows: DrawRows, noise: NoiseFiel
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Each row's best tokens, best first; past a row's own share `is_kept` is False."""
+    """Best tokens of each row, best first; `is_kept` is False behind a row's own ones."""
 
     values: Tensor  # [num_rows, num_candidates] scores
     token_ids: Tensor  # [num_rows, num_candidates]
@@ -280,10 +280,11 @@ class Candidates:
 
 
 def find_candidates(scores: Tensor, maxima: Tensor, k: Tensor, floor: Tensor) -> Candidates:
-    """Every token whose score is at least the row's k-th best (k > 0) and at least `floor`. For the CPU: it branches.
+    """Every token whose score is at least the row's k-th best (k > 0) and at least `floor`. For the CPU, as
+    it branches.
 
-    `maxima` are `block_max(scores)`. The k largest of them are k different tokens' scores, so the k-th best token has
-    no less than the k-th largest maximum, and everything sought lies in the blocks that reach it.
+    `maxima` are `block_max(scores)`. The k largest of them are scores of k different tokens, so the k-th best token
+    scores at least the k-th largest maximum, and all candidates lie in blocks that reach it.
     """
     vocab_size = scores.shape[1]
     _, blocks, _ = _largest(maxima, k, floor)
@@ -298,7 +299,7 @@ def find_candidates(scores: Tensor, maxima: Tensor, k: Tensor, floor: Tensor) ->
 
 def _largest(values: Tensor, k: Tensor, floor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Values that are at least the row's k-th largest (k > 0) and at least `floor`, best first, with their indices, and
-    that threshold `[num_rows, 1]`. Rows with fewer of them go on with lower ones."""
+    the threshold `[num_rows, 1]`. Rows with fewer such values are filled with lower ones."""
     max_k, num_values = int(k.max()), values.shape[1]
     count = min(max_k + _SPARE, num_values)
     best = values.topk(count)
@@ -311,7 +312,7 @@ def _largest(values: Tensor, k: Tensor, floor: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def total_mass(scores: Tensor, tops: Tensor, temperature: Tensor) -> Tensor:
-    """`[num_rows, 1]` float64: the sum that normalises all tokens' probabilities; for the CPU."""
+    """Normalising sum over all tokens, `[num_rows, 1]` float64; for the CPU."""
     masses = [
         block_sum(((row - top) / t).exp_())
         for row, top, t in zip(scores.split(4), tops.split(4), temperature.split(4), strict=True)
@@ -320,7 +321,7 @@ def total_mass(scores: Tensor, tops: Tensor, temperature: Tensor) -> Tensor:
 
 
 def block_sum(values: Tensor) -> Tensor:
-    """Sums of rows, `[num_rows, 1]` float64: short runs in the values' own precision, these in float64."""
+    """Sums of rows, `[num_rows, 1]` float64: of blocks in the values' precision, of these sums in float64."""
     num_whole = values.shape[1] // BLOCK * BLOCK
     total = values[:, :num_whole].unflatten(1, (-1, BLOCK)).sum(-1).to(torch.float64).sum(-1, keepdim=True)
     return total + values[:, num_whole:].to(torch.float64).sum(-1, keepdim=True)
@@ -330,7 +331,7 @@ def block_sum(values: Tensor) -> Tensor:
 
 
 def block_max(values: Tensor, size: int = BLOCK) -> Tensor:
-    """`[num_rows, ceil(num_values / size)]`. A block with a NaN gives NaN."""
+    """Maxima of blocks, `[num_rows, ceil(num_values / size)]`. A block with a NaN gives NaN."""
     num_values = values.shape[1]
     num_whole = num_values // size * size
     whole = values[:, :num_whole].unflatten(1, (-1, size)).amax(-1)
@@ -340,7 +341,7 @@ def block_max(values: Tensor, size: int = BLOCK) -> Tensor:
 
 
 def block_ids(blocks: Tensor, num_values: int, size: int = BLOCK) -> tuple[Tensor, Tensor]:
-    """Indices of the values in the given blocks `[n, m]` and which of them exist: `[n, m * size]` both."""
+    """Indices of the values in blocks `[n, m]`, and a mask of those that exist: both `[n, m * size]`."""
     ids = (blocks.unsqueeze(-1) * size + torch.arange(size, device=blocks.device)).flatten(1)
     return ids.clamp(max=num_values - 1), ids < num_values
 
@@ -356,7 +357,7 @@ def row_argmax(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _host_argmax(values: Tensor) -> tuple[Tensor, Tensor]:
-    """numpy finds a largest float32 in a fifth of torch's time, conversion from bfloat16 included."""
+    """numpy's argmax, which takes a fifth of torch's time, conversion from bfloat16 included."""
     wide = values.to(torch.promote_types(values.dtype, torch.float32)).numpy()
     best = wide.argmax(axis=-1)  # of the first NaN, where there is one
     return torch.from_numpy(wide[np.arange(len(best)), best]), torch.from_numpy(best)

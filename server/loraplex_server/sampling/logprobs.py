@@ -1,6 +1,6 @@
-"""Logprobs: of the model's own distribution, before bias, penalties, temperature and truncation.
+"""Logprobs of the model's distribution, before processors, temperature and truncation.
 
-Computed in float32 (float64 for float64 logits), from the logits as the model gave them.
+Computed in float32, or float64 for float64 logits.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _MAX_ELEMENTS = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Of some positions, still on the device."""
+    """Logprobs of some positions, on the device."""
 
-    token_ids: Tensor  # [n] the tokens that came
+    token_ids: Tensor  # [n] the sampled tokens
     values: Tensor  # [n] their logprobs
     top_ids: Tensor  # [n, max_top] the most likely tokens, best first
     top_values: Tensor  # [n, max_top]
@@ -36,14 +36,14 @@ class Logprobs:
         return len(self.num_top) * (2 + 2 * self.top_ids.shape[1])
 
     def unpack(self, packed: Sequence[float]) -> tuple[PositionLogprobs, ...]:
-        """From the host's copy of `pack()`."""
+        """Logprobs by position, from a copy of `pack()` on the host."""
         n, max_top = len(self.num_top), self.top_ids.shape[1]
         ids, values = packed[:n], packed[n : 2 * n]
         top_ids, top_values = packed[2 * n : (2 + max_top) * n], packed[(2 + max_top) * n :]
         found: list[PositionLogprobs] = []
         for i, num_top in enumerate(self.num_top):
             start = i * max_top
-            # Devices order equal values as they like; the lowest id first is what greedy decoding takes.
+            # Devices order equal values differently; greedy decoding takes the lowest id.
             pairs = zip(top_ids[start : start + max_top], top_values[start : start + max_top], strict=True)
             top = sorted(((int(token_id), value) for token_id, value in pairs), key=lambda pair: (-pair[1], pair[0]))
             found.append(PositionLogprobs(int(ids[i]), values[i], tuple(top[:num_top])))
@@ -54,7 +54,7 @@ class Logprobs:
 
 
 def compute_logprobs(logits: Tensor, token_ids: Tensor, num_top: Sequence[int]) -> Logprobs:
-    """`logits [n, vocab_size]`, the tokens that came `[n]`, and how many alternatives each position wants."""
+    """Logprobs from `logits [n, vocab_size]`, `token_ids [n]` and the number of alternatives at each position."""
     max_top = min(max(num_top, default=0), logits.shape[1])
     chunk = max(1, _MAX_ELEMENTS // logits.shape[1])
     values: list[Tensor] = []
@@ -62,7 +62,7 @@ def compute_logprobs(logits: Tensor, token_ids: Tensor, num_top: Sequence[int]) 
     top_values: list[Tensor] = []
     for part, part_ids in zip(logits.split(chunk), token_ids.split(chunk), strict=True):
         part = part if part.dtype == torch.float64 else part.float()
-        # As log_softmax does it: relative to the maximum, so that no logprob comes out above zero.
+        # Relative to the maximum, as in log_softmax, so that no logprob is above zero.
         highest = part.amax(dim=-1, keepdim=True)
         normalizer = (part - highest).exp_().sum(dim=-1, keepdim=True).log_()
         values.append((part.gather(1, part_ids.unsqueeze(1)) - highest - normalizer).squeeze(1))
@@ -73,5 +73,5 @@ def compute_logprobs(logits: Tensor, token_ids: Tensor, num_top: Sequence[int]) 
 
 
 def prompt_logprobs(logits: Tensor, next_tokens: Tensor, num_top: int) -> Logprobs:
-    """Of prompt tokens: `logits [n, vocab_size]` at some positions, and the prompt's tokens that follow them `[n]`."""
+    """Logprobs of prompt tokens `next_tokens [n]`, from `logits [n, vocab_size]` at the positions before them."""
     return compute_logprobs(logits, next_tokens.to(torch.int64), (num_top,) * len(next_tokens))

@@ -2,13 +2,11 @@
 
 Drawing a token is `argmax(scores + noise)`. No generator is advanced: the noise of a token is computed from its
 coordinates, so a request's tokens do not depend on the batch around it, on chunking, on drafts before it or on which
-candidates are looked at. A draft model that adds the same noise to its own scores mostly draws the same tokens.
+candidates are computed. A draft model that adds the same noise to its own scores mostly draws the same tokens.
 
-Only integer arithmetic that wraps, table look-ups, and single float32 multiplications and additions are used, each of
-which every device rounds in the same way: no `log` of some vector library, whose last bit depends on the device and
-even on a tensor's shape. The tables are made once on the host, in float64.
-
-Owns the hash and the tables. Knows no scores, no requests and no batch.
+Uses only wrapping integer arithmetic, table look-ups, and single float32 multiplications and additions, which every
+device rounds in the same way. The last bit of a vectorised `log` depends on the device and even on the tensor's shape.
+The tables are made once on the host, in float64.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ _NUM_CELLS = 1 << (9 + _CELL_BITS)  # sign, exponent, cell
 
 # -log(-log(1/2)), where the two halves of the hash's range meet.
 _MIDDLE = -math.log(math.log(2.0))
-# What `NoiseField.bounds` leaves to be added. The margin is above the interpolation's and float32's errors.
+# Constant that callers add to `NoiseField.bounds`. Its margin exceeds the errors of interpolation and float32.
 BOUND_SHIFT = (159 - 256) * math.log(2.0) + 1e-3
 
 _UINT64 = 0xFFFFFFFFFFFFFFFF
@@ -50,7 +48,7 @@ def row_keys(seeds: Tensor, positions: Tensor) -> Tensor:
 
 
 class NoiseField:
-    """The tables on one device, and the hashes of a vocabulary's token ids. Holds nothing that changes."""
+    """Tables and hashed token ids on one device. Constant."""
 
     def __init__(self, vocab_size: int, device: torch.device | str) -> None:
         self.vocab_size = vocab_size
@@ -69,10 +67,10 @@ class NoiseField:
         return self._gumbel(_hash(keys, self._mixed_ids[token_ids]))
 
     def bounds(self, keys: Tensor, start: int, stop: int) -> Tensor:
-        """Upper bounds of `dense(...)` less `BOUND_SHIFT`, tight where the noise is large, at a third of its price."""
+        """Upper bounds of `dense(...)` less `BOUND_SHIFT`, tight where the noise is large, at a third of its cost."""
         bits = _hash(keys, self._mixed_ids[start:stop]).to(torch.float32).view(torch.int32)
-        # A float's bits, read as a number, are its logarithm but for a bow of 0.086 (Mitchell), which is on the right
-        # side here. Negative hashes are the half where noise is large; the other half stays below the middle.
+        # A float's bits, read as an integer, approximate its logarithm with an error of at most 0.086 (Mitchell), which
+        # only raises the bound here. The noise is large for negative hashes; for others it stays below the middle.
         return bits.to(torch.float32).mul_(-math.log(2.0) / (1 << 23)).clamp_(min=_MIDDLE - BOUND_SHIFT)
 
     def _gumbel(self, hashes: Tensor) -> Tensor:
@@ -138,7 +136,7 @@ def _shift_right(z: Tensor, bits: int) -> Tensor:
 
 
 def _low32(z: Tensor) -> Tensor:
-    """The low 32 bits as int32. Conversions of numbers out of range are not defined: take the sign apart by hand."""
+    """The low 32 bits as int32. Wraps by hand, as conversions of numbers out of range are undefined."""
     z = z & 0xFFFFFFFF
     return (z - ((z >> 31) << 32)).to(torch.int32)
 

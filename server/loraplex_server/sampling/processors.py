@@ -2,8 +2,8 @@
 
 Definitions and order are those of Transformers' `generate()`. Frequency and presence penalties, which it lacks, come
 after its repetition penalty and look at the output only. A new option is a class here and its place in `processors`.
-Temperature, top-k, top-p and min-p are the draw's (draw.py), which need not look at all tokens for them; only where a
-warper follows them does `Truncation` apply them here.
+draw.py applies temperature, top-k, top-p and min-p, often without a look at all tokens; `Truncation` applies the last
+three here only where a warper follows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from loraplex_contracts.plan import NewSequence
 from loraplex_server.sampling.draw import DrawTable, truncate
 
-# Elements of the table of counts at once. On a CPU more than stays in the cache is slower than several rounds.
+# Elements of the table of counts at once. On a CPU several rounds in the cache are faster than one beyond it.
 _MAX_ELEMENTS_CPU, _MAX_ELEMENTS = 1 << 19, 1 << 26
 
 State = TypeVar("State")
@@ -30,8 +30,8 @@ class Part:
 
     def __init__(
         self,
-        scores: Tensor,  # [num_samples, vocab_size] of all samples, to be changed in place
-        members: list[int],  # which of them
+        scores: Tensor,  # [num_samples, vocab_size] of all samples, changed in place
+        members: list[int],  # indices of the samples in it
         rows: list[int],  # of the batch, one for each member
         positions: list[int],  # of the sampled tokens: a history ends before it
         tokens: Tensor,  # [max_rows, max_len] every row's tokens, drafts included
@@ -63,13 +63,13 @@ class Part:
         return self.upload(torch.tensor(self.members).repeat_interleave(counts)), self.upload(torch.cat([*token_ids]))
 
     def history(self) -> tuple[Tensor, Tensor]:
-        """Token ids `[n, max_position]` of prompt and output, and which of them belong to the history."""
+        """Token ids `[n, max_position]` of prompt and output, and a mask of those in the history."""
         longest = max(self.positions)
         ids = self._tokens[:, :longest].index_select(0, self._row_idx[0]).to(torch.int64)
         return ids, torch.arange(longest, device=ids.device) < self._row_idx[1].unsqueeze(1)
 
     def output(self, num_prompt: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Token ids `[n, max_output]` behind the prompts, and which of them belong to the history."""
+        """Token ids `[n, max_output]` behind the prompts, and a mask of those in the history."""
         longest = max(position - start for position, start in zip(self.positions, num_prompt, strict=True))
         starts = self.upload(torch.tensor(num_prompt)).unsqueeze(1)
         places = starts + torch.arange(max(0, longest), device=starts.device)
@@ -78,7 +78,7 @@ class Part:
         return self._tokens[self._row_idx[0].unsqueeze(1), places].to(torch.int64), is_valid
 
     def last_tokens(self, count: int) -> Tensor:
-        """The last tokens of each history `[n, count]`; -1 before its first."""
+        """The last tokens of each history `[n, count]`; -1 before its beginning."""
         places = self._row_idx[1].unsqueeze(1) + torch.arange(-count, 0, device=self.scores.device)
         ids = self._tokens[self._row_idx[0].unsqueeze(1), places.clamp(min=0)].to(torch.int64)
         return ids.masked_fill_(places < 0, -1)
@@ -90,16 +90,16 @@ class Part:
 
 
 class Processor(ABC, Generic[State]):
-    """One option: what it keeps of each row that uses it, and what it does to their scores."""
+    """One option: its state for each row that uses it, and its change of their scores."""
 
-    bans: ClassVar[bool] = False  # may leave no token
+    bans: ClassVar[bool] = False  # may remove all tokens
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self._states: dict[int, State] = {}
 
     def set(self, row: int, sequence: NewSequence) -> bool:
-        """A sequence enters a cleared `row`. Whether it uses the option."""
+        """A sequence enters a cleared `row`. True if it uses the option."""
         state = self.state_of(sequence)
         if state is not None:
             self._states[row] = state
@@ -109,7 +109,7 @@ class Processor(ABC, Generic[State]):
         self._states.pop(row, None)
 
     def is_due(self, row: int, position: int) -> bool:
-        """Whether a row that uses the option does so at `position`."""
+        """True if the option changes the scores of a row that uses it at `position`."""
         return True
 
     def run(self, part: Part) -> None:
@@ -117,14 +117,14 @@ class Processor(ABC, Generic[State]):
 
     @abstractmethod
     def state_of(self, sequence: NewSequence) -> State | None:
-        """What the option needs of a sequence; None where the sequence does not use it."""
+        """The option's state for a sequence; None where the sequence does not use it."""
 
     @abstractmethod
     def apply(self, part: Part, states: list[State]) -> None:
         """Changes the members' scores in place, without waiting for the device. `states` are the members'."""
 
     def ids_within(self, token_ids: Sequence[int] | frozenset[int]) -> Tensor:
-        """Those of the vocabulary, ascending: others can never come."""
+        """The ids that are in the vocabulary, ascending."""
         return torch.tensor(sorted(i for i in set(token_ids) if 0 <= i < self.vocab_size), dtype=torch.int64)
 
 
@@ -153,8 +153,7 @@ class RepetitionPenalty(Processor[float]):
 
     def apply(self, part: Part, states: list[float]) -> None:
         ids, is_valid = part.history()
-        # What is past the history stands for its first token: one more mention changes nothing, because duplicates are
-        # written with equal values.
+        # Places past the history repeat its first token: duplicates write equal values.
         places = part.places(torch.where(is_valid, ids, ids[:, :1]))
         penalty, flat = part.column(states), part.scores.view(-1)
         old = flat[places]
@@ -174,7 +173,7 @@ class CountPenalties(Processor[tuple[float, float, int]]):
         ids, is_valid = part.output([one[2] for one in states])
         if ids.shape[1] == 0:
             return
-        # What is past the history stands for token 0, with whatever count that has.
+        # Places past the history stand for token 0, with its own count: duplicates write equal values.
         ids = ids.masked_fill(~is_valid, 0)
         weights = is_valid.to(part.scores.dtype)
         places, flat = part.places(ids), part.scores.view(-1)
@@ -226,7 +225,7 @@ class BadWords(Processor[list[tuple[int, ...]]]):
 
 
 class AllowedTokenIds(Processor[Tensor]):
-    """Leaves some tokens only. State: their ids."""
+    """Bans all tokens but some. State: their ids."""
 
     bans = True
 
@@ -237,13 +236,13 @@ class AllowedTokenIds(Processor[Tensor]):
     def apply(self, part: Part, states: list[Tensor]) -> None:
         places = part.flat_places(states)
         scores = part.scores[places]
-        removed = part.scores.index_select(0, part.idx).sub_(torch.inf)  # NaN and inf leave NaN, which is seen
+        removed = part.scores.index_select(0, part.idx).sub_(torch.inf)  # NaN and inf give NaN: a bad row
         part.scores.index_copy_(0, part.idx, removed).index_put_(places, scores)
 
 
 class Warper(Processor[tuple[float, float]]):
-    """An option that looks at the probabilities of what temperature, top-k, top-p and min-p have left. State: the
-    temperature, the option's value."""
+    """An option on the probabilities after temperature, top-k, top-p and min-p. State: the temperature, the option's
+    value."""
 
     def state_of(self, sequence: NewSequence) -> tuple[float, float] | None:
         value = None if sequence.sampling.is_greedy else self.value_of(sequence)
@@ -261,13 +260,13 @@ class Warper(Processor[tuple[float, float]]):
 
     @abstractmethod
     def keeps(self, scores: Tensor, value: float) -> Tensor:
-        """Which tokens of one row may be drawn: `[1, vocab_size]`, from its scores divided by the temperature. All of a
-        row whose scores are not finite, so that it is seen."""
+        """Mask of the tokens of one row that may be drawn, `[1, vocab_size]`, from its scores divided by the
+        temperature. Keeps all tokens of a row whose scores are not finite, so that it counts as bad."""
 
 
 class TypicalP(Warper):
     """Keeps the tokens whose log probability is closest to the entropy, until they have the share of the probability;
-    the likeliest tokens may be removed. In the operations of Transformers' TypicalLogitsWarper."""
+    the likeliest tokens may be removed. Uses the operations of Transformers' TypicalLogitsWarper."""
 
     def value_of(self, sequence: NewSequence) -> float | None:
         return sequence.sampling.typical_p if sequence.sampling.typical_p < 1.0 else None
@@ -283,7 +282,7 @@ class TypicalP(Warper):
 
 
 class Truncation(Processor[bool]):
-    """Removes what top-k, top-p and min-p do not keep, for rows that use a warper; the draw then has no more to do."""
+    """Applies top-k, top-p and min-p to rows that use a warper; the draw then skips them."""
 
     def __init__(self, vocab_size: int, draws: DrawTable, warpers: Sequence[Warper]) -> None:
         super().__init__(vocab_size)

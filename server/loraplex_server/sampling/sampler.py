@@ -1,12 +1,12 @@
-"""Sampler: draws the tokens of a step, with parameters by row.
+"""Sampler of a step's tokens, with parameters by row.
 
 The options' processors and warpers run in the order of Transformers' `generate()` (processors.py), then a draw with
 counter-based noise (draw.py, noise.py). A token depends on its own row's logits, history, parameters, seed and
 position, and on nothing else in the batch.
 
-The host decides which features a step's samples use, so a greedy batch costs an argmax. Owns which row uses which. A
-position behind draft tokens is sampled like any other, with the drafts before it in its history. Never waits for the
-device: `Sampled.to_host` does, once per step.
+The host knows which features each row uses, so a greedy batch costs an argmax. A position behind draft tokens is
+sampled like any other, with the drafts before it in its history. Only `Sampled.to_host` waits for the device, once per
+step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from loraplex_server.sampling.processors import Part, Truncation, processors
 
 # Features of a sample, as bits; above them one for each processor.
 _DRAWS, _TRUNCATES, _LOGPROBS, _FIRST_PROCESSOR = 1, 2, 4, 8
-_PROCESSES = -_FIRST_PROCESSOR  # any of those
+_PROCESSES = -_FIRST_PROCESSOR  # any processor
 _SPECIAL = _DRAWS | _PROCESSES  # more than an argmax over the model's logits
 
 Argmax = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -33,29 +33,29 @@ Argmax = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class HostSampled:
-    """A step's samples on the host, in the order in which they were asked for."""
+    """A step's samples on the host, in the order of the call to `sample`."""
 
     token_ids: tuple[int, ...]
     is_bad: tuple[bool, ...]  # no token: the logits held NaN or +inf, or nothing above -inf
-    logprobs: tuple[PositionLogprobs | None, ...]  # None where not asked for, or bad
-    others: tuple[tuple[PositionLogprobs, ...], ...] = ()  # what `to_host` was given besides
+    logprobs: tuple[PositionLogprobs | None, ...]  # None where not requested, or bad
+    others: tuple[tuple[PositionLogprobs, ...], ...] = ()  # of `others` as given to `to_host`
     without_token: frozenset[int] = frozenset()  # bad samples whose options and min_tokens left no token
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A step's samples on the device. Where `bad_rows`, the token id is 0 and means nothing."""
+    """A step's samples on the device. Token ids of `bad_rows` are 0 and invalid."""
 
     token_ids: Tensor  # [num_samples] int64
     bad_rows: Tensor  # [num_samples] bool
     logprobs: Logprobs | None = None
-    logprob_samples: tuple[int, ...] = ()  # whose logprobs these are
-    empty_rows: Tensor | None = None  # [num_samples] bool, nothing above -inf; where a processor may leave no token
-    banned_samples: tuple[int, ...] = ()  # where one may
+    logprob_samples: tuple[int, ...] = ()  # samples of these logprobs
+    empty_rows: Tensor | None = None  # [num_samples] bool, nothing above -inf; set if a processor may ban all tokens
+    banned_samples: tuple[int, ...] = ()  # samples for which a processor may
 
     def pack(self, others: Sequence[Logprobs] = ()) -> PackedSamples:
-        """Everything, and the logprobs of prompt tokens if there are any, in one tensor."""
-        # One number says both; float64 holds token ids exactly.
+        """The samples and the logprobs `others` of prompt tokens, in one tensor."""
+        # Negative numbers mark bad rows; float64 holds token ids exactly.
         ids = torch.where(self.bad_rows, -1, self.token_ids)
         if self.empty_rows is not None:
             ids = torch.where(self.empty_rows, -2, ids)
@@ -64,23 +64,23 @@ class Sampled:
         return PackedSamples(values, len(ids), parts, self.logprob_samples, self.banned_samples)
 
     def to_host(self, others: Sequence[Logprobs] = ()) -> HostSampled:
-        """The same, at once and in a single transfer."""
+        """The samples on the host, by a single transfer."""
         packed = self.pack(others)
         return packed.unpack(packed.values)
 
 
 @dataclass(frozen=True, slots=True)
 class PackedSamples:
-    """What of a step's samples the host is to know, in one tensor, and how to read it."""
+    """One tensor of a step's samples for the host, with its layout."""
 
     values: Tensor  # [num_values] on the device
     num_samples: int
-    parts: tuple[Logprobs, ...]  # only how long they are counts from here on
-    logprob_samples: tuple[int, ...]  # whose logprobs the first part is, if there are any
-    banned_samples: tuple[int, ...]  # where a processor may leave no token
+    parts: tuple[Logprobs, ...]  # only their lengths are read
+    logprob_samples: tuple[int, ...]  # samples of the first part, if there is one
+    banned_samples: tuple[int, ...]  # samples for which a processor may ban all tokens
 
     def unpack(self, values: Tensor) -> HostSampled:
-        """From a copy of `values` on the host."""
+        """The samples, from a copy of `values` on the host."""
         packed: list[float] = values.tolist()
         num_samples = start = self.num_samples
         unpacked: list[tuple[PositionLogprobs, ...]] = []
@@ -98,8 +98,8 @@ class PackedSamples:
 
 
 class Sampler:
-    """The parameters of `max_rows` rows, and the draws. `device` is where the logits are; `argmax` gives the largest
-    value of each row and its index, the lowest one on ties, and NaN where there is one."""
+    """Draws tokens with the parameters of `max_rows` rows. `device` is that of the logits; `argmax` returns the largest
+    value of each row and its index, the lowest one on ties, and NaN for a row with a NaN."""
 
     def __init__(
         self, max_rows: int, vocab_size: int, device: torch.device | str, *, argmax: Argmax = row_argmax
@@ -130,7 +130,7 @@ class Sampler:
         self._features[row] = features
 
     def clear_row(self, row: int) -> None:
-        """The sequence has left; the row is greedy and wants nothing. Harmless to repeat."""
+        """The sequence has left; the row is greedy again. May be repeated."""
         if self._features[row] & _PROCESSES:
             for _, processor in self._processors:
                 processor.clear(row)
@@ -141,7 +141,7 @@ class Sampler:
     ) -> Sampled:
         """Samples the token at `positions[i]` of row `rows[i]` from `logits[i]`, which is left unchanged.
 
-        `rows` and `positions` are on the host (tensors there are taken, too). `tokens [max_rows, max_len]` holds every
+        `rows` and `positions` are on the host (as lists or tensors). `tokens [max_rows, max_len]` holds every
         row's tokens: the history of a sample is `tokens[row, :position]`.
         """
         host_rows, host_positions = _as_list(rows), _as_list(positions)
@@ -171,7 +171,7 @@ class Sampler:
         return Sampled(token_ids, bad, logprobs, tuple(wanted), empty, banned)
 
     def _features_at(self, rows: list[int], positions: list[int]) -> list[int]:
-        """Of each sample, without the processors that are not due at its position."""
+        """Features of each sample, without the processors that are not due at its position."""
         found = [self._features[row] for row in rows]
         for idx in _with(found, _PROCESSES):
             for bit, processor in self._processors:
@@ -206,7 +206,7 @@ class Sampler:
         return token_ids, tops
 
     def _draw(self, scores: Tensor, members: list[int], step: _Step, kind: int) -> tuple[Tensor, Tensor]:
-        """Of samples which all draw in the same way."""
+        """Token ids and highest scores of samples of one kind: greedy, drawing, or drawing with truncation."""
         if kind == 0:
             best, token_ids = self._argmax(scores)
             return token_ids, best
@@ -217,11 +217,11 @@ class Sampler:
         return (draw_narrow if truncates else draw_open)(scores, draw_rows, self._noise)
 
     def _take(self, values: Tensor, members: list[int]) -> Tensor:
-        """Some rows; the tensor itself where these are all of them."""
+        """The rows `members`; the tensor itself where these are all rows."""
         return values if len(members) == values.shape[0] else values.index_select(0, self._upload(members))
 
     def _upload(self, values: Tensor | list[int]) -> Tensor:
-        """To the device without waiting for it."""
+        """Copies to the device without waiting for it."""
         tensor = values if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.int64)
         if self._device.type != "cuda":
             return tensor.to(self._device)
@@ -229,7 +229,7 @@ class Sampler:
 
 
 class _Step:
-    """The samples of a step that are more than an argmax, and what they need. Host lists but for `tokens`."""
+    """Samples of a step that need more than an argmax, and their inputs: host lists, `tokens` on the device."""
 
     def __init__(
         self, samples: list[int], features: list[int], rows: list[int], positions: list[int], tokens: Tensor
@@ -241,7 +241,7 @@ class _Step:
         self.tokens = tokens
 
     def select(self, members: list[int]) -> tuple[list[int], list[int]]:
-        """Rows and positions of some."""
+        """Rows and positions of the samples `members`."""
         return [self._rows[i] for i in members], [self._positions[i] for i in members]
 
 

@@ -1,11 +1,8 @@
-"""Verification of drafts: a pure rule, lossless for greedy rows and for sampling rows.
+"""Verification of drafts, lossless for greedy and sampling rows.
 
-The target has drawn its own token at every position behind the draft's prefix: `sampled[i]` given `draft[:i]`. As long
-as a draft token equals the token drawn at its position, the next draw had the history that it would have had without
-the draft, so it is what would have come. Draws are functions of (seed, position, history): the same seed gives the same
-tokens with and without drafts, and each token has the target's own distribution, whatever proposed the draft.
-
-Knows tokens; neither probabilities nor who proposed.
+The target draws a token at every position of the draft: `sampled[i]` given `draft[:i]`. While the draft tokens equal
+the drawn ones, each draw has the same history as without a draft. Draws are functions of (seed, position, history), so
+the same seed gives the same tokens with and without drafts, from the target's own distribution.
 """
 
 from __future__ import annotations
@@ -14,7 +11,7 @@ from collections.abc import Sequence
 
 
 def verify_chain(draft: Sequence[int], sampled: Sequence[int]) -> tuple[int, ...]:
-    """The tokens that come out: the accepted ones, and the one drawn behind them. All but the last were drafted.
+    """The accepted draft tokens and the token drawn behind them.
 
     `sampled` has one more token than `draft`.
     """
