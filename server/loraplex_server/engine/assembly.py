@@ -1,6 +1,6 @@
-"""Puts an engine together from its configuration: model, KV cache, adapter cache, runner, scheduler.
+"""Assembly of an engine from its configuration: model, KV cache, adapter cache, runner, scheduler.
 
-Runs in the engine's process. The only place that knows all the parts.
+Runs in the engine's process.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ log = logging.getLogger(__name__)
 
 
 def build_engine(config: EngineConfig, progress: Callable[[str], None], notify: Callable[[], None]) -> Engine:
-    """Loads everything. Raises the typed error of what cannot be had."""
+    """Loads everything. Raises a LoraplexError where a part cannot be loaded."""
     logging.getLogger("loraplex_server").setLevel(config.log_level.upper())
     num_threads = config.num_threads or default_num_threads()
     torch.set_num_threads(num_threads)  # an engine before this one may have lowered it
-    disable_progress_bar()  # what happens is told through `progress`; a second voice on the terminal would garble it
+    disable_progress_bar()  # two progress displays would garble the terminal
     backend = choose_backend(
         resolve_device(config.model.device), cpu_kernels=config.cpu_kernels, num_threads=num_threads, progress=progress
     )
@@ -64,15 +64,15 @@ def build_engine(config: EngineConfig, progress: Callable[[str], None], notify: 
             revision=served.revision,
             max_context_tokens=config.model.max_context_tokens,
             backend=backend,
-            # It does its own attention, so another one that was asked for would never be called.
+            # The native decoder does its own attention and would ignore another choice.
             replaces_decoder=config.model.attention in ("auto", "native"),
             int8=int8,
         )
         if loaded.decoder is not None:
-            # What is left to torch is small, and its threads would spin on the cores that the kernels' threads need.
+            # Torch has little left to do, and its threads would spin on the cores that the kernels need.
             torch.set_num_threads(1)
         engine = assemble(loaded, config, progress, notify, served)
-    # What has been made by now stays to the end. Collections would go through all of it, and steps would wait for them.
+    # These objects live to the end; without this, collections would go through them all and delay steps.
     gc.collect()
     gc.freeze()
     return engine
@@ -86,8 +86,7 @@ def assemble(
     served: ServedModel | None = None,
     step_costs: StepCosts | None = None,
 ) -> Engine:
-    """An engine around a model that is loaded already. `served`: where it came from, None for nowhere. `step_costs`:
-    what steps take, measured where it is None."""
+    """An engine around a loaded model. `served`: where it came from. `step_costs`: measured where None."""
     served = served or ServedModel(config.model.model)
     spec, batch, block_size = loaded.spec, config.batch, config.kv.block_size
     backend = loaded.backend
@@ -212,7 +211,7 @@ def kv_blocks(config: EngineConfig, loaded: LoadedModel, free_bytes: int, *, has
 
 
 def _max_context_tokens(of_model: int, num_blocks: int, block_size: int, progress: Callable[[str], None]) -> int:
-    """The model's context, or as much of it as the whole KV cache holds: what is promised is not cut short later."""
+    """The model's context, or as much of it as the whole KV cache holds."""
     num_kv_tokens = (num_blocks - 1) * block_size  # block 0 is for padding
     if num_kv_tokens < of_model:
         progress(

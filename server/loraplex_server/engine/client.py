@@ -45,8 +45,12 @@ from loraplex_server.engine.pipe import (
     Stopped,
     Submit,
 )
-from loraplex_server.engine.process import EngineBuilder, Scratch, engine_process, engine_thread
+from loraplex_server.engine.process import EngineBuilder, Scratch, engine_process, serve_engine
 from loraplex_server.parent import start_shielded
+
+log = logging.getLogger(__name__)
+
+AdapterVerb = Literal["load", "unload", "get"]
 
 
 class ChangeSignal:
@@ -85,7 +89,7 @@ class RequestStream:
             return
         match event:
             case Tokens():
-                # What comes just now, be it much, is no fault of the reader's.
+                # The event that has just come does not count, however long: the reader had no time for it.
                 if self._num_unread_tokens > self._max_unread_tokens:
                     self._cancel(self, _too_slow(self._max_unread_tokens))
                     return
@@ -102,11 +106,11 @@ class RequestStream:
 
     @property
     def is_read(self) -> bool:
-        """Over, and nothing is left to read. Being over alone says nothing of that: the end may have come meanwhile."""
+        """Over, and every event was read."""
         return self.is_over and not self._events
 
     async def next(self) -> list[Event]:
-        """Waits for events and returns all there are: what piled up while the reader was busy comes together."""
+        """Waits for events and returns all that have come since the last call."""
         await self._ready.wait()
         self._ready.clear()
         events, self._events = self._events, []
@@ -117,10 +121,6 @@ class RequestStream:
 def _too_slow(limit: int) -> ClientTooSlow:
     return ClientTooSlow(f"more than {limit} tokens were left unread; read the stream faster or ask for less at a time")
 
-
-log = logging.getLogger(__name__)
-
-AdapterVerb = Literal["load", "unload", "get"]
 
 # Another worker may take a request at once; a client of this worker alone waits for its successor.
 RETRY_LOST_S: Final = 1.0
@@ -174,7 +174,7 @@ class EngineClient:
     ) -> ModelInfo:
         """Starts the engine in a process of its own (`inline`: in a thread, for tests) and waits until it is ready.
 
-        Raises what the engine's start raised. Whatever ends the wait, cancellation included, ends the process too.
+        Raises what the engine's start raised. A wait that fails or is cancelled ends the process too.
         """
         self._on_progress = on_progress
         context = multiprocessing.get_context("spawn")
@@ -182,7 +182,7 @@ class EngineClient:
         self._commands = CommandWriter(self._conn)
         args = (theirs, self._config, self._max_stream_wait_s, self._liveness.heartbeat, builder)
         if inline:
-            self._worker = threading.Thread(target=engine_thread, args=args, name="engine", daemon=True)
+            self._worker = threading.Thread(target=serve_engine, args=args, name="engine", daemon=True)
             self._worker.start()
         else:
             self._scratch = Scratch()
@@ -223,12 +223,11 @@ class EngineClient:
 
     def cancel(self, stream: RequestStream, error: LoraplexError) -> None:
         """Ends the request. The stream's reader gets `error` at once; the engine frees what it held."""
-        if stream.is_over:
-            self._streams.pop(stream.request.request_id, None)
-            return
-        self._streams.pop(stream.request.request_id, None)
-        self._send(Cancel(stream.request.request_id, error))
-        stream.push(RequestFailed(stream.request.request_id, error))
+        request_id = stream.request.request_id
+        self._streams.pop(request_id, None)
+        if not stream.is_over:
+            self._send(Cancel(request_id, error))
+            stream.push(RequestFailed(request_id, error))
 
     def stop_completion(self, stream: RequestStream, index: int) -> None:
         """A stop string was met in completion `index`."""
@@ -271,7 +270,7 @@ class EngineClient:
         self._remove_scratch()
 
     async def _give_up(self) -> None:
-        """Ends an engine that is not ready. It does not listen yet, and loading a model may take minutes."""
+        """Ends an engine that is still loading, which may take minutes: it does not listen yet."""
         self._stopping = True
         worker, self._worker = self._worker, None
         is_process = hasattr(worker, "kill")
@@ -320,7 +319,7 @@ class EngineClient:
             self._worker.kill()
 
     def _on_readable(self) -> None:
-        """Takes what has arrived. The engine may have frozen in the middle of a message: nothing waits for its end."""
+        """Handles the messages that are complete. An engine may freeze in the middle of one."""
         try:
             data = os.read(self._conn.fileno(), READ_BYTES)
         except OSError:
@@ -359,7 +358,7 @@ class EngineClient:
         for event in batch.events:
             stream = self._streams.get(event.request_id)
             if stream is None:
-                continue  # cancelled here already; the engine's last words on it
+                continue  # cancelled here already
             stream.push(event)
             if stream.is_over:
                 self._streams.pop(event.request_id, None)

@@ -1,4 +1,4 @@
-"""The body of the engine's loop: schedule, execute, apply, and what surrounds them.
+"""Engine loop body: schedule, execute, apply; adapters, reports.
 
 Owns every accepted request with the pin that it holds on its adapter's key, and the adapter operations that wait for a
 load. Owns neither threads nor pipes: `process` turns it, tests may too.
@@ -116,7 +116,7 @@ class Engine:
         return min(max(0.0, min(deadlines) - self._clock()) + 0.001, MAX_IDLE_S)
 
     def handle(self, command: Command) -> None:
-        """Takes in one command. What a request did wrong comes out as its own failure."""
+        """Handles one command. A request's error becomes its own RequestFailed event."""
         self._can_step = True
         match command:
             case Submit(request):
@@ -143,8 +143,8 @@ class Engine:
         return self._report()
 
     def _run_step(self, now: float) -> None:
-        """Plans a step and starts it. Where steps may overlap, the device is given it before the result of the step
-        before is asked for, so that it never waits for the host; but a draft follows tokens that are known."""
+        """Plans a step and starts it. Where steps overlap, the device gets it before the result of the previous one is
+        awaited, so that it never waits for the host. A step with drafts cannot overlap: drafts follow known tokens."""
         speculates = self._may_draft()
         has_ended = speculates and self._end_step()
         drafts = self._speculator.propose(self._scheduler.candidates()) if speculates else {}
@@ -250,8 +250,7 @@ class Engine:
                     self._schedule(accepted)
 
     def _fetch_heads(self, accepted: _Accepted) -> None:
-        """Sees to heads that the request names apart from its adapter. That they exist is waited for, their coming to
-        the device is not."""
+        """Resolves heads that the request names apart from its adapter. It does not wait for them on the device."""
         if accepted.request.speculation.medusa_id:
             self._pending_heads.add(accepted.request)
         else:
@@ -281,7 +280,7 @@ class Engine:
             self._take([RequestFailed(request_id, error)])
 
     def _take(self, events: list[Event]) -> None:
-        """Passes events on; a request's terminal event gives its pin back."""
+        """Passes events on; a request's terminal event releases its pins."""
         for event in events:
             self._events.append(event)
             accepted = self._accepted.get(event.request_id)
@@ -334,7 +333,7 @@ class Engine:
 
     def _report(self) -> Batch | None:
         load = self._load()
-        # Routers spread by the queue, and while all wait for a fetch there is nothing else to say.
+        # Routers balance by the queue, so a change of it alone is reported too.
         has_news = self._residency_changed or load.num_queued != self._num_queued_reported
         if not self._events and not self._replies and not has_news:
             return None

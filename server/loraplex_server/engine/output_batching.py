@@ -1,8 +1,8 @@
 """Output batching on the way to the front end.
 
-Batches that hold nothing but tokens that can wait are kept until the pause after the last sending is over, and go out
-as one. Anything that a client waits for goes at once and takes along what is kept. The loop puts and the writer takes,
-each from a thread of its own; while tokens are kept neither is woken.
+Batches of tokens that can wait are kept until the pause after the last sending is over, and go out as one. Anything
+that a client waits for goes at once, with all that is kept. The loop puts and the writer takes, each from a thread of
+its own; while tokens are kept neither is woken.
 
 A message costs about the same with one token or ten, and waking up costs more than a message. Where the engine computes
 on the same cores, sending takes time from the engine. So the pause is as long as it takes for sending to stay within a
@@ -23,14 +23,14 @@ from loraplex_server.engine.pipe import Batch, FromEngine
 
 
 class OutputQueue:
-    """Without a throttle of its own everything goes at once."""
+    """Messages for the front end. Until `throttle` is set, everything goes at once."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.throttle = SendThrottle(share=1.0, max_wait_s=0.0)
         self._clock = clock
         self._changed = threading.Condition()
         self._messages: list[FromEngine] = []
-        self._is_urgent = False  # somebody waits for one of them
+        self._is_urgent = False  # a client waits for one of them
         self._is_pausing = False  # the writer sleeps, and is woken for what is urgent only
         self._is_closed = False
         self._due_at_s = 0.0
@@ -63,7 +63,7 @@ class OutputQueue:
 
 
 def can_wait(message: FromEngine) -> bool:
-    """Whether nobody misses it for a moment. Who asks what is resident asks several times a second at most."""
+    """Whether a message may wait: one with tokens that can, or with changes of residency alone."""
     if not isinstance(message, Batch) or message.replies or not (message.events or message.changes):
         return False
     return all(isinstance(event, Tokens) and event.can_wait for event in message.events)
@@ -85,7 +85,7 @@ def _join_batches(messages: Sequence[FromEngine]) -> list[FromEngine]:
 
 
 def join(batches: Sequence[Batch]) -> Batch:
-    """One batch that says what these say."""
+    """One batch with the contents of all."""
     if len(batches) == 1:
         return batches[0]
     changes = [batch.changes for batch in batches if batch.changes is not None]
@@ -99,8 +99,8 @@ def join(batches: Sequence[Batch]) -> Batch:
 
 
 def _join_events(events: Sequence[Event]) -> tuple[Event, ...]:
-    """A completion's tokens that could wait are one event, as long as the same proposer drafted them. Its events stay
-    in their order: nothing but tokens comes between its tokens."""
+    """Joins a completion's consecutive tokens that can wait and have the same proposer. A completion's events keep
+    their order, because only tokens come between its tokens."""
     joined: list[Event] = []
     runs: dict[int, list[Tokens]] = {}  # tokens that become one event, by its place in `joined`
     places: dict[tuple[str, int], int] = {}  # of each completion's last run
@@ -135,17 +135,17 @@ def _join_tokens(run: Sequence[Tokens]) -> Tokens:
 # machine take about as much again, each.
 CPU_SHARE = 0.006
 DEVICE_SHARE = 0.5
-FIRST_MESSAGE_S = 1e-4  # taken for granted until there is a median
+FIRST_MESSAGE_S = 1e-4  # assumed until there is a median
 MEDIAN_STEP = 0.1
-# Waking up, and what is done once for all streams, takes as long as so many messages.
+# The fixed cost of a sending, in messages.
 MESSAGES_PER_WAKE = 8
-TOLD_CHANGE = 1.25  # what has changed by less is not worth telling
+TOLD_CHANGE = 1.25  # smaller changes are not sent
 
 
 class SendCostMeter:
-    """What one message takes of the CPU: what this process spent from a sending to the next look.
+    """CPU seconds of one message: those of this process from a sending to the next look.
 
-    A running median, so that other things, such as a request that came in just then, do not count.
+    A running median, so that other work, such as a request that comes in between, does not count.
     """
 
     def __init__(self, cpu_clock: Callable[[], float] = time.process_time) -> None:
@@ -155,11 +155,11 @@ class SendCostMeter:
         self._cpu_at_s = 0.0
 
     def sent(self, num_messages: int) -> None:
-        """Tokens are being sent now; what that takes counts from here."""
+        """Begins a measurement: `num_messages` are being sent."""
         self._num_messages, self._cpu_at_s = num_messages, self._cpu_clock()
 
     def look(self) -> float | None:
-        """To be called when the next tokens have come. What a message takes, if that has changed since it was told."""
+        """Ends it, when the next tokens have come. CPU seconds of a message, if they have changed; else None."""
         if not self._num_messages:
             return None
         usual_s = self._message_s * (MESSAGES_PER_WAKE + self._num_messages)
@@ -172,7 +172,7 @@ class SendCostMeter:
 
 
 class SendThrottle:
-    """How long to pause between sendings. `message_s` is what one message takes, as the front end says."""
+    """Pause between sendings. `message_s`: CPU seconds of one message, which the front end measures."""
 
     def __init__(self, share: float, max_wait_s: float) -> None:
         """`share` of one core may be taken; no token waits longer than `max_wait_s`."""
@@ -181,12 +181,12 @@ class SendThrottle:
         self._max_wait_s = max_wait_s
 
     def pause_s(self, num_messages: int) -> float:
-        """From a sending of so many messages to the next one."""
+        """Seconds from a sending of so many messages to the next one."""
         return min(self._max_wait_s, self.message_s * (MESSAGES_PER_WAKE + num_messages) / self._share)
 
 
 def delivery_share(device: str) -> float:
-    """What of one core the front end may take for sending, beside an engine on `device`."""
+    """Share of one core that the front end may take for sending, beside an engine on `device`."""
     if not device.startswith("cpu"):
         return DEVICE_SHARE
     return min(DEVICE_SHARE, CPU_SHARE * len(own_cpus()))

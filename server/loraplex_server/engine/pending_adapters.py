@@ -1,7 +1,7 @@
 """Requests whose adapter is still being fetched, by adapter.
 
-Owns the waiting requests, and decides when the cache is asked again: once for all requests of one adapter, and only
-when something has come in. Knows neither the scheduler nor how requests end.
+Owns the waiting requests. The cache is asked again only when a load has finished, and once for all requests of one
+adapter.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ class PendingAdapters:
         self._groups: dict[AdapterId, dict[str, Request]] = {}
         self._unasked: dict[AdapterId, None] = {}  # that the cache has not been asked for yet
         self._next_deadline_s = math.inf  # none is earlier
-        # Asked for in every step.
         self.num_requests = 0
         self.num_completions = 0
 
@@ -43,7 +42,7 @@ class PendingAdapters:
             self._next_deadline_s = min(self._next_deadline_s, request.deadline_s)
 
     def discard(self, request: Request) -> None:
-        """One that does not wait here is left alone."""
+        """Removes the request, if it waits here."""
         group = self._adapter_id_of(request)
         waiting = self._groups.get(group, {})
         if waiting.pop(request.request_id, None) is not None:
@@ -54,7 +53,7 @@ class PendingAdapters:
                 self._unasked.pop(group, None)
 
     def take_expired(self, now: float) -> list[Request]:
-        """Those whose deadline has passed wait no longer."""
+        """Removes and returns those whose deadline has passed."""
         if now < self._next_deadline_s:
             return []
         dated = [
@@ -70,8 +69,8 @@ class PendingAdapters:
         return expired
 
     def take_resolved(self, has_loaded: bool, now: float) -> list[tuple[Request, AdapterKey | LoraplexError]]:
-        """Those that need not wait any longer, each with its own pin on the key. `has_loaded`: what AdapterManager.poll
-        has returned since the last time."""
+        """Removes and returns those with an outcome, each with its own pin on the key. `has_loaded`: whether
+        AdapterManager.poll has returned true since the last call."""
         groups, self._unasked = self._groups if has_loaded else self._unasked, {}
         taken = [outcome for group in list(groups) for outcome in self._ask(self._groups[group], now)]
         for request, _ in taken:
@@ -84,7 +83,7 @@ class PendingAdapters:
             try:
                 adapter_key = self._resolve(self._adapter_id_of(request), now)
             except Exception as error:
-                # It is the same for all of them, and asking again might start another try.
+                # All get the same error: asking again might start another load.
                 typed = error if isinstance(error, LoraplexError) else unexpected(error, "resolving an adapter")
                 return [*taken, *((other, typed) for other in list(waiting.values())[len(taken) :])]
             if adapter_key is None:

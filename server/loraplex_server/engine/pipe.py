@@ -1,9 +1,8 @@
 """The pipe between front end and engine: messages, the command writer, frames.
 
-Messages are plain data, every type picklable. Commands are sent at once as far as the pipe takes them at once, and the
-rest from a thread: the pipe of a frozen engine fills up, and a write to it would hold the front end's event loop for
-good. What the engine sends is cut into messages without waiting for the rest of one: `recv` of a connection waits for a
-whole message, and an engine may freeze in the middle of one.
+Messages are plain, picklable data. Commands that would block go through a thread: the pipe of a frozen engine fills
+up, and a write to it would hold the event loop for good. The front end cuts the bytes of the engine into messages
+itself: `recv` of a connection waits for a whole message, and an engine may freeze in the middle of one.
 """
 
 from __future__ import annotations
@@ -67,19 +66,19 @@ class Abandon:
 
 @dataclass(frozen=True, slots=True)
 class SendCost:
-    """What a message to a client takes of the front end's CPU: how often to send is decided by it."""
+    """CPU seconds of the front end for a message to a client; sets the pause between sendings."""
 
     cpu_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Wake:
-    """Nothing to do but to look again (a load has finished)."""
+    """A load has finished: the next turn looks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shutdown:
-    """End the loop; what is still running fails as Draining."""
+    """Ends the loop; running requests fail as Draining."""
 
 
 Command = Submit | Cancel | StopCompletion | AdapterCommand | Abandon | SendCost | Wake | Shutdown
@@ -89,7 +88,7 @@ Command = Submit | Cancel | StopCompletion | AdapterCommand | Abandon | SendCost
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What the front end needs to know of the loaded model."""
+    """The loaded model, as the front end knows it."""
 
     model_id: str
     model_type: str
@@ -134,7 +133,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Everything that one turn of the loop has to say, or several that were sent together."""
+    """Output of one turn of the loop, or of several that were sent together."""
 
     events: tuple[Event, ...] = ()
     replies: tuple[Reply, ...] = ()
@@ -160,7 +159,7 @@ _LONG: Final = struct.Struct("!Q")
 
 
 class FrameReader:
-    """Owns the beginning of a message whose end has not arrived yet."""
+    """Cuts bytes into messages. Owns the beginning of a message that is not complete."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
@@ -195,7 +194,7 @@ DIRECT_BYTES: Final = 1 << 16 if sys.platform == "linux" else 0
 
 
 class CommandWriter:
-    """Owns the thread, what is not sent yet, and the end of the connection. Commands arrive in their order."""
+    """Sends commands in order without blocking. Owns the thread, unsent commands, and the connection's end."""
 
     def __init__(self, conn: Connection) -> None:
         self._conn = conn

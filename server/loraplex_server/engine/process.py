@@ -1,7 +1,7 @@
 """Runs an engine behind a pipe: commands in, batches of events out.
 
 The loop's thread never touches the pipe. A reader thread fills the inbox and a writer thread empties the outputs, so
-that neither a slow front end nor pickling stands between two steps. Owns inbox, outputs and the two threads.
+that neither a slow front end nor pickling delays a step. Owns inbox, outputs and the two threads.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from loraplex_server.parent import continue_when_parent_dies
 
 log = logging.getLogger(__name__)
 
-# What an engine that is loading, or is in a long step, gets to end by itself when its front end is gone, and when the
-# front end has told it to end. In the second case the front end kills it after as long, unless it has died meanwhile.
+# Time for a busy engine to end by itself: when its front end is gone, and when the front end has told it to. In the
+# second case the front end kills it after as long.
 ORPHAN_END_S: Final = 5.0
 SHUTDOWN_END_S: Final = 10.0
 
-# What builds the engine: given the configuration, a way to report progress and a way to wake the loop.
+# Builds the engine from its configuration, a callback for progress and one that wakes the loop.
 EngineBuilder = Callable[[EngineConfig, Callable[[str], None], Callable[[], None]], Engine]
 
 
@@ -75,20 +75,9 @@ def engine_process(
 
         tqdm.set_lock(threading.RLock())  # its own is a semaphore between processes, which would outlive this one
     kill_after = partial(_kill_after, scratch)
-    serve_engine(conn, config, max_stream_wait_s, heartbeat, builder or _default_builder(), kill_after)
+    serve_engine(conn, config, max_stream_wait_s, heartbeat, builder, kill_after)
     shutil.rmtree(scratch, ignore_errors=True)  # the front end may be gone
     exit_at_once(0)
-
-
-def engine_thread(
-    conn: Connection,
-    config: EngineConfig,
-    max_stream_wait_s: float,
-    heartbeat: Heartbeat,
-    builder: EngineBuilder | None = None,
-) -> None:
-    """The same in a thread of the front end's process, for tests."""
-    serve_engine(conn, config, max_stream_wait_s, heartbeat, builder or _default_builder())
 
 
 def _default_builder() -> EngineBuilder:
@@ -108,24 +97,26 @@ def serve_engine(
     config: EngineConfig,
     max_stream_wait_s: float,
     heartbeat: Heartbeat,
-    builder: EngineBuilder,
+    builder: EngineBuilder | None,
     kill_after: Callable[[float], None] = lambda seconds: None,
 ) -> None:
     """Builds the engine, then turns it until Shutdown or until the other end of the pipe is gone.
 
     Tokens of a stream may wait up to `max_stream_wait_s` for later ones, where sending them costs too much.
-    `kill_after` is called in a thread of its own when either has come, however busy the engine is.
+    `builder`: None for `build_engine`. `kill_after` is called in a thread of its own once the engine has to end.
     """
     inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
     outputs = OutputQueue()
     writer = threading.Thread(target=_write, args=(conn, outputs), name="engine-writer", daemon=True)
     writer.start()
-    # Before anything slow: that the front end is gone is to be heard of while a model loads, too.
+    # Before anything slow: a model that loads must notice a front end that is gone.
     threading.Thread(target=_read, args=(conn, inbox, kill_after), name="engine-reader", daemon=True).start()
     engine: Engine | None = None
-    integrity = ""  # of an engine that broke off nothing can be said
+    integrity = ""
     try:
-        engine = builder(config, lambda text: outputs.put(Starting(text)), lambda: inbox.put(Wake()))
+        engine = (builder or _default_builder())(
+            config, lambda text: outputs.put(Starting(text)), lambda: inbox.put(Wake())
+        )
         outputs.throttle = SendThrottle(delivery_share(engine.info.device), max_stream_wait_s)
         timer = TurnTimer(heartbeat, StepBound(config.step_timeout_s))
         engine.on_step = timer.step
@@ -151,7 +142,7 @@ def serve_engine(
 def _close(engine: Engine) -> None:
     try:
         engine.close()
-    except Exception:  # on a device that is lost nothing can be freed; the end is to be heard of all the same
+    except Exception:  # nothing can be freed on a lost device; the front end is told of the end all the same
         log.exception("the engine could not be closed")
 
 
@@ -186,11 +177,7 @@ def _take(inbox: queue.SimpleQueue[Command], timeout_s: float | None) -> list[Co
         return commands
 
 
-def _read(
-    conn: Connection,
-    inbox: queue.SimpleQueue[Command],
-    kill_after: Callable[[float], None] = lambda seconds: None,
-) -> None:
+def _read(conn: Connection, inbox: queue.SimpleQueue[Command], kill_after: Callable[[float], None]) -> None:
     try:
         # Nothing counts after a Shutdown, and the connection is closed soon.
         while not isinstance(command := conn.recv(), Shutdown):
@@ -216,7 +203,7 @@ PREFIX: Final = "loraplex-engine-"
 
 
 class Scratch:
-    """The front end's side: owns the folder."""
+    """Owner of the folder for the engine's temporary files, in the front end."""
 
     def __init__(self) -> None:
         """Raises OSError where there is no room for temporary files."""
@@ -232,13 +219,13 @@ class Scratch:
 
 
 def use_scratch(path: Path) -> None:
-    """The engine's side: from here on this process makes its temporary files in `path`."""
+    """Makes this process, the engine's, put its temporary files in `path`."""
     _hold(path)
     tempfile.tempdir = str(path)
 
 
 def _hold(path: Path) -> int:
-    """Locks the folder, together with others. Whoever removes abandoned folders wants the lock alone."""
+    """Takes a shared lock on the folder. Removing an abandoned folder needs the exclusive one."""
     fd = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(fd, fcntl.LOCK_SH)
     return fd

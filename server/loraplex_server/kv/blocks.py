@@ -2,10 +2,9 @@
 
 Knows nothing of requests or tensors: a block is a number. Block 0 is never handed out: kernels let padding write there.
 
-A block without references is *clean* (its content is of no use) or *idle* (cached: a prompt that begins alike can have
-it). Clean ones go first, the latest given back before all, because its memory has been touched already. Then idle ones
-are evicted, the least recently used first, and of one sequence the deepest first, because a block is found only through
-the ones before it.
+A block without references is *clean* (not cached) or *idle* (cached, for prompts with the same beginning). Clean ones
+are allocated first, the last released before the others, because its memory is warm. Then idle ones are evicted, the
+least recently used first, and of one sequence the deepest first, because a block is found through the ones before it.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ TRASH_BLOCK_ID = 0
 
 
 class BlockPool:
-    """Owner of all blocks. Every holder takes one reference per block and gives exactly that back."""
+    """Owner of all blocks. Every holder takes one reference per block and releases exactly that."""
 
     def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True) -> None:
         if num_blocks < 2:
@@ -41,14 +40,14 @@ class BlockPool:
 
     @property
     def num_clean(self) -> int:
-        """Free blocks whose content is of no use: taking them evicts nothing from the prefix cache."""
+        """Free blocks that are not cached: taking them evicts nothing."""
         return len(self._clean)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def num_unheld(self, block_ids: Sequence[int]) -> int:
-        """How many of these nobody holds: sharing them takes that many off `num_free`."""
+        """How many of these have no reference: sharing them takes that many off `num_free`."""
         refs = self._refs
         return sum(1 for block_id in block_ids if not refs[block_id])
 

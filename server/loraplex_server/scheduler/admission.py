@@ -29,8 +29,8 @@ from loraplex_server.scheduler.sequence_table import Prefix, SequenceTable
 from loraplex_server.scheduler.states import RequestPhase, RequestState, SequenceState, SequenceStatus
 
 LOOKS_PER_SLICE = 32  # for a sequence to preempt for: looking takes time of every step
-MAX_HOLD_S = 1.0  # that nobody enters for the sake of deadlines
-# One that has less time than this part of what it needs is late whatever is done: nobody waits for it.
+MAX_HOLD_S = 1.0  # for which deadlines of running sequences may keep others out
+# A sequence with less time than this part of what it needs is late anyway: no other waits for it.
 GIVEN_UP = 0.75
 
 
@@ -74,16 +74,16 @@ class SchedulerConfig:
 
 @dataclass(slots=True)
 class _Scan:
-    """What one walk through the queue has found out."""
+    """Findings of one walk through the queue."""
 
     missing: set[AdapterKey] = field(default_factory=set[AdapterKey])
     starving: set[AdapterKey] = field(default_factory=set[AdapterKey])
-    by_tokens_left: list[AdapterKey] | None = None  # running adapters, once somebody starves
-    # Adapters that younger sequences may still use. Means nothing while nobody starves.
+    by_tokens_left: list[AdapterKey] | None = None  # running adapters, once a request starves
+    # Adapters that younger sequences may still use, while a request starves.
     open_keys: set[AdapterKey] = field(default_factory=set[AdapterKey])
     # Requests whose adapter cannot come at all.
     failed: dict[RequestState, LoraplexError] = field(default_factory=dict[RequestState, LoraplexError])
-    is_full: bool = False  # somebody waits for a row, for blocks or for the budget
+    is_full: bool = False  # a sequence waits for a row, for blocks or for the budget
     longest_interval_s: float | None = None  # between tokens with which those that run end in time; None: not looked
 
 
@@ -123,9 +123,9 @@ class Admission:
     def _walk(self, step: PlanBuilder, scan: _Scan, now: float) -> None:
         for seq in self._queue():
             if not seq.is_waiting:
-                continue  # the prompt that it was to share was given up while we walked
+                continue  # the prompt that it was to share was released during this walk
             if step.num_left <= 0 or self._table.num_free_rows == 0:
-                # Next but for a row or the budget: its adapter is asked for and, once there, kept there.
+                # It lacks only a row or budget: its adapter is fetched and kept.
                 scan.is_full = True
                 if self._lease_adapter(seq, scan, now):
                     self._keep_lease(seq)
@@ -197,8 +197,8 @@ class Admission:
         return blocks.num_blocks_for(len(seq.token_ids)) <= num_free
 
     def _is_held_back(self, newcomer: SequenceState, scan: _Scan, now: float) -> bool:
-        """Whether with one more row it, or most of those that run, would miss deadlines that they would meet with less.
-        Not for long: deadlines of some must not keep out others, nor estimates anybody."""
+        """Whether one more row would make `newcomer`, or most that run, miss deadlines that they meet without it.
+        Holds back for MAX_HOLD_S at most: the deadlines are others', and the times are estimates."""
         num_rows = len(self._table.running)
         if not num_rows or self._last_admitted_s is None or now - self._last_admitted_s >= MAX_HOLD_S:
             return False
@@ -216,8 +216,8 @@ class Admission:
         return intervals[len(intervals) // 2]
 
     def _interval_wanted_s(self, seq: SequenceState, now: float, least_s: float) -> float:
-        """Between two of its tokens, so that it ends in time; any, where it has no deadline or wants less than the
-        least."""
+        """Seconds between two of its tokens with which it ends in time. Infinite without a deadline, or where that
+        would be less than `least_s`: it is late anyway."""
         deadline_s = seq.request.request.deadline_s
         num_outputs = self._speed.num_outputs(seq.num_left)
         if deadline_s is None or not num_outputs or not self._speed.is_known:
@@ -315,11 +315,11 @@ class Admission:
         while True:
             prefix = self._prefix(seq)
             num_wanted = prefix.num_new_blocks + table.blocks.num_unheld(prefix.shared)
-            # Whoever runs alone needs to spare nothing for others.
+            # Nothing is spared for others where none runs.
             num_spared = self._config.num_spare_blocks if len(table.running) else 0
             if num_wanted + num_spared <= table.blocks.num_free:
                 return prefix
-            # With nobody running, only prompts held for siblings can be in the way (of those siblings themselves).
+            # While none runs, only shared prompts can take the blocks.
             if len(table.running) or not table.drop_shared_prompt():
                 return None
             if seq.status is SequenceStatus.HELD:

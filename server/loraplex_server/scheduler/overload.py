@@ -70,8 +70,8 @@ class WaitLimits:
         )
 
     def wait_s(self, request: Request, num_outputs: int) -> float:
-        """How long the request would wait to begin: for those ahead of it in the order, each for all of its work, but
-        for those that it would pass for being much shorter."""
+        """How long the request would wait to begin: for all the work of those ahead of it in the order, except those
+        that it would pass because it is much shorter."""
         order = (-request.priority, self.clock.start_of((request.tenant, request.adapter_id)))
         own = len(request.prompt_token_ids) + num_outputs * request.n
         prompt, output = 0, 0.0
@@ -86,8 +86,8 @@ class WaitLimits:
         return self.speed.work_s(prompt, output)
 
     def is_too_late(self, state: RequestState, now: float) -> bool:
-        """Whether a request that has waited would end behind its deadline if it began now, even with half as many
-        beside it, and would not have if it had begun when it came."""
+        """Whether a request would miss its deadline if it began now, even with half as many rows beside it, and would
+        have met it without waiting."""
         deadline_s = state.request.deadline_s
         if deadline_s is None or not self.speed.is_known:
             return False
@@ -117,13 +117,13 @@ def _work(seq: SequenceState) -> tuple[int, int]:
     return len(seq.token_ids), seq.num_left * num_siblings
 
 
-HALF_LIFE_S, HALF_LIFE_STEPS = 5.0, 64  # of what a step has said: whichever is shorter
+HALF_LIFE_S, HALF_LIFE_STEPS = 5.0, 64  # of a step's measurement: whichever is shorter
 MAX_SURPRISE = 8.0  # a step that took longer than so many usual ones counts as so many
 MIN_FULL_STEPS = 4  # before they say anything
 MIN_STEPS = 8
 MIN_WEIGHT = 8.0  # of a point that others follow
 MEAN_STEP = 0.05  # what one more value changes in a mean
-HALF_LIFE_TOKENS = 16_384  # of what output tokens have said about where texts end
+HALF_LIFE_TOKENS = 16_384  # of the end probability's measurement
 
 
 @dataclass(slots=True)
@@ -137,8 +137,8 @@ class _Point:
 
 @dataclass(slots=True)
 class _Curve:
-    """Seconds of a step over its number of rows: a point for each power of two, straight lines between them. Where an
-    engine gets slower or faster with so many rows, it is taken to do so with any number."""
+    """Seconds of a step over its number of rows: a point for each power of two, straight lines between them. A change
+    at one point scales the others too."""
 
     points: dict[int, _Point] = field(default_factory=dict[int, _Point])
 
@@ -154,7 +154,7 @@ class _Curve:
                     other.seconds *= point.seconds / before_s
 
     def at(self, num_rows: float) -> float:
-        """More rows never take less: a point that lies above one with more rows is wrong. Flat beyond the points."""
+        """Seconds with so many rows. Never less than with fewer rows, and constant beyond the points."""
         points: list[tuple[float, float]] = []
         for point in sorted(self.points.values(), key=lambda point: -point.rows):
             points.append((point.rows, min([point.seconds, *(seconds for _, seconds in points[-1:])])))
@@ -262,13 +262,13 @@ class StepSpeed:
         return (self._decode.at(num_rows) + prompts_s) / self._tokens_per_row()
 
     def num_outputs(self, num_allowed: int) -> float:
-        """Tokens that a text is likely to have yet, of those that it may have: as if it ended at each with the same
-        probability. Texts that go on say as much about that as those which have ended."""
+        """Expected number of further tokens of a text, at most `num_allowed`: it ends at each with the same
+        probability."""
         return expected_tokens(num_allowed, self.end_probability)
 
     @property
     def end_probability(self) -> float:
-        """That a text ends at its next token, as far as texts have shown; 0 while none has."""
+        """Measured probability that a text ends at its next token; 0 without measurements."""
         return min(1.0, (self._ends + 1.0) / self._tokens) if self._tokens else 0.0
 
     def _tokens_per_row(self) -> float:

@@ -19,7 +19,7 @@ _NOTHING = SpanResult()
 
 
 class ResultProcessor:
-    """Takes results in. Owns nothing; changes the table's sequences and emits what the client is to know."""
+    """Applies results to the table's sequences and emits their events. Owns nothing."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class ResultProcessor:
         kept, reason, stop_token_id = self._cut(seq, out.token_ids)
         seq.token_ids += kept
         if is_running:
-            # What of the span is part of the text now: K/V of rejected drafts, or behind a stop, is never found again.
+            # Only K/V of the text is published, not that of rejected drafts or behind a stop.
             self._publish(seq, min(span.start + span.num_tokens - num_rejected, len(seq.token_ids)))
         if kept:
             self._emit_tokens(seq, span, out, kept, num_accepted)
@@ -135,7 +135,7 @@ class ResultProcessor:
                 num_drafted=len(span.draft),
                 num_accepted=min(num_accepted, len(kept)),
                 proposer=span.proposer,
-                # Stop strings are found by whoever reads; until then the sequence would write on.
+                # The front end finds stop strings, and the sequence runs on until it has.
                 can_wait=not is_first and not request.request.stopping.stop,
             )
         )
@@ -151,7 +151,7 @@ def _take_prompt_logprobs(request: RequestState, span: Span, out: SpanResult) ->
 
 
 def _broken_contract(span: Span, out: SpanResult) -> LoraplexError | None:
-    """The runner owes every sampled span at least one token, and no span more than it samples."""
+    """The error of a span with no token where it sampled, or with more tokens than it sampled; else None."""
     num_wanted = 1 if span.num_samples else 0
     if num_wanted <= len(out.token_ids) <= span.num_samples:
         return None

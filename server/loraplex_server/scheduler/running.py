@@ -27,7 +27,7 @@ class PlanBuilder:
     entered: list[NewSequence] = field(default_factory=list[NewSequence])
     copies: list[BlockCopy] = field(default_factory=list[BlockCopy])
     num_preempted: int = 0
-    is_full: bool = False  # somebody waits for a row, for blocks or for the budget
+    is_full: bool = False  # a sequence waits for a row, for blocks or for the budget
 
     def add(self, seq: SequenceState, num_tokens: int) -> None:
         self.num_left -= num_tokens
@@ -40,14 +40,14 @@ def plan_running(table: SequenceTable, step: PlanBuilder, drafts: Mapping[str, D
     prefills: list[SequenceState] = []
     for seq in table.running:
         num_tokens = len(seq.token_ids) + seq.num_coming
-        # With its last token, or a draft's verdict, still to come there is nothing to plan.
+        # Nothing to plan while its last token, or the verification of its draft, is still to come.
         if seq.is_draft_coming or num_tokens >= seq.max_total_tokens:
             continue
         # One that speculates waits for its token: a draft follows a token that is known.
         if seq.num_coming and seq.sequence_id in drafts:
             continue
         (decodes if num_tokens - seq.num_computed == 1 else prefills).append(seq)
-    # In order, so that whoever has to make room has not had its own turn yet.
+    # In order, so that a sequence is preempted before its own turn.
     going = [seq for seq in decodes if _make_room(table, step, seq)]
     step.num_left -= len(going)
     chosen = _choose_drafts(table, step, going, drafts, has_more_work=bool(prefills) or len(table.waiting) > 0)
@@ -59,7 +59,7 @@ def plan_running(table: SequenceTable, step: PlanBuilder, drafts: Mapping[str, D
 
 
 def _make_room(table: SequenceTable, step: PlanBuilder, seq: SequenceState) -> bool:
-    """Sees to the block of the one token that `seq` is about to run. False when `seq` itself had to go."""
+    """Allocates the block of the next token, by preemption if need be. False when `seq` itself was preempted."""
     if seq.status is not SequenceStatus.RUNNING:
         return False
     blocks = table.blocks

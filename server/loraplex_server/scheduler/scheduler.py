@@ -52,12 +52,12 @@ class Scheduler:
         self._config = config
         self._blocks = blocks
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._events: list[Event] = []
+        self._events: list[Event] = []  # the same list for good: admission and results append to it
         self._table = SequenceTable(config.max_running, blocks, adapters)
         self._speed = StepSpeed()
         self._limits = WaitLimits(config.max_queue_wait_s, self._table, self._table.clock, self._speed)
-        self._admission = Admission(config, self._table, self._speed, self._limits, self._events_append)
-        self._results = ResultProcessor(self._table, self._speed, self._eos_token_ids, self._events_append, self._fail)
+        self._admission = Admission(config, self._table, self._speed, self._limits, self._events.append)
+        self._results = ResultProcessor(self._table, self._speed, self._eos_token_ids, self._events.append, self._fail)
         self._last_step_s: float | None = None  # when the last step ended; None after a time without work
         self._in_flight: deque[InFlight] = deque()
         # A heap of deadlines, and of ends of waits without one; ended requests are skipped.
@@ -157,15 +157,15 @@ class Scheduler:
         """Plans the next step; None when nothing can run. Events (Admitted, deadlines): `take_events`, or with `apply`.
 
         `drafts`: proposed tokens by sequence id. They are cut to what budget, blocks and the completion's end allow,
-        and passed over where the sequence still computes its prompt. A sequence that is named here, be it with an empty
-        draft, is not planned ahead of a token that is still to come; leave it out to let it run ahead without a draft.
+        and ignored where the sequence still computes its prompt. A sequence with a draft, even an empty one, is not
+        planned ahead of a token that is still to come.
         """
         assert len(self._in_flight) < MAX_PLANS_IN_FLIGHT, "the result of an earlier plan has to come first"
         self._expire(now)
         step = PlanBuilder(num_left=self._config.max_step_tokens)
         self._admission.preempt_for_shorter(step, now)
         plan_running(self._table, step, drafts)
-        # What has just been taken from one is not given to another; what is left is for the one that grew.
+        # After a preemption nothing is admitted: what came free is for the sequences that run.
         step.is_full = step.num_preempted > 0
         failed = {} if step.num_preempted else self._admission.run(step, now)
         plan = self._close(step) if step.spans else None
@@ -183,7 +183,7 @@ class Scheduler:
         return [seq.request.request.request_id for seq in self._table.running if seq.num_tokens - seq.num_computed == 1]
 
     def candidates(self) -> list[Candidate]:
-        """Running sequences that decode in the next step, the most entitled first: those that a draft is of use to."""
+        """Running sequences that decode in the next step and may have a draft, first in the order first."""
         return [
             Candidate(
                 sequence_id=seq.sequence_id,
@@ -220,7 +220,7 @@ class Scheduler:
     # --- what others may know -----------------------------------------------------------------------------------------
 
     def load(self) -> Load:
-        """What the scheduler knows of the load; steps, drafts and the forecast are the engine's to add."""
+        """The load; the engine adds steps, drafts and the forecast."""
         table = self._table
         num_sequences = sum(request.num_open for request in table.requests.values())
         return Load(
@@ -235,7 +235,7 @@ class Scheduler:
         )
 
     def forecast(self) -> Forecast | None:
-        """How long requests would wait; None while nobody does. Takes time for each request that waits."""
+        """How long requests would wait; None while none does. Takes time in proportion to those that wait."""
         return self._limits.forecast()
 
     def check_integrity(self) -> None:
@@ -245,9 +245,6 @@ class Scheduler:
             self._table.check_adapters()
 
     # --- inside -------------------------------------------------------------------------------------------------------
-
-    def _events_append(self, event: Event) -> None:
-        self._events.append(event)
 
     def _fail(self, state: RequestState, error: LoraplexError) -> None:
         self._table.end_request(state)

@@ -49,7 +49,7 @@ class FairClock:
         return start
 
     def dequeue(self, flow: Flow) -> None:
-        """One of the flow's requests waits no longer, whatever became of it."""
+        """One of the flow's requests waits no longer: it begins or has ended."""
         self._num_queued[flow] -= 1
         if not self._num_queued[flow]:
             del self._num_queued[flow]
@@ -123,16 +123,16 @@ class OrderedSequences:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """What of a sequence's tokens is computed already when it enters."""
+    """The tokens of an entering sequence that are computed already."""
 
     num_computed: int
     shared: list[int]  # blocks to take a reference on
-    copied: int | None  # the block behind them, half of which is wanted: to be copied
+    copied: int | None  # the block behind them, to be copied: only its first part is shared
     num_new_blocks: int  # that the rest of the known tokens needs
 
 
 class SequenceTable:
-    """See the module. Every method leaves lists, rows and references consistent."""
+    """Every method leaves lists, rows and references consistent."""
 
     def __init__(self, max_running: int, blocks: BlockPool, adapters: AdapterLeases) -> None:
         self.blocks = blocks

@@ -63,7 +63,7 @@ def test_nothing_is_read_after_shutdown() -> None:
     inbox = inbox_of()
     for command in (Abandon(1), Shutdown(), SendCost(1.0)):
         theirs.send(command)
-    _read(ours, inbox)
+    _read(ours, inbox, lambda seconds: None)
     assert _take(inbox, 0.0) == [Abandon(1), Shutdown()]
     assert ours.poll()
 
@@ -73,7 +73,7 @@ def test_the_end_of_the_connection_is_a_shutdown() -> None:
     inbox = inbox_of()
     theirs.send(Abandon(1))
     theirs.close()
-    _read(ours, inbox)
+    _read(ours, inbox, lambda seconds: None)
     assert _take(inbox, 0.0) == [Abandon(1), Shutdown()]
 
 
