@@ -245,7 +245,7 @@ class Bench:
         assert load.num_free_blocks == load.num_blocks
         assert not self.speculator.is_wanted
         for proposer in self.speculator._proposers.values():
-            drafter = getattr(proposer, "_drafter", None)
+            drafter = getattr(proposer, "drafter", None)
             if isinstance(drafter, Drafter):
                 assert drafter.rows.num_sequences == 0
                 drafter.rows.check_integrity()

@@ -1,7 +1,4 @@
-"""Puts a speculator together: proposers out of the configuration, default heads, step times.
-
-Runs in the engine's process, at its start.
-"""
+"""Speculator assembly: proposers from the configuration, default heads, step times."""
 
 from __future__ import annotations
 
@@ -19,10 +16,10 @@ from loraplex_server.model.medusa_heads import HeadSlots
 from loraplex_server.model.medusa_model import MODEL_HEADS, ServedModel
 from loraplex_server.model.runner import ModelRunner
 from loraplex_server.speculation.draft_model.drafter import DraftMemory
-from loraplex_server.speculation.draft_model.loading import DraftSource, DraftTarget, load_draft, make_proposer
+from loraplex_server.speculation.draft_model.loading import DraftTarget, load_draft
 from loraplex_server.speculation.medusa import MedusaProposer
 from loraplex_server.speculation.policy import LeastCost
-from loraplex_server.speculation.proposer import MEDUSA, Proposer, draft_key
+from loraplex_server.speculation.proposer import MEDUSA, UNIVERSAL, Proposer, draft_key
 from loraplex_server.speculation.speculator import Speculator
 from loraplex_server.speculation.step_costs import StepCosts
 from loraplex_server.text.tokenizer import TextTokenizer
@@ -30,7 +27,7 @@ from loraplex_server.text.tokenizer import TextTokenizer
 log = logging.getLogger(__name__)
 
 POLL_S = 0.005
-# Of a draft model with another tokenizer, whose tokens may be longer, for one token of the target's.
+# Steps of a draft model with another tokenizer for one token of the target: its tokens may be longer.
 MIN_ROUNDS = 0.5
 
 
@@ -48,7 +45,7 @@ class Target:
 def build_speculator(
     config: EngineConfig, target: Target, step_costs: StepCosts, progress: Callable[[str], None]
 ) -> Speculator:
-    """Raises what draft models and default heads raise when they cannot be had."""
+    """Raises the typed errors of loading draft models and default heads."""
     speculation = config.speculation
     proposers: dict[str, Proposer] = {MEDUSA: MedusaProposer(target.runner, target.cache, target.heads)}
     drafts, least_costs = _draft_models(config, target, progress) if speculation.drafts else ({}, {})
@@ -83,19 +80,13 @@ def _draft_models(
     least_costs: dict[str, LeastCost] = {}
     for draft in config.speculation.drafts:
         progress(f"loading draft model {draft.name}")
-        source = DraftSource(
-            draft.name,
-            draft.model,
-            adapter_path=draft.adapter or "",
-            tokenizer_path=draft.tokenizer or "",
-            device=str(loaded.device),
-        )
-        model = load_draft(source, draft_target, memory, backend=loaded.backend)
+        proposer = load_draft(draft, draft_target, memory, device=str(loaded.device), backend=loaded.backend)
         if config.model.cuda_graphs:
             shapes = loaded.backend.graph_shapes(config.batch.max_running, max_drafted=0)
-            model.drafter.runner.capture(shapes, progress)
-        least_costs[draft.name] = LeastCost.of(model.drafter.measure(), MIN_ROUNDS if model.tokenizer else 1.0)
-        proposers[draft.name] = make_proposer(model, draft_target)
+            proposer.drafter.runner.capture(shapes, progress)
+        num_rounds = MIN_ROUNDS if proposer.name == UNIVERSAL else 1.0
+        least_costs[draft.name] = LeastCost.of(proposer.drafter.measure(), num_rounds)
+        proposers[draft.name] = proposer
     return proposers, least_costs
 
 

@@ -1,10 +1,8 @@
 """Draft model runner: one more token of all sequences per step.
 
-The first step of an ask brings every sequence up to date (tokens that came since, or a piece of a prompt that is new)
-and draws its first token; the others draw one more for whoever still wants one. Owns the draft model's runner, KV cache
-and rows. Knows neither the target model nor where the tokens come from: proposers say what is known and what they want.
-
-Whatever goes wrong in here costs drafts and nothing else: no exception leaves `draft`.
+The first step brings every sequence up to date (tokens that came since, or a chunk of a new prompt) and draws its first
+token; each further step draws one more for the sequences that want one. Owns the draft model's runner, KV cache and
+rows. Knows neither the target model nor the requests.
 """
 
 from __future__ import annotations
@@ -28,26 +26,26 @@ from loraplex_server.speculation.step_costs import StepCosts, measure_runner
 
 log = logging.getLogger(__name__)
 
-# Missing so few tokens a sequence is brought up to date whatever else is to be done; more is a prompt.
+# A sequence that lacks no more tokens is brought up to date at once; more are a prompt, and run within its budget.
 _CATCH_UP_TOKENS = 32
 _MAX_FAILURES = 3
 
 
 @dataclass(frozen=True, slots=True)
 class DraftMemory:
-    """How much a draft model may keep."""
+    """Limits of what a draft model keeps."""
 
     max_rows: int
     kv_bytes: int
     block_size: int = 16
     prefix_caching: bool = True
-    max_prompt_tokens: int = 512  # of prompts that are new, in one ask
+    max_prompt_tokens: int = 512  # of new prompts, in one ask
     max_len: int | None = None  # tokens of one sequence; None: the model's own limit
 
 
 @dataclass(slots=True)
 class _Run:
-    """One sequence's part in one ask."""
+    """One sequence in one ask."""
 
     seq: DraftedSequence
     want: Wanted
@@ -57,7 +55,7 @@ class _Run:
 
     @property
     def goes_on(self) -> bool:
-        """Its row is up to date, and another token is of use."""
+        """Its row is up to date, and another token is wanted."""
         return not self.is_over and 0 < len(self.drafted) < self.max_tokens
 
 
@@ -71,8 +69,8 @@ class Drafter:
         *,
         model_digest: str = "",
     ) -> None:
-        """Raises OutOfMemory when the KV cache would hold next to nothing. `model_digest`: what it is, adapter
-        included."""
+        """Raises OutOfMemory when the KV cache would hold less than three blocks. `model_digest`: of the weights,
+        adapter included."""
         spec = loaded.spec
         num_blocks = num_blocks_for(spec, memory.block_size, loaded.dtype, memory.kv_bytes)
         if num_blocks < 3:
@@ -80,7 +78,7 @@ class Drafter:
                 f"{memory.kv_bytes / 2**20:.0f} MiB of KV cache for {loaded.model_id} hold less than three blocks; "
                 "give more with --draft-kv-memory"
             )
-        # No longer than one sequence could ever be, no more than all rows could fill; block 0 is for padding.
+        # As many blocks as all rows can fill at most; block 0 is for padding.
         max_len = min(
             memory.max_len or spec.max_context_tokens, spec.max_context_tokens, (num_blocks - 1) * memory.block_size
         )
@@ -91,7 +89,7 @@ class Drafter:
             loaded,
             cache,
             make_attention("auto", loaded.backend, spec.layers, loaded.dtype),
-            loaded.adapter_slots(ReferenceOps(), 1),  # nothing is ever put into it
+            loaded.adapter_slots(ReferenceOps(), 1),  # always empty
             Sampler(memory.max_rows, spec.num_logits, loaded.device, argmax=loaded.backend.argmax()),
             max_rows=memory.max_rows,
             max_len=max_len,
@@ -105,29 +103,33 @@ class Drafter:
         self._num_failures = 0  # in a row
 
     def draft(self, wants: Sequence[Wanted]) -> list[list[int]]:
-        """Tokens for each, in order; none where the sequence does not fit or is not through with its prompt."""
+        """A draft for each, in order; empty where the sequence does not fit or its prompt is not read yet.
+
+        Raises nothing: after three failures in a row there are no more drafts.
+        """
         if self._num_failures >= _MAX_FAILURES:
             return [[] for _ in wants]
         try:
             found = self._draft(wants)
-        except Exception:
+        except Exception as error:
             self._num_failures += 1
             ending = ", for the last time" if self._num_failures == _MAX_FAILURES else ""
-            log.exception("the draft model %s failed%s", self.loaded.model_id, ending)
+            fields = {"proposer": "draft_model", "error_type": type(error).__name__}
+            log.exception("the draft model %s failed%s", self.loaded.model_id, ending, extra=fields)
             self.rows.clear()
             return [[] for _ in wants]
         self._num_failures = 0
         return found
 
     def measure(self) -> StepCosts:
-        """What the model's steps take, up to two blocks of tokens. Before the first draft only."""
+        """Measures the model's steps, of up to two blocks of tokens. Before the first draft only."""
         pool = self.rows.pool
         num_rows = min(2, self._max_rows)
         return measure_runner(self.runner, max_rows=num_rows, num_blocks=pool.num_blocks, block_size=pool.block_size)
 
     def num_behind(self, sequence_id: str, num_known: int) -> int:
-        """How many tokens of a prompt are to be read before the sequence's first draft: of one that is not here all
-        that are known, though the prefix cache may have some of them."""
+        """Tokens of a prompt to be read before the sequence's first draft: all known ones of a new sequence, though the
+        prefix cache may have some of them."""
         seq = self.rows.get(sequence_id)
         if seq is None:
             return num_known
@@ -160,14 +162,14 @@ class Drafter:
         for want in wants:
             seq = self.rows.seat(want) if want.num_tokens > 0 else None
             if seq is not None:
-                # What is drawn last is not run, and needs neither a block nor a place in the context.
+                # The last token drawn is no input: it needs neither a block nor a place in the context.
                 num_positions = min(self._max_len, len(seq.block_ids) * self.rows.pool.block_size)
                 max_tokens = min(want.num_tokens, num_positions - len(want.token_ids) + 1)
                 runs[want.sequence_id] = _Run(seq, want, max_tokens)
         return runs
 
     def _catch_up(self, runs: Sequence[_Run]) -> list[tuple[_Run, int]]:
-        """How many of its known tokens each sequence runs now: all, or, of new prompts, what the budget has left."""
+        """The known tokens that each sequence runs now: all of them, or of a new prompt what the budget has left."""
         num_left = self._max_prompt_tokens
         pieces: list[tuple[_Run, int]] = []
         for run in runs:
@@ -180,7 +182,7 @@ class Drafter:
         return pieces
 
     def _step(self, pieces: Sequence[tuple[_Run, int]]) -> None:
-        """Runs so many tokens of each sequence. Those that come to their end draw a token."""
+        """Runs so many tokens of each sequence, and draws a token for those that have none left."""
         if not pieces:
             return
         rows = self.rows

@@ -19,11 +19,11 @@ _MAX_RATIO = 4.0  # draft tokens for one of the target's
 
 
 class DraftModelProposer:
-    """Implements Proposer. Owns the drafter."""
+    """Implements Proposer, with a draft model of the target's token ids. Owns the drafter."""
 
     def __init__(self, drafter: Drafter, *, num_target_ids: int, eos_token_ids: Collection[int]) -> None:
         """`num_target_ids`: token ids below it are the target's. `eos_token_ids`: the target's."""
-        self._drafter = drafter
+        self.drafter = drafter
         self._num_target_ids = num_target_ids
         self._eos_token_ids = frozenset(eos_token_ids)
 
@@ -32,32 +32,32 @@ class DraftModelProposer:
         return DRAFT_MODEL
 
     def propose(self, asks: Sequence[Ask]) -> Sequence[tuple[int, ...]]:
-        drafts = self._drafter.draft([self._want(ask) for ask in asks])
+        drafts = self.drafter.draft([self._want(ask) for ask in asks])
         return [self._within_vocabulary(draft) for draft in drafts]
 
     def num_behind(self, candidate: Candidate) -> int:
-        return self._drafter.num_behind(candidate.sequence_id, len(candidate.token_ids))
+        return self.drafter.num_behind(candidate.sequence_id, len(candidate.token_ids))
 
     def suspend(self, sequence_id: str) -> None:
         self.end(sequence_id)
 
     def end(self, sequence_id: str) -> None:
-        self._drafter.forget(sequence_id)
+        self.drafter.forget(sequence_id)
 
     def close(self) -> None:
-        self._drafter.close()
+        self.drafter.close()
 
     def _want(self, ask: Ask) -> Wanted:
         candidate = ask.candidate
-        request, stopping = candidate.request, candidate.request.stopping
-        stop_ids = stop_ids_of(candidate, self._eos_token_ids)
+        request = candidate.request
+        stop_ids = self._stop_ids(candidate)
         return Wanted(
             sequence_id=candidate.sequence_id,
             token_ids=candidate.token_ids,
-            num_tokens=min(ask.num_tokens, candidate.num_room),
+            num_tokens=_num_tokens(ask),
             num_prompt_tokens=candidate.num_prompt_tokens,
             sampling=candidate.sampling,
-            min_tokens=stopping.min_tokens,
+            min_tokens=request.stopping.min_tokens,
             banned_until_min=stop_ids,
             stop_ids=stop_ids,
             tenant=request.tenant,
@@ -71,15 +71,14 @@ class DraftModelProposer:
                 return tuple(draft[:idx])
         return tuple(draft)
 
+    def _stop_ids(self, candidate: Candidate) -> frozenset[int]:
+        """The tokens that end the completion, as in the scheduler."""
+        stopping = candidate.request.stopping
+        return stopping.stop_token_ids | (frozenset() if stopping.ignore_eos else self._eos_token_ids)
 
-def stop_ids_of(candidate: Candidate, eos_token_ids: frozenset[int]) -> frozenset[int]:
-    """The tokens that end the completion, as the scheduler sees it."""
-    stopping = candidate.request.stopping
-    return stopping.stop_token_ids | (frozenset() if stopping.ignore_eos else eos_token_ids)
 
-
-class UniversalProposer:
-    """Implements Proposer. Owns the drafter."""
+class UniversalProposer(DraftModelProposer):
+    """Drafts by way of text: the draft model has another vocabulary. Both tokenizers have text."""
 
     def __init__(
         self,
@@ -90,20 +89,15 @@ class UniversalProposer:
         num_target_ids: int,
         eos_token_ids: Collection[int],
     ) -> None:
-        """Both tokenizers have text. `num_target_ids`: token ids below it are the target's. `eos_token_ids`: the
-        target's."""
+        super().__init__(drafter, num_target_ids=num_target_ids, eos_token_ids=eos_token_ids)
         target, draft = target_tokenizer.vocabulary, draft_tokenizer.vocabulary
         assert target is not None, "drafting by way of text needs the target's tokenizer"
         assert draft is not None, "drafting by way of text needs the draft model's tokenizer"
-        probe = "a"
-        plain = draft_tokenizer.encode(probe, add_special_tokens=False)
-        self._recoder = Recoder(target, draft, prefix_of(draft_tokenizer.encode(probe), plain))
-        self._drafter = drafter
-        self._num_target_ids = num_target_ids
-        self._eos_token_ids = frozenset(eos_token_ids)
+        plain = draft_tokenizer.encode("a", add_special_tokens=False)
+        self._recoder = Recoder(target, draft, prefix_of(draft_tokenizer.encode("a"), plain))
         self._draft_eos_ids = draft_tokenizer.eos_token_ids | frozenset(drafter.loaded.spec.eos_token_ids)
         self._draft_stop_ids = self._recoder.draft_specials | self._draft_eos_ids
-        self._texts: dict[str, RecodedText | None] = {}  # None: it failed, and is left alone
+        self._texts: dict[str, RecodedText | None] = {}  # None: recoding failed
 
     @property
     def name(self) -> str:
@@ -111,46 +105,40 @@ class UniversalProposer:
 
     def propose(self, asks: Sequence[Ask]) -> Sequence[tuple[int, ...]]:
         texts = [self._text(ask) for ask in asks]
-        wants = [self._want(ask, text) for ask, text in zip(asks, texts, strict=True) if text is not None]
-        found = iter(self._drafter.draft(wants))
+        wants = [self._want_of_text(ask, text) for ask, text in zip(asks, texts, strict=True) if text is not None]
+        found = iter(self.drafter.draft(wants))
         return [
             self._proposal(ask, text, next(found)) if text is not None else ()
             for ask, text in zip(asks, texts, strict=True)
         ]
 
-    def num_behind(self, candidate: Candidate) -> int:
-        return self._drafter.num_behind(candidate.sequence_id, len(candidate.token_ids))
-
-    def suspend(self, sequence_id: str) -> None:
-        self.end(sequence_id)
-
     def end(self, sequence_id: str) -> None:
         self._texts.pop(sequence_id, None)
-        self._drafter.forget(sequence_id)
+        super().end(sequence_id)
 
     def close(self) -> None:
         self._texts.clear()
-        self._drafter.close()
+        super().close()
 
     def _text(self, ask: Ask) -> RecodedText | None:
-        """The sequence's text with all that is known; None when no draft can come."""
+        """The sequence's text up to its last token; None when no draft can come."""
         candidate = ask.candidate
         sequence_id = candidate.sequence_id
-        if _num_tokens(ask) < 1 or self._drafter.has_refused(sequence_id):
+        if _num_tokens(ask) < 1 or self.drafter.has_refused(sequence_id):
             return None
         try:
             if sequence_id not in self._texts:
-                self._texts[sequence_id] = self._recoder.new_text(candidate.token_ids)
+                self._texts[sequence_id] = RecodedText(self._recoder, candidate.token_ids)
             text = self._texts[sequence_id]
             if text is not None:
                 text.extend(candidate.token_ids)
-        except Exception as error:  # tokenizers are programs, and these texts nobody chose
+        except Exception as error:  # a tokenizer may fail on an arbitrary text
             self._give_up(sequence_id, error)
             return None
-        # Of special tokens alone there may be nothing to go on from.
+        # A text of special tokens alone may be empty in the other vocabulary.
         return text if text is not None and text.ids else None
 
-    def _want(self, ask: Ask, text: RecodedText) -> Wanted:
+    def _want_of_text(self, ask: Ask, text: RecodedText) -> Wanted:
         request = ask.candidate.request
         return Wanted(
             sequence_id=ask.candidate.sequence_id,
@@ -174,19 +162,13 @@ class UniversalProposer:
             self._give_up(ask.candidate.sequence_id, error)
             return ()
         if ends and (found or not spoken):
-            found += self._end_of(ask.candidate)
-        for idx, token_id in enumerate(found):
-            if token_id >= self._num_target_ids:
-                found = found[:idx]
-                break
-        return tuple(found[: _num_tokens(ask)])
-
-    def _end_of(self, candidate: Candidate) -> list[int]:
-        """How the completion would end."""
-        return sorted(stop_ids_of(candidate, self._eos_token_ids) & self._eos_token_ids)[:1]
+            found += sorted(self._stop_ids(ask.candidate) & self._eos_token_ids)[:1]
+        return self._within_vocabulary(found)[: _num_tokens(ask)]
 
     def _give_up(self, sequence_id: str, error: Exception) -> None:
-        log.warning("no drafts for %s: its text cannot be put into the other vocabulary: %s", sequence_id, error)
+        fields = {"proposer": self.name, "error_type": type(error).__name__}
+        message = "no drafts for %s: its text cannot be put into the other vocabulary: %s"
+        log.warning(message, sequence_id, error, extra=fields)
         self._texts[sequence_id] = None
 
 

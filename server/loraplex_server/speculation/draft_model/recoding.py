@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from loraplex_server.text.vocabulary import Vocabulary
 
-# Characters at the end of the text that are encoded again as it grows, of which the first ones do not count.
+# Characters at the end of the text that are encoded again as it grows; borders are looked for behind the margin.
 _WINDOW, _MARGIN = 96, 32
 # Characters, or tokens, in front of what is encoded or decoded, for its context.
 _CONTEXT = 48
@@ -28,7 +28,7 @@ _Spans = list[tuple[int, int, int]]
 
 
 class Recoder:
-    """Two vocabularies. Owns what is known of the pair, and nothing of any text."""
+    """A target vocabulary and a draft model's vocabulary."""
 
     def __init__(self, target: Vocabulary, draft: Vocabulary, draft_prefix: Sequence[int]) -> None:
         """`draft_prefix`: what the draft model's texts begin with, `<s>` as a rule."""
@@ -41,10 +41,6 @@ class Recoder:
         self.text_of_special = {
             token_id: content if content in draft.special_ids else "" for content, token_id in specials.items()
         }
-
-    def new_text(self, token_ids: Sequence[int]) -> RecodedText:
-        """Of a text that begins with these tokens of the target's."""
-        return RecodedText(self, token_ids)
 
     def draft_tokens(self, text: str) -> tuple[list[int], list[int]]:
         """A whole text as the draft model's tokens, and where each starts."""
@@ -78,12 +74,12 @@ class Recoder:
 
 
 class RecodedText:
-    """One sequence's text. `ids` are the draft model's tokens for all that is known."""
+    """One sequence's text, from the target's tokens. `ids` are the draft model's tokens for the same text."""
 
     def __init__(self, recoder: Recoder, token_ids: Sequence[int]) -> None:
         self._recoder = recoder
-        self._out: list[int] = []  # the last of the target's tokens whose text is out, and are not special
-        self._held: list[int] = []  # those behind them: a character is not finished
+        self._out: list[int] = []  # the last of the target's tokens whose text is complete, special ones excepted
+        self._held: list[int] = []  # tokens behind them that end in a part of a character
         text = self._text_of(token_ids)
         self.ids, self._starts = recoder.draft_tokens(text)  # one start per id, in characters
         self._num_chars = len(text)
@@ -93,7 +89,7 @@ class RecodedText:
 
     @property
     def num_settled(self) -> int:
-        """Of `ids`, those that stay whatever follows."""
+        """The number of `ids` that stay whatever follows."""
         return bisect_left(self._starts, self._num_chars - _WINDOW)
 
     @property
@@ -102,7 +98,7 @@ class RecodedText:
         return len(self.ids) / max(1, self._num_seen)
 
     def take_num_same(self) -> int:
-        """Of `ids`, how many have not changed since the last time that this was asked."""
+        """The number of `ids` that have not changed since the last call."""
         num_same, self._num_same = self._num_same, len(self.ids)
         return num_same
 
@@ -114,7 +110,7 @@ class RecodedText:
             self._append(text)
 
     def proposal(self, drafted: Sequence[int]) -> list[int]:
-        """What the target's tokens would be if the draft model's went on with `drafted`."""
+        """`drafted`, the draft model's tokens behind the text, as the target's tokens."""
         before = self.ids[-_CONTEXT:]
         text = added_text(self._recoder.draft, before, drafted)
         if not text:
@@ -122,7 +118,7 @@ class RecodedText:
         return self._recoder.target_tokens(self._tail, self._out + self._held, len(self._held), text)
 
     def _text_of(self, fresh: Sequence[int]) -> str:
-        """The text that the next tokens of the target's add."""
+        """The text of the target's next tokens."""
         specials = self._recoder.text_of_special
         parts: list[str] = []
         start = 0
@@ -191,7 +187,7 @@ class RecodedText:
 
 
 def added_text(vocabulary: Vocabulary, before: Sequence[int], token_ids: Sequence[int]) -> str:
-    """What tokens add to the text of those before them; of a character that is not finished, nothing."""
+    """The text that tokens add to the text of those before them, without an incomplete character at its end."""
     start = vocabulary.decode(before).rstrip(_REPLACEMENT)
     text = vocabulary.decode([*before, *token_ids]).rstrip(_REPLACEMENT)
     return text[len(start) :] if text.startswith(start) else ""
@@ -216,8 +212,7 @@ def _place_behind(ids: Sequence[int], known_ids: Sequence[int], expected: int) -
 
 
 def prefix_of(encoded: Sequence[int], plain: Sequence[int]) -> tuple[int, ...]:
-    """What a tokenizer puts in front of a text: `encoded` has it, and perhaps something behind the text; `plain` is the
-    same text without."""
+    """The special tokens that a tokenizer puts in front of a text: in front of `plain` within `encoded`."""
     for start in range(len(encoded) - len(plain) + 1):
         if list(encoded[start : start + len(plain)]) == list(plain):
             return tuple(encoded[:start])

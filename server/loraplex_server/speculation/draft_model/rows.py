@@ -1,19 +1,16 @@
-"""Which sequences a draft model keeps, in which rows, and where their K/V is.
+"""Rows and KV blocks of a draft model's sequences.
 
-Owns the draft model's rows, its block pool with its own prefix cache, and every reference that is held there. What a
-row holds is a guess behind what is known: on each ask it is compared with what really came, and from the first
-difference on it is rewritten. Blocks that others may find are never rewritten: a sequence that would have to leaves,
-and enters anew.
-
-Nobody here has a claim: who was asked for the longest ago leaves when room is short. Knows neither tensors nor
-proposers.
+Owns the rows, the block pool with its own prefix cache, and every reference into it. A row holds the known tokens and
+the last draft: on each ask it is compared with the sequence, and rewritten from the first difference on. Published
+blocks are never rewritten: a sequence that differs there leaves, and enters anew. When room is short the sequence that
+was asked for the longest ago leaves. Knows neither tensors nor proposers.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from loraplex_contracts.plan import NewSequence
 from loraplex_contracts.request import OutputParams, SamplingParams
@@ -25,20 +22,20 @@ GREEDY = SamplingParams()
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a proposer wants of a draft model for one sequence, all in the draft model's own tokens."""
+    """One sequence's ask for a draft, in the draft model's own tokens."""
 
     sequence_id: str
-    token_ids: Sequence[int]  # all known ones; read at once, not kept
+    token_ids: Sequence[int]  # all known ones; not kept
     num_tokens: int  # to draft at most
     num_prompt_tokens: int = 0
-    # Of the known tokens those that are certainly the same as on the last ask. None: all that were known then.
+    # Known tokens that are unchanged since the last ask. None: all that were known then.
     num_same: int | None = None
-    # Known tokens that no later ask will change: full blocks of them enter the prefix cache. None: all.
+    # Known tokens that no later ask changes: full blocks of them enter the prefix cache. None: all.
     num_settled: int | None = None
     sampling: SamplingParams = GREEDY
     min_tokens: int = 0
     banned_until_min: frozenset[int] = frozenset()
-    stop_ids: frozenset[int] = frozenset()  # nothing is drafted behind one of these
+    stop_ids: frozenset[int] = frozenset()  # a draft ends with one of these
     tenant: str = ""
     cache_salt: str = ""
 
@@ -54,11 +51,10 @@ class DraftedSequence:
     num_computed: int  # of them have K/V
     chain: KeyChain
     block_ids: list[int]
-    num_published: int  # blocks at its beginning that others may hold too
+    num_published: int  # blocks at its beginning that are in the prefix cache
     last_asked: int
     num_sent_blocks: int = 0
-    has_entered: bool = False  # the runner knows it
-    entry: NewSequence | None = field(default=None, repr=False)  # how it enters, but for its tokens
+    entry: NewSequence | None = field(default=None, repr=False)  # without tokens; None once the runner has it
 
     @property
     def num_missing(self) -> int:
@@ -66,7 +62,7 @@ class DraftedSequence:
 
 
 class DraftRows:
-    """See the module. Every method leaves rows and references consistent."""
+    """The sequences that a draft model keeps, each in a row. Every method leaves rows and references consistent."""
 
     def __init__(self, pool: BlockPool, max_rows: int, max_len: int, vocab_size: int, model_digest: str) -> None:
         self.pool = pool
@@ -74,7 +70,7 @@ class DraftRows:
         self._vocab_size = vocab_size
         self._model_digest = model_digest
         self._free_rows = list(range(max_rows))  # a heap
-        # By when they were last asked for, the longest ago first.
+        # In order of their last asks, the oldest first.
         self._sequences: dict[str, DraftedSequence] = {}
         self._refused: set[str] = set()  # sequences that get no draft as long as they live
         self._released: list[int] = []
@@ -91,7 +87,7 @@ class DraftRows:
     # --- one ask ------------------------------------------------------------------------------------------------------
 
     def begin(self, sequence_ids: Iterable[str]) -> None:
-        """A new round of asks. These are asked for in it, and do not make room for each other."""
+        """A new round of asks, for these sequences: none of them is evicted in it."""
         self._round += 1
         for sequence_id in sequence_ids:
             seq = self._sequences.pop(sequence_id, None)
@@ -100,7 +96,7 @@ class DraftRows:
                 self._sequences[sequence_id] = seq
 
     def seat(self, want: Wanted) -> DraftedSequence | None:
-        """The sequence with the known tokens in its row and blocks for these at least; None when it cannot be."""
+        """The sequence, with the known tokens in its row and blocks for them; None where it does not fit."""
         if want.sequence_id in self._refused:
             return None
         num_known = len(want.token_ids)
@@ -123,7 +119,7 @@ class DraftRows:
             fresh = want.token_ids[start:]
             del seq.chain.keys[start // self.pool.block_size :]
             seq.tokens[start:] = fresh
-            if seq.has_entered:
+            if seq.entry is None:
                 self._rewrites.append((seq.row, start, fresh))
         seq.num_known = num_known
         # The last token always runs, because its logits are wanted.
@@ -131,12 +127,12 @@ class DraftRows:
         return seq
 
     def leave(self, sequence_id: str) -> None:
-        """Harmless for one that is not here."""
+        """Frees the sequence's row and blocks. Harmless for an unknown one."""
         seq = self._sequences.pop(sequence_id, None)
         if seq is None:
             return
         heapq.heappush(self._free_rows, seq.row)
-        if seq.has_entered:
+        if seq.entry is None:
             self._released.append(seq.row)
         self.pool.release(seq.block_ids)
 
@@ -153,7 +149,7 @@ class DraftRows:
         self._refused.discard(sequence_id)
 
     def clear(self) -> None:
-        """Everybody leaves."""
+        """All sequences leave."""
         for sequence_id in list(self._sequences):
             self.leave(sequence_id)
         self._rewrites.clear()
@@ -170,32 +166,18 @@ class DraftRows:
         return found
 
     def take_entry(self, seq: DraftedSequence) -> NewSequence | None:
-        """How the sequence enters the runner's batch; None when it has."""
-        if seq.has_entered:
-            return None
-        seq.has_entered = True
-        entry = seq.entry
-        assert entry is not None
-        seq.entry = None
-        return NewSequence(
-            sequence_id=seq.sequence_id,
-            row=seq.row,
-            token_ids=tuple(seq.tokens),
-            num_prompt_tokens=entry.num_prompt_tokens,
-            sampling=entry.sampling,
-            output=entry.output,
-            min_tokens=entry.min_tokens,
-            banned_until_min=entry.banned_until_min,
-        )
+        """How the sequence enters the runner's batch; None when it is in there."""
+        entry, seq.entry = seq.entry, None
+        return replace(entry, token_ids=tuple(seq.tokens)) if entry is not None else None
 
     def take_blocks(self, seq: DraftedSequence) -> tuple[int, ...]:
-        """Blocks that the runner does not know of."""
+        """Blocks that the runner has not been told of."""
         fresh = tuple(seq.block_ids[seq.num_sent_blocks :])
         seq.num_sent_blocks = len(seq.block_ids)
         return fresh
 
     def publish(self, seq: DraftedSequence, num_settled: int | None) -> None:
-        """Lets full blocks of known tokens be found, those up to `num_settled` (None: all). Guesses never."""
+        """Puts full blocks of known tokens into the prefix cache, up to `num_settled` of them (None: all)."""
         num_certain = min(seq.num_computed, seq.num_known)
         if num_settled is not None:
             num_certain = min(num_certain, num_settled)
@@ -224,7 +206,7 @@ class DraftRows:
         return not fresh or (min(fresh) >= 0 and max(fresh) < self._vocab_size)
 
     def _enter(self, want: Wanted) -> DraftedSequence | None:
-        """A sequence enters with what the prefix cache has of it."""
+        """A new sequence, with the blocks that the prefix cache has of it."""
         size = self.pool.block_size
         if not self._free_rows and not self._evict_one():
             return None
@@ -241,10 +223,10 @@ class DraftRows:
         if missing is None:
             self.pool.release(found)
             return None
-        tokens = list(want.token_ids)
+        tokens, row = list(want.token_ids), heapq.heappop(self._free_rows)
         seq = DraftedSequence(
             sequence_id=want.sequence_id,
-            row=heapq.heappop(self._free_rows),
+            row=row,
             tokens=tokens,
             num_known=len(tokens),
             num_computed=len(found) * size,
@@ -254,7 +236,7 @@ class DraftRows:
             last_asked=self._round,
             entry=NewSequence(
                 sequence_id=want.sequence_id,
-                row=-1,
+                row=row,
                 token_ids=(),
                 num_prompt_tokens=want.num_prompt_tokens,
                 sampling=want.sampling,
@@ -267,8 +249,8 @@ class DraftRows:
         return seq
 
     def _missing_blocks(self, want: Wanted, num_held: int, *, is_new: bool = False) -> int | None:
-        """How many blocks to take, for the whole draft or else for the known tokens; None when these do not fit."""
-        # The last token of a draft is not run.
+        """The blocks to take for the whole draft, or else for the known tokens; None when these do not fit."""
+        # The last token of a draft is never an input.
         whole = min(len(want.token_ids) + max(0, want.num_tokens - 1), self.max_len)
         for num_positions in dict.fromkeys((whole, len(want.token_ids))):
             missing = max(0, self.pool.num_blocks_for(num_positions) - num_held)
@@ -277,9 +259,9 @@ class DraftRows:
         return None
 
     def _make_room(self, num_blocks: int, *, is_new: bool) -> bool:
-        """Sees to free blocks at the price of those that were not asked for in this round."""
+        """Whether so many blocks are free, after evicting sequences that were not asked for in this round."""
         idle = [seq for seq in self._sequences.values() if seq.last_asked < self._round]
-        # Whoever is new leaves the others a block each to grow into, lest they take turns in pushing each other out.
+        # A new sequence leaves the others a block each to grow into, or they would evict each other in turns.
         num_wanted = num_blocks + (len(self._sequences) - len(idle) if is_new else 0)
         if self.pool.num_free + sum(len(seq.block_ids) for seq in idle) < num_wanted:
             return False
@@ -297,7 +279,7 @@ class DraftRows:
 
 
 def _first_difference(seq: DraftedSequence, want: Wanted) -> int:
-    """How many of the tokens in the sequence's row are what is known now."""
+    """How many of the tokens in the sequence's row still agree with the known ones."""
     known, held = want.token_ids, seq.tokens
     num_same = seq.num_known if want.num_same is None else want.num_same
     end = min(len(known), len(held))

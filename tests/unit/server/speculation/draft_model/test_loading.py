@@ -25,16 +25,15 @@ from loraplex_contracts.errors import (
     UnsafeFormat,
     UnsupportedModel,
 )
+from loraplex_server.config import DraftModelConfig
 from loraplex_server.layers.spec import ModelSpec
 from loraplex_server.speculation.draft_model.drafter import DraftMemory
 from loraplex_server.speculation.draft_model.loading import (
-    DraftModel,
-    DraftSource,
     DraftTarget,
     have_same_ids,
     load_draft,
-    make_proposer,
 )
+from loraplex_server.speculation.draft_model.proposers import DraftModelProposer
 from loraplex_server.speculation.proposer import DRAFT_MODEL, UNIVERSAL
 from loraplex_server.text.tokenizer import TextTokenizer
 
@@ -73,26 +72,27 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def load(source: DraftSource, target: DraftTarget, memory: DraftMemory = MEMORY) -> DraftModel:
-    return load_draft(replace(source, device="cpu"), target, memory)
+def load(
+    config: DraftModelConfig, target: DraftTarget, memory: DraftMemory = MEMORY, dtype: str = "auto"
+) -> DraftModelProposer:
+    return load_draft(config, target, memory, dtype=dtype, device="cpu")
 
 
 # --- which proposer fits ----------------------------------------------------------------------------------------------
 
 
 def test_the_same_tokenizer(tiny_world: TinyWorld, target: DraftTarget) -> None:
-    draft = load(DraftSource("small", str(tiny_world.model)), target)
-    proposer = make_proposer(draft, target)
-    assert proposer.name == DRAFT_MODEL
+    draft = load(DraftModelConfig("small", str(tiny_world.model)), target)
+    assert draft.name == DRAFT_MODEL
     assert draft.drafter.rows.max_len == 100  # the target's context is the shorter one
     model = AutoModelForCausalLM.from_pretrained(tiny_world.model)
     prompt = [70, 71, 72, 73, 74]
-    assert proposer.propose([ask("a", prompt, 5)]) == [tuple(greedy(model, prompt, 5))]
-    proposer.close()
+    assert draft.propose([ask("a", prompt, 5)]) == [tuple(greedy(model, prompt, 5))]
+    draft.close()
 
 
 def test_the_memory_may_set_a_shorter_limit(tiny_world: TinyWorld, target: DraftTarget) -> None:
-    draft = load(DraftSource("small", str(tiny_world.model)), target, replace(MEMORY, max_len=60))
+    draft = load(DraftModelConfig("small", str(tiny_world.model)), target, replace(MEMORY, max_len=60))
     assert draft.drafter.rows.max_len == 60
 
 
@@ -100,24 +100,23 @@ def test_another_tokenizer_in_its_directory(other: Path, target: DraftTarget, tm
     folder = tmp_path / "with"
     shutil.copytree(other, folder)
     tiny_tokenizer("byte_level").save_pretrained(folder)
-    draft = load(DraftSource("o", str(folder)), target)
-    proposer = make_proposer(draft, target)
-    assert proposer.name == UNIVERSAL
-    assert len(proposer.propose([ask("a", target.tokenizer.encode("SELECT name"), 3)])) == 1
+    draft = load(DraftModelConfig("o", str(folder)), target)
+    assert draft.name == UNIVERSAL
+    assert len(draft.propose([ask("a", target.tokenizer.encode("SELECT name"), 3)])) == 1
     assert draft.drafter.rows.num_sequences == 1
 
 
 def test_another_tokenizer_from_elsewhere(other: Path, target: DraftTarget, tmp_path: Path) -> None:
     tiny_tokenizer("byte_level").save_pretrained(tmp_path)
-    draft = load(DraftSource("o", str(other), tokenizer_path=str(tmp_path)), target)
-    assert make_proposer(draft, target).name == UNIVERSAL
+    draft = load(DraftModelConfig("o", str(other), tokenizer=str(tmp_path)), target)
+    assert draft.name == UNIVERSAL
 
 
 def test_without_tokenizers_the_size_decides(tiny_world: TinyWorld, other: Path, nameless: DraftTarget) -> None:
-    same = load(DraftSource("small", str(tiny_world.model)), nameless)
-    assert make_proposer(same, nameless).name == DRAFT_MODEL
+    same = load(DraftModelConfig("small", str(tiny_world.model)), nameless)
+    assert same.name == DRAFT_MODEL
     bare = DraftTarget(spec(450), TextTokenizer(None))
-    assert make_proposer(load(DraftSource("o", str(other)), bare), bare).name == DRAFT_MODEL
+    assert load(DraftModelConfig("o", str(other)), bare).name == DRAFT_MODEL
 
 
 def test_the_same_but_for_a_few() -> None:
@@ -135,14 +134,14 @@ def test_the_same_but_for_a_few() -> None:
 
 def test_an_adapter_is_merged(tiny_world: TinyWorld, target: DraftTarget) -> None:
     folder = tiny_world.adapters / tiny_world.names[1]
-    draft = load(DraftSource("small", str(tiny_world.model), str(folder), dtype="float64"), target)
+    draft = load(DraftModelConfig("small", str(tiny_world.model), adapter=str(folder)), target, dtype="float64")
     model = AutoModelForCausalLM.from_pretrained(tiny_world.model, dtype=torch.float64)
     peft = PeftModel.from_pretrained(make_dense(model), folder).double()
     prompt = [70, 71, 72, 73, 74]
     want = greedy(peft, prompt, 5)
     plain = greedy(AutoModelForCausalLM.from_pretrained(tiny_world.model), prompt, 5)
     assert want != plain
-    assert make_proposer(draft, target).propose([ask("a", prompt, 5)]) == [tuple(want)]
+    assert draft.propose([ask("a", prompt, 5)]) == [tuple(want)]
 
 
 def test_adapters_that_cannot_be_merged(tiny_world: TinyWorld, target: DraftTarget, tmp_path: Path) -> None:
@@ -150,7 +149,7 @@ def test_adapters_that_cannot_be_merged(tiny_world: TinyWorld, target: DraftTarg
 
     def error_with(folder: Path) -> LoraplexError:
         with pytest.raises(LoraplexError, match=r"--draft-adapter|PEFT cannot merge") as caught:
-            load(DraftSource("small", str(tiny_world.model), str(folder)), target)
+            load(DraftModelConfig("small", str(tiny_world.model), adapter=str(folder)), target)
         assert caught.value.field == "--draft-adapter"
         return caught.value
 
@@ -181,19 +180,19 @@ def test_adapters_that_cannot_be_merged(tiny_world: TinyWorld, target: DraftTarg
 
 def test_no_way_to_the_vocabulary(other: Path, target: DraftTarget, nameless: DraftTarget, tmp_path: Path) -> None:
     with pytest.raises(FailedPrecondition, match="--draft-tokenizer o=PATH"):
-        load(DraftSource("o", str(other)), target)
+        load(DraftModelConfig("o", str(other)), target)
     tiny_tokenizer("byte_level").save_pretrained(tmp_path)
     with pytest.raises(FailedPrecondition, match="base model has no tokenizer"):
-        load(DraftSource("o", str(other), tokenizer_path=str(tmp_path)), nameless)
+        load(DraftModelConfig("o", str(other), tokenizer=str(tmp_path)), nameless)
 
 
 def test_a_tokenizer_that_is_not_there(other: Path, target: DraftTarget, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="no tokenizer in") as caught:
-        load(DraftSource("o", str(other), tokenizer_path=str(tmp_path)), target)
+        load(DraftModelConfig("o", str(other), tokenizer=str(tmp_path)), target)
     assert caught.value.field == "--draft-tokenizer"
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(UnsupportedModel, match="draft model o: the tokenizer") as caught:
-        load(DraftSource("o", str(other), tokenizer_path=str(tmp_path)), target)
+        load(DraftModelConfig("o", str(other), tokenizer=str(tmp_path)), target)
     assert caught.value.field == "--draft-tokenizer"
 
 
@@ -202,10 +201,10 @@ def test_a_model_that_is_not_there(target: DraftTarget, tmp_path: Path) -> None:
     file.write_bytes(b"")
     for path in (tmp_path / "missing", tmp_path, file):
         with pytest.raises(UnsupportedModel, match="draft model small: ") as caught:
-            load(DraftSource("small", str(path)), target)
+            load(DraftModelConfig("small", str(path)), target)
         assert caught.value.field == "--draft-model"
 
 
 def test_a_dtype_that_does_not_exist(tiny_world: TinyWorld, target: DraftTarget) -> None:
     with pytest.raises(InvalidArgument, match="dtype"):
-        load(DraftSource("small", str(tiny_world.model), dtype="int4"), target)
+        load(DraftModelConfig("small", str(tiny_world.model)), target, dtype="int4")

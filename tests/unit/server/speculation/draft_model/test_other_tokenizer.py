@@ -93,7 +93,7 @@ def test_no_text_changes(target_family: str, target: str, draft_family: str, dra
     rig.run(plain + jobs)
     assert [job.tokens for job in jobs] == [job.tokens for job in plain]
     assert any(drafted)
-    proposer._drafter.rows.check_integrity()
+    proposer.drafter.rows.check_integrity()
 
 
 # --- catching up ------------------------------------------------------------------------------------------------------
@@ -107,20 +107,20 @@ def test_the_draft_model_has_read_what_is_known(target: str, draft: str) -> None
     proposer = make(target, draft)
     oracle = make_dense(model("llama", draft, 1))
     drafts: list[tuple[list[int], list[int]]] = []
-    inner = proposer._drafter.draft
+    inner = proposer.drafter.draft
 
     def watched(wants: Sequence[Wanted]) -> list[list[int]]:
         found = inner(wants)
         drafts.extend((list(want.token_ids), draft) for want, draft in zip(wants, found, strict=True))
         return found
 
-    proposer._drafter.draft = watched  # type: ignore[method-assign]
+    proposer.drafter.draft = watched  # type: ignore[method-assign]
     texts = [tokenizer(target).encode(text) for text in TEXT[:2]]
     ends = [2, 3]
     for _ in range(9):
         chosen = [i for i in range(2) if dice.random() < 0.8] or [0]
         proposer.propose([ask(f"s{i}", texts[i][: ends[i]], dice.randint(1, 3)) for i in chosen])
-        proposer._drafter.rows.check_integrity()
+        proposer.drafter.rows.check_integrity()
         for i in range(2):
             ends[i] = min(len(texts[i]), ends[i] + dice.choice([0, 1, 2, 5]))
     for ids, drafted in drafts:
@@ -131,7 +131,7 @@ def test_the_draft_model_has_read_what_is_known(target: str, draft: str) -> None
 def test_what_is_known_is_read_once() -> None:
     """Each ask runs the few tokens that are new, not the text."""
     proposer = make("byte_level", "gemma_bpe")
-    runner = proposer._drafter.runner
+    runner = proposer.drafter.runner
     execute, num_run, num_entered = runner.execute, [0], [0]
 
     def counted(plan: Any) -> Any:
@@ -146,7 +146,7 @@ def test_what_is_known_is_read_once() -> None:
     num_asks = len(range(40, len(tokens), 2))
     assert num_run[0] < len(tokens) * 2 + num_asks * 8
     assert num_entered == [1]  # no block that others may find has to be written anew
-    assert num_cached_blocks(proposer._drafter.rows.pool) > 5
+    assert num_cached_blocks(proposer.drafter.rows.pool) > 5
 
 
 # --- what a good draft gives ------------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ def test_a_draft_model_that_is_right_saves_steps() -> None:
     """Fewer than half as many as tokens, on text that both tokenizers know."""
     text = TEXT[0] + " " + TEXT[1]
     proposer = make("byte_level", "gemma_bpe")
-    proposer._drafter.draft = oracle(proposer, text, "gemma_bpe")  # type: ignore[method-assign]
+    proposer.drafter.draft = oracle(proposer, text, "gemma_bpe")  # type: ignore[method-assign]
     tokens = tokenizer("byte_level").encode(text)
     end, num_steps = 5, 0
     while end < len(tokens):
@@ -197,7 +197,7 @@ def scripted(proposer: UniversalProposer, drafted: Sequence[int]) -> list[Wanted
         asked.extend(wants)
         return [list(drafted) for _ in wants]
 
-    proposer._drafter.draft = draft  # type: ignore[method-assign]
+    proposer.drafter.draft = draft  # type: ignore[method-assign]
     return asked
 
 
@@ -294,7 +294,7 @@ def test_forgetting() -> None:
     proposer.end("a")
     proposer.end("a")
     assert set(proposer._texts) == {"b"}
-    assert proposer._drafter.rows.num_sequences == 1
+    assert proposer.drafter.rows.num_sequences == 1
     proposer.close()
-    assert proposer._drafter.rows.num_sequences == 0
-    proposer._drafter.rows.check_integrity()
+    assert proposer.drafter.rows.num_sequences == 0
+    proposer.drafter.rows.check_integrity()

@@ -74,7 +74,7 @@ def make(model: PreTrainedModel, *, num_blocks: int = 200, max_rows: int = 6, **
 
 
 def drafter(proposer: DraftModelProposer) -> Drafter:
-    return proposer._drafter
+    return proposer.drafter
 
 
 def check(proposer: DraftModelProposer) -> None:

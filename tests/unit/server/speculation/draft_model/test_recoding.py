@@ -49,9 +49,9 @@ def test_a_growing_text_equals_one_at_once(target: str, draft: str) -> None:
     dice = random.Random(1)
     for first in (1, 2, 5, 40, 100):
         tokens = encode(target, LONG)
-        text = pair.new_text(tokens[:first])
+        text = RecodedText(pair, tokens[:first])
         grow(text, tokens, first, dice)
-        whole = pair.new_text(tokens)
+        whole = RecodedText(pair, tokens)
         decode = pair.draft.decode
         squeezed = ["".join(decode(ids).split()) for ids in (text.ids, whole.ids)]
         assert squeezed[0] == squeezed[1]
@@ -64,7 +64,7 @@ def test_what_has_settled_stays(target: str, draft: str) -> None:
     """And what is called the same is the same."""
     pair = recoder(target, draft)
     tokens = encode(target, LONG)
-    text = pair.new_text(tokens[:3])
+    text = RecodedText(pair, tokens[:3])
     settled: list[int] = []
     before: list[int] = []
     for end in range(4, len(tokens), 3):
@@ -84,9 +84,9 @@ def test_a_true_draft_comes_out_as_the_targets_tokens(target: str, draft: str) -
     the target has said one half are in it."""
     pair = recoder(target, draft)
     tokens = encode(target, LONG)
-    all_ids = pair.new_text(tokens).ids
+    all_ids = RecodedText(pair, tokens).ids
     num_right = num_wanted = 0
-    text = pair.new_text(tokens[:2])
+    text = RecodedText(pair, tokens[:2])
     for end in range(2, len(tokens) - 4, 3):
         text.extend(tokens[:end])
         known = pair.draft.decode(text.ids)
@@ -108,7 +108,7 @@ def test_the_targets_own_way_to_cut_a_word_is_kept() -> None:
     """It said "he", "l": the rest of the word is proposed alone, though the tokenizer would have one token for it."""
     pair = recoder("byte_level", "gemma_bpe")
     tokens = [*encode("byte_level", "SELECT"), *pieces("byte_level", " n", "a")]
-    text = pair.new_text(tokens)
+    text = RecodedText(pair, tokens)
     assert [pair.target.content(token_id) for token_id, _, _ in pair.target.spans("SELECT name")][-1] == "Ġname"
     drafted = [token_id for token_id, _, _ in pair.draft.spans("me, price")]
     assert pair.target.decode(text.proposal(drafted)) == "me, price"
@@ -126,7 +126,7 @@ def test_characters_come_when_they_are_whole(kind: str) -> None:
     tokens = encode(kind, "x 🚀🛰 y")[1:]
     seen: set[str] = set()
     for first in range(1, len(tokens)):
-        text = pair.new_text(tokens[:first])
+        text = RecodedText(pair, tokens[:first])
         for end in range(first, len(tokens) + 1):
             text.extend(tokens[:end])
             seen.add(text._tail)
@@ -139,7 +139,7 @@ def test_half_a_character_goes_on_as_it_began() -> None:
     """A draft with another character in its place is none."""
     pair = recoder("gemma_bpe", "byte_level")
     tokens = encode("gemma_bpe", "x \U0001f680")
-    text = pair.new_text(tokens[:-2])
+    text = RecodedText(pair, tokens[:-2])
     rocket = [token_id for token_id, _, _ in pair.draft.spans("\U0001f680 y")]
     assert text.proposal(rocket)[:2] == tokens[-2:]
     assert text.proposal([token_id for token_id, _, _ in pair.draft.spans("name")]) == []
@@ -151,7 +151,7 @@ def test_a_long_run_of_bytes() -> None:
     run = "x " + "🚀龘" * 25
     tokens = encode("gemma_bpe", run)[1:]
     assert len(tokens) > 160
-    text = pair.new_text(tokens[:2])
+    text = RecodedText(pair, tokens[:2])
     for end in range(2, len(tokens) + 1, 3):
         text.extend(tokens[:end])
     text.extend(tokens)
@@ -165,18 +165,18 @@ def test_special_tokens() -> None:
     both = recoder("byte_level", "gemma_bpe")
     turn = both.target.special_ids["<|turn|>"]
     begin = both.draft.special_ids["<s>"]
-    ids = both.new_text([*tokens, turn, *tokens[1:]]).ids
+    ids = RecodedText(both, [*tokens, turn, *tokens[1:]]).ids
     assert ids[0] == begin
     assert ids.count(begin) == 1
     assert ids.count(both.draft.special_ids["<|turn|>"]) == 1
-    assert both.new_text(tokens[1:]).ids[0] == begin
-    grown = both.new_text(tokens)
+    assert RecodedText(both, tokens[1:]).ids[0] == begin
+    grown = RecodedText(both, tokens)
     grown.extend([*tokens, turn])
     grown.extend([*tokens, turn, *tokens[1:]])
     assert grown.ids == ids
     foreign = Recoder(both.target, plain_bytes(), ())
-    assert foreign.draft.decode(foreign.new_text([*tokens, turn, *tokens[1:]]).ids) == "a ba b"
-    assert foreign.new_text([tokens[0], turn]).ids == []
+    assert foreign.draft.decode(RecodedText(foreign, [*tokens, turn, *tokens[1:]]).ids) == "a ba b"
+    assert RecodedText(foreign, [tokens[0], turn]).ids == []
 
 
 def plain_bytes() -> Vocabulary:
@@ -195,7 +195,7 @@ def test_any_tokens_at_all(target: str, draft: str) -> None:
     dice = random.Random(3)
     num_target, num_draft = len(pair.target.pieces), len(pair.draft.pieces)
     tokens = [dice.randrange(num_target + 3) for _ in range(150)]
-    text = pair.new_text(tokens[:1])
+    text = RecodedText(pair, tokens[:1])
     for end in range(1, len(tokens), 4):
         text.extend(tokens[:end])
         drafted = [dice.randrange(num_draft + 3) for _ in range(6)]
