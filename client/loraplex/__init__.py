@@ -1,6 +1,6 @@
-"""Loraplex's SDK: `Client`, `AsyncClient`, their types, and the errors they raise.
+"""SDK of Loraplex: `Client`, `AsyncClient`, their types and errors.
 
-Needs neither torch nor a model; what serves them is in other packages.
+Needs neither torch nor a model.
 """
 
 from loraplex.aio import AsyncAdapters, AsyncClient, AsyncStream

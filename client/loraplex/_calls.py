@@ -46,7 +46,7 @@ _Answer = TypeVar("_Answer")
 
 DEFAULT_PORT: Final = 50051
 DEFAULT_TIMEOUT_S: Final = 120.0
-MIN_TIMEOUT_S: Final = 0.001  # of a listing's page whose time is up: the server still answers DeadlineExceeded
+MIN_TIMEOUT_S: Final = 0.001  # of a late page of a listing, which then ends with DeadlineExceeded
 CLOCK_SLACK_S: Final = 0.05  # both sides end a call at its deadline, each by its own timer
 MAX_PAGE_SIZE: Final = 1000  # the largest that servers give
 
@@ -189,7 +189,7 @@ class Call(Generic[_Answer]):
         return f"no complete answer within {self.allowed_s or self.timeout_s:g} s; allow more (timeout_s, --timeout)"
 
     def closed(self) -> Cancelled:
-        """The error of a call whose client was closed before the answer."""
+        """The error of a call after its client was closed."""
         metadata = {"request_id": self.request_id} if self.request_id is not None else {}
         return Cancelled("the client was closed before the answer was complete", metadata=metadata)
 

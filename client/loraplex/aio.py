@@ -1,6 +1,6 @@
-"""The asyncio client.
+"""Client for asyncio, with one channel.
 
-Belongs to the event loop that first uses it; owns one channel.
+The event loop of the first call owns it.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class AsyncClient:
         await self.close()
 
     def _open(self) -> grpc.aio.Channel:
-        """The channel, made at the first call because it binds to the running loop."""
+        """The channel, created at the first call because it binds to the running loop."""
         if self._is_closed:
             raise FailedPrecondition("this client is closed; make a new one")
         channel = self._channel or self._calls.settings.channel(grpc.aio)
@@ -190,7 +190,7 @@ class AsyncStream(AsyncIterator[Chunk]):
             raise self._call.error(error) from error
         except asyncio.CancelledError:
             was_closed, self._is_closed = self._is_closed, True
-            if was_closed and not _is_cancelled():  # by another task, while this one was waiting
+            if was_closed and not _is_cancelled():  # by another task, during the wait
                 raise StopAsyncIteration from None
             _raise_unless_of_this_task(self._call)
             raise
@@ -214,12 +214,12 @@ class AsyncStream(AsyncIterator[Chunk]):
 
 
 def _is_cancelled() -> bool:
-    """Whether somebody cancelled this task. grpc raises CancelledError for calls that it ended itself, too."""
+    """True if this task is being cancelled. gRPC also raises CancelledError for calls that it ended itself."""
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
 
 
 def _raise_unless_of_this_task(call: Call[Any]) -> None:
-    """Raises Cancelled where the call was cancelled and the task was not, which would take it for its own end."""
+    """Raises Cancelled if the call was cancelled but the task was not: the task must not take it for its own end."""
     if not _is_cancelled():
         raise call.closed() from None

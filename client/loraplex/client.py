@@ -1,4 +1,4 @@
-"""The blocking client. Safe to use from several threads; owns one channel."""
+"""Blocking client with one channel. Several threads may use it."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ class Stream(Iterator[Chunk]):
 
     def __init__(self, call: Call[Chunk], rpc: Any) -> None:
         self._call = call
-        self._rpc = rpc  # grpc's own: the iterator, and the call to cancel
+        self._rpc = rpc  # gRPC's iterator, which also cancels
         self._is_closed = False
 
     @property
@@ -176,7 +176,7 @@ class Stream(Iterator[Chunk]):
             self._is_closed = True
             raise
         except grpc.RpcError as error:
-            if self._is_closed:  # by another thread, while this one was waiting
+            if self._is_closed:  # by another thread, during the wait
                 raise StopIteration from None
             self._is_closed = True
             raise self._call.error(error) from error

@@ -1,6 +1,6 @@
 """Types of the SDK: frozen dataclasses without protobuf or gRPC.
 
-Optional answers are None where the server did not send them; counts that it did not send are 0.
+Optional fields of an answer are None, and counts are 0, where the server did not send them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from loraplex_contracts.errors import InvalidArgument
 from loraplex_contracts.events import FinishReason, TokenLogprob
 from loraplex_contracts.events import TopLogprob as TopLogprob
 
-# --- what a caller may ask for --------------------------------------------------------------------------------------
+# --- requests -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Tls:
 class Message(TypedDict):
     """One turn of a chat."""
 
-    role: Required[str]  # "system", "user", "assistant", or what else the base model's chat template knows
+    role: Required[str]  # "system", "user", "assistant", or another role of the base model's chat template
     content: Required[str]
 
 
@@ -44,14 +44,14 @@ class Message(TypedDict):
 class Medusa:
     """Speculate with Medusa heads."""
 
-    adapter_id: str = ""  # whose heads; empty: those of the request's adapter, else the server's default ones
+    adapter_id: str = ""  # of the heads; empty: those of the request's adapter, else the server's default
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLookup:
     """Speculate by copying from the text so far."""
 
-    min_ngram: int = 0  # bounds of what must match; 0: the server's choice
+    min_ngram: int = 0  # bounds of the matching n-gram; 0: the server's choice
     max_ngram: int = 0
 
 
@@ -63,39 +63,36 @@ class DraftModel:
 
 
 SpeculationKind = Literal["off", "auto", "medusa", "prompt_lookup", "draft_model"]
-"""What the kinds are called. "auto" leaves it to the server, and so do the others what they do not say."""
+"""Kinds of speculation. "auto" leaves the choice to the server, as the other kinds do for their parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """All about speculation in one value, for callers that keep it or hand it on.
+    """Parameters of speculation in one value. They change the speed, never the text."""
 
-    The text is the same whatever it says; only the speed differs.
-    """
-
-    kind: SpeculationKind | Medusa | PromptLookup | DraftModel | None = None  # None: as server and adapter have it
-    max_draft_tokens: int | None = None  # as the options of these names
+    kind: SpeculationKind | Medusa | PromptLookup | DraftModel | None = None  # None: the default of server and adapter
+    max_draft_tokens: int | None = None  # like the options `max_draft_tokens` and `fixed_draft_length`
     fixed_length: bool | None = None
 
 
 AnySpeculation = SpeculationKind | Medusa | PromptLookup | DraftModel | Speculation
-"""What the option `speculation` takes."""
+"""Values of the option `speculation`."""
 
 
 class CallOptions(TypedDict, total=False):
-    """What every call takes."""
+    """Options of every call."""
 
     timeout_s: float | None
-    """Seconds until the call ends as DeadlineExceeded; None: never. Default: the client's."""
+    """Seconds until the call ends with DeadlineExceeded; None: no deadline. Default: the client's."""
 
 
 class GenerateOptions(CallOptions, total=False):
-    """What `generate` and `stream` take besides the prompt. What is left out, or None, has the server's default."""
+    """Options of `generate` and `stream`. An option that is missing or None has the server's default."""
 
     token_ids: Sequence[int] | None
     """The prompt as token ids, instead of text."""
     messages: Sequence[Message] | None
-    """The prompt as a chat, laid out by the base model's template, instead of text."""
+    """The prompt as a chat in the base model's template, instead of text."""
     omit_generation_prompt: bool | None
     """With `messages`: do not open the assistant's turn after the last one."""
     adapter_id: str | None
@@ -104,16 +101,16 @@ class GenerateOptions(CallOptions, total=False):
     """A mixture: adapter id -> weight, instead of `adapter_id`."""
 
     max_tokens: int | None
-    """New tokens at most. Default: what is left of the context."""
+    """New tokens at most. Default: the rest of the context."""
     min_tokens: int | None
-    """No end before this many new tokens."""
+    """New tokens at least."""
     stop: str | Sequence[str] | None
     """The text ends before the first of these strings."""
     stop_token_ids: Sequence[int] | None
     ignore_eos: bool | None
-    """Go on past the model's end-of-sequence tokens."""
+    """Continue past the model's end-of-sequence tokens."""
     include_stop: bool | None
-    """Leave the stop string that was met in the text."""
+    """Keep the matched stop string in the text."""
 
     temperature: float | None
     """0 is greedy, the default."""
@@ -127,7 +124,7 @@ class GenerateOptions(CallOptions, total=False):
     seed: int | None
     """The same seed gives the same text."""
     logit_bias: Mapping[int, float] | None
-    """Token id -> what is added to its logit."""
+    """Token id -> bias added to its logit."""
     bad_words: str | Sequence[str] | None
     """Texts that are never written."""
     allowed_token_ids: Sequence[int] | None
@@ -138,33 +135,33 @@ class GenerateOptions(CallOptions, total=False):
     logprobs: bool | None
     """Log probability of each new token."""
     top_logprobs: int | None
-    """That many alternatives at each position, too."""
+    """Number of alternatives at each position."""
     prompt_logprobs: bool | None
     echo: bool | None
-    """Put the prompt in front of the text."""
+    """Put the prompt before the text."""
     omit_token_ids: bool | None
 
     speculation: AnySpeculation | None
-    """How to speculate: the same text, sooner. Default: as the server and the adapter have it."""
+    """Kind of speculation: the same text, sooner. Default: that of the server and the adapter."""
     max_draft_tokens: int | None
     """Draft tokens per step at most. Default: the server's choice."""
     fixed_draft_length: bool | None
-    """Always draft as many, whatever is accepted."""
+    """Always draft `max_draft_tokens`, whatever is accepted."""
 
     priority: int | None
     """Higher is served first, -100 to 100."""
     request_id: str | None
-    """Found again in the answer, in errors and in the server's log. Default: a random one."""
+    """Repeated in the answer, in errors and in the server's log. Default: a random one."""
     cache_salt: str | None
-    """Keeps this prompt out of other requests' prefix cache hits."""
+    """Separates the prefix cache: only requests with the same salt share prompts."""
 
 
-# --- what comes back ------------------------------------------------------------------------------------------------
+# --- answers --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class ProposerUsage:
-    """What one way of speculation did."""
+    """Draft tokens of one proposer."""
 
     name: str  # "medusa", "prompt_lookup", "draft_model" or, with a tokenizer of its own, "universal"
     drafted_tokens: int = 0
@@ -172,30 +169,30 @@ class ProposerUsage:
 
     @property
     def acceptance(self) -> float | None:
-        """The accepted share of the drafted tokens, 0 to 1; None where nothing was drafted."""
+        """The accepted share of the drafted tokens, 0 to 1; None without draft tokens."""
         return _share(self.accepted_tokens, self.drafted_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """How many tokens, and how they came to be."""
+    """Token counts of an answer."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    cached_tokens: int = 0  # of the prompt, out of the prefix cache
+    cached_tokens: int = 0  # of the prompt, from the prefix cache
     drafted_tokens: int = 0  # by speculation
     accepted_tokens: int = 0  # of those
-    proposers: tuple[ProposerUsage, ...] = ()  # the same by who proposed them
-    steps: int = 0  # of the model, that gave the completions' tokens; 0 where the server does not say
+    proposers: tuple[ProposerUsage, ...] = ()  # the same, by proposer
+    steps: int = 0  # of the model for the completions' tokens; 0 if unknown
 
     @property
     def acceptance(self) -> float | None:
-        """The accepted share of the drafted tokens, 0 to 1; None where nothing was drafted."""
+        """The accepted share of the drafted tokens, 0 to 1; None without draft tokens."""
         return _share(self.accepted_tokens, self.drafted_tokens)
 
     @property
     def tokens_per_step(self) -> float | None:
-        """1 without speculation, more the better it works; None where it is not known."""
+        """1 without speculation, more with accepted drafts; None where it is unknown."""
         return _share(self.completion_tokens, self.steps)
 
 
@@ -205,7 +202,7 @@ def _share(part: int, whole: int) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds, as the worker measured them."""
+    """Times in seconds, measured by the worker."""
 
     queue_s: float = 0.0
     time_to_first_token_s: float = 0.0
@@ -214,7 +211,7 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One text out of a generation."""
+    """One text of a generation."""
 
     index: int
     text: str
@@ -233,27 +230,27 @@ class Generation:
     completions: tuple[Completion, ...]
     usage: Usage
     timings: Timings
-    adapter_digest: str  # of the weights that were used; empty for the base model
+    adapter_digest: str  # of the adapter's weights; empty for the base model
     request_id: str
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
     @property
     def text(self) -> str:
-        """Of the first completion, which with n = 1 is the only one."""
+        """Text of the first completion."""
         return self.completions[0].text
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Of the first completion."""
+        """Finish reason of the first completion."""
         return self.completions[0].finish_reason
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """News of one completion, out of `stream`. Its last chunk has a finish reason, usage and timings."""
+    """New tokens of one completion of a stream. Its last chunk has a finish reason, usage and timings."""
 
     index: int
-    text: str  # what is new
+    text: str  # the new part
     token_ids: tuple[int, ...]
     request_id: str
     adapter_digest: str
@@ -279,7 +276,7 @@ class Tokenization:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """An adapter as one worker has it."""
+    """State of an adapter on one worker."""
 
     adapter_id: str
     kind: str  # "lora", "medusa" or "combined"
@@ -290,14 +287,14 @@ class Adapter:
     rank: int  # the largest of its modules
     running_requests: int
     pinned: bool
-    error: str  # where the state is "failed": why
+    error: str  # reason of the state "failed"
     error_reason: str
     worker: str  # filled by a router
 
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What answers at an address."""
+    """Description of a router or worker."""
 
     model_id: str
     model_type: str
@@ -310,5 +307,5 @@ class ServerInfo:
     max_lora_rank: int
     eos_token_ids: tuple[int, ...]
     has_chat_template: bool
-    speculation: tuple[str, ...]  # the kinds that it can do now; a draft model as "draft_model:NAME"
+    speculation: tuple[str, ...]  # available kinds; draft models as "draft_model:NAME"
     draft_models: tuple[str, ...] = ()  # their names

@@ -49,7 +49,7 @@ class Row(TypedDict):
 
 
 class Report(TypedDict):
-    """What `--json` prints."""
+    """Output of `--json`."""
 
     loraplex: str
     python: str

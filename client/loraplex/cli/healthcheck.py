@@ -16,7 +16,7 @@ READY_SERVICE = "loraplex.v1.InferenceService"
 
 
 def is_serving(address: str, service: str = READY_SERVICE, *, timeout_s: float = 4.0) -> bool:
-    """Whether the server at `address` answers that `service` serves."""
+    """True if the server at `address` answers that `service` is serving."""
     name = service.encode()
     request = b"\x0a" + bytes([len(name)]) + name if name else b""
     with grpc.insecure_channel(address) as channel:
