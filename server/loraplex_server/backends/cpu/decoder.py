@@ -14,6 +14,7 @@ import copy
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final, cast
 
 import numpy as np
@@ -26,7 +27,7 @@ from loraplex_server.backends.cpu.attention import Plan, reason_against, spans_o
 from loraplex_server.backends.cpu.lora import NativeSegments, table_of
 from loraplex_server.backends.cpu.native.kernels import DTYPES, NO_RUNS, NativeKernels, PackedWeight, RunsOfRows
 from loraplex_server.backends.cpu.native.prototypes import Layer, Stack, Step
-from loraplex_server.backends.equivalence import Comparison, compare
+from loraplex_server.backends.equivalence import compare
 from loraplex_server.layers import attention_interface as interface
 from loraplex_server.layers.adapter_slots import AdapterSlots
 from loraplex_server.layers.attention import AttentionBatch
@@ -37,22 +38,14 @@ from loraplex_server.layers.spec import AttentionSpec
 
 log = logging.getLogger(__name__)
 
-LINEARS: Final = (
-    "self_attn.q_proj",
-    "self_attn.k_proj",
-    "self_attn.v_proj",
-    "self_attn.o_proj",
-    "mlp.gate_proj",
-    "mlp.up_proj",
-    "mlp.down_proj",
-)
+PARTS: Final = ("q", "k", "v", "o", "gate", "up", "down")
+LINEARS: Final = (*(f"self_attn.{part}_proj" for part in PARTS[:4]), *(f"mlp.{part}_proj" for part in PARTS[4:]))
 NORMS: Final = ("input_layernorm", "post_attention_layernorm")
 HEAD_NORMS: Final = ("self_attn.q_norm", "self_attn.k_norm")
 ACTIVATIONS: Final = {"SiLUActivation": 0, "SiLU": 0, "GELUTanh": 1, "PytorchGELUTanh": 1}
 NUM_TOKENS: Final = 6
 STATES_SCALE: Final = 0.02
 ROTARY_MULTIPLE: Final = 32  # of the features that positions turn
-PARTS: Final = ("q", "k", "v", "o", "gate", "up", "down")
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,20 +383,7 @@ def _prove(
     kernels: NativeKernels,
     far: Sequence[int],
 ) -> None:
-    found = _compare(model, layer, weights, shape, kernels, far)
-    if not found.is_equal:
-        raise _NoMatch(f"layer {idx} computes something else ({found.error:.1%} apart in {_name(shape.dtype)})")
-
-
-def _compare(
-    model: PreTrainedModel,
-    layer: nn.Module,
-    weights: LayerWeights,
-    shape: StackShape,
-    kernels: NativeKernels,
-    far: Sequence[int],
-) -> Comparison:
-    """The native twin beside the layer on random states, relative to what the layer adds to them."""
+    """Runs the native twin beside the layer on random states. Raises _NoMatch where what they add to these differs."""
     generator = torch.Generator().manual_seed(5)
     # Small, because what a layer adds does not grow with its input, but rounding the sum does.
     states = (STATES_SCALE * torch.randn(1, NUM_TOKENS, shape.hidden_size, generator=generator)).to(shape.dtype)
@@ -420,7 +400,7 @@ def _compare(
             if embeddings[0].shape[-1] % ROTARY_MULTIPLE:
                 raise _NoMatch(f"positions turn {embeddings[0].shape[-1]} features of a head")
             attention = layer.get_submodule("self_attn")
-            setattr(attention, interface.HANDLE, _PlainAttention(spec))
+            setattr(attention, interface.HANDLE, partial(_attend_plainly, spec))
             expected = layer(
                 states.clone(), attention_mask=None, position_ids=positions, position_embeddings=embeddings
             )
@@ -437,30 +417,22 @@ def _compare(
         context.clear()
         if hasattr(layer.get_submodule("self_attn"), interface.HANDLE):
             delattr(layer.get_submodule("self_attn"), interface.HANDLE)
-    return compare("decoder", expected, got, base=states)
+    found = compare("decoder", expected, got, base=states)
+    if not found.is_equal:
+        raise _NoMatch(f"layer {idx} computes something else ({found.error:.1%} apart in {_name(shape.dtype)})")
 
 
-class _PlainAttention:
-    """What the layer finds as its attention while it is compared: all tokens are one sequence."""
+def _attend_plainly(spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+    """Attention of the compared layer: all tokens are one sequence.
 
-    def __init__(self, spec: AttentionSpec) -> None:
-        self.spec = spec
-
-    def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
-    ) -> Tensor:
-        """query, key, value [1, heads, tokens, dim] -> [1, tokens, heads, dim]"""
-        out = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=self._visible(), scale=self.spec.scaling, enable_gqa=True
-        )
-        return out.transpose(1, 2).contiguous()
-
-    def _visible(self) -> Tensor:
-        idx = torch.arange(NUM_TOKENS)
-        visible = idx[None, :] <= idx[:, None]
-        if self.spec.window is not None:
-            visible &= idx[None, :] > idx[:, None] - self.spec.window
-        return visible
+    query, key, value [1, heads, tokens, dim] -> [1, tokens, heads, dim]
+    """
+    idx = torch.arange(NUM_TOKENS)
+    visible = idx[None, :] <= idx[:, None]
+    if spec.window is not None:
+        visible &= idx[None, :] > idx[:, None] - spec.window
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=spec.scaling, enable_gqa=True)
+    return out.transpose(1, 2).contiguous()
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -38,15 +38,13 @@ class NativeSegments:
 class NativeOps:
     """SegmentedLora on a CPU by native kernels."""
 
+    name = "native"
+
     def __init__(self, kernels: NativeKernels) -> None:
         self.kernels = kernels
         self._fallback = CpuOps()
         # Decoding repeats itself: the same segments step after step, for all rows and for those of the head.
         self._recent: list[PreparedSegments] = []
-
-    @property
-    def name(self) -> str:
-        return "native"
 
     def prepare(
         self, segments: Sequence[Segment], num_rows: int, num_slots: int, device: torch.device
@@ -127,13 +125,11 @@ def _uses(segments: list[Segment], start: int, end: int) -> list[Segment]:
 class NativeDense:
     """SegmentedDense on a CPU: weights are read where they lie."""
 
+    name = "native"
+
     def __init__(self, kernels: NativeKernels) -> None:
         self._kernels = kernels
         self._fallback = CpuDense()
-
-    @property
-    def name(self) -> str:
-        return "native"
 
     def prepare(
         self, segments: Sequence[Segment], num_rows: int, num_slots: int, device: torch.device

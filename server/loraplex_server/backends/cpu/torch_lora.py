@@ -345,13 +345,11 @@ class _Bound:
 class CpuOps:
     """SegmentedLora for CPU tensors."""
 
+    name = "cpu"
+
     def __init__(self) -> None:
         self._fast_half = {dtype: has_fast_half(dtype) for dtype in (torch.bfloat16, torch.float16)}
         self._recent: deque[PreparedSegments] = deque(maxlen=RECENT_STEPS)
-
-    @property
-    def name(self) -> str:
-        return "cpu"
 
     def prepare(
         self, segments: Sequence[Segment], num_rows: int, num_slots: int, device: torch.device
@@ -430,14 +428,12 @@ def _own_product(piece: Alone, factors: LoraFactors) -> _OwnProduct | _UpcastPro
 class CpuDense:
     """SegmentedDense for CPU tensors."""
 
+    name = "cpu"
+
     def __init__(self) -> None:
         # One row of bfloat16 by a matrix-vector product takes 116 us where the matrix product takes 150 (1024 x 1024,
         # two cores). In float32 they are equal, in float16 it is four times slower.
         self._has_fast_vector = has_fast_half(torch.bfloat16)
-
-    @property
-    def name(self) -> str:
-        return "cpu"
 
     def prepare(
         self, segments: Sequence[Segment], num_rows: int, num_slots: int, device: torch.device

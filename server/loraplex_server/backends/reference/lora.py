@@ -21,9 +21,7 @@ def add_low_rank(y: Tensor, x: Tensor, a: Tensor, b: Tensor, factor: float) -> N
 class ReferenceOps:
     """SegmentedLora, one segment after the other."""
 
-    @property
-    def name(self) -> str:
-        return "reference"
+    name = "reference"
 
     def prepare(
         self, segments: Sequence[Segment], num_rows: int, num_slots: int, device: torch.device
@@ -43,9 +41,7 @@ class ReferenceOps:
 class ReferenceDense:
     """SegmentedDense, one segment after the other."""
 
-    @property
-    def name(self) -> str:
-        return "reference"
+    name = "reference"
 
     def prepare(
         self, segments: Sequence[Segment], num_rows: int, num_slots: int, device: torch.device

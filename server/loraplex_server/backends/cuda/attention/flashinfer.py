@@ -186,7 +186,15 @@ class _Wrapper:
         self._spec = spec
         self._copied: torch.cuda.Event | None = None
 
-    def plan(self, qo_indptr: Tensor, kv_indptr: Tensor, tables: Tensor, last_page: Tensor, options: _Options) -> None:
+    def plan(
+        self,
+        qo_indptr: Tensor,
+        kv_indptr: Tensor,
+        tables: Tensor,
+        last_page: Tensor,
+        block_size: int,
+        dtype: torch.dtype,
+    ) -> None:
         # It writes its plan into pinned memory of its own and copies from there: the copy before must be through. It
         # is, unless the host is more than a step ahead.
         if self._copied is not None:
@@ -194,19 +202,13 @@ class _Wrapper:
         spec = self._spec
         self.wrapper.plan(
             qo_indptr, kv_indptr, tables, last_page, spec.num_heads, spec.num_kv_heads, spec.k_dim,
-            options.block_size, causal=True, sm_scale=spec.scaling,
+            block_size, causal=True, sm_scale=spec.scaling,
             window_left=-1 if spec.window is None else spec.window - 1, logits_soft_cap=spec.softcap,
-            q_data_type=options.dtype, kv_data_type=options.dtype,
+            q_data_type=dtype, kv_data_type=dtype,
         )  # fmt: skip
         if tables.device.type == "cuda":
             self._copied = self._copied or torch.cuda.Event()
             self._copied.record()
-
-
-@dataclass(frozen=True, slots=True)
-class _Options:
-    block_size: int
-    dtype: torch.dtype
 
 
 def _plan_all(
@@ -229,12 +231,7 @@ def _plan_all(
     begin = int(spans.table_starts[first])
     tables = tables[begin : begin + int(kv_indptr[-1])]
     for wrapper in wrappers.values():
-        wrapper.plan(
-            host_copy(qo_indptr, device),
-            host_copy(kv_indptr, device),
-            tables,
-            host_copy(last_page, device),
-            _Options(block_size, dtype),
-        )
+        indptrs = host_copy(qo_indptr, device), host_copy(kv_indptr, device)
+        wrapper.plan(*indptrs, tables, host_copy(last_page, device), block_size, dtype)
     token = int(spans.first_tokens[first])
     return slice(token, token + int(qo_indptr[-1]))

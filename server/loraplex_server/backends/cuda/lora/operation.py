@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -106,15 +106,13 @@ class Call:
 class TritonOps:
     """SegmentedLora and ReplayableLora for CUDA: kernels in bfloat16, float16 and float32."""
 
+    name = "triton"
+
     def __init__(self, max_rank: int = 256, variant: Variant | None = None) -> None:
         """`variant` is for tests and measurements: None takes what the table says."""
         self.max_rank = max_rank  # of anything installed; more than that only in what is prepared
         self._variant: Variant | None = variant
         self._reference = ReferenceOps()
-
-    @property
-    def name(self) -> str:
-        return "triton"
 
     def prepare(
         self, segments: Sequence[Segment], num_rows: int, num_slots: int, device: torch.device
@@ -216,7 +214,14 @@ def _run_halves(call: Call) -> None:
     """Shrink and expand, by rows or by tiles."""
     plan, launch, table = call.plan, call.launch, call.tables[0]
     is_tiled = launch.variant == "tiles"
-    options = _tile_options(call) if is_tiled else _row_options(call)
+    if is_tiled:
+        common = {"BLOCK_ROWS": plan.block_rows, "UPCAST": INTERPRETED, "num_warps": launch.num_warps}
+        shrink_options = {**common, "NUM_STEPS": launch.num_steps, "num_stages": launch.num_stages}
+        # Pipelined, Hopper's wgmma with its left operand in registers (inner, narrowed here) is miscompiled by ptxas
+        # before 13.3.
+        expand_options = {**common, "num_stages": 1}
+    else:
+        shrink_options, expand_options = {}, {"SPLITS": triton.next_power_of_2(launch.num_splits)}
     inner = call.inner()
     step = (plan.rows, plan.blocks, plan.term_slots)
     sizes = (plan.num_positions, call.max_rank, call.inner_stride, call.table_stride)
@@ -226,35 +231,15 @@ def _run_halves(call: Call) -> None:
         NUM_LANES=launch.num_lanes,
         BLOCK_IN=launch.block_in,
         **call.constants(),
-        **options.shrink,
+        **shrink_options,
     )
     expand[(plan.num_blocks, call.num_column_blocks())](
         *(call.y, inner, *step, plan.term_weights, table.b_ptrs, table.ranks, table.scales, *call.ends()),
         *(call.y.stride(0), *sizes),
         BLOCK_OUT=launch.block_out,
         **call.constants(),
-        **options.expand,
+        **expand_options,
     )
-
-
-class _Options(NamedTuple):
-    """What only one kind of kernels knows."""
-
-    shrink: dict[str, Any]
-    expand: dict[str, Any]
-
-
-def _row_options(call: Call) -> _Options:
-    splits = triton.next_power_of_2(call.launch.num_splits)
-    return _Options({}, {"SPLITS": splits})
-
-
-def _tile_options(call: Call) -> _Options:
-    launch = call.launch
-    both = {"BLOCK_ROWS": call.plan.block_rows, "UPCAST": INTERPRETED, "num_warps": launch.num_warps}
-    # Pipelined, Hopper's wgmma with its left operand in registers (inner, narrowed here) is miscompiled by ptxas before
-    # 13.3.
-    return _Options({**both, "NUM_STEPS": launch.num_steps, "num_stages": launch.num_stages}, {**both, "num_stages": 1})
 
 
 def _run_fused(call: Call) -> None:
@@ -286,12 +271,10 @@ class _Pointers:
 class TritonDense:
     """SegmentedDense for CUDA: a kernel in bfloat16, float16 and float32."""
 
+    name = "triton"
+
     def __init__(self) -> None:
         self._reference = ReferenceDense()
-
-    @property
-    def name(self) -> str:
-        return "triton"
 
     def prepare(
         self, segments: Sequence[Segment], num_rows: int, num_slots: int, device: torch.device
