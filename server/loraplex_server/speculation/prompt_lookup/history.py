@@ -50,20 +50,20 @@ class Place(NamedTuple):
 class Separators:
     """What outputs of one kind write in place of which tokens of their prompts.
 
-    Learned where a copy begins or ends: there the two texts differ. What an output has written itself is no mark: it
-    may be copied.
+    Learned where a copy begins or ends: there the two texts differ. A token that an output has written itself is not
+    a separator: it may be copied.
     """
 
     def __init__(self) -> None:
         self._instead: dict[int, int] = {}  # by token of prompts; _WRITTEN: outputs have it too
         self.ends: set[int] = set()  # tokens that came in place of others: what ends a value
 
-    def is_mark(self, token_id: int) -> bool:
+    def is_separator(self, token_id: int) -> bool:
         """Whether something else came in place of that token, and never itself."""
         return self._instead.get(token_id, _WRITTEN) != _WRITTEN
 
     def instead(self, token_id: int) -> int:
-        """What came in place of that mark the last time."""
+        """What came in place of that separator the last time."""
         return self._instead[token_id]
 
     def first(self, token_ids: Sequence[int]) -> int:

@@ -3,8 +3,8 @@
 Owns one index per sequence: where each short run of its tokens stood last. Appending a token costs a few dictionary
 operations, nothing is rebuilt, and the tokens themselves stay with the scheduler. What a sequence has written goes into
 `history` when it ends, where later ones of the same adapter, tenant and cache salt look too, and no others. Knows
-neither the model nor whether its drafts were right; how much a match is worth is for `lengths` to learn, from where it
-was found and how long it is.
+neither the model nor whether its drafts were right; the policy learns how much a match is worth, from its source
+and its length.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NamedTuple
 from loraplex_contracts.plan import Candidate
 from loraplex_contracts.request import SpeculationParams
 from loraplex_server.speculation.prompt_lookup.history import MAX_MATCH, MIN_RUN, History, Outputs, Reader, Separators
-from loraplex_server.speculation.prompt_lookup.separators import Known, Piece, Source, weave
+from loraplex_server.speculation.prompt_lookup.separators import Known, Piece, Source, compose
 from loraplex_server.speculation.proposer import PROMPT_LOOKUP, Ask
 
 # Measured on records whose answers copy names and numbers out of the prompt: nothing above 4 changes a draft, and a
@@ -31,7 +31,7 @@ MAX_INDEXED_NGRAM = 8
 # Runs that end in the last this many tokens can be found, and up to twice as many: some 400 bytes each.
 WINDOW = 16_384
 
-# A copy of so many tokens was no chance: what comes instead of the next one is a mark.
+# A copy of so many tokens is not by chance: the prompt's next token is a separator then.
 MIN_COPIED = 3
 
 _TOKEN_BITS = 32
@@ -64,23 +64,20 @@ class PromptLookupProposer:
         return PROMPT_LOOKUP
 
     def match(self, candidate: Candidate, params: SpeculationParams) -> Match | None:
-        """What a draft would continue, None where there would be no draft. Asked again at once, it is known."""
+        """The match that a draft would continue; None where there is no draft."""
         return self._text(candidate, params).match
 
-    def match_len(self, candidate: Candidate, params: SpeculationParams) -> int:
-        """How many tokens the match is long, 0 for none."""
-        match = self.match(candidate, params)
-        return match.num_tokens if match is not None else 0
-
     def pieces(self, candidate: Candidate, params: SpeculationParams, num_tokens: int) -> tuple[Piece, ...]:
-        """Of what a draft of `num_tokens` tokens at most would be made: the evidence that `lengths` asks for."""
-        return self._woven(self._text(candidate, params), num_tokens)[1]
+        """The pieces of a draft of at most `num_tokens` tokens, for the policy."""
+        return self._composed(self._text(candidate, params), num_tokens)[1]
 
     def propose(self, asks: Sequence[Ask]) -> Sequence[tuple[int, ...]]:
-        return [self._woven(self._text(ask.candidate, ask.params), ask.num_tokens)[0][: ask.num_tokens] for ask in asks]
+        return [
+            self._composed(self._text(ask.candidate, ask.params), ask.num_tokens)[0][: ask.num_tokens] for ask in asks
+        ]
 
     def num_behind(self, candidate: Candidate) -> int:
-        """What is new is indexed when a match is looked for, whoever drafts then."""
+        """New tokens are indexed when a match is looked for, whichever proposer drafts."""
         return 0
 
     def suspend(self, sequence_id: str) -> None:
@@ -98,7 +95,7 @@ class PromptLookupProposer:
         self._history.clear()
 
     def _text(self, candidate: Candidate, params: SpeculationParams) -> _Text:
-        """What is known of the sequence, with all its tokens and their match."""
+        """The sequence's state, with all its tokens indexed and their match."""
         text = self._texts.get(candidate.sequence_id)
         num_tokens = len(candidate.token_ids)
         if text is not None and text.params is params and text.index.num_indexed == num_tokens:
@@ -112,15 +109,15 @@ class PromptLookupProposer:
             text = self._texts[candidate.sequence_id] = _Text(index, Reader(), separators, namespace, candidate, params)
         num_known = max(text.index.num_indexed, candidate.num_prompt_tokens)
         text.candidate, text.params, text.outputs = candidate, params, outputs
-        if text.woven is not None:
-            self._review(text, *text.woven, num_known)
+        if text.draft is not None:
+            self._review(text, *text.draft, num_known)
         text.separators.write(candidate.token_ids[num_known:])
         text.index.extend(candidate.token_ids)
         own = text.index.find(candidate.token_ids)
         if own is not None:
             self._learn(text, own)
         text.match = self._better(own, text, bounds)
-        text.woven = None
+        text.draft = None
         return text
 
     def _review(self, text: _Text, drafted: Sequence[int], pieces: Sequence[Piece], start: int) -> None:
@@ -162,11 +159,11 @@ class PromptLookupProposer:
             return own
         return Match(place.position, place.num_tokens, "resumed" if place.is_resumed else "history")
 
-    def _woven(self, text: _Text, num_tokens: int) -> tuple[tuple[int, ...], tuple[Piece, ...]]:
-        """A draft of `num_tokens` tokens or more, and its pieces. What is known is made once."""
-        if text.woven is None or text.num_woven < num_tokens:
-            text.num_woven = num_tokens
-            text.woven = ((), ())
+    def _composed(self, text: _Text, num_tokens: int) -> tuple[tuple[int, ...], tuple[Piece, ...]]:
+        """A draft of `num_tokens` tokens or more, and its pieces. Made once per step."""
+        if text.draft is None or text.num_composed < num_tokens:
+            text.num_composed = num_tokens
+            text.draft = ((), ())
             match = text.match
             if match is not None:
                 candidate = text.candidate
@@ -174,15 +171,14 @@ class PromptLookupProposer:
                 known = Known(candidate.token_ids, candidate.num_prompt_tokens, names, text.separators, text.outputs)
                 is_own = match.source == "own"
                 place = text.reader.position if is_own else match.position
-                text.woven = weave(
+                text.draft = compose(
                     known, match.source, match.num_tokens, match.position if is_own else None, place, num_tokens
                 )
-        return text.woven
+        return text.draft
 
 
 def _namespace(candidate: Candidate) -> tuple[str, str, str]:
-    """Who may see what the sequence writes, and what writes like it: as in the KV cache, but for other weights under
-    the adapter's name, whose texts are as good a guess."""
+    """The sequences that share a history: those of one tenant, cache salt and adapter id."""
     request = candidate.request
     return request.tenant, request.cache_salt, request.adapter_id
 
@@ -196,7 +192,7 @@ def _bounds(params: SpeculationParams) -> tuple[int, int]:
 
 @dataclass(slots=True)
 class _Text:
-    """What is known of one sequence. The candidate's tokens go on growing until the sequence ends."""
+    """One sequence's state. The candidate's tokens go on growing until the sequence ends."""
 
     index: _Index
     reader: Reader
@@ -206,8 +202,8 @@ class _Text:
     params: SpeculationParams
     outputs: Outputs | None = None
     match: Match | None = None
-    woven: tuple[tuple[int, ...], tuple[Piece, ...]] | None = None
-    num_woven: int = 0
+    draft: tuple[tuple[int, ...], tuple[Piece, ...]] | None = None
+    num_composed: int = 0
 
 
 class _Index:

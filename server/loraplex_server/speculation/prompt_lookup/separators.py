@@ -14,8 +14,8 @@ from loraplex_server.speculation.prompt_lookup.history import Outputs, Separator
 
 # Where the tokens of a draft come from. Its beginning: the sequence's own text, earlier outputs, or the place in one of
 # them that the sequence left a little before. Behind that: an earlier output behind a value, the prompt's value behind
-# a key, or a mark that is known to come instead.
-Source = Literal["own", "history", "resumed", "behind", "value", "mark"]
+# a key, or the token that replaces a separator.
+Source = Literal["own", "history", "resumed", "behind", "value", "separator"]
 STARTS: frozenset[Source] = frozenset(("own", "history", "resumed"))
 EARLIER: frozenset[Source] = frozenset(("history", "resumed", "behind"))  # positions are those of earlier outputs
 
@@ -43,7 +43,7 @@ class Known(NamedTuple):
     outputs: Outputs | None  # earlier ones
 
 
-def weave(
+def compose(
     known: Known, source: Source, evidence: int, own: int | None, place: int | None, num_tokens: int
 ) -> tuple[tuple[int, ...], tuple[Piece, ...]]:
     """Up to `num_tokens` tokens that may follow, and where they come from.
@@ -66,7 +66,7 @@ def weave(
                 source, own, place = "behind", None, end
             elif len(run) < room:
                 drafted.append(known.separators.instead(known.token_ids[stop]))
-                pieces.append(Piece("mark", 1, 0, stop))
+                pieces.append(Piece("separator", 1, 0, stop))
                 source, own = "value", stop + 1
         else:
             assert place is not None, "a draft begins somewhere"
@@ -83,7 +83,7 @@ def weave(
 
 
 def _own_run(known: Known, position: int, room: int) -> tuple[Sequence[int], int | None]:
-    """What follows in the sequence's own text, and the position of the mark that ends it."""
+    """What follows in the sequence's own text, and the position of the separator that ends it."""
     run = known.token_ids[position : position + room]
     num_prompt = known.num_prompt_tokens - position
     if num_prompt > 0:
@@ -104,13 +104,13 @@ def _earlier_run(
     known: Known, place: int, room: int, last: int, *, is_behind: bool
 ) -> tuple[Sequence[int], int | None]:
     """What follows in an earlier output, up to where a value out of the prompt belongs, and that one's position: behind
-    a key of the prompt's (`last` is what stands before) with a mark on both sides."""
-    assert known.outputs is not None, "a place in earlier outputs is one of somebody's"
+    a key of the prompt's (`last` is what stands before) with a separator on both sides."""
+    assert known.outputs is not None, "a place in earlier outputs needs the outputs"
     run = known.outputs.continuation(place, room)
     for idx, token_id in enumerate(run):
         if token_id in known.separators.ends and not (is_behind and idx == 0):
             position = known.names.get(last, known.num_prompt_tokens)
-            if position < known.num_prompt_tokens and known.separators.is_mark(known.token_ids[position]):
+            if position < known.num_prompt_tokens and known.separators.is_separator(known.token_ids[position]):
                 return run[: idx + 1], position + 1
         last = token_id
     return run, None

@@ -29,6 +29,11 @@ def candidate(tokens: Sequence[int], num_prompt: int, sequence_id: str = "a") ->
     return Candidate(sequence_id, 0, tokens, num_prompt, 1000, request, SamplingParams(seed=0), None)
 
 
+def match_len(proposer: PromptLookupProposer, asked: Candidate, bounds: SpeculationParams) -> int:
+    match = proposer.match(asked, bounds)
+    return match.num_tokens if match is not None else 0
+
+
 def params(min_ngram: int = 0, max_ngram: int = 0) -> SpeculationParams:
     return SpeculationParams(kind="prompt_lookup", min_ngram=min_ngram, max_ngram=max_ngram)
 
@@ -62,7 +67,6 @@ def test_finds_what_a_plain_search_finds(
         del output[:num_new]
         match = proposer.match(candidate(tokens, num_prompt), bounds)
         assert match == plain_match(tokens, num_prompt, shortest, shortest + more)
-        assert proposer.match_len(candidate(tokens, num_prompt), bounds) == (match.num_tokens if match else 0)
 
 
 @given(token_ids, st.integers(1, 12))
@@ -115,9 +119,9 @@ def test_no_match_no_draft_and_one_for_each_ask_in_order() -> None:
 def test_bounds_give_way_to_each_other() -> None:
     proposer = PromptLookupProposer()
     tokens = [1, 2, 3, 4, 5, 6, 9, 1, 2, 3, 4, 5, 6]
-    assert proposer.match_len(candidate(tokens, 7), params(min_ngram=6)) == 6
-    assert proposer.match_len(candidate(tokens, 7), params(min_ngram=7)) == 0
-    assert proposer.match_len(candidate(tokens, 7), params(max_ngram=1)) == 6  # the name `6`, and what stands before
+    assert match_len(proposer, candidate(tokens, 7), params(min_ngram=6)) == 6
+    assert match_len(proposer, candidate(tokens, 7), params(min_ngram=7)) == 0
+    assert match_len(proposer, candidate(tokens, 7), params(max_ngram=1)) == 6  # the name `6`, and what stands before
 
 
 def test_forgotten_sequences_and_reused_ids_begin_anew() -> None:

@@ -11,7 +11,7 @@ from loraplex_contracts.plan import Candidate
 from loraplex_contracts.request import Request, SamplingParams, SpeculationParams, StoppingParams
 from loraplex_server.speculation.prompt_lookup.history import MAX_SEPARATORS, History, Outputs, Separators
 from loraplex_server.speculation.prompt_lookup.lookup import PromptLookupProposer
-from loraplex_server.speculation.prompt_lookup.separators import Known, Piece, continuation, weave
+from loraplex_server.speculation.prompt_lookup.separators import Known, Piece, compose, continuation
 from loraplex_server.speculation.proposer import Ask
 
 PARAMS = SpeculationParams("prompt_lookup")
@@ -49,13 +49,13 @@ def known(prompt: Sequence[int], output: Sequence[int], outputs: Outputs | None 
 
 def test_a_copy_writes_what_came_instead_of_marks() -> None:
     prompt = prompt_of((NAME, (50, 51)), (AGE, (60,)))
-    drafted, pieces = weave(known(prompt, [OPEN, NAME]), "own", 1, 1, None, 6)
+    drafted, pieces = compose(known(prompt, [OPEN, NAME]), "own", 1, 1, None, 6)
     assert drafted == (COLON, 50, 51, COMMA, AGE, COLON)
     assert pieces == (
-        *(Piece("mark", 1, 0, 1), Piece("value", 2, 0, 2), Piece("mark", 1, 0, 4)),
-        *(Piece("value", 1, 0, 5), Piece("mark", 1, 0, 6)),
+        *(Piece("separator", 1, 0, 1), Piece("value", 2, 0, 2), Piece("separator", 1, 0, 4)),
+        *(Piece("value", 1, 0, 5), Piece("separator", 1, 0, 6)),
     )
-    assert weave(known(prompt, [OPEN, NAME]), "own", 1, 1, None, 1) == ((COLON,), (Piece("mark", 1, 0, 1),))
+    assert compose(known(prompt, [OPEN, NAME]), "own", 1, 1, None, 1) == ((COLON,), (Piece("separator", 1, 0, 1),))
 
 
 def test_behind_a_value_an_earlier_output_goes_on_and_behind_a_key_the_prompt() -> None:
@@ -65,12 +65,12 @@ def test_behind_a_value_an_earlier_output_goes_on_and_behind_a_key_the_prompt() 
     prompt = prompt_of((AGE, (60,)), (CITY, (80, 81)), (NAME, (50, 51)))
     here = known(prompt, [OPEN, NAME, COLON, 50], outputs)
     place = 4  # of 70, where the sequence left it: [9, OPEN, NAME, COLON, 70, ...
-    drafted, pieces = weave(here, "own", 1, prompt.index(50) + 1, place, 12)
+    drafted, pieces = compose(here, "own", 1, prompt.index(50) + 1, place, 12)
     assert drafted[0] == 51
     assert drafted[1:] != ()
     # `DONE` was not known as a mark yet, so that this copy ran on into it.
     here.separators.learn(DONE, CLOSE)
-    drafted, pieces = weave(here, "own", 1, prompt.index(50) + 1, place, 12)
+    drafted, pieces = compose(here, "own", 1, prompt.index(50) + 1, place, 12)
     assert drafted == (51, COMMA, CITY, COLON, 80, 81, COMMA, AGE, COLON, 60, CLOSE)
     assert [piece.source for piece in pieces] == ["own", "behind", "value", "behind", "value", "behind"]
     assert sum(piece.num_tokens for piece in pieces) == len(drafted)
@@ -135,10 +135,10 @@ def test_pieces_say_where_each_token_comes_from(records: list[tuple[list[int], l
 
 def test_what_came_last_counts() -> None:
     separators = Separators()
-    assert not separators.is_mark(EQUALS)
+    assert not separators.is_separator(EQUALS)
     separators.learn(EQUALS, COMMA)
     separators.learn(EQUALS, COLON)
-    assert separators.is_mark(EQUALS)
+    assert separators.is_separator(EQUALS)
     assert separators.instead(EQUALS) == COLON
     assert separators.ends == {COMMA, COLON}
     assert separators.first([50, 51, EQUALS, 52]) == 2
@@ -150,10 +150,10 @@ def test_what_an_output_has_written_is_copied_from_then_on() -> None:
     separators = Separators()
     separators.learn(EQUALS, COLON)
     separators.write([50, EQUALS])
-    assert not separators.is_mark(EQUALS)
+    assert not separators.is_separator(EQUALS)
     assert separators.ends == set()
     separators.learn(EQUALS, COLON)
-    assert not separators.is_mark(EQUALS)
+    assert not separators.is_separator(EQUALS)
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 9), st.integers(0, 9)), max_size=40))
@@ -169,8 +169,8 @@ def test_a_mark_was_learned_and_never_written(events: list[tuple[bool, int, int]
             separators.learn(token_id, other)
             came[token_id] = other
     for token_id in range(10):
-        assert separators.is_mark(token_id) == (token_id in came and token_id not in written)
-        if separators.is_mark(token_id):
+        assert separators.is_separator(token_id) == (token_id in came and token_id not in written)
+        if separators.is_separator(token_id):
             assert separators.instead(token_id) == came[token_id]
 
 
