@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class HiddenStates(Protocol):
-    """What is read of the runner."""
+    """The runner's hidden states, as the heads read them."""
 
     def has_hidden(self, row: int) -> bool:
         """Whether there is one: no token has been drawn in a row that still computes its prompt."""
@@ -34,7 +34,7 @@ class HiddenStates(Protocol):
 
 
 class Lender(Protocol):
-    """What is asked of the adapter cache."""
+    """Lends device slots: the adapter cache."""
 
     def borrow(self, key: AdapterKey) -> int | None:
         """The device slot, valid until the cache is called next; None when it is not on the device, where it is wanted
@@ -94,7 +94,8 @@ class MedusaProposer:
         except Exception as error:
             if key not in self._missing:
                 self._missing.add(key)
-                log.error("the heads %s cannot be used: %s", key, error, exc_info=error)
+                fields = {"proposer": MEDUSA, "error_type": type(error).__name__}
+                log.error("the heads %s cannot be used: %s", key, error, exc_info=error, extra=fields)
             return None
         self._missing.discard(key)
         return slot

@@ -73,7 +73,7 @@ class AcceptanceRates:
             self._num_trials[at] = min(self._num_trials[at] + 1.0, _MOST_TRIALS)
             rate = self.rates[at] + ((idx < num_accepted) - self.rates[at]) / self._num_trials[at]
             self.rates[at] = min(max(rate, _LEAST), _MOST)
-            # A level that nobody has tried may be as good as the one before it.
+            # An untried level may be as good as the one before it.
             if at + 1 < _NUM_LEVELS and self._num_trials[at + 1] == _PRIOR_TRIALS:
                 self.rates[at + 1] = max(self.prior[at + 1], self.rates[at])
 
@@ -361,7 +361,7 @@ class Policy:
         return self._step
 
     def skip(self) -> None:
-        """A step in which nobody drafts."""
+        """A step without drafts."""
         self._step += 1
         self._step_size = 1.0
 

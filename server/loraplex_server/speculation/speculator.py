@@ -177,7 +177,7 @@ class Speculator:
 
     def count(self, tokens: Tokens) -> None:
         """Takes in what the client is told, so that the sums are those of all answers: where a draft runs beyond the
-        end of a completion, what is behind it was accepted by nobody."""
+        end of a completion, its tokens behind that end do not count."""
         if tokens.num_drafted:
             self.drafted[tokens.proposer] += tokens.num_drafted
             self.accepted[tokens.proposer] += tokens.num_accepted
