@@ -42,7 +42,7 @@ class Implementation(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What attention is chosen for. A field without a value forbids nothing."""
+    """Requirements of attention. None and () require nothing."""
 
     device: torch.device | None = None
     specs: tuple[AttentionSpec, ...] = ()
@@ -51,12 +51,12 @@ class Wanted:
 
 
 class Backend:
-    """How one device computes a model. The others inherit what they do not do better."""
+    """Operations of one device. This class is the plain reference; others override what they do faster."""
 
     name: ClassVar[str] = "reference"
     # Linears that read one input become one product.
     merges_linears = False
-    # Its kernels want adapters' factors to begin at a multiple of this.
+    # Alignment of adapters' factors that its kernels need.
     align_bytes = 1
     kernels: NativeKernels | None = None
 

@@ -1,11 +1,11 @@
 """Replacement of norms and rotary embeddings by proven fused operations.
 
-Names prove nothing. Attention modules call a function `apply_rotary_pos_emb` of the file they are written in: each such
-function, and each module that looks like an RMS norm, runs beside the fused operation on random values, in float32
-where rounding hides nothing and in the model's dtype. What differs is left alone.
+A candidate is an RMS norm by its shape, or the function `apply_rotary_pos_emb` in the file of an attention module. It
+runs beside the fused operation on random values, in float32 (rounding hides nothing) and in the model's dtype. A
+candidate that differs is not replaced.
 
-A module keeps its class and weights and gets a `forward` of its own. For an attention module that is the same code,
-which finds our function under the other one's name: Transformers and other models stay as they are.
+A module keeps its class and weights and gets a `forward` of its own. For an attention module that is the same code with
+other globals, in which our function has the name of theirs. Transformers and other models are not changed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Rotate = Callable[..., tuple[Tensor, Tensor]]
 
 
 def fuse(model: nn.Module, attention: Sequence[nn.Module], ops: FusedOps) -> list[nn.Module]:
-    """Gives modules fused forwards where that is proven right. Returns them; `separate` takes it back."""
+    """Gives modules fused forwards where these are proven equal. Returns the modules; `separate` undoes it."""
     changed: list[nn.Module] = []
     with torch.no_grad():
         for module in model.modules():
@@ -69,7 +69,7 @@ def _norm_forward(module: nn.Module, ops: FusedOps) -> Callable[[Tensor], Tensor
     wide = copy.deepcopy(module).float()
     right = [form for form in FORMS if _norm_error(wide, cast(Tensor, wide.weight), eps, form, ops).is_equal]
     found = [_norm_error(module, weight, eps, form, ops) for form in right]
-    # The one that rounds as the module does.
+    # The form with the smallest error rounds as the module does.
     best = min(range(len(found)), key=lambda idx: found[idx].error, default=None)
     if best is None or not found[best].is_equal:
         return None
@@ -139,7 +139,7 @@ def _rotates_halves(own: Rotate, ops: FusedOps, like: Tensor) -> bool:
 
 
 def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, own: Rotate, ops: FusedOps, **options: Any):
-    """Rotates by the fused operation what that knows, and all else by the function's own code."""
+    """The fused operation for the usual shapes, the function's own code for others."""
     shape = (1, q.shape[-2], q.shape[-1])
     is_known = q.dim() == k.dim() == 4 and q.shape[0] == 1 and cos.shape == sin.shape == shape
     is_known &= q.dtype == k.dtype == cos.dtype == sin.dtype and k.shape[-2:] == q.shape[-2:]

@@ -1,4 +1,4 @@
-"""The registry of back ends: which there are, and which one a device gets.
+"""Registry of back ends, and the choice for a device.
 
 A new back end is a folder with a subclass of `Backend`, and a line in BACKENDS.
 """

@@ -84,7 +84,7 @@ def _side_by_side(targets: dict[str, AdaptedModule]) -> dict[str, AdaptedModule]
 
 @contextmanager
 def as_if_installed(targets: Mapping[str, AdaptedModule]) -> Generator[None]:
-    """Every one of these modules launches its adapter kernels, also those that no adapter changes yet."""
+    """All these modules launch their adapter kernels meanwhile, also those without an installed adapter."""
     for module in targets.values():
         module.num_installed += 1
     try:

@@ -1,4 +1,4 @@
-"""Step context: what a model's modules read during one step.
+"""Step context, which a model's modules read during one step.
 
 One object per loaded model instead of a global or of keyword arguments through Transformers' forwards, which not every
 architecture hands on.
@@ -14,7 +14,7 @@ from loraplex_server.layers.lora import PreparedSegments
 
 
 class MergedOutput(NamedTuple):
-    """What the first member of a merged linear leaves for the others."""
+    """Output of a merged linear, computed by its first member for the others."""
 
     owner: object  # the merged linear
     next_idx: int  # of the member whose columns come next
@@ -23,7 +23,7 @@ class MergedOutput(NamedTuple):
 
 
 class StepContext:
-    """The current step. Owned and written by the runner; modules only read, but for what they leave for each other."""
+    """The current step. The runner owns and writes it; modules write `head_input` and `merged` only."""
 
     __slots__ = ("attention", "capture_head_input", "head_input", "head_segments", "merged", "token_segments")
 
@@ -36,11 +36,11 @@ class StepContext:
         # Post-norm hidden states of the head's rows [num_head_rows, hidden], for proposers that draft from them.
         self.capture_head_input = False
         self.head_input: Tensor | None = None
-        # What the first member of a merged linear has computed for the others.
+        # Pending output of a merged linear.
         self.merged: MergedOutput | None = None
 
     def clear(self) -> None:
-        """Between steps nothing is referenced: a step that raised must not leak its tensors into the next."""
+        """Drops all references after a step, also after one that raised."""
         self.token_segments = None
         self.head_segments = None
         self.attention = None

@@ -1,7 +1,6 @@
 """Fused operations: interface, and the plain form in torch.
 
-Both are to give what the model's own code gives, roundings on the way included, so that a served text stays that of
-Transformers.
+Results, intermediate roundings included, must equal those of the model's own code, so that texts equal Transformers'.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class ReferenceFused:
     name = "reference"
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, form: NormForm) -> Tensor:
-        wide = x.float()  # whatever the model's dtype: so families do it
+        wide = x.float()  # as model families do it, in any dtype
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
         if form.narrows:
             return normed.to(x.dtype) * (weight + form.offset)

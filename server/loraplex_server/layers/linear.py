@@ -4,10 +4,9 @@ A module adds a segmented low-rank update to its base product, and owns its Fact
 (`BaseLinear`), so that prepacked weights can take its place. The weights are those of the module that was replaced.
 
 A merged linear computes several that read one input (q, k and v, or gate and up) as one product and one adapter update:
-a decode step waits for launches as much as for weights, and one wide product keeps more of a GPU busy than three narrow
-ones. The probe saw which linears are called in turn with the very same tensor; names tell nothing. The first member
-computes for all; the others take their columns if they are given that same tensor again, and compute alone otherwise.
-So a model may do with its linears what it likes.
+fewer launches, and one wide product keeps more of a GPU busy than three narrow ones. Members are linears that the probe
+saw called in turn with the very same tensor; names are not used. The first member computes for all. Another member
+takes its columns if it is given the same tensor object, and computes alone otherwise.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class BaseLinear(Protocol):
 
     @property
     def is_copy(self) -> bool:
-        """Whether it has the weight in a form of its own, so that the module's is not needed any more."""
+        """Whether it holds a copy of the weight, so that the module's own can be freed."""
         ...
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -65,7 +64,7 @@ class AbsorbedLinear:
 
 
 def absorbing(otherwise: BaseLinearFactory) -> BaseLinearFactory:
-    """`otherwise` for all weights but those that have been taken, which have no memory any more."""
+    """`otherwise`, but AbsorbedLinear for weights that the decoder has taken (they are on the meta device)."""
 
     def make(weight: Tensor, bias: Tensor | None) -> BaseLinear:
         return AbsorbedLinear() if weight.is_meta else otherwise(weight, bias)
@@ -142,8 +141,8 @@ class AdaptedHead(AdaptedLinear):
 class AdaptedEmbedding(nn.Module):
     """Stands around an embedding, whose own class may scale or shift what it looks up.
 
-    `a` of an embedding's factors is [rank, vocab]: its columns are looked up instead of multiplied, which no segmented
-    kernel has to know about.
+    `a` of an embedding's factors is [rank, vocab]: its columns are looked up, not multiplied, so no segmented kernel
+    is involved.
     """
 
     def __init__(self, base: nn.Embedding, context: StepContext) -> None:
@@ -243,7 +242,7 @@ class MergedLinear:
 def merge_linears(
     model: nn.Module, runs: Sequence[Sequence[str]], targets: Mapping[str, nn.Module], context: StepContext
 ) -> list[MergedLinear]:
-    """Joins what of `runs` (paths of linears that were called in turn with one input) can be joined."""
+    """Merges linears within `runs` (paths of linears that were called in turn with one input) where they fit."""
     found: list[MergedLinear] = []
     for run in runs:
         for paths in _of_one_parent(run):
@@ -253,7 +252,7 @@ def merge_linears(
                 found.append(MergedLinear(members, context))
     device = next(model.parameters()).device
     if found and device.type == "cuda":
-        torch.cuda.empty_cache()  # what the members' own weights have left is no room for the KV cache otherwise
+        torch.cuda.empty_cache()  # gives the memory of the members' own weights to the KV cache
     return found
 
 

@@ -32,7 +32,7 @@ class Derived(Protocol):
     """What an implementation made from a table's factors (views, packed copies)."""
 
     def without(self, slot: int) -> Derived | None:
-        """What stays right of it when `slot` changes. Keeps none of the slot's tensors alive."""
+        """The part that is still valid when `slot` changes, without references to the slot's tensors."""
         ...
 
 
@@ -42,8 +42,8 @@ class FactorTable:
     Beside the Python list it keeps what kernels read, at fixed addresses (CUDA graphs): pointers, ranks and scales.
     A slot without factors has rank 0: the adapter leaves this module alone.
 
-    `derived` belongs to the implementation that applies the table. Every change of a slot drops what was made from it,
-    so that nothing outlives its factors; what was made from other slots stays.
+    `derived` belongs to the implementation that applies the table. A change of a slot drops what was derived from it;
+    what was derived from other slots stays.
     """
 
     def __init__(self, num_slots: int, in_features: int, out_features: int, device: torch.device | str) -> None:
@@ -108,7 +108,7 @@ class SegmentedLora(Protocol):
 
 @runtime_checkable
 class MergedLora(SegmentedLora, Protocol):
-    """One that has fewer launches for modules that read the same input than `apply` for each of them."""
+    """An implementation that updates several modules with one input in fewer launches than one `apply` for each."""
 
     def apply_merged(self, y: Tensor, x: Tensor, tables: Sequence[FactorTable], prepared: PreparedSegments) -> None:
         """`apply` for each table in turn, on its columns of y [num_rows, sum of outputs]: the same to the last bit."""
@@ -117,10 +117,10 @@ class MergedLora(SegmentedLora, Protocol):
 
 @runtime_checkable
 class ReplayableLora(SegmentedLora, Protocol):
-    """One whose launches can be captured in a CUDA graph and replayed with other segments and other factors.
+    """An implementation whose launches can be replayed from a CUDA graph with other segments and factors.
 
     Between capture and replay slots may change as they like, to ranks no larger than the implementation was made for
-    and to factors that begin at a multiple of 16 bytes, as those of `lora/layout.py` do.
+    and to factors that begin at a multiple of 16 bytes, as adapters' layouts do.
     """
 
     def reserve(self, num_rows: int, num_slots: int, device: torch.device) -> PreparedSegments:

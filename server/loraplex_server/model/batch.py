@@ -40,7 +40,7 @@ class BatchMirror:
         self.block_size = block_size
         self.device = device
         self.tokens = torch.zeros(max_rows, max_len, dtype=torch.int64, device=device)
-        # The same memory where the host can write to it: of a handful of tokens a tensor operation is most of the cost.
+        # The same memory as a numpy array on a CPU: writing a handful of tokens costs less than a tensor operation.
         self._on_host: Ints | None = self.tokens.view(-1).numpy() if device.type == "cpu" else None
         self._block_tables: Ints = np.zeros((max_rows, -(-max_len // block_size)), dtype=np.int64)
         self._rows: list[Row | None] = [None] * max_rows
@@ -188,9 +188,9 @@ class BatchMirror:
     # --- after a step -------------------------------------------------------------------------------------------------
 
     def keep_drawn(self, rows: Sequence[int], positions: Sequence[int], token_ids: Tensor) -> None:
-        """Writes what a step has drawn for these positions. Known it is only by `commit` or `settle`: behind a draft
-        token that was wrong there is something of no use, until something else is written there."""
-        if max(positions) >= self.max_len:  # what fills the context is never run
+        """Writes drawn tokens at these positions. They count as known after `commit` or `settle` only: tokens behind a
+        rejected draft token are garbage until they are overwritten."""
+        if max(positions) >= self.max_len:  # the token that fills the context is never an input
             kept = [i for i, position in enumerate(positions) if position < self.max_len]
             if not kept:
                 return
@@ -211,14 +211,14 @@ class BatchMirror:
                 row.num_known = min(span.start + span.num_tokens + 1, self.max_len)
 
     def settle(self, row: Row, span: Span, num_tokens: int) -> None:
-        """So many of the tokens that were drawn behind a span's draft are what its sequence goes on with."""
+        """`num_tokens` of the tokens that were drawn for a span with a draft are accepted."""
         if num_tokens:
             row.num_known = min(span.start + span.num_tokens - len(span.draft) + num_tokens, self.max_len)
 
     def rewrite(self, changes: Sequence[tuple[int, int, Sequence[int]]]) -> None:
-        """Other tokens from a position on, and nothing behind them: (row, start, token ids) each. Between steps.
+        """Replaces a row's tokens from a position on: (row, start, token ids) each. Between steps.
 
-        For draft models, which run guesses and learn later what really came. K/V before `start` stays of use.
+        For draft models, whose own guesses give way to the target's tokens. K/V before `start` stays valid.
         """
         places: list[int] = []
         values: list[int] = []

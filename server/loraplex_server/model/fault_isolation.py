@@ -31,7 +31,7 @@ class Execute(Protocol):
 def execute_isolated(execute: Execute, plan: StepPlan) -> StepResult:
     """Runs `plan`. A failing sequence gets `SpanResult.error`, its neighbours their tokens.
 
-    Raises only what says that the device is lost, to every step from here on.
+    Raises only errors of a lost device, which every later step would raise too.
     """
     try:
         return execute(plan).result()
@@ -40,10 +40,10 @@ def execute_isolated(execute: Execute, plan: StepPlan) -> StepResult:
 
 
 def start_isolated(execute: Execute, plan: StepPlan) -> StepHandle:
-    """The same for a step behind which another one may be started before its result is asked for.
+    """As `execute_isolated`, for a step that may be followed by another one before its result is read.
 
-    What fails when it is handed over is run apart at once. What fails later (the device's answer cannot be read) fails
-    all its sequences: the step behind it has gone on from their tokens.
+    A failure at the start runs the spans apart at once. A later one (the device's answer cannot be read) fails all
+    sequences of the step: the next step has used their tokens already.
     """
     try:
         return _Reading(plan, execute(plan))
@@ -114,7 +114,7 @@ def _all_failed(plan: StepPlan, error: Exception) -> StepResult:
 
 
 def _raise_if_lost(error: Exception) -> None:
-    """An illegal access or a failed assertion on the device stays: whatever is run after it raises the same."""
+    """Raises errors of a lost device: after an illegal access or a failed assertion every call raises the same."""
     if _is_of_the_device(error) and not _is_out_of_memory(error):
         raise error
 
@@ -123,7 +123,7 @@ def _is_out_of_memory(error: Exception) -> bool:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     text = str(error)
-    # Libraries cannot make their handles then.
+    # ALLOC_FAILED: a library could not allocate its handle.
     return _is_of_the_device(error) and ("out of memory" in text or "ALLOC_FAILED" in text)
 
 

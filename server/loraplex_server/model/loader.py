@@ -70,7 +70,7 @@ def load_model(
 ) -> LoadedModel:
     """Loads a directory or a Hub id. Raises UnsupportedModel with the reason, InvalidArgument on a bad option.
 
-    `amend` may change the weights before anything is made of them (merge an adapter, say). The rest is adopt_model's.
+    `amend` may change the weights first (merge an adapter, say). Other arguments are those of adopt_model.
     """
     target = resolve_device(device)
     if model_id.startswith(("/", ".", "~")) and not Path(model_id).exists():
@@ -92,7 +92,7 @@ def load_model(
         )
     if amend is not None:
         model = amend(model)
-    nn.Module.to(model, target)  # in place; Transformers' own `to` is typed for something else
+    nn.Module.to(model, target)  # in place; Transformers' own `to` has other types
     with reading(model_id):
         return adopt_model(
             model,
@@ -248,7 +248,7 @@ def _fuse(model: PreTrainedModel, probe: Probe, fused: FusedOps, context: StepCo
 
 
 def _difference(model: PreTrainedModel, probe: Probe, context: StepContext) -> str:
-    """What the model does otherwise than when it was probed; empty if nothing."""
+    """How the model differs from its probe; empty where it does not."""
     try:
         got = run_again(model, probe)
     except Exception as failure:  # model-specific code

@@ -3,7 +3,7 @@
 Owns which heads are in which slot (the slot numbers are those of AdapterSlots: one adapter, one number). A *unit* is
 one head of one slot. A batch is laid out as one row per guess, sorted by unit, so that each block layer, and the own
 projections, are one segmented product over all sets; what goes through the base model's head is one product for all
-rows. Deliberately knows no sequences and no tokens that were accepted: rows of hidden states in, token ids out.
+rows. Input are rows of hidden states, output token ids; sequences and acceptance are elsewhere.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class HeadSlots:
         return layout
 
     def _lay_out(self, asks: Sequence[HeadAsk], has_lora: bool) -> _Layout:
-        """Only heads that are wanted, and of each only the rows that want it."""
+        """The layout of these asks: one row for each head and each ask that wants it."""
         guesses = [
             _Guess(*place, -1 if ask.lora_slot is None else ask.lora_slot, ask_idx, head_idx)
             for ask_idx, ask in enumerate(asks)

@@ -38,9 +38,9 @@ class ServedModel:
 
 @contextlib.contextmanager
 def served_model(model: str, revision: str | None) -> Generator[ServedModel]:
-    """Finds out. What it had to download for that is gone behind the block: heads are on the device, pinned, by then.
+    """Resolves `model`. Downloads made for it are deleted after the block: heads are on the device, pinned, by then.
 
-    Raises UnsupportedModel for heads that name no base. Of files that cannot be looked at, loading says what is wrong.
+    Raises UnsupportedModel for heads that name no base. Unreadable files are left to loading, which reports them.
     """
     with tempfile.TemporaryDirectory(prefix="loraplex-model-") as temporary:
         folder = Path(model) if Path(model).is_dir() else _small_files(model, revision, Path(temporary))
@@ -74,7 +74,7 @@ def _describe(folder: Path) -> MedusaModel:
 
 
 def _relative_to(folder: Path, base: str) -> str:
-    """A path in config.json is meant from where the heads lie."""
+    """A path in config.json is relative to the folder of the heads."""
     beside = folder / base
     return str(beside) if beside.is_dir() else base
 

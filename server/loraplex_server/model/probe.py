@@ -3,12 +3,12 @@
 Attention is replaced by something that shows each layer's call (heads, scaling, window, cap) and passes values on, so
 that every token is computed by itself; every linear and embedding shows the rows it is given. A second run shows that
 nothing but attention carries information between tokens: a step's one row holds the tokens of many requests. There is
-no code for single models: what has another shape is refused.
+no code for single models; models of another shape are refused.
 
-Positions far out come last. Attention temperatures, scaled rotations and windows are all the same up to some position,
-so the first tokens do not show them; the context's end and the numbers of tokens that the configuration names do. The
-same few tokens run twice: as a step, beside tokens of other texts, and alone behind a past that only counts, which is
-how `generate()` would compute them behind a long text.
+Positions far out come last: attention temperatures, scaled rotations and windows have no effect before some position.
+They are looked for at the context's end and at the numbers of tokens that the configuration names. The same few tokens
+run twice: in a step beside tokens of other texts, and alone behind an empty past of that length, as `generate()` would
+compute them behind a long text.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _probe(model: PreTrainedModel, max_context_tokens: int) -> Probe:
             "layers of another kind cannot be served"
         )
 
-    others = vocab_size(model) - 1 - ids  # every token but the one that is looked at
+    others = vocab_size(model) - 1 - ids  # other tokens everywhere, except at the compared place
     others[0, KEPT[0]] = ids[0, KEPT[0]]
     if not first.is_same_as(trial_run(model, Recording(text), others, positions, KEPT), KEPT[0]):
         raise Refusal(
@@ -339,7 +339,7 @@ def far_rows(counts: Sequence[int], limit: int) -> list[FarRow]:
 def check_far(model: PreTrainedModel, plain: Recording, place: int, rows: Sequence[FarRow]) -> Recording:
     """What a step of the first row shows. `plain`: a run of plain positions, and a place in it. Raises Refusal.
 
-    A model that counts positions by its cache gets a cache for its steps that says them, if that is what it needs.
+    A model that counts positions by its cache gets a cache that reports them in every step.
     """
     try:
         return _check(model, plain, place, rows)
@@ -393,7 +393,7 @@ def _run_alone(model: PreTrainedModel, start: int) -> Recording:
 
 
 class EmptyPast(Cache):
-    """Every query sees the new tokens alone, wherever they are."""
+    """A cache without content: a query attends to the new tokens only, at any position."""
 
     def __init__(self, num_past: int | Tensor) -> None:
         """`num_past`: tokens before the first one; or for each token [num_tokens] its position less its place."""
@@ -414,7 +414,7 @@ class EmptyPast(Cache):
 
 
 def count_by_cache(model: nn.Module) -> RemovableHandle:
-    """Gives a model that runs with `position_ids` and without a cache one that says these positions."""
+    """Passes a cache that reports `position_ids` to a model that is called without a cache."""
 
     def add(_: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         positions: Tensor | None = options.get("position_ids")  # [1, num_tokens]

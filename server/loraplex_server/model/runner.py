@@ -53,7 +53,7 @@ class FinishedStep:
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """What the device has been given, and what is needed to read its answer."""
+    """A launched step, with what is needed to read its results."""
 
     staged: StagedStep
     samples: PackedSamples
@@ -63,7 +63,7 @@ class _Launched:
 
 
 class StepUnderWay:
-    """The handle of a step that the device may still be at. Implements fault_isolation.StepHandle."""
+    """The handle of a step that may still run on the device. Implements fault_isolation.StepHandle."""
 
     def __init__(self, runner: ModelRunner, step: int, refused: Mapping[str, SpanResult], launched: _Launched) -> None:
         self._runner = runner
@@ -121,11 +121,11 @@ class ModelRunner:
         return self._mirror
 
     def has_hidden(self, row: int) -> bool:
-        """Whether `last_hidden` knows the row: not before its sequence, of those that keep it, has drawn a token."""
+        """Whether `last_hidden` has the row: its sequence keeps hidden states and has drawn a token."""
         return self._hidden[row] is not None
 
     def last_hidden(self, rows: Sequence[int]) -> Tensor:
-        """[len(rows), hidden]: what the head made each row's latest token of. Only of rows that have it."""
+        """[len(rows), hidden]: the head's input for each row's latest token. Only for rows with `has_hidden`."""
         kept = [self._hidden[row] for row in rows]
         found = [state for state in kept if state is not None]
         assert len(found) == len(kept), "a row without a hidden state"
@@ -178,11 +178,11 @@ class ModelRunner:
         self._graphs = self._loaded.backend.capture_steps(steps, shapes, progress)
 
     def warm_up(self, max_tokens: int, progress: Callable[[str], None]) -> None:
-        """Compiles what steps of up to `max_tokens` tokens are made of. Before the first request only."""
+        """Compiles kernels for steps of up to `max_tokens` tokens. Before the first request only."""
         _warm_up(self._loaded, self._cache, self._attention, self._slots, max_tokens, progress)
 
     def clear_blocks(self, block_ids: Sequence[int]) -> None:
-        """Lets blocks be read that nothing was written to. For measurements of steps."""
+        """Clears blocks that were never written, so that they can be read. For measurements of steps."""
         with torch.inference_mode():
             self._cache.clear_blocks(block_ids)
 
@@ -235,7 +235,7 @@ class ModelRunner:
         return _Launched(staged, samples, self._fetch(samples.values), keepers, hidden)
 
     def _settle(self, launched: _Launched, new_tokens: Sequence[Sequence[int]]) -> None:
-        """What could not be known before the host had seen the tokens: how much of each draft was right."""
+        """Applies how much of each draft was accepted, which is known once the host has the tokens."""
         staged = launched.staged
         for row, span, tokens in zip(staged.rows, staged.spans, new_tokens, strict=True):
             if span.draft:
@@ -246,7 +246,7 @@ class ModelRunner:
     def _keep_hidden(
         self, staged: StagedStep, keepers: Sequence[int], new_tokens: Sequence[Sequence[int]], hidden: Tensor
     ) -> None:
-        """Of each keeper the state behind its last token that counts: rejected drafts come after it."""
+        """Keeps the state of each keeper's last accepted token; states of rejected drafts come after it."""
         for i in keepers:
             place = staged.head_starts[i] + staged.num_prompt_rows[i] + max(0, len(new_tokens[i]) - 1)
             self._hidden[staged.spans[i].row] = hidden, place
@@ -278,13 +278,13 @@ class ModelRunner:
             context.clear()
 
     def _prepare(self, segments: Sequence[Segment], num_rows: int) -> PreparedSegments | None:
-        """None when no row has an adapter: the modules then do nothing besides the base product."""
+        """None where no row has an adapter: modules then compute the base product alone."""
         if not segments:
             return None
         return self._slots.ops.prepare(segments, num_rows, self._slots.num_slots, self._device)
 
     def _sample(self, staged: StagedStep, logits: Tensor) -> PackedSamples:
-        """Draws all samples and takes the prompts' logprobs. What was drawn is in the mirror then."""
+        """Draws all samples, writes them to the mirror, and computes the prompts' logprobs."""
         rows: list[int] = []
         positions: list[int] = []
         head_idx: list[int] = []
@@ -309,7 +309,7 @@ class ModelRunner:
         return sampled.pack(prompts)
 
     def _results(self, launched: _Launched) -> tuple[dict[str, SpanResult], list[tuple[int, ...]]]:
-        """What each span gave, and the tokens that its row goes on with. Waits for the device."""
+        """Each span's result and accepted tokens. Waits for the device."""
         staged = launched.staged
         sampled = launched.samples.unpack(launched.values.wait())
         results: dict[str, SpanResult] = {}
@@ -331,7 +331,7 @@ def _span_result(
 ) -> SpanResult:
     num_drafted = len(span.draft)
     token_ids = verify_chain(span.draft, sampled.token_ids[start:end]) if end > start else ()
-    # Behind the first token that disagrees with the draft nothing counts, not even what is wrong there.
+    # Errors behind the first token that disagrees with the draft do not count.
     came = slice(start, start + len(token_ids))
     if any(sampled.is_bad[came]) or any(math.isnan(entry.logprob) for entry in prompt):
         has_none = not sampled.without_token.isdisjoint(range(came.start, came.stop))

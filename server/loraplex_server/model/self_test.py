@@ -1,8 +1,8 @@
 """Self-test of a loaded model against Transformers' own attention.
 
-A few short texts are packed, paged and cut in two. The test notices what the probe did not look for (an option of
-attention, say). All texts but the first stand far out, where they look back at nothing but themselves. Costs two runs
-of a handful of tokens, and one for each text.
+A few short texts are packed, paged and cut in two. The test finds differences that the probe does not look for, such as
+an unknown option of attention. All texts but the first have positions far out and attend to themselves alone. Costs two
+runs of a handful of tokens, and one for each text.
 """
 
 from __future__ import annotations

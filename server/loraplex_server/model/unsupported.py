@@ -1,6 +1,6 @@
 """Refusal of unsupported models by their configuration, before any weight is read.
 
-The probe finds out from the model itself what a configuration does not tell.
+The probe checks by running the model what its configuration does not tell.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def reason_against(spec: AttentionSpec, dtype: torch.dtype | None) -> str:
 
 
 def spans_of(plan: Any) -> HostSpans:
-    """The spans of a step, whichever back end made the plan: all of them keep the batch."""
+    """The spans of a step from any back end's plan: every plan keeps the batch."""
     return plan.spans if isinstance(plan, Plan) else _spans(plan.batch)
 
 

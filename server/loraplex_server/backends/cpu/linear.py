@@ -13,7 +13,7 @@ from torch import Tensor
 from loraplex_server.backends.cpu.native.kernels import NativeKernels
 from loraplex_server.layers.linear import BaseLinear, BaseLinearFactory, PlainLinear
 
-# What oneDNN computes in natively; float64 it does not, and float16 slower than plain on most CPUs.
+# oneDNN has no float64, and on most CPUs its float16 is slower than a plain product.
 _DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -24,7 +24,7 @@ class PackedLinear:
     is_copy = True
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        # The number of rows that the layout is chosen for; what there is to choose from differs little.
+        # 8: the number of rows that the layout is chosen for; the choices differ little.
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), 8)
         self._bias = bias.detach() if bias is not None else None
 

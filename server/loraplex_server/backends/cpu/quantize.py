@@ -48,7 +48,7 @@ def round_linears(model: PreTrainedModel, kernels: NativeKernels) -> dict[str, s
             parameter = cast(nn.Parameter, module.weight)
             if id(parameter) in done:
                 continue
-            if not _weight(module).abs().amax() < TOO_LARGE:  # nor is NaN
+            if not _weight(module).abs().amax() < TOO_LARGE:  # NaN fails too
                 raise UnsupportedModel(
                     f"weights of {path} are not finite, or larger than eight bits are made for: leave out --quantize"
                 )

@@ -1,6 +1,6 @@
 """Segmented LoRA and dense products on a CPU in torch, in few calls.
 
-Calls are what a small step costs.
+Calls dominate the time of a small step.
 
 Three ways to add a low-rank term, of which ranks, shapes and measured costs choose:
 
@@ -327,8 +327,8 @@ class _Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Bound:
-    """One module's products for one plan; lives in the table until one of its slots changes or another plan comes. Of
-    what a change leaves behind only the packs are of use, and the plan is None."""
+    """One module's products for one plan, kept until one of its slots changes or another plan comes. After a change of
+    a slot the plan is None and only the packs are used again."""
 
     plan: _Plan | None
     products: tuple[_Product, ...]

@@ -1,8 +1,7 @@
 """Capture of CUDA graphs.
 
-The function runs twice before it is captured, on the stream that captures: the first time what is made on first use
-(kernels, workspaces) is made; the second time whatever waits for the device raises, because inside a capture that would
-be an error that is hard to read.
+The function runs twice on the capturing stream before it is captured: the first run compiles kernels and allocates
+workspaces; in the second a wait for the device raises, because inside a capture its error would be hard to read.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class CudaCapture:
 def _waiting_raises() -> Generator[None]:
     mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the mode does not see everything: the capture does
+        warnings.simplefilter("ignore")  # the mode misses some waits, which the capture finds
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield

@@ -1,8 +1,8 @@
 """Segmented LoRA by the Punica package (arXiv 2310.18547), where it is installed.
 
-Punica knows a few ranks, one per call, no weight, no "no adapter", and in its segmented operator no scale: rows are
-gathered for each call, the scale is folded into a copy of B, and what does not fit another implementation computes.
-Owns the folded copies. Not for CUDA graphs: its calls allocate. Whether the package is there, the registry knows.
+Punica has kernels for a few ranks, takes one rank per call and neither weights nor rows without adapter; its segmented
+operator takes no scale. So rows are gathered for each call, the scale is folded into a copy of B, and another
+implementation computes the rest. Owns the folded copies. Not for CUDA graphs: its calls allocate.
 """
 
 from __future__ import annotations

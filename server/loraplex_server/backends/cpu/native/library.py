@@ -1,6 +1,6 @@
 """Loader of the native CPU library, with the reason where it cannot be used.
 
-A library that does not fit is refused, never tried. prototypes.py lists its functions, kernels.py calls them.
+A library of another version or other sources is refused. prototypes.py lists its functions, kernels.py calls them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Default number of compute threads: one for each core that the process may use.
 
-The machine tells, not torch: torch's number is one for the process, and the engine lowers it beside native kernels.
+Read from the machine: torch's own number is process-wide, and the engine lowers it beside native kernels.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def own_cpus() -> set[int]:
 
 
 def _core(cpu: int, root: Path) -> str:
-    """What all logical CPUs of a core have in common; the CPU itself where nothing says."""
+    """The core of a logical CPU, as the list of its threads; the CPU itself where the system does not tell."""
     try:
         return (root / f"cpu{cpu}" / "topology" / "thread_siblings_list").read_text().strip()
     except OSError:
@@ -50,5 +50,5 @@ def _core(cpu: int, root: Path) -> str:
 
 
 def _node(cpu: int, root: Path) -> int:
-    """The NUMA node of a logical CPU; 0 where nothing says."""
+    """The NUMA node of a logical CPU; 0 where the system does not tell."""
     return next((int(link.name[4:]) for link in (root / f"cpu{cpu}").glob("node[0-9]*")), 0)

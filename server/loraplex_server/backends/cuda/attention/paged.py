@@ -2,8 +2,8 @@
 
 Needs triton; runs on CUDA, and on a CPU in Triton's interpreter for tests.
 
-Owns the launch parameters. What a span gets depends on nothing but the span: neither on its neighbours in the step nor
-on whether the step is replayed from a graph.
+Owns the launch parameters. A span's result depends on the span alone, not on its neighbours in the step nor on whether
+the step is replayed from a graph.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 The kernels read pieces of work from one int32 buffer.
 
 A piece is a block of one span's queries against a range of its keys. Long contexts are split into ranges, whose partial
-results a second kernel puts together in order. How a span is cut depends on the span alone, so that what it gets does
-not depend on its neighbours. Knows no tensors of the model and imports no triton.
+results a second kernel puts together in order. How a span is cut depends on the span alone, so its result
+does not depend on its neighbours. Knows no tensors of the model and imports no triton.
 
 Spans are ragged block tables and slots, with empty spans up to a fixed number where a plan is reserved. Slots follow
 from the block tables, so nothing is read from the device; only for a reserved plan, whose slots are on the host, it is
@@ -93,7 +93,7 @@ def read_spans(batch: AttentionBatch, reserved: Reserved | None = None) -> Spans
 
 
 def no_spans(block_size: int) -> AttentionBatch:
-    """The step in which nothing is done."""
+    """An empty step."""
     none = np.zeros(0, np.int64)
     return AttentionBatch(none, none, np.zeros((0, 1), np.int64), block_size, torch.empty(0, dtype=torch.int64))
 
@@ -118,7 +118,7 @@ def host_copy(values: Ints, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What of an attention layer decides how spans are cut."""
+    """The properties of an attention layer that decide how spans are cut."""
 
     window: int | None
     num_groups: int

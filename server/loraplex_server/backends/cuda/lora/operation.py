@@ -55,7 +55,7 @@ INTERPRETED: bool = bool(knobs.runtime.interpret)
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What there is to know of a table's factors before a launch. Any change makes it anew."""
+    """Properties of a table's factors that launches need. Any change of the table drops it."""
 
     max_rank: int
     is_aligned: bool
@@ -95,7 +95,7 @@ class Call:
         return ends[0], ends[min(1, len(ends) - 1)], ends[-1]
 
     def constants(self) -> dict[str, int]:
-        """That all kernels of the two halves have."""
+        """Constants of all kernels of the two halves."""
         launch = self.launch
         return {"NUM_SPLITS": launch.num_splits, "BLOCK_RANK": launch.block_rank, "IS_ALIGNED": self.is_aligned}
 
@@ -165,7 +165,7 @@ class TritonOps:
                 f"a reserved plan takes ranks up to {self.max_rank} and factors that begin at a multiple of "
                 f"{ALIGN_BYTES} bytes; here is rank {max_rank}"
             )
-        # Kernels for what may come, and not for what is there: fewer kinds of them, and none that a new adapter needs.
+        # Kernels for the largest rank that may come: fewer variants, and none to compile for a new adapter.
         max_rank = max(max_rank, self.max_rank)
         if x.stride(1) != 1:
             x = x.contiguous()
