@@ -1,4 +1,4 @@
-"""Files and functions of the project that one warm request with an adapter passes, from the SDK to the engine and back.
+"""Files and functions of the project that one warm request passes.
 
     python scripts/request_walk.py [--list] [--speculation KIND]
 
