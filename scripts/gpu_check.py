@@ -28,7 +28,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / name) for name in ("proto", "client", "router", "server", "adapters", "tests")]
+sys.path[:0] = [
+    str(ROOT / name) for name in ("contracts", "proto", "runtime", "client", "router", "adapters", "server", "tests")
+]
 
 LIMIT_S = 480.0
 RESERVE_S = 15.0  # of the limit, for what is left to do after the deadline

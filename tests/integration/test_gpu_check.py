@@ -15,6 +15,7 @@ import pytest
 import torch
 from support.as_on_cuda import build_as_on_cuda
 from support.backends import PatchedBackend
+from support.replay import calls_again
 
 from loraplex_server.layers.fused import ReferenceFused
 
@@ -154,7 +155,9 @@ def test_the_benchmark_as_on_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     main = importlib.import_module("gpu_bench.main")
     build_as_on_cuda(monkeypatch)
     monkeypatch.setattr(
-        main, "adopt_model", partial(main.adopt_model, backend=PatchedBackend(merges=True, fused=ReferenceFused()))
+        main,
+        "adopt_model",
+        partial(main.adopt_model, backend=PatchedBackend(merges=True, fused=ReferenceFused(), capture=calls_again)),
     )
     main.run("tiny", torch.device("cpu"), tmp_path, limit_s=100.0, max_rank=8)
     report = json.loads((tmp_path / "bench.json").read_text())

@@ -62,8 +62,8 @@ class Cost:
         return self.start_us + num_elements * (self.element_us + num_rows * self.multiply_add_us)
 
 
-# Measured with benchmarks/kernels.py on one core of a server CPU with AVX512-bf16, factors read from memory. Only their
-# order matters, and an old machine keeps it: what is expensive here is a call, not a flop.
+# Measured with benchmarks/kernel_times.py on one core of a server CPU with AVX512-bf16, factors read from memory. Only
+# their order matters, and an old machine keeps it: what is expensive here is a call, not a flop.
 NATIVE_COSTS: Mapping[torch.dtype, Cost] = {
     torch.float64: Cost(5.0, 20e-5, 4e-5),
     torch.float32: Cost(5.0, 10e-5, 2e-5),

@@ -10,7 +10,7 @@ Three variants:
     tiles   two launches, for many rows per adapter: products of tiles on the tensor cores
 
 None of the figures has been measured on a GPU. They are derived from an H200's data sheet and from what is known of
-other engines, as the comments say; `benchmarks/kernels.py --device cuda` is what to tune them with.
+other engines, as the comments say; `benchmarks/kernel_times.py --device cuda` is what to tune them with.
 """
 
 from __future__ import annotations

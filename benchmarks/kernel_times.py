@@ -1,7 +1,7 @@
 """Benchmark of segmented LoRA: every implementation against reference and floor.
 
-    python benchmarks/kernels.py                       # the whole grid on the CPU, bfloat16
-    python benchmarks/kernels.py --device cuda --width 4096 --json kernels.json
+    python benchmarks/kernel_times.py                       # the whole grid on the CPU, bfloat16
+    python benchmarks/kernel_times.py --device cuda --width 4096 --json kernels.json
 
 One figure is the time of one module in one step, in microseconds: the modules of a step follow each other, so that
 factors come from memory as they do in a model. Columns:
