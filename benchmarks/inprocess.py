@@ -19,8 +19,7 @@ from peers.lines import answer, take_stdout
 from workloads import WorkItem, read_workload
 
 import loraplex_proto
-from loraplex_contracts.events import CompletionEnd, RequestFailed, Tokens
-from loraplex_contracts.request import Request, StoppingParams
+from loraplex_contracts.request import CompletionEnd, Request, RequestFailed, StoppingParams, Tokens
 from loraplex_server.cli.worker import worker, worker_config
 from loraplex_server.config import EngineConfig
 from loraplex_server.engine.assembly import build_engine

@@ -26,9 +26,8 @@ from inprocess import build
 from results import add_json_option, recording
 from workloads import adapter_names, read_workload
 
-from loraplex_contracts.events import CompletionEnd
 from loraplex_contracts.plan import StepPlan, StepResult
-from loraplex_contracts.request import Request, StoppingParams
+from loraplex_contracts.request import CompletionEnd, Request, StoppingParams
 from loraplex_server.engine.engine import Engine, Runner
 from loraplex_server.engine.pipe import AdapterCommand, Submit
 from loraplex_server.model.fault_isolation import StepHandle

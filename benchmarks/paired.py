@@ -24,8 +24,7 @@ from inprocess import build
 from results import add_json_option, recording
 from workloads import read_workload
 
-from loraplex_contracts.events import CompletionEnd, RequestFailed, Tokens
-from loraplex_contracts.request import Request, StoppingParams
+from loraplex_contracts.request import CompletionEnd, Request, RequestFailed, StoppingParams, Tokens
 from loraplex_server.engine.engine import Engine
 from loraplex_server.engine.pipe import Submit
 

@@ -37,9 +37,8 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from workloads import read_workload
 
-from loraplex_contracts.events import CompletionEnd, RequestFailed, Tokens
 from loraplex_contracts.plan import Candidate
-from loraplex_contracts.request import Request, SpeculationParams, StoppingParams
+from loraplex_contracts.request import CompletionEnd, Request, RequestFailed, SpeculationParams, StoppingParams, Tokens
 from loraplex_demo.formats import FORMATS
 from loraplex_demo.world import MAX_NEW_TOKENS, Case, committed_world
 from loraplex_server.config import (

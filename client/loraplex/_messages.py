@@ -33,8 +33,8 @@ from loraplex.types import (
     TopLogprob,
     Usage,
 )
+from loraplex_contracts.adapters import check_adapter_id
 from loraplex_contracts.errors import InvalidArgument
-from loraplex_contracts.ids import check_adapter_id
 from loraplex_contracts.sampling import SAMPLING_OPTIONS
 from loraplex_proto.enums import ADAPTER_STATES, ADAPTER_TIERS, FINISH_REASONS
 from loraplex_proto.v1 import adapter_pb2, inference_pb2

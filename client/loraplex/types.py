@@ -11,8 +11,8 @@ from typing import Literal, Required, TypedDict
 
 from loraplex_contracts.adapters import AdapterState, AdapterTier
 from loraplex_contracts.errors import InvalidArgument
-from loraplex_contracts.events import FinishReason, TokenLogprob
-from loraplex_contracts.events import TopLogprob as TopLogprob
+from loraplex_contracts.request import FinishReason, TokenLogprob
+from loraplex_contracts.request import TopLogprob as TopLogprob
 
 # --- requests -------------------------------------------------------------------------------------------------------
 

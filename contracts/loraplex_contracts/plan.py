@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from loraplex_contracts.errors import LoraplexError
-from loraplex_contracts.request import OutputParams, Request, SamplingParams
+from loraplex_contracts.request import OutputParams, PositionLogprobs, Request, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,15 +105,6 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return sum(span.num_tokens for span in self.spans)
-
-
-@dataclass(frozen=True, slots=True)
-class PositionLogprobs:
-    """Logprob of the token at one position, and the most likely alternatives, best first."""
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from loraplex_contracts.adapters import AdapterState, AdapterTier
-from loraplex_contracts.events import FinishReason
+from loraplex_contracts.request import FinishReason
 from loraplex_proto.v1 import adapter_pb2, inference_pb2
 
 ADAPTER_STATES: Final[dict[AdapterState, adapter_pb2.AdapterState.ValueType]] = {

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from loraplex_contracts.adapters import MAX_ADAPTER_ID_CHARS, check_adapter_id
 from loraplex_contracts.errors import InvalidAdapterId, InvalidArgument, ListingTooLarge
-from loraplex_contracts.ids import MAX_ADAPTER_ID_CHARS, check_adapter_id
 from loraplex_proto.v1 import adapter_pb2
 
 MAX_PAGE_SIZE: Final = 1000

@@ -17,8 +17,8 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
+from loraplex_contracts.adapters import AdapterId, check_adapter_id, check_id, check_role
 from loraplex_contracts.errors import ContextLengthExceeded, InvalidAdapterId, InvalidArgument, Unimplemented
-from loraplex_contracts.ids import AdapterId, check_adapter_id, check_id, check_role
 from loraplex_contracts.sampling import SAMPLING_OPTIONS, SamplingOption
 from loraplex_proto.paging import ListQuery, list_query
 from loraplex_proto.v1 import adapter_pb2, inference_pb2, worker_pb2

@@ -33,6 +33,7 @@ from typing import Any, Final, cast
 import grpc
 import grpc.aio
 
+from loraplex_contracts.adapters import check_id
 from loraplex_contracts.errors import (
     InvalidArgument,
     LoraplexError,
@@ -40,7 +41,6 @@ from loraplex_contracts.errors import (
     Unauthenticated,
     adapter_not_found,
 )
-from loraplex_contracts.ids import check_id
 from loraplex_proto.status import refusing
 from loraplex_runtime.reload import Reloader, read_file
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from loraplex_contracts.adapters import check_adapter_id, check_id
 from loraplex_contracts.errors import InvalidArgument
-from loraplex_contracts.ids import check_adapter_id, check_id
 from loraplex_runtime.flags import option
 
 MAX_DRAFT_TOKENS: Final = 64  # per step; requests cannot ask for more either

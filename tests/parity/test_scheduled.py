@@ -18,9 +18,8 @@ from support.zoo import VOCAB_SIZE, random_model
 from torch import nn
 
 from loraplex_contracts.adapters import AdapterKey
-from loraplex_contracts.events import CompletionEnd, RequestFailed, Tokens
 from loraplex_contracts.plan import Draft, StepPlan
-from loraplex_contracts.request import Request, StoppingParams
+from loraplex_contracts.request import CompletionEnd, Request, RequestFailed, StoppingParams, Tokens
 from loraplex_server.backends.cpu.torch_lora import CpuOps
 from loraplex_server.backends.cuda.graphs import graph_shapes
 from loraplex_server.kv.blocks import BlockPool

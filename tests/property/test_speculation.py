@@ -16,9 +16,8 @@ from support.scheduler_harness import Harness, RequestLog, make_request
 
 from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.errors import Cancelled, DeadlineExceeded, OutOfMemory, Overloaded
-from loraplex_contracts.events import CompletionEnd, Event, RequestFailed, Tokens
 from loraplex_contracts.plan import Candidate, StepPlan
-from loraplex_contracts.request import Request, SpeculationParams
+from loraplex_contracts.request import CompletionEnd, Event, Request, RequestFailed, SpeculationParams, Tokens
 from loraplex_server.config import SpeculationConfig
 from loraplex_server.speculation.proposer import DRAFT_MODEL, MEDUSA, PROMPT_LOOKUP, Ask
 from loraplex_server.speculation.speculator import Speculator

@@ -22,8 +22,15 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from loraplex_contracts.events import CompletionEnd, RequestFailed, Tokens
-from loraplex_contracts.request import OutputParams, Request, SpeculationParams, StoppingParams
+from loraplex_contracts.request import (
+    CompletionEnd,
+    OutputParams,
+    Request,
+    RequestFailed,
+    SpeculationParams,
+    StoppingParams,
+    Tokens,
+)
 from loraplex_server.config import (
     AdaptersConfig,
     BatchConfig,

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from loraplex_contracts.plan import AdapterUse, NewSequence, PositionLogprobs, Span, SpanResult, StepPlan
-from loraplex_contracts.request import OutputParams, SamplingParams
+from loraplex_contracts.plan import AdapterUse, NewSequence, Span, SpanResult, StepPlan
+from loraplex_contracts.request import OutputParams, PositionLogprobs, SamplingParams
 from loraplex_server.backends.backend import Backend
 from loraplex_server.backends.reference.lora import ReferenceOps
 from loraplex_server.backends.registry import make_attention

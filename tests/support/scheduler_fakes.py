@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.errors import LoraplexError
-from loraplex_contracts.plan import NewSequence, PositionLogprobs, Span, SpanResult, StepPlan, StepResult
-from loraplex_contracts.request import Request, seed_of_completion
+from loraplex_contracts.plan import NewSequence, Span, SpanResult, StepPlan, StepResult
+from loraplex_contracts.request import PositionLogprobs, Request, seed_of_completion
 
 VOCAB_SIZE = 24
 EOS = frozenset({0})

@@ -8,9 +8,20 @@ from dataclasses import replace
 
 from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.errors import LoraplexError
-from loraplex_contracts.events import Admitted, CompletionEnd, Event, PromptLogprobs, RequestFailed, Tokens
-from loraplex_contracts.plan import Draft, PositionLogprobs, StepPlan
-from loraplex_contracts.request import OutputParams, Request, SamplingParams, StoppingParams
+from loraplex_contracts.plan import Draft, StepPlan
+from loraplex_contracts.request import (
+    Admitted,
+    CompletionEnd,
+    Event,
+    OutputParams,
+    PositionLogprobs,
+    PromptLogprobs,
+    Request,
+    RequestFailed,
+    SamplingParams,
+    StoppingParams,
+    Tokens,
+)
 from loraplex_server.kv.blocks import BlockPool
 from loraplex_server.scheduler.admission import SchedulerConfig
 from loraplex_server.scheduler.scheduler import Scheduler

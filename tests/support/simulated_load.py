@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from loraplex_contracts.errors import LoraplexError
-from loraplex_contracts.events import Admitted, CompletionEnd, Event, RequestFailed
 from loraplex_contracts.plan import StepPlan
-from loraplex_contracts.request import Request
+from loraplex_contracts.request import Admitted, CompletionEnd, Event, Request, RequestFailed
 from loraplex_server.kv.blocks import BlockPool
 from loraplex_server.scheduler.admission import SchedulerConfig
 from loraplex_server.scheduler.scheduler import Scheduler

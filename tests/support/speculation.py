@@ -22,17 +22,22 @@ from transformers import PreTrainedModel
 
 from loraplex_contracts.adapters import AdapterInfo
 from loraplex_contracts.errors import LoraplexError
-from loraplex_contracts.events import (
+from loraplex_contracts.plan import StepPlan
+from loraplex_contracts.request import (
     Admitted,
     CompletionEnd,
     Event,
     FinishReason,
+    PositionLogprobs,
     PromptLogprobs,
+    Request,
     RequestFailed,
+    SamplingParams,
+    SpeculationKind,
+    SpeculationParams,
+    StoppingParams,
     Tokens,
 )
-from loraplex_contracts.plan import PositionLogprobs, StepPlan
-from loraplex_contracts.request import Request, SamplingParams, SpeculationKind, SpeculationParams, StoppingParams
 from loraplex_server.backends.backend import Backend
 from loraplex_server.config import (
     AdaptersConfig,

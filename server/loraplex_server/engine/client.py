@@ -19,9 +19,8 @@ from typing import Any, Final, Literal
 from loraplex_adapters.cache.listing import Listing
 from loraplex_contracts.adapters import AdapterId, AdapterInfo, CacheUsage
 from loraplex_contracts.errors import ClientTooSlow, Draining, EngineLost, Internal, LoraplexError, WorkerLost
-from loraplex_contracts.events import CompletionEnd, Event, RequestFailed, Tokens
 from loraplex_contracts.load import Load
-from loraplex_contracts.request import Request
+from loraplex_contracts.request import CompletionEnd, Event, Request, RequestFailed, Tokens
 from loraplex_server.config import EngineConfig
 from loraplex_server.engine.liveness import LivenessMonitor
 from loraplex_server.engine.output_batching import SendCostMeter

@@ -15,10 +15,9 @@ from typing import Protocol
 from loraplex_adapters.cache.manager import AdapterManager
 from loraplex_contracts.adapters import AdapterInfo, AdapterKey
 from loraplex_contracts.errors import DeadlineExceeded, Draining, LoraplexError, unexpected
-from loraplex_contracts.events import CompletionEnd, Event, RequestFailed, Tokens
 from loraplex_contracts.load import Forecast, Load
 from loraplex_contracts.plan import StepPlan
-from loraplex_contracts.request import Request
+from loraplex_contracts.request import CompletionEnd, Event, Request, RequestFailed, Tokens
 from loraplex_server.config import SpeculationConfig
 from loraplex_server.engine.pending_adapters import PendingAdapters
 from loraplex_server.engine.pipe import (

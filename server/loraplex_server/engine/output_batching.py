@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from loraplex_contracts.events import Event, Tokens
+from loraplex_contracts.request import Event, Tokens
 from loraplex_server.backends.cpu.native.threads import own_cpus
 from loraplex_server.engine.pipe import Batch, FromEngine
 

@@ -19,9 +19,8 @@ from typing import Any, Final, Literal
 
 from loraplex_contracts.adapters import AdapterId, AdapterInfo, CacheUsage, ListingChanges
 from loraplex_contracts.errors import LoraplexError
-from loraplex_contracts.events import Event
 from loraplex_contracts.load import Load
-from loraplex_contracts.request import Request
+from loraplex_contracts.request import Event, Request
 
 # --- to the engine --------------------------------------------------------------------------------------------------
 

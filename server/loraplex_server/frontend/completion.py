@@ -8,9 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from loraplex_contracts.events import CompletionEnd, FinishReason, TokenLogprob, Tokens, TopLogprob
-from loraplex_contracts.plan import PositionLogprobs
-from loraplex_contracts.request import Request, StoppingParams
+from loraplex_contracts.request import (
+    CompletionEnd,
+    FinishReason,
+    PositionLogprobs,
+    Request,
+    StoppingParams,
+    TokenLogprob,
+    Tokens,
+    TopLogprob,
+)
 from loraplex_server.text.detokenizer import Detokenizer
 from loraplex_server.text.stops import StopMatcher
 from loraplex_server.text.tokenizer import TextTokenizer

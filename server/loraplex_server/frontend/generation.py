@@ -10,16 +10,16 @@ from collections.abc import AsyncGenerator, Collection
 from dataclasses import dataclass, field
 
 from loraplex_contracts.errors import Cancelled
-from loraplex_contracts.events import (
+from loraplex_contracts.request import (
     Admitted,
     CompletionEnd,
     Event,
     PromptLogprobs,
+    Request,
     RequestFailed,
     TokenLogprob,
     Tokens,
 )
-from loraplex_contracts.request import Request
 from loraplex_server.engine.client import EngineClient, RequestStream
 from loraplex_server.frontend.completion import CompletionAssembler, Delta
 from loraplex_server.text.tokenizer import TextTokenizer

@@ -19,8 +19,8 @@ from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
+from loraplex_contracts.adapters import MAX_ID_CHARS
 from loraplex_contracts.errors import Draining, InvalidArgument, LoraplexError
-from loraplex_contracts.ids import MAX_ID_CHARS
 from loraplex_proto import status
 from loraplex_proto.validate import parse
 from loraplex_runtime import auth, telemetry

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from loraplex_adapters.cache.listing import Resident
 from loraplex_contracts import sampling
 from loraplex_contracts.adapters import AdapterId, AdapterInfo, CacheUsage
-from loraplex_contracts.events import TokenLogprob
 from loraplex_contracts.load import Forecast, Load
 from loraplex_contracts.request import (
     OutputParams,
@@ -18,6 +17,7 @@ from loraplex_contracts.request import (
     SpeculationKind,
     SpeculationParams,
     StoppingParams,
+    TokenLogprob,
 )
 from loraplex_contracts.sampling import SamplingParams, TokenizerView
 from loraplex_proto.enums import ADAPTER_STATES, ADAPTER_TIERS, FINISH_REASONS

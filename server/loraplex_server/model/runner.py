@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from loraplex_contracts.errors import Internal, InvalidArgument, LoraplexError, NonFinite, unexpected
-from loraplex_contracts.plan import NewSequence, PositionLogprobs, Span, SpanResult, StepPlan, StepResult
+from loraplex_contracts.plan import NewSequence, Span, SpanResult, StepPlan, StepResult
+from loraplex_contracts.request import PositionLogprobs
 from loraplex_server.backends.cuda.graphs import Shape, StepGraphs
 from loraplex_server.layers.adapter_slots import AdapterSlots, as_if_installed
 from loraplex_server.layers.attention import AttentionBatch, PagedAttention

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from loraplex_contracts.plan import PositionLogprobs
+from loraplex_contracts.request import PositionLogprobs
 
 # Elements of logits that are converted at once.
 _MAX_ELEMENTS = 1 << 24

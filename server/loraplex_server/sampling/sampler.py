@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from loraplex_contracts.plan import NewSequence, PositionLogprobs
+from loraplex_contracts.plan import NewSequence
+from loraplex_contracts.request import PositionLogprobs
 from loraplex_server.sampling.draw import DrawTable, draw_dense, draw_narrow, draw_open, row_argmax
 from loraplex_server.sampling.logprobs import Logprobs, compute_logprobs
 from loraplex_server.sampling.noise import NoiseField

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 
 from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.errors import DeadlineExceeded, Internal, LoraplexError
-from loraplex_contracts.events import Admitted, Event
 from loraplex_contracts.load import MUCH_SHORTER
+from loraplex_contracts.request import Admitted, Event
 from loraplex_server.scheduler.overload import StepSpeed, WaitLimits
 from loraplex_server.scheduler.running import PlanBuilder
 from loraplex_server.scheduler.sequence_table import Prefix, SequenceTable

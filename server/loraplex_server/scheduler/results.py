@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from loraplex_contracts.errors import Internal, LoraplexError
-from loraplex_contracts.events import CompletionEnd, Event, FinishReason, PromptLogprobs, Tokens
 from loraplex_contracts.plan import Span, SpanResult, StepResult
+from loraplex_contracts.request import CompletionEnd, Event, FinishReason, PromptLogprobs, Tokens
 from loraplex_server.scheduler.overload import StepSpeed
 from loraplex_server.scheduler.sequence_table import SequenceTable
 from loraplex_server.scheduler.states import InFlight, RequestState, SequenceState, SequenceStatus

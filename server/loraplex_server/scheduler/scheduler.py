@@ -26,10 +26,9 @@ from loraplex_contracts.errors import (
     Overloaded,
     QueueFull,
 )
-from loraplex_contracts.events import Event, FinishReason, RequestFailed
 from loraplex_contracts.load import Forecast, Load
 from loraplex_contracts.plan import Candidate, Draft, Span, StepPlan, StepResult
-from loraplex_contracts.request import Request, seed_of_completion
+from loraplex_contracts.request import Event, FinishReason, Request, RequestFailed, seed_of_completion
 from loraplex_server.kv.blocks import BlockPool
 from loraplex_server.kv.keys import KeyChain, Namespace
 from loraplex_server.scheduler.admission import Admission, SchedulerConfig

@@ -12,8 +12,8 @@ from enum import Enum
 
 from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.load import Flow
-from loraplex_contracts.plan import PositionLogprobs, Span, StepPlan
-from loraplex_contracts.request import Request, SamplingParams
+from loraplex_contracts.plan import Span, StepPlan
+from loraplex_contracts.request import PositionLogprobs, Request, SamplingParams
 from loraplex_server.kv.keys import KeyChain
 
 

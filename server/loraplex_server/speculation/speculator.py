@@ -13,9 +13,8 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 
 from loraplex_contracts.adapters import AdapterKey
-from loraplex_contracts.events import Tokens
 from loraplex_contracts.plan import Candidate, Draft, StepPlan, StepResult
-from loraplex_contracts.request import Request
+from loraplex_contracts.request import Request, Tokens
 from loraplex_server.config import SpeculationConfig
 from loraplex_server.speculation.policy import DraftedSequence, LeastCost, Option, Policy
 from loraplex_server.speculation.prompt_lookup.history import History

@@ -64,7 +64,7 @@ def test_metadata_is_not_shared_with_the_caller() -> None:
 
 def test_errors_and_ids_need_only_the_standard_library() -> None:
     code = (
-        "import sys; import loraplex_contracts.errors, loraplex_contracts.ids; "
+        "import sys; import loraplex_contracts.errors, loraplex_contracts.adapters; "
         "sys.exit(any(m.split('.')[0] in ('grpc', 'google', 'torch') for m in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

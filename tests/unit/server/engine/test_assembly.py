@@ -14,8 +14,7 @@ from support.replay import calls_again
 from support.zoo import MAX_LEN, random_model
 
 from loraplex_contracts.errors import InvalidArgument, OutOfMemory, Unimplemented
-from loraplex_contracts.events import CompletionEnd, Tokens
-from loraplex_contracts.request import Request, StoppingParams
+from loraplex_contracts.request import CompletionEnd, Request, StoppingParams, Tokens
 from loraplex_server.backends.backend import Backend
 from loraplex_server.backends.cpu import backend as cpu_backend
 from loraplex_server.backends.cpu.backend import CpuBackend

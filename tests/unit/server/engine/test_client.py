@@ -20,8 +20,16 @@ from loraplex_contracts.errors import (
     LoraplexError,
     UnsupportedModel,
 )
-from loraplex_contracts.events import Admitted, CompletionEnd, Event, FinishReason, RequestFailed, Tokens
-from loraplex_contracts.request import Request, StoppingParams
+from loraplex_contracts.request import (
+    Admitted,
+    CompletionEnd,
+    Event,
+    FinishReason,
+    Request,
+    RequestFailed,
+    StoppingParams,
+    Tokens,
+)
 from loraplex_server.config import EngineConfig, ModelConfig
 from loraplex_server.engine import process as process_module
 from loraplex_server.engine.client import EngineClient, RequestStream

@@ -18,9 +18,18 @@ from loraplex_contracts.errors import (
     OutOfMemory,
     QueueFull,
 )
-from loraplex_contracts.events import Admitted, CompletionEnd, Event, FinishReason, RequestFailed, Tokens
 from loraplex_contracts.plan import StepPlan
-from loraplex_contracts.request import Request, SpeculationParams, StoppingParams
+from loraplex_contracts.request import (
+    Admitted,
+    CompletionEnd,
+    Event,
+    FinishReason,
+    Request,
+    RequestFailed,
+    SpeculationParams,
+    StoppingParams,
+    Tokens,
+)
 from loraplex_server.engine.engine import Engine
 from loraplex_server.engine.pipe import Abandon, AdapterCommand, Cancel, Reply, StopCompletion, Submit
 

@@ -12,8 +12,7 @@ from safetensors.torch import load_file, save_file
 from support.world import make_world
 
 from loraplex_contracts.errors import UnsupportedModel
-from loraplex_contracts.events import CompletionEnd, Tokens
-from loraplex_contracts.request import Request, SpeculationParams, StoppingParams
+from loraplex_contracts.request import CompletionEnd, Request, SpeculationParams, StoppingParams, Tokens
 from loraplex_server.config import EngineConfig, KvConfig, ModelConfig
 from loraplex_server.engine.assembly import build_engine
 from loraplex_server.engine.engine import Engine

@@ -12,9 +12,16 @@ import pytest
 
 from loraplex_contracts.adapters import AdapterInfo, CacheUsage, ListingChanges
 from loraplex_contracts.errors import Cancelled
-from loraplex_contracts.events import Admitted, CompletionEnd, Event, FinishReason, RequestFailed, Tokens
 from loraplex_contracts.load import Load
-from loraplex_contracts.plan import PositionLogprobs
+from loraplex_contracts.request import (
+    Admitted,
+    CompletionEnd,
+    Event,
+    FinishReason,
+    PositionLogprobs,
+    RequestFailed,
+    Tokens,
+)
 from loraplex_server.engine.output_batching import (
     DEVICE_SHARE,
     FIRST_MESSAGE_S,

@@ -11,9 +11,17 @@ from support.engine_fakes import Done, FakeCache, FakeRunner, make_engine
 from support.zoo import VOCAB_SIZE, random_model
 
 from loraplex_contracts.errors import Cancelled, Draining
-from loraplex_contracts.events import CompletionEnd, Event, RequestFailed, Tokens
 from loraplex_contracts.plan import StepPlan, StepResult
-from loraplex_contracts.request import Request, SamplingParams, SpeculationParams, StoppingParams
+from loraplex_contracts.request import (
+    CompletionEnd,
+    Event,
+    Request,
+    RequestFailed,
+    SamplingParams,
+    SpeculationParams,
+    StoppingParams,
+    Tokens,
+)
 from loraplex_server.config import AdaptersConfig, BatchConfig, EngineConfig, KvConfig, ModelConfig
 from loraplex_server.engine import assembly as build
 from loraplex_server.engine.engine import Engine

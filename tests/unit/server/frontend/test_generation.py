@@ -10,9 +10,7 @@ import pytest
 from support.engine_fakes import build_fake, build_slow
 
 from loraplex_contracts.errors import AdapterNotFound
-from loraplex_contracts.events import CompletionEnd, FinishReason, Tokens
-from loraplex_contracts.plan import PositionLogprobs
-from loraplex_contracts.request import Request, StoppingParams
+from loraplex_contracts.request import CompletionEnd, FinishReason, PositionLogprobs, Request, StoppingParams, Tokens
 from loraplex_server.config import EngineConfig, ModelConfig
 from loraplex_server.engine.client import EngineClient
 from loraplex_server.frontend.completion import CompletionAssembler, Delta, Drafts

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from loraplex_contracts.events import FinishReason
-from loraplex_contracts.request import Request, SamplingParams, SpeculationParams
+from loraplex_contracts.request import FinishReason, Request, SamplingParams, SpeculationParams
 from loraplex_proto.v1 import inference_pb2
 from loraplex_proto.v1.inference_pb2 import GenerateRequest, ProposerUsage, Speculation
 from loraplex_proto.validate import check_generate

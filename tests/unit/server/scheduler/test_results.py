@@ -10,9 +10,17 @@ from support.scheduler_fakes import FakeResidency
 from support.scheduler_harness import Harness, has_work, make_request, num_cached_blocks
 
 from loraplex_contracts.errors import Internal, OutOfMemory
-from loraplex_contracts.events import CompletionEnd, Event, FinishReason, RequestFailed, Tokens
-from loraplex_contracts.plan import Draft, PositionLogprobs, SpanResult, StepPlan, StepResult
-from loraplex_contracts.request import Request, StoppingParams
+from loraplex_contracts.plan import Draft, SpanResult, StepPlan, StepResult
+from loraplex_contracts.request import (
+    CompletionEnd,
+    Event,
+    FinishReason,
+    PositionLogprobs,
+    Request,
+    RequestFailed,
+    StoppingParams,
+    Tokens,
+)
 from loraplex_server.kv.blocks import BlockPool
 from loraplex_server.scheduler.admission import SchedulerConfig
 from loraplex_server.scheduler.scheduler import Scheduler

@@ -18,9 +18,8 @@ from loraplex_contracts.errors import (
     LoraplexError,
     QueueFull,
 )
-from loraplex_contracts.events import Admitted
 from loraplex_contracts.plan import SpanResult, StepPlan, StepResult
-from loraplex_contracts.request import Request, seed_of_completion
+from loraplex_contracts.request import Admitted, Request, seed_of_completion
 from loraplex_server.scheduler.states import RequestState
 
 LONG = tuple(range(1, 21))

@@ -14,9 +14,15 @@ import pytest
 
 from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.errors import FailedPrecondition, Internal, InvalidArgument
-from loraplex_contracts.events import Tokens
 from loraplex_contracts.plan import Candidate, Draft, Span, SpanResult, StepPlan, StepResult
-from loraplex_contracts.request import Request, SamplingParams, SpeculationKind, SpeculationParams, StoppingParams
+from loraplex_contracts.request import (
+    Request,
+    SamplingParams,
+    SpeculationKind,
+    SpeculationParams,
+    StoppingParams,
+    Tokens,
+)
 from loraplex_server.config import SpeculationConfig
 from loraplex_server.speculation import policy as module
 from loraplex_server.speculation.prompt_lookup.lookup import PromptLookupProposer
