@@ -102,10 +102,11 @@ def test_decision_records_are_numbered_dated_and_listed() -> None:
         assert row in index, f"docs/adr/README.md lacks: {row}"
 
 
-def exists(named: str) -> bool:
+def full_path(named: str) -> Path:
+    """Of a path as maps name it, without the package's folder."""
     folder, _, rest = named.partition("/")
     package = "loraplex" if folder == "client" else f"loraplex_{folder}"
-    return (ROOT / named).exists() or (ROOT / folder / package / rest).exists()
+    return ROOT / named if (ROOT / named).exists() else ROOT / folder / package / rest
 
 
 @pytest.mark.parametrize("page", MAPS)
@@ -113,7 +114,7 @@ def test_every_path_that_a_map_names_exists(page: str) -> None:
     folders = {path.name for path in ROOT.iterdir() if path.is_dir()}
     named = set(re.findall(r"`([\w.-]+/[\w./-]+)`", (ROOT / page).read_text(encoding="utf-8")))
     paths = {path for path in named if path.partition("/")[0] in folders}
-    assert not sorted(path for path in paths if not exists(path))
+    assert not sorted(path for path in paths if not full_path(path).exists())
 
 
 def test_glossary_terms_stand_once_in_order() -> None:
@@ -121,6 +122,14 @@ def test_glossary_terms_stand_once_in_order() -> None:
     terms = [line.split("|")[1].strip() for line in lines if line.startswith("| ")][1:]
     assert len(terms) > 30
     assert terms == sorted(set(terms))
+
+
+def test_glossary_terms_are_words_of_their_modules() -> None:
+    """A word of the term, or its stem, is in the text of the module that the glossary names."""
+    lines = (ROOT / "docs/glossary.md").read_text(encoding="utf-8").splitlines()
+    rows = [line.split("|")[1:4] for line in lines if line.startswith("| ")][1:]
+    texts = {where: full_path(where.strip(" `")).read_text(encoding="utf-8").lower() for _, _, where in rows}
+    assert not [term for term, _, where in rows if not any(word[:6] in texts[where] for word in term.split())]
 
 
 def test_prose_is_narrow() -> None:
