@@ -1,17 +1,31 @@
-"""Weights of one adapter on one device: a flat allocation and views.
+"""Weights of one adapter: one flat allocation, its layout, and views.
 
-A single allocation makes a move between tiers one copy, and its size the number that budgets count. An adapter has LoRA
-factors, Medusa heads, or both.
+A single allocation makes a move between tiers one copy, and its size the number that budgets count. The layout is the
+same on disk, host and device: LoRA factors, then Medusa heads. Offsets follow from the shapes, so only shapes and
+scales are written down. Everything lies at multiples of 64 bytes, row-major, in the base model's dtype (token ids
+apart).
+
+LoRA: modules in the order of their paths; of each, A [rank, in] then B [out, rank]. The layout of a LoRA alone is
+written down as it was before there were heads, so old stores stay readable.
+
+Heads: the same tensor of all heads is one region, so a set of heads is also one stacked matrix: for each layer the
+weights [num_heads, hidden, hidden] and the biases [num_heads, hidden], then the token ids [num_rows] (int64), then the
+projections [num_projections, num_rows, hidden].
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from loraplex_contracts.adapters import AdapterKey
+from loraplex_adapters.io.safetensors import DTYPES
+from loraplex_adapters.io.throttle import checkpoint
+from loraplex_contracts.adapters import AdapterKey, AdapterKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,3 +77,262 @@ class AdapterWeights:
     @property
     def max_rank(self) -> int:
         return max((f.rank for f in self.factors.values()), default=0)
+
+
+ALIGN_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class FactorShape:
+    """Shape of one module's factors."""
+
+    path: str
+    rank: int
+    in_features: int
+    out_features: int
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedFactors:
+    """A module's factors and their places, in bytes from the beginning."""
+
+    shape: FactorShape
+    a_offset: int
+    b_offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoraLayout:
+    """Layout of all factors."""
+
+    dtype: str
+    placed: tuple[PlacedFactors, ...]
+    num_bytes: int
+
+    @property
+    def max_rank(self) -> int:
+        return max((p.shape.rank for p in self.placed), default=0)
+
+    def to_json(self) -> dict[str, Any]:
+        """Canonical: part of the adapter's digest. The scale in hexadecimal, so that nothing is rounded."""
+        shapes = (p.shape for p in self.placed)
+        factors = [[s.path, s.rank, s.in_features, s.out_features, s.scale.hex()] for s in shapes]
+        return {"dtype": self.dtype, "factors": factors}
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> LoraLayout:
+        """Raises ValueError on anything that `to_json` did not write."""
+        if value.get("dtype") not in DTYPES or not isinstance(value.get("factors"), list):
+            raise ValueError("not the layout of a LoRA")
+        shapes: list[FactorShape] = []
+        for entry in value["factors"]:
+            path, rank, in_features, out_features, scale = entry
+            sizes = (rank, in_features, out_features)
+            if not isinstance(path, str) or not all(type(size) is int and size > 0 for size in sizes):
+                raise ValueError("not the layout of a LoRA")
+            shape = FactorShape(path, rank, in_features, out_features, float.fromhex(scale))
+            if not math.isfinite(shape.scale):
+                raise ValueError("not the layout of a LoRA")
+            shapes.append(shape)
+        return place_factors(value["dtype"], shapes)
+
+
+def place_factors(dtype: str, shapes: Iterable[FactorShape]) -> LoraLayout:
+    """Gives every factor its place."""
+    itemsize = DTYPES[dtype].itemsize
+    placed: list[PlacedFactors] = []
+    position = 0
+    for shape in sorted(shapes):
+        a_offset = position
+        b_offset = aligned(a_offset + shape.rank * shape.in_features * itemsize)
+        position = aligned(b_offset + shape.rank * shape.out_features * itemsize)
+        placed.append(PlacedFactors(shape, a_offset, b_offset))
+    return LoraLayout(dtype, tuple(placed), position)
+
+
+def factors_at(layout: LoraLayout, storage: Tensor) -> dict[str, LoraFactors]:
+    """The factors whose bytes `storage` begins with (uint8, contiguous, aligned). Copies nothing."""
+    dtype = DTYPES[layout.dtype]
+    flat = storage.view(dtype)
+    itemsize = dtype.itemsize
+    factors: dict[str, LoraFactors] = {}
+    for placed in layout.placed:
+        checkpoint()
+        shape = placed.shape
+        rank, in_features = shape.rank, shape.in_features
+        a = flat.as_strided((rank, in_features), (in_features, 1), placed.a_offset // itemsize)  # [rank, in]
+        b = flat.as_strided((shape.out_features, rank), (rank, 1), placed.b_offset // itemsize)  # [out, rank]
+        factors[shape.path] = LoraFactors(a, b, shape.scale)
+    return factors
+
+
+def aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+TOKEN_ID_BYTES = 8
+MAX_DIM = 1 << 32
+
+
+@dataclass(frozen=True, slots=True)
+class HeadsShape:
+    """Shape of a set of heads. All heads of a set have the same parts."""
+
+    num_heads: int
+    num_layers: int  # residual blocks of each head
+    hidden_size: int
+    has_bias: bool = False
+    num_projections: int = 0  # 0: the base model's own head; 1: one for all; or one for each
+    num_rows: int = 0  # of a projection
+    has_token_ids: bool = False  # the rows are some of the vocabulary
+
+    def to_json(self) -> dict[str, Any]:
+        """Canonical: part of the adapter's digest."""
+        return {
+            "heads": self.num_heads,
+            "layers": self.num_layers,
+            "hidden": self.hidden_size,
+            "bias": self.has_bias,
+            "projections": self.num_projections,
+            "rows": self.num_rows,
+            "token_ids": self.has_token_ids,
+        }
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> HeadsShape:
+        """Raises ValueError on anything that `to_json` did not write."""
+        numbers = [value.get(name) for name in ("heads", "layers", "hidden", "projections", "rows")]
+        flags = [value.get(name) for name in ("bias", "token_ids")]
+        if not all(type(n) is int and 0 <= n < MAX_DIM for n in numbers) or not all(type(f) is bool for f in flags):
+            raise ValueError("not the layout of Medusa heads")
+        num_heads, num_layers, hidden_size, num_projections, num_rows = (int(n or 0) for n in numbers)
+        shape = HeadsShape(
+            num_heads, num_layers, hidden_size, bool(flags[0]), num_projections, num_rows, bool(flags[1])
+        )
+        is_whole = num_heads > 0 and hidden_size > 0 and num_projections in (0, 1, num_heads)
+        if not is_whole or (num_rows > 0) is not (num_projections > 0) or (shape.has_token_ids and num_rows == 0):
+            raise ValueError("not the layout of Medusa heads")
+        return shape
+
+
+@dataclass(frozen=True, slots=True)
+class HeadsLayout:
+    """Offsets in bytes from the beginning of the allocation."""
+
+    shape: HeadsShape
+    dtype: str
+    start: int
+    weights: tuple[int, ...]  # by layer
+    biases: tuple[int, ...]  # by layer; empty without biases
+    token_ids: int
+    projections: int
+    end: int
+
+
+def place_heads(dtype: str, shape: HeadsShape, start: int) -> HeadsLayout:
+    """Gives every region its place, from `start` (a multiple of 64) on."""
+    itemsize = DTYPES[dtype].itemsize
+    weights: list[int] = []
+    biases: list[int] = []
+    position = start
+    for _ in range(shape.num_layers):
+        weights.append(position)
+        position = aligned(position + shape.num_heads * shape.hidden_size**2 * itemsize)
+        if shape.has_bias:
+            biases.append(position)
+            position = aligned(position + shape.num_heads * shape.hidden_size * itemsize)
+    token_ids = position
+    if shape.has_token_ids:
+        position = aligned(position + shape.num_rows * TOKEN_ID_BYTES)
+    projections = position
+    end = aligned(position + shape.num_projections * shape.num_rows * shape.hidden_size * itemsize)
+    return HeadsLayout(shape, dtype, start, tuple(weights), tuple(biases), token_ids, projections, end)
+
+
+def heads_at(layout: HeadsLayout, storage: Tensor) -> tuple[MedusaHead, ...]:
+    """The heads whose bytes are in `storage` (uint8, contiguous, aligned). Copies nothing. Heads that share a
+    projection have the same tensor."""
+    shape, dtype = layout.shape, DTYPES[layout.dtype]
+    flat = storage.view(dtype)
+    hidden = shape.hidden_size
+    token_ids: Tensor | None = None
+    if shape.has_token_ids:
+        num_bytes = shape.num_rows * TOKEN_ID_BYTES
+        token_ids = storage[layout.token_ids : layout.token_ids + num_bytes].view(torch.int64)  # [num_rows]
+
+    def stack(offset: int, *sizes: int) -> Tensor:
+        count = torch.Size(sizes).numel()
+        begin = offset // dtype.itemsize
+        return flat[begin : begin + count].view(sizes)
+
+    weights = [stack(offset, shape.num_heads, hidden, hidden) for offset in layout.weights]
+    biases = [stack(offset, shape.num_heads, hidden) for offset in layout.biases]
+    projections = stack(layout.projections, shape.num_projections, shape.num_rows, hidden)
+    heads: list[MedusaHead] = []
+    for head in range(shape.num_heads):
+        blocks = tuple(
+            ResBlock(weight[head], biases[layer][head] if biases else None) for layer, weight in enumerate(weights)
+        )
+        own = min(head, shape.num_projections - 1)
+        heads.append(MedusaHead(blocks, projections[own] if own >= 0 else None, token_ids))
+    return tuple(heads)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLayout:
+    """`lora` is without factors where there are only heads."""
+
+    lora: LoraLayout
+    heads: HeadsLayout | None = None
+
+    @property
+    def dtype(self) -> str:
+        return self.lora.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return self.lora.num_bytes if self.heads is None else self.heads.end
+
+    @property
+    def max_rank(self) -> int:
+        return self.lora.max_rank
+
+    @property
+    def num_heads(self) -> int:
+        return 0 if self.heads is None else self.heads.shape.num_heads
+
+    @property
+    def kind(self) -> AdapterKind:
+        if self.heads is None:
+            return "lora"
+        return "combined" if self.lora.placed else "medusa"
+
+    def to_json(self) -> dict[str, Any]:
+        """Canonical: part of the adapter's digest."""
+        lora = self.lora.to_json()
+        return lora if self.heads is None else lora | {"medusa": self.heads.shape.to_json()}
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> AdapterLayout:
+        """Raises ValueError on anything that `to_json` did not write."""
+        lora = LoraLayout.from_json(value)
+        medusa = value.get("medusa")
+        if medusa is None:
+            return AdapterLayout(lora)
+        if not isinstance(medusa, dict):
+            raise ValueError("not the layout of Medusa heads")
+        return adapter_layout(lora, HeadsShape.from_json(medusa))
+
+
+def adapter_layout(lora: LoraLayout, heads: HeadsShape | None) -> AdapterLayout:
+    """Puts the heads behind the factors."""
+    return AdapterLayout(lora, None if heads is None else place_heads(lora.dtype, heads, lora.num_bytes))
+
+
+def weights_at(key: AdapterKey, layout: AdapterLayout, storage: Tensor) -> AdapterWeights:
+    """The adapter whose bytes are in `storage` (uint8 [num_bytes], contiguous, aligned). Copies nothing."""
+    assert storage.numel() == layout.num_bytes, "an adapter's storage is exactly as large as its layout"
+    factors = factors_at(layout.lora, storage)
+    heads = () if layout.heads is None else heads_at(layout.heads, storage)
+    return AdapterWeights(key, storage, factors, heads)

@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from loraplex_adapters.cache.loader import Imported, import_adapter
-from loraplex_adapters.cache.storage import Storage
+from loraplex_adapters.cache.storage import Imported, Storage, import_adapter
 from loraplex_adapters.io.source_files import AdapterSource
 from loraplex_adapters.store import AdapterStore
 from loraplex_adapters.targets import BaseTargets

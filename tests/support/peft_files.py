@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from loraplex_adapters.cache.loader import check_adapter
+from loraplex_adapters.cache.storage import check_adapter
 from loraplex_adapters.formats.peft import write_payload
-from loraplex_adapters.io.tensor_pieces import PieceReader
-from loraplex_adapters.layout import weights_at
+from loraplex_adapters.io.safetensors import PieceReader
 from loraplex_adapters.sources.directory import DirectorySource
 from loraplex_adapters.targets import BaseTargets
-from loraplex_adapters.weights import AdapterWeights
+from loraplex_adapters.weights import AdapterWeights, weights_at
 from loraplex_contracts.adapters import AdapterKey
 
 

@@ -8,10 +8,13 @@ their outcomes over in a queue that `poll` empties, and `notify` wakes the engin
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
 import queue
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,17 +23,17 @@ from pathlib import Path
 import torch
 
 from loraplex_adapters.cache.listing import key_row
-from loraplex_adapters.cache.loader import BackgroundThread, Imported, import_adapter, typed
 from loraplex_adapters.cache.names import AdapterTable, fresh
 from loraplex_adapters.cache.residency import AdapterCacheConfig
 from loraplex_adapters.cache.states import DropDevice, DropHost, Fetch, FetchName, KeyState, Move, Promote, Stage
-from loraplex_adapters.cache.storage import HostCopy, Storage
+from loraplex_adapters.cache.storage import HostCopy, Imported, Storage, import_adapter
 from loraplex_adapters.io.source_files import AdapterSource
+from loraplex_adapters.io.throttle import Throttle, throttled
 from loraplex_adapters.store import AdapterStore
 from loraplex_adapters.targets import BaseTargets
 from loraplex_adapters.weights import AdapterWeights
 from loraplex_contracts.adapters import AdapterId, AdapterInfo, AdapterKey, CacheUsage, ListingChanges
-from loraplex_contracts.errors import LoraplexError
+from loraplex_contracts.errors import AdapterMemoryFull, DiskFull, LoraplexError, SourceUnavailable, unexpected
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +44,34 @@ TEMPORARY_STORE = "loraplex-store-"
 InstallFn = Callable[[int, AdapterWeights | None], None]
 # Run by `poll` in the engine's thread: takes one job's outcome into the table.
 Outcome = Callable[[float], None]
+
+
+class BackgroundThread:
+    """Runs jobs one after another on a throttled thread. A job must not raise. Owns its thread."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Callable[[], None]) -> None:
+        self._jobs.put(job)
+
+    def close(self, timeout_s: float) -> bool:
+        """Drops the jobs that have not begun. False when the present one does not end in time: its source hangs."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._jobs.get_nowait()
+        self._jobs.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        # At the steps' priority: at a lower one a load is under way for longer, and no step is the shorter for it.
+        with throttled(Throttle(self._jobs.qsize)):
+            while (job := self._jobs.get()) is not None:
+                job()
+                del job  # its closure may hold weights
 
 
 class AdapterManager:
@@ -248,7 +279,7 @@ class AdapterManager:
         try:
             found = import_adapter(fetch.name, self._source, self._targets, self._store, self._storage.recent)
         except Exception as error:
-            failure = _bare(_about(fetch.name, typed(error, f"fetching adapter {fetch.name}")))
+            failure = _bare(_about(fetch.name, _typed(error, f"fetching adapter {fetch.name}")))
             self._finish(lambda now: self._take_failed_fetch(fetch, failure, now))
         else:
             self._finish(lambda now: self._take_fetched(fetch, found, started_s, now))
@@ -294,7 +325,7 @@ class AdapterManager:
             host = host or self._storage.stage(key)
             weights = self._storage.promote(host) if host and isinstance(move, Promote) else None
         except Exception as error:
-            failure = _bare(typed(error, "moving an adapter's weights"))
+            failure = _bare(_typed(error, "moving an adapter's weights"))
             self._finish(lambda now: self._table.residency.failed(key, failure, now))
             return
         if host is None or (weights is None and isinstance(move, Promote)):
@@ -334,3 +365,21 @@ def _about(adapter_id: str, error: LoraplexError) -> LoraplexError:
         retry_after_s=error.retry_after_s,
         metadata=error.metadata,
     )
+
+
+def _typed(error: BaseException, what: str) -> LoraplexError:
+    """The typed error for a background job's exception. An unknown one is opaque outside and explained in the log."""
+    if isinstance(error, LoraplexError):
+        return error
+    if isinstance(error, MemoryError):
+        return AdapterMemoryFull(f"no memory for {what}; try again later", retry_after_s=5.0)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return DiskFull(f"the disk is full while {what}; make room on it", resource="disk", retry_after_s=5.0)
+    if isinstance(error, OSError):
+        log.warning("%s: %s", what, error)
+        return SourceUnavailable(
+            f"{what} failed ({error.strerror or 'input or output'}); try again later", retry_after_s=5.0
+        )
+    if type(error).__name__ == "OutOfMemoryError":  # torch's, on the device
+        return AdapterMemoryFull(f"no device memory for {what}; try again later", retry_after_s=5.0)
+    return unexpected(error, what)

@@ -1,18 +1,21 @@
-"""Storage of adapters on host and device, and copies between the tiers.
+"""Copies of adapters between source, store, host and device.
 
-Runs on the mover's thread. On a CPU the host tier is the store's file, which the system keeps in its page cache from
-the first copy on, and the device tier a flat tensor that kernels read in place: the file is mapped for the copy only,
-because every mapping takes a file descriptor. With CUDA the host tier is pinned memory, and the copy to the device runs
-on a stream of its own, so that it overlaps with steps; an adapter counts as on the device only when its copy is
-complete, so no step ever waits for one.
+Importing reads a source into the store; everything that a user's files can cause ends as a typed error.
 
-Pinned memory is asked for in pieces that are powers of two: PyTorch would round anything else up to the next one, to up
-to twice what the host's budget counts, and what is given back it would keep for requests of that size only.
+Moving runs on the mover's thread. On a CPU the host tier is the store's file, which the system keeps in its page cache
+from the first copy on, and the device tier a flat tensor that kernels read in place: the file is mapped for the copy
+only, because every mapping takes a file descriptor. With CUDA the host tier is page-locked memory, and the copy to the
+device runs on a stream of its own, so that it overlaps with steps; an adapter counts as on the device only when its
+copy is complete, so no step ever waits for one.
+
+Page-locked memory is asked for in pieces that are powers of two: PyTorch would round anything else up to the next one,
+to up to twice what the host's budget counts, and what is given back it would keep for requests of that size only.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import mmap
 import threading
 import weakref
@@ -26,10 +29,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from loraplex_adapters.formats.adapter import AdapterPlan, plan_adapter
+from loraplex_adapters.formats.files import OpenedFiles
+from loraplex_adapters.formats.medusa import without_base_head, write_heads
+from loraplex_adapters.formats.peft import check_base_copies, write_payload
+from loraplex_adapters.io.safetensors import PieceReader, WriteFn, bytes_of
+from loraplex_adapters.io.source_files import AdapterSource
 from loraplex_adapters.io.throttle import checkpoint
-from loraplex_adapters.layout import AdapterLayout, weights_at
 from loraplex_adapters.store import REMEMBERED_HEADERS, AdapterStore, header_content
-from loraplex_adapters.weights import AdapterWeights
+from loraplex_adapters.targets import BaseTargets
+from loraplex_adapters.weights import AdapterLayout, AdapterWeights, weights_at
 from loraplex_contracts.adapters import AdapterKey
 
 COPY_PIECE_BYTES = 256 << 10  # between two checkpoints: tens of microseconds
@@ -242,3 +251,58 @@ def _copy(targets: Sequence[NDArray[np.uint8]], source: NDArray[np.uint8], num_b
             np.copyto(target[start : start + piece.size], piece)
             checkpoint()
         begin += target.size
+
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """An adapter whose verified bytes are in the store."""
+
+    key: AdapterKey
+    num_bytes: int
+    rank: int
+    num_heads: int = 0
+
+
+def import_adapter(
+    adapter_id: str,
+    source: AdapterSource,
+    targets: BaseTargets,
+    store: AdapterStore,
+    recent: RecentImports | None = None,
+) -> Imported:
+    """Reads the source, checks everything, stores. With `recent` the adapter stays in memory for its first move. Raises
+    a typed error, and then nothing is left behind."""
+    reader = PieceReader()
+    with source.open(adapter_id) as found:
+        files = OpenedFiles(found)
+        plan = plan_adapter(files, targets)
+        for warning in plan.warnings:
+            log.warning("adapter %s %s", ascii(adapter_id), warning)
+        if plan.heads is not None:
+            plan = plan.with_heads(without_base_head(plan.heads, files.opened, targets, reader))
+        layout = plan.layout
+
+        def fill(write: WriteFn) -> None:
+            if plan.lora is not None:
+                file = files.opened[plan.lora.file]
+                check_base_copies(plan.lora, file, reader)
+                write_payload(plan.lora, file, write, reader)
+            if plan.heads is not None and layout.heads is not None:
+                write_heads(plan.heads, layout.heads, files.opened, targets.vocab_size, write, reader)
+            files.check_unchanged()
+
+        payload = recent.allocate(layout.num_bytes) if recent is not None else None
+        memory = None if payload is None else bytes_of(payload)
+        key = store.put(layout.kind, layout.to_json(), layout.num_bytes, fill, memory)
+        if recent is not None and payload is not None:
+            recent.keep(ImportedAdapter(key, layout, payload))
+    return Imported(key, layout.num_bytes, layout.max_rank, layout.num_heads)
+
+
+def check_adapter(adapter_id: str, source: AdapterSource, targets: BaseTargets) -> AdapterPlan:
+    """Runs all checks that need only the headers, without loading."""
+    with source.open(adapter_id) as files:
+        return plan_adapter(OpenedFiles(files), targets)

@@ -18,14 +18,13 @@ from loraplex_adapters.formats.files import (
     detect_kind,
     ignored_template,
 )
-from loraplex_adapters.formats.medusa import HeadsPlan, plan_heads, read_medusa_config, split_heads
+from loraplex_adapters.formats.medusa import HeadsPlan, model_tensors, plan_heads, read_medusa_config, split_heads
 from loraplex_adapters.formats.peft import LoraPlan, PlannedModule, plan_lora
 from loraplex_adapters.formats.peft_config import MAX_CONFIG_BYTES, parse_peft_config
-from loraplex_adapters.formats.whole_model import model_tensors
-from loraplex_adapters.io.safetensors_header import TensorInfo
+from loraplex_adapters.io.safetensors import TensorInfo
 from loraplex_adapters.io.source_files import read_all
-from loraplex_adapters.layout import AdapterLayout, adapter_layout, place_factors
 from loraplex_adapters.targets import BaseTargets
+from loraplex_adapters.weights import AdapterLayout, adapter_layout, place_factors
 from loraplex_contracts.errors import AdapterInvalid, AdapterUnsupported
 
 

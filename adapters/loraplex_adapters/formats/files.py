@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from loraplex_adapters.io.safetensors_header import TensorInfo, read_header
+from loraplex_adapters.io.safetensors import TensorInfo, read_header
 from loraplex_adapters.io.source_files import AdapterFiles, SourceFile
 from loraplex_contracts.errors import AdapterInvalid, UnsafeFormat
 

@@ -11,14 +11,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from loraplex_adapters.formats.files import CONFIG_NAME, WEIGHTS_NAME
-from loraplex_adapters.formats.patterns import Budget, match_budget
-from loraplex_adapters.formats.peft_config import PeftLoraConfig, path_ends
-from loraplex_adapters.io.safetensors_header import DTYPE_BYTES, TensorInfo
+from loraplex_adapters.formats.peft_config import Budget, PeftLoraConfig, match_budget, path_ends
+from loraplex_adapters.io.safetensors import (
+    DTYPE_BYTES,
+    DTYPES,
+    PieceReader,
+    PieceWriter,
+    TensorInfo,
+    WriteFn,
+    check_float,
+)
 from loraplex_adapters.io.source_files import SourceFile
-from loraplex_adapters.io.tensor_pieces import DTYPES, PieceReader, PieceWriter, WriteFn, check_float
 from loraplex_adapters.io.throttle import checkpoint
-from loraplex_adapters.layout import FactorShape, LoraLayout, place_factors
 from loraplex_adapters.targets import BaseTargets, TargetModule
+from loraplex_adapters.weights import FactorShape, LoraLayout, place_factors
 from loraplex_contracts.errors import (
     AdapterInvalid,
     AdapterUnsupported,

@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers.utils.logging import disable_progress_bar
 
-from loraplex_adapters.cache.loader import check_adapter, import_adapter
+from loraplex_adapters.cache.storage import check_adapter, import_adapter
 from loraplex_adapters.formats.files import detect_kind
 from loraplex_adapters.sources.directory import FolderSource
 from loraplex_adapters.store import AdapterStore

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from loraplex_adapters.cache.listing import Listing, is_bound, names_after
-from loraplex_adapters.sources.watch import SourceWatch
+from loraplex_adapters.sources.chain import SourceWatch
 from loraplex_contracts.adapters import AdapterId
 from loraplex_contracts.errors import AdapterNotFound, SourceUnavailable
 from loraplex_proto import validate

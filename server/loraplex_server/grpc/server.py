@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from loraplex_adapters.sources.chain import make_source
-from loraplex_adapters.sources.watch import SourceWatch
+from loraplex_adapters.sources.chain import SourceWatch, make_source
 from loraplex_proto.v1 import adapter_pb2, inference_pb2, worker_pb2
 from loraplex_proto.validate import ModelLimits
 from loraplex_runtime import telemetry

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from loraplex_adapters.io.tensor_pieces import weight_sha256
+from loraplex_adapters.io.safetensors import weight_sha256
 from loraplex_adapters.targets import BaseTargets, TargetModule
 from loraplex_server.backends.backend import Backend
 from loraplex_server.backends.cpu.decoder import NativeStack

@@ -14,7 +14,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 
-from loraplex_adapters.formats.whole_model import MedusaModel, describe_medusa_model
+from loraplex_adapters.formats.medusa import MedusaModel, describe_medusa_model
 from loraplex_adapters.sources.directory import open_folder
 from loraplex_contracts.errors import LoraplexError, UnsupportedModel
 

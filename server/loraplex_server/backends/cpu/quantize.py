@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from loraplex_adapters.io.tensor_pieces import weight_sha256
+from loraplex_adapters.io.safetensors import weight_sha256
 from loraplex_contracts.errors import Unimplemented, UnsupportedModel
 from loraplex_server.backends.cpu.native.int8 import TOO_LARGE, round_
 from loraplex_server.backends.cpu.native.kernels import NativeKernels

@@ -17,11 +17,17 @@ import torch
 from support.adapter_files import DOWN_PROJ, PREFIX, Q_PROJ, base_targets, lora_tensors, write_adapter
 
 from loraplex_adapters.cache import storage as storage_module
-from loraplex_adapters.cache.loader import import_adapter
-from loraplex_adapters.cache.storage import ImportedAdapter, RecentImports, SpareMemory, Storage, pinned_sizes
-from loraplex_adapters.layout import FactorShape, LoraLayout, adapter_layout, place_factors
+from loraplex_adapters.cache.storage import (
+    ImportedAdapter,
+    RecentImports,
+    SpareMemory,
+    Storage,
+    import_adapter,
+    pinned_sizes,
+)
 from loraplex_adapters.sources.directory import DirectorySource
 from loraplex_adapters.store import AdapterStore, WriteFn
+from loraplex_adapters.weights import FactorShape, LoraLayout, adapter_layout, place_factors
 from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.errors import NonFinite
 

@@ -20,7 +20,7 @@ from support.medusa_files import (
 )
 from torch import Tensor
 
-from loraplex_adapters.cache.loader import check_adapter
+from loraplex_adapters.cache.storage import check_adapter
 from loraplex_adapters.sources.directory import DirectorySource
 from loraplex_contracts.errors import (
     AdapterInvalid,

@@ -20,8 +20,8 @@ from support.medusa_files import (
 )
 from torch import Tensor
 
-from loraplex_adapters.cache.loader import check_adapter
-from loraplex_adapters.io.tensor_pieces import weight_sha256
+from loraplex_adapters.cache.storage import check_adapter
+from loraplex_adapters.io.safetensors import weight_sha256
 from loraplex_adapters.sources.directory import DirectorySource
 from loraplex_adapters.weights import AdapterWeights
 from loraplex_contracts.adapters import AdapterKey

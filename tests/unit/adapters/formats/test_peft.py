@@ -13,7 +13,7 @@ from torch import Tensor
 
 from loraplex_adapters.formats.peft import LoraPlan, plan_lora
 from loraplex_adapters.formats.peft_config import parse_peft_config
-from loraplex_adapters.io.safetensors_header import read_header
+from loraplex_adapters.io.safetensors import read_header
 from loraplex_adapters.targets import BaseTargets
 from loraplex_contracts.errors import (
     AdapterInvalid,

@@ -11,8 +11,7 @@ from peft import LoraConfig
 from peft.tuners.lora.config import BdLoraConfig, KasaConfig, MontecloraConfig, VeloraConfig
 from support.adapter_files import lora_config
 
-from loraplex_adapters.formats.patterns import match_budget
-from loraplex_adapters.formats.peft_config import MAX_CONFIG_BYTES, PeftLoraConfig, parse_peft_config
+from loraplex_adapters.formats.peft_config import MAX_CONFIG_BYTES, PeftLoraConfig, match_budget, parse_peft_config
 from loraplex_adapters.io.throttle import throttled
 from loraplex_contracts.errors import AdapterInvalid, AdapterUnsupported
 

@@ -13,9 +13,8 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from loraplex_adapters.cache.loader import import_adapter
-from loraplex_adapters.cache.storage import Storage
-from loraplex_adapters.io.tensor_pieces import weight_sha256
+from loraplex_adapters.cache.storage import Storage, import_adapter
+from loraplex_adapters.io.safetensors import weight_sha256
 from loraplex_adapters.sources.directory import DirectorySource
 from loraplex_adapters.store import AdapterStore
 from loraplex_adapters.targets import BaseTargets, TargetModule

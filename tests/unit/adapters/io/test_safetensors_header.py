@@ -15,8 +15,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from support.adapter_files import safetensors_bytes
 
-from loraplex_adapters.io import safetensors_header
-from loraplex_adapters.io.safetensors_header import TensorInfo, read_header
+from loraplex_adapters.io import safetensors
+from loraplex_adapters.io.safetensors import TensorInfo, read_header
 from loraplex_contracts.errors import AdapterInvalid
 
 
@@ -107,13 +107,13 @@ def test_malformed_files_are_refused(data: bytes) -> None:
 
 
 def test_too_many_tensors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(safetensors_header, "MAX_TENSORS", 2)
+    monkeypatch.setattr(safetensors, "MAX_TENSORS", 2)
     with pytest.raises(AdapterInvalid, match="3 tensors"):
         read(safetensors_bytes({f"t{i}": entry(4 * i, 4 * i + 4) for i in range(3)}, bytes(12)))
 
 
 def test_the_header_is_bounded_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(safetensors_header, "MAX_HEADER_BYTES", 64)
+    monkeypatch.setattr(safetensors, "MAX_HEADER_BYTES", 64)
     reads: list[int] = []
 
     def read_at(offset: int, num_bytes: int) -> bytes:

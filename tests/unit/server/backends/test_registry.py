@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from loraplex_adapters.layout import ALIGN_BYTES
+from loraplex_adapters.weights import ALIGN_BYTES
 from loraplex_contracts.errors import InvalidArgument
 from loraplex_server.backends import registry
 from loraplex_server.backends.backend import Backend

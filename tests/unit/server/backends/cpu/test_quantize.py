@@ -14,7 +14,7 @@ from support.native_kernels import native_kernels
 from support.native_models import native_model, rounded_model
 from torch import Tensor, nn
 
-from loraplex_adapters.io.tensor_pieces import weight_sha256
+from loraplex_adapters.io.safetensors import weight_sha256
 from loraplex_contracts.errors import Unimplemented, UnsupportedModel
 from loraplex_server.backends.cpu.backend import CpuBackend
 from loraplex_server.backends.cpu.native.int8 import to_int8

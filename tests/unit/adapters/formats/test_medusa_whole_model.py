@@ -33,7 +33,7 @@ from support.medusa_files import (
 )
 from torch import Tensor
 
-from loraplex_adapters.formats.whole_model import MedusaModel, describe_medusa_model
+from loraplex_adapters.formats.medusa import MedusaModel, describe_medusa_model
 from loraplex_adapters.sources.chain import make_source
 from loraplex_adapters.sources.directory import DirectorySource, FolderSource, open_folder
 from loraplex_adapters.weights import AdapterWeights

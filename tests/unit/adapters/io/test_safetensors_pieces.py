@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from loraplex_adapters.io.safetensors_header import TensorInfo
-from loraplex_adapters.io.tensor_pieces import DTYPES, FILE_DTYPES, PIECE_BYTES, SERIAL_ELEMENTS, PieceReader
+from loraplex_adapters.io.safetensors import DTYPES, FILE_DTYPES, PIECE_BYTES, SERIAL_ELEMENTS, PieceReader, TensorInfo
 from loraplex_adapters.io.uncached import PAGE_BYTES
 from loraplex_contracts.errors import NonFinite
 
