@@ -1,4 +1,4 @@
-"""Sources of a worker: the chain that it asks, and a thread that lists it every second."""
+"""Chain of a worker's sources, and a watch that lists them."""
 
 from __future__ import annotations
 
