@@ -53,8 +53,7 @@ from loraplex_server.engine.assembly import build_engine
 from loraplex_server.engine.engine import Engine
 from loraplex_server.engine.pipe import Submit
 from loraplex_server.model import runner as runner_module
-from loraplex_server.speculation.prompt_lookup.lookup import PromptLookupProposer
-from loraplex_server.speculation.prompt_lookup.separators import Piece
+from loraplex_server.speculation.prompt_lookup import Piece, PromptLookupProposer
 from loraplex_server.speculation.proposer import Ask
 
 Verify = Callable[[Sequence[int], Sequence[int]], tuple[int, ...]]

@@ -29,9 +29,8 @@ from loraplex_server.config import (
 )
 from loraplex_server.engine.assembly import assemble
 from loraplex_server.layers.spec import kv_block_bytes
-from loraplex_server.model.fault_isolation import StepHandle
 from loraplex_server.model.loaded_model import LoadedModel
-from loraplex_server.model.runner import ModelRunner
+from loraplex_server.model.runner import ModelRunner, StepHandle
 
 BLOCK_SIZE = 16
 NUM_UNTIMED = 3

@@ -23,8 +23,8 @@ from loraplex_contracts.request import CompletionEnd, Request, RequestFailed, St
 from loraplex_server.backends.cpu.torch_lora import CpuOps
 from loraplex_server.backends.cuda.graphs import graph_shapes
 from loraplex_server.kv.blocks import BlockPool
-from loraplex_server.model.fault_isolation import StepHandle
 from loraplex_server.model.loader import adopt_model
+from loraplex_server.model.runner import StepHandle
 from loraplex_server.scheduler.admission import SchedulerConfig
 from loraplex_server.scheduler.scheduler import Scheduler
 

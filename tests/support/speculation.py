@@ -51,11 +51,10 @@ from loraplex_server.engine.assembly import assemble
 from loraplex_server.engine.engine import Engine
 from loraplex_server.engine.pipe import AdapterCommand, Submit
 from loraplex_server.layers.spec import kv_block_bytes
-from loraplex_server.model.fault_isolation import StepHandle
 from loraplex_server.model.loader import adopt_model
+from loraplex_server.model.runner import StepHandle
 from loraplex_server.scheduler.states import SequenceState
-from loraplex_server.speculation.draft_model.drafter import Drafter, DraftMemory
-from loraplex_server.speculation.draft_model.proposers import DraftModelProposer
+from loraplex_server.speculation.draft_model import Drafter, DraftMemory, DraftModelProposer
 from loraplex_server.speculation.proposer import MEDUSA, Proposer, draft_key
 from loraplex_server.speculation.speculator import Speculator
 from loraplex_server.speculation.step_costs import StepCosts

@@ -28,7 +28,7 @@ from loraplex_contracts.errors import (
     UnsafeFormat,
     UnsupportedModel,
 )
-from loraplex_server.model.unsupported import reading
+from loraplex_server.model.loader import reading
 from loraplex_training.corpus import Prompt
 
 

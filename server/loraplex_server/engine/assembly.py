@@ -30,7 +30,6 @@ from loraplex_server.layers.adapter_slots import AdapterSlots
 from loraplex_server.layers.kv_memory import KvCache
 from loraplex_server.layers.spec import kv_block_bytes
 from loraplex_server.model.loader import LoadedModel, load_model, resolve_device
-from loraplex_server.model.medusa_heads import HeadSlots
 from loraplex_server.model.medusa_model import MODEL_HEADS, ServedModel, served_model
 from loraplex_server.model.memory import free_memory_bytes, kv_budget_bytes, num_kv_blocks, step_bytes
 from loraplex_server.model.runner import ModelRunner
@@ -38,6 +37,7 @@ from loraplex_server.sampling.sampler import Sampler
 from loraplex_server.scheduler.admission import SchedulerConfig
 from loraplex_server.scheduler.scheduler import Scheduler
 from loraplex_server.speculation.build import Target, build_speculator
+from loraplex_server.speculation.medusa import HeadSlots
 from loraplex_server.speculation.step_costs import StepCosts, measure_runner
 
 log = logging.getLogger(__name__)

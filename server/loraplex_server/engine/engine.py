@@ -31,7 +31,7 @@ from loraplex_server.engine.pipe import (
     StopCompletion,
     Submit,
 )
-from loraplex_server.model.fault_isolation import Execute, StepHandle, execute_isolated, start_isolated
+from loraplex_server.model.runner import Execute, StepHandle, execute_isolated, start_isolated
 from loraplex_server.scheduler.scheduler import Scheduler
 from loraplex_server.speculation.speculator import Speculator
 from loraplex_server.speculation.step_costs import StepCosts

@@ -16,12 +16,13 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from loraplex_contracts.errors import Internal, InvalidArgument, LoraplexError, NonFinite, unexpected
+from loraplex_contracts.errors import Internal, InvalidArgument, LoraplexError, NonFinite, OutOfMemory, unexpected
 from loraplex_contracts.plan import NewSequence, Span, SpanResult, StepPlan, StepResult
 from loraplex_contracts.request import PositionLogprobs
 from loraplex_server.backends.cuda.graphs import Shape, StepGraphs
@@ -398,3 +399,121 @@ def _run_empty(
         loaded.model(input_ids=ids, position_ids=places.unsqueeze(0), use_cache=False, logits_to_keep=1)
     finally:
         context.clear()
+
+
+class StepHandle(Protocol):
+    """A step under way; `result` waits for it."""
+
+    def result(self) -> StepResult: ...
+
+
+class Execute(Protocol):
+    """Starts a step. May raise, as may the handle's `result`; nothing of the step is committed then."""
+
+    def __call__(self, plan: StepPlan) -> StepHandle: ...
+
+
+def execute_isolated(execute: Execute, plan: StepPlan) -> StepResult:
+    """Runs `plan`. A failing sequence gets `SpanResult.error`, its neighbours their tokens.
+
+    Raises only errors of a lost device, which every later step would raise too.
+    """
+    try:
+        return execute(plan).result()
+    except Exception as error:
+        return _run_apart(execute, plan, error)
+
+
+def start_isolated(execute: Execute, plan: StepPlan) -> StepHandle:
+    """As `execute_isolated`, for a step that may be followed by another one before its result is read.
+
+    A failure at the start runs the spans apart at once. A later one (the device's answer cannot be read) fails all
+    sequences of the step: the next step has used their tokens already.
+    """
+    try:
+        return _Reading(plan, execute(plan))
+    except Exception as error:
+        return _Known(_run_apart(execute, plan, error))
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """The handle of a step that is over."""
+
+    step: StepResult
+
+    def result(self) -> StepResult:
+        return self.step
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """The handle of a step whose result may raise."""
+
+    plan: StepPlan
+    handle: StepHandle
+
+    def result(self) -> StepResult:
+        try:
+            return self.handle.result()
+        except Exception as error:
+            _raise_if_lost(error)
+            return _all_failed(self.plan, error)
+
+
+def _run_apart(execute: Execute, plan: StepPlan, error: Exception) -> StepResult:
+    """`plan` has raised `error` as a whole."""
+    _raise_if_lost(error)
+    if len(plan.spans) == 1:
+        return _all_failed(plan, error)
+    log.warning("step %d raised %s; running its %d spans apart", plan.step, type(error).__name__, len(plan.spans))
+    # Rows enter and leave, and blocks are copied, before any span: one that ran without its copy would read, and
+    # publish to the prefix cache, what another sequence left in the block.
+    try:
+        execute(StepPlan(plan.step, (), plan.entered, plan.released, plan.copies)).result()
+    except Exception as error:
+        _raise_if_lost(error)
+        return _all_failed(plan, error)
+    results: dict[str, SpanResult] = {}
+    for span in plan.spans:
+        try:
+            results[span.sequence_id] = execute(StepPlan(plan.step, (span,))).result().spans[span.sequence_id]
+        except Exception as error:
+            _raise_if_lost(error)
+            results[span.sequence_id] = SpanResult(error=typed(error))
+    return StepResult(plan.step, results)
+
+
+def typed(error: Exception) -> LoraplexError:
+    """The typed error for what a step raised."""
+    if isinstance(error, LoraplexError):
+        return error
+    if _is_out_of_memory(error):
+        return OutOfMemory("this request's step did not fit the memory; try a shorter prompt", retry_after_s=1.0)
+    return unexpected(error, "running a step")
+
+
+def _all_failed(plan: StepPlan, error: Exception) -> StepResult:
+    failed = SpanResult(error=typed(error))
+    return StepResult(plan.step, {span.sequence_id: failed for span in plan.spans})
+
+
+def _raise_if_lost(error: Exception) -> None:
+    """Raises errors of a lost device: after an illegal access or a failed assertion every call raises the same."""
+    if _is_of_the_device(error) and not _is_out_of_memory(error):
+        raise error
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    text = str(error)
+    # ALLOC_FAILED: a library could not allocate its handle.
+    return _is_of_the_device(error) and ("out of memory" in text or "ALLOC_FAILED" in text)
+
+
+def _is_of_the_device(error: Exception) -> bool:
+    """By name and text: torch is not imported here, and older versions of it raise a plain RuntimeError."""
+    if type(error).__name__ == "AcceleratorError":
+        return True
+    return isinstance(error, RuntimeError) and str(error).startswith("CUDA error")

@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 
 from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.plan import Candidate
-from loraplex_server.speculation.prompt_lookup.lookup import PromptLookupProposer
-from loraplex_server.speculation.prompt_lookup.separators import STARTS, Piece, Source
+from loraplex_server.speculation.prompt_lookup import STARTS, Piece, PromptLookupProposer, Source
 from loraplex_server.speculation.proposer import MEDUSA, PROMPT_LOOKUP, Choice, Proposer
 from loraplex_server.speculation.step_costs import StepCosts
 

@@ -16,9 +16,9 @@ from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.plan import Candidate, Draft, StepPlan, StepResult
 from loraplex_contracts.request import Request, Tokens
 from loraplex_server.config import SpeculationConfig
+from loraplex_server.speculation.history import History
 from loraplex_server.speculation.policy import DraftedSequence, LeastCost, Option, Policy
-from loraplex_server.speculation.prompt_lookup.history import History
-from loraplex_server.speculation.prompt_lookup.lookup import PromptLookupProposer
+from loraplex_server.speculation.prompt_lookup import PromptLookupProposer
 from loraplex_server.speculation.proposer import (
     MEDUSA,
     PROMPT_LOOKUP,

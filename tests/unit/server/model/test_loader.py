@@ -18,8 +18,7 @@ from loraplex_contracts.errors import InvalidArgument, UnsupportedModel
 from loraplex_server.layers import attention_interface as interface
 from loraplex_server.layers.linear import AdaptedEmbedding, AdaptedHead, AdaptedLinear
 from loraplex_server.layers.spec import AttentionSpec, ModelSpec, kv_block_bytes
-from loraplex_server.model.loader import adopt_model, load_model, resolve_device
-from loraplex_server.model.unsupported import refuse_config
+from loraplex_server.model.loader import adopt_model, load_model, refuse_config, resolve_device
 
 SMALL: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,

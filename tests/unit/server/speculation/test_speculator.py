@@ -25,8 +25,7 @@ from loraplex_contracts.request import (
 )
 from loraplex_server.config import SpeculationConfig
 from loraplex_server.speculation import policy as module
-from loraplex_server.speculation.prompt_lookup.lookup import PromptLookupProposer
-from loraplex_server.speculation.prompt_lookup.separators import Piece
+from loraplex_server.speculation.prompt_lookup import Piece, PromptLookupProposer
 from loraplex_server.speculation.proposer import DRAFT_MODEL, MEDUSA, PROMPT_LOOKUP, Ask, draft_key
 from loraplex_server.speculation.speculator import Speculator
 from loraplex_server.speculation.step_costs import StepCosts

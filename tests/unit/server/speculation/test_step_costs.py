@@ -13,8 +13,8 @@ from support.driver import Job, Rig, make_rig, random_prompts
 from support.zoo import VOCAB_SIZE, random_model
 
 from loraplex_contracts.plan import StepPlan
-from loraplex_server.model.fault_isolation import StepHandle
 from loraplex_server.model.loader import adopt_model
+from loraplex_server.model.runner import StepHandle
 from loraplex_server.speculation import step_costs
 from loraplex_server.speculation.step_costs import StepCosts, measure_runner, measure_step_costs
 

@@ -23,7 +23,7 @@ from loraplex_server.backends.cpu.native.kernels import NativeKernels
 from loraplex_server.layers.adapter_slots import AdapterSlots
 from loraplex_server.layers.linear import AdaptedHead
 from loraplex_server.model.loader import adopt_model
-from loraplex_server.model.medusa_heads import HeadAsk, HeadSlots
+from loraplex_server.speculation.medusa import HeadAsk, HeadSlots
 
 HIDDEN = SIZES["hidden_size"]
 NUM_SLOTS = 4

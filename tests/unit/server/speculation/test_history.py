@@ -1,7 +1,5 @@
 """Index of earlier outputs."""
 
-# pyright: reportPrivateUsage=false
-
 from __future__ import annotations
 
 import tracemalloc
@@ -16,8 +14,8 @@ from hypothesis import strategies as st
 from loraplex_contracts.plan import Candidate, Span, SpanResult, StepPlan, StepResult
 from loraplex_contracts.request import Request, SamplingParams, SpeculationParams, StoppingParams
 from loraplex_server.config import SpeculationConfig
-from loraplex_server.speculation.prompt_lookup import history as module
-from loraplex_server.speculation.prompt_lookup.history import (
+from loraplex_server.speculation import history as module
+from loraplex_server.speculation.history import (
     MAX_COMPARED,
     MAX_FULL,
     MAX_MATCH,
@@ -30,7 +28,7 @@ from loraplex_server.speculation.prompt_lookup.history import (
     Place,
     Reader,
 )
-from loraplex_server.speculation.prompt_lookup.lookup import Match, PromptLookupProposer
+from loraplex_server.speculation.prompt_lookup import Match, PromptLookupProposer
 from loraplex_server.speculation.proposer import PROMPT_LOOKUP, Ask
 from loraplex_server.speculation.speculator import Speculator
 from loraplex_server.speculation.step_costs import StepCosts

@@ -11,11 +11,19 @@ Pure: knows neither models nor requests.
 
 from __future__ import annotations
 
+import logging
+import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
+from loraplex_server.speculation.draft_model import Drafter, DraftModelProposer, Wanted, num_tokens_of
+from loraplex_server.speculation.proposer import UNIVERSAL, Ask
+from loraplex_server.text.tokenizer import TextTokenizer
 from loraplex_server.text.vocabulary import Vocabulary
 
+log = logging.getLogger(__name__)
+
+_MAX_RATIO = 4.0  # draft tokens for one of the target's
 # Characters at the end of the text that are encoded again as it grows; borders are looked for behind the margin.
 _WINDOW, _MARGIN = 96, 32
 # Characters, or tokens, in front of what is encoded or decoded, for its context.
@@ -217,3 +225,98 @@ def prefix_of(encoded: Sequence[int], plain: Sequence[int]) -> tuple[int, ...]:
         if list(encoded[start : start + len(plain)]) == list(plain):
             return tuple(encoded[:start])
     return ()
+
+
+class UniversalProposer(DraftModelProposer):
+    """Drafts by way of text: the draft model has another vocabulary. Both tokenizers have text."""
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        *,
+        target_tokenizer: TextTokenizer,
+        draft_tokenizer: TextTokenizer,
+        num_target_ids: int,
+        eos_token_ids: Collection[int],
+    ) -> None:
+        super().__init__(drafter, num_target_ids=num_target_ids, eos_token_ids=eos_token_ids)
+        target, draft = target_tokenizer.vocabulary, draft_tokenizer.vocabulary
+        assert target is not None, "drafting by way of text needs the target's tokenizer"
+        assert draft is not None, "drafting by way of text needs the draft model's tokenizer"
+        plain = draft_tokenizer.encode("a", add_special_tokens=False)
+        self._recoder = Recoder(target, draft, prefix_of(draft_tokenizer.encode("a"), plain))
+        self._draft_eos_ids = draft_tokenizer.eos_token_ids | frozenset(drafter.loaded.spec.eos_token_ids)
+        self._draft_stop_ids = self._recoder.draft_specials | self._draft_eos_ids
+        self._texts: dict[str, RecodedText | None] = {}  # None: recoding failed
+
+    @property
+    def name(self) -> str:
+        return UNIVERSAL
+
+    def propose(self, asks: Sequence[Ask]) -> Sequence[tuple[int, ...]]:
+        texts = [self._text(ask) for ask in asks]
+        wants = [self._want_of_text(ask, text) for ask, text in zip(asks, texts, strict=True) if text is not None]
+        found = iter(self.drafter.draft(wants))
+        return [
+            self._proposal(ask, text, next(found)) if text is not None else ()
+            for ask, text in zip(asks, texts, strict=True)
+        ]
+
+    def end(self, sequence_id: str) -> None:
+        self._texts.pop(sequence_id, None)
+        super().end(sequence_id)
+
+    def close(self) -> None:
+        self._texts.clear()
+        super().close()
+
+    def _text(self, ask: Ask) -> RecodedText | None:
+        """The sequence's text up to its last token; None when no draft can come."""
+        candidate = ask.candidate
+        sequence_id = candidate.sequence_id
+        if num_tokens_of(ask) < 1 or self.drafter.has_refused(sequence_id):
+            return None
+        try:
+            if sequence_id not in self._texts:
+                self._texts[sequence_id] = RecodedText(self._recoder, candidate.token_ids)
+            text = self._texts[sequence_id]
+            if text is not None:
+                text.extend(candidate.token_ids)
+        except Exception as error:  # a tokenizer may fail on an arbitrary text
+            self._give_up(sequence_id, error)
+            return None
+        # A text of special tokens alone may be empty in the other vocabulary.
+        return text if text is not None and text.ids else None
+
+    def _want_of_text(self, ask: Ask, text: RecodedText) -> Wanted:
+        request = ask.candidate.request
+        return Wanted(
+            sequence_id=ask.candidate.sequence_id,
+            token_ids=text.ids,
+            num_tokens=math.ceil(num_tokens_of(ask) * min(text.ratio, _MAX_RATIO)),
+            num_same=text.take_num_same(),
+            num_settled=text.num_settled,
+            stop_ids=self._draft_stop_ids,
+            tenant=request.tenant,
+            cache_salt=request.cache_salt,
+        )
+
+    def _proposal(self, ask: Ask, text: RecodedText, drafted: Sequence[int]) -> tuple[int, ...]:
+        if not drafted:
+            return ()
+        ends = drafted[-1] in self._draft_eos_ids
+        spoken = drafted[:-1] if drafted[-1] in self._draft_stop_ids else drafted
+        try:
+            found = text.proposal(spoken)
+        except Exception as error:
+            self._give_up(ask.candidate.sequence_id, error)
+            return ()
+        if ends and (found or not spoken):
+            found += sorted(self._stop_ids(ask.candidate) & self._eos_token_ids)[:1]
+        return self._within_vocabulary(found)[: num_tokens_of(ask)]
+
+    def _give_up(self, sequence_id: str, error: Exception) -> None:
+        fields = {"proposer": self.name, "error_type": type(error).__name__}
+        message = "no drafts for %s: its text cannot be put into the other vocabulary: %s"
+        log.warning(message, sequence_id, error, extra=fields)
+        self._texts[sequence_id] = None

@@ -27,13 +27,12 @@ from loraplex_contracts.errors import (
 )
 from loraplex_server.config import DraftModelConfig
 from loraplex_server.layers.spec import ModelSpec
-from loraplex_server.speculation.draft_model.drafter import DraftMemory
-from loraplex_server.speculation.draft_model.loading import (
+from loraplex_server.speculation.build import (
     DraftTarget,
     have_same_ids,
     load_draft,
 )
-from loraplex_server.speculation.draft_model.proposers import DraftModelProposer
+from loraplex_server.speculation.draft_model import DraftMemory, DraftModelProposer
 from loraplex_server.speculation.proposer import DRAFT_MODEL, UNIVERSAL
 from loraplex_server.text.tokenizer import TextTokenizer
 

@@ -1,1 +1,0 @@
-"""Draft models: smaller models that draft, of the same or of another tokenizer."""

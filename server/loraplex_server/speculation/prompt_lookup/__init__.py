@@ -1,1 +1,0 @@
-"""Prompt lookup: drafts copied from the text itself and from earlier outputs."""
