@@ -20,7 +20,7 @@ from loraplex_proto.status import abort, answer_within_s, as_typed
 from loraplex_router.metrics import RouterMetrics
 from loraplex_router.upstream import Metadata, Upstream, UpstreamFailure
 from loraplex_runtime.auth import current_identity
-from loraplex_runtime.shutdown import Drain
+from loraplex_runtime.listener import Drain
 
 log = logging.getLogger(__name__)
 

@@ -21,8 +21,7 @@ from loraplex_router.metrics import RouterMetrics, WorkersCollector
 from loraplex_router.replicas import Replicas
 from loraplex_router.upstream import ADAPTERS, INFERENCE, Upstream, follow_worker_credentials
 from loraplex_router.watch import Watcher
-from loraplex_runtime.listener import ListenConfig, Listener
-from loraplex_runtime.ports import server_options
+from loraplex_runtime.listener import ListenConfig, Listener, server_options
 from loraplex_runtime.shutdown import HOW_TO_HURRY, Ending
 
 log = logging.getLogger(__name__)

@@ -38,9 +38,8 @@ from loraplex_contracts.errors import (
 from loraplex_proto.status import DETAILS_KEY, from_rpc_error
 from loraplex_router.config import ServerOptions
 from loraplex_runtime.auth import AUTHORIZATION_KEY, TENANT_KEY
-from loraplex_runtime.ports import KEEPALIVE_S, KEEPALIVE_TIMEOUT_S
-from loraplex_runtime.reload import Followed, Reloader
-from loraplex_runtime.tls import checked_authorities
+from loraplex_runtime.listener import KEEPALIVE_S, KEEPALIVE_TIMEOUT_S
+from loraplex_runtime.reload import Followed, Reloader, checked_authorities
 
 log = logging.getLogger(__name__)
 

@@ -3,22 +3,11 @@
 A credential is a token of which the file holds the SHA-256 only. It belongs to a tenant, has roles, and names the
 adapters that the tenant may use. With a credentials file every method is denied unless `METHOD_ROLES` opens it to one
 of the caller's roles; without one every caller is `EVERYBODY`, and a tenant that a client names is not read.
-
-How to use it in a server:
-
-    files = Reloader()
-    server = grpc.aio.server(interceptors=[ServerInterceptor(follow_credentials(files, path_or_none))])
-    files.start()
-    ...
-    identity = current_identity()              # inside any handler, with or without a credentials file
-    identity.check_adapters(adapter_ids)       # raises AdapterNotFound, before anything is looked up
-
-Owns the file's format, the table of methods and the names of the metadata. Knows nothing of adapters' files.
+Handlers ask `current_identity()`.
 """
 
 from __future__ import annotations
 
-import contextvars
 import fnmatch
 import hashlib
 import hmac
@@ -26,6 +15,7 @@ import json
 import re
 import tomllib
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, cast
@@ -42,7 +32,7 @@ from loraplex_contracts.errors import (
     adapter_not_found,
 )
 from loraplex_proto.status import refusing
-from loraplex_runtime.reload import Reloader, read_file
+from loraplex_runtime.reload import Reloader
 
 AUTHORIZATION_KEY: Final = "authorization"
 TENANT_KEY: Final = "x-loraplex-tenant"
@@ -102,10 +92,8 @@ class Identity:
 EVERYBODY: Final = Identity(tenant=DEFAULT_TENANT, roles=ROLES, adapters=("*",))
 
 # Raises where the call's credential no longer opens its method.
-_recheck: contextvars.ContextVar[Callable[[], object]] = contextvars.ContextVar(
-    "loraplex_recheck", default=lambda: None
-)
-_identity: contextvars.ContextVar[Identity] = contextvars.ContextVar("loraplex_identity", default=EVERYBODY)
+_recheck: ContextVar[Callable[[], object]] = ContextVar("loraplex_recheck", default=lambda: None)
+_identity: ContextVar[Identity] = ContextVar("loraplex_identity", default=EVERYBODY)
 
 
 def current_identity() -> Identity:
@@ -153,7 +141,7 @@ class Credentials:
             kind = "TOML" if path.suffix == ".toml" else "JSON"
             line = re.search(r"\bline \d+", str(error))
             raise _bad_file(path, f"is not valid {kind}" + (f" (in {line[0]})" if line else "")) from error
-        rows = _table(path, content, "the file", required={"credentials": list}, optional={})["credentials"]
+        rows = _table(path, content, "the file", {"credentials": list}, {})["credentials"]
         identities: dict[str, Identity] = {}
         for number, row in enumerate(cast("list[Any]", rows), start=1):
             digest, identity = _credential(path, f"credential {number}", row)
@@ -192,13 +180,8 @@ class Credentials:
         return found
 
 
-def load_credentials(path: Path | None) -> Credentials | None:
-    """The file's credentials; None without a file. Raises as `read_file` and `Credentials.parse`."""
-    return None if path is None else Credentials.parse(path, read_file(path, "--auth-file"))
-
-
 def follow_credentials(files: Reloader, path: Path | None) -> Callable[[], Credentials] | None:
-    """The credentials in `path` at any time, for `ServerInterceptor`. Raises as `load_credentials`."""
+    """The credentials in `path` at any time, for `ServerInterceptor`. Raises as `read_file` and `Credentials.parse`."""
     if path is None:
         return None
     followed = files.follow([(path, "--auth-file")], lambda raw: Credentials.parse(path, raw))
@@ -220,9 +203,7 @@ def _single(metadata: list[tuple[str, str | bytes]], key: str, error: type[Lorap
 
 
 def _credential(path: Path, where: str, row: Any) -> tuple[str, Identity]:
-    fields = _table(
-        path, row, where, required={"sha256": str, "tenant": str}, optional={"adapters": list, "roles": list}
-    )
+    fields = _table(path, row, where, {"sha256": str, "tenant": str}, {"adapters": list, "roles": list})
     digest = fields["sha256"].lower()
     if not re.fullmatch(r"[0-9a-f]{64}", digest):
         raise _bad_file(path, f"{where}: sha256 must be the 64 hexadecimal digits of the token's SHA-256")
@@ -239,9 +220,7 @@ def _credential(path: Path, where: str, row: Any) -> tuple[str, Identity]:
     return digest, Identity(fields["tenant"], roles, adapters)
 
 
-def _table(
-    path: Path, value: Any, where: str, *, required: dict[str, type], optional: dict[str, type]
-) -> dict[str, Any]:
+def _table(path: Path, value: Any, where: str, required: dict[str, type], optional: dict[str, type]) -> dict[str, Any]:
     """`value` as a table with exactly these keys, or the sentence that says what is wrong."""
     if not isinstance(value, dict):
         raise _bad_file(path, f"{where} must be a table")
@@ -284,7 +263,6 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
     async def intercept_service(
         self, continuation: _Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> Any:
-        # The untyped metadata of the details is a sequence of pairs.
         method = str(handler_call_details.method)
         current = self._current
         if current is None or method in OPEN_METHODS:

@@ -1,9 +1,16 @@
-"""The gRPC server of a process that listens before what it serves is ready."""
+"""Listening gRPC server of a process: port, health, drain, handlers that come later.
+
+It listens before what it serves is ready, so that a taken port is noticed before a model is loaded.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import ipaddress
 import logging
-from collections.abc import Sequence
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -13,18 +20,24 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
 
-from loraplex_contracts.errors import Unavailable
+from loraplex_contracts.errors import FailedPrecondition, Unavailable
 from loraplex_proto.status import UnknownMethods, refusing
 from loraplex_runtime.auth import ServerInterceptor, follow_credentials, one_router
-from loraplex_runtime.health import Health
-from loraplex_runtime.ports import bind, check_free, exposure_warnings, join_address
-from loraplex_runtime.reload import Reloader
+from loraplex_runtime.reload import Reloader, server_credentials
 from loraplex_runtime.telemetry import MetricsEndpoint, new_registry
-from loraplex_runtime.tls import server_credentials
 
 log = logging.getLogger(__name__)
 
 RETRY_STARTING_S: Final = 1.0
+# A dead connection is noticed after the sum of these, on both of its sides.
+KEEPALIVE_S: Final = 30.0
+KEEPALIVE_TIMEOUT_S: Final = 10.0
+# Clients may ping this often; gRPC's own default closes connections that ping more often than every five minutes.
+MIN_PING_S: Final = 10.0
+
+SERVING: Final = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING: Final = health_pb2.HealthCheckResponse.NOT_SERVING
+SERVICE_UNKNOWN: Final = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 _HEALTH: Final = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 
 
@@ -73,8 +86,8 @@ class Listener:
         router_digest: str = "",
         reuse_port: bool = False,
     ) -> Listener:
-        """Listens as `config` says. `services`: full names of what will be served, `arguments`: gRPC's, `what`: what a
-        caller reads that starts, `router_digest`: of the token of the one router that may call.
+        """Listens as `config` says. `services`: full names of what will be served, `arguments`: gRPC's, `what`: name of
+        this server in errors, `router_digest`: of the token of the one router that may call.
 
         Raises InvalidArgument for files that cannot be used, FailedPrecondition for ports that cannot be had."""
         files = Reloader()
@@ -125,7 +138,7 @@ class Listener:
 
 
 class _Handlers(grpc.GenericRpcHandler):
-    """Finds the handler of a call; added last, so that it has what health and reflection leave."""
+    """Finds the handler of a call; added last, after health and reflection."""
 
     def __init__(self, what: str) -> None:
         self.ready: tuple[grpc.GenericRpcHandler, ...] | None = None
@@ -142,3 +155,156 @@ class _Handlers(grpc.GenericRpcHandler):
             if found is not None:
                 return found
         return self._unknown.service(handler_call_details)
+
+
+class Drain:
+    """Refusal of new calls, and the wait for those under way. `num_active` returns how many there are."""
+
+    def __init__(self, num_active: Callable[[], int]) -> None:
+        self.has_begun = False
+        self._num_active = num_active
+        self._all_ended = asyncio.Event()
+
+    def note_end(self) -> None:
+        """A call has ended."""
+        if self.has_begun and not self._num_active():
+            self._all_ended.set()
+
+    async def wait(self, timeout_s: float) -> None:
+        """Begins; returns when the calls under way have ended, or after `timeout_s`."""
+        self.has_begun = True
+        if self._num_active():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._all_ended.wait(), timeout_s)
+
+
+class Health(health_pb2_grpc.HealthServicer):
+    """grpc.health.v1 for the process (empty name: it lives) and for each of its services (it can be used).
+
+    The library's servicer has watches that hold a server open for its whole grace period; these end with the server.
+    """
+
+    def __init__(self, services: tuple[str, ...]) -> None:
+        self._statuses = {"": SERVING, **dict.fromkeys(services, NOT_SERVING)}
+        self._is_draining = False
+        self._has_ended = False
+        self._changed = asyncio.Event()
+
+    def set_ready(self, is_ready: bool) -> None:
+        """Liveness stays: a router without workers is alive."""
+        if not self._is_draining:
+            self._set({name: SERVING if is_ready or not name else NOT_SERVING for name in self._statuses})
+
+    def begin_drain(self) -> None:
+        """Says NOT_SERVING from here on."""
+        self._is_draining = True
+        self._set(dict.fromkeys(self._statuses, NOT_SERVING))
+
+    def end_watches(self) -> None:
+        """Ends watches once they have sent the last status."""
+        self._has_ended = True
+        self._notify()
+
+    async def Check(self, request: Any, context: Any) -> health_pb2.HealthCheckResponse:  # noqa: N802
+        status = self._statuses.get(request.service)
+        if status is None:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"there is no service {request.service[:80]!a}")
+        return health_pb2.HealthCheckResponse(status=status)
+
+    async def Watch(self, request: Any, context: Any) -> AsyncIterator[health_pb2.HealthCheckResponse]:  # noqa: N802
+        last = None
+        while True:
+            changed = self._changed
+            status = self._statuses.get(request.service, SERVICE_UNKNOWN)
+            if status != last:
+                yield health_pb2.HealthCheckResponse(status=status)
+                last = status
+            elif self._has_ended:
+                return
+            else:
+                await changed.wait()
+
+    def _set(self, statuses: dict[str, Any]) -> None:
+        if statuses != self._statuses:
+            self._statuses = statuses
+            self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+# --- the port ---------------------------------------------------------------------------------------------------------
+
+
+def server_options(max_message_bytes: int, *, max_age_s: float, max_age_grace_s: float) -> list[tuple[str, int]]:
+    """gRPC's arguments for a port behind balancers and firewalls. Connections end at `max_age_s`, so that a balancer
+    spreads clients anew; their streams get `max_age_grace_s` more."""
+    return [
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.keepalive_time_ms", int(KEEPALIVE_S * 1000)),
+        ("grpc.keepalive_timeout_ms", int(KEEPALIVE_TIMEOUT_S * 1000)),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_ping_interval_without_data_ms", int(MIN_PING_S * 1000)),
+        ("grpc.max_connection_age_ms", int(max_age_s * 1000)),
+        ("grpc.max_connection_age_grace_ms", int(max_age_grace_s * 1000)),
+    ]
+
+
+def join_address(host: str, port: int) -> str:
+    """host:port, with brackets around an IPv6 address that has none yet."""
+    is_bare_ipv6 = ":" in host and not host.startswith("[")
+    return f"[{host}]:{port}" if is_bare_ipv6 else f"{host}:{port}"
+
+
+def is_public(host: str) -> bool:
+    """True if other machines can reach a port that listens on `host`."""
+    try:
+        return not ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host != "localhost"
+
+
+def exposure_warnings(host: str, *, asks_credentials: bool, has_tls: bool) -> Iterator[str]:
+    """Warnings about a port that other machines can reach."""
+    if not is_public(host):
+        return
+    if not asks_credentials:
+        yield f"{host} can be reached from other machines and asks for no credential; see --auth-file"
+    elif not has_tls:
+        yield "credentials travel in clear text: give --tls-cert and --tls-key, or end TLS in front of this server"
+
+
+def bind(server: grpc.aio.Server, host: str, port: int, tls: grpc.ServerCredentials | None) -> int:
+    """Has `server` listen, with TLS where there are credentials for it. Returns the port. Raises FailedPrecondition."""
+    address = join_address(host, port)
+    try:
+        return server.add_insecure_port(address) if tls is None else server.add_secure_port(address, tls)
+    except RuntimeError as error:
+        raise _cannot_listen(address) from error
+
+
+def check_free(host: str, port: int) -> None:
+    """Raises FailedPrecondition where `bind` would. Not for shared ports."""
+    refused: OSError | None = None
+    try:
+        for family, kind, protocol, _, address in socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM):
+            try:
+                with contextlib.closing(socket.socket(family, kind, protocol)) as probe:
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does
+                    probe.bind(address)
+                    probe.listen(1)  # with SO_REUSEADDR, Linux finds out here that another process listens
+            except OSError as error:
+                refused = error
+            else:
+                return  # gRPC, too, is content with one of a name's addresses
+    except OSError as error:
+        refused = error
+    raise _cannot_listen(join_address(host, port)) from refused
+
+
+def _cannot_listen(address: str) -> FailedPrecondition:
+    return FailedPrecondition(
+        f"cannot listen on {address}: the port is taken, or the address is not this machine's; see --host and --port",
+        field="--port",
+    )

@@ -1,9 +1,8 @@
-"""Files that are read again when they change: credentials, tokens, certificates.
+"""Files that are read again when they change, and TLS credentials made of them.
 
     files = Reloader()
     token = files.follow([(path, "--worker-token-file")], parse_token)   # raises what is wrong with it now
     files.start()
-    ...
     token.value                                                           # what the file says now
     files.stop()
 
@@ -11,17 +10,18 @@ Contents are compared, because a file may be replaced within one tick of its tim
 time, because Kubernetes replaces a mounted secret by swapping a link in its path. A new content counts when two
 readings in a row agree, so that a file that is being written is left alone, and when it can be parsed. Until then what
 was read before stays in force, and the log says once what is wrong.
-
-Owns the reading and its thread. Knows nothing of what files hold.
 """
 
 from __future__ import annotations
 
 import logging
+import ssl
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
+
+import grpc
 
 from loraplex_contracts.errors import InvalidArgument, LoraplexError
 
@@ -121,3 +121,57 @@ class Reloader:
         while not self._stopped.wait(POLL_S):
             for followed in self._followed:
                 followed.poll()
+
+
+# --- TLS --------------------------------------------------------------------------------------------------------------
+# gRPC accepts contents that it cannot use and says so to its own log only, so they are checked here, with OpenSSL.
+
+
+def server_credentials(files: Reloader, cert: Path | None, key: Path | None) -> grpc.ServerCredentials | None:
+    """For a server's port; None without files. New connections get the pair that `files` read last, open ones keep
+    theirs. Raises InvalidArgument for files that cannot be read or do not belong together."""
+    if cert is None or key is None:
+        return None
+
+    def parse(cert_pem: bytes, key_pem: bytes) -> grpc.ServerCertificateConfiguration:
+        check_pair(cert, key)
+        return grpc.ssl_server_certificate_configuration([(key_pem, cert_pem)])
+
+    pair = files.follow([(cert, "--tls-cert"), (key, "--tls-key")], parse)
+    given = pair.value
+
+    def fetch() -> grpc.ServerCertificateConfiguration | None:
+        """Called by gRPC before each handshake, one at a time: the pair if it has changed, else None."""
+        nonlocal given
+        before, given = given, pair.value
+        return None if given is before else given  # the same again would cost a parse, and clients their TLS sessions
+
+    untyped: Any = fetch  # gRPC's stub forgets the None
+    return grpc.dynamic_ssl_server_credentials(given, untyped)
+
+
+def check_pair(cert: Path, key: Path) -> None:
+    """Raises InvalidArgument where the two files are not a certificate and its key.
+
+    Read by their paths, as Python's OpenSSL wants it; if they change right now, gRPC keeps the pair that it has.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.set_ciphers("DEFAULT:@SECLEVEL=0")  # clients decide how strong a key must be
+    try:
+        context.load_cert_chain(cert, key, password=lambda: b"")  # never ask a terminal
+    except OSError as error:  # ssl.SSLError is one
+        is_mismatch = getattr(error, "reason", None) == "KEY_VALUES_MISMATCH"
+        what = (
+            "do not fit together" if is_mismatch else "are not a certificate and its key, both PEM, without a password"
+        )
+        raise InvalidArgument(f"--tls-cert {cert} and --tls-key {key} {what}", field="--tls-cert") from error
+
+
+def checked_authorities(pem: bytes, path: Path, flag: str) -> bytes:
+    """`pem`, which is the content of `path`. Raises InvalidArgument where it has no certificate or a broken one."""
+    try:
+        # OpenSSL skips what stands between certificates, and wants text.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=pem.decode("ascii", "ignore"))
+    except (ssl.SSLError, ValueError) as error:
+        raise InvalidArgument(f"{flag} {path} does not hold certificates (PEM)", field=flag) from error
+    return pem

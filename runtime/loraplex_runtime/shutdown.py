@@ -1,6 +1,6 @@
-"""Shutdown of a process: signals, drain, exit, and output that nobody reads any more.
+"""Shutdown of a process: signals, exit, and output that nobody reads any more.
 
-The first SIGTERM, SIGINT or SIGHUP asks a server to drain, the second to end at once. Knows nothing of draining.
+The first SIGTERM, SIGINT or SIGHUP asks a server to drain, the second to end at once.
 """
 
 from __future__ import annotations
@@ -64,27 +64,6 @@ class Ending:
         return await at_once()
 
 
-class Drain:
-    """Refusal of new calls, and the wait for those under way. `num_active` says how many there are."""
-
-    def __init__(self, num_active: Callable[[], int]) -> None:
-        self.has_begun = False
-        self._num_active = num_active
-        self._all_ended = asyncio.Event()
-
-    def note_end(self) -> None:
-        """A call has ended."""
-        if self.has_begun and not self._num_active():
-            self._all_ended.set()
-
-    async def wait(self, timeout_s: float) -> None:
-        """Begins; returns when the calls under way have ended, or after `timeout_s`."""
-        self.has_begun = True
-        if self._num_active():
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._all_ended.wait(), timeout_s)
-
-
 def exit_at_once(code: int) -> NoReturn:
     """Ends a process that has closed everything. Tearing down an interpreter full of native threads takes seconds."""
     logging.shutdown()
@@ -100,16 +79,11 @@ def unread_output_is_lost() -> Generator[None]:
     try:
         yield
     except OSError:
-        _mute_broken_streams()
-
-
-def _mute_broken_streams() -> None:
-    """Text that could not be written is still in the stream's buffer, and would raise again at the end."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError:
-            with contextlib.suppress(OSError), open(os.devnull, "w") as nowhere:
-                os.dup2(nowhere.fileno(), stream.fileno())
-        except (AttributeError, ValueError):
-            continue  # the stream is missing or closed
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()  # of text that could not be written, which would raise again at the end
+            except OSError:
+                with contextlib.suppress(OSError), open(os.devnull, "w") as nowhere:
+                    os.dup2(nowhere.fileno(), stream.fileno())
+            except (AttributeError, ValueError):
+                continue  # the stream is missing or closed

@@ -22,8 +22,7 @@ from loraplex_proto.v1 import adapter_pb2, inference_pb2, worker_pb2
 from loraplex_router.config import RouterConfig, WatchConfig
 from loraplex_router.server import Router, start_router
 from loraplex_runtime.auth import ServerInterceptor, follow_credentials, recheck_identity
-from loraplex_runtime.reload import Reloader
-from loraplex_runtime.tls import server_credentials
+from loraplex_runtime.reload import Reloader, server_credentials
 
 Generate = inference_pb2.GenerateRequest
 Chunk = inference_pb2.GenerateStreamResponse

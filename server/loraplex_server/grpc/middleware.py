@@ -24,7 +24,7 @@ from loraplex_contracts.errors import Draining, InvalidArgument, LoraplexError
 from loraplex_proto import status
 from loraplex_proto.validate import parse
 from loraplex_runtime import auth, telemetry
-from loraplex_runtime.shutdown import Drain
+from loraplex_runtime.listener import Drain
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,7 @@ from loraplex_adapters.sources.chain import SourceWatch, make_source
 from loraplex_proto.v1 import adapter_pb2, inference_pb2, worker_pb2
 from loraplex_proto.validate import ModelLimits
 from loraplex_runtime import telemetry
-from loraplex_runtime.listener import Listener
-from loraplex_runtime.ports import server_options
+from loraplex_runtime.listener import Listener, server_options
 from loraplex_runtime.shutdown import Ending
 from loraplex_server.config import WorkerConfig
 from loraplex_server.engine.client import EngineClient

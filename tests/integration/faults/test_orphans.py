@@ -22,7 +22,7 @@ from support.world import TinyWorld
 
 from loraplex import AsyncClient, Unavailable
 from loraplex_runtime.auth import token_digest
-from loraplex_runtime.ports import check_free
+from loraplex_runtime.listener import check_free
 
 pytestmark = pytest.mark.timeout(240)
 TOKEN = "of-the-tests"

@@ -27,10 +27,11 @@ from loraplex_runtime.auth import (
     Identity,
     ServerInterceptor,
     current_identity,
-    load_credentials,
+    follow_credentials,
     one_router,
     token_digest,
 )
+from loraplex_runtime.reload import Reloader
 
 GENERATE = "/loraplex.v1.InferenceService/Generate"
 LOAD = "/loraplex.v1.AdapterService/LoadAdapter"
@@ -242,8 +243,8 @@ def test_toml_that_is_none_says_where(tmp_path: Path) -> None:
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="cannot be read"):
-        load_credentials(tmp_path / "none.json")
-    assert load_credentials(None) is None
+        follow_credentials(Reloader(), tmp_path / "none.json")
+    assert follow_credentials(Reloader(), None) is None
 
 
 def test_a_worker_that_believes_one_router() -> None:

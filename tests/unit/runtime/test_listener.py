@@ -1,7 +1,8 @@
-"""Listening before the service is ready, and errors of ports and files."""
+"""Listening before the service is ready, health, addresses, errors of ports and files."""
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,8 +17,18 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from loraplex_contracts.errors import FailedPrecondition, InvalidArgument, LoraplexError, Unavailable, Unimplemented
 from loraplex_proto.status import from_rpc_error
-from loraplex_runtime.health import NOT_SERVING, SERVING
-from loraplex_runtime.listener import Listener
+from loraplex_runtime.listener import (
+    NOT_SERVING,
+    SERVICE_UNKNOWN,
+    SERVING,
+    Health,
+    Listener,
+    bind,
+    check_free,
+    exposure_warnings,
+    is_public,
+    join_address,
+)
 
 
 @dataclass(frozen=True)
@@ -96,3 +107,137 @@ async def test_the_port_is_taken_and_answers_before_anything_is_served() -> None
             assert await call(channel, "Answer") == b"answer"
             assert isinstance(await call(channel, "Other"), Unimplemented)
             assert (await health.Check(ask(service="a.Service"))).status == SERVING
+
+
+# --- health -----------------------------------------------------------------------------------------------------------
+
+NAME = "loraplex.v1.InferenceService"
+
+
+def request(service: str) -> Any:
+    return health_pb2.HealthCheckRequest(service=service)
+
+
+async def check(health: Health, service: str) -> Any:
+    return (await health.Check(request(service), None)).status
+
+
+async def test_readiness_follows_and_liveness_stays() -> None:
+    health = Health((NAME,))
+    assert await check(health, "") == SERVING
+    assert await check(health, NAME) == NOT_SERVING
+    health.set_ready(True)
+    assert await check(health, NAME) == SERVING
+    health.set_ready(False)
+    assert await check(health, NAME) == NOT_SERVING
+    assert await check(health, "") == SERVING
+
+
+async def test_draining_is_final() -> None:
+    health = Health((NAME,))
+    health.set_ready(True)
+    health.begin_drain()
+    health.set_ready(True)
+    assert await check(health, "") == NOT_SERVING
+    assert await check(health, NAME) == NOT_SERVING
+
+
+async def test_a_watch_tells_every_change_and_ends() -> None:
+    health = Health((NAME,))
+    seen: list[Any] = []
+    told = asyncio.Event()
+
+    async def watch() -> None:
+        async for answer in health.Watch(request(NAME), None):
+            seen.append(answer.status)
+            told.set()
+
+    task = asyncio.create_task(watch())
+    for change in (lambda: None, lambda: health.set_ready(True), health.begin_drain):
+        change()
+        await told.wait()
+        told.clear()
+    assert seen == [NOT_SERVING, SERVING, NOT_SERVING]
+    health.end_watches()
+    await task
+    assert len(seen) == 3
+
+
+async def test_a_watch_of_an_unknown_service_waits() -> None:
+    health = Health((NAME,))
+    watch = health.Watch(request("nobody"), None)
+    assert (await anext(watch)).status == SERVICE_UNKNOWN
+    health.end_watches()
+    assert [answer async for answer in watch] == []
+
+
+# --- ports ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("127.0.0.1", False),
+        ("::1", False),
+        ("[::1]", False),
+        ("localhost", False),
+        ("0.0.0.0", True),
+        ("10.1.1.1", True),
+    ],
+)
+def test_who_can_reach_the_port(host: str, expected: bool) -> None:
+    assert is_public(host) is expected
+
+
+def test_brackets_where_they_are_needed() -> None:
+    hosts = ("127.0.0.1", "::1", "[::1]", "a.b")
+    assert [join_address(host, 1) for host in hosts] == ["127.0.0.1:1", "[::1]:1", "[::1]:1", "a.b:1"]
+
+
+def test_what_an_operator_is_told() -> None:
+    def told(host: str, **has: bool) -> str:
+        return " ".join(exposure_warnings(host, asks_credentials=has.get("auth", False), has_tls=has.get("tls", False)))
+
+    assert told("127.0.0.1") == told("::1") == ""
+    assert "--auth-file" in told("0.0.0.0")
+    assert "--tls-cert" in told("::", auth=True)
+    assert told("0.0.0.0", auth=True, tls=True) == ""
+
+
+async def test_a_taken_port_is_known_beforehand() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(FailedPrecondition, match=f"cannot listen on 127.0.0.1:{port}"):
+            check_free("127.0.0.1", port)
+    check_free("127.0.0.1", port)
+    check_free("127.0.0.1", 0)
+    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    assert bind(server, "127.0.0.1", port, None) == port  # the probe has left nothing there
+    await server.start()
+    with pytest.raises(FailedPrecondition):
+        check_free("127.0.0.1", port)
+    await server.stop(None)
+
+
+def test_a_free_port_needs_an_address_too() -> None:
+    with pytest.raises(FailedPrecondition, match=r"cannot listen on 192\.0\.2\.1:0"):
+        check_free("192.0.2.1", 0)
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "2001:db8::1"])
+def test_an_address_of_others(host: str) -> None:
+    with pytest.raises(FailedPrecondition, match="cannot listen"):
+        check_free(host, 5)
+
+
+async def test_ipv6() -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    port = bind(server, "::1", 0, None)
+    await server.start()
+    with pytest.raises(FailedPrecondition):
+        check_free("::1", port)
+    await server.stop(None)

@@ -14,7 +14,7 @@ from support.light_worker import light_worker
 
 from loraplex import AsyncClient
 from loraplex_contracts.errors import FailedPrecondition, Unavailable
-from loraplex_runtime.ports import check_free
+from loraplex_runtime.listener import check_free
 from loraplex_server.config import EngineConfig
 from loraplex_server.engine.engine import Engine
 
