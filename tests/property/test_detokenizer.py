@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.tiny_tokenizers import KINDS, tiny_tokenizer
 
-from loraplex_server.text.detokenizer import MAX_HELD_BYTES, new_detokenizer
-from loraplex_server.text.stops import StopMatcher
+from loraplex_server.text.detokenizer import MAX_HELD_BYTES, StopMatcher, new_detokenizer
 from loraplex_server.text.vocabulary import Vocabulary, byte_level_bytes
 
 VOCABULARIES = {kind: Vocabulary(tiny_tokenizer(kind).backend_tokenizer) for kind in KINDS}

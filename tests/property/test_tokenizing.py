@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.tiny_tokenizers import KINDS, TEXT, tiny_tokenizer
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 
-from loraplex_server.text.bounds import max_bytes_per_token
+from loraplex_server.text.vocabulary import max_bytes_per_token
 
 BYTES = [f"<0x{value:02X}>" for value in range(256)]
 

@@ -46,7 +46,7 @@ COMMAND_EXCEPTIONS = {
 ORDER = {
     "loraplex_adapters": ("targets", "io", "weights", "formats", "sources", "store", "cache"),
     "loraplex_server": (
-        *("config", "parent", "text", "kv", "layers", "sampling", "backends", "model", "scheduler", "speculation"),
+        *("config", "text", "kv", "layers", "sampling", "backends", "model", "scheduler", "speculation"),
         *("engine", "frontend", "grpc", "cli"),
     ),
 }

@@ -1,9 +1,14 @@
-"""`loraplex worker MODEL`: one engine behind gRPC."""
+"""`loraplex worker MODEL`: one engine behind gRPC, placed on its GPU or cores."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
+import os
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,11 +16,9 @@ import typer
 
 from loraplex_contracts.errors import InvalidArgument, LoraplexError
 from loraplex_runtime.flags import configure, flags_of, with_raw_flags
-from loraplex_runtime.shutdown import exit_at_once
-from loraplex_server.cli.placement import apply_placement, parse_placement
+from loraplex_runtime.shutdown import end_with_supervisor, exit_at_once
 from loraplex_server.cli.report import Report
 from loraplex_server.config import WorkerConfig
-from loraplex_server.parent import END, end_with_supervisor, orphan_drain_s
 
 if TYPE_CHECKING:
     from loraplex_server.grpc.server import Worker
@@ -24,6 +27,18 @@ FLAGS = list(flags_of(WorkerConfig))
 
 ModelArgument = Annotated[str, typer.Argument(help="Directory of a Hugging Face checkpoint, or its Hub id.")]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Report progress as JSON lines.")]
+END = "end"
+
+
+def orphan_drain_s(text: str) -> float:
+    """Seconds of `--on-orphan`: `end` or `drain=SECONDS`. Raises InvalidArgument."""
+    if text == END:
+        return 0.0
+    kind, _, seconds = text.partition("=")
+    with contextlib.suppress(ValueError):
+        if kind == "drain" and 0 <= float(seconds) < math.inf:
+            return float(seconds)
+    raise InvalidArgument(f"--on-orphan takes end or drain=SECONDS, not {text!a}", field="--on-orphan")
 
 
 def worker_config(model: str, given: dict[str, Any], router_digest: str = "") -> WorkerConfig:
@@ -87,3 +102,54 @@ def _ready(report: Report, running: Worker) -> None:
     metrics = running.listener.metrics
     ports = [] if metrics is None else [metrics.port]
     report.ready(running.address, running.info.model_id, ports)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Device and cores of one worker."""
+
+    device: str
+    cores: tuple[frozenset[int], ...] = ()  # logical CPUs of each core; empty: all that the process may use
+
+
+def place(index: int, num_workers: int, device: str, num_gpus: int, cores: Sequence[frozenset[int]]) -> Placement:
+    """Placement of worker `index` of `num_workers`. `device` is the flag, `cores` those of the machine in NUMA order.
+
+    `auto` and `cuda` spread the workers over all GPUs, `cuda:N` over those from N on. Where there are more workers than
+    GPUs or cores, several share one.
+    """
+    if device == "cpu" or (device == "auto" and not num_gpus):
+        if len(cores) < num_workers:
+            return Placement(device, (cores[index % len(cores)],))
+        first, end = (number * len(cores) // num_workers for number in (index, index + 1))
+        return Placement(device, tuple(cores[first:end]))
+    first_gpu = int(device[5:]) if device.startswith("cuda:") and device[5:].isdecimal() else 0
+    if device not in ("auto", "cuda", f"cuda:{first_gpu}") or first_gpu >= num_gpus:
+        return Placement(device)  # loading the model says what is wrong with it
+    return Placement(f"cuda:{first_gpu + index % (num_gpus - first_gpu)}")
+
+
+def parse_placement(text: str) -> tuple[int, int]:
+    """INDEX/COUNT of `--placement`. Raises InvalidArgument."""
+    index, _, count = text.partition("/")
+    if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
+        raise InvalidArgument(f"--placement takes INDEX/COUNT, not {text!a}", field="--placement")
+    return int(index), int(count)
+
+
+def apply_placement(config: WorkerConfig, index: int, num_workers: int) -> WorkerConfig:
+    """Binds this process to its cores, and returns the configuration with its device. Children inherit the cores."""
+    import torch  # late: printing help needs no torch
+
+    from loraplex_server.backends.cpu.native.threads import default_num_threads, own_cores
+
+    engine = config.engine
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    placement = place(index, num_workers, engine.model.device, num_gpus, own_cores())
+    num_threads = engine.num_threads
+    if placement.cores:
+        if hasattr(os, "sched_setaffinity"):  # Linux
+            os.sched_setaffinity(0, frozenset().union(*placement.cores))
+        num_threads = num_threads or min(default_num_threads(), len(placement.cores))
+    model = replace(engine.model, device=placement.device)
+    return replace(config, engine=replace(engine, model=model, num_threads=num_threads))

@@ -21,6 +21,7 @@ from loraplex_contracts.adapters import AdapterId, AdapterInfo, CacheUsage
 from loraplex_contracts.errors import ClientTooSlow, Draining, EngineLost, Internal, LoraplexError, WorkerLost
 from loraplex_contracts.load import Load
 from loraplex_contracts.request import CompletionEnd, Event, Request, RequestFailed, Tokens
+from loraplex_runtime.shutdown import start_shielded
 from loraplex_server.config import EngineConfig
 from loraplex_server.engine.liveness import LivenessMonitor
 from loraplex_server.engine.output_batching import SendCostMeter
@@ -45,7 +46,6 @@ from loraplex_server.engine.pipe import (
     Submit,
 )
 from loraplex_server.engine.process import EngineBuilder, Scratch, engine_process, serve_engine
-from loraplex_server.parent import start_shielded
 
 log = logging.getLogger(__name__)
 

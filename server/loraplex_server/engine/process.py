@@ -23,7 +23,7 @@ from typing import Final
 
 from loraplex_adapters.store import LOCK_NAME, remove_abandoned
 from loraplex_contracts.errors import Internal, LoraplexError
-from loraplex_runtime.shutdown import SIGNALS, exit_at_once
+from loraplex_runtime.shutdown import SIGNALS, continue_when_parent_dies, exit_at_once
 from loraplex_runtime.telemetry import setup_logging
 from loraplex_server.config import EngineConfig
 from loraplex_server.engine.engine import Engine
@@ -40,7 +40,6 @@ from loraplex_server.engine.pipe import (
     Stopped,
     Wake,
 )
-from loraplex_server.parent import continue_when_parent_dies
 
 log = logging.getLogger(__name__)
 

@@ -8,20 +8,30 @@ bytes that wait. The ids are those of `TextTokenizer` in each case. Owns the thr
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
 import itertools
+import multiprocessing
+import os
+import queue
+import signal
+import threading
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import Connection
 from typing import Any, Final, TypeVar
+
+from tokenizers import Tokenizer
 
 from loraplex_contracts.errors import ContextLengthExceeded, OutOfMemory, QueueFull, unexpected
 from loraplex_proto.validate import ModelLimits, check_prompt_length
-from loraplex_server.frontend.tokenizer_process import Job, Maker, ProcessEnded, TokenizerProcess
-from loraplex_server.text.bounds import max_bytes_per_token
+from loraplex_runtime.shutdown import SIGNALS, continue_when_parent_dies, start_shielded
 from loraplex_server.text.tokenizer import SHORT_CHARS, TextTokenizer, num_bytes_of
+from loraplex_server.text.vocabulary import Vocabulary, max_bytes_per_token
 
 T = TypeVar("T")
 Messages = Sequence[Mapping[str, str]]
@@ -233,3 +243,116 @@ def _release(semaphore: ShortestFirstSemaphore, future: asyncio.Future[Any]) -> 
     semaphore.release()
     if not future.cancelled():
         future.exception()  # retrieved, so that asyncio does not log it: nothing waits for this work
+
+
+# The engine's steps go first where cores are short.
+NICENESS: Final = 5
+_KILLED: Final = -signal.SIGKILL
+_END_S: Final = 10.0
+
+
+# Makes an answer of token ids in the process that has them. A function of a module, since it is pickled by name.
+Maker = Callable[[Vocabulary, Sequence[int]], bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One text. Its result is `make` of its token ids; without `make` the ids, or only their number where there are
+    more than `max_tokens`."""
+
+    text: str
+    add_special_tokens: bool
+    max_tokens: int = 0
+    make: Maker | None = None
+
+
+class ProcessEnded(Exception):
+    """The process is gone, and the job with it."""
+
+    def __init__(self, exit_status: int | None) -> None:
+        super().__init__(f"the process that tokenizes long texts ended with status {exit_status}")
+        self.is_out_of_memory = exit_status == _KILLED  # only the kernel kills it unasked
+
+
+class TokenizerProcess:
+    """The parent's side. The process starts with the first job; one job at a time."""
+
+    def __init__(self, serialized: str) -> None:
+        self._serialized = serialized
+        self._lock = threading.Lock()  # over the two below
+        self._process: Any = None
+        self._is_killed = False
+        self._conn: Any = None
+
+    def run(self, job: Job) -> array[int] | int | bytes:
+        """The result of the job. Blocks; `kill` from another thread makes it raise ProcessEnded."""
+        try:
+            conn = self._conn or self._start()
+            conn.send(job)
+            return conn.recv()
+        except (EOFError, OSError) as error:
+            raise ProcessEnded(self.end()) from error
+
+    def kill(self) -> None:
+        """Does not wait for the end."""
+        with self._lock:
+            self._is_killed = True
+            if self._process is not None:
+                self._process.kill()
+
+    def end(self) -> int | None:
+        """Kills it and waits until it is gone. Returns its exit status; None if it never ran."""
+        self.kill()
+        if self._conn is not None:
+            self._conn.close()
+        if self._process is None:
+            return None
+        self._process.join(_END_S)
+        return self._process.exitcode
+
+    def _start(self) -> Any:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        with self._lock:
+            if self._is_killed:
+                raise EOFError
+            process = context.Process(target=tokenize_jobs, args=(theirs,), name="loraplex-tokenizer", daemon=True)
+            start_shielded(process)
+            self._process = process
+        theirs.close()
+        self._conn = ours
+        ours.send(self._serialized)
+        return ours
+
+
+def tokenize_jobs(conn: Connection) -> None:
+    """Entry point of the process; does not return."""
+    # The front end decides when it ends. When the front end dies, the pipe ends.
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # blocked since before the start
+    continue_when_parent_dies()
+    with contextlib.suppress(OSError):
+        os.nice(NICENESS)
+    tokenizer = Tokenizer.from_str(conn.recv())
+    vocabulary = Vocabulary(tokenizer)
+    inbox: queue.SimpleQueue[Job] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(conn, inbox), daemon=True).start()
+    while True:
+        conn.send(_result(tokenizer, vocabulary, inbox.get()))
+
+
+def _read(conn: Connection, inbox: queue.SimpleQueue[Job]) -> None:
+    """In a thread, so that the end of the pipe is seen in the middle of a text too."""
+    try:
+        while True:
+            inbox.put(conn.recv())
+    except (EOFError, OSError):
+        os._exit(0)
+
+
+def _result(tokenizer: Tokenizer, vocabulary: Vocabulary, job: Job) -> array[int] | int | bytes:
+    ids = tokenizer.encode_batch_fast([job.text], add_special_tokens=job.add_special_tokens)[0].ids
+    if job.make is not None:
+        return job.make(vocabulary, ids)
+    return array("I", ids) if len(ids) <= job.max_tokens else len(ids)

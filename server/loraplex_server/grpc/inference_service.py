@@ -22,8 +22,7 @@ from loraplex_proto.status import answer_within_s
 from loraplex_proto.v1 import inference_pb2, inference_pb2_grpc
 from loraplex_server.engine.client import EngineClient
 from loraplex_server.engine.pipe import ModelInfo
-from loraplex_server.frontend.completion import CompletionSummary, Delta
-from loraplex_server.frontend.generation import Progress, generate
+from loraplex_server.frontend.generation import CompletionSummary, Delta, Progress, generate
 from loraplex_server.frontend.tokenizing import Tokenizing
 from loraplex_server.grpc import protobuf
 from loraplex_server.grpc.middleware import RequestGate, begin_request, handles_errors, handles_stream_errors

@@ -22,7 +22,7 @@ from loraplex_contracts.request import (
 from loraplex_contracts.sampling import SamplingParams, TokenizerView
 from loraplex_proto.enums import ADAPTER_STATES, ADAPTER_TIERS, FINISH_REASONS
 from loraplex_proto.v1 import adapter_pb2, inference_pb2, worker_pb2
-from loraplex_server.frontend.completion import CompletionSummary, Delta, Drafts
+from loraplex_server.frontend.generation import CompletionSummary, Delta, Drafts
 from loraplex_server.text.vocabulary import Vocabulary
 
 MAX_FLOWS = 256  # in a forecast

@@ -23,8 +23,7 @@ from loraplex_server.engine.process import EngineBuilder
 from loraplex_server.frontend.tokenizing import Tokenizing
 from loraplex_server.grpc.adapter_service import AdapterListing, AdapterServicer
 from loraplex_server.grpc.inference_service import InferenceServicer
-from loraplex_server.grpc.load_service import WorkerServicer
-from loraplex_server.grpc.metrics import WorkerCollector
+from loraplex_server.grpc.load_service import WorkerCollector, WorkerServicer
 from loraplex_server.grpc.middleware import RequestGate, service_handler
 from loraplex_server.text.tokenizer import TextTokenizer
 

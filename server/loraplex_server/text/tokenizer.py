@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 from loraplex_contracts.errors import FailedPrecondition, InvalidArgument, NoChatTemplate, UnsupportedModel
 from loraplex_contracts.request import StoppingParams
-from loraplex_server.text.detokenizer import Detokenizer, new_detokenizer
-from loraplex_server.text.stops import StopMatcher
+from loraplex_server.text.detokenizer import Detokenizer, StopMatcher, new_detokenizer
 from loraplex_server.text.vocabulary import Vocabulary
 
 if TYPE_CHECKING:

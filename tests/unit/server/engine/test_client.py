@@ -34,9 +34,8 @@ from loraplex_server.config import EngineConfig, ModelConfig
 from loraplex_server.engine import process as process_module
 from loraplex_server.engine.client import EngineClient, RequestStream
 from loraplex_server.engine.process import EngineBuilder
-from loraplex_server.frontend.completion import Delta
-from loraplex_server.frontend.generation import Progress, generate
-from loraplex_server.text.stops import StopMatcher
+from loraplex_server.frontend.generation import Delta, Progress, generate
+from loraplex_server.text.detokenizer import StopMatcher
 from loraplex_server.text.tokenizer import TextTokenizer
 
 CONFIG = EngineConfig(ModelConfig("fake"))

@@ -13,9 +13,8 @@ from loraplex_contracts.errors import AdapterNotFound
 from loraplex_contracts.request import CompletionEnd, FinishReason, PositionLogprobs, Request, StoppingParams, Tokens
 from loraplex_server.config import EngineConfig, ModelConfig
 from loraplex_server.engine.client import EngineClient
-from loraplex_server.frontend.completion import CompletionAssembler, Delta, Drafts
-from loraplex_server.frontend.generation import Progress, _coalesce, generate
-from loraplex_server.text.stops import StopMatcher
+from loraplex_server.frontend.generation import CompletionAssembler, Delta, Drafts, Progress, _coalesce, generate
+from loraplex_server.text.detokenizer import StopMatcher
 from loraplex_server.text.tokenizer import TextTokenizer
 
 
@@ -62,7 +61,7 @@ END = CompletionEnd("r", 0, FinishReason.LENGTH, None, 3, 2)
 
 def made(stop: tuple[str, ...] = ()) -> CompletionAssembler:
     request = Request("r", (1,), StoppingParams(max_tokens=9, stop=stop))
-    return CompletionAssembler.of(request, 0, TOKENIZER, ())
+    return CompletionAssembler(request, 0, TOKENIZER, ())
 
 
 def test_tokens_of_several_steps_count_as_such() -> None:

@@ -28,8 +28,14 @@ from loraplex_contracts.errors import (
 from loraplex_proto.v1 import inference_pb2
 from loraplex_proto.validate import ModelLimits
 from loraplex_runtime.shutdown import SIGNALS
-from loraplex_server.frontend.tokenizer_process import TokenizerProcess
-from loraplex_server.frontend.tokenizing import BYTES_PER_S, HUNG_S, LONG_BYTES, ShortestFirstSemaphore, Tokenizing
+from loraplex_server.frontend.tokenizing import (
+    BYTES_PER_S,
+    HUNG_S,
+    LONG_BYTES,
+    ShortestFirstSemaphore,
+    TokenizerProcess,
+    Tokenizing,
+)
 from loraplex_server.grpc.protobuf import tokenize_response
 from loraplex_server.text.tokenizer import SHORT_CHARS, TextTokenizer
 

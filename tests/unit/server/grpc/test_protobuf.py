@@ -10,7 +10,7 @@ from loraplex_contracts.request import FinishReason, Request, SamplingParams, Sp
 from loraplex_proto.v1 import inference_pb2
 from loraplex_proto.v1.inference_pb2 import GenerateRequest, ProposerUsage, Speculation
 from loraplex_proto.validate import check_generate
-from loraplex_server.frontend.completion import CompletionSummary, Delta, Drafts
+from loraplex_server.frontend.generation import CompletionSummary, Delta, Drafts
 from loraplex_server.grpc import protobuf as convert
 
 
