@@ -45,7 +45,7 @@ class LoraFactors:
 
 
 @dataclass(frozen=True, slots=True)
-class ResBlock:
+class ResidualLayer:
     """x -> x + silu(x @ weight.T + bias), of Medusa (arXiv 2401.10774)."""
 
     weight: Tensor  # [hidden, hidden]
@@ -56,7 +56,7 @@ class ResBlock:
 class MedusaHead:
     """Head i guesses token t + 2 + i from the post-norm hidden state of position t."""
 
-    blocks: tuple[ResBlock, ...]  # one after the other; without any, the hidden state itself
+    layers: tuple[ResidualLayer, ...]  # one after the other; without any, the hidden state itself
     projection: Tensor | None = None  # [num_rows, hidden]; None: the base model's own head
     token_ids: Tensor | None = None  # [num_rows] int64: the token of each row; None: row i is token i
 
@@ -180,7 +180,7 @@ class HeadsShape:
     """Shape of a set of heads. All heads of a set have the same parts."""
 
     num_heads: int
-    num_layers: int  # residual blocks of each head
+    num_layers: int  # residual layers of each head
     hidden_size: int
     has_bias: bool = False
     num_projections: int = 0  # 0: the base model's own head; 1: one for all; or one for each
@@ -271,11 +271,11 @@ def heads_at(layout: HeadsLayout, storage: Tensor) -> tuple[MedusaHead, ...]:
     projections = stack(layout.projections, shape.num_projections, shape.num_rows, hidden)
     heads: list[MedusaHead] = []
     for head in range(shape.num_heads):
-        blocks = tuple(
-            ResBlock(weight[head], biases[layer][head] if biases else None) for layer, weight in enumerate(weights)
+        layers = tuple(
+            ResidualLayer(weight[head], biases[idx][head] if biases else None) for idx, weight in enumerate(weights)
         )
         own = min(head, shape.num_projections - 1)
-        heads.append(MedusaHead(blocks, projections[own] if own >= 0 else None, token_ids))
+        heads.append(MedusaHead(layers, projections[own] if own >= 0 else None, token_ids))
     return tuple(heads)
 
 

@@ -58,13 +58,13 @@ def bytes_of(key: AdapterKey) -> int:
 
 @dataclass
 class Request:
-    """One request as the engine sees it: a name, then a pinned key, then a reference. One that `borrows` asks for the
+    """One request as the engine sees it: a name, then a key, then a lease. One that `borrows` asks for the
     slot in every turn instead, and can do without."""
 
     name: str
     borrows: bool = False
     key: AdapterKey | None = None
-    has_ref: bool = False
+    has_lease: bool = False
 
 
 def rows(table: AdapterTable) -> list[AdapterInfo]:
@@ -119,21 +119,21 @@ class World:
         elif request.borrows:
             slot = residency.borrow(request.key)
             assert slot is None or self.on_device[slot] == request.key
-        elif not request.has_ref:
+        elif not request.has_lease:
             if residency.failure(request.key) is not None:
                 self.end(request)
                 return
             slot = residency.acquire(request.key)
             if slot is not None:
                 assert self.on_device[slot] == request.key
-                request.has_ref = True
+                request.has_lease = True
         self.collect()
 
     def preempt(self, a: int, b: int) -> None:
-        running = [r for r in self.requests if r.has_ref]
+        running = [r for r in self.requests if r.has_lease]
         if running:
             request = running[a % len(running)]
-            request.has_ref = False
+            request.has_lease = False
             assert request.key is not None
             self.table.residency.release(request.key)
 
@@ -144,9 +144,9 @@ class World:
     def end(self, request: Request) -> None:
         self.requests.remove(request)
         if request.key is not None:
-            if request.has_ref:
+            if request.has_lease:
                 self.table.residency.release(request.key)
-            self.table.residency.unpin(request.key)
+            self.table.residency.drop_hold(request.key)
 
     def load(self, a: int, b: int) -> None:
         name = NAMES[a % len(NAMES)]
@@ -199,7 +199,7 @@ class World:
                 case DropHost(key):
                     self.on_host.discard(key)
                 case DropDevice(key, slot):
-                    assert not any(r.has_ref and r.key == key for r in self.requests), "referenced weights were dropped"
+                    assert not any(r.has_lease and r.key == key for r in self.requests), "leased weights were dropped"
                     assert self.on_device.pop(slot) == key
                 case Promote(_, slot):
                     assert slot not in self.on_device, "a slot was given away twice"
@@ -246,10 +246,10 @@ class World:
     def check(self) -> None:
         residency = self.table.residency
         self.table.check_integrity()
-        pins = Counter(r.key for r in self.requests if r.key is not None)
-        refs = Counter(r.key for r in self.requests if r.key is not None and r.has_ref)
-        assert pins == Counter({r.key: r.num_pins for r in residency.records.values() if r.num_pins})
-        assert refs == Counter({r.key: r.num_refs for r in residency.records.values() if r.num_refs})
+        holds = Counter(r.key for r in self.requests if r.key is not None)
+        leases = Counter(r.key for r in self.requests if r.key is not None and r.has_lease)
+        assert holds == Counter({r.key: r.num_holds for r in residency.records.values() if r.num_holds})
+        assert leases == Counter({r.key: r.num_leases for r in residency.records.values() if r.num_leases})
         assert self.table.num_fetching == sum(isinstance(fetch, FetchName) for fetch in self.fetches)
         # What the table has decided to drop is there until the next poll; the budgets hold without it.
         dropping = {m.key for m in residency.moves if isinstance(m, DropDevice)}
@@ -264,13 +264,13 @@ class World:
 
     def drain(self) -> None:
         """Whatever happened: every request that is left is served or told why not, and in the end nothing is left."""
-        for request in [r for r in self.requests if r.has_ref]:
+        for request in [r for r in self.requests if r.has_lease]:
             self.end(request)
         for _ in range(8 * RESERVED_ROUNDS * (len(self.requests) + 1)):
             self.turn_engine(0, 0)
             self._work()
             # A served request runs for a turn and ends; the others go on waiting, and borrowers go on borrowing.
-            for request in [r for r in self.requests if r.has_ref]:
+            for request in [r for r in self.requests if r.has_lease]:
                 self.end(request)
             if all(r.borrows for r in self.requests) and not self.fetches and not self.moves:
                 break
@@ -363,7 +363,7 @@ def test_illegal_calls_change_nothing() -> None:
     key = key_of(0)
     residency = table.residency
     for illegal in (
-        lambda: residency.unpin(key),
+        lambda: residency.drop_hold(key),
         lambda: residency.release(key),
         lambda: residency.acquire(key),
         lambda: residency.promoted(key),
@@ -372,7 +372,7 @@ def test_illegal_calls_change_nothing() -> None:
             illegal()
     table.name_fetched("n0", fetch.ticket, key, 64, 4, 0.0)
     assert table.resolve("n0", 0.0) == key
-    before = (residency.records[key].num_pins, residency.records[key].state, residency.device_used)
+    before = (residency.records[key].num_holds, residency.records[key].state, residency.device_used)
     for illegal in (
         lambda: residency.release(key),
         lambda: residency.staged(key),
@@ -383,5 +383,5 @@ def test_illegal_calls_change_nothing() -> None:
     ):
         with pytest.raises(IllegalTransition):
             illegal()
-    assert (residency.records[key].num_pins, residency.records[key].state, residency.device_used) == before
+    assert (residency.records[key].num_holds, residency.records[key].state, residency.device_used) == before
     residency.check_integrity()

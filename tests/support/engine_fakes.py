@@ -63,8 +63,8 @@ class FakeCache:
     known: tuple[str, ...] = ("a", "b")
     kinds: dict[str, AdapterKind] = field(default_factory=dict)
     delay: int = 0
-    pins: dict[AdapterKey, int] = field(default_factory=dict)
-    references: dict[AdapterKey, int] = field(default_factory=dict)
+    holds: dict[AdapterKey, int] = field(default_factory=dict)
+    leases: dict[AdapterKey, int] = field(default_factory=dict)
     num_polls: int = 0
 
     def resolve(self, adapter_id: str, now: float) -> AdapterKey | None:
@@ -73,18 +73,18 @@ class FakeCache:
         if self.num_polls < self.delay:
             return None
         key = AdapterKey(self.kinds.get(adapter_id, "lora"), adapter_id * 64)
-        self.pins[key] = self.pins.get(key, 0) + 1
+        self.holds[key] = self.holds.get(key, 0) + 1
         return key
 
-    def unpin(self, key: AdapterKey) -> None:
-        self.pins[key] -= 1
+    def drop_hold(self, key: AdapterKey) -> None:
+        self.holds[key] -= 1
 
     def acquire(self, key: AdapterKey) -> int | None:
-        self.references[key] = self.references.get(key, 0) + 1
+        self.leases[key] = self.leases.get(key, 0) + 1
         return ord(key.digest[0]) - ord("a")
 
     def release(self, key: AdapterKey) -> None:
-        self.references[key] -= 1
+        self.leases[key] -= 1
 
     def failure(self, key: AdapterKey) -> Exception | None:
         return None
@@ -93,7 +93,7 @@ class FakeCache:
         key = self.resolve(adapter_id, now)
         if key is None:
             return None
-        self.unpin(key)
+        self.drop_hold(key)
         return self.get(adapter_id)
 
     def unload(self, adapter_id: str) -> AdapterInfo:
@@ -115,8 +115,8 @@ class FakeCache:
         return self.num_polls == self.delay
 
     def check_integrity(self) -> None:
-        assert not any(self.pins.values()), self.pins
-        assert not any(self.references.values()), self.references
+        assert not any(self.holds.values()), self.holds
+        assert not any(self.leases.values()), self.leases
 
     def close(self) -> None:
         pass

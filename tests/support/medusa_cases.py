@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from loraplex_adapters.weights import AdapterWeights, LoraFactors, MedusaHead, ResBlock
+from loraplex_adapters.weights import AdapterWeights, LoraFactors, MedusaHead, ResidualLayer
 from loraplex_contracts.adapters import AdapterKey
 
 
@@ -25,7 +25,7 @@ def random_head(
     """Strong enough to change the most likely token. With `num_rows` a projection of its own; with `vocab_size` its
     rows are that many tokens at random."""
     blocks = tuple(
-        ResBlock(
+        ResidualLayer(
             (torch.randn(hidden, hidden, dtype=torch.float64) * 2 / hidden**0.5).to(dtype),
             torch.randn(hidden, dtype=torch.float64).to(dtype) if has_bias else None,
         )
@@ -47,7 +47,7 @@ def head_weights(
 
 def head_logits(head: MedusaHead, lm_head: nn.Module, x: Tensor) -> Tensor:
     """x [hidden] -> what its most likely token is read from, by row of the projection."""
-    for block in head.blocks:
+    for block in head.layers:
         x = x + F.silu(F.linear(x, block.weight, block.bias))
     return lm_head(x) if head.projection is None else F.linear(x, head.projection)
 

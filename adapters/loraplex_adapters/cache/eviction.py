@@ -29,7 +29,7 @@ def choose_device_evictions(
     """
 
     def may_leave(record: KeyRecord) -> bool:
-        is_held = record.num_refs > 0 or bool(record.pinned_names) or record.reserved_rounds > 0
+        is_held = record.num_leases > 0 or bool(record.pinned_names) or record.reserved_rounds > 0
         return not is_held and (not is_borrow or now_round - record.used_round >= RECENT_ROUNDS)
 
     return _least_recently_used(residents, excess_bytes, excess_slots, may_leave)

@@ -47,7 +47,7 @@ def key_row(record: KeyRecord, adapter_id: str) -> AdapterInfo:
         num_bytes=record.num_bytes,
         rank=record.rank,
         num_heads=record.num_heads,
-        num_running=record.num_refs,
+        num_running=record.num_leases,
         pinned=adapter_id in record.pinned_names,
         error=str(record.error or ""),
         error_reason=_reason(record.error),

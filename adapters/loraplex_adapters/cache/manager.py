@@ -111,24 +111,24 @@ class AdapterManager:
     # --- device slots -----------------------------------------------------------------------------------------------
 
     def acquire(self, key: AdapterKey) -> int | None:
-        """Takes a reference for one running sequence and returns the device slot.
+        """Leases the device slot to one running sequence and returns it.
 
-        None when the weights are not on the device now: no reference is taken, and a load is wanted from here on.
+        None when the weights are not on the device now: nothing is leased, and a load is wanted from here on.
         """
         slot = self._table.residency.acquire(key)
         self._notify_if_due()
         return slot
 
     def release(self, key: AdapterKey) -> None:
-        """Gives one reference back."""
+        """Gives one lease back."""
         self._table.residency.release(key)
         self._notify_if_due()
 
     def borrow(self, key: AdapterKey) -> int | None:
-        """The device slot, for this turn only: valid until the next `poll`, no reference is taken.
+        """The device slot, for this turn only: valid until the next `poll`, nothing is leased.
 
         None when the weights are not on the device now; the caller must be able to do without. They are wanted then,
-        until the next `poll` and only for a request that has the key pinned: after all that `acquire` wants, and
+        until the next `poll` and only for a key that a request holds: after all that `acquire` wants, and
         evicting nothing that was used lately.
         """
         slot = self._table.residency.borrow(key)
@@ -143,7 +143,7 @@ class AdapterManager:
     # --- names ------------------------------------------------------------------------------------------------------
 
     def resolve(self, adapter_id: AdapterId, now: float) -> AdapterKey | None:
-        """The key that the name is bound to, pinned once for the caller (`unpin` gives it back).
+        """The key that the name is bound to, with a hold for the caller (`drop_hold` gives it back).
 
         None while it is being fetched: ask again after `poll` has returned True. A name is bound on first use and bound
         anew only by `load`. Raises the typed error (AdapterNotFound, AdapterInvalid, ...) when it cannot be had.
@@ -152,9 +152,9 @@ class AdapterManager:
         self._start_fetches()
         return key
 
-    def unpin(self, key: AdapterKey) -> None:
+    def drop_hold(self, key: AdapterKey) -> None:
         """The request that resolved it has ended."""
-        self._table.residency.unpin(key)
+        self._table.residency.drop_hold(key)
         self._notify_if_due()
 
     def load(self, adapter_id: AdapterId, pin: bool, now: float) -> AdapterInfo | None:
@@ -222,7 +222,7 @@ class AdapterManager:
         return has_changed
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when idle and a reference, pin or byte is unaccounted for."""
+        """Raises AssertionError when idle and a hold, lease or byte is unaccounted for."""
         self._table.check_integrity()
         self._table.check_idle()
         residency = self._table.residency

@@ -49,10 +49,10 @@ class AdapterTable:
     # --- requests -------------------------------------------------------------------------------------------------
 
     def resolve(self, name: str, now: float) -> AdapterKey | None:
-        """The key the name is bound to, pinned once; None while it is fetched. Raises the remembered error."""
+        """The key the name is bound to, held once more; None while it is fetched. Raises the remembered error."""
         record = self.names.get(name)
         if record is not None and record.key is not None:
-            self.residency.pin(record.key)
+            self.residency.hold(record.key)
             return record.key
         if record is None:
             self._check_queue()
@@ -314,10 +314,10 @@ class AdapterTable:
             assert record.pinned_names <= record.names, f"{key} is pinned by a name that it does not have"
 
     def check_idle(self) -> None:
-        """Raises AssertionError when a pin or a reference of a request is left."""
+        """Raises AssertionError when a hold or a lease is left."""
         for record in self.residency.records.values():
-            assert record.num_pins == 0, f"{record.key} is still pinned {record.num_pins} times"
-            assert record.num_refs == 0, f"{record.key} has still {record.num_refs} references"
+            assert record.num_holds == 0, f"{record.key} is still held {record.num_holds} times"
+            assert record.num_leases == 0, f"{record.key} has still {record.num_leases} leases"
 
 
 def _is_unknown(record: NameRecord) -> bool:

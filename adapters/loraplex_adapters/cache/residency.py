@@ -1,4 +1,4 @@
-"""Residency of adapters: tiers, references, budgets of host and device.
+"""Residency of adapters: tiers, holds, leases, budgets of host and device.
 
 Owns the key records, the budgets, the device slots, the order of use, the queue of wants. It decides and asks (`moves`,
 `refetches`); the manager carries out and reports back through the outcome methods. No tensors, no threads, no clock:
@@ -8,7 +8,7 @@ Wants are served strictly in the order in which they came: while one waits, none
 of small adapters starves a large one.
 
 Medusa heads are borrowed: they make a request faster, which runs without them. Borrowed weights come after all wants
-and never keep one waiting: they have no reference and no reservation, so they may be evicted at any time, and they
+and never keep one waiting: they have no lease and no reservation, so they may be evicted at any time, and they
 evict only what has not been used for a while. A wish to borrow lasts one round and is repeated in the next step.
 """
 
@@ -147,16 +147,16 @@ class ResidencyTable:
             self.pinned_bytes -= record.num_bytes
             self._withdraw_if_unneeded(record)
 
-    def pin(self, key: AdapterKey) -> None:
+    def hold(self, key: AdapterKey) -> None:
         record = self._get(key)
-        record.num_pins += 1
+        record.num_holds += 1
         self._touch(record)
 
-    def unpin(self, key: AdapterKey) -> None:
+    def drop_hold(self, key: AdapterKey) -> None:
         record = self._get(key)
-        if record.num_pins == 0:
-            raise IllegalTransition(f"{key} is not pinned")
-        record.num_pins -= 1
+        if record.num_holds == 0:
+            raise IllegalTransition(f"{key} is not held")
+        record.num_holds -= 1
         self._withdraw_if_unneeded(record)
         self._forget_if_idle(record)
 
@@ -164,7 +164,7 @@ class ResidencyTable:
         record = self._get(key)
         self._touch(record)
         if record.state is KeyState.ON_DEVICE:
-            record.num_refs += 1
+            record.num_leases += 1
             self.changed.add(key)
             self._reservations.cancel(record)
             self.hits += 1
@@ -176,22 +176,22 @@ class ResidencyTable:
 
     def release(self, key: AdapterKey) -> None:
         record = self._get(key)
-        if record.num_refs == 0:
-            raise IllegalTransition(f"{key} has no reference to give back")
-        record.num_refs -= 1
+        if record.num_leases == 0:
+            raise IllegalTransition(f"{key} has no lease to give back")
+        record.num_leases -= 1
         self.changed.add(key)
         self._touch(record)
         self._withdraw_if_unneeded(record)
         self._forget_if_idle(record)
 
     def borrow(self, key: AdapterKey) -> int | None:
-        """The slot, without a reference: valid until the next round. None: wanted for one round."""
+        """The slot, without a lease: valid until the next round. None: wanted for one round."""
         record = self._get(key)
         self._touch(record)
         if record.state is KeyState.ON_DEVICE:
             return record.slot
         # A request that holds the key comes back for it.
-        is_held = record.num_pins > 0 or record.num_refs > 0
+        is_held = record.num_holds > 0 or record.num_leases > 0
         if is_held and key not in self._wants and record.state not in IN_TRANSIT and self.failure(key) is None:
             self._borrows[key] = None
             self.is_due = True
@@ -234,7 +234,7 @@ class ResidencyTable:
         self._prefetches.pop(key, None)
         if key in self._wants:
             del self._wants[key]
-            if record.num_pins > 0:
+            if record.num_holds > 0:
                 self._reservations.reserve(record)
         self._forget_if_idle(record)
 
@@ -281,7 +281,7 @@ class ResidencyTable:
             self._serve_borrows()
             self._serve_prefetches()
         else:
-            # Reservations run out with the rounds; references are given back through `release`.
+            # Reservations run out with the rounds; leases are given back through `release`.
             if blocked.state is not KeyState.STAGING:
                 self._prefetches.clear()
             self.is_due = bool(self._reservations)
@@ -386,7 +386,7 @@ class ResidencyTable:
 
     def _withdraw_if_unneeded(self, record: KeyRecord) -> None:
         """Removes it from the queues when no request is left that waits for it."""
-        if record.num_pins == 0 and record.num_refs == 0:
+        if record.num_holds == 0 and record.num_leases == 0:
             self._reservations.cancel(record)
             self._borrows.pop(record.key, None)
             if not record.pinned_names:
@@ -457,7 +457,7 @@ class ResidencyTable:
         self.moves.append(DropHost(record.key))
 
     def _drop_device(self, record: KeyRecord) -> None:
-        assert record.num_refs == 0, "a running sequence's weights are never dropped"
+        assert record.num_leases == 0, "a running sequence's weights are never dropped"
         self._step(record, KeyEvent.EVICT_DEVICE if record.has_host else KeyEvent.EVICT_LAST)
         self.moves.append(DropDevice(record.key, record.slot))
         self._device_lru.pop(record.key, None)
@@ -467,7 +467,7 @@ class ResidencyTable:
         self._reservations.cancel(record)
 
     def _forget_if_idle(self, record: KeyRecord) -> None:
-        """The last name, pin or reference is gone: so is everything else. A job's outcome is waited for."""
+        """The last name, pin, hold or lease is gone: so is everything else. A job's outcome is waited for."""
         if record.names or record.is_in_use:
             return
         if record.state is KeyState.ON_DEVICE:
@@ -496,10 +496,10 @@ class ResidencyTable:
         assert self.host_used == sum(r.num_bytes for r in hosted) <= self.host_budget, "bytes on the host"
         assert self.pinned_bytes == sum(r.num_bytes for r in pinned) <= self.device_budget, "bytes that are pinned"
         on_device = KeyState.ON_DEVICE
-        assert all(r.state is on_device for r in records if r.num_refs), "a reference to weights that are not there"
+        assert all(r.state is on_device for r in records if r.num_leases), "a lease of weights that are not there"
         assert all(r.names or r.is_in_use for r in records), "a record without a use"
         for wanted in map(self.records.__getitem__, self._wants):
             assert wanted.state not in (KeyState.ON_DEVICE, KeyState.FAILED), "a want that is served already"
-            assert wanted.num_pins or wanted.num_refs or wanted.pinned_names, "a want that no request has"
+            assert wanted.num_holds or wanted.num_leases or wanted.pinned_names, "a want that no request has"
         for borrowed in map(self.records.__getitem__, self._borrows):
-            assert borrowed.num_pins or borrowed.num_refs, "a borrower that is gone"
+            assert borrowed.num_holds or borrowed.num_leases, "a borrower that is gone"

@@ -136,8 +136,8 @@ class KeyRecord:
     state: KeyState = KeyState.KNOWN
     slot: int = -1  # while PROMOTING and ON_DEVICE
     has_host: bool = False  # host bytes are counted: STAGING, ON_HOST, PROMOTING, and ON_DEVICE with a copy
-    num_pins: int = 0  # by requests
-    num_refs: int = 0  # by running sequences
+    num_holds: int = 0  # by requests
+    num_leases: int = 0  # of its slot, by running sequences
     names: set[str] = field(default_factory=set[str])
     pinned_names: set[str] = field(default_factory=set[str])  # by the operator
     last_name: str = ""
@@ -149,7 +149,7 @@ class KeyRecord:
     @property
     def is_in_use(self) -> bool:
         """It is held, or a job is under way for it."""
-        return self.num_pins > 0 or self.num_refs > 0 or bool(self.pinned_names) or self.state in IN_TRANSIT
+        return self.num_holds > 0 or self.num_leases > 0 or bool(self.pinned_names) or self.state in IN_TRANSIT
 
     def check(self, event: KeyEvent) -> KeyState:
         """The state that `event` leads to. Raises IllegalTransition."""

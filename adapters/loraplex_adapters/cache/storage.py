@@ -42,15 +42,15 @@ from loraplex_adapters.weights import AdapterLayout, AdapterWeights, weights_at
 from loraplex_contracts.adapters import AdapterKey
 
 COPY_PIECE_BYTES = 256 << 10  # between two checkpoints: tens of microseconds
-# Of pinned memory. The smallest is what an adapter may take beyond its size.
-MAX_PINNED_BYTES, MIN_PINNED_BYTES = 4 << 20, 64 << 10
+# Of page-locked memory. The smallest is what an adapter may take beyond its size.
+MAX_PAGE_LOCKED_BYTES, MIN_PAGE_LOCKED_BYTES = 4 << 20, 64 << 10
 # Of one freed adapter's memory that is kept, and of the adapters imported last: both beyond all budgets.
 MAX_SPARE_BYTES = 16 << 20
 MAX_RECENT_BYTES = 24 << 20
 
 
 class SpareMemory:
-    """Memory of the CPU for one adapter each. Owns one block that has come back, for the next adapter of that size:
+    """Memory of the CPU for one adapter each. Owns one that has come back, for the next adapter of that size:
     new memory is cleared page by page, which takes longer than the copy into it. Thread-safe."""
 
     def __init__(self) -> None:
@@ -63,22 +63,22 @@ class SpareMemory:
         return 0 if spare is None else len(spare)
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """uint8 [num_bytes], uninitialised. The block comes back with the last tensor that looks into it."""
+        """uint8 [num_bytes], uninitialised. It comes back with the last tensor that looks into it."""
         with self._lock:
-            block, self._spare = self._spare, None
-        if block is None or len(block) != num_bytes:
-            block = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            region, self._spare = self._spare, None
+        if region is None or len(region) != num_bytes:
+            region = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 with contextlib.suppress(OSError):  # a kernel without them
-                    block.madvise(mmap.MADV_HUGEPAGE)  # fewer pages: faster to clear, faster to read
-        view = memoryview(block)
-        weakref.finalize(view, self._take_back, block).atexit = False
+                    region.madvise(mmap.MADV_HUGEPAGE)  # fewer pages: faster to clear, faster to read
+        view = memoryview(region)
+        weakref.finalize(view, self._take_back, region).atexit = False
         return torch.frombuffer(view, dtype=torch.uint8)
 
-    def _take_back(self, block: mmap.mmap) -> None:
+    def _take_back(self, region: mmap.mmap) -> None:
         """Called on whichever thread frees the last tensor, also while that one is in `allocate`: no lock."""
-        if len(block) <= MAX_SPARE_BYTES:
-            self._spare = block
+        if len(region) <= MAX_SPARE_BYTES:
+            self._spare = region
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ class HostCopy:
 
     key: AdapterKey
     layout: AdapterLayout
-    pinned: tuple[Tensor, ...] = ()  # uint8, the payload one after the other; the last one may have room left
+    pieces: tuple[Tensor, ...] = ()  # uint8, the payload one after the other; the last one may have room left
 
 
 class CudaMemory:
@@ -150,8 +150,8 @@ class CudaMemory:
         self._device = device
         self._stream: torch.cuda.Stream | None = None
 
-    def pin(self, num_bytes: int) -> Tensor:
-        """Host memory uint8 [num_bytes] from which `fetch` copies."""
+    def allocate_host(self, num_bytes: int) -> Tensor:
+        """Page-locked host memory uint8 [num_bytes] from which `fetch` copies."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def fetch(self, pieces: Sequence[Tensor], num_bytes: int) -> Tensor:
@@ -197,7 +197,7 @@ class Storage:
             layout, payload = _layout(stored.header), np.frombuffer(stored.payload, dtype=np.uint8)
         if self._memory is None:
             return HostCopy(key, layout)
-        pieces = tuple(self._memory.pin(num_bytes) for num_bytes in pinned_sizes(layout.num_bytes))
+        pieces = tuple(self._memory.allocate_host(num_bytes) for num_bytes in page_locked_sizes(layout.num_bytes))
         _copy([piece.numpy() for piece in pieces], payload, layout.num_bytes)
         return HostCopy(key, layout, pieces)
 
@@ -205,7 +205,7 @@ class Storage:
         """A complete copy on the device. None when it was to come from the store, which has dropped the adapter."""
         num_bytes = host.layout.num_bytes
         if self._memory is not None:
-            storage = self._memory.fetch(host.pinned, num_bytes)
+            storage = self._memory.fetch(host.pieces, num_bytes)
         elif (imported := self.recent.take(host.key)) is not None:
             storage = imported.payload
         else:
@@ -228,10 +228,10 @@ def _layout(header: bytes) -> AdapterLayout:
     return AdapterLayout.from_json(header_content(header)["layout"])
 
 
-def pinned_sizes(num_bytes: int) -> Iterator[int]:
-    """Powers of two that hold `num_bytes` together, with less than MIN_PINNED_BYTES to spare; the largest first."""
-    size = MAX_PINNED_BYTES
-    left = -(-num_bytes // MIN_PINNED_BYTES) * MIN_PINNED_BYTES
+def page_locked_sizes(num_bytes: int) -> Iterator[int]:
+    """Powers of two, the largest first, that hold `num_bytes` with less than MIN_PAGE_LOCKED_BYTES to spare."""
+    size = MAX_PAGE_LOCKED_BYTES
+    left = -(-num_bytes // MIN_PAGE_LOCKED_BYTES) * MIN_PAGE_LOCKED_BYTES
     while left:
         if size <= left:
             yield size

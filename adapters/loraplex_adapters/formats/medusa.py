@@ -111,7 +111,7 @@ _PATTERNS: tuple[tuple[re.Pattern[str], Part, Family], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class HeadTensor:
-    """One tensor of a set of heads. `layer` of a sequential projection is its place behind the blocks."""
+    """One tensor of a set of heads. `layer` of a sequential projection is its place behind the layers."""
 
     info: TensorInfo
     part: Part
@@ -152,8 +152,8 @@ MAX_LAYERS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedBlock:
-    """One residual block's tensors in the files, checked."""
+class PlannedLayer:
+    """One residual layer's tensors in the files, checked."""
 
     weight: TensorInfo
     bias: TensorInfo | None
@@ -164,7 +164,7 @@ class HeadsPlan:
     """The tensors to read, in the layout's order."""
 
     shape: HeadsShape
-    blocks: tuple[tuple[PlannedBlock, ...], ...]  # by head, by layer
+    layers: tuple[tuple[PlannedLayer, ...], ...]  # by head, by layer
     projections: tuple[TensorInfo, ...]
     token_map: TensorInfo | None
     warnings: tuple[str, ...]
@@ -192,11 +192,11 @@ def plan_heads(config: MedusaConfig | None, tensors: Sequence[HeadTensor], targe
     any_tensor = tensors[0].info
     num_heads = _count_heads(found, any_tensor)
     num_layers = _count_layers(found, num_heads, any_tensor)
-    blocks = tuple(
-        tuple(PlannedBlock(found.weights[head, layer], found.biases.get((head, layer))) for layer in range(num_layers))
+    layers = tuple(
+        tuple(PlannedLayer(found.weights[head, layer], found.biases.get((head, layer))) for layer in range(num_layers))
         for head in range(num_heads)
     )
-    _check_blocks(found, blocks, targets)
+    _check_layers(found, layers, targets)
     projections = _projections(found, num_heads, config)
     num_rows = _num_rows(projections, found.token_map, targets)
     shape = HeadsShape(
@@ -204,7 +204,7 @@ def plan_heads(config: MedusaConfig | None, tensors: Sequence[HeadTensor], targe
         found.token_map is not None,
     )  # fmt: skip
     warnings = () if config is None else tuple(_warnings(config, shape, targets))
-    return HeadsPlan(shape, blocks, projections, found.token_map, warnings)
+    return HeadsPlan(shape, layers, projections, found.token_map, warnings)
 
 
 def _sort(tensors: Sequence[HeadTensor]) -> _Found:
@@ -247,7 +247,7 @@ def _take(found: _Found, tensor: HeadTensor) -> bool:
 
 def _count_heads(found: _Found, any_tensor: TensorInfo) -> int:
     """Counts heads by their names. A gap between them is a damaged file."""
-    # vLLM's `lm_heads.0` may stand for all heads, so there the blocks count; of sequential heads either shows them.
+    # vLLM's `lm_heads.0` may stand for all heads, so there the layers count; of sequential heads either shows them.
     heads = {head for head, _ in found.weights} | found.ends.keys() | {head for head, _ in found.biases}
     heads = heads or set(found.projections)
     for head in range(max(heads, default=-1) + 1):
@@ -262,7 +262,7 @@ def _count_heads(found: _Found, any_tensor: TensorInfo) -> int:
 
 
 def _count_layers(found: _Found, num_heads: int, any_tensor: TensorInfo) -> int:
-    """Counts layers, the same number for all heads; a projection stands right behind the last block."""
+    """Counts layers, the same number for all heads; a projection stands right behind the last layer."""
     layers = [layer for _, layer in (*found.weights, *found.biases)]
     num_layers = max((*layers, *(end - 1 for end in found.ends.values())), default=-1) + 1
     for head in range(num_heads):
@@ -281,16 +281,16 @@ def _count_layers(found: _Found, num_heads: int, any_tensor: TensorInfo) -> int:
     return num_layers
 
 
-def _check_blocks(found: _Found, blocks: Sequence[Sequence[PlannedBlock]], targets: BaseTargets) -> None:
+def _check_layers(found: _Found, heads: Sequence[Sequence[PlannedLayer]], targets: BaseTargets) -> None:
     hidden = targets.hidden_size
-    for head, layers in enumerate(blocks):
-        for layer, block in enumerate(layers):
-            _check(block.weight, (hidden, hidden), targets)
-            if block.bias is not None:
-                _check(block.bias, (hidden,), targets)
+    for head, layers in enumerate(heads):
+        for idx, layer in enumerate(layers):
+            _check(layer.weight, (hidden, hidden), targets)
+            if layer.bias is not None:
+                _check(layer.bias, (hidden,), targets)
             elif found.biases:
                 raise AdapterInvalid(
-                    f"{block.weight.file}: the bias of head {head}, layer {layer} is missing; other blocks have theirs"
+                    f"{layer.weight.file}: the bias of head {head}, layer {idx} is missing; other blocks have theirs"
                 )
 
 
@@ -377,11 +377,11 @@ def write_heads(
     out = PieceWriter(write, layout.start)
     for layer in range(layout.shape.num_layers):
         out.pad_to(layout.weights[layer])
-        for head in plan.blocks:
+        for head in plan.layers:
             _copy(head[layer].weight, files, dtype, out, reader)
         if layout.shape.has_bias:
             out.pad_to(layout.biases[layer])
-            for head in plan.blocks:
+            for head in plan.layers:
                 bias = head[layer].bias
                 assert bias is not None, "a plan with biases has all of them"
                 _copy(bias, files, dtype, out, reader)

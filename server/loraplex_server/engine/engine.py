@@ -1,7 +1,7 @@
 """Engine loop body: schedule, execute, apply; adapters, reports.
 
-Owns every accepted request with the pin that it holds on its adapter's key, and the adapter operations that wait for a
-load. Owns neither threads nor pipes: `process` turns it, tests may too.
+Owns every accepted request with its hold on its adapter's key, and the adapter operations that wait for a load. Owns
+neither threads nor pipes: `process` turns it, tests may too.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Accepted:
 
     request: Request
     num_open: int
-    adapter_key: AdapterKey | None = None  # pinned for the request's life, as is `medusa_key`
+    adapter_key: AdapterKey | None = None  # held for the request's life, as is `medusa_key`
     medusa_key: AdapterKey | None = None  # of heads that it names apart from its adapter
     is_scheduled: bool = False  # False: its adapter is not resolved yet
 
@@ -279,7 +279,7 @@ class Engine:
             self._take([RequestFailed(request_id, error)])
 
     def _take(self, events: list[Event]) -> None:
-        """Passes events on; a request's terminal event releases its pins."""
+        """Passes events on; a request's terminal event drops its holds."""
         for event in events:
             self._events.append(event)
             accepted = self._accepted.get(event.request_id)
@@ -298,7 +298,7 @@ class Engine:
                 self._speculator.end(event.request_id)
                 for adapter_key in (accepted.adapter_key, accepted.medusa_key):
                     if adapter_key is not None:
-                        self._cache.unpin(adapter_key)
+                        self._cache.drop_hold(adapter_key)
 
     # --- adapter operations -------------------------------------------------------------------------------------------
 

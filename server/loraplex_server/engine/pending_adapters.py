@@ -13,7 +13,7 @@ from loraplex_contracts.adapters import AdapterId, AdapterKey
 from loraplex_contracts.errors import LoraplexError, unexpected
 from loraplex_contracts.request import Request
 
-# As AdapterManager.resolve: the key, pinned once; None while it is fetched; or a typed error.
+# As AdapterManager.resolve: the key, held once more; None while it is fetched; or a typed error.
 Resolve = Callable[[AdapterId, float], AdapterKey | None]
 
 
@@ -69,7 +69,7 @@ class PendingAdapters:
         return expired
 
     def take_resolved(self, has_loaded: bool, now: float) -> list[tuple[Request, AdapterKey | LoraplexError]]:
-        """Removes and returns those with an outcome, each with its own pin on the key. `has_loaded`: whether
+        """Removes and returns those with an outcome, each with its own hold on the key. `has_loaded`: whether
         AdapterManager.poll has returned true since the last call."""
         groups, self._unasked = self._groups if has_loaded else self._unasked, {}
         taken = [outcome for group in list(groups) for outcome in self._ask(self._groups[group], now)]

@@ -118,7 +118,7 @@ def bring_up_heads(cache: AdapterManager, adapter_id: AdapterId) -> AdapterKey:
     key = None
     while key is None:
         key = cache.resolve(adapter_id, time.monotonic())
-    cache.unpin(key)  # the operator's pin stays
+    cache.drop_hold(key)  # the operator's pin stays
     if key.kind == "lora":
         raise InvalidArgument(
             f"--default-medusa names {adapter_id!a}, which is a LoRA without heads; name Medusa heads",

@@ -129,7 +129,7 @@ class HeadSlots:
             self._put(self._unit(slot, idx), heads[idx] if idx < len(heads) else None)
         self._installed[slot] = weights
         self._places[slot] = [
-            (-len(head.blocks), head.projection is not None, self._unit(slot, idx)) for idx, head in enumerate(heads)
+            (-len(head.layers), head.projection is not None, self._unit(slot, idx)) for idx, head in enumerate(heads)
         ]
 
     def _unit(self, slot: int, head_idx: int) -> int:
@@ -138,7 +138,7 @@ class HeadSlots:
 
     def _put(self, unit: int, head: MedusaHead | None) -> None:
         self._num_units = max(self._num_units, unit + 1)
-        blocks = head.blocks if head is not None else ()
+        blocks = head.layers if head is not None else ()
         while len(self._layers) < len(blocks):
             self._layers.append(DenseTable(self._hidden_size))
         for layer, table in enumerate(self._layers):
@@ -152,11 +152,11 @@ class HeadSlots:
 
     def _check(self, idx: int, head: MedusaHead) -> None:
         hidden = self._hidden_size
-        for block in head.blocks:
+        for block in head.layers:
             if block.weight.shape != (hidden, hidden) or (block.bias is not None and block.bias.shape != (hidden,)):
                 raise ValueError(f"a block of Medusa head {idx} has another width than the model ({hidden})")
-        tensors = [block.weight for block in head.blocks]
-        tensors += [block.bias for block in head.blocks if block.bias is not None]
+        tensors = [block.weight for block in head.layers]
+        tensors += [block.bias for block in head.layers if block.bias is not None]
         num_rows = None
         if head.projection is not None:
             num_rows, width = head.projection.shape

@@ -50,7 +50,7 @@ def test_a_layout_survives_its_json_and_nothing_overlaps(shape: HeadsShape, lora
     tensors = [t for f in weights.factors.values() for t in (f.a, f.b)]
     seen: set[int] = set()
     for head in weights.heads:
-        found = [head.projection, head.token_ids, *(t for block in head.blocks for t in (block.weight, block.bias))]
+        found = [head.projection, head.token_ids, *(t for block in head.layers for t in (block.weight, block.bias))]
         for tensor in found:
             if tensor is not None and tensor.data_ptr() not in seen:
                 seen.add(tensor.data_ptr())

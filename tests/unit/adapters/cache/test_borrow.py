@@ -31,10 +31,10 @@ def make_table(host: int = 1000, device: int = 1000, num_slots: int = 2) -> Resi
     return ResidencyTable(host, device, num_slots, failure_ttl_s=10.0)
 
 
-def pinned(table: ResidencyTable, key: AdapterKey, num_bytes: int = 100) -> AdapterKey:
+def held(table: ResidencyTable, key: AdapterKey, num_bytes: int = 100) -> AdapterKey:
     """Bound to a name and held by one request."""
     table.bind(key, f"name-{key.kind}-{key.digest[-2:]}", num_bytes, rank=0, num_heads=3)
-    table.pin(key)
+    table.hold(key)
     return key
 
 
@@ -62,22 +62,22 @@ def bring_up(table: ResidencyTable, key: AdapterKey) -> int:
 
 def test_wanted_for_a_round_and_then_lent_without_a_reference() -> None:
     table = make_table()
-    key = pinned(table, HEADS[0])
+    key = held(table, HEADS[0])
     assert table.borrow(key) is None
     assert table.is_due  # an idle engine must come round
     table.check_integrity()
     assert run(table) == [Promote(key, 0)]
     assert table.borrow(key) == 0
     record = table.records[key]
-    assert (record.num_refs, record.reserved_rounds, record.num_heads) == (0, 0, 3)
+    assert (record.num_leases, record.reserved_rounds, record.num_heads) == (0, 0, 3)
     assert (table.hits, table.misses) == (0, 0)  # those count what requests wait for
-    table.unpin(key)
-    assert table.records[key].num_pins == 0
+    table.drop_hold(key)
+    assert table.records[key].num_holds == 0
 
 
 def test_on_its_way_it_is_not_wanted_again() -> None:
     table = make_table()
-    key = pinned(table, HEADS[0])
+    key = held(table, HEADS[0])
     assert table.borrow(key) is None
     table.advance(0.0)
     assert table.moves == [Promote(key, 0)]
@@ -94,20 +94,20 @@ def test_unknown_keys_are_a_bug() -> None:
 def test_lending_is_a_use() -> None:
     table = make_table()
     for key in HEADS[:2]:
-        pinned(table, key)
+        held(table, key)
         assert table.borrow(key) is None
         run(table)
     assert table.borrow(HEADS[0]) == 0  # now the other one is older
-    pinned(table, LORA)
+    held(table, LORA)
     assert table.acquire(LORA) is None
     assert run(table) == [DropDevice(HEADS[1], 1), Promote(LORA, 1)]
 
 
 def test_a_want_that_is_not_repeated_ends_with_the_round() -> None:
     table = make_table(num_slots=1)
-    pinned(table, LORA)
+    held(table, LORA)
     bring_up(table, LORA)
-    key = pinned(table, HEADS[0])
+    key = held(table, HEADS[0])
     assert table.borrow(key) is None
     assert run(table) == [Stage(key)]  # no slot, but the host has room
     assert not table.is_due  # nobody turns an idle engine for it
@@ -120,9 +120,9 @@ def test_a_want_that_is_not_repeated_ends_with_the_round() -> None:
 
 def test_nobody_is_wanted_for_requests_that_are_gone() -> None:
     table = make_table()
-    key = pinned(table, HEADS[0])
+    key = held(table, HEADS[0])
     assert table.borrow(key) is None
-    table.unpin(key)
+    table.drop_hold(key)
     assert not list(table.borrows())
     assert run(table) == []
     assert table.borrow(key) is None  # the name is there, but nobody's request
@@ -132,9 +132,9 @@ def test_nobody_is_wanted_for_requests_that_are_gone() -> None:
 
 def test_wants_of_lora_come_first_and_take_the_slot_away() -> None:
     table = make_table(num_slots=1)
-    key = pinned(table, HEADS[0])
+    key = held(table, HEADS[0])
     assert table.borrow(key) is None
-    pinned(table, LORA)
+    held(table, LORA)
     assert table.acquire(LORA) is None  # after it, and yet before it
     assert run(table) == [Promote(LORA, 0), Stage(key)]
     assert table.acquire(LORA) == 0
@@ -145,7 +145,7 @@ def test_wants_of_lora_come_first_and_take_the_slot_away() -> None:
     run(table)
     assert table.borrow(key) == 0
     # Lent this very turn, and still no reason to wait.
-    pinned(table, OTHER)
+    held(table, OTHER)
     assert table.acquire(OTHER) is None
     assert run(table) == [DropDevice(key, 0), Promote(OTHER, 0)]
 
@@ -153,9 +153,9 @@ def test_wants_of_lora_come_first_and_take_the_slot_away() -> None:
 def test_borrowed_in_every_step_it_starves_nobody() -> None:
     """One slot; heads are asked for in every step, and adapters come one after the other."""
     table = make_table(num_slots=1)
-    heads = pinned(table, HEADS[0])
+    heads = held(table, HEADS[0])
     for content in range(20, 40):
-        lora = pinned(table, key_of("lora", content))
+        lora = held(table, key_of("lora", content))
         for _ in range(3):
             table.borrow(heads)
             slot = table.acquire(lora)
@@ -166,13 +166,13 @@ def test_borrowed_in_every_step_it_starves_nobody() -> None:
             raise AssertionError(f"{lora} waited for heads")
         run(table)
         table.release(lora)
-        table.unpin(lora)
+        table.drop_hold(lora)
 
 
 def test_heads_in_use_do_not_push_each_other_out() -> None:
     table = make_table(num_slots=2)
     for key in HEADS[:4]:
-        pinned(table, key)
+        held(table, key)
     for _ in range(3 * RECENT_ROUNDS):
         for key in HEADS[:4]:
             table.borrow(key)
@@ -181,7 +181,7 @@ def test_heads_in_use_do_not_push_each_other_out() -> None:
     assert table.device_evictions == 0
     # Two requests have ended, and their heads make way in time.
     for key in HEADS[:2]:
-        table.unpin(key)
+        table.drop_hold(key)
     for _ in range(RECENT_ROUNDS + 2):
         for key in HEADS[2:4]:
             table.borrow(key)
@@ -191,10 +191,10 @@ def test_heads_in_use_do_not_push_each_other_out() -> None:
 
 def test_an_adapter_between_two_requests_stays() -> None:
     table = make_table(num_slots=1)
-    pinned(table, LORA)
+    held(table, LORA)
     bring_up(table, LORA)
     table.release(LORA)
-    heads = pinned(table, HEADS[0])
+    heads = held(table, HEADS[0])
     for _ in range(RECENT_ROUNDS - 1):
         assert table.borrow(heads) is None
         assert not any(isinstance(move, Promote) for move in run(table))
@@ -203,10 +203,10 @@ def test_an_adapter_between_two_requests_stays() -> None:
 
 def test_a_blocked_want_lets_no_borrower_past() -> None:
     table = make_table(device=300, num_slots=3)
-    pinned(table, LORA, 200)
+    held(table, LORA, 200)
     bring_up(table, LORA)
-    pinned(table, OTHER, 250)
-    heads = pinned(table, HEADS[0], 50)
+    held(table, OTHER, 250)
+    heads = held(table, HEADS[0], 50)
     assert table.acquire(OTHER) is None
     assert table.borrow(heads) is None  # would fit beside LORA; OTHER would wait longer for it
     assert not any(isinstance(move, Promote) for move in run(table))
@@ -216,9 +216,9 @@ def test_a_blocked_want_lets_no_borrower_past() -> None:
 
 def test_a_large_set_does_not_keep_a_small_one_waiting() -> None:
     table = make_table(device=300, num_slots=3)
-    pinned(table, LORA, 200)
+    held(table, LORA, 200)
     bring_up(table, LORA)
-    large, small = pinned(table, HEADS[0], 200), pinned(table, HEADS[1], 100)
+    large, small = held(table, HEADS[0], 200), held(table, HEADS[1], 100)
     assert table.borrow(large) is None
     assert table.borrow(small) is None
     assert [m for m in run(table) if isinstance(m, Promote)] == [Promote(small, 1)]
@@ -226,7 +226,7 @@ def test_a_large_set_does_not_keep_a_small_one_waiting() -> None:
 
 def test_too_large_for_ever_is_not_wanted() -> None:
     table = make_table(device=300)
-    key = pinned(table, HEADS[0], 301)
+    key = held(table, HEADS[0], 301)
     assert table.borrow(key) is None
     assert not list(table.borrows())
     assert run(table) == []
@@ -236,9 +236,9 @@ def test_too_large_for_ever_is_not_wanted() -> None:
 def test_acquired_while_only_borrowed_it_becomes_a_want() -> None:
     """A combined adapter: its LoRA is waited for, its heads are borrowed."""
     table = make_table(num_slots=1)
-    pinned(table, LORA)
+    held(table, LORA)
     bring_up(table, LORA)
-    key = pinned(table, key_of("combined", 21))
+    key = held(table, key_of("combined", 21))
     assert table.borrow(key) is None
     assert table.acquire(key) is None
     run(table)
@@ -250,12 +250,12 @@ def test_acquired_while_only_borrowed_it_becomes_a_want() -> None:
     slot = table.acquire(key)
     assert slot is not None
     assert table.borrow(key) == slot
-    assert table.records[key].num_refs == 1
+    assert table.records[key].num_leases == 1
 
 
 def test_a_failed_move_is_remembered() -> None:
     table = make_table()
-    key = pinned(table, HEADS[0])
+    key = held(table, HEADS[0])
     assert table.borrow(key) is None
     table.advance(0.0)
     table.moves.clear()
@@ -286,7 +286,7 @@ def test_through_the_manager_heads_come_up_for_whoever_borrows(tmp_path: Path) -
         assert engine.cache.borrow(heads) is None  # the slot is taken
         engine.turn(0.02)
     engine.cache.release(sql)
-    engine.cache.unpin(sql)
+    engine.cache.drop_hold(sql)
     for _ in range(RECENT_ROUNDS):
         engine.turn(0.0)
     slot = engine.until(lambda: engine.cache.borrow(heads))
@@ -300,7 +300,7 @@ def test_through_the_manager_heads_come_up_for_whoever_borrows(tmp_path: Path) -
     gone = engine.cache.unload("heads")
     assert (gone.state, gone.num_heads) == ("draining", 4)
     assert engine.cache.borrow(heads) == slot  # the request goes on
-    engine.cache.unpin(heads)
+    engine.cache.drop_hold(heads)
     engine.settle()
     assert not engine.slots.installed
     engine.close()

@@ -302,7 +302,7 @@ def test_typed_error_and_nothing_left(spoil: Spoil, expected: type[LoraplexError
     # The neighbour is untouched.
     assert torch.equal(engine.slots.installed[slot].storage, before)
     engine.cache.release(good)
-    engine.cache.unpin(good)
+    engine.cache.drop_hold(good)
     engine.close()
 
 
@@ -356,6 +356,6 @@ def test_a_bad_reload_keeps_the_good_adapter(tmp_path: Path) -> None:
     assert engine.resolve("x") == key
     assert engine.acquire(key) is not None
     for _ in range(2):
-        engine.cache.unpin(key)
+        engine.cache.drop_hold(key)
     engine.cache.release(key)
     engine.close()

@@ -96,7 +96,7 @@ def use(engine: Engine, adapter_id: str) -> AdapterKey:
     key = engine.resolve(adapter_id)
     engine.acquire(key)
     engine.cache.release(key)
-    engine.cache.unpin(key)
+    engine.cache.drop_hold(key)
     return key
 
 
@@ -108,7 +108,7 @@ def test_many_more_adapters_than_fit(make_engine: Callable[..., Engine], root: P
             slot = engine.acquire(key)
             assert_installed(engine, slot, root / f"a{idx}")
             engine.cache.release(key)
-            engine.cache.unpin(key)
+            engine.cache.drop_hold(key)
     usage = engine.cache.usage()
     assert usage.device_evictions >= 8
     assert usage.host_evictions >= 4
@@ -159,7 +159,7 @@ def test_content_decides_and_running_requests_keep_what_they_have(
     states = {row.digest: row.state for row in engine.listed()}
     assert states == {old.digest: "draining", new.digest: "on_device"}
     for key in (old, old):
-        engine.cache.unpin(key)
+        engine.cache.drop_hold(key)
     engine.cache.release(old)
     engine.settle()
     assert list(engine.slots.installed) == [new_slot]
@@ -192,7 +192,7 @@ def test_unload_frees(make_engine: Callable[..., Engine]) -> None:
     engine.settle()
     assert gone() is not None  # a request still runs with it
     engine.cache.release(key)
-    engine.cache.unpin(key)
+    engine.cache.drop_hold(key)
     engine.settle()
     assert engine.slots.installed == {}
     usage = engine.cache.usage()
@@ -423,10 +423,10 @@ def test_integrity_notices_what_was_not_given_back(make_engine: Callable[..., En
     engine = make_engine()
     key = engine.resolve("a0")
     engine.acquire(key)
-    with pytest.raises(AssertionError, match="pinned"):
+    with pytest.raises(AssertionError, match="held"):
         engine.cache.check_integrity()
-    engine.cache.unpin(key)
-    with pytest.raises(AssertionError, match="references"):
+    engine.cache.drop_hold(key)
+    with pytest.raises(AssertionError, match="leases"):
         engine.cache.check_integrity()
     engine.cache.release(key)
     engine.cache.check_integrity()
@@ -488,7 +488,7 @@ class SlowDevice:
         self.gate.set()
         self.handed_over_by: set[int] = set()
 
-    def pin(self, num_bytes: int) -> torch.Tensor:
+    def allocate_host(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def fetch(self, pieces: Sequence[torch.Tensor], num_bytes: int) -> torch.Tensor:
@@ -521,5 +521,5 @@ def test_a_copy_under_way_holds_up_only_who_wants_it(
     for key in (resident, resident, wanted):
         engine.cache.release(key)
     for key in (resident, wanted):
-        engine.cache.unpin(key)
+        engine.cache.drop_hold(key)
     engine.close()

@@ -73,7 +73,7 @@ def test_a_name_is_fetched_once_and_bound_for_good() -> None:
     assert table.resolve("x", 0.0) == OLD
     assert table.resolve("x", 1e9) == OLD
     assert not table.take_fetches()
-    assert table.residency.records[OLD].num_pins == 2
+    assert table.residency.records[OLD].num_holds == 2
 
 
 def test_two_names_of_one_content_share_it() -> None:
@@ -156,10 +156,10 @@ def test_load_binds_anew_and_running_requests_keep_the_old() -> None:
     turn(table)
     assert table.load("x", False, 0.0) == NEW
     assert table.resolve("x", 0.0) == NEW
-    assert table.residency.records[OLD].num_refs == 1
+    assert table.residency.records[OLD].num_leases == 1
     table.residency.release(OLD)
-    table.residency.unpin(OLD)
-    table.residency.unpin(OLD)
+    table.residency.drop_hold(OLD)
+    table.residency.drop_hold(OLD)
     assert OLD not in table.residency.records
     turn(table)
 

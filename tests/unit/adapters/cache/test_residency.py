@@ -22,10 +22,10 @@ def make_table(host: int = 1000, device: int = 1000, num_slots: int = 2) -> Resi
     return ResidencyTable(host, device, num_slots, failure_ttl_s=10.0)
 
 
-def pinned(table: ResidencyTable, key: AdapterKey, num_bytes: int = 100) -> AdapterKey:
+def held(table: ResidencyTable, key: AdapterKey, num_bytes: int = 100) -> AdapterKey:
     """Bound to a name and held by one request."""
     table.bind(key, f"name-{key.digest[-1]}", num_bytes, rank=4)
-    table.pin(key)
+    table.hold(key)
     return key
 
 
@@ -53,7 +53,7 @@ def bring_up(table: ResidencyTable, key: AdapterKey) -> int:
 
 def test_a_want_is_promoted_and_then_hit() -> None:
     table = make_table()
-    pinned(table, A)
+    held(table, A)
     assert table.acquire(A) is None
     assert table.is_due
     table.advance(0.0)
@@ -69,13 +69,13 @@ def test_a_want_is_promoted_and_then_hit() -> None:
 def test_the_least_recently_used_goes_and_its_host_copy_stays() -> None:
     table = make_table()
     for key in (A, B):
-        pinned(table, key)
+        held(table, key)
         bring_up(table, key)
         table.release(key)
     bring_slot = table.acquire(A)  # A is used again: B is older now
     assert bring_slot is not None
     table.release(A)
-    pinned(table, C)
+    held(table, C)
     assert table.acquire(C) is None
     moves = run(table)
     assert [type(move) for move in moves] == [DropDevice, Promote]
@@ -83,7 +83,7 @@ def test_the_least_recently_used_goes_and_its_host_copy_stays() -> None:
     assert table.records[B].state is KeyState.ON_HOST
     assert table.device_evictions == 1
     # Coming back needs no disk.
-    table.unpin(C)
+    table.drop_hold(C)
     assert table.acquire(B) is None
     assert [type(move) for move in run(table)] == [DropDevice, Promote]
     assert table.acquire(B) is not None
@@ -91,10 +91,10 @@ def test_the_least_recently_used_goes_and_its_host_copy_stays() -> None:
 
 def test_referenced_weights_stay_and_wants_keep_their_order() -> None:
     table = make_table(num_slots=1)
-    pinned(table, A)
+    held(table, A)
     bring_up(table, A)
-    pinned(table, B)
-    pinned(table, C)
+    held(table, B)
+    held(table, C)
     assert table.acquire(B) is None
     assert table.acquire(C) is None
     for _ in range(5):
@@ -110,9 +110,9 @@ def test_referenced_weights_stay_and_wants_keep_their_order() -> None:
 
 def test_a_want_that_waits_is_staged_meanwhile() -> None:
     table = make_table(num_slots=1)
-    pinned(table, A)
+    held(table, A)
     bring_up(table, A)
-    pinned(table, B)
+    held(table, B)
     assert table.acquire(B) is None
     assert run(table) == [Stage(B)]
     assert table.records[B].state is KeyState.ON_HOST
@@ -120,10 +120,10 @@ def test_a_want_that_waits_is_staged_meanwhile() -> None:
 
 def test_nobody_overtakes_a_large_want() -> None:
     table = make_table(device=300, num_slots=3)
-    pinned(table, A, 200)
+    held(table, A, 200)
     bring_up(table, A)
-    pinned(table, B, 250)
-    pinned(table, C, 50)
+    held(table, B, 250)
+    held(table, C, 50)
     assert table.acquire(B) is None
     assert table.acquire(C) is None  # would fit beside A, but came later
     assert not any(isinstance(move, Promote) for move in run(table))
@@ -133,10 +133,10 @@ def test_nobody_overtakes_a_large_want() -> None:
 
 def test_nobody_overtakes_a_want_while_it_is_staged() -> None:
     table = make_table(device=300, num_slots=3)
-    pinned(table, A, 200)
+    held(table, A, 200)
     bring_up(table, A)
-    pinned(table, B, 250)
-    pinned(table, C, 50)
+    held(table, B, 250)
+    held(table, C, 50)
     assert table.acquire(B) is None
     table.advance(0.0)
     assert table.moves == [Stage(B)]  # under way
@@ -153,20 +153,20 @@ def test_nobody_overtakes_a_want_while_it_is_staged() -> None:
 
 def test_a_withdrawn_want_frees_the_queue() -> None:
     table = make_table(device=300, num_slots=3)
-    pinned(table, A, 200)
+    held(table, A, 200)
     bring_up(table, A)
-    pinned(table, B, 250)
-    pinned(table, C, 50)
+    held(table, B, 250)
+    held(table, C, 50)
     assert table.acquire(B) is None
     assert table.acquire(C) is None
-    table.unpin(B)
+    table.drop_hold(B)
     assert [m for m in run(table) if isinstance(m, Promote)] == [Promote(C, 1)]
 
 
 def test_two_wants_for_one_slot_do_not_push_each_other_out() -> None:
     table = make_table(num_slots=1)
-    pinned(table, A)
-    pinned(table, B)
+    held(table, A)
+    held(table, B)
     assert table.acquire(A) is None
     assert table.acquire(B) is None
     run(table)
@@ -179,8 +179,8 @@ def test_two_wants_for_one_slot_do_not_push_each_other_out() -> None:
 
 def test_an_offer_that_nobody_takes_ends() -> None:
     table = make_table(num_slots=1)
-    pinned(table, A)
-    pinned(table, B)
+    held(table, A)
+    held(table, B)
     assert table.acquire(A) is None
     assert table.acquire(B) is None
     for _ in range(RESERVED_ROUNDS + 2):
@@ -191,15 +191,15 @@ def test_an_offer_that_nobody_takes_ends() -> None:
 
 def test_what_later_wants_staged_does_not_block_the_first() -> None:
     table = make_table(host=100, num_slots=1)
-    pinned(table, A)
+    held(table, A)
     assert table.acquire(A) is None
     table.advance(0.0)
     table.moves.clear()
     table.lost(A, 0.0)  # the disk had dropped it
     assert table.refetches == [Refetch(A, "name-1")]
-    pinned(table, C)
+    held(table, C)
     bring_up(table, C)
-    pinned(table, B)
+    held(table, B)
     assert table.acquire(B) is None
     assert Stage(B) in run(table)  # waits for the slot; its copy fills the host
     table.refetched(A, A, 0.0)
@@ -209,17 +209,17 @@ def test_what_later_wants_staged_does_not_block_the_first() -> None:
 
 def test_larger_than_the_device_is_a_failure_and_never_a_want() -> None:
     table = make_table(device=300)
-    pinned(table, A, 301)
+    held(table, A, 301)
     assert isinstance(table.failure(A), AdapterMemoryFull)
     assert table.acquire(A) is None
     assert run(table) == []
-    pinned(table, B, 300)
+    held(table, B, 300)
     assert table.failure(B) is None
 
 
 def test_larger_than_the_host_is_a_failure_too() -> None:
     table = make_table(host=100, device=300)
-    pinned(table, A, 101)
+    held(table, A, 101)
     assert isinstance(table.failure(A), AdapterMemoryFull)
 
 
@@ -230,9 +230,9 @@ def test_pinned_adapters_stay_and_their_room_is_gone_for_others() -> None:
     assert run(table) == [Promote(A, 0)]
     assert not table.can_pin(B, 101)
     assert table.can_pin(B, 100)
-    pinned(table, B, 101)
+    held(table, B, 101)
     assert isinstance(table.failure(B), AdapterMemoryFull)
-    pinned(table, C, 100)
+    held(table, C, 100)
     assert table.failure(C) is None
     bring_up(table, C)
     assert table.records[A].state is KeyState.ON_DEVICE
@@ -253,20 +253,20 @@ def test_unloading_frees_at_once_when_nobody_holds_it() -> None:
 
 def test_unloading_while_in_use_drains() -> None:
     table = make_table()
-    pinned(table, A)
+    held(table, A)
     bring_up(table, A)
     table.unbind(A, "name-1")
     assert table.records[A].state is KeyState.ON_DEVICE
     table.release(A)
-    assert A in table.records  # the request still holds its pin
-    table.unpin(A)
+    assert A in table.records  # the request still holds it
+    table.drop_hold(A)
     assert A not in table.records
     assert table.device_used == 0
 
 
 def test_a_prefetch_pushes_nobody_out() -> None:
     table = make_table(num_slots=1)
-    pinned(table, A)
+    held(table, A)
     bring_up(table, A)
     table.release(A)
     table.bind(B, "b", 100, 4)
@@ -278,7 +278,7 @@ def test_a_prefetch_pushes_nobody_out() -> None:
 
 def test_a_failed_move_gives_everything_back_and_is_forgotten_in_time() -> None:
     table = make_table()
-    pinned(table, A)
+    held(table, A)
     assert table.acquire(A) is None
     table.advance(0.0)
     table.moves.clear()
@@ -299,7 +299,7 @@ def test_a_failed_move_gives_everything_back_and_is_forgotten_in_time() -> None:
 
 def test_a_failed_move_is_tried_again_when_it_says_so() -> None:
     table = make_table()
-    pinned(table, A)
+    held(table, A)
     table.acquire(A)
     table.advance(0.0)
     table.moves.clear()
@@ -312,7 +312,7 @@ def test_a_failed_move_is_tried_again_when_it_says_so() -> None:
 
 def test_lost_bytes_come_back_from_the_source_only_if_they_are_the_same() -> None:
     table = make_table()
-    pinned(table, A)
+    held(table, A)
     assert table.acquire(A) is None
     table.advance(0.0)
     table.lost(A, 0.0)
@@ -324,20 +324,20 @@ def test_lost_bytes_come_back_from_the_source_only_if_they_are_the_same() -> Non
 
 def test_lost_bytes_of_an_unloaded_adapter_are_a_failure() -> None:
     table = make_table()
-    pinned(table, A)
+    held(table, A)
     table.unbind(A, "name-1")
     assert table.acquire(A) is None
     table.advance(0.0)
     table.lost(A, 0.0)
     assert isinstance(table.failure(A), SourceUnavailable)
-    table.unpin(A)
+    table.drop_hold(A)
     assert not table.records
 
 
 @pytest.mark.parametrize("num_adapters", [50])
 def test_many_more_than_fit(num_adapters: int) -> None:
     table = make_table(host=1000, device=300, num_slots=3)
-    keys = [pinned(table, key_of(10 + i)) for i in range(num_adapters)]
+    keys = [held(table, key_of(10 + i)) for i in range(num_adapters)]
     for _ in range(3):
         for key in keys:
             for _ in range(4):

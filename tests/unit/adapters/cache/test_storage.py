@@ -23,7 +23,7 @@ from loraplex_adapters.cache.storage import (
     SpareMemory,
     Storage,
     import_adapter,
-    pinned_sizes,
+    page_locked_sizes,
 )
 from loraplex_adapters.sources.directory import DirectorySource
 from loraplex_adapters.store import AdapterStore, WriteFn
@@ -74,7 +74,7 @@ class FakeDevice:
         self.pinned: list[int] = []
         self.log: list[str] = []
 
-    def pin(self, num_bytes: int) -> torch.Tensor:
+    def allocate_host(self, num_bytes: int) -> torch.Tensor:
         self.pinned.append(num_bytes)
         return torch.full((num_bytes,), 0xEE, dtype=torch.uint8)
 
@@ -88,8 +88,8 @@ class FakeDevice:
 
 def test_through_pinned_pieces_to_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However small they are, the bytes arrive in order; the file is not needed any more once they are on the host."""
-    monkeypatch.setattr(storage_module, "MAX_PINNED_BYTES", 256)
-    monkeypatch.setattr(storage_module, "MIN_PINNED_BYTES", 64)
+    monkeypatch.setattr(storage_module, "MAX_PAGE_LOCKED_BYTES", 256)
+    monkeypatch.setattr(storage_module, "MIN_PAGE_LOCKED_BYTES", 64)
     monkeypatch.setattr(storage_module, "COPY_PIECE_BYTES", 100)
     store, key = stored(tmp_path, "float32")
     device = FakeDevice()
@@ -113,7 +113,7 @@ def test_through_pinned_pieces_to_the_device(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize("num_bytes", [1, 64 << 10, (64 << 10) + 1, 600_000, 5 << 20, 84_000_000])
 def test_pinned_memory_is_what_the_budget_counts(num_bytes: int) -> None:
     """PyTorch pins the next power of two: of a piece that is one, exactly the piece."""
-    sizes = list(pinned_sizes(num_bytes))
+    sizes = list(page_locked_sizes(num_bytes))
     assert all(size & (size - 1) == 0 for size in sizes)
     assert max(sizes) <= 4 << 20
     assert sizes == sorted(sizes, reverse=True)

@@ -23,7 +23,7 @@ from loraplex_adapters.weights import MedusaHead
 def check_blocks(heads: tuple[MedusaHead, ...], tensors: dict[str, Tensor], prefix: str = "") -> None:
     """Against tensors under sequential names."""
     for idx, head in enumerate(heads):
-        for layer, block in enumerate(head.blocks):
+        for layer, block in enumerate(head.layers):
             assert torch.equal(block.weight, tensors[f"{prefix}{idx}.{layer}.linear.weight"])
             assert block.bias is not None
             assert torch.equal(block.bias, tensors[f"{prefix}{idx}.{layer}.linear.bias"])
@@ -43,7 +43,7 @@ def test_a_own_projections(prefix: str, num_heads: int, num_layers: int, tmp_pat
     assert len(weights.heads) == num_heads
     check_blocks(weights.heads, tensors, prefix)
     for idx, head in enumerate(weights.heads):
-        assert len(head.blocks) == num_layers
+        assert len(head.layers) == num_layers
         assert head.projection is not None
         assert head.token_ids is None
         assert torch.equal(head.projection, tensors[f"{prefix}{idx}.{num_layers}.weight"])
@@ -80,7 +80,7 @@ def test_the_tensors_decide_and_not_the_configuration(
     write_heads(tmp_path / "a", tensors, config)
     _, weights = load(DirectorySource(tmp_path), "a", base_targets(), tmp_path / "store")
     assert len(weights.heads) == 5
-    assert all(len(head.blocks) == 2 and head.projection is not None for head in weights.heads)
+    assert all(len(head.layers) == 2 and head.projection is not None for head in weights.heads)
     check_blocks(weights.heads, tensors)
     lies = config is not None and config.get("medusa_num_heads") in (2, 99)
     assert ("its tensors say 5" in caplog.text) is lies
@@ -104,7 +104,7 @@ def test_converted_to_the_served_dtype(dtype: str, tmp_path: Path) -> None:
     _, weights = load(DirectorySource(tmp_path), "a", base_targets(dtype), tmp_path / "store")
     for idx, head in enumerate(weights.heads):
         wanted = getattr(torch, dtype)
-        assert torch.equal(head.blocks[0].weight, tensors[f"{idx}.0.linear.weight"].to(wanted))
+        assert torch.equal(head.layers[0].weight, tensors[f"{idx}.0.linear.weight"].to(wanted))
         assert head.projection is not None
         assert torch.equal(head.projection, tensors[f"{idx}.1.weight"].to(wanted))
 
@@ -119,8 +119,8 @@ def test_layers_that_share_their_memory_when_trained_come_as_equal_tensors(tmp_p
     write_heads(tmp_path / "a", tensors, medusa_config(2, 3))
     _, weights = load(DirectorySource(tmp_path), "a", base_targets(), tmp_path / "store")
     for head in weights.heads:
-        assert len(head.blocks) == 3
-        assert all(torch.equal(block.weight, head.blocks[0].weight) for block in head.blocks)
+        assert len(head.layers) == 3
+        assert all(torch.equal(block.weight, head.layers[0].weight) for block in head.layers)
 
 
 def test_heads_without_a_block_are_projections_alone(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_heads_without_a_block_are_projections_alone(tmp_path: Path) -> None:
     write_heads(tmp_path / "a", tensors, medusa_config(2, 0))
     _, weights = load(DirectorySource(tmp_path), "a", base_targets(), tmp_path / "store")
     for idx, head in enumerate(weights.heads):
-        assert head.blocks == ()
+        assert head.layers == ()
         assert head.projection is not None
         assert torch.equal(head.projection, tensors[f"{idx}.0.weight"])
 
@@ -137,8 +137,8 @@ def test_heads_without_biases(tmp_path: Path) -> None:
     tensors = {name: t for name, t in sequential_tensors(2, 2).items() if not name.endswith("bias")}
     write_heads(tmp_path / "b", tensors, medusa_config(2, 2))
     _, weights = load(DirectorySource(tmp_path), "b", base_targets(), tmp_path / "store")
-    assert all(block.bias is None for head in weights.heads for block in head.blocks)
-    assert torch.equal(weights.heads[1].blocks[1].weight, tensors["1.1.linear.weight"])
+    assert all(block.bias is None for head in weights.heads for block in head.layers)
+    assert torch.equal(weights.heads[1].layers[1].weight, tensors["1.1.linear.weight"])
 
 
 def test_a_set_of_heads_is_one_stacked_matrix(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_a_set_of_heads_is_one_stacked_matrix(tmp_path: Path) -> None:
     _, weights = load(DirectorySource(tmp_path), "a", base_targets(), tmp_path / "store")
     begin = weights.storage.data_ptr()
     for layer in range(2):
-        first = weights.heads[0].blocks[layer].weight
+        first = weights.heads[0].layers[layer].weight
         stack = first.as_strided((3, HIDDEN, HIDDEN), (HIDDEN * HIDDEN, HIDDEN, 1))
         for idx in range(3):
             assert torch.equal(stack[idx], tensors[f"{idx}.{layer}.linear.weight"])

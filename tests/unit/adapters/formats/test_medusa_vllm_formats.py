@@ -39,8 +39,8 @@ def check(weights: AdapterWeights, tensors: dict[str, Tensor], num_heads: int = 
     assert weights.key.kind == "medusa"
     assert len(weights.heads) == num_heads
     for idx, head in enumerate(weights.heads):
-        assert len(head.blocks) == num_layers
-        for layer, block in enumerate(head.blocks):
+        assert len(head.layers) == num_layers
+        for layer, block in enumerate(head.layers):
             name = f"blocks.{idx}.layers.{layer}"
             assert torch.equal(block.weight, tensors[f"{name}.weight"])
             bias = tensors.get(f"{name}.bias")

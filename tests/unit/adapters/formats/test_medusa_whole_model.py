@@ -63,7 +63,7 @@ def check_heads(weights: AdapterWeights, num_heads: int, rows: int | None = None
     expected = sequential_tensors(num_heads, 1, rows, seed=seed)
     assert len(weights.heads) == num_heads
     for idx, head in enumerate(weights.heads):
-        assert torch.equal(head.blocks[0].weight, expected[f"{idx}.0.linear.weight"])
+        assert torch.equal(head.layers[0].weight, expected[f"{idx}.0.linear.weight"])
         assert (head.projection is None) is (rows is None)
         assert rows is None or torch.equal(head.projection, expected[f"{idx}.1.weight"])
 

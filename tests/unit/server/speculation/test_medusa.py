@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from loraplex_adapters.weights import AdapterWeights, LoraFactors, MedusaHead, ResBlock
+from loraplex_adapters.weights import AdapterWeights, LoraFactors, MedusaHead, ResidualLayer
 from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.plan import AdapterUse, Candidate, StepPlan
 from loraplex_contracts.request import Request, SpeculationParams, StoppingParams
@@ -302,7 +302,7 @@ def test_one_loan_for_a_key_and_no_work_without_heads() -> None:
 def test_bad_heads_and_bad_keys_cost_their_own_draft_only(caplog: pytest.LogCaptureFixture) -> None:
     slots, runner, cache, _, key = small()
     broken = [random_head(32), random_head(32)]
-    broken[0].blocks[0].weight[1, 1] = float("nan")
+    broken[0].layers[0].weight[1, 1] = float("nan")
     bad = head_weights("b", broken)
     slots.install(0, bad)
     cache.slots[bad.key] = 0
@@ -486,7 +486,7 @@ def test_heads_that_nobody_wants_are_not_computed(model: PreTrainedModel, loaded
     """The third head is broken: it matters to those who ask for three."""
     slots, _ = make_slots(loaded)
     heads = [random_head(HIDDEN) for _ in range(4)]
-    heads[2].blocks[0].weight[0, 0] = float("nan")
+    heads[2].layers[0].weight[0, 0] = float("nan")
     slots.install(3, head_weights("3", heads))
     hidden = states(3)
     got = slots.guess(hidden, [HeadAsk(3, 2), HeadAsk(3, 3), HeadAsk(3, 1)])
@@ -504,7 +504,7 @@ def test_nan_is_an_empty_draft_of_its_own_rows(
     slots, _ = make_slots(loaded, dense)
     good = [random_head(HIDDEN), random_head(HIDDEN)]
     broken = [random_head(HIDDEN), random_head(HIDDEN, num_rows=30)]
-    block = broken[1].blocks[0]
+    block = broken[1].layers[0]
     tensor = {"weight": block.weight, "bias": block.bias, "projection": broken[1].projection}[place]
     assert tensor is not None
     tensor[3] = bad
@@ -630,7 +630,7 @@ def test_half_precision(model: PreTrainedModel) -> None:
 
 
 def _double(head: MedusaHead) -> MedusaHead:
-    blocks = tuple(ResBlock(b.weight.double(), None if b.bias is None else b.bias.double()) for b in head.blocks)
+    blocks = tuple(ResidualLayer(b.weight.double(), None if b.bias is None else b.bias.double()) for b in head.layers)
     return MedusaHead(blocks, None if head.projection is None else head.projection.double(), head.token_ids)
 
 
@@ -668,7 +668,7 @@ def test_a_lora_alone_has_no_heads(loaded: LoadedModel) -> None:
     ("head", "message"),
     [
         (random_head(HIDDEN + 1), "block of Medusa head 1 has another width"),
-        (MedusaHead((ResBlock(torch.zeros(HIDDEN, HIDDEN).double(), torch.zeros(3).double()),)), "another width"),
+        (MedusaHead((ResidualLayer(torch.zeros(HIDDEN, HIDDEN).double(), torch.zeros(3).double()),)), "another width"),
         (random_head(HIDDEN + 1, 0, num_rows=9), "projection of Medusa head 1 has another width"),
         (random_head(HIDDEN, dtype=torch.float32), "another dtype"),
         (MedusaHead((), torch.zeros(5, HIDDEN).double(), torch.arange(4)), "another number of rows"),

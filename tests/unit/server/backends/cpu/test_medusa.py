@@ -14,7 +14,7 @@ from support.native_kernels import isas, native_kernels, using
 from support.native_models import SIZES, native_model
 from torch import Tensor, nn
 
-from loraplex_adapters.weights import LoraFactors, MedusaHead, ResBlock
+from loraplex_adapters.weights import LoraFactors, MedusaHead, ResidualLayer
 from loraplex_server.backends.cpu.backend import CpuBackend
 from loraplex_server.backends.cpu.linear import NativeLinear
 from loraplex_server.backends.cpu.lora import MAX_DENSE_ROWS, NativeDense, NativeOps
@@ -103,7 +103,7 @@ def test_bfloat16(kernels: NativeKernels) -> None:
 
 def _double(head: MedusaHead) -> MedusaHead:
     return MedusaHead(
-        tuple(ResBlock(b.weight.double(), b.bias.double() if b.bias is not None else None) for b in head.blocks)
+        tuple(ResidualLayer(b.weight.double(), b.bias.double() if b.bias is not None else None) for b in head.layers)
     )
 
 
