@@ -1,7 +1,4 @@
-"""Calls on the router's port: limit, typed errors, metrics, drain.
-
-`Calls` owns the list of calls that are under way. Knows nothing of what a call does.
-"""
+"""Calls on the router's port: limit, typed errors, metrics, drain."""
 
 from __future__ import annotations
 
@@ -14,20 +11,42 @@ from typing import Any, Final, NoReturn, TypeVar
 
 import grpc
 import grpc.aio
+from prometheus_client import CollectorRegistry, Counter
 
 from loraplex_contracts.errors import Code, DeadlineExceeded, Draining, LoraplexError, QueueFull
 from loraplex_proto.status import abort, answer_within_s, as_typed
-from loraplex_router.metrics import RouterMetrics
 from loraplex_router.upstream import Metadata, Upstream, UpstreamFailure
 from loraplex_runtime.auth import current_identity
 from loraplex_runtime.listener import Drain
+from loraplex_runtime.telemetry import PREFIX, RequestMetrics, new_registry
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-RETRY_WHEN_FULL_S: Final = 1.0
-RETRY_WHEN_DRAINING_S: Final = 1.0
+RETRY_S: Final = 1.0  # when full or draining
+
+
+class RouterMetrics(RequestMetrics):
+    """Counters and histograms, written as things happen."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        registry = new_registry() if registry is None else registry
+        super().__init__(registry, "router")
+        self._retries = Counter(
+            f"{PREFIX}router_retries",
+            "Requests sent to another worker, by what the first one did.",
+            ["cause"],
+            registry=registry,
+        )
+        self._relayed = Counter(f"{PREFIX}router_relayed_messages", "Messages of streams relayed.", registry=registry)
+
+    def retried(self, cause: str) -> None:
+        self._retries.labels(cause).inc()
+
+    def relayed(self, num_messages: int) -> None:
+        """Of one stream, at its end."""
+        self._relayed.inc(num_messages)
 
 
 @dataclass(eq=False, slots=True)
@@ -74,7 +93,7 @@ class Call:
 
 @dataclass(slots=True)
 class Calls:
-    """All calls that are under way. They share the limit and the drain only."""
+    """Owns the calls that are under way, with their limit and drain."""
 
     max_in_flight: int
     metrics: RouterMetrics
@@ -153,7 +172,7 @@ class Calls:
         if len(self._active) >= self.max_in_flight:
             raise QueueFull(
                 f"the router relays {self.max_in_flight} requests already; try again later",
-                retry_after_s=RETRY_WHEN_FULL_S,
+                retry_after_s=RETRY_S,
             )
         self._active.add(call)
 
@@ -163,4 +182,4 @@ class Calls:
 
 def _draining() -> Draining:
     # Behind a balancer the next try reaches another router; without one, this router's successor.
-    return Draining("the router is shutting down; send the request again", retry_after_s=RETRY_WHEN_DRAINING_S)
+    return Draining("the router is shutting down; send the request again", retry_after_s=RETRY_S)

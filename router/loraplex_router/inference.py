@@ -18,9 +18,8 @@ from typing import Final, TypeVar
 from loraplex_contracts.errors import LoraplexError, Overloaded
 from loraplex_proto.v1 import inference_pb2
 from loraplex_proto.validate import MAX_CHAT_MESSAGES, MAX_COMPLETIONS, adapters_in, check_names, parse
-from loraplex_router.calls import Call
+from loraplex_router.calls import Call, RouterMetrics
 from loraplex_router.config import RouterConfig
-from loraplex_router.metrics import RouterMetrics
 from loraplex_router.policy import Route, choose, routing_key
 from loraplex_router.replicas import Flight, Replicas
 from loraplex_router.upstream import INFERENCE, FailureKind, Upstream, UpstreamFailure, passed_on

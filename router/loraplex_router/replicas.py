@@ -1,21 +1,24 @@
-"""Workers as the router knows them: last report, work sent since.
+"""Workers as the router knows them: last report, work sent since; their metrics.
 
-`Replicas` owns that state and is its only writer; watch.py feeds it reports, inference.py tells it of requests that
-begin and end, policy.py reads views of it. Everything can be rebuilt by asking the workers again. Time is an argument.
-Knows nothing of connections.
+`Replicas` is the only writer of that state: watch.py feeds it reports, inference.py tells it of requests that begin and
+end, policy.py reads views of it. Everything can be rebuilt by asking the workers again. Time is an argument.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
 
 from loraplex_contracts.errors import NoWorker
 from loraplex_contracts.load import Forecast, Load
 from loraplex_proto.v1 import inference_pb2, worker_pb2
 from loraplex_router.policy import WorkerView
+from loraplex_runtime.telemetry import gauges
 
 # A report that arrives this soon after a request was sent was probably made before the worker had the request.
 REPORT_LAG_S: Final = 0.05
@@ -207,3 +210,29 @@ def _forecast(message: worker_pb2.Forecast) -> Forecast:
         waits_s={(wait.tenant, wait.adapter_id): wait.wait_s for wait in message.waits},
         longest_tokens=message.longest_tokens,
     )
+
+
+# --- metrics ----------------------------------------------------------------------------------------------------------
+
+_GAUGES: Final[tuple[tuple[str, str, Callable[[Replica], float]], ...]] = (
+    ("up", "Whether the worker can take requests.", lambda worker: worker.is_routable),
+    ("in_flight", "Requests of this router at the worker.", lambda worker: worker.num_in_flight),
+    ("work_tokens", "Tokens of work ahead, as routing sees it.", lambda worker: worker.work_tokens),
+    ("running", "Requests that the worker runs.", lambda worker: worker.load.num_running),
+    ("queued", "Requests that wait at the worker.", lambda worker: worker.load.num_queued),
+    ("adapters", "Adapters that the worker holds.", lambda worker: len(worker.tiers)),
+)
+
+
+class WorkersCollector:
+    """A sample per worker, read at the moment of a scrape."""
+
+    def __init__(self, registry: CollectorRegistry, replicas: Replicas) -> None:
+        self._replicas = replicas
+        registry.register(self)  # pyright: ignore[reportArgumentType]  # the protocol is `collect` alone
+
+    def collect(self) -> Iterator[Metric]:
+        workers = self._replicas.all()
+        for name, text, value in _GAUGES:
+            samples = [((worker.worker_id,), float(value(worker))) for worker in workers]
+            yield gauges(f"router_worker_{name}", text, ("worker",), samples)

@@ -14,11 +14,10 @@ from typing import Any, Final
 import grpc
 
 from loraplex_router.adapters import AdapterFanOut
-from loraplex_router.calls import Call, Calls
+from loraplex_router.calls import Call, Calls, RouterMetrics
 from loraplex_router.config import RouterConfig, ServerOptions
 from loraplex_router.inference import InferenceRelay
-from loraplex_router.metrics import RouterMetrics, WorkersCollector
-from loraplex_router.replicas import Replicas
+from loraplex_router.replicas import Replicas, WorkersCollector
 from loraplex_router.upstream import ADAPTERS, INFERENCE, Upstream, follow_worker_credentials
 from loraplex_router.watch import Watcher
 from loraplex_runtime.listener import ListenConfig, Listener, server_options
