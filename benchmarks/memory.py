@@ -32,8 +32,7 @@ from systems import Server
 from workloads import adapter_names
 
 from loraplex import AsyncClient
-from loraplex.bench.arrivals import LoadSpec, parse_lengths, parse_popularity
-from loraplex.bench.driver import Selection, Session
+from loraplex.bench import LoadSpec, Selection, Session, parse_lengths, parse_popularity
 from loraplex_runtime.flags import parse_bytes
 
 MIB = 1 << 20

@@ -18,8 +18,7 @@ from results import Record, add_json_option, recording
 from systems import Server
 
 from loraplex import AsyncClient
-from loraplex.bench.arrivals import LoadSpec, parse_lengths, parse_popularity
-from loraplex.bench.driver import Selection, Session
+from loraplex.bench import LoadSpec, Selection, Session, parse_lengths, parse_popularity
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,9 +10,7 @@ from typing import Annotated, cast
 import typer
 
 from loraplex import AsyncClient, InvalidArgument
-from loraplex.bench.arrivals import LoadSpec
-from loraplex.bench.driver import Selection, Session
-from loraplex.bench.outcomes import Distribution, Summary
+from loraplex.bench import Distribution, LoadSpec, Selection, Session, Summary
 from loraplex.cli import terminal
 from loraplex.cli.options import DEFAULT_SERVER, Connection, Drafting, JsonOption, ServerArgument, options_of
 from loraplex_runtime.flags import option, with_flags

@@ -1,1 +1,0 @@
-"""Open-loop load generator, used by `loraplex bench` and the benchmarks."""
