@@ -22,13 +22,11 @@ import torch
 
 from loraplex_server.backends.cpu.attention import NativePagedAttention
 from loraplex_server.backends.cpu.native import library as native
+from loraplex_server.backends.cpu.native.config import default_num_threads
 from loraplex_server.backends.cpu.native.kernels import NativeKernels
-from loraplex_server.backends.cpu.native.prototypes import IDENTITY, KERNELS
-from loraplex_server.backends.cpu.native.threads import default_num_threads
-from loraplex_server.backends.reference.attention import TorchPagedAttention
-from loraplex_server.layers.attention import AttentionBatch, PagedAttention
-from loraplex_server.layers.kv_memory import LayerKv
-from loraplex_server.layers.spec import AttentionSpec
+from loraplex_server.backends.cpu.native.library import IDENTITY, KERNELS
+from loraplex_server.backends.reference import TorchPagedAttention
+from loraplex_server.layers.attention import AttentionBatch, AttentionSpec, LayerKv, PagedAttention
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 16

@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from loraplex_adapters.weights import LoraFactors
-from loraplex_server.backends.reference.lora import ReferenceOps
+from loraplex_server.backends.reference import ReferenceOps
 from loraplex_server.backends.registry import choose_backend
 from loraplex_server.layers.lora import FactorTable, Segment, SegmentedLora
 

@@ -24,9 +24,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from loraplex_demo.evaluation import exact_match_matrix
 from loraplex_demo.world import committed_world
+from loraplex_server.backends.cpu.linear import round_linears
 from loraplex_server.backends.cpu.native.kernels import NativeKernels
 from loraplex_server.backends.cpu.native.library import load
-from loraplex_server.backends.cpu.quantize import round_linears
 
 RANDOM_TEXTS, RANDOM_TOKENS = 16, 64
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gpu_bench.adapters import linears
 from gpu_bench.shapes import Shape
-from loraplex_server.layers.spec import kv_block_bytes
+from loraplex_server.layers.attention import kv_block_bytes
 from loraplex_server.model.loaded_model import LoadedModel
 
 

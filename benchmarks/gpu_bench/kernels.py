@@ -21,6 +21,8 @@ from loraplex_server.backends.registry import choose_backend, lora_operations
 from loraplex_server.layers.attention import AttentionBatch
 from loraplex_server.layers.linear import AdaptedLinear
 from loraplex_server.layers.lora import (
+    DenseTable,
+    DenseWeight,
     FactorTable,
     MergedLora,
     PreparedSegments,
@@ -29,7 +31,6 @@ from loraplex_server.layers.lora import (
     SegmentedLora,
     join_neighbours,
 )
-from loraplex_server.layers.segmented_dense import DenseTable, DenseWeight
 from loraplex_server.sampling.sampler import Sampler
 
 POPULARITIES = ("identical", "distinct")

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from loraplex_server.backends.cuda.capture import CudaCapture
+from loraplex_server.backends.cuda.graphs import CudaCapture
 
 PACKAGES = ("torch", "triton", "transformers", "flashinfer-python", "peft")
 READ_BYTES = {"cuda": 4 << 30, "cpu": 16 << 20}

@@ -28,7 +28,7 @@ from loraplex_server.config import (
     SpeculationConfig,
 )
 from loraplex_server.engine.assembly import assemble
-from loraplex_server.layers.spec import kv_block_bytes
+from loraplex_server.layers.attention import kv_block_bytes
 from loraplex_server.model.loaded_model import LoadedModel
 from loraplex_server.model.runner import ModelRunner, StepHandle
 

@@ -12,9 +12,14 @@ from support.lora_cases import pairwise
 
 from loraplex_server.backends.cuda.backend import CudaBackend
 from loraplex_server.backends.registry import attention_kernels
-from loraplex_server.layers.attention import AttentionBatch, PagedAttention, ReplayableAttention, Reserved
-from loraplex_server.layers.kv_memory import LayerKv
-from loraplex_server.layers.spec import AttentionSpec
+from loraplex_server.layers.attention import (
+    AttentionBatch,
+    AttentionSpec,
+    LayerKv,
+    PagedAttention,
+    ReplayableAttention,
+    Reserved,
+)
 
 pytestmark = [
     pytest.mark.gpu,

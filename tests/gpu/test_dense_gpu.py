@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from loraplex_server.backends.registry import choose_backend, lora_operations
-from loraplex_server.layers.lora import Segment
-from loraplex_server.layers.segmented_dense import DenseTable, DenseWeight
+from loraplex_server.layers.lora import DenseTable, DenseWeight, Segment
 
 STATUS = next(status for status in lora_operations() if status.name == "triton")
 pytestmark = [

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.backends import ReferenceFused
 
-from loraplex_server.layers.fused import NormForm, ReferenceFused
+from loraplex_server.backends.fusion import NormForm
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,10 +14,8 @@ from typing import Any
 import pytest
 import torch
 from support.as_on_cuda import build_as_on_cuda
-from support.backends import PatchedBackend
+from support.backends import PatchedBackend, ReferenceFused
 from support.replay import calls_again
-
-from loraplex_server.layers.fused import ReferenceFused
 
 ROOT = Path(__file__).resolve().parents[2]
 # What a machine with a GPU need not have.

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from loraplex_adapters.weights import AdapterWeights
 from loraplex_contracts.plan import AdapterUse
 from loraplex_server.backends.cpu.torch_lora import CpuOps
-from loraplex_server.backends.reference.lora import ReferenceOps
+from loraplex_server.backends.reference import ReferenceOps
 from loraplex_server.layers.linear import AdaptedLinear
 from loraplex_server.layers.lora import SegmentedLora
 from loraplex_server.model.loader import adopt_model

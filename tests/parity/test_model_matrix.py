@@ -7,12 +7,11 @@ import random
 
 import pytest
 import torch
-from support.backends import PatchedBackend
+from support.backends import PatchedBackend, ReferenceFused
 from support.dense import dense_logits, greedy, make_dense
 from support.driver import Job, make_rig, random_prompts
 from support.zoo import VOCAB_SIZE, ZOO, random_model
 
-from loraplex_server.layers.fused import ReferenceFused
 from loraplex_server.model.loader import adopt_model
 
 NUM_TOKENS = 12

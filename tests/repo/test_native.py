@@ -7,8 +7,7 @@ import ctypes
 import pytest
 from support.native import compiler_or_skip
 
-from loraplex_server.backends.cpu.native.library import Library, load
-from loraplex_server.backends.cpu.native.prototypes import IDENTITY, KERNELS
+from loraplex_server.backends.cpu.native.library import IDENTITY, KERNELS, Library, load
 
 NO_SUCH_CPU = "this CPU has none"
 

@@ -9,9 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from loraplex_server.layers.attention import AttentionBatch, PagedAttention
-from loraplex_server.layers.kv_memory import LayerKv
-from loraplex_server.layers.spec import AttentionSpec
+from loraplex_server.layers.attention import AttentionBatch, AttentionSpec, LayerKv, PagedAttention
 
 CPU = torch.device("cpu")
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
+from torch import Tensor
+
 from loraplex_server.backends.backend import Backend
-from loraplex_server.backends.cuda.capture import Capture
-from loraplex_server.backends.cuda.graphs import Shape, StepGraphs, capture_steps
-from loraplex_server.layers.fused import FusedOps
+from loraplex_server.backends.cuda.graphs import Capture, Shape, StepGraphs, capture_steps
+from loraplex_server.backends.fusion import FusedOps, NormForm
 from loraplex_server.layers.linear import BaseLinearFactory, PlainLinear
 from loraplex_server.layers.step import StepResources
 
@@ -39,3 +41,23 @@ class PatchedBackend(Backend):
         self, steps: StepResources, shapes: Sequence[Shape], progress: Callable[[str], None]
     ) -> StepGraphs | None:
         return None if self._capture is None else capture_steps(steps, shapes, self._capture, progress)
+
+
+class ReferenceFused:
+    """FusedOps in plain torch, on any device and in any dtype."""
+
+    name = "reference"
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, form: NormForm) -> Tensor:
+        wide = x.float()  # as model families do it, in any dtype
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        if form.narrows:
+            return normed.to(x.dtype) * (weight + form.offset)
+        return (normed * (weight.float() + form.offset)).to(x.dtype)
+
+    def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return self._rotated(query, cos, sin), self._rotated(key, cos, sin)
+
+    def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        first, second = x.chunk(2, dim=-1)
+        return x * cos.unsqueeze(1) + torch.cat((-second, first), dim=-1) * sin.unsqueeze(1)

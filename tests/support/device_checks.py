@@ -42,7 +42,7 @@ from loraplex_server.config import (
 from loraplex_server.engine.assembly import assemble
 from loraplex_server.engine.engine import Engine
 from loraplex_server.engine.pipe import Submit
-from loraplex_server.layers.spec import kv_block_bytes
+from loraplex_server.layers.attention import kv_block_bytes
 from loraplex_server.layers.step import StagedStep
 from loraplex_server.model.loader import adopt_model
 from support.lora_files import RandomLora, random_lora

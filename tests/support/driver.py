@@ -14,11 +14,10 @@ import torch
 from loraplex_contracts.plan import AdapterUse, NewSequence, Span, SpanResult, StepPlan
 from loraplex_contracts.request import OutputParams, PositionLogprobs, SamplingParams
 from loraplex_server.backends.backend import Backend
-from loraplex_server.backends.reference.lora import ReferenceOps
+from loraplex_server.backends.reference import ReferenceOps
 from loraplex_server.backends.registry import make_attention
 from loraplex_server.layers.adapter_slots import AdapterSlots
-from loraplex_server.layers.attention import PagedAttention
-from loraplex_server.layers.kv_memory import KvCache
+from loraplex_server.layers.attention import KvCache, PagedAttention
 from loraplex_server.layers.lora import SegmentedLora
 from loraplex_server.model.loader import LoadedModel
 from loraplex_server.model.runner import ModelRunner

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from loraplex_server.backends.cpu.native.build import CannotBuild, Compiler, find_compiler
-from loraplex_server.backends.cpu.native.prototypes import ABI_VERSION
+from loraplex_server.backends.cpu.native.library import ABI_VERSION
 
 VERSION = """
 extern "C" __attribute__((visibility("default"))) int lp_abi_version() { return ABI; }

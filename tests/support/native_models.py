@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 
 from loraplex_server.backends.cpu.attention import NativePagedAttention, reason_against
 from loraplex_server.backends.cpu.backend import CpuBackend
+from loraplex_server.backends.cpu.linear import round_linears
 from loraplex_server.backends.cpu.lora import NativeOps
 from loraplex_server.backends.cpu.native.kernels import NativeKernels
-from loraplex_server.backends.cpu.quantize import round_linears
 from loraplex_server.model.loader import adopt_model
 from support.driver import Rig, make_rig
 from support.zoo import random_model

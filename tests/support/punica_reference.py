@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from loraplex_server.backends.reference.lora import add_low_rank
+from loraplex_server.backends.reference import add_low_rank
 
 
 def sgmv(

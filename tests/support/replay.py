@@ -15,13 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from loraplex_server.backends.reference.attention import Plan, TorchPagedAttention
-from loraplex_server.backends.reference.lora import ReferenceOps
-from loraplex_server.layers.attention import AttentionBatch, Reserved
-from loraplex_server.layers.kv_memory import LayerKv
+from loraplex_server.backends.reference import Plan, ReferenceOps, TorchPagedAttention
+from loraplex_server.layers.attention import AttentionBatch, AttentionSpec, LayerKv, Reserved
 from loraplex_server.layers.linear import BaseLinear
 from loraplex_server.layers.lora import FactorTable, PreparedSegments, Segment
-from loraplex_server.layers.spec import AttentionSpec
 
 
 class RowwiseLinear:

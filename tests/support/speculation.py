@@ -50,7 +50,7 @@ from loraplex_server.config import (
 from loraplex_server.engine.assembly import assemble
 from loraplex_server.engine.engine import Engine
 from loraplex_server.engine.pipe import AdapterCommand, Submit
-from loraplex_server.layers.spec import kv_block_bytes
+from loraplex_server.layers.attention import kv_block_bytes
 from loraplex_server.model.loader import adopt_model
 from loraplex_server.model.runner import StepHandle
 from loraplex_server.scheduler.states import SequenceState

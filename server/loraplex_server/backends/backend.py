@@ -15,15 +15,12 @@ from loraplex_server.backends.cpu.decoder import FoundStack
 from loraplex_server.backends.cpu.medusa import NativeGuesser
 from loraplex_server.backends.cpu.native.kernels import NativeKernels
 from loraplex_server.backends.cuda.graphs import Shape, StepGraphs
-from loraplex_server.backends.reference.attention import TorchPagedAttention
-from loraplex_server.backends.reference.lora import ReferenceDense, ReferenceOps
-from loraplex_server.layers.attention import PagedAttention
+from loraplex_server.backends.fusion import FusedOps
+from loraplex_server.backends.reference import ReferenceDense, ReferenceOps, TorchPagedAttention
+from loraplex_server.layers.attention import AttentionSpec, ModelSpec, PagedAttention
 from loraplex_server.layers.context import StepContext
-from loraplex_server.layers.fused import FusedOps
 from loraplex_server.layers.linear import BaseLinearFactory, PlainLinear
-from loraplex_server.layers.lora import SegmentedLora
-from loraplex_server.layers.segmented_dense import SegmentedDense
-from loraplex_server.layers.spec import AttentionSpec, ModelSpec
+from loraplex_server.layers.lora import SegmentedDense, SegmentedLora
 from loraplex_server.layers.step import StepResources
 from loraplex_server.sampling.draw import row_argmax
 from loraplex_server.sampling.sampler import Argmax

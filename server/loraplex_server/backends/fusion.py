@@ -1,4 +1,4 @@
-"""Replacement of norms and rotary embeddings by proven fused operations.
+"""Fused norms and rotary embeddings: interface, and replacement of a model's own where proven.
 
 A candidate is an RMS norm by its shape, or the function `apply_rotary_pos_emb` in the file of an attention module. It
 runs beside the fused operation on random values, in float32 (rounding hides nothing) and in the model's dtype. A
@@ -16,15 +16,41 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import FunctionType, MethodType
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from loraplex_server.backends.equivalence import Comparison, compare, compare_all
-from loraplex_server.layers.fused import FusedOps, NormForm
 
 log = logging.getLogger(__name__)
+
+
+class NormForm(NamedTuple):
+    """How a family writes its RMS norm."""
+
+    offset: float  # what is added to the weight
+    narrows: bool  # the normed values are rounded to the model's dtype before they are multiplied with the weight
+
+
+class FusedOps(Protocol):
+    """Fused operations. Results, intermediate roundings included, equal those of the model's own code, so that texts
+    equal Transformers'. Either operation raises TypeError for what it does not compute."""
+
+    @property
+    def name(self) -> str: ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, form: NormForm) -> Tensor:
+        """x [..., features] over its root mean square, times weight [features] + offset, in x's dtype."""
+        ...
+
+    def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotary embedding of halves: query, key [1, heads, num_tokens, dim] with cos, sin [1, num_tokens, dim].
+
+        x * cos + (-second half, first half) * sin, products rounded to the dtype that all have.
+        """
+        ...
+
 
 ROTATE: Final = "apply_rotary_pos_emb"
 FORMS: Final = (NormForm(0.0, True), NormForm(0.0, False), NormForm(1.0, False), NormForm(1.0, True))
@@ -130,10 +156,10 @@ def _rotates_halves(own: Rotate, ops: FusedOps, like: Tensor) -> bool:
     for dtype in (torch.float32, like.dtype):
         tensors = tuple(tensor.to(dtype) for tensor in wide)
         try:
-            expected = own(*tensors)
-        except Exception:  # it takes something else
+            is_equal = compare_all("operation", own(*tensors), ops.rotate(*tensors)).is_equal
+        except Exception:  # one of them takes something else
             return False
-        if not compare_all("operation", expected, ops.rotate(*tensors)).is_equal:
+        if not is_equal:
             return False
     return True
 

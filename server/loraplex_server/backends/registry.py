@@ -15,8 +15,7 @@ from loraplex_contracts.errors import InvalidArgument
 from loraplex_server.backends.backend import Backend, Implementation, Wanted
 from loraplex_server.backends.cpu.backend import CpuBackend
 from loraplex_server.backends.cuda.backend import CudaBackend
-from loraplex_server.layers.attention import PagedAttention
-from loraplex_server.layers.spec import AttentionSpec
+from loraplex_server.layers.attention import AttentionSpec, PagedAttention
 
 log = logging.getLogger(__name__)
 

@@ -141,7 +141,7 @@ def apply_placement(config: WorkerConfig, index: int, num_workers: int) -> Worke
     """Binds this process to its cores, and returns the configuration with its device. Children inherit the cores."""
     import torch  # late: printing help needs no torch
 
-    from loraplex_server.backends.cpu.native.threads import default_num_threads, own_cores
+    from loraplex_server.backends.cpu.native.config import default_num_threads, own_cores
 
     engine = config.engine
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0

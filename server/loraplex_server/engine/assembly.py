@@ -19,7 +19,7 @@ from loraplex_adapters.sources.chain import make_source
 from loraplex_adapters.sources.directory import FolderSource
 from loraplex_adapters.weights import AdapterWeights
 from loraplex_server.backends.backend import Backend
-from loraplex_server.backends.cpu.native.threads import default_num_threads
+from loraplex_server.backends.cpu.native.config import default_num_threads
 from loraplex_server.backends.cuda.graphs import Shape
 from loraplex_server.backends.registry import choose_backend, make_attention
 from loraplex_server.config import AdaptersConfig, EngineConfig, hub_token
@@ -27,8 +27,7 @@ from loraplex_server.engine.engine import Engine
 from loraplex_server.engine.pipe import ModelInfo
 from loraplex_server.kv.blocks import BlockPool
 from loraplex_server.layers.adapter_slots import AdapterSlots
-from loraplex_server.layers.kv_memory import KvCache
-from loraplex_server.layers.spec import kv_block_bytes
+from loraplex_server.layers.attention import KvCache, kv_block_bytes
 from loraplex_server.model.loader import LoadedModel, load_model, resolve_device
 from loraplex_server.model.medusa_model import MODEL_HEADS, ServedModel, served_model
 from loraplex_server.model.memory import free_memory_bytes, kv_budget_bytes, num_kv_blocks, step_bytes

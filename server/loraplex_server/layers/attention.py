@@ -1,22 +1,140 @@
-"""Paged attention: interface, and the handle that an attention module calls.
+"""Paged attention: layers of a model, KV memory, interface of back ends, hook into Transformers.
 
 A step is one flattened row of spans. Of each span the queries are its last `query_len` tokens and the keys everything
 up to them, causal by absolute position. Decode, a chunk of a prompt and the verification of a draft are the same.
+
+The scheduler decides which sequence has which block; block tables say which block holds a position. Transformers looks
+attention up by name in a table of the process, so this is the one thing here that is process-wide; what the function
+does is decided by the handle that the loader put on the module. Under the serving name no mask function is registered:
+models then build no mask at all.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
 
 from loraplex_server.layers.context import StepContext
-from loraplex_server.layers.kv_memory import LayerKv
-from loraplex_server.layers.spec import AttentionSpec
+from loraplex_server.layers.transfer import upload
+
+# --- attention layers of a model --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """One attention layer."""
+
+    num_heads: int
+    num_kv_heads: int
+    k_dim: int  # of one head; queries have the same
+    v_dim: int
+    scaling: float
+    window: int | None = None  # a query sees itself and the window-1 tokens before it; None: everything before it
+    softcap: float | None = None
+
+    @property
+    def num_groups(self) -> int:
+        """Query heads per KV head."""
+        return self.num_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """What runner, cache and front end need to know of the model."""
+
+    layers: tuple[AttentionSpec, ...]
+    vocab_size: int  # token ids that may go in
+    num_logits: int  # token ids that may come out
+    hidden_size: int  # at the head's input
+    max_context_tokens: int
+    eos_token_ids: tuple[int, ...] = ()
+
+
+def kv_block_bytes(spec: ModelSpec, block_size: int, itemsize: int) -> int:
+    """Bytes of one KV block in all layers. `itemsize` is that of the cache's dtype."""
+    per_token = sum(layer.num_kv_heads * (layer.k_dim + layer.v_dim) for layer in spec.layers)
+    return per_token * block_size * itemsize
+
+
+# --- KV memory --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKv:
+    """One layer's pages: views into the cache."""
+
+    k: Tensor  # [num_blocks, block_size, kv_heads, k_dim]
+    v: Tensor  # [num_blocks, block_size, kv_heads, v_dim]
+
+    def write(self, key: Tensor, value: Tensor, slots: Tensor) -> None:
+        """Stores key, value [num_tokens, kv_heads, dim] at slots [num_tokens] (block * block_size + offset)."""
+        self.k.flatten(0, 1).index_copy_(0, slots, key.to(self.k.dtype))
+        self.v.flatten(0, 1).index_copy_(0, slots, value.to(self.v.dtype))
+
+
+class KvCache:
+    """Pages of all layers, in the model's dtype.
+
+    Layers of one shape share an allocation, so that copying or clearing a block is a few operations, not a few per
+    layer. Memory is taken from the system as blocks are first used. A block is cleared when a sequence takes it:
+    attention may multiply a masked position by zero, and what was left there need not be finite.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.dtype = dtype
+        self.device = device
+        shapes = [(layer.num_kv_heads, layer.k_dim, layer.v_dim) for layer in spec.layers]
+        self._pages: list[Tensor] = []  # [layers of that shape, num_blocks, block_size, kv_heads, dim]
+        layers: dict[int, LayerKv] = {}
+        for shape in dict.fromkeys(shapes):
+            members = [idx for idx, other in enumerate(shapes) if other == shape]
+            heads, k_dim, v_dim = shape
+            k = torch.empty(len(members), num_blocks, block_size, heads, k_dim, dtype=dtype, device=device)
+            v = torch.empty(len(members), num_blocks, block_size, heads, v_dim, dtype=dtype, device=device)
+            self._pages += [k, v]
+            for place, layer_idx in enumerate(members):
+                layers[layer_idx] = LayerKv(k[place], v[place])
+        self.layers = tuple(layers[idx] for idx in range(len(shapes)))
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(pages.numel() * pages.element_size() for pages in self._pages)
+
+    def clear_blocks(self, block_ids: Sequence[int]) -> None:
+        """Sets blocks to zero in all layers."""
+        if not block_ids:
+            return
+        idx = upload(torch.tensor(block_ids, dtype=torch.int64), self.device)
+        for pages in self._pages:
+            pages.index_fill_(1, idx, 0)
+
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copies blocks in all layers; all sources are read before a target is written."""
+        if not sources:
+            return
+        source, target = upload(torch.tensor([sources, targets], dtype=torch.int64), self.device)
+        for pages in self._pages:
+            pages.index_copy_(1, target, pages.index_select(1, source))
+
+
+def num_blocks_for(spec: ModelSpec, block_size: int, dtype: torch.dtype, budget_bytes: int) -> int:
+    """How many blocks fit into a byte budget; 0 when not even one does."""
+    return budget_bytes // kv_block_bytes(spec, block_size, dtype.itemsize)
+
+
+# --- operation --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,3 +248,59 @@ class AttentionLayer:
             self.context.attention,
         )
         return out.unsqueeze(0).to(query.dtype).contiguous()  # some models view it in another shape
+
+
+# --- hook into Transformers -------------------------------------------------------------------------------------------
+
+
+SERVING = "loraplex"
+PROBING = "loraplex_probe"
+HANDLE = "loraplex_attention"  # the attribute of an attention module
+WINDOW = "loraplex_window"  # the attribute of a mask: int, None for full causal, or a str saying what is wrong
+
+
+def register_attention() -> None:
+    """Makes the names known. Harmless to repeat."""
+    AttentionInterface.register(SERVING, attend)
+    AttentionInterface.register(PROBING, attend)
+    AttentionMaskInterface.register(PROBING, probing_mask)
+
+
+def attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """The attention function: hands over to the module's handle."""
+    handle = getattr(module, HANDLE)
+    return handle(query, key, value, attention_mask, options), None
+
+
+def probing_mask(*_: Any, mask_function: Any = None, **__: Any) -> Tensor:
+    """A mask as small as it can be that carries what kind of mask it is: the truth about a layer's sliding window."""
+    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+    setattr(mask, WINDOW, describe_mask(mask_function) if mask_function is not None else "a mask without a function")
+    return mask
+
+
+def describe_mask(mask_function: Any, far: int = 1 << 20) -> int | str | None:
+    """What a mask function of Transformers allows: None for causal, a sliding window's size, or what else it is.
+
+    Evaluated at positions further out than windows reach; a window that depends on the position is none.
+    """
+    windows: list[int | None] = []
+    for position in (far, far - 1, far // 2 + 3):
+        kv = torch.arange(position + 2)
+        zero = torch.zeros((), dtype=torch.int64)
+        try:
+            allowed = mask_function(zero, zero, torch.tensor(position), kv)
+        except Exception as error:  # model-specific code
+            return f"a mask that cannot be evaluated ({type(error).__name__})"
+        allowed = torch.as_tensor(allowed).expand(kv.shape)
+        seen = allowed.nonzero().flatten()
+        if allowed[position + 1]:
+            return "attention to later tokens"
+        if not allowed[position] or int(seen[-1] - seen[0]) + 1 != seen.numel():
+            return "a mask with holes"
+        windows.append(None if int(seen[0]) == 0 else position - int(seen[0]) + 1)
+    if len(set(windows)) != 1:
+        return "chunked attention"
+    return windows[0]

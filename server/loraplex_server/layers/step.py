@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from loraplex_contracts.plan import NewSequence, Span
 from loraplex_server.layers.adapter_slots import AdapterSlots
-from loraplex_server.layers.attention import AttentionBatch, PagedAttention
+from loraplex_server.layers.attention import AttentionBatch, KvCache, PagedAttention
 from loraplex_server.layers.context import StepContext
-from loraplex_server.layers.kv_memory import KvCache
 from loraplex_server.layers.lora import Segment
 
 Ints = npt.NDArray[np.int64]

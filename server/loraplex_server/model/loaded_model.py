@@ -15,12 +15,10 @@ from loraplex_adapters.targets import BaseTargets, TargetModule
 from loraplex_server.backends.backend import Backend
 from loraplex_server.backends.cpu.decoder import NativeStack
 from loraplex_server.layers.adapter_slots import AdapterSlots
-from loraplex_server.layers.attention import AttentionLayer, PagedAttention
+from loraplex_server.layers.attention import AttentionLayer, KvCache, ModelSpec, PagedAttention
 from loraplex_server.layers.context import StepContext
-from loraplex_server.layers.kv_memory import KvCache
 from loraplex_server.layers.linear import AdaptedHead, AdaptedLinear, AdaptedModule
 from loraplex_server.layers.lora import SegmentedLora
-from loraplex_server.layers.spec import ModelSpec
 
 
 @dataclass

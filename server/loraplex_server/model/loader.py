@@ -28,12 +28,10 @@ from transformers.pytorch_utils import Conv1D
 from loraplex_contracts.errors import InvalidArgument, LoraplexError, UnsupportedModel
 from loraplex_server.backends.backend import Backend
 from loraplex_server.backends.equivalence import compare_all
-from loraplex_server.backends.fusion import fuse, separate
+from loraplex_server.backends.fusion import FusedOps, fuse, separate
 from loraplex_server.backends.registry import plain_backend
-from loraplex_server.layers import attention_interface as interface
-from loraplex_server.layers.attention import AttentionLayer
+from loraplex_server.layers.attention import HANDLE, PROBING, SERVING, AttentionLayer, ModelSpec, register_attention
 from loraplex_server.layers.context import StepContext
-from loraplex_server.layers.fused import FusedOps
 from loraplex_server.layers.linear import (
     AdaptedEmbedding,
     AdaptedHead,
@@ -44,7 +42,6 @@ from loraplex_server.layers.linear import (
     absorbing,
     merge_linears,
 )
-from loraplex_server.layers.spec import ModelSpec
 from loraplex_server.model.loaded_model import LoadedModel
 from loraplex_server.model.probe import KEPT, NUM_TOKENS, Probe, probe_model, run_again
 from loraplex_server.model.self_test import reference_texts, verify_loaded
@@ -85,7 +82,7 @@ def load_model(
         config = AutoConfig.from_pretrained(model_id, revision=revision, trust_remote_code=False)
     refuse_config(config, model_id)
     refuse_class(config, model_id)
-    interface.register()
+    register_attention()
     wanted = "auto" if dtype == "auto" else _dtype(dtype)
     with reading(model_id):
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
@@ -94,7 +91,7 @@ def load_model(
             revision=revision,
             dtype=wanted,
             trust_remote_code=False,
-            attn_implementation=interface.PROBING,
+            attn_implementation=PROBING,
         )
     if amend is not None:
         model = amend(model)
@@ -129,7 +126,7 @@ def adopt_model(
     """
     model_id = model_id or model.config.name_or_path or model.config.model_type
     refuse_config(model.config, model_id)
-    interface.register()
+    register_attention()
     if model.device.type == "cuda":
         torch.cuda.set_device(model.device)  # this thread's kernels and copies go to its current device
     model.eval().requires_grad_(False)
@@ -147,7 +144,7 @@ def adopt_model(
     dtype, device = embedding.dtype, embedding.device
     context = StepContext()
     embedding_path = next(path for path, module in model.named_modules() if module is model.get_input_embeddings())
-    model.set_attn_implementation(interface.SERVING)
+    model.set_attn_implementation(SERVING)
     make_base, found = backend.linears(int8=int8), None
     if replaces_decoder:
         found = backend.find_decoder(model, probe.attention, context, far=probe.far, int8=int8)
@@ -161,7 +158,7 @@ def adopt_model(
     layers: list[AttentionLayer] = []
     for module, spec in probe.attention:
         layer = AttentionLayer(spec, context)
-        setattr(module, interface.HANDLE, layer)
+        setattr(module, HANDLE, layer)
         layers.append(layer)
     if found is not None:
         found.install(model)
@@ -261,7 +258,7 @@ def _difference(model: PreTrainedModel, probe: Probe, context: StepContext) -> s
         return f"{type(failure).__name__}: {failure}"
     finally:
         context.clear()
-        model.set_attn_implementation(interface.SERVING)
+        model.set_attn_implementation(SERVING)
     found = compare_all("model", probe.seen, got)
     return "" if found.is_equal else f"what it computes is {found.error:.1%} off"
 

@@ -13,7 +13,7 @@ from typing import Final
 import torch
 
 from loraplex_contracts.errors import OutOfMemory
-from loraplex_server.backends.reference.attention import MAX_GROUP_TOKENS
+from loraplex_server.backends.reference import MAX_GROUP_TOKENS
 from loraplex_server.layers.linear import AdaptedHead, AdaptedLinear
 from loraplex_server.model.loaded_model import LoadedModel
 

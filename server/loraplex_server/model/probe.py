@@ -28,8 +28,7 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from loraplex_contracts.errors import UnsupportedModel
 from loraplex_server.backends.equivalence import compare_peaks
-from loraplex_server.layers import attention_interface as interface
-from loraplex_server.layers.spec import AttentionSpec
+from loraplex_server.layers.attention import HANDLE, PROBING, WINDOW, AttentionSpec
 
 log = logging.getLogger(__name__)
 
@@ -72,8 +71,8 @@ def probe_model(model: PreTrainedModel, model_id: str, max_context_tokens: int) 
 
 def _probe(model: PreTrainedModel, max_context_tokens: int) -> Probe:
     text = model.config.get_text_config()
-    model.set_attn_implementation(interface.PROBING)
-    if getattr(model.config, "_attn_implementation", None) != interface.PROBING:
+    model.set_attn_implementation(PROBING)
+    if getattr(model.config, "_attn_implementation", None) != PROBING:
         raise Refusal("its attention does not use Transformers' attention interface")
     ids, positions = plain_inputs(model)
 
@@ -106,7 +105,7 @@ def _probe(model: PreTrainedModel, max_context_tokens: int) -> Probe:
 def run_again(model: PreTrainedModel, probe: Probe) -> list[Tensor]:
     """The probe's run far out once more, after the model was changed: it must compute `Probe.seen`.
     Raises what the model raises. To be called before attention is in its place."""
-    model.set_attn_implementation(interface.PROBING)
+    model.set_attn_implementation(PROBING)
     seen = packed_run(model, probe.far)
     return [seen.logits, *seen.states]
 
@@ -245,9 +244,9 @@ class Recording:
     def _window(self, layer_idx: int, mask: Tensor | None, keyword: Any) -> int | None:
         """The mask that Transformers makes for the layer decides; without one the keyword, then the configuration."""
         if mask is not None and self.has_plain_positions:
-            if not hasattr(mask, interface.WINDOW):
+            if not hasattr(mask, WINDOW):
                 raise Refusal("it builds attention masks of its own")
-            found = getattr(mask, interface.WINDOW)
+            found = getattr(mask, WINDOW)
             if isinstance(found, str):
                 raise Refusal(f"its attention uses {found}")
             return found
@@ -268,7 +267,7 @@ def trial_run(
     """Fills `recording`; `kept`: tokens whose logits are asked for. Raises Refusal, for whatever the model raises."""
     modules = list(model.modules())
     for module in modules:
-        setattr(module, interface.HANDLE, Recorder(module, recording))
+        setattr(module, HANDLE, Recorder(module, recording))
     options: dict[str, Any] = {"use_cache": False} if past is None else {"use_cache": True, "past_key_values": past}
     try:
         with torch.inference_mode():
@@ -280,7 +279,7 @@ def trial_run(
         raise Refusal(f"a trial run raised {type(error).__name__}: {error}") from error
     finally:
         for module in modules:
-            delattr(module, interface.HANDLE)
+            delattr(module, HANDLE)
     if logits.shape[:2] != (1, len(kept)):
         raise Refusal("it computes logits for other rows than it is asked for")
     recording.logits, recording.kept = logits[0], tuple(kept)

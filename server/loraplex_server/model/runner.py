@@ -27,8 +27,7 @@ from loraplex_contracts.plan import NewSequence, Span, SpanResult, StepPlan, Ste
 from loraplex_contracts.request import PositionLogprobs
 from loraplex_server.backends.cuda.graphs import Shape, StepGraphs
 from loraplex_server.layers.adapter_slots import AdapterSlots, as_if_installed
-from loraplex_server.layers.attention import AttentionBatch, PagedAttention
-from loraplex_server.layers.kv_memory import KvCache
+from loraplex_server.layers.attention import AttentionBatch, KvCache, PagedAttention
 from loraplex_server.layers.lora import PreparedSegments, ReplayableLora, Segment
 from loraplex_server.layers.step import Row, StagedStep, StepResources
 from loraplex_server.layers.transfer import Download, download, upload

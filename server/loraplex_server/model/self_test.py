@@ -21,8 +21,8 @@ from loraplex_contracts.errors import UnsupportedModel
 from loraplex_contracts.plan import NewSequence, Span
 from loraplex_contracts.request import OutputParams, SamplingParams
 from loraplex_server.backends.equivalence import DOUBTFUL, compare
-from loraplex_server.backends.reference.attention import TorchPagedAttention
-from loraplex_server.layers.kv_memory import KvCache
+from loraplex_server.backends.reference import TorchPagedAttention
+from loraplex_server.layers.attention import KvCache
 from loraplex_server.model.batch import BatchMirror
 from loraplex_server.model.loaded_model import LoadedModel
 from loraplex_server.model.probe import EmptyPast, thresholds

@@ -24,7 +24,7 @@ from loraplex_contracts.errors import (
 )
 from loraplex_server.backends.backend import Backend
 from loraplex_server.config import DraftModelConfig, EngineConfig
-from loraplex_server.layers.spec import ModelSpec
+from loraplex_server.layers.attention import ModelSpec
 from loraplex_server.model.loaded_model import LoadedModel
 from loraplex_server.model.loader import load_model
 from loraplex_server.model.medusa_model import MODEL_HEADS, ServedModel

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field, replace
 from loraplex_contracts.errors import OutOfMemory
 from loraplex_contracts.plan import Candidate, NewSequence, Span, SpanResult, StepPlan
 from loraplex_contracts.request import OutputParams, SamplingParams
-from loraplex_server.backends.reference.lora import ReferenceOps
+from loraplex_server.backends.reference import ReferenceOps
 from loraplex_server.backends.registry import make_attention
 from loraplex_server.kv.blocks import BlockPool
 from loraplex_server.kv.keys import KeyChain, Namespace
-from loraplex_server.layers.kv_memory import KvCache, num_blocks_for
+from loraplex_server.layers.attention import KvCache, num_blocks_for
 from loraplex_server.model.loaded_model import LoadedModel
 from loraplex_server.model.runner import ModelRunner, execute_isolated
 from loraplex_server.sampling.sampler import Sampler

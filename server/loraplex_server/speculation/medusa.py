@@ -29,8 +29,7 @@ from loraplex_contracts.plan import Candidate
 from loraplex_server.backends.cpu.medusa import BlockRows, GuessPlan, NativeGuesser
 from loraplex_server.layers.adapter_slots import AdapterSlots
 from loraplex_server.layers.linear import AdaptedHead
-from loraplex_server.layers.lora import PreparedSegments, Segment
-from loraplex_server.layers.segmented_dense import DenseTable, DenseWeight, SegmentedDense
+from loraplex_server.layers.lora import DenseTable, DenseWeight, PreparedSegments, Segment, SegmentedDense
 from loraplex_server.layers.transfer import upload
 from loraplex_server.model.loaded_model import LoadedModel
 from loraplex_server.sampling.draw import row_argmax

@@ -16,8 +16,8 @@ from gpu_bench.report import table
 from gpu_bench.shapes import SHAPES, make_model
 from gpu_bench.steps import StepFigure, check_bars, decode_scenarios, verify_scenarios
 
+from loraplex_server.layers.attention import AttentionSpec, ModelSpec
 from loraplex_server.layers.linear import AdaptedLinear
-from loraplex_server.layers.spec import AttentionSpec, ModelSpec
 
 
 def figure(scenario: str, batch: int, ratio: float, times_floor: float = 1.0) -> StepFigure:

@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 
 from loraplex_server.backends.cpu.native.kernels import DTYPES, NativeKernels
-from loraplex_server.backends.cpu.native.prototypes import Spans
-from loraplex_server.layers.attention import AttentionBatch
-from loraplex_server.layers.kv_memory import LayerKv
-from loraplex_server.layers.spec import AttentionSpec
+from loraplex_server.backends.cpu.native.library import Spans
+from loraplex_server.layers.attention import AttentionBatch, AttentionSpec, LayerKv
 
 DIM_MULTIPLE = 32
 

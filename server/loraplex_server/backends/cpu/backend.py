@@ -13,19 +13,17 @@ from loraplex_contracts.errors import InvalidArgument
 from loraplex_server.backends.backend import Backend, Implementation, Wanted
 from loraplex_server.backends.cpu.attention import NativePagedAttention, reason_against
 from loraplex_server.backends.cpu.decoder import FoundStack, find_stack
-from loraplex_server.backends.cpu.linear import native_linears, packed_linear
+from loraplex_server.backends.cpu.linear import native_linears, packed_linear, round_linears
 from loraplex_server.backends.cpu.lora import NativeDense, NativeOps
 from loraplex_server.backends.cpu.medusa import NativeGuesser, native_guesser
+from loraplex_server.backends.cpu.native.config import default_num_threads
 from loraplex_server.backends.cpu.native.kernels import DTYPES, NativeKernels
 from loraplex_server.backends.cpu.native.library import load
-from loraplex_server.backends.cpu.native.threads import default_num_threads
-from loraplex_server.backends.cpu.quantize import round_linears
 from loraplex_server.backends.cpu.torch_lora import CpuDense, CpuOps
+from loraplex_server.layers.attention import AttentionSpec
 from loraplex_server.layers.context import StepContext
 from loraplex_server.layers.linear import BaseLinearFactory
-from loraplex_server.layers.lora import SegmentedLora
-from loraplex_server.layers.segmented_dense import SegmentedDense
-from loraplex_server.layers.spec import AttentionSpec
+from loraplex_server.layers.lora import SegmentedDense, SegmentedLora
 from loraplex_server.sampling.draw import row_argmax
 from loraplex_server.sampling.sampler import Argmax
 

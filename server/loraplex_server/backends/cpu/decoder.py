@@ -26,15 +26,12 @@ from transformers import PreTrainedModel
 from loraplex_server.backends.cpu.attention import Plan, reason_against, spans_of
 from loraplex_server.backends.cpu.lora import NativeSegments, table_of
 from loraplex_server.backends.cpu.native.kernels import DTYPES, NO_RUNS, NativeKernels, PackedWeight, RunsOfRows
-from loraplex_server.backends.cpu.native.prototypes import Layer, Stack, Step
+from loraplex_server.backends.cpu.native.library import Layer, Stack, Step
 from loraplex_server.backends.equivalence import compare
-from loraplex_server.layers import attention_interface as interface
 from loraplex_server.layers.adapter_slots import AdapterSlots
-from loraplex_server.layers.attention import AttentionBatch
+from loraplex_server.layers.attention import HANDLE, AttentionBatch, AttentionSpec, LayerKv
 from loraplex_server.layers.context import StepContext
-from loraplex_server.layers.kv_memory import LayerKv
 from loraplex_server.layers.linear import AdaptedLinear
-from loraplex_server.layers.spec import AttentionSpec
 
 log = logging.getLogger(__name__)
 
@@ -400,7 +397,7 @@ def _prove(
             if embeddings[0].shape[-1] % ROTARY_MULTIPLE:
                 raise _NoMatch(f"positions turn {embeddings[0].shape[-1]} features of a head")
             attention = layer.get_submodule("self_attn")
-            setattr(attention, interface.HANDLE, partial(_attend_plainly, spec))
+            setattr(attention, HANDLE, partial(_attend_plainly, spec))
             expected = layer(
                 states.clone(), attention_mask=None, position_ids=positions, position_embeddings=embeddings
             )
@@ -415,8 +412,8 @@ def _prove(
         raise _NoMatch(f"they are called in another way ({error})") from error
     finally:
         context.clear()
-        if hasattr(layer.get_submodule("self_attn"), interface.HANDLE):
-            delattr(layer.get_submodule("self_attn"), interface.HANDLE)
+        if hasattr(layer.get_submodule("self_attn"), HANDLE):
+            delattr(layer.get_submodule("self_attn"), HANDLE)
     found = compare("decoder", expected, got, base=states)
     if not found.is_equal:
         raise _NoMatch(f"layer {idx} computes something else ({found.error:.1%} apart in {_name(shape.dtype)})")

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from loraplex_server.backends.cpu.native.kernels import DTYPES, NativeKernels, RunsOfRows
-from loraplex_server.backends.cpu.native.prototypes import Runs, Table
+from loraplex_server.backends.cpu.native.library import Runs, Table
 from loraplex_server.backends.cpu.torch_lora import CpuDense, CpuOps
-from loraplex_server.layers.lora import Derived, FactorTable, PreparedSegments, Segment, check_segments
-from loraplex_server.layers.segmented_dense import DenseTable
+from loraplex_server.layers.lora import DenseTable, Derived, FactorTable, PreparedSegments, Segment
 
 # A weight that is read as it lies is read anew for every few rows; from here on torch's product is faster.
 MAX_DENSE_ROWS = 16
@@ -31,40 +30,28 @@ class NativeSegments:
     """What `prepare` makes."""
 
     runs: RunsOfRows
-    num_slots: int  # that they were checked against
     fallback: PreparedSegments | None = None  # torch's, made for the first module of another dtype
 
 
-class NativeOps:
+class NativeOps(CpuOps):
     """SegmentedLora on a CPU by native kernels."""
 
     name = "native"
 
     def __init__(self, kernels: NativeKernels) -> None:
+        super().__init__()
         self.kernels = kernels
-        self._fallback = CpuOps()
-        # Decoding repeats itself: the same segments step after step, for all rows and for those of the head.
-        self._recent: list[PreparedSegments] = []
 
-    def prepare(
-        self, segments: Sequence[Segment], num_rows: int, num_slots: int, device: torch.device
-    ) -> PreparedSegments:
-        key = tuple(segments)
-        for recent in self._recent:
-            is_same = recent.num_rows == num_rows and recent.segments == key
-            if is_same and cast(NativeSegments, recent.data).num_slots == num_slots:
-                return recent
-        check_segments(segments, num_rows, num_slots)
-        prepared = PreparedSegments(key, num_rows, NativeSegments(runs_of(segments), num_slots))
-        self._recent = [prepared, *self._recent[:3]]
-        return prepared
+    def _plan(self, segments: Sequence[Segment]) -> NativeSegments:
+        return NativeSegments(runs_of(segments))
 
     def apply(self, y: Tensor, x: Tensor, table: FactorTable, prepared: PreparedSegments) -> None:
         data = cast(NativeSegments, prepared.data)
         if x.dtype not in DTYPES:
             if data.fallback is None:
-                data.fallback = self._fallback.prepare(prepared.segments, prepared.num_rows, data.num_slots, x.device)
-            self._fallback.apply(y, x, table, data.fallback)
+                plan = super()._plan(prepared.segments)
+                data.fallback = PreparedSegments(prepared.segments, prepared.num_rows, plan)
+            super().apply(y, x, table, data.fallback)
             return
         if table.derived is None:
             table.derived = _Native(table_of(table), int(table.ranks.max()))
@@ -122,30 +109,24 @@ def _uses(segments: list[Segment], start: int, end: int) -> list[Segment]:
     return [s for s in segments if s.start <= start and end <= s.end]
 
 
-class NativeDense:
+class NativeDense(CpuDense):
     """SegmentedDense on a CPU: weights are read where they lie."""
 
     name = "native"
 
     def __init__(self, kernels: NativeKernels) -> None:
+        super().__init__()
         self._kernels = kernels
-        self._fallback = CpuDense()
-
-    def prepare(
-        self, segments: Sequence[Segment], num_rows: int, num_slots: int, device: torch.device
-    ) -> PreparedSegments:
-        return self._fallback.prepare(segments, num_rows, num_slots, device)
 
     def apply(self, y: Tensor, x: Tensor, table: DenseTable, prepared: PreparedSegments) -> None:
         if x.dtype not in DTYPES:
-            self._fallback.apply(y, x, table, prepared)
+            super().apply(y, x, table, prepared)
             return
         for segment in prepared.segments:
             dense = table.get(segment.adapter_slot)
             if dense is None:
                 continue
             if segment.end - segment.start > MAX_DENSE_ROWS:
-                alone = PreparedSegments((segment,), prepared.num_rows)
-                self._fallback.apply(y, x, table, alone)
+                super().apply(y, x, table, PreparedSegments((segment,), prepared.num_rows))
             else:
                 self._kernels.dense(x, dense.weight, dense.bias, y, segment.start, segment.end)

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from loraplex_server.backends.cpu.linear import NativeLinear
 from loraplex_server.backends.cpu.lora import MAX_DENSE_ROWS
 from loraplex_server.backends.cpu.native.kernels import DTYPES, NativeKernels
-from loraplex_server.backends.cpu.native.prototypes import Block, Guesses, GuessScratch, Head
+from loraplex_server.backends.cpu.native.library import Block, Guesses, GuessScratch, Head
 from loraplex_server.layers.linear import AdaptedHead
-from loraplex_server.layers.segmented_dense import DenseWeight
+from loraplex_server.layers.lora import DenseWeight
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,13 +24,22 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from loraplex_adapters.weights import LoraFactors
-from loraplex_server.layers.lora import FactorTable, PreparedSegments, Segment, check_segments, join_neighbours
-from loraplex_server.layers.segmented_dense import DenseTable, DenseWeight, check_dense_segments
+from loraplex_server.layers.lora import (
+    DenseTable,
+    DenseWeight,
+    FactorTable,
+    PreparedSegments,
+    Segment,
+    check_dense_segments,
+    check_segments,
+    join_neighbours,
+)
 
 # Longer segments are multiplied by themselves: a packed product would do their arithmetic once per neighbour.
 MAX_PACKED_ROWS = 16
@@ -46,7 +55,6 @@ WORDS = {
 }
 # torch's own loops take half-precision products up to this many multiply-adds, without oneDNN's start.
 SMALL_PRODUCT = 4096
-# Decoding repeats itself, step after step: the same adapters for the same rows, for all rows and for those of the head.
 RECENT_STEPS = 4
 
 
@@ -92,30 +100,17 @@ class Profile:
 
 
 @dataclass(frozen=True, slots=True)
-class Alone:
-    """One segment's own product."""
+class Piece:
+    """One product for one segment, or a pack for several."""
 
-    start: int
-    end: int
-    adapter_slot: int
+    rows: tuple[int, int] | Tensor  # a range, or positions where it has gaps
+    slots: tuple[int, ...]
     alpha: float  # weight * scale
     upcast: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """One product for several segments. `rows` holds either a range or, where it has gaps, positions."""
-
-    rows: tuple[int, int] | Tensor
-    slots: tuple[int, ...]
-    keep: Tensor  # integers of the dtype's width [num_rows, sum of ranks]: all ones where a row uses a column, else 0
-    alpha: float
-    factors: Tensor | None  # float [num_rows, sum of ranks], instead of alpha where weights or scales differ
-    upcast: bool
-    apart: tuple[Alone, ...]  # the same segments, each by itself: for factors that cannot be packed
-
-
-Piece = Alone | Packed
+    # Of a pack, integers of the dtype's width [num_rows, sum of ranks]: all ones where a row uses a column, else 0.
+    keep: Tensor | None = None
+    factors: Tensor | None = None  # float [num_rows, sum of ranks], instead of alpha where weights or scales differ
+    apart: tuple[Piece, ...] = ()  # a pack's segments, each by itself: for factors that cannot be packed
 
 
 def lay_out(segments: Sequence[Segment], slots: Sequence[int], profile: Profile) -> tuple[Piece, ...]:
@@ -147,10 +142,10 @@ class _Chooser:
         self.scales = scales
         self.profile = profile
 
-    def alone(self, segment: Segment) -> tuple[float, Alone]:
+    def alone(self, segment: Segment) -> tuple[float, Piece]:
         cost_us, upcast = self._product_us(segment.end - segment.start, self.ranks[segment.adapter_slot])
         alpha = segment.weight * self.scales[segment.adapter_slot]
-        return SLICE_US + cost_us, Alone(segment.start, segment.end, segment.adapter_slot, alpha, upcast)
+        return SLICE_US + cost_us, Piece((segment.start, segment.end), (segment.adapter_slot,), alpha, upcast)
 
     def cheaper(self, segments: Sequence[Segment], max_bytes: int) -> tuple[Sequence[Piece], int]:
         """These segments as one pack, or each by itself; and the bytes that are copied for it.
@@ -181,13 +176,13 @@ class _Chooser:
         keep, factors = self._uses(segments, slots, rows, upcast)
         alphas = factors[keep != 0]
         uniform = bool((alphas == alphas[0]).all())
-        pack = Packed(
+        pack = Piece(
             rows=torch.tensor(rows) if has_gaps else (rows[0], rows[-1] + 1),
             slots=tuple(slots),
-            keep=keep,
             alpha=float(alphas[0]) if uniform else 1.0,
-            factors=None if uniform else factors,
             upcast=upcast,
+            keep=keep,
+            factors=None if uniform else factors,
             apart=apart,
         )
         return [pack], num_bytes
@@ -208,7 +203,7 @@ class _Chooser:
     def _uses(
         self, segments: Sequence[Segment], slots: Sequence[int], rows: Sequence[int], upcast: bool
     ) -> tuple[Tensor, Tensor]:
-        """Which columns a row uses (see Packed.keep), and times what: both [rows, sum of ranks]."""
+        """Which columns a row uses (see Piece.keep), and times what: both [rows, sum of ranks]."""
         row_idx = {row: i for i, row in enumerate(rows)}
         slot_idx = {slot: i for i, slot in enumerate(slots)}
         uses = [(row_idx[row], slot_idx[s.adapter_slot], s) for s in segments for row in range(s.start, s.end)]
@@ -236,54 +231,16 @@ def has_fast_half(dtype: torch.dtype) -> bool:
         return False
 
 
-@dataclass(frozen=True, slots=True)
-class _OwnProduct:
-    """y[start:end] += alpha * (x[start:end] @ a.T) @ b.T"""
-
-    start: int
-    num_rows: int
-    a_t: Tensor  # [in, rank], a view
-    b_t: Tensor  # [rank, out], a view
-    alpha: float
-
-    def add(self, y: Tensor, x: Tensor) -> None:
-        if self.num_rows != x.shape[0]:
-            x = x.narrow(0, self.start, self.num_rows)
-            y = y.narrow(0, self.start, self.num_rows)
-        y.addmm_(torch.mm(x, self.a_t), self.b_t, alpha=self.alpha)
+Factors = tuple[Tensor, Tensor]  # A.T [in, sum of ranks], B.T [sum of ranks, out]: one slot's own, or a pack's copy
 
 
 @dataclass(frozen=True, slots=True)
-class _UpcastProduct:
-    """The same, computed in float32."""
+class _Product:
+    """y[rows] += alpha * (x[rows] @ a.T) @ b.T; in a pack each row keeps only its own slots' columns in between."""
 
-    start: int
-    num_rows: int
-    a: Tensor  # [rank, in]
-    b: Tensor  # [out, rank]
-    alpha: float
-
-    def add(self, y: Tensor, x: Tensor) -> None:
-        if self.num_rows != x.shape[0]:
-            x = x.narrow(0, self.start, self.num_rows)
-            y = y.narrow(0, self.start, self.num_rows)
-        y.add_(torch.mm(torch.mm(x.float(), self.a.float().t()), self.b.float().t()), alpha=self.alpha)
-
-
-@dataclass(frozen=True, slots=True)
-class _PackedFactors:
-    """Several slots' factors side by side: a copy, or one slot's own tensors."""
-
-    a_t: Tensor  # [in, sum of ranks]
-    b_t: Tensor  # [sum of ranks, out]
-
-
-@dataclass(frozen=True, slots=True)
-class _SharedProduct:
-    """Several segments in one product; each row keeps only its own slots' columns in between."""
-
-    piece: Packed
-    packed: _PackedFactors
+    piece: Piece
+    a_t: Tensor
+    b_t: Tensor
 
     def add(self, y: Tensor, x: Tensor) -> None:
         rows = self.piece.rows
@@ -299,21 +256,19 @@ class _SharedProduct:
         self._add(y, x)
 
     def _add(self, y: Tensor, x: Tensor) -> None:
-        piece, a_t, b_t = self.piece, self.packed.a_t, self.packed.b_t
+        piece, a_t, b_t = self.piece, self.a_t, self.b_t
         if piece.upcast:
             x, a_t = x.float(), a_t.float()
         inner = torch.mm(x, a_t)  # [rows, sum of ranks]
-        # Bits, because a neighbour's infinity times 0 is not 0, and `masked_fill_` takes six times as long.
-        inner.view(piece.keep.dtype).bitwise_and_(piece.keep)
+        if piece.keep is not None:
+            # Bits, because a neighbour's infinity times 0 is not 0, and `masked_fill_` takes six times as long.
+            inner.view(piece.keep.dtype).bitwise_and_(piece.keep)
         if piece.factors is not None:
             inner.mul_(piece.factors)
         if piece.upcast:
             y.add_(torch.mm(inner, b_t.float()), alpha=piece.alpha)
         else:
             y.addmm_(inner, b_t, alpha=piece.alpha)
-
-
-_Product = _OwnProduct | _UpcastProduct | _SharedProduct
 
 
 class _Plan:
@@ -332,7 +287,7 @@ class _Bound:
 
     plan: _Plan | None
     products: tuple[_Product, ...]
-    packs: Mapping[tuple[int, ...], _PackedFactors]
+    packs: Mapping[tuple[int, ...], Factors]
 
     def without(self, slot: int) -> _Bound | None:
         """Implements base.Derived."""
@@ -349,19 +304,25 @@ class CpuOps:
 
     def __init__(self) -> None:
         self._fast_half = {dtype: has_fast_half(dtype) for dtype in (torch.bfloat16, torch.float16)}
-        self._recent: deque[PreparedSegments] = deque(maxlen=RECENT_STEPS)
+        # By segments, rows and slots. Decoding repeats itself: the same step after step, for all rows and for those of
+        # the head.
+        self._recent: deque[tuple[object, PreparedSegments]] = deque(maxlen=RECENT_STEPS)
 
     def prepare(
         self, segments: Sequence[Segment], num_rows: int, num_slots: int, device: torch.device
     ) -> PreparedSegments:
-        check_segments(segments, num_rows, num_slots)
         wanted = tuple(segments)
-        for recent in self._recent:
-            if recent.num_rows == num_rows and recent.segments == wanted:
+        key = wanted, num_rows, num_slots
+        for known, recent in self._recent:
+            if known == key:
                 return recent
-        prepared = PreparedSegments(wanted, num_rows, _Plan(wanted))
-        self._recent.appendleft(prepared)
+        check_segments(segments, num_rows, num_slots)
+        prepared = PreparedSegments(wanted, num_rows, self._plan(wanted))
+        self._recent.appendleft((key, prepared))
         return prepared
+
+    def _plan(self, segments: Sequence[Segment]) -> Any:
+        return _Plan(segments)
 
     def apply(self, y: Tensor, x: Tensor, table: FactorTable, prepared: PreparedSegments) -> None:
         bound = table.derived
@@ -384,18 +345,18 @@ class CpuOps:
         if layout is None:
             layout = plan.layouts[profile] = lay_out(plan.segments, plan.slots, profile)
         old = table.derived.packs if isinstance(table.derived, _Bound) else {}
-        packs: dict[tuple[int, ...], _PackedFactors] = {}
+        packs: dict[tuple[int, ...], Factors] = {}
         products: list[_Product] = []
         for piece in layout:
-            if isinstance(piece, Alone):
-                products.append(_own_product(piece, _present(factors[piece.adapter_slot])))
+            found = old.get(piece.slots) or _side_by_side([_present(factors[slot]) for slot in piece.slots])
+            if found is None:
+                for part in piece.apart:
+                    own = _present(factors[part.slots[0]])
+                    products.append(_Product(part, own.a.t(), own.b.t()))
                 continue
-            pack = old.get(piece.slots) or _pack([_present(factors[slot]) for slot in piece.slots])
-            if pack is None:
-                products += [_own_product(part, _present(factors[part.adapter_slot])) for part in piece.apart]
-            else:
-                packs[piece.slots] = pack
-                products.append(_SharedProduct(piece, pack))
+            if len(piece.slots) > 1:
+                packs[piece.slots] = found
+            products.append(_Product(piece, *found))
         return _Bound(plan, tuple(products), packs)
 
 
@@ -404,22 +365,15 @@ def _present(factors: LoraFactors | None) -> LoraFactors:
     return factors
 
 
-def _pack(factors: Sequence[LoraFactors]) -> _PackedFactors | None:
-    """The factors side by side; None where one's infinity would reach its neighbours' rows."""
+def _side_by_side(factors: Sequence[LoraFactors]) -> Factors | None:
+    """None where one's infinity would reach its neighbours' rows."""
     if len(factors) == 1:
-        return _PackedFactors(factors[0].a.t(), factors[0].b.t())
+        return factors[0].a.t(), factors[0].b.t()
     b = torch.cat([f.b for f in factors], dim=1)
     # A row's zeroed columns meet the neighbours' B as zeros: with an infinity there they would not stay zero.
     if not math.isfinite(b.sum().item()):
         return None
-    return _PackedFactors(torch.cat([f.a for f in factors]).t(), b.t())
-
-
-def _own_product(piece: Alone, factors: LoraFactors) -> _OwnProduct | _UpcastProduct:
-    num_rows = piece.end - piece.start
-    if piece.upcast:
-        return _UpcastProduct(piece.start, num_rows, factors.a, factors.b, piece.alpha)
-    return _OwnProduct(piece.start, num_rows, factors.a.t(), factors.b.t(), piece.alpha)
+    return torch.cat([f.a for f in factors]).t(), b.t()
 
 
 # --- dense products ---------------------------------------------------------------------------------------------------

@@ -16,15 +16,20 @@ import torch
 
 from loraplex_contracts.errors import InvalidArgument
 from loraplex_server.backends.backend import Backend, Implementation, Wanted
-from loraplex_server.backends.cuda.capture import CudaCapture
-from loraplex_server.backends.cuda.graphs import Shape, StepGraphs, capture_steps, graph_bytes, graph_shapes
+from loraplex_server.backends.cuda.graphs import (
+    CudaCapture,
+    Shape,
+    StepGraphs,
+    capture_steps,
+    graph_bytes,
+    graph_shapes,
+)
 from loraplex_server.backends.cuda.lora.plan import ALIGN_BYTES
 from loraplex_server.backends.cuda.punica import PunicaFunctions, PunicaOps
-from loraplex_server.backends.reference.lora import ReferenceDense, ReferenceOps
-from loraplex_server.layers.fused import FusedOps
-from loraplex_server.layers.lora import SegmentedLora
-from loraplex_server.layers.segmented_dense import SegmentedDense
-from loraplex_server.layers.spec import ModelSpec
+from loraplex_server.backends.fusion import FusedOps
+from loraplex_server.backends.reference import ReferenceDense, ReferenceOps
+from loraplex_server.layers.attention import ModelSpec
+from loraplex_server.layers.lora import SegmentedDense, SegmentedLora
 from loraplex_server.layers.step import StepResources
 
 

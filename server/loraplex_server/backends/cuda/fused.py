@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from loraplex_server.layers.fused import NormForm, ReferenceFused
+from loraplex_server.backends.fusion import NormForm
 
-# Anything else (float64, of checks) is computed by the reference.
+# A model in another dtype keeps its own operations.
 SUPPORTED = (torch.bfloat16, torch.float16, torch.float32)
 # Wider rows do not fit a program's registers.
 MAX_FEATURES = 16384
@@ -103,13 +103,10 @@ class TritonFused:
 
     name = "triton"
 
-    def __init__(self) -> None:
-        self._reference = ReferenceFused()
-
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, form: NormForm) -> Tensor:
         num_features = x.shape[-1]
         if x.dtype not in SUPPORTED or num_features > MAX_FEATURES:
-            return self._reference.rms_norm(x, weight, eps, form)
+            raise TypeError(f"no norm of {num_features} features in {x.dtype}")
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         if not y.numel():
             return y
@@ -129,7 +126,7 @@ class TritonFused:
 
     def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         if query.dtype not in SUPPORTED or query.shape[-1] % 2:
-            return self._reference.rotate(query, key, cos, sin)
+            raise TypeError(f"no rotation of {query.shape[-1]} features in {query.dtype}")
         num_tokens, dim = query.shape[2:]
         query, key = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key))
         cos, sin = (x if x.stride(2) == 1 else x.contiguous() for x in (cos, sin))

@@ -1,4 +1,4 @@
-"""CUDA graphs of whole steps, by shape.
+"""CUDA graphs of whole steps, by shape, and their capture.
 
 A graph repeats kernels with the arguments that they were captured with, so everything that differs from step to step is
 in buffers at fixed addresses, which are refilled before a replay. There is a graph for each *bucket*: so many spans of
@@ -15,10 +15,13 @@ captured function again. A step that fits no bucket is run eager by the runner.
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
+import warnings
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,14 +29,76 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from loraplex_server.backends.cuda.capture import Capture, Replay
 from loraplex_server.layers.adapter_slots import as_if_installed
-from loraplex_server.layers.attention import ReplayableAttention, Reserved
+from loraplex_server.layers.attention import ModelSpec, ReplayableAttention, Reserved
 from loraplex_server.layers.linear import AdaptedEmbedding, AdaptedHead, AdaptedModule
 from loraplex_server.layers.lora import PreparedSegments, ReplayableLora, Segment
-from loraplex_server.layers.spec import ModelSpec
 from loraplex_server.layers.step import Ints, StagedStep, StepResources
 from loraplex_server.layers.transfer import refill
+
+# --- capture ----------------------------------------------------------------------------------------------------------
+
+
+Replay = Callable[[], None]
+# Makes a graph of what a function launches; the function may be called several times for that.
+Capture = Callable[[Callable[[], object]], Replay]
+
+
+class CudaCapture:
+    """Captures graphs that share one pool of memory: only one of them runs at a time. Owns stream and pool."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, launch: Callable[[], object]) -> Replay:
+        """Raises RuntimeError, or what `launch` raises. The device is as usable as before then."""
+        with torch.cuda.device(self._device):
+            before = torch.cuda.current_stream()
+            self._stream.wait_stream(before)
+            # Also around the capture, whose own end does not restore the stream when it raises.
+            with torch.cuda.stream(self._stream):
+                launch()
+                with _waiting_raises():
+                    launch()
+                graph = torch.cuda.CUDAGraph()
+                # Other threads may load adapters meanwhile.
+                with (
+                    _no_garbage_collection(),
+                    torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"),
+                ):
+                    launch()
+            before.wait_stream(self._stream)
+        return graph.replay
+
+
+@contextmanager
+def _waiting_raises() -> Generator[None]:
+    mode = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the mode misses some waits, which the capture finds
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+@contextmanager
+def _no_garbage_collection() -> Generator[None]:
+    """What a collection frees on the device may not be freed during a capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+# --- graphs of steps --------------------------------------------------------------------------------------------------
+
 
 log = logging.getLogger(__name__)
 

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.backends import PatchedBackend
+from support.backends import PatchedBackend, ReferenceFused
 from support.zoo import random_model
 from torch import Tensor, nn
 
-from loraplex_server.backends.fusion import fuse, separate
+from loraplex_server.backends.fusion import NormForm, fuse, separate
 from loraplex_server.backends.registry import choose_backend
-from loraplex_server.layers.fused import NormForm, ReferenceFused
 from loraplex_server.model.loader import adopt_model
 
 

@@ -1,8 +1,8 @@
 """One suite for every implementation of segmented LoRA.
 
 Here it runs over those that need no accelerator. The Triton kernels run in Triton's interpreter, which has to be chosen
-before triton is imported: `test_triton_interpreter.py` runs this file once more, in a process of its own. By hand:
-`OMP_NUM_THREADS=1 TRITON_INTERPRET=1 pytest tests/unit/adapters/ops/test_ops.py`.
+before triton is imported: `cuda/lora/test_interpreter.py` runs this file once more, in a process of its own. By hand:
+`OMP_NUM_THREADS=1 TRITON_INTERPRET=1 pytest tests/unit/server/backends/test_lora_operations.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from support.native_kernels import isas, native_kernels, using
 from loraplex_adapters.weights import LoraFactors
 from loraplex_server.backends.cpu.lora import NativeOps
 from loraplex_server.backends.cpu.torch_lora import CpuOps
-from loraplex_server.backends.reference.lora import ReferenceOps
+from loraplex_server.backends.reference import ReferenceOps
 from loraplex_server.layers.lora import Segment, SegmentedLora
 
 IN_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"

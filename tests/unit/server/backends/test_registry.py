@@ -1,17 +1,28 @@
-"""Registry of back ends: a working one for every device."""
+"""Registry of back ends: a working one for every device, and the choice of attention."""
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 import pytest
 import torch
+from support.attention_cases import spec_of
+from support.native_kernels import native_kernels
 
 from loraplex_adapters.weights import ALIGN_BYTES
 from loraplex_contracts.errors import InvalidArgument
 from loraplex_server.backends import registry
 from loraplex_server.backends.backend import Backend
+from loraplex_server.backends.cpu import backend as cpu_backend
+from loraplex_server.backends.cpu.backend import CpuBackend
+from loraplex_server.backends.cpu.native.library import Loaded, NativeStatus
+from loraplex_server.backends.cuda import backend as cuda_backend
+from loraplex_server.backends.cuda.backend import CudaBackend
+from loraplex_server.backends.registry import attention_kernels, make_attention
 
 WITHOUT_TRITON = """
 import sys
@@ -83,3 +94,108 @@ def test_one_that_cannot_be_used_is_refused_by_its_flag(
 
 def test_everything_imports_where_triton_is_missing() -> None:
     subprocess.run([sys.executable, "-W", "error", "-c", WITHOUT_TRITON], check=True, timeout=100)
+
+
+CPU, CUDA = CpuBackend(), CudaBackend()
+FITTING = [spec_of(k_dim=128, v_dim=128)]
+BF16 = torch.bfloat16
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, *, cuda: bool = True, missing: tuple[str, ...] = ()) -> None:
+    """A machine with or without a GPU, with all packages but the missing ones. A package that is there is empty."""
+
+    def find_spec(name: str) -> ModuleSpec | None:
+        if name in missing:
+            return None
+        return importlib.util.find_spec(name) or ModuleSpec(name, None)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(cuda_backend, "find_spec", find_spec)
+    monkeypatch.setattr(cuda_backend, "import_module", ModuleType)
+
+
+def reasons(*args: object) -> dict[str, str]:
+    """Of what cannot be used."""
+    return {one.name: one.reason for one in attention_kernels(*args) if not one.usable}  # type: ignore[arg-type]
+
+
+def test_flashinfer_is_taken_where_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="triton is not installed (it is for Linux)")
+    pretend(monkeypatch)
+    assert make_attention("auto", CUDA, FITTING, BF16).name == "flashinfer"
+    assert make_attention("triton", CUDA, FITTING, BF16).name == "triton"
+    assert make_attention("torch", CUDA, FITTING, BF16).name == "torch"
+
+
+def test_own_kernels_are_taken_where_flashinfer_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="triton is not installed (it is for Linux)")
+    pretend(monkeypatch)
+    assert make_attention("auto", CUDA, [spec_of(k_dim=80, v_dim=80)], BF16).name == "triton"
+    assert "float32" in reasons(CUDA, FITTING, torch.float32)["flashinfer"]
+    pretend(monkeypatch, missing=("flashinfer",))
+    assert make_attention("auto", CUDA, FITTING, BF16).name == "triton"
+    assert "flashinfer-python is not installed" in reasons(CUDA)["flashinfer"]
+
+
+def test_without_triton_there_is_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, missing=("triton",))
+    assert make_attention("auto", CUDA, FITTING, BF16).name == "torch"
+    assert {"flashinfer", "triton"} <= reasons(CUDA).keys()
+
+
+def test_what_is_for_a_gpu_is_not_taken_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch)
+    assert make_attention("auto", CPU, FITTING, BF16).name not in ("flashinfer", "triton")
+    assert "not for cpu" in reasons(CPU)["triton"]
+    with pytest.raises(InvalidArgument, match="'triton' cannot be used here: it is for CUDA devices"):
+        make_attention("triton", CPU)
+    pretend(monkeypatch, cuda=False)
+    assert "no CUDA device" in reasons()["triton"]
+
+
+def test_a_broken_installation_is_named_and_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="triton is not installed (it is for Linux)")
+    pretend(monkeypatch)
+
+    def broken(name: str) -> ModuleType:
+        raise OSError("libcudart.so.12: cannot open shared object file\nand more")
+
+    monkeypatch.setattr(cuda_backend, "import_module", broken)
+    assert make_attention("auto", CUDA, FITTING, BF16).name == "triton"
+    assert reasons(CUDA)["flashinfer"].endswith("does not load: libcudart.so.12: cannot open shared object file")
+
+
+def test_one_that_does_not_fit_cannot_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch)
+    with pytest.raises(InvalidArgument, match="head dimensions 64, 128 and 256, and the model has 80"):
+        make_attention("flashinfer", CUDA, [spec_of(k_dim=80, v_dim=80)], BF16)
+    with pytest.raises(InvalidArgument, match=r"known are: auto, .*torch"):
+        make_attention("flash", CUDA)
+
+
+def test_native_kernels_attend_where_they_are_in_use() -> None:
+    native = CpuBackend(native_kernels())
+    assert make_attention("auto", native, FITTING, BF16).name == "native"
+    assert make_attention("native", native, FITTING, BF16).name == "native"
+    assert make_attention("torch", native, FITTING, BF16).name == "torch"
+    assert make_attention("auto", native, FITTING, torch.float64).name == "torch"
+    assert make_attention("auto", native, [*FITTING, spec_of(k_dim=48, v_dim=48)], BF16).name == "torch"
+    with pytest.raises(InvalidArgument, match="'native' cannot be used here: heads of 48 and 48"):
+        make_attention("native", native, [*FITTING, spec_of(k_dim=48, v_dim=48)], BF16)
+    with pytest.raises(InvalidArgument, match="'native' cannot be used here: it is for the CPU, not for cuda"):
+        make_attention("native", CUDA, FITTING, BF16)
+
+
+def test_native_attention_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    status = NativeStatus(False, "not built; with a C++ compiler, this builds it", "")
+    monkeypatch.setattr(cpu_backend, "load", lambda: Loaded(None, status))
+    assert make_attention("auto", CPU, FITTING, BF16).name == "torch"
+    with pytest.raises(InvalidArgument, match="the native CPU kernels are missing: not built; with a C"):
+        make_attention("native", CPU, FITTING, BF16)
+    assert "not built" in reasons()["native"]
+    monkeypatch.setattr(cpu_backend, "load", lambda: Loaded(None, NativeStatus(True, "", "avx512")))
+    with pytest.raises(InvalidArgument, match="the native CPU kernels are not in use"):
+        make_attention("native", CPU, FITTING, BF16)
+    described = {one.name: one for one in attention_kernels()}["native"]
+    assert described.usable
+    assert described.reason == "own kernels, for the CPU, avx512"

@@ -25,8 +25,7 @@ from loraplex_server.backends.registry import choose_backend
 from loraplex_server.config import AdaptersConfig, BatchConfig, EngineConfig, KvConfig, ModelConfig
 from loraplex_server.engine import assembly as build
 from loraplex_server.engine.pipe import Submit
-from loraplex_server.layers.kv_memory import num_blocks_for
-from loraplex_server.layers.spec import kv_block_bytes
+from loraplex_server.layers.attention import kv_block_bytes, num_blocks_for
 from loraplex_server.layers.step import StepResources
 from loraplex_server.model.loaded_model import LoadedModel
 from loraplex_server.model.loader import adopt_model

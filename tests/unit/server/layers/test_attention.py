@@ -1,8 +1,8 @@
-"""Common suite of all paged attention implementations.
+"""Common suite of all paged attention implementations, and KV pages.
 
 Here it runs over those that need no accelerator. The Triton kernels run in Triton's interpreter, which has to be chosen
-before triton is imported: `test_triton_interpreter.py` runs this file once more, in a process of its own. By hand:
-`OMP_NUM_THREADS=1 TRITON_INTERPRET=1 pytest tests/unit/server/model/attention/test_paged.py`.
+before triton is imported: `backends/cuda/attention/test_interpreter.py` runs this file once more, in a process of its
+own. By hand: `OMP_NUM_THREADS=1 TRITON_INTERPRET=1 pytest tests/unit/server/layers/test_attention.py`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,16 @@ from support.lora_cases import pairwise
 
 from loraplex_server.backends.backend import Backend
 from loraplex_server.backends.registry import attention_kernels, make_attention
-from loraplex_server.layers.attention import PagedAttention, ReplayableAttention, Reserved
-from loraplex_server.layers.spec import AttentionSpec
+from loraplex_server.layers.attention import (
+    AttentionSpec,
+    KvCache,
+    ModelSpec,
+    PagedAttention,
+    ReplayableAttention,
+    Reserved,
+    kv_block_bytes,
+    num_blocks_for,
+)
 
 IN_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
 NAMES = ["triton"] if IN_INTERPRETER else [one.name for one in attention_kernels(Backend()) if one.usable]
@@ -208,3 +216,52 @@ def test_what_does_not_fit_is_refused(spans: list[tuple[int, int]]) -> None:
         backend.refill(plan, make_problem(spans, spec, torch.float32).batch)
     with pytest.raises(ValueError, match="float64"):
         backend.reserve(Reserved(4, 1, 10), 4, torch.float64, CPU)
+
+
+LAYERS = (AttentionSpec(4, 2, 8, 8, 1.0), AttentionSpec(4, 1, 8, 4, 1.0), AttentionSpec(4, 2, 8, 8, 1.0))
+SPEC = ModelSpec(LAYERS, 10, 10, 8, 64)
+
+
+def cache(num_blocks: int = 6) -> KvCache:
+    pages = KvCache(SPEC, num_blocks, 4, torch.float32, CPU)
+    pages.clear_blocks(range(num_blocks))
+    return pages
+
+
+def test_layers_have_pages_of_their_own_shape() -> None:
+    pages = cache()
+    assert [tuple(layer.k.shape) for layer in pages.layers] == [(6, 4, 2, 8), (6, 4, 1, 8), (6, 4, 2, 8)]
+    assert tuple(pages.layers[1].v.shape) == (6, 4, 1, 4)
+    assert len({layer.k.data_ptr() for layer in pages.layers}) == 3
+    assert pages.num_bytes == 6 * kv_block_bytes(SPEC, 4, 4)
+
+
+def test_write_goes_to_its_slots_only() -> None:
+    pages = cache()
+    layer = pages.layers[2]
+    layer.write(torch.ones(2, 2, 8), 2 * torch.ones(2, 2, 8), torch.tensor([5, 23]))
+    assert layer.k.flatten(0, 1).any(-1).any(-1).nonzero().flatten().tolist() == [5, 23]
+    assert layer.v[1, 1].eq(2).all()
+    assert layer.v[5, 3].eq(2).all()
+    assert not pages.layers[0].k.any()
+
+
+def test_copies_read_before_they_write() -> None:
+    pages = cache()
+    for layer in pages.layers:
+        for block in range(6):
+            layer.k[block] = block
+            layer.v[block] = -block
+    pages.copy_blocks([1, 2], [2, 3])
+    pages.clear_blocks([5])
+    for layer in pages.layers:
+        assert layer.k[:, 0, 0, 0].tolist() == [0, 1, 1, 2, 4, 0]
+        assert layer.v[:, 0, 0, 0].tolist() == [0, -1, -1, -2, -4, 0]
+    pages.copy_blocks([], [])
+    pages.clear_blocks([])
+
+
+def test_budget() -> None:
+    block = kv_block_bytes(SPEC, 4, 2)
+    assert num_blocks_for(SPEC, 4, torch.bfloat16, 10 * block + 1) == 10
+    assert num_blocks_for(SPEC, 4, torch.bfloat16, block - 1) == 0

@@ -1,6 +1,8 @@
-"""Adapted modules by themselves, and slots over them."""
+"""Adapted modules, slots over them, merged linears."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -11,10 +13,19 @@ from transformers.pytorch_utils import Conv1D
 
 from loraplex_adapters.weights import AdapterWeights, LoraFactors
 from loraplex_contracts.adapters import AdapterKey
-from loraplex_server.backends.reference.lora import ReferenceOps
+from loraplex_server.backends.reference import ReferenceOps
+from loraplex_server.layers.adapter_slots import AdapterSlots
 from loraplex_server.layers.context import StepContext
-from loraplex_server.layers.linear import AdaptedEmbedding, AdaptedHead, AdaptedLinear, BaseLinear
-from loraplex_server.layers.lora import FactorTable, Segment
+from loraplex_server.layers.linear import (
+    AdaptedEmbedding,
+    AdaptedHead,
+    AdaptedLinear,
+    BaseLinear,
+    MergedLinear,
+    merge_linears,
+)
+from loraplex_server.layers.lora import FactorTable, PreparedSegments, Segment
+from loraplex_server.model import loader
 from loraplex_server.model.loader import adopt_model
 
 OPS = ReferenceOps()
@@ -165,3 +176,200 @@ def test_slots_refuse_what_the_model_lacks() -> None:
     with pytest.raises(ValueError, match=r"x\.y"):
         slots.install(0, weights)
     assert not any(module.num_installed for module in loaded.targets.values())
+
+
+CPU = torch.device("cpu")
+NAMES = ("q", "k", "v")
+SIZES = (6, 3, 2)
+
+
+class SiblingReference(ReferenceOps):
+    """Implements MergedLora, and counts."""
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+
+    def apply_merged(self, y: Tensor, x: Tensor, tables: Sequence[FactorTable], prepared: PreparedSegments) -> None:
+        self.calls.append(len(tables))
+        start = 0
+        for table in tables:
+            self.apply(y[:, start : start + table.out_features], x, table, prepared)
+            start += table.out_features
+
+
+class Three:
+    """Three joined linears, the same ones apart, and slots over the former."""
+
+    def __init__(self, has_bias: bool = True, ops: ReferenceOps | None = None) -> None:
+        torch.manual_seed(0)
+        self.context = StepContext()
+        self.plain = [nn.Linear(4, size, bias=has_bias).requires_grad_(False) for size in SIZES]
+        self.joined = [
+            AdaptedLinear(nn.Parameter(p.weight.clone(), False), copy_of(p.bias), self.context) for p in self.plain
+        ]
+        self.model = nn.ModuleDict(dict(zip(NAMES, self.joined, strict=True)))
+        self.groups = merge_linears(self.model, [list(NAMES)], dict(self.model.named_children()), self.context)
+        targets = dict(zip(NAMES[::-1], self.joined[::-1], strict=True))
+        self.ops = ops or SiblingReference()
+        self.slots = AdapterSlots(targets, self.ops, 2, CPU)  # type: ignore[arg-type]
+
+    def install(self, *paths: str) -> dict[str, LoraFactors]:
+        sizes = dict(zip(NAMES, SIZES, strict=True))
+        factors = {path: LoraFactors(torch.randn(2, 4), torch.randn(sizes[path], 2), 0.5) for path in paths}
+        self.slots.install(1, AdapterWeights(AdapterKey("lora", "0" * 64), torch.zeros(0, dtype=torch.uint8), factors))
+        self.context.token_segments = self.ops.prepare([Segment(1, 3, 1)], 5, 2, CPU)
+        return factors
+
+
+def copy_of(bias: nn.Parameter | None) -> nn.Parameter | None:
+    return nn.Parameter(bias.clone(), False) if bias is not None else None
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_they_answer_as_they_would_alone(has_bias: bool) -> None:
+    three = Three(has_bias)
+    x = torch.randn(1, 5, 4)
+    for linear, plain in zip(three.joined, three.plain, strict=True):
+        torch.testing.assert_close(linear(x), plain(x))
+    assert three.context.merged is None, "nothing is kept behind the last"
+
+
+def test_weights_are_rows_of_one() -> None:
+    three = Three()
+    (group,) = three.groups
+    assert group.weight.shape == (sum(SIZES), 4)
+    start = 0
+    for linear, plain in zip(three.joined, three.plain, strict=True):
+        assert torch.equal(linear.weight, plain.weight)
+        assert linear.weight.data_ptr() == group.weight[start].data_ptr()
+        assert linear.base.weight is linear.weight  # type: ignore[attr-defined]
+        start += linear.out_features
+
+
+def test_out_of_turn_or_with_another_input_each_computes_alone() -> None:
+    three = Three()
+    x, other = torch.randn(2, 5, 4)
+    first, second, third = three.joined
+    want = dict(zip(three.joined, three.plain, strict=True))
+    for calls in (
+        [(second, x)],
+        [(first, x), (third, x), (second, x)],
+        [(first, x), (second, other), (second, x), (second, x), (third, x)],
+        [(first, x), (first, other), (second, x), (second, other), (third, other)],
+        [(first, x), (second, x.clone()), (third, x)],
+    ):
+        three.context.clear()
+        for linear, given in calls:
+            torch.testing.assert_close(linear(given), want[linear](given))
+
+
+def test_what_a_caller_does_to_its_columns_is_its_own_affair() -> None:
+    three = Three()
+    x = torch.randn(5, 4)
+    three.joined[0](x).zero_()
+    torch.testing.assert_close(three.joined[1](x), three.plain[1](x))
+    torch.testing.assert_close(three.joined[0](x), three.plain[0](x))
+
+
+def test_a_step_that_raises_in_between_leaves_nothing() -> None:
+    three = Three()
+    three.joined[0](torch.randn(5, 4))
+    assert three.context.merged is not None
+    three.context.clear()
+    assert three.context.merged is None
+
+
+@pytest.mark.parametrize("installed", [("q", "k", "v"), ("k",), ("v", "q")])
+@pytest.mark.parametrize("ops", [SiblingReference(), ReferenceOps()], ids=["at once", "one by one"])
+def test_adapters_of_any_of_them(ops: ReferenceOps, installed: tuple[str, ...]) -> None:
+    three = Three(ops=ops)
+    factors = three.install(*installed)
+    x = torch.randn(1, 5, 4)
+    for name, linear, plain in zip(NAMES, three.joined, three.plain, strict=True):
+        want = plain(x)
+        if name in factors:
+            want[0, 1:3] += 0.5 * x[0, 1:3] @ factors[name].a.T @ factors[name].b.T
+        torch.testing.assert_close(linear(x), want)
+    if isinstance(ops, SiblingReference):
+        assert ops.calls.pop() == 3
+        three.slots.install(1, None)
+        three.joined[0](x)
+        assert not ops.calls, "with no adapter in any of them nobody is asked"
+
+
+def test_tables_lie_one_below_the_other_as_they_are_called() -> None:
+    tables = [linear.table for linear in Three().joined]
+    starts = [table.a_ptrs.data_ptr() for table in tables if table is not None]
+    assert starts == sorted(starts)
+    assert starts[1] - starts[0] == starts[2] - starts[1] == 2 * 8
+
+
+def test_only_what_fits_together_is_joined() -> None:
+    context = StepContext()
+
+    def linear(*, dtype: torch.dtype = torch.float32, bias: bool = False) -> AdaptedLinear:
+        plain = nn.Linear(4, 4, bias=bias, dtype=dtype)
+        return AdaptedLinear(plain.weight, plain.bias, context)
+
+    modules = {
+        "a.x": linear(), "a.y": linear(bias=True), "b.x": linear(), "b.y": linear(dtype=torch.float64),
+        "c.x": linear(), "d.x": linear(), "e.x": linear(), "e.y": linear(), "e.lone": linear(), "f.x": linear(),
+    }  # fmt: skip
+    runs = [["a.x", "a.y"], ["b.x", "b.y"], ["c.x", "d.x", "e.x", "e.y"], ["e.lone"], [], ["f.x", "f.no_target"]]
+    (group,) = merge_linears(nn.ModuleList(modules.values()), runs, modules, context)
+    assert group.members == (modules["e.x"], modules["e.y"])
+    assert [path for path, module in modules.items() if module.merged is group] == ["e.x", "e.y"]
+
+
+def test_separated_they_compute_alone() -> None:
+    three = Three()
+    three.groups[0].separate()
+    assert not any(linear.merged for linear in three.joined)
+    x = torch.randn(5, 4)
+    for linear, plain in zip(three.joined, three.plain, strict=True):
+        torch.testing.assert_close(linear(x), plain(x))
+
+
+def test_a_model_whose_code_needs_whole_outputs_is_served_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Viewed(MergedLinear):
+        def output(self, member: AdaptedLinear, x: Tensor) -> Tensor | None:
+            y = super().output(member, x)
+            return y if y is None else y.view(-1)
+
+    monkeypatch.setattr("loraplex_server.layers.linear.MergedLinear", Viewed)
+    loaded = adopt_model(
+        random_model("llama"), backend=PatchedBackend(merges=True)
+    )  # verified against Transformers' own attention
+    assert not any(module.merged for module in loaded.targets.values() if isinstance(module, AdaptedLinear))
+
+
+def test_a_module_that_is_called_twice_stays_alone() -> None:
+    context, model = StepContext(), random_model("llama")
+    probe = loader.probe_model(model, "x", 64)
+    assert any(run[-1].endswith("v_proj") and len(run) == 3 for run in probe.runs)
+    probe.rows["model.layers.0.self_attn.k_proj"] *= 2
+    targets = loader.adapt_modules(model, probe, context, torch.float64)
+    loader._merge(model, probe, targets, context)
+    joined = {path for path, module in targets.items() if isinstance(module, AdaptedLinear) and module.merged}
+    assert "model.layers.0.self_attn.q_proj" in joined
+    assert "model.layers.0.self_attn.k_proj" not in joined
+
+
+def test_inputs_that_are_changed_on_the_way_are_not_one() -> None:
+    class Changing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.one(x)
+            x += 1
+            return y + self.two(x)
+
+    runs: list[list[str]] = []
+    module = Changing().requires_grad_(False)
+    from loraplex_server.model.probe import _runs_recorded
+
+    with _runs_recorded(module, runs):
+        module(torch.randn(3, 4))
+    assert runs == [["one"], ["two"]]

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from loraplex_contracts.errors import InvalidArgument, UnsupportedModel
-from loraplex_server.layers import attention_interface as interface
+from loraplex_server.layers.attention import SERVING, AttentionSpec, ModelSpec, describe_mask, kv_block_bytes
 from loraplex_server.layers.linear import AdaptedEmbedding, AdaptedHead, AdaptedLinear
-from loraplex_server.layers.spec import AttentionSpec, ModelSpec, kv_block_bytes
 from loraplex_server.model.loader import adopt_model, load_model, refuse_config, resolve_device
 
 SMALL: dict[str, Any] = {
@@ -302,11 +301,11 @@ def test_loading_from_a_directory_keeps_weights_and_dtype(tmp_path: Path) -> Non
 def test_serving_builds_no_masks() -> None:
     """Under the serving name Transformers must find no mask function."""
     model = adopt_model(random_model("gemma2")).model
-    assert model.config._attn_implementation == interface.SERVING
+    assert model.config._attn_implementation == SERVING
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-    assert interface.SERVING not in ALL_MASK_ATTENTION_FUNCTIONS
-    assert not any(word in interface.SERVING for word in ("sdpa", "flex_attention", "paged|"))
+    assert SERVING not in ALL_MASK_ATTENTION_FUNCTIONS
+    assert not any(word in SERVING for word in ("sdpa", "flex_attention", "paged|"))
 
 
 @pytest.mark.parametrize(
@@ -320,7 +319,7 @@ def test_serving_builds_no_masks() -> None:
     ],
 )
 def test_masks_are_told_apart(function: Any, found: object) -> None:
-    assert interface.describe_mask(function) == found
+    assert describe_mask(function) == found
 
 
 def test_a_gpu_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

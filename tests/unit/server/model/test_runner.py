@@ -22,7 +22,7 @@ from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.errors import Internal, NonFinite, OutOfMemory
 from loraplex_contracts.plan import AdapterUse, BlockCopy, NewSequence, Span, SpanResult, StepPlan, StepResult
 from loraplex_contracts.request import OutputParams, SamplingParams
-from loraplex_server.backends.reference.attention import TorchPagedAttention
+from loraplex_server.backends.reference import TorchPagedAttention
 from loraplex_server.layers.linear import AdaptedLinear
 from loraplex_server.model import runner as module
 from loraplex_server.model.loader import adopt_model

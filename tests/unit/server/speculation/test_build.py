@@ -26,7 +26,7 @@ from loraplex_contracts.errors import (
     UnsupportedModel,
 )
 from loraplex_server.config import DraftModelConfig
-from loraplex_server.layers.spec import ModelSpec
+from loraplex_server.layers.attention import ModelSpec
 from loraplex_server.speculation.build import (
     DraftTarget,
     have_same_ids,

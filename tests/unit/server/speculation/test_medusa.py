@@ -23,10 +23,9 @@ from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.plan import AdapterUse, Candidate, StepPlan
 from loraplex_contracts.request import Request, SpeculationParams, StoppingParams
 from loraplex_server.backends.cpu.torch_lora import CpuDense, CpuOps
-from loraplex_server.backends.reference.lora import ReferenceDense, ReferenceOps
+from loraplex_server.backends.reference import ReferenceDense, ReferenceOps
 from loraplex_server.layers.adapter_slots import AdapterSlots
-from loraplex_server.layers.lora import PreparedSegments, Segment, SegmentedLora
-from loraplex_server.layers.segmented_dense import DenseTable, SegmentedDense
+from loraplex_server.layers.lora import DenseTable, PreparedSegments, Segment, SegmentedDense, SegmentedLora
 from loraplex_server.model.loaded_model import LoadedModel
 from loraplex_server.model.loader import adopt_model
 from loraplex_server.speculation.medusa import HeadAsk, HeadSlots, MedusaProposer

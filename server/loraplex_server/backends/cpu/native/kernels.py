@@ -1,6 +1,6 @@
 """Native kernels called with tensors: packing, products, low-rank updates, attention, decoders.
 
-Owns the threads. A C function gets its arguments in the order of their names in prototypes.py. Checks nothing that its
+Owns the threads. A C function gets its arguments in the order of their names in library.py. Checks nothing that its
 callers know: a wrong shape here is a wrong address there, so callers are the few modules that take shapes from the
 tensors themselves.
 """
@@ -18,8 +18,17 @@ import torch
 from torch import Tensor
 
 from loraplex_server.backends.cpu.native.int8 import to_int8
-from loraplex_server.backends.cpu.native.library import Library
-from loraplex_server.backends.cpu.native.prototypes import Guesses, GuessScratch, Head, Runs, Spans, Stack, Step, Table
+from loraplex_server.backends.cpu.native.library import (
+    Guesses,
+    GuessScratch,
+    Head,
+    Library,
+    Runs,
+    Spans,
+    Stack,
+    Step,
+    Table,
+)
 
 DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}  # lp::DType
 K_MULTIPLE: Final = {torch.float32: 1, torch.bfloat16: 32}  # of a packed weight's inputs

@@ -1,6 +1,7 @@
-"""Loader of the native CPU library, with the reason where it cannot be used.
+"""Native CPU library: prototypes of its C functions for ctypes, and loading.
 
-A library of another version or other sources is refused. prototypes.py lists its functions, kernels.py calls them.
+Prototypes belong to src/*.cpp: a change of a function's arguments there changes its row here, and ABI_VERSION in both.
+A library of another version or other sources is refused. kernels.py calls the functions.
 """
 
 from __future__ import annotations
@@ -19,7 +20,175 @@ from loraplex_server.backends.cpu.native.build import (
     source_hash,
     this_machine,
 )
-from loraplex_server.backends.cpu.native.prototypes import ABI_VERSION, IDENTITY, KERNELS, Prototype
+
+# --- prototypes -------------------------------------------------------------------------------------------------------
+
+
+ABI_VERSION: Final = 3  # kAbiVersion in src/version.cpp
+
+
+class Prototype(NamedTuple):
+    """What a function returns (None: nothing) and takes."""
+
+    returns: Any
+    arguments: tuple[Any, ...] = ()
+    names: tuple[str, ...] = ()  # of the arguments
+
+
+# Those that tell what the library is and whether it runs here. They never change, so that an old library is recognized.
+IDENTITY: Final[Mapping[str, Prototype]] = {
+    "lp_abi_version": Prototype(ctypes.c_int),
+    "lp_source_hash": Prototype(ctypes.c_char_p),
+    "lp_isa": Prototype(ctypes.c_char_p),
+    "lp_has_kernels": Prototype(ctypes.c_int),
+}
+
+_POINTER: Final = ctypes.c_void_p
+_INT: Final = ctypes.c_int
+_LONG: Final = ctypes.c_int64
+_FLOAT: Final = ctypes.c_float
+
+
+class Table(ctypes.Structure):
+    """LpTable: one module's factors by slot. All null: it has none."""
+
+    _fields_ = (("a_ptrs", _POINTER), ("b_ptrs", _POINTER), ("ranks", _POINTER), ("scales", _POINTER))
+
+
+class Runs(ctypes.Structure):
+    """LpRuns: which rows use which adapters."""
+
+    _fields_ = (
+        *(("num_runs", _INT), ("max_rank", _INT)),
+        *((name, _POINTER) for name in ("starts", "ends", "first_uses", "slots", "weights")),
+    )
+
+
+class Spans(ctypes.Structure):
+    """LpSpans: the step's spans over the paged KV cache."""
+
+    _fields_ = (
+        *(("num_spans", _INT), ("block_size", _INT), ("table_stride", _LONG)),
+        *((name, _POINTER) for name in ("query_starts", "context_lens", "block_tables", "slots")),
+    )
+
+
+class Layer(ctypes.Structure):
+    """LpLayer: one decoder layer's weights, pages and adapter tables."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("qkv", "o", "gate_up", "down", "qkv_bias", "o_bias")),
+        *((name, _POINTER) for name in ("norm1", "norm2", "q_norm", "k_norm", "k_pages", "v_pages")),
+        *((name, _FLOAT) for name in ("eps", "qk_eps", "scaling", "softcap")),
+        ("window", _LONG),
+        *((f"{name}_table", Table) for name in ("q", "k", "v", "o", "gate", "up", "down")),
+    )
+
+
+class Stack(ctypes.Structure):
+    """LpStack: what all layers share."""
+
+    _fields_ = (
+        *((name, _INT) for name in ("dtype", "num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim")),
+        *((name, _INT) for name in ("ffn", "act", "is_int8")),
+        ("layers", ctypes.POINTER(Layer)),
+    )
+
+
+class Step(ctypes.Structure):
+    """LpStep: one step's hidden states and what its layers share."""
+
+    _fields_ = (
+        *(("num_tokens", _INT), ("num_rotary", _INT), ("hidden", _POINTER), ("cos", _POINTER), ("sin", _POINTER)),
+        *(("spans", Spans), ("runs", Runs), ("scratch", _POINTER)),
+    )
+
+
+class Block(ctypes.Structure):
+    """LpBlock: the residual block of some rows of guesses."""
+
+    _fields_ = (("start", _INT), ("end", _INT), ("weight", _POINTER), ("bias", _POINTER))
+
+
+class Guesses(ctypes.Structure):
+    """LpGuesses: how a batch of guesses lies."""
+
+    _fields_ = (
+        *((name, _INT) for name in ("dtype", "num_rows", "num_layers")),
+        *((name, _POINTER) for name in ("sources", "num_blocks", "blocks")),
+    )
+
+
+class Head(ctypes.Structure):
+    """LpHead: the model's own head."""
+
+    _fields_ = (
+        *(("features", _LONG), ("num_outputs", _LONG), ("packed", _POINTER), ("bias", _POINTER)),
+        ("is_int8", _INT),
+    )
+
+
+class GuessScratch(ctypes.Structure):
+    """LpGuessScratch."""
+
+    _fields_ = (("x", _POINTER), ("inner", _POINTER), ("logits", _POINTER))
+
+
+def _struct(kind: type[ctypes.Structure]) -> Any:
+    return ctypes.POINTER(kind)
+
+
+# Types of arguments by their names in src/*.cpp. Names that are not here are pointers to memory.
+_TYPES: Final[Mapping[str, Any]] = {
+    **dict.fromkeys(("dtype", "is_int8", "num_threads", "num_rows", "num_heads", "num_kv_heads", "dim"), _INT),
+    **dict.fromkeys(("k", "n", "stride", "x_stride", "y_stride", "num_outputs", "num_bytes", "num_tokens"), _LONG),
+    **dict.fromkeys(("max_rank", "window"), _LONG),
+    **dict.fromkeys(("scaling", "softcap", "eps"), _FLOAT),
+    "name": ctypes.c_char_p,
+    "table": _struct(Table),
+    "runs": _struct(Runs),
+    "spans": _struct(Spans),
+    "guesses": _struct(Guesses),
+    "head": _struct(Head),
+    "stack": _struct(Stack),
+    "step": _struct(Step),
+}
+
+
+def _function(returns: Any, names: str, **types: Any) -> Prototype:
+    """Arguments by the names that they have in src/*.cpp, in order; `types` where they differ from _TYPES."""
+    arguments = names.split()
+    known = {**_TYPES, **types}
+    return Prototype(returns, tuple(known.get(name, _POINTER) for name in arguments), tuple(arguments))
+
+
+KERNELS: Final[Mapping[str, Prototype]] = {
+    "lp_use_isa": _function(_INT, "name"),
+    "lp_pool_new": _function(_POINTER, "num_threads"),
+    "lp_pool_free": _function(None, "pool"),
+    "lp_use_large_pages": _function(None, "memory num_bytes"),
+    "lp_packed_bytes": _function(_LONG, "dtype is_int8 num_outputs k"),
+    "lp_pack": _function(None, "pool dtype weight exponents stride num_outputs k packed"),
+    "lp_pack_pair": _function(
+        None, "pool dtype first first_exponents second second_exponents stride num_outputs k packed"
+    ),
+    "lp_linear": _function(None, "pool dtype x x_stride num_rows k packed is_int8 num_outputs bias y y_stride"),
+    "lp_lora_scratch": _function(_LONG, "num_rows max_rank num_outputs", num_rows=_LONG),
+    "lp_lora": _function(None, "pool dtype x k num_rows table runs scratch y num_outputs y_stride"),
+    "lp_dense": _function(None, "pool dtype x x_stride num_rows k weight num_outputs bias y y_stride"),
+    "lp_attend": _function(
+        None, "pool dtype q out k_pages v_pages num_heads num_kv_heads dim scaling softcap window spans"
+    ),
+    "lp_rms_norm": _function(None, "pool dtype x weight num_rows n eps y"),
+    "lp_argmax": _function(None, "pool dtype x num_rows n best where"),
+    "lp_guess": _function(None, "pool guesses head hidden scratch best where", scratch=_struct(GuessScratch)),
+    "lp_stack_scratch_bytes": _function(_LONG, "stack num_tokens max_rank"),
+    "lp_stack_run": _function(None, "pool stack step"),
+}
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+
 
 _HOW: Final = "python -m loraplex_server.backends.cpu.native.build"
 
@@ -34,7 +203,7 @@ class NativeStatus(NamedTuple):
 class Library:
     """The loaded library. Its functions are called as `library.functions.lp_name(...)`, without the GIL."""
 
-    functions: Any  # ctypes.CDLL; each function of prototypes.py has its types
+    functions: Any  # ctypes.CDLL; each function of the prototypes has its types
     path: Path
 
     @property

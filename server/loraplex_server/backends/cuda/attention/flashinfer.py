@@ -16,9 +16,7 @@ import torch
 from torch import Tensor
 
 from loraplex_server.backends.cuda.attention.plan import Spans, host_copy, host_ints, no_spans, read_spans
-from loraplex_server.layers.attention import AttentionBatch, Reserved
-from loraplex_server.layers.kv_memory import LayerKv
-from loraplex_server.layers.spec import AttentionSpec
+from loraplex_server.layers.attention import AttentionBatch, AttentionSpec, LayerKv, Reserved
 
 DTYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 128, 256)

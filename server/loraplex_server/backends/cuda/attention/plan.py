@@ -24,8 +24,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from loraplex_server.layers.attention import AttentionBatch, Reserved
-from loraplex_server.layers.spec import AttentionSpec
+from loraplex_server.layers.attention import AttentionBatch, AttentionSpec, Reserved
 
 Ints = npt.NDArray[np.int64]
 

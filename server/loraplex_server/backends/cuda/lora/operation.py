@@ -1,7 +1,7 @@
 """Segmented LoRA and dense products by Triton kernels.
 
-Needs triton; runs on CUDA, and on a CPU in Triton's interpreter for tests. `variants.py` chooses kernels and block
-sizes, `plan.py` lays out the step. Owns what it derives from a table (in its `derived`).
+Needs triton; runs on CUDA, and on a CPU in Triton's interpreter for tests. `plan.py` lays out the step and chooses
+kernels and block sizes. Owns what it derives from a table (in its `derived`).
 """
 
 from __future__ import annotations
@@ -24,18 +24,28 @@ from loraplex_server.backends.cuda.lora.kernels import (
     shrink_rows_kernel,
     shrink_tiles_kernel,
 )
-from loraplex_server.backends.cuda.lora.plan import ALIGN_BYTES, KernelPlan, build_plan, refill_plan, reserve_plan
-from loraplex_server.backends.cuda.lora.variants import (
+from loraplex_server.backends.cuda.lora.plan import (
+    ALIGN_BYTES,
+    KernelPlan,
     Launch,
     Variant,
+    build_plan,
     choose_block_rows,
     choose_dense_launch,
     choose_dense_rows,
     choose_launch,
+    refill_plan,
+    reserve_plan,
 )
-from loraplex_server.backends.reference.lora import ReferenceDense, ReferenceOps
-from loraplex_server.layers.lora import FactorTable, PreparedSegments, Segment, check_segments
-from loraplex_server.layers.segmented_dense import DenseTable, check_dense_segments
+from loraplex_server.backends.reference import ReferenceDense, ReferenceOps
+from loraplex_server.layers.lora import (
+    DenseTable,
+    FactorTable,
+    PreparedSegments,
+    Segment,
+    check_dense_segments,
+    check_segments,
+)
 
 # Their types know neither launch options nor that a plain int becomes a constant.
 _shrink_rows: Any = shrink_rows_kernel

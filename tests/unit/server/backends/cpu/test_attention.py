@@ -14,10 +14,8 @@ from support.native_kernels import isas, native_kernels, using
 from torch import Tensor
 
 from loraplex_server.backends.cpu.attention import NativePagedAttention, reason_against, spans_of
-from loraplex_server.backends.reference.attention import TorchPagedAttention
-from loraplex_server.layers.attention import AttentionBatch
-from loraplex_server.layers.kv_memory import LayerKv
-from loraplex_server.layers.spec import AttentionSpec
+from loraplex_server.backends.reference import TorchPagedAttention
+from loraplex_server.layers.attention import AttentionBatch, AttentionSpec, LayerKv
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}

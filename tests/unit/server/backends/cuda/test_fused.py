@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.backends import ReferenceFused
 
-from loraplex_server.layers.fused import NormForm, ReferenceFused
+from loraplex_server.backends.fusion import NormForm
 
 IN_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

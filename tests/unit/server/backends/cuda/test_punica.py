@@ -32,7 +32,7 @@ from loraplex_server.backends.backend import Implementation
 from loraplex_server.backends.cpu.torch_lora import CpuOps
 from loraplex_server.backends.cuda.backend import CudaBackend
 from loraplex_server.backends.cuda.punica import BGMV_RANKS, DTYPES, SGMV_RANKS, PunicaOps
-from loraplex_server.backends.reference.lora import ReferenceOps
+from loraplex_server.backends.reference import ReferenceOps
 from loraplex_server.layers.lora import FactorTable, PreparedSegments, Segment
 
 IN, OUT = 96, 64

@@ -1,18 +1,26 @@
-"""Which libraries are loaded and which are refused, with what reason."""
+"""Libraries that are loaded or refused, and prototypes against the sources."""
 
 from __future__ import annotations
 
 import ctypes
 import platform
+import re
 from pathlib import Path
 
 import pytest
 from support.native import compiler_or_skip, write_sources
 
 from loraplex_server.backends.cpu.native import build
-from loraplex_server.backends.cpu.native.build import Compiler, Machine, find_compiler
-from loraplex_server.backends.cpu.native.library import Loaded, NativeStatus, load
-from loraplex_server.backends.cpu.native.prototypes import ABI_VERSION, Prototype
+from loraplex_server.backends.cpu.native.build import SOURCES, Compiler, Machine, find_compiler
+from loraplex_server.backends.cpu.native.library import (
+    ABI_VERSION,
+    IDENTITY,
+    KERNELS,
+    Loaded,
+    NativeStatus,
+    Prototype,
+    load,
+)
 
 PROBES = {"lp_probe_avx512": Prototype(ctypes.c_int)}
 AGAIN = "python -m loraplex_server.backends.cpu.native.build"
@@ -100,3 +108,18 @@ def test_a_cpu_for_which_nothing_was_built(compiler: Compiler, sources: Path, tm
 def test_another_architecture(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     assert "this is linux aarch64" in refused(load(tmp_path / "out.so", sources))
+
+
+def declared() -> dict[str, list[str]]:
+    text = "\n".join(path.read_text() for path in SOURCES.glob("*.cpp"))
+    found = re.findall(r"(?m)^[^/\n]*\b(lp_[a-z_0-9]+)\(([^)]*)\)\s*\{", text)
+    return {name: re.findall(r"(\w+)\s*(?:,|$)", arguments) for name, arguments in found}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_arguments_have_the_names_of_the_sources(name: str) -> None:
+    assert declared()[name] == list(KERNELS[name].names)
+
+
+def test_every_function_is_declared() -> None:
+    assert declared().keys() == {*KERNELS, *IDENTITY}

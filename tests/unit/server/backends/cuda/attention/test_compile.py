@@ -70,8 +70,7 @@ def test_attend_compiles(
     window: int | None,
     softcap: float | None,
 ) -> None:
-    from loraplex_server.backends.cuda.attention.kernels import attend_kernel
-    from loraplex_server.backends.cuda.attention.paged import tile_options
+    from loraplex_server.backends.cuda.attention.paged import attend_kernel, tile_options
     from loraplex_server.backends.cuda.attention.plan import shape_of
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -104,7 +103,7 @@ def test_attend_compiles(
 @pytest.mark.parametrize(("dtype", "arch"), [("bf16", 90), ("fp16", 80), ("fp32", 80)])
 @pytest.mark.parametrize("name", ["write_kernel", "combine_kernel"])
 def test_the_others_compile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, dtype: str, arch: int) -> None:
-    from loraplex_server.backends.cuda.attention import kernels as triton_kernels
+    from loraplex_server.backends.cuda.attention import paged as triton_kernels
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     constants = {"K_DIM": 128, "V_DIM": 128, "BLOCK_K": 128, "BLOCK_V": 128, "BLOCK_PARTS": 8}

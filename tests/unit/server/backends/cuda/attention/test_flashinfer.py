@@ -13,9 +13,7 @@ from torch import Tensor
 
 from loraplex_server.backends.cuda.attention import flashinfer
 from loraplex_server.backends.cuda.attention.flashinfer import FlashInferAttention, Plan, reason_against
-from loraplex_server.layers.attention import ReplayableAttention, Reserved
-from loraplex_server.layers.kv_memory import LayerKv
-from loraplex_server.layers.spec import AttentionSpec
+from loraplex_server.layers.attention import AttentionSpec, LayerKv, ReplayableAttention, Reserved
 
 BF16 = torch.bfloat16
 

@@ -2,7 +2,7 @@
 
 Triton chooses between compiler and interpreter when it is imported, for its own library too, and in a pytest process it
 is imported early (by torch and transformers). So the choice is made for a process of its own, and the rest of the
-suite keeps the compiler (see test_triton_compile.py).
+suite keeps the compiler (see test_compile.py).
 """
 
 from __future__ import annotations

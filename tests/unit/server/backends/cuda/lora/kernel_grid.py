@@ -24,8 +24,7 @@ from torch import Tensor
 
 from loraplex_server.backends.cuda.lora import operation as lora
 from loraplex_server.backends.cuda.lora.operation import TritonOps
-from loraplex_server.backends.cuda.lora.plan import MAX_TERMS
-from loraplex_server.backends.cuda.lora.variants import Variant
+from loraplex_server.backends.cuda.lora.plan import MAX_TERMS, Variant
 from loraplex_server.layers.lora import FactorTable, PreparedSegments, ReplayableLora, Segment
 
 assert lora.INTERPRETED, "without the interpreter these kernels need a GPU"

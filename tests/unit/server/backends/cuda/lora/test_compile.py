@@ -91,7 +91,7 @@ def tile_options(name: str, launch: Any) -> dict[str, int]:
 @pytest.mark.parametrize("name", ["shrink_rows", "expand_rows", "fused_rows"])
 def test_kernels_for_few_rows(name: str, dtype: str, arch: int) -> None:
     from loraplex_server.backends.cuda.lora import kernels
-    from loraplex_server.backends.cuda.lora.variants import FEW_ROWS, choose_launch
+    from loraplex_server.backends.cuda.lora.plan import FEW_ROWS, choose_launch
 
     kernel = getattr(kernels, f"{name}_kernel")
     variant = "fused" if name == "fused_rows" else "rows"
@@ -110,7 +110,7 @@ def test_kernels_for_few_rows(name: str, dtype: str, arch: int) -> None:
 @pytest.mark.parametrize("name", ["shrink_tiles", "expand_tiles"])
 def test_kernels_for_many_rows(name: str, block_rows: int, dtype: str, arch: int) -> None:
     from loraplex_server.backends.cuda.lora import kernels
-    from loraplex_server.backends.cuda.lora.variants import choose_launch
+    from loraplex_server.backends.cuda.lora.plan import choose_launch
 
     launch = choose_launch(block_rows, 8, 4096, 4096, 64, BYTES[dtype])
     kernel = getattr(kernels, f"{name}_kernel")
@@ -131,7 +131,7 @@ def test_no_kernel_of_a_served_model_spills(max_rank: int, arch: int, tmp_path: 
     """Every kernel that the tables choose for a model in bfloat16, whatever the step. What does not fit the registers
     goes through memory, several times as slowly."""
     from loraplex_server.backends.cuda.lora import kernels
-    from loraplex_server.backends.cuda.lora.variants import FEW_ROWS, MANY_ROWS, ONE_ROW, SOME_ROWS, choose_launch
+    from loraplex_server.backends.cuda.lora.plan import FEW_ROWS, MANY_ROWS, ONE_ROW, SOME_ROWS, choose_launch
 
     done: set[tuple[Any, ...]] = set()
     for (num_in, num_out), block_rows in itertools.product(SHAPES, (ONE_ROW, FEW_ROWS, SOME_ROWS, MANY_ROWS)):
@@ -167,7 +167,7 @@ def stack_bytes(result: Any, folder: Path) -> int:
 @pytest.mark.parametrize("block_rows", [16, 64])
 def test_dense_kernel(block_rows: int, dtype: str, arch: int) -> None:
     from loraplex_server.backends.cuda.lora.kernels import product_kernel
-    from loraplex_server.backends.cuda.lora.variants import choose_dense_launch
+    from loraplex_server.backends.cuda.lora.plan import choose_dense_launch
 
     launch = choose_dense_launch(block_rows, BYTES[dtype])
     constants: dict[str, object] = {

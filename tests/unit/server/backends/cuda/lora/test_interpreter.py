@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 SERVER = HERE.parents[2]
 SUITES = (
     SERVER / "backends/test_lora_operations.py",
-    SERVER / "layers/test_segmented_dense.py",
+    SERVER / "layers/test_lora.py",
     HERE / "kernel_grid.py",
 )
 

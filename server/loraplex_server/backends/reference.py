@@ -1,13 +1,13 @@
-"""Paged attention in plain torch: the reference, on any device and in any dtype.
+"""Reference back end in plain torch, on any device and in any dtype: attention, LoRA, dense products.
 
-Spans of one query length and similar context form a group, padded to its longest context and computed at once; only
-the blocks that a group's queries can see are gathered. Groups, gather indices and masks are made once per step and
-shared by all layers with the same window.
+Attention: spans of one query length and similar context form a group, padded to its longest context and computed at
+once; only the blocks that a group's queries can see are gathered. Groups, gather indices and masks are made once per
+step and shared by all layers with the same window.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,9 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from loraplex_server.layers.attention import AttentionBatch
-from loraplex_server.layers.kv_memory import LayerKv
-from loraplex_server.layers.spec import AttentionSpec
+from loraplex_server.layers.attention import AttentionBatch, AttentionSpec, LayerKv
+from loraplex_server.layers.lora import (
+    DenseTable,
+    FactorTable,
+    PreparedSegments,
+    Segment,
+    check_dense_segments,
+    check_segments,
+)
 
 # Up to this many queries per span the query heads that share a KV head are packed into the query dimension, so that
 # keys and values are read once.
@@ -227,3 +233,56 @@ def _softcapped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: Atte
             scores = scores + (mask if is_shared else mask[:, :, begin : begin + step])
         pieces.append(torch.softmax(scores, dim=-1) @ v)
     return torch.cat(pieces, dim=2).to(q.dtype)
+
+
+# --- LoRA and dense products ------------------------------------------------------------------------------------------
+
+
+def add_low_rank(y: Tensor, x: Tensor, a: Tensor, b: Tensor, factor: float) -> None:
+    """y [rows, out] += factor * (x [rows, in] @ a.T [in, rank]) @ b.T [rank, out], at least in float32."""
+    wide = torch.promote_types(y.dtype, torch.float32)
+    term = (x.to(wide) @ a.to(wide).T) @ b.to(wide).T
+    y.copy_(y.to(wide) + factor * term)
+
+
+class ReferenceOps:
+    """SegmentedLora, one segment after the other."""
+
+    name = "reference"
+
+    def prepare(
+        self, segments: Sequence[Segment], num_rows: int, num_slots: int, device: torch.device
+    ) -> PreparedSegments:
+        check_segments(segments, num_rows, num_slots)
+        return PreparedSegments(tuple(segments), num_rows)
+
+    def apply(self, y: Tensor, x: Tensor, table: FactorTable, prepared: PreparedSegments) -> None:
+        for segment in prepared.segments:
+            factors = table.factors[segment.adapter_slot]
+            if factors is None or factors.rank == 0 or segment.start == segment.end:
+                continue
+            rows = slice(segment.start, segment.end)
+            add_low_rank(y[rows], x[rows], factors.a, factors.b, segment.weight * factors.scale)
+
+
+class ReferenceDense:
+    """SegmentedDense, one segment after the other."""
+
+    name = "reference"
+
+    def prepare(
+        self, segments: Sequence[Segment], num_rows: int, num_slots: int, device: torch.device
+    ) -> PreparedSegments:
+        check_dense_segments(segments, num_rows, num_slots)
+        return PreparedSegments(tuple(segments), num_rows)
+
+    def apply(self, y: Tensor, x: Tensor, table: DenseTable, prepared: PreparedSegments) -> None:
+        wide = torch.promote_types(y.dtype, torch.float32)
+        for segment in prepared.segments:
+            dense = table.get(segment.adapter_slot)
+            if dense is None or segment.start == segment.end:
+                continue
+            product = x[segment.start : segment.end].to(wide) @ dense.weight.to(wide).T  # [rows, out]
+            if dense.bias is not None:
+                product = product + dense.bias.to(wide)
+            y[segment.start : segment.end, : dense.num_outputs] = product.to(y.dtype)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from loraplex_server.backends.cpu.native import threads
-from loraplex_server.backends.cpu.native.threads import default_num_threads, num_cores, own_cores
+from loraplex_server.backends.cpu.native import config
+from loraplex_server.backends.cpu.native.config import default_num_threads, num_cores, own_cores
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def test_cores_count_once(cpus: Path, own: set[int], expected: int) -> None:
 
 @pytest.mark.parametrize(("given", "expected"), [("3", 3), (" 5,2", 5), ("0", 7), ("", 7), ("many", 7), ("-2", 7)])
 def test_the_environment_comes_first(given: str, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "num_cores", lambda cpus: 7)
+    monkeypatch.setattr(config, "num_cores", lambda cpus: 7)
     monkeypatch.setenv("OMP_NUM_THREADS", given)
     assert default_num_threads() == expected
 
@@ -47,7 +47,7 @@ def test_no_more_than_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_cores_go_by_numa_node(cpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "own_cpus", lambda: {0, 1, 2, 3})
+    monkeypatch.setattr(config, "own_cpus", lambda: {0, 1, 2, 3})
     assert own_cores(cpus) == [{0, 2}, {1, 3}]
     for cpu in range(4):
         (cpus / f"cpu{cpu}" / f"node{1 - cpu % 2}").mkdir()

@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 
 from loraplex_contracts.errors import InvalidArgument
+from loraplex_server.backends import reference as torch_paged
 from loraplex_server.backends.backend import Backend
-from loraplex_server.backends.reference import attention as torch_paged
 from loraplex_server.backends.registry import attention_kernels, make_attention
-from loraplex_server.layers.attention import AttentionBatch
-from loraplex_server.layers.kv_memory import LayerKv
-from loraplex_server.layers.spec import AttentionSpec
+from loraplex_server.layers.attention import AttentionBatch, AttentionSpec, LayerKv
 
 BLOCK = 4
 USABLE = [backend.name for backend in attention_kernels(Backend()) if backend.usable]

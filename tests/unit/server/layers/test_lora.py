@@ -1,25 +1,35 @@
-"""One suite for every implementation of segmented dense products.
+"""Common suite of segmented dense products, and joined segments.
 
-Like test_ops.py it is run over the Triton kernel by triton/test_dense.py, in a process of its own.
+Like backends/test_lora_operations.py it is run over the Triton kernel by backends/cuda/lora/test_interpreter.py, in a
+process of its own.
 """
 
 from __future__ import annotations
 
 import os
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from support.native_kernels import isas, native_kernels, using
 from torch import Tensor
 
 from loraplex_server.backends.cpu.lora import NativeDense
 from loraplex_server.backends.cpu.torch_lora import CpuDense
-from loraplex_server.backends.reference.lora import ReferenceDense
+from loraplex_server.backends.reference import ReferenceDense
 from loraplex_server.backends.registry import choose_backend
-from loraplex_server.layers.lora import Segment
-from loraplex_server.layers.segmented_dense import DenseTable, DenseWeight, SegmentedDense
+from loraplex_server.layers.lora import (
+    DenseTable,
+    DenseWeight,
+    Segment,
+    SegmentedDense,
+    check_segments,
+    join_neighbours,
+)
 
 IN_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
 NAMES = ["triton"] if IN_INTERPRETER else ["reference", "cpu", *(f"native {isa}" for isa in isas())]
@@ -249,3 +259,40 @@ def test_which_one_a_device_gets(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert choose_backend("cuda:0").dense().name == "triton"
+
+
+NUM_ROWS = 12
+
+
+@st.composite
+def segments(draw: st.DrawFn) -> Segment:
+    start = draw(st.integers(0, NUM_ROWS))
+    return Segment(
+        start, draw(st.integers(start, NUM_ROWS)), draw(st.integers(0, 2)), draw(st.sampled_from([1.0, 0.5]))
+    )
+
+
+def terms(found: list[Segment]) -> Counter[tuple[int, int, float]]:
+    return Counter((row, s.adapter_slot, s.weight) for s in found for row in range(s.start, s.end))
+
+
+@given(st.lists(segments(), max_size=8))
+def test_joining_keeps_every_term(found: list[Segment]) -> None:
+    joined = join_neighbours(found)
+    assert terms(joined) == terms(found)
+    assert all(s.start < s.end for s in joined)
+    assert joined == sorted(joined, key=lambda s: s.start)
+
+
+def test_neighbours_become_one() -> None:
+    mixture = [Segment(0, 2, 0, 0.5), Segment(0, 2, 1, 0.5), Segment(2, 4, 0, 0.5), Segment(2, 4, 1, 0.5)]
+    assert join_neighbours(mixture) == [Segment(0, 4, 0, 0.5), Segment(0, 4, 1, 0.5)]
+    apart = [Segment(0, 1, 0), Segment(1, 2, 1), Segment(2, 3, 1, 0.5), Segment(4, 5, 1, 0.5)]
+    assert join_neighbours(apart) == apart
+
+
+def test_the_message_names_the_segment_and_the_limit() -> None:
+    with pytest.raises(ValueError, match=r"start=3, end=9, .* is not inside the step's 8 rows"):
+        check_segments([Segment(3, 9, 0)], 8, 1)
+    with pytest.raises(ValueError, match=r"slot=4.* outside 0\.\.3"):
+        check_segments([Segment(3, 4, 4)], 8, 4)
