@@ -1,4 +1,4 @@
-"""Reference back end in plain torch, on any device and in any dtype: attention, LoRA, dense products.
+"""Reference back end in plain torch, on any device: attention, LoRA, dense products.
 
 Attention: spans of one query length and similar context form a group, padded to its longest context and computed at
 once; only the blocks that a group's queries can see are gathered. Groups, gather indices and masks are made once per

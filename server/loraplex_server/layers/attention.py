@@ -1,4 +1,4 @@
-"""Paged attention: layers of a model, KV memory, interface of back ends, hook into Transformers.
+"""Paged attention: layer shapes, KV memory, interface of back ends, hook into Transformers.
 
 A step is one flattened row of spans. Of each span the queries are its last `query_len` tokens and the keys everything
 up to them, causal by absolute position. Decode, a chunk of a prompt and the verification of a draft are the same.

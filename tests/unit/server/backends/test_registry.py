@@ -1,4 +1,4 @@
-"""Registry of back ends: a working one for every device, and the choice of attention."""
+"""Registry of back ends: one for every device, choice of attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plan of a step for the LoRA kernels: blocks of rows with equal adapters, tile sizes.
+"""Plan of a step for the LoRA kernels: blocks of rows, tile sizes.
 
 Built on the host (sorting on the device would synchronise every step), in one array that goes to the device in one
 copy; into memory of its own, or into a buffer that stays where it is, for CUDA graphs. Imports no triton.
