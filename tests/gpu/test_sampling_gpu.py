@@ -10,7 +10,7 @@ import torch
 from support.sampling_oracle import noise_field, sequence
 
 from loraplex_contracts.request import OutputParams, SamplingParams
-from loraplex_server.sampling.noise import NoiseField, row_keys
+from loraplex_server.sampling.draw import NoiseField, row_keys
 from loraplex_server.sampling.sampler import Sampler
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

@@ -16,8 +16,7 @@ from support.sampling_oracle import processed, sequence
 from torch import Tensor
 
 from loraplex_contracts.request import SamplingParams
-from loraplex_server.sampling.sampler import Sampler
-from loraplex_server.sampling.verify import verify_chain
+from loraplex_server.sampling.sampler import Sampler, verify_chain
 
 VOCAB = 32
 PROMPT = (3,)

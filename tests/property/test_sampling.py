@@ -9,8 +9,7 @@ from support.sampling_oracle import drawn, processed, sequence
 
 from loraplex_contracts.plan import NewSequence
 from loraplex_contracts.request import OutputParams, SamplingParams
-from loraplex_server.sampling.sampler import Sampler
-from loraplex_server.sampling.verify import verify_chain
+from loraplex_server.sampling.sampler import Sampler, verify_chain
 
 VOCAB = 97
 TOKENS = st.integers(0, VOCAB - 1)

@@ -22,7 +22,7 @@ from transformers.generation.logits_process import (
 
 from loraplex_contracts.plan import NewSequence
 from loraplex_contracts.request import OutputParams, SamplingParams
-from loraplex_server.sampling.noise import NoiseField, row_keys, seed_to_int64
+from loraplex_server.sampling.draw import NoiseField, row_keys, seed_to_int64
 
 
 @cache

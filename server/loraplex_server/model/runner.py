@@ -33,9 +33,14 @@ from loraplex_server.layers.step import Row, StagedStep, StepResources
 from loraplex_server.layers.transfer import Download, download, upload
 from loraplex_server.model.batch import BatchMirror
 from loraplex_server.model.loaded_model import LoadedModel
-from loraplex_server.sampling.logprobs import Logprobs, prompt_logprobs
-from loraplex_server.sampling.sampler import HostSampled, PackedSamples, Sampler
-from loraplex_server.sampling.verify import verify_chain
+from loraplex_server.sampling.sampler import (
+    HostSampled,
+    Logprobs,
+    PackedSamples,
+    Sampler,
+    prompt_logprobs,
+    verify_chain,
+)
 
 log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
-"""Sampler of a step's tokens, with parameters by row.
+"""Sampling of a step's tokens with parameters by row, logprobs, and verification of drafts.
 
 The options' processors and warpers run in the order of Transformers' `generate()` (processors.py), then a draw with
-counter-based noise (draw.py, noise.py). A token depends on its own row's logits, history, parameters, seed and
+counter-based noise (draw.py). A token depends on its own row's logits, history, parameters, seed and
 position, and on nothing else in the batch.
 
 The host knows which features each row uses, so a greedy batch costs an argmax. A position behind draft tokens is
@@ -19,9 +19,7 @@ from torch import Tensor
 
 from loraplex_contracts.plan import NewSequence
 from loraplex_contracts.request import PositionLogprobs
-from loraplex_server.sampling.draw import DrawTable, draw_dense, draw_narrow, draw_open, row_argmax
-from loraplex_server.sampling.logprobs import Logprobs, compute_logprobs
-from loraplex_server.sampling.noise import NoiseField
+from loraplex_server.sampling.draw import DrawTable, NoiseField, draw_dense, draw_narrow, draw_open, row_argmax
 from loraplex_server.sampling.processors import Part, Truncation, processors
 
 # Features of a sample, as bits; above them one for each processor.
@@ -29,7 +27,71 @@ _DRAWS, _TRUNCATES, _LOGPROBS, _FIRST_PROCESSOR = 1, 2, 4, 8
 _PROCESSES = -_FIRST_PROCESSOR  # any processor
 _SPECIAL = _DRAWS | _PROCESSES  # more than an argmax over the model's logits
 
+# Elements of logits that are converted at once.
+_MAX_ELEMENTS = 1 << 24
+
 Argmax = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Logprobs of some positions, on the device: of the model's distribution, before processors, temperature and
+    truncation, in float32, or float64 for float64 logits."""
+
+    token_ids: Tensor  # [n] the sampled tokens
+    values: Tensor  # [n] their logprobs
+    top_ids: Tensor  # [n, max_top] the most likely tokens, best first
+    top_values: Tensor  # [n, max_top]
+    num_top: tuple[int, ...]  # [n] how many alternatives each position wants
+
+    def pack(self) -> Tensor:
+        """Everything in one row of float64, which holds token ids exactly."""
+        parts = (self.token_ids, self.values, self.top_ids, self.top_values)
+        return torch.cat([part.reshape(-1).to(torch.float64) for part in parts])
+
+    def packed_len(self) -> int:
+        return len(self.num_top) * (2 + 2 * self.top_ids.shape[1])
+
+    def unpack(self, packed: Sequence[float]) -> tuple[PositionLogprobs, ...]:
+        """Logprobs by position, from a copy of `pack()` on the host."""
+        n, max_top = len(self.num_top), self.top_ids.shape[1]
+        ids, values = packed[:n], packed[n : 2 * n]
+        top_ids, top_values = packed[2 * n : (2 + max_top) * n], packed[(2 + max_top) * n :]
+        found: list[PositionLogprobs] = []
+        for i, num_top in enumerate(self.num_top):
+            start = i * max_top
+            # Devices order equal values differently; greedy decoding takes the lowest id.
+            pairs = zip(top_ids[start : start + max_top], top_values[start : start + max_top], strict=True)
+            top = sorted(((int(token_id), value) for token_id, value in pairs), key=lambda pair: (-pair[1], pair[0]))
+            found.append(PositionLogprobs(int(ids[i]), values[i], tuple(top[:num_top])))
+        return tuple(found)
+
+    def to_host(self) -> tuple[PositionLogprobs, ...]:
+        return self.unpack(self.pack().tolist())
+
+
+def compute_logprobs(logits: Tensor, token_ids: Tensor, num_top: Sequence[int]) -> Logprobs:
+    """Logprobs from `logits [n, vocab_size]`, `token_ids [n]` and the number of alternatives at each position."""
+    max_top = min(max(num_top, default=0), logits.shape[1])
+    chunk = max(1, _MAX_ELEMENTS // logits.shape[1])
+    values: list[Tensor] = []
+    top_ids: list[Tensor] = []
+    top_values: list[Tensor] = []
+    for part, part_ids in zip(logits.split(chunk), token_ids.split(chunk), strict=True):
+        part = part if part.dtype == torch.float64 else part.float()
+        # Relative to the maximum, as in log_softmax, so that no logprob is above zero.
+        highest = part.amax(dim=-1, keepdim=True)
+        normalizer = (part - highest).exp_().sum(dim=-1, keepdim=True).log_()
+        values.append((part.gather(1, part_ids.unsqueeze(1)) - highest - normalizer).squeeze(1))
+        top = part.topk(max_top, dim=-1)
+        top_ids.append(top.indices)
+        top_values.append(top.values - highest - normalizer)
+    return Logprobs(token_ids, torch.cat(values), torch.cat(top_ids), torch.cat(top_values), tuple(num_top))
+
+
+def prompt_logprobs(logits: Tensor, next_tokens: Tensor, num_top: int) -> Logprobs:
+    """Logprobs of prompt tokens `next_tokens [n]`, from `logits [n, vocab_size]` at the positions before them."""
+    return compute_logprobs(logits, next_tokens.to(torch.int64), (num_top,) * len(next_tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,3 +314,20 @@ def _with(features: list[int], mask: int) -> list[int]:
 
 def _as_list(values: Sequence[int] | Tensor) -> list[int]:
     return values.tolist() if isinstance(values, Tensor) else list(values)
+
+
+def verify_chain(draft: Sequence[int], sampled: Sequence[int]) -> tuple[int, ...]:
+    """The accepted draft tokens and the token drawn behind them. Lossless for greedy and sampling rows.
+
+    `sampled[i]` is what the target draws given `draft[:i]`; it has one more token than `draft`. While the draft tokens
+    equal the drawn ones, each draw has the same history as without a draft. Draws are functions of (seed, position,
+    history), so the same seed gives the same tokens with and without drafts, from the target's own distribution.
+    """
+    if len(sampled) != len(draft) + 1:
+        raise ValueError(f"a draft of {len(draft)} tokens needs {len(draft) + 1} sampled ones, not {len(sampled)}")
+    num_accepted = 0
+    for proposed, drawn in zip(draft, sampled, strict=False):
+        if proposed != drawn:
+            break
+        num_accepted += 1
+    return tuple(sampled[: num_accepted + 1])

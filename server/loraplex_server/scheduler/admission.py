@@ -22,11 +22,17 @@ from dataclasses import dataclass, field
 from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.errors import DeadlineExceeded, Internal, LoraplexError
 from loraplex_contracts.load import MUCH_SHORTER
+from loraplex_contracts.plan import BlockCopy, Draft, NewSequence
 from loraplex_contracts.request import Admitted, Event
 from loraplex_server.scheduler.overload import StepSpeed, WaitLimits
-from loraplex_server.scheduler.running import PlanBuilder
-from loraplex_server.scheduler.sequence_table import Prefix, SequenceTable
-from loraplex_server.scheduler.states import RequestPhase, RequestState, SequenceState, SequenceStatus
+from loraplex_server.scheduler.sequence_table import (
+    Prefix,
+    RequestPhase,
+    RequestState,
+    SequenceState,
+    SequenceStatus,
+    SequenceTable,
+)
 
 LOOKS_PER_SLICE = 32  # for a sequence to preempt for: looking takes time of every step
 MAX_HOLD_S = 1.0  # for which deadlines of running sequences may keep others out
@@ -70,6 +76,24 @@ class SchedulerConfig:
         for is_ok, rule in checks:
             if not is_ok:
                 raise ValueError(rule)
+
+
+@dataclass(slots=True)
+class PlanBuilder:
+    """A plan in the making: sequences with the number of their tokens to run, and with their drafts."""
+
+    num_left: int  # of the step's token budget
+    spans: list[tuple[SequenceState, int, Draft | None]] = field(
+        default_factory=list[tuple[SequenceState, int, Draft | None]]
+    )
+    entered: list[NewSequence] = field(default_factory=list[NewSequence])
+    copies: list[BlockCopy] = field(default_factory=list[BlockCopy])
+    num_preempted: int = 0
+    is_full: bool = False  # a sequence waits for a row, for blocks or for the budget
+
+    def add(self, seq: SequenceState, num_tokens: int) -> None:
+        self.num_left -= num_tokens
+        self.spans.append((seq, num_tokens, None))
 
 
 @dataclass(slots=True)
@@ -145,7 +169,7 @@ class Admission:
             self._enter(seq, prefix, step, now)
 
     def _queue(self) -> Iterable[SequenceState]:
-        queue = self._table.waiting.snapshot()
+        queue = tuple(self._table.waiting)
         first, self._preempted_for = self._preempted_for, None
         if first is None or not first.is_waiting:
             return queue
@@ -154,7 +178,7 @@ class Admission:
     def preempt_for_shorter(self, step: PlanBuilder, now: float) -> None:
         """Takes the row of a sequence that has run for a slice, for a new one that has waited for a slice and is much
         shorter: it will be done soon, and the other, first in the queue, goes on in the next row that comes free."""
-        if self._table.num_free_rows or not len(self._table.waiting) or now < self._next_look_s:
+        if self._table.num_free_rows or not self._table.waiting or now < self._next_look_s:
             return
         self._next_look_s = now + self._config.slice_s / LOOKS_PER_SLICE
         longest = self._longest_after_slice(now)
@@ -316,11 +340,11 @@ class Admission:
             prefix = self._prefix(seq)
             num_wanted = prefix.num_new_blocks + table.blocks.num_unheld(prefix.shared)
             # Nothing is spared for others where none runs.
-            num_spared = self._config.num_spare_blocks if len(table.running) else 0
+            num_spared = self._config.num_spare_blocks if table.running else 0
             if num_wanted + num_spared <= table.blocks.num_free:
                 return prefix
             # While none runs, only shared prompts can take the blocks.
-            if len(table.running) or not table.drop_shared_prompt():
+            if table.running or not table.drop_shared_prompt():
                 return None
             if seq.status is SequenceStatus.HELD:
                 return None

@@ -16,10 +16,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass, field
 
-from loraplex_contracts.load import MUCH_SHORTER, Forecast, expected_tokens, overloaded, slack_s
+from loraplex_contracts.load import MUCH_SHORTER, Flow, Forecast, expected_tokens, overloaded, slack_s
 from loraplex_contracts.request import Request
-from loraplex_server.scheduler.sequence_table import FairClock, Flow, SequenceTable
-from loraplex_server.scheduler.states import RequestState, SequenceState, StepSize
+from loraplex_server.scheduler.sequence_table import RequestState, SequenceState, SequenceTable, StepSize
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +27,11 @@ class WaitLimits:
 
     max_queue_wait_s: float
     table: SequenceTable
-    clock: FairClock
     speed: StepSpeed
 
     def check(self, request: Request, num_outputs: int, now: float) -> None:
         """Raises Overloaded. `num_outputs`: output tokens that each completion may have at most."""
-        if not len(self.table.waiting) or not self.speed.is_work_known:
+        if not self.table.waiting or not self.speed.is_work_known:
             return
         allowed_s = self._allowed_s(request, num_outputs, now)
         if allowed_s is None or self._whole_queue_s() <= allowed_s:
@@ -45,7 +43,7 @@ class WaitLimits:
 
     def forecast(self) -> Forecast | None:
         """None while nobody has to wait, or nothing is known."""
-        if not len(self.table.waiting) or not self.speed.is_work_known:
+        if not self.table.waiting or not self.speed.is_work_known:
             return None
         starts: list[float] = []
         waits_s: list[float] = []
@@ -59,7 +57,7 @@ class WaitLimits:
             starts.append(seq.order[1])
             waits_s.append(wait_s)
             flows.add(seq.request.flow)
-        places = {flow: bisect_right(starts, self.clock.start_of(flow)) for flow in flows}
+        places = {flow: bisect_right(starts, self.table.clock.start_of(flow)) for flow in flows}
         return Forecast(
             prompt_token_s=self.speed.work_s(1, 0),
             interval_s=self.speed.interval_s(len(self.table.running) + 1),
@@ -72,7 +70,7 @@ class WaitLimits:
     def wait_s(self, request: Request, num_outputs: int) -> float:
         """How long the request would wait to begin: for all the work of those ahead of it in the order, except those
         that it would pass because it is much shorter."""
-        order = (-request.priority, self.clock.start_of((request.tenant, request.adapter_id)))
+        order = (-request.priority, self.table.clock.start_of((request.tenant, request.adapter_id)))
         own = len(request.prompt_token_ids) + num_outputs * request.n
         prompt, output = 0, 0.0
         for seq in self.table.waiting:

@@ -1,19 +1,27 @@
 """The scheduler: `add`, `schedule`, `apply`, `cancel`.
 
-Pure decisions over plain data: no tensors, clock, threads or I/O; time is an argument. The parts are `sequence_table`
-(state), `running` (sequences that run), `admission` (sequences that wait), `overload` (refusals) and `results`.
+Pure decisions over plain data: no tensors, clock, threads or I/O; time is an argument. `sequence_table` has the state,
+`admission` decides about sequences that wait, `overload` about refusals.
 
 The view advances when a plan is made, not when its result comes, so the next plan may be made while one is under way:
 tokens that are still to come are counted without being known. Two plans at most are open at a time, and results come in
 the order of plans. Blocks and rows that come free while a plan is under way are reused by later plans only, which the
 device runs later; an adapter's slot is given back when the last plan that reads it has run.
+
+A step has the decodes first, then pieces of prompts, then sequences that enter. A sequence gets the blocks of all its
+known tokens when it enters, so only decoding needs more. When blocks run out, the sequence that is last in the order is
+preempted: it waits again and computes its tokens anew, or finds them in the prefix cache. The first one is never
+preempted and fits alone (see `_max_total_tokens`), so at least one sequence always advances.
+
+Where a token ends a completion, whatever was computed behind it is dropped. A result finds its sequence by object, not
+by name: sequences that have ended meanwhile are passed over, and the token of a preempted one still counts.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from loraplex_contracts.adapters import AdapterKey
@@ -27,19 +35,33 @@ from loraplex_contracts.errors import (
     QueueFull,
 )
 from loraplex_contracts.load import Forecast, Load
-from loraplex_contracts.plan import Candidate, Draft, Span, StepPlan, StepResult
-from loraplex_contracts.request import Event, FinishReason, Request, RequestFailed, seed_of_completion
-from loraplex_server.kv.blocks import BlockPool
-from loraplex_server.kv.keys import KeyChain, Namespace
-from loraplex_server.scheduler.admission import Admission, SchedulerConfig
+from loraplex_contracts.plan import Candidate, Draft, Span, SpanResult, StepPlan, StepResult
+from loraplex_contracts.request import (
+    CompletionEnd,
+    Event,
+    FinishReason,
+    PromptLogprobs,
+    Request,
+    RequestFailed,
+    Tokens,
+    seed_of_completion,
+)
+from loraplex_server.kv.blocks import BlockPool, KeyChain, Namespace
+from loraplex_server.scheduler.admission import Admission, PlanBuilder, SchedulerConfig
 from loraplex_server.scheduler.overload import StepSpeed, WaitLimits
-from loraplex_server.scheduler.results import ResultProcessor
-from loraplex_server.scheduler.running import PlanBuilder, plan_running
-from loraplex_server.scheduler.sequence_table import AdapterLeases, SequenceTable
-from loraplex_server.scheduler.states import InFlight, RequestPhase, RequestState, SequenceState, SequenceStatus
+from loraplex_server.scheduler.sequence_table import (
+    AdapterLeases,
+    InFlight,
+    RequestPhase,
+    RequestState,
+    SequenceState,
+    SequenceStatus,
+    SequenceTable,
+)
 
 MAX_PLANS_IN_FLIGHT = 2
 _NO_DRAFTS: Mapping[str, Draft] = {}
+_NO_RESULT = SpanResult()
 
 
 class Scheduler:
@@ -51,12 +73,11 @@ class Scheduler:
         self._config = config
         self._blocks = blocks
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._events: list[Event] = []  # the same list for good: admission and results append to it
+        self._events: list[Event] = []  # the same list for good: admission appends to it
         self._table = SequenceTable(config.max_running, blocks, adapters)
         self._speed = StepSpeed()
-        self._limits = WaitLimits(config.max_queue_wait_s, self._table, self._table.clock, self._speed)
+        self._limits = WaitLimits(config.max_queue_wait_s, self._table, self._speed)
         self._admission = Admission(config, self._table, self._speed, self._limits, self._events.append)
-        self._results = ResultProcessor(self._table, self._speed, self._eos_token_ids, self._events.append, self._fail)
         self._last_step_s: float | None = None  # when the last step ended; None after a time without work
         self._in_flight: deque[InFlight] = deque()
         # A heap of deadlines, and of ends of waits without one; ended requests are skipped.
@@ -147,7 +168,7 @@ class Scheduler:
         if state is not None and 0 <= index < len(state.sequences):
             seq = state.sequences[index]
             if seq.status is not SequenceStatus.FINISHED:
-                self._results.finish(seq, FinishReason.STOP, None)
+                self._finish(seq, FinishReason.STOP, None)
         return self.take_events()
 
     # --- steps --------------------------------------------------------------------------------------------------------
@@ -163,7 +184,7 @@ class Scheduler:
         self._expire(now)
         step = PlanBuilder(num_left=self._config.max_step_tokens)
         self._admission.preempt_for_shorter(step, now)
-        plan_running(self._table, step, drafts)
+        _plan_running(self._table, step, drafts)
         # After a preemption nothing is admitted: what came free is for the sequences that run.
         step.is_full = step.num_preempted > 0
         failed = {} if step.num_preempted else self._admission.run(step, now)
@@ -207,7 +228,7 @@ class Scheduler:
         if self._last_step_s is not None:
             self._speed.on_step(flight.size, num_outputs, now - self._last_step_s)
         self._last_step_s = now
-        self._results.commit(flight, result)
+        self._commit(flight, result)
         return self.take_events()
 
     def take_events(self) -> list[Event]:
@@ -252,17 +273,13 @@ class Scheduler:
     def _expire(self, now: float) -> None:
         while self._deadlines and self._deadlines[0][0] <= now:
             state = heapq.heappop(self._deadlines)[2]
-            if state.request.deadline_s is None:
-                if state.phase is RequestPhase.QUEUED:
-                    self._fail(state, self._waited_too_long())
-            elif state.phase is RequestPhase.QUEUED:
-                self._fail(
-                    state, DeadlineExceeded("the deadline passed while the request was waiting; allow more time")
-                )
-            elif state.phase is RequestPhase.ACTIVE:
-                self._fail(
-                    state, DeadlineExceeded("the deadline passed before the end; allow more time or fewer tokens")
-                )
+            has_deadline = state.request.deadline_s is not None
+            if state.phase is RequestPhase.QUEUED:
+                error = DeadlineExceeded("the deadline passed while the request was waiting; allow more time")
+                self._fail(state, error if has_deadline else self._waited_too_long())
+            elif state.phase is RequestPhase.ACTIVE and has_deadline:
+                error = DeadlineExceeded("the deadline passed before the end; allow more time or fewer tokens")
+                self._fail(state, error)
 
     def _waited_too_long(self) -> Overloaded:
         return Overloaded(
@@ -350,6 +367,190 @@ class Scheduler:
                 self._table.on_prompt_planned(seq.request)
         return plan
 
+    # --- results ------------------------------------------------------------------------------------------------------
+
+    def _commit(self, flight: InFlight, result: StepResult) -> None:
+        """Takes in the result of a plan that is no longer under way."""
+        for seq, span in flight.spans:
+            if seq.last_plan is flight:
+                seq.last_plan = None
+            if span.draft:
+                seq.is_draft_coming = False
+            elif span.num_samples:
+                seq.num_coming -= 1
+            if seq.status is SequenceStatus.FINISHED:
+                continue
+            out = result.spans.get(span.sequence_id, _NO_RESULT)
+            error = out.error or _broken_contract(span, out)
+            if error is not None:
+                self._fail(seq.request, error)
+            else:
+                self._commit_span(seq, span, out)
+        for adapter_key in flight.ended_leases:
+            self._table.release_adapter(adapter_key)
+
+    def _finish(self, seq: SequenceState, reason: FinishReason, stop_token_id: int | None) -> None:
+        """Ends a completion well; the request's last one ends the request."""
+        request = seq.request
+        if seq.num_left:
+            self._speed.on_early_end()
+        self._table.finish(seq)
+        self._events.append(
+            CompletionEnd(
+                request.request.request_id,
+                seq.index,
+                reason,
+                stop_token_id,
+                num_prompt_tokens=seq.num_prompt_tokens,
+                num_cached_tokens=request.num_cached_tokens,
+            )
+        )
+        if request.num_open == 0:
+            self._table.end_request(request)
+
+    def _commit_span(self, seq: SequenceState, span: Span, out: SpanResult) -> None:
+        if span.prompt_logprobs:
+            _take_prompt_logprobs(seq.request, span, out)
+        num_accepted = max(0, len(out.token_ids) - 1)
+        num_rejected = len(span.draft) - num_accepted
+        # One that was preempted meanwhile has no blocks any more, and cannot be back yet (see SequenceTable.enter).
+        is_running = seq.status is SequenceStatus.RUNNING
+        if is_running:
+            seq.num_computed -= num_rejected
+        kept, reason, stop_token_id = self._cut(seq, out.token_ids)
+        seq.token_ids += kept
+        if is_running:
+            # Only K/V of the text is published, not that of rejected drafts or behind a stop.
+            self._publish(seq, min(span.start + span.num_tokens - num_rejected, len(seq.token_ids)))
+        if kept:
+            self._emit_tokens(seq, span, out, kept, num_accepted)
+        if reason is not None:
+            self._finish(seq, reason, stop_token_id)
+
+    def _cut(
+        self, seq: SequenceState, token_ids: tuple[int, ...]
+    ) -> tuple[tuple[int, ...], FinishReason | None, int | None]:
+        """The tokens up to the one that ends the completion, and why it ends."""
+        stopping = seq.request.request.stopping
+        num_tokens = len(seq.token_ids)
+        for num_kept, token_id in enumerate(token_ids, start=1):
+            num_output = num_tokens + num_kept - seq.num_prompt_tokens
+            if token_id in seq.request.stop_ids and num_output > stopping.min_tokens:
+                is_eos = token_id in self._eos_token_ids and not stopping.ignore_eos
+                return token_ids[:num_kept], FinishReason.EOS if is_eos else FinishReason.STOP, token_id
+            if num_tokens + num_kept >= seq.max_total_tokens:
+                return token_ids[:num_kept], FinishReason.LENGTH, None
+        return token_ids, None, None
+
+    def _publish(self, seq: SequenceState, num_committed: int) -> None:
+        blocks = self._table.blocks
+        num_full = num_committed // blocks.block_size
+        if seq.chain is None or num_full <= seq.num_published:
+            return
+        for block_idx in range(seq.num_published, num_full):
+            blocks.publish(seq.block_ids[block_idx], seq.chain.key(block_idx, seq.token_ids))
+        seq.num_published = num_full
+
+    def _emit_tokens(
+        self, seq: SequenceState, span: Span, out: SpanResult, kept: tuple[int, ...], num_accepted: int
+    ) -> None:
+        request = seq.request
+        request_id = request.request.request_id
+        is_first = len(seq.token_ids) - len(kept) == seq.num_prompt_tokens
+        if request.request.output.prompt_logprobs and not request.prompt_logprobs_sent:
+            request.prompt_logprobs_sent = True
+            self._events.append(PromptLogprobs(request_id, tuple(request.prompt_logprobs)))
+        self._events.append(
+            Tokens(
+                request_id,
+                seq.index,
+                kept,
+                out.logprobs[: len(kept)],
+                num_drafted=len(span.draft),
+                num_accepted=min(num_accepted, len(kept)),
+                proposer=span.proposer,
+                # The front end finds stop strings, and the sequence runs on until it has.
+                can_wait=not is_first and not request.request.stopping.stop,
+            )
+        )
+
+
+def _plan_running(table: SequenceTable, step: PlanBuilder, drafts: Mapping[str, Draft]) -> None:
+    """Puts every running sequence that can go on into `step`, as far as budget and blocks reach."""
+    decodes: list[SequenceState] = []
+    prefills: list[SequenceState] = []
+    for seq in table.running:
+        num_tokens = len(seq.token_ids) + seq.num_coming
+        # Nothing to plan while its last token, or the verification of its draft, is still to come.
+        if seq.is_draft_coming or num_tokens >= seq.max_total_tokens:
+            continue
+        # One that speculates waits for its token: a draft follows a token that is known.
+        if seq.num_coming and seq.sequence_id in drafts:
+            continue
+        (decodes if num_tokens - seq.num_computed == 1 else prefills).append(seq)
+    # In order, so that a sequence is preempted before its own turn.
+    going = [seq for seq in decodes if _make_room(table, step, seq)]
+    step.num_left -= len(going)
+    chosen = _choose_drafts(table, step, going, drafts, has_more_work=bool(prefills) or bool(table.waiting))
+    for seq in going:
+        step.spans.append((seq, 1, chosen.get(seq.sequence_id)))
+    for seq in prefills:
+        if seq.status is SequenceStatus.RUNNING and step.num_left > 0:
+            step.add(seq, min(step.num_left, seq.num_tokens - seq.num_computed))
+
+
+def _make_room(table: SequenceTable, step: PlanBuilder, seq: SequenceState) -> bool:
+    """Allocates the block of the next token, by preemption if need be. False when `seq` itself was preempted."""
+    if seq.status is not SequenceStatus.RUNNING:
+        return False
+    blocks = table.blocks
+    if seq.num_computed < len(seq.block_ids) * blocks.block_size:
+        return True
+    while blocks.num_free == 0:
+        if table.drop_shared_prompt():
+            continue
+        victim = table.running[-1]
+        table.preempt(victim)
+        step.num_preempted += 1
+        if victim is seq:
+            return False
+    seq.block_ids += blocks.allocate(1)
+    return True
+
+
+def _choose_drafts(
+    table: SequenceTable,
+    step: PlanBuilder,
+    going: Iterable[SequenceState],
+    drafts: Mapping[str, Draft],
+    *,
+    has_more_work: bool,
+) -> dict[str, Draft]:
+    """As much of each draft as may run: within the budget, the completion's end, and free blocks.
+
+    A draft may be rejected, so it takes clean blocks only. The exception is the sequence's next block, which its own
+    tokens will need anyway: for that one, the least recently used block of the prefix cache may be evicted.
+    """
+    chosen: dict[str, Draft] = {}
+    if not drafts:
+        return chosen
+    budget = step.num_left // 2 if has_more_work else step.num_left  # drafts are a bet, prompts are not
+    blocks = table.blocks
+    for seq in going:
+        draft = drafts.get(seq.sequence_id)
+        if draft is None or not draft.token_ids:
+            continue
+        num_drafted = min(len(draft.token_ids), budget, seq.max_total_tokens - len(seq.token_ids) - 1)
+        num_missing = blocks.num_blocks_for(seq.num_computed + 1 + num_drafted) - len(seq.block_ids)
+        if num_missing > 0:
+            seq.block_ids += blocks.allocate(min(num_missing, max(1, blocks.num_clean), blocks.num_free))
+            num_drafted = min(num_drafted, len(seq.block_ids) * blocks.block_size - seq.num_computed - 1)
+        if num_drafted > 0:
+            chosen[seq.sequence_id] = Draft(draft.token_ids[:num_drafted], draft.proposer)
+            budget -= num_drafted
+            step.num_left -= num_drafted
+    return chosen
+
 
 def _span(seq: SequenceState, num_tokens: int, chosen: Draft | None) -> Span:
     draft, proposer = (chosen.token_ids, chosen.proposer) if chosen is not None else ((), "")
@@ -366,4 +567,23 @@ def _span(seq: SequenceState, num_tokens: int, chosen: Draft | None) -> Span:
         draft=draft,
         proposer=proposer,
         prompt_logprobs=wants_prompt_logprobs,
+    )
+
+
+def _take_prompt_logprobs(request: RequestState, span: Span, out: SpanResult) -> None:
+    """Positions that are not known yet; a prompt that was computed twice gives some twice."""
+    num_known = len(request.prompt_logprobs)
+    num_new = min(span.start + span.num_tokens, request.num_prompt_tokens - 1) - num_known
+    if num_new > 0:
+        first = num_known - span.start
+        request.prompt_logprobs += out.prompt_logprobs[first : first + num_new]
+
+
+def _broken_contract(span: Span, out: SpanResult) -> LoraplexError | None:
+    """The error of a span with no token where it sampled, or with more tokens than it sampled; else None."""
+    num_wanted = 1 if span.num_samples else 0
+    if num_wanted <= len(out.token_ids) <= span.num_samples:
+        return None
+    return Internal(
+        f"a step gave {len(out.token_ids)} tokens where {span.num_samples} were sampled; please report this"
     )

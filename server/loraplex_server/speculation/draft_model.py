@@ -16,8 +16,7 @@ from loraplex_contracts.plan import Candidate, NewSequence, Span, SpanResult, St
 from loraplex_contracts.request import OutputParams, SamplingParams
 from loraplex_server.backends.reference import ReferenceOps
 from loraplex_server.backends.registry import make_attention
-from loraplex_server.kv.blocks import BlockPool
-from loraplex_server.kv.keys import KeyChain, Namespace
+from loraplex_server.kv.blocks import BlockPool, KeyChain, Namespace
 from loraplex_server.layers.attention import KvCache, num_blocks_for
 from loraplex_server.model.loaded_model import LoadedModel
 from loraplex_server.model.runner import ModelRunner, execute_isolated

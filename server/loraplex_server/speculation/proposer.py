@@ -1,8 +1,8 @@
 """Proposers: their contract, their names, and those that a request may use.
 
 A draft only ever changes how soon a text comes: the target model samples every position itself and keeps what agrees
-(see sampling/verify.py). So a proposer may be wrong, slow to start or silent. It is called from the engine's loop,
-between two steps, and must not wait for anything but its own work.
+(`verify_chain`). So a proposer may be wrong, slow to start or silent. It is called from the engine's loop, between two
+steps, and must not wait for anything but its own work.
 """
 
 from __future__ import annotations

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from loraplex_contracts.request import SamplingParams
 from loraplex_server.sampling import sampler as module
-from loraplex_server.sampling.draw import DrawRows, draw_open, row_argmax
-from loraplex_server.sampling.noise import NoiseField
+from loraplex_server.sampling.draw import DrawRows, NoiseField, draw_open, row_argmax
 from loraplex_server.sampling.sampler import Sampler
 
 VOCAB = 700

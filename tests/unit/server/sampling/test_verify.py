@@ -14,9 +14,8 @@ from support.sampling_oracle import noise_field, processed, sequence
 from torch import Tensor
 
 from loraplex_contracts.request import SamplingParams
-from loraplex_server.sampling.noise import row_keys
-from loraplex_server.sampling.sampler import Sampler
-from loraplex_server.sampling.verify import verify_chain
+from loraplex_server.sampling.draw import row_keys
+from loraplex_server.sampling.sampler import Sampler, verify_chain
 
 VOCAB = 32
 

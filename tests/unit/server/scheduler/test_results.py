@@ -288,7 +288,7 @@ def test_prompt_logprobs_survive_a_preemption_in_the_middle_of_the_prompt(prefix
     harness.add(make_request("r", range(1, 21), prompt_logprobs=True))
     harness.turn()
     table = harness.scheduler._table  # pyright: ignore[reportPrivateUsage]
-    table.preempt(table.running.last())
+    table.preempt(table.running[-1])
     harness.turn()
     start = min(s.start for s in harness.plans[-1].spans if s.sequence_id.startswith("r#"))
     assert start == (4 if prefix_caching else 0), "seven tokens are known, one block of them is full"

@@ -20,7 +20,7 @@ from loraplex_contracts.errors import (
 )
 from loraplex_contracts.plan import SpanResult, StepPlan, StepResult
 from loraplex_contracts.request import Admitted, Request, seed_of_completion
-from loraplex_server.scheduler.states import RequestState
+from loraplex_server.scheduler.sequence_table import RequestState
 
 LONG = tuple(range(1, 21))
 
