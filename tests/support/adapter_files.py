@@ -20,6 +20,7 @@ from loraplex_adapters.io.source_files import AdapterSource
 from loraplex_adapters.targets import BaseTargets, TargetModule
 from loraplex_adapters.weights import AdapterWeights
 from loraplex_contracts.adapters import AdapterInfo, AdapterKey
+from loraplex_contracts.errors import AdapterInvalid
 
 HIDDEN = 16
 VOCAB = 24
@@ -82,6 +83,26 @@ def write_adapter(
     chosen = lora_tensors(rank, seed) if tensors is None else tensors
     save_file(dict(chosen), folder / "adapter_model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+class BytesFile:
+    """A file in memory, and where it was read."""
+
+    def __init__(self, data: bytes, name: str = "f") -> None:
+        self.data = data
+        self.name = name
+        self.reads: list[tuple[int, int]] = []  # offset, end
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.data)
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        self.reads.append((offset, offset + len(buffer)))
+        piece = self.data[offset : offset + len(buffer)]
+        if len(piece) < len(buffer):
+            raise AdapterInvalid("cut short")
+        buffer[:] = piece
 
 
 def safetensors_bytes(header: Mapping[str, Any] | bytes, data: bytes, header_bytes: int | None = None) -> bytes:

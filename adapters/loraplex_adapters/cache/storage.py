@@ -30,7 +30,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loraplex_adapters.formats.adapter import AdapterPlan, plan_adapter
-from loraplex_adapters.formats.files import OpenedFiles
 from loraplex_adapters.formats.medusa import without_base_head, write_heads
 from loraplex_adapters.formats.peft import check_base_copies, write_payload
 from loraplex_adapters.io.safetensors import PieceReader, WriteFn, bytes_of
@@ -276,8 +275,7 @@ def import_adapter(
     """Reads the source, checks everything, stores. With `recent` the adapter stays in memory for its first move. Raises
     a typed error, and then nothing is left behind."""
     reader = PieceReader()
-    with source.open(adapter_id) as found:
-        files = OpenedFiles(found)
+    with source.open(adapter_id) as files:
         plan = plan_adapter(files, targets)
         for warning in plan.warnings:
             log.warning("adapter %s %s", ascii(adapter_id), warning)
@@ -305,4 +303,4 @@ def import_adapter(
 def check_adapter(adapter_id: str, source: AdapterSource, targets: BaseTargets) -> AdapterPlan:
     """Runs all checks that need only the headers, without loading."""
     with source.open(adapter_id) as files:
-        return plan_adapter(OpenedFiles(files), targets)
+        return plan_adapter(files, targets)

@@ -14,15 +14,14 @@ from loraplex_adapters.formats.files import (
     CONFIG_NAME,
     MEDUSA_WEIGHTS_NAME,
     WEIGHTS_NAME,
-    OpenedFiles,
     detect_kind,
     ignored_template,
 )
 from loraplex_adapters.formats.medusa import HeadsPlan, model_tensors, plan_heads, read_medusa_config, split_heads
 from loraplex_adapters.formats.peft import LoraPlan, PlannedModule, plan_lora
 from loraplex_adapters.formats.peft_config import MAX_CONFIG_BYTES, parse_peft_config
-from loraplex_adapters.io.safetensors import TensorInfo
-from loraplex_adapters.io.source_files import read_all
+from loraplex_adapters.io.safetensors import TensorInfo, read_header
+from loraplex_adapters.io.source_files import AdapterFiles, read_all
 from loraplex_adapters.targets import BaseTargets
 from loraplex_adapters.weights import AdapterLayout, adapter_layout, place_factors
 from loraplex_contracts.errors import AdapterInvalid, AdapterUnsupported
@@ -46,14 +45,14 @@ class AdapterPlan:
         return replace(self, heads=heads, layout=adapter_layout(self.layout.lora, heads.shape))
 
 
-def plan_adapter(files: OpenedFiles, targets: BaseTargets) -> AdapterPlan:
+def plan_adapter(files: AdapterFiles, targets: BaseTargets) -> AdapterPlan:
     """Raises AdapterInvalid or one of its kinds, or what the files raise."""
     layout_of_files = detect_kind(files.names)
     if layout_of_files == "model":
         tensors = model_tensors(files, read_medusa_config(files))
     else:
         names = [name for name in (WEIGHTS_NAME, MEDUSA_WEIGHTS_NAME) if name in files.names]
-        tensors = [tensor for name in names for tensor in files.header(name).values()]
+        tensors = [tensor for name in names for tensor in read_header(files.open(name)).values()]
     found, others = split_heads(tensors)
     lora = _plan_lora(files, others, targets) if others or not found else None
     # A LoRA alone often has its base model's config.json beside it: nothing to do with it.
@@ -69,7 +68,7 @@ def plan_adapter(files: OpenedFiles, targets: BaseTargets) -> AdapterPlan:
     return AdapterPlan(layout, lora, heads, tuple(dict.fromkeys(said)))
 
 
-def _plan_lora(files: OpenedFiles, tensors: Sequence[TensorInfo], targets: BaseTargets) -> LoraPlan:
+def _plan_lora(files: AdapterFiles, tensors: Sequence[TensorInfo], targets: BaseTargets) -> LoraPlan:
     if CONFIG_NAME not in files.names:
         if not tensors:
             raise AdapterInvalid(f"{', '.join(sorted(files.opened))} has no Medusa head")
@@ -82,5 +81,5 @@ def _plan_lora(files: OpenedFiles, tensors: Sequence[TensorInfo], targets: BaseT
         raise AdapterInvalid(
             f"{stranger.where} is not a tensor of a Medusa head; a LoRA's tensors must lie in one file"
         )
-    config = parse_peft_config(read_all(files.open(CONFIG_NAME), MAX_CONFIG_BYTES, CONFIG_NAME))
+    config = parse_peft_config(read_all(files.open(CONFIG_NAME), MAX_CONFIG_BYTES))
     return plan_lora(config, {tensor.name: tensor for tensor in tensors}, targets)

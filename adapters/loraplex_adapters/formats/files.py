@@ -1,4 +1,4 @@
-"""Files of an adapter: names, detection of its kind, opened files.
+"""Files of an adapter: names, and detection of its kind.
 
 The files decide what kind of adapter it is; names and requests do not. Templates and tokenizers beside an adapter are
 never read, let alone executed.
@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from loraplex_adapters.io.safetensors import TensorInfo, read_header
-from loraplex_adapters.io.source_files import AdapterFiles, SourceFile
 from loraplex_contracts.errors import AdapterInvalid, UnsafeFormat
 
 CONFIG_NAME = "adapter_config.json"
@@ -66,34 +64,3 @@ def has_model_layout(names: Collection[str]) -> bool:
 def ignored_template(names: Collection[str]) -> str | None:
     """The file that carries a chat template of the adapter's own, if there is one; for a warning."""
     return next((name for name in _TEMPLATES if name in names), None)
-
-
-class OpenedFiles:
-    """One adapter's files, each opened once. Owns nothing: what it opens belongs to `files`."""
-
-    def __init__(self, files: AdapterFiles) -> None:
-        self._files = files
-        self.names = files.names
-        self.opened: dict[str, SourceFile] = {}
-
-    def open(self, name: str) -> SourceFile:
-        """See AdapterFiles.open."""
-        if name not in self.opened:
-            self.opened[name] = self._files.open(name)
-        return self.opened[name]
-
-    def header(self, name: str) -> dict[str, TensorInfo]:
-        """The checked tensors of a safetensors file. Raises AdapterInvalid."""
-        file = self.open(name)
-
-        def read_at(offset: int, num_bytes: int) -> bytes:
-            data = bytearray(num_bytes)
-            file.read_into(memoryview(data), offset)
-            return bytes(data)
-
-        return read_header(read_at, file.num_bytes, name)
-
-    def check_unchanged(self) -> None:
-        """Raises SourceUnavailable when one of them was written to since it was opened."""
-        for file in self.opened.values():
-            file.check_unchanged()

@@ -33,9 +33,16 @@ from loraplex_adapters.formats.files import (
     MODEL_CONFIG_NAME,
     MODEL_INDEX_NAME,
     MODEL_WEIGHTS_NAME,
-    OpenedFiles,
 )
-from loraplex_adapters.io.safetensors import MAX_TENSORS, PieceReader, PieceWriter, TensorInfo, WriteFn, check_float
+from loraplex_adapters.io.safetensors import (
+    MAX_TENSORS,
+    PieceReader,
+    PieceWriter,
+    TensorInfo,
+    WriteFn,
+    check_float,
+    read_header,
+)
 from loraplex_adapters.io.source_files import AdapterFiles, SourceFile, parse_object, read_all
 from loraplex_adapters.targets import BaseTargets
 from loraplex_adapters.weights import HeadsLayout, HeadsShape
@@ -73,11 +80,11 @@ def parse_medusa_config(data: bytes) -> MedusaConfig:
     )
 
 
-def read_medusa_config(files: OpenedFiles) -> MedusaConfig | None:
+def read_medusa_config(files: AdapterFiles) -> MedusaConfig | None:
     """The config.json of heads; None without one. Raises AdapterInvalid when it is not a JSON object."""
     if MODEL_CONFIG_NAME not in files.names:
         return None
-    return parse_medusa_config(read_all(files.open(MODEL_CONFIG_NAME), MAX_MODEL_CONFIG_BYTES, MODEL_CONFIG_NAME))
+    return parse_medusa_config(read_all(files.open(MODEL_CONFIG_NAME), MAX_MODEL_CONFIG_BYTES))
 
 
 def _count(fields: Mapping[str, Any], name: str, other: str | None) -> int | None:
@@ -461,10 +468,9 @@ class MedusaModel:
     base_model: str = ""
 
 
-def describe_medusa_model(directory_files: AdapterFiles) -> MedusaModel:
+def describe_medusa_model(files: AdapterFiles) -> MedusaModel:
     """Looks at names, config.json, and the index or the header of the model; never at weights. Pickled heads count as
     heads: loading them says why they are refused. Raises AdapterInvalid when one of those files is damaged."""
-    files = OpenedFiles(directory_files)
     config = read_medusa_config(files)
     base_model = "" if config is None else config.base_model
     has_heads_file = not files.names.isdisjoint((MEDUSA_WEIGHTS_NAME, *MEDUSA_PICKLE_NAMES))
@@ -476,17 +482,17 @@ def describe_medusa_model(directory_files: AdapterFiles) -> MedusaModel:
     return MedusaModel("none")
 
 
-def model_tensors(files: OpenedFiles, config: MedusaConfig | None) -> list[TensorInfo]:
+def model_tensors(files: AdapterFiles, config: MedusaConfig | None) -> list[TensorInfo]:
     """The adapter's tensors in files that are laid out like a whole model: all where the configuration says that the
     model is the heads, or where a LoRA's lies beside it; else those under `medusa_head`."""
     is_all = CONFIG_NAME in files.names or (config is not None and config.is_heads_only)
     wanted: Callable[[str], bool] = (lambda name: True) if is_all else _is_heads
     found: list[TensorInfo] = []
     if MODEL_WEIGHTS_NAME in files.names:
-        found = [tensor for name, tensor in files.header(MODEL_WEIGHTS_NAME).items() if wanted(name)]
+        found = [tensor for name, tensor in read_header(files.open(MODEL_WEIGHTS_NAME)).items() if wanted(name)]
     else:
         for shard, listed in _shards(files, wanted).items():
-            tensors = {name: tensor for name, tensor in files.header(shard).items() if wanted(name)}
+            tensors = {name: tensor for name, tensor in read_header(files.open(shard)).items() if wanted(name)}
             odd = sorted(tensors.keys() ^ listed)
             if odd:
                 raise AdapterInvalid(f"{MODEL_INDEX_NAME} and {shard} disagree about {odd[0][:160]!a}")
@@ -496,9 +502,9 @@ def model_tensors(files: OpenedFiles, config: MedusaConfig | None) -> list[Tenso
     return found
 
 
-def _holds_heads(files: OpenedFiles) -> bool:
+def _holds_heads(files: AdapterFiles) -> bool:
     if MODEL_WEIGHTS_NAME in files.names:
-        return any(_is_heads(name) for name in files.header(MODEL_WEIGHTS_NAME))
+        return any(_is_heads(name) for name in read_header(files.open(MODEL_WEIGHTS_NAME)))
     if MODEL_INDEX_NAME in files.names:
         return any(_is_heads(name) for name in _weight_map(files, MAX_BASE_INDEX_BYTES))
     return False
@@ -508,7 +514,7 @@ def _is_heads(name: str) -> bool:
     return name.startswith(MODEL_PREFIXES)
 
 
-def _shards(files: OpenedFiles, wanted: Callable[[str], bool]) -> dict[str, set[str]]:
+def _shards(files: AdapterFiles, wanted: Callable[[str], bool]) -> dict[str, set[str]]:
     """The names of wanted tensors, by the file that has them according to the index."""
     shards: dict[str, set[str]] = {}
     num_tensors = 0
@@ -523,10 +529,8 @@ def _shards(files: OpenedFiles, wanted: Callable[[str], bool]) -> dict[str, set[
     return shards
 
 
-def _weight_map(files: OpenedFiles, max_bytes: int) -> Mapping[str, str]:
-    fields = parse_object(
-        read_all(files.open(MODEL_INDEX_NAME), max_bytes, MODEL_INDEX_NAME), MODEL_INDEX_NAME, max_bytes
-    )
+def _weight_map(files: AdapterFiles, max_bytes: int) -> Mapping[str, str]:
+    fields = parse_object(read_all(files.open(MODEL_INDEX_NAME), max_bytes), MODEL_INDEX_NAME, max_bytes)
     weight_map = fields.get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
         raise AdapterInvalid(f"{MODEL_INDEX_NAME} has no weight_map of names to files")

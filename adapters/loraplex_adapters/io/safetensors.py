@@ -42,9 +42,6 @@ DTYPE_BYTES: Mapping[str, int] = {
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
 }  # fmt: skip
 
-# Reads `num_bytes` at `offset`; raises AdapterInvalid when the file ends before.
-ReadAt = Callable[[int, int], bytes]
-
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
@@ -68,11 +65,12 @@ class TensorInfo:
         return ascii(self.name[:160])
 
 
-def read_header(read_at: ReadAt, file_bytes: int, what: str) -> dict[str, TensorInfo]:
-    """The tensors of a safetensors file of `file_bytes`, by name. `what` names the file. Raises AdapterInvalid."""
+def read_header(file: SourceFile) -> dict[str, TensorInfo]:
+    """The tensors of a safetensors file, checked, by name. Raises AdapterInvalid, or what the file raises."""
+    file_bytes, what = file.num_bytes, file.name
     if file_bytes < 8:
         raise AdapterInvalid(f"{what} is cut short: {file_bytes} bytes are not a safetensors file")
-    prefix = read_at(0, 8)
+    prefix = _read(file, 0, 8)
     if prefix == b"version ":
         raise AdapterInvalid(f"{what} is a Git LFS pointer, not the weights; fetch them with `git lfs pull`")
     header_bytes = int.from_bytes(prefix, "little")
@@ -81,7 +79,7 @@ def read_header(read_at: ReadAt, file_bytes: int, what: str) -> dict[str, Tensor
     data_start = 8 + header_bytes
     if data_start > file_bytes:
         raise AdapterInvalid(f"{what} is cut short: its header says {header_bytes} bytes, the file has {file_bytes}")
-    entries = parse_object(read_at(8, header_bytes), f"the header of {what}", MAX_HEADER_BYTES)
+    entries = parse_object(_read(file, 8, header_bytes), f"the header of {what}", MAX_HEADER_BYTES)
     entries.pop("__metadata__", None)  # free text; nothing here depends on it
     if len(entries) > MAX_TENSORS:
         raise AdapterInvalid(f"{what} has {len(entries)} tensors; at most {MAX_TENSORS} are read")
@@ -91,6 +89,12 @@ def read_header(read_at: ReadAt, file_bytes: int, what: str) -> dict[str, Tensor
         tensors[name] = _tensor(name, entry, data_start, what)
     _check_cover(tensors, data_start, file_bytes, what)
     return tensors
+
+
+def _read(file: SourceFile, offset: int, num_bytes: int) -> bytes:
+    data = bytearray(num_bytes)
+    file.read_into(memoryview(data), offset)
+    return bytes(data)
 
 
 def _tensor(name: str, entry: Any, data_start: int, what: str) -> TensorInfo:

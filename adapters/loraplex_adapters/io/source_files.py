@@ -32,11 +32,11 @@ _NOT_THERE = frozenset({errno.ENOENT, errno.ENOTDIR})  # a file in a folder's pl
 
 
 class SourceFile:
-    """A regular file, read by position."""
+    """A regular file, read by position. Owns its descriptor."""
 
     def __init__(self, fd: int, name: str) -> None:
+        self.name = name
         self._fd = fd
-        self._name = name
         self._opened = os.fstat(fd)
 
     @property
@@ -50,9 +50,9 @@ class SourceFile:
             try:
                 count = read_uncached(self._fd, buffer[done:], offset + done)
             except OSError as error:
-                raise source_unavailable(f"{self._name} cannot be read", error) from error
+                raise source_unavailable(f"{self.name} cannot be read", error) from error
             if count == 0:
-                raise AdapterInvalid(f"{self._name} is cut short: it ends at byte {offset + done}")
+                raise AdapterInvalid(f"{self.name} is cut short: it ends at byte {offset + done}")
             done += count
 
     def check_unchanged(self) -> None:
@@ -60,19 +60,22 @@ class SourceFile:
         now, then = os.fstat(self._fd), self._opened
         if (now.st_size, now.st_mtime_ns, now.st_ino) != (then.st_size, then.st_mtime_ns, then.st_ino):
             raise SourceUnavailable(
-                f"{self._name} was written to while it was read; replace files by renaming, and load the adapter again",
+                f"{self.name} was written to while it was read; replace files by renaming, and load the adapter again",
                 retry_after_s=1.0,
             )
 
+    def close(self) -> None:
+        os.close(self._fd)
+
 
 class AdapterFiles:
-    """The files of one adapter, open until the end of the `with` block. Owns the folder and the opened files."""
+    """The files of one adapter, each opened once, until the end of the `with` block. Owns the folder and the files."""
 
     def __init__(self, folder: Folder | NamedFolder, adapter_id: str) -> None:
         """Takes over the folder, also where it raises."""
         self._folder = folder
         self._adapter_id = adapter_id
-        self._open: list[int] = []
+        self.opened: dict[str, SourceFile] = {}
         try:
             self.names = frozenset(_names(folder.fd))
         except BaseException:
@@ -81,14 +84,21 @@ class AdapterFiles:
 
     def open(self, name: str) -> SourceFile:
         """Raises AdapterInvalid when it is not a regular file, AdapterOutsideRoot when it is a link to elsewhere."""
+        if name in self.opened:
+            return self.opened[name]
         if name not in self.names:
             raise adapter_not_found(self._adapter_id)
         try:
             fd = self._folder.open_file(name)
         except (OSError, BadPath) as error:
             raise open_error(error, self._adapter_id, name) from error
-        self._open.append(fd)
-        return SourceFile(fd, name)
+        file = self.opened[name] = SourceFile(fd, name)
+        return file
+
+    def check_unchanged(self) -> None:
+        """Raises SourceUnavailable when one of them was written to since it was opened."""
+        for file in self.opened.values():
+            file.check_unchanged()
 
     def __enter__(self) -> Self:
         return self
@@ -99,9 +109,9 @@ class AdapterFiles:
         self.close()
 
     def close(self) -> None:
-        for fd in self._open:
-            os.close(fd)
-        self._open.clear()
+        for file in self.opened.values():
+            file.close()
+        self.opened.clear()
         self._folder.close()
 
 
@@ -118,10 +128,10 @@ class AdapterSource(Protocol):
         ...
 
 
-def read_all(file: SourceFile, max_bytes: int, what: str) -> bytes:
+def read_all(file: SourceFile, max_bytes: int) -> bytes:
     """A small file at once. Raises AdapterInvalid when it is larger than `max_bytes`."""
     if file.num_bytes > max_bytes:
-        raise AdapterInvalid(f"{what} has {file.num_bytes} bytes; at most {max_bytes} are read")
+        raise AdapterInvalid(f"{file.name} has {file.num_bytes} bytes; at most {max_bytes} are read")
     data = bytearray(file.num_bytes)
     file.read_into(memoryview(data), 0)
     return bytes(data)

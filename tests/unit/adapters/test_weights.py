@@ -18,7 +18,6 @@ from support.medusa_files import (
 )
 
 from loraplex_adapters.formats.adapter import plan_adapter
-from loraplex_adapters.formats.files import OpenedFiles
 from loraplex_adapters.formats.medusa import write_heads as write_payload
 from loraplex_adapters.io.safetensors import PIECE_BYTES, PieceReader
 from loraplex_adapters.io.source_files import SourceFile
@@ -145,8 +144,7 @@ def test_large_heads_are_read_and_written_in_pieces(has_map: bool, tmp_path: Pat
         largest = max(largest, piece.nbytes)
         data.extend(piece)
 
-    with DirectorySource(tmp_path).open("x") as found:
-        files = OpenedFiles(found)
+    with DirectorySource(tmp_path).open("x") as files:
         plan = plan_adapter(files, targets)
         assert plan.heads is not None
         assert plan.layout.heads is not None

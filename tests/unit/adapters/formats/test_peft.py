@@ -8,7 +8,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save
-from support.adapter_files import DOWN_PROJ, HIDDEN, PREFIX, Q_PROJ, VOCAB, base_targets, lora_config, lora_tensors
+from support.adapter_files import (
+    DOWN_PROJ,
+    HIDDEN,
+    PREFIX,
+    Q_PROJ,
+    VOCAB,
+    BytesFile,
+    base_targets,
+    lora_config,
+    lora_tensors,
+)
 from torch import Tensor
 
 from loraplex_adapters.formats.peft import LoraPlan, plan_lora
@@ -26,8 +36,7 @@ from loraplex_contracts.errors import (
 
 
 def plan(tensors: dict[str, Tensor], targets: BaseTargets | None = None, rank: int = 4, **fields: Any) -> LoraPlan:
-    data = save(tensors)
-    header = read_header(lambda offset, n: data[offset : offset + n], len(data), "adapter_model.safetensors")
+    header = read_header(BytesFile(save(tensors), "adapter_model.safetensors"))
     config = parse_peft_config(json.dumps(lora_config(rank, **fields)).encode())
     return plan_lora(config, header, targets or base_targets())
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
-from support.adapter_files import safetensors_bytes
+from support.adapter_files import BytesFile, safetensors_bytes
 
 from loraplex_adapters.io import safetensors
 from loraplex_adapters.io.safetensors import TensorInfo, read_header
@@ -21,13 +21,7 @@ from loraplex_contracts.errors import AdapterInvalid
 
 
 def read(data: bytes) -> dict[str, TensorInfo]:
-    def read_at(offset: int, num_bytes: int) -> bytes:
-        piece = data[offset : offset + num_bytes]
-        if len(piece) < num_bytes:
-            raise AdapterInvalid("cut short")
-        return piece
-
-    return read_header(read_at, len(data), "file.safetensors")
+    return read_header(BytesFile(data, "file.safetensors"))
 
 
 def entry(begin: int, end: int, shape: list[Any] | None = None, dtype: Any = "F32") -> dict[str, Any]:
@@ -114,15 +108,10 @@ def test_too_many_tensors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_header_is_bounded_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(safetensors, "MAX_HEADER_BYTES", 64)
-    reads: list[int] = []
-
-    def read_at(offset: int, num_bytes: int) -> bytes:
-        reads.append(num_bytes)
-        return struct.pack("<Q", 65)
-
+    file = BytesFile(struct.pack("<Q", 65) + bytes(1 << 10))
     with pytest.raises(AdapterInvalid, match="claims a header of 65 bytes"):
-        read_header(read_at, 1 << 20, "file.safetensors")
-    assert reads == [8]
+        read_header(file)
+    assert file.reads == [(0, 8)]
 
 
 _GOOD = safetensors_bytes({"a": entry(0, 8, shape=[2, 1]), "b": entry(8, 12)}, bytes(12))

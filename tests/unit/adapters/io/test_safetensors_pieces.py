@@ -4,35 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.adapter_files import BytesFile
 
 from loraplex_adapters.io.safetensors import DTYPES, FILE_DTYPES, PIECE_BYTES, SERIAL_ELEMENTS, PieceReader, TensorInfo
 from loraplex_adapters.io.uncached import PAGE_BYTES
 from loraplex_contracts.errors import NonFinite
 
 
-class Bytes:
-    """A file in memory, and where it was read."""
-
-    def __init__(self, data: bytes) -> None:
-        self.data = data
-        self.reads: list[tuple[int, int]] = []  # offset, end
-
-    @property
-    def num_bytes(self) -> int:
-        return len(self.data)
-
-    def read_into(self, buffer: memoryview, offset: int) -> None:
-        self.reads.append((offset, offset + len(buffer)))
-        buffer[:] = self.data[offset : offset + len(buffer)]
-
-    def check_unchanged(self) -> None:
-        """It never is."""
-
-
-def file_of(values: torch.Tensor, file_dtype: str, offset: int) -> tuple[Bytes, TensorInfo]:
+def file_of(values: torch.Tensor, file_dtype: str, offset: int) -> tuple[BytesFile, TensorInfo]:
     data = values.view(torch.uint8).numpy().tobytes()
     info = TensorInfo("x", file_dtype, (values.numel(),), offset, len(data), "f")
-    return Bytes(b"\0" * offset + data), info
+    return BytesFile(b"\0" * offset + data), info
 
 
 @pytest.mark.parametrize("file_dtype", FILE_DTYPES)

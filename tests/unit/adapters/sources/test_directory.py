@@ -38,7 +38,7 @@ def open_fds() -> int:
 
 def read(source: AdapterSource, adapter_id: str, name: str = "adapter_config.json") -> bytes:
     with source.open(adapter_id) as files:
-        return read_all(files.open(name), 1 << 20, name)
+        return read_all(files.open(name), 1 << 20)
 
 
 def test_found_by_name(root: Path) -> None:
@@ -202,9 +202,9 @@ def test_a_file_that_is_replaced_is_read_as_it_was(root: Path) -> None:
         file = files.open("adapter_config.json")
         (root / "sql" / "new").write_bytes(b"other")
         (root / "sql" / "new").replace(root / "sql" / "adapter_config.json")
-        assert read_all(file, 1 << 20, "x") == before
+        assert read_all(file, 1 << 20) == before
 
 
 def test_a_large_small_file_is_refused(root: Path) -> None:
     with DirectorySource(root).open("sql") as files, pytest.raises(AdapterInvalid, match="at most 3"):
-        read_all(files.open("adapter_config.json"), 3, "adapter_config.json")
+        read_all(files.open("adapter_config.json"), 3)

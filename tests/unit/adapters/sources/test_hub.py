@@ -85,7 +85,7 @@ def test_only_the_wanted_files_of_one_revision_are_fetched(hub: FakeHub) -> None
     (hub.folder / "run.py").write_text("evil")
     with source_of(hub, token="hf_x").open("org/sql") as files:
         assert files.names == {"adapter_config.json", "adapter_model.safetensors"}
-        assert read_all(files.open("adapter_config.json"), 1 << 20, "x")
+        assert read_all(files.open("adapter_config.json"), 1 << 20)
         assert hub.targets[0].is_dir()
     (download,) = hub.downloads
     assert download["revision"] == "abc123"
