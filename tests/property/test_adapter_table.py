@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loraplex_adapters.cache.eviction import RESERVED_ROUNDS
 from loraplex_adapters.cache.listing import Listing, key_row, listing_order
 from loraplex_adapters.cache.names import AdapterTable
-from loraplex_adapters.cache.residency import AdapterCacheConfig
+from loraplex_adapters.cache.residency import RESERVED_ROUNDS, AdapterCacheConfig
 from loraplex_adapters.cache.states import (
     IN_TRANSIT,
     KEY_TRANSITIONS,

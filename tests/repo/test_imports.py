@@ -44,7 +44,7 @@ COMMAND_EXCEPTIONS = {
 }
 # The folders and modules of a package in the order in which they may use each other, ground floor first.
 ORDER = {
-    "loraplex_adapters": ("targets", "io", "weights", "formats", "sources", "store", "cache"),
+    "loraplex_adapters": ("io", "weights", "formats", "sources", "store", "cache"),
     "loraplex_server": (
         *("config", "text", "kv", "layers", "sampling", "backends", "model", "scheduler", "speculation"),
         *("engine", "frontend", "grpc", "cli"),

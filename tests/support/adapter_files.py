@@ -17,8 +17,7 @@ from loraplex_adapters.cache.listing import Listing
 from loraplex_adapters.cache.manager import AdapterManager
 from loraplex_adapters.cache.residency import AdapterCacheConfig
 from loraplex_adapters.io.source_files import AdapterSource
-from loraplex_adapters.targets import BaseTargets, TargetModule
-from loraplex_adapters.weights import AdapterWeights
+from loraplex_adapters.weights import AdapterWeights, BaseTargets, TargetModule
 from loraplex_contracts.adapters import AdapterInfo, AdapterKey
 from loraplex_contracts.errors import AdapterInvalid
 

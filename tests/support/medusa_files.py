@@ -14,8 +14,7 @@ from torch import Tensor
 from loraplex_adapters.cache.storage import Imported, Storage, import_adapter
 from loraplex_adapters.io.source_files import AdapterSource
 from loraplex_adapters.store import AdapterStore
-from loraplex_adapters.targets import BaseTargets
-from loraplex_adapters.weights import AdapterWeights
+from loraplex_adapters.weights import AdapterWeights, BaseTargets
 from support.adapter_files import HIDDEN, VOCAB
 
 HEADS_NAME = "medusa_lm_head.safetensors"

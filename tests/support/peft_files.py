@@ -18,8 +18,7 @@ from loraplex_adapters.cache.storage import check_adapter
 from loraplex_adapters.formats.peft import write_payload
 from loraplex_adapters.io.safetensors import PieceReader
 from loraplex_adapters.sources.directory import DirectorySource
-from loraplex_adapters.targets import BaseTargets
-from loraplex_adapters.weights import AdapterWeights, weights_at
+from loraplex_adapters.weights import AdapterWeights, BaseTargets, weights_at
 from loraplex_contracts.adapters import AdapterKey
 
 

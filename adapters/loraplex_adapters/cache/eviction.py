@@ -10,9 +10,6 @@ from loraplex_contracts.adapters import AdapterKey
 
 Lru = OrderedDict[AdapterKey, KeyRecord]  # least recently used first
 
-# Rounds for which weights that a request waited for stay for it. Without that, two requests for the last slot would
-# evict each other's adapter before either is used; without an end, a request that never comes would keep its own.
-RESERVED_ROUNDS = 16
 # Weights that were used within so many rounds are not evicted for a borrower. Otherwise five sets of heads in four
 # slots would evict each other in every step, and an adapter would have to come back for its next request.
 RECENT_ROUNDS = 64
@@ -57,27 +54,3 @@ def _least_recently_used(
         excess_bytes -= record.num_bytes
         excess_slots -= 1
     return chosen
-
-
-class Reservations:
-    """Weights that were brought up for a request and wait for it. Owns `reserved_rounds` of the records."""
-
-    def __init__(self) -> None:
-        self._records: dict[AdapterKey, KeyRecord] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._records)
-
-    def reserve(self, record: KeyRecord) -> None:
-        record.reserved_rounds = RESERVED_ROUNDS
-        self._records[record.key] = record
-
-    def cancel(self, record: KeyRecord) -> None:
-        record.reserved_rounds = 0
-        self._records.pop(record.key, None)
-
-    def pass_round(self) -> None:
-        for record in list(self._records.values()):
-            record.reserved_rounds -= 1
-            if record.reserved_rounds == 0:
-                self.cancel(record)

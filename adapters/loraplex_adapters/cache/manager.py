@@ -30,8 +30,7 @@ from loraplex_adapters.cache.storage import HostCopy, Imported, Storage, import_
 from loraplex_adapters.io.source_files import AdapterSource
 from loraplex_adapters.io.throttle import Throttle, throttled
 from loraplex_adapters.store import AdapterStore
-from loraplex_adapters.targets import BaseTargets
-from loraplex_adapters.weights import AdapterWeights
+from loraplex_adapters.weights import AdapterWeights, BaseTargets
 from loraplex_contracts.adapters import AdapterId, AdapterInfo, AdapterKey, CacheUsage, ListingChanges
 from loraplex_contracts.errors import AdapterMemoryFull, DiskFull, LoraplexError, SourceUnavailable, unexpected
 

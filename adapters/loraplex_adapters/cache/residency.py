@@ -19,7 +19,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from loraplex_adapters.cache.eviction import Lru, Reservations, choose_device_evictions, choose_host_evictions
+from loraplex_adapters.cache.eviction import Lru, choose_device_evictions, choose_host_evictions
 from loraplex_adapters.cache.states import (
     IN_TRANSIT,
     DropDevice,
@@ -38,6 +38,9 @@ from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.errors import AdapterMemoryFull, FailedPrecondition, InvalidArgument, SourceUnavailable
 
 RETRY_AFTER_S = 1.0
+# Rounds for which weights that a request waited for stay for it. Without that, two requests for the last slot would
+# evict each other's adapter before either is used; without an end, a request that never comes would keep its own.
+RESERVED_ROUNDS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,24 +85,16 @@ class ResidencyTable:
         self._free_slots = list(range(num_slots))
         self._host_lru: Lru = OrderedDict()
         self._device_lru: Lru = OrderedDict()
-        self._wants: OrderedDict[AdapterKey, None] = OrderedDict()
-        self._borrows: OrderedDict[AdapterKey, None] = OrderedDict()  # since the last round
+        self.wants: OrderedDict[AdapterKey, None] = OrderedDict()  # in the order in which they came
+        self.borrows: OrderedDict[AdapterKey, None] = OrderedDict()  # since the last round
         self._prefetches: OrderedDict[AdapterKey, None] = OrderedDict()
         self._failed: set[AdapterKey] = set()
-        self._reservations = Reservations()
+        self._reserved: dict[AdapterKey, KeyRecord] = {}  # weights that wait for the request that wanted them
         self._pinned: set[AdapterKey] = set()
 
     @property
     def num_slots_used(self) -> int:
         return self.num_slots - len(self._free_slots)
-
-    def wanted(self) -> Collection[AdapterKey]:
-        """In the order in which they came."""
-        return self._wants.keys()
-
-    def borrows(self) -> Collection[AdapterKey]:
-        """Wanted to be borrowed, in the order in which they came."""
-        return self._borrows.keys()
 
     # --- names and holders ----------------------------------------------------------------------------------------
 
@@ -166,10 +161,10 @@ class ResidencyTable:
         if record.state is KeyState.ON_DEVICE:
             record.num_leases += 1
             self.changed.add(key)
-            self._reservations.cancel(record)
+            self._end_reservation(record)
             self.hits += 1
             return record.slot
-        if key not in self._wants and self.failure(key) is None:
+        if key not in self.wants and self.failure(key) is None:
             self.misses += 1
             self._want(record)
         return None
@@ -192,8 +187,8 @@ class ResidencyTable:
             return record.slot
         # A request that holds the key comes back for it.
         is_held = record.num_holds > 0 or record.num_leases > 0
-        if is_held and key not in self._wants and record.state not in IN_TRANSIT and self.failure(key) is None:
-            self._borrows[key] = None
+        if is_held and key not in self.wants and record.state not in IN_TRANSIT and self.failure(key) is None:
+            self.borrows[key] = None
             self.is_due = True
         return None
 
@@ -232,10 +227,11 @@ class ResidencyTable:
         record.used_round = self.round  # it is about to be used
         self._device_lru[key] = record
         self._prefetches.pop(key, None)
-        if key in self._wants:
-            del self._wants[key]
+        if key in self.wants:
+            del self.wants[key]
             if record.num_holds > 0:
-                self._reservations.reserve(record)
+                record.reserved_rounds = RESERVED_ROUNDS
+                self._reserved[key] = record
         self._forget_if_idle(record)
 
     def lost(self, key: AdapterKey, now: float) -> None:
@@ -275,7 +271,10 @@ class ResidencyTable:
         self.is_due = False
         for key in [key for key in self._failed if self.records[key].failed_until_s <= now]:
             self._retry(self.records[key])
-        self._reservations.pass_round()
+        for record in list(self._reserved.values()):
+            record.reserved_rounds -= 1
+            if record.reserved_rounds == 0:
+                self._end_reservation(record)
         blocked = self._serve_wants()
         if blocked is None:
             self._serve_borrows()
@@ -284,8 +283,8 @@ class ResidencyTable:
             # Reservations run out with the rounds; leases are given back through `release`.
             if blocked.state is not KeyState.STAGING:
                 self._prefetches.clear()
-            self.is_due = bool(self._reservations)
-        self._borrows.clear()
+            self.is_due = bool(self._reserved)
+        self.borrows.clear()
 
     def is_settled(self, key: AdapterKey) -> bool:
         """Nothing moves for it, and nothing will until other weights leave."""
@@ -294,14 +293,14 @@ class ResidencyTable:
     def _serve_wants(self) -> KeyRecord | None:
         """Returns the first want that has to wait, for room or for its copy on the host; those behind it wait too. A
         want whose source is asked again may take any time, so it does not hold up the others."""
-        for key in list(self._wants):
+        for key in list(self.wants):
             record = self.records[key]
             if record.state is KeyState.STAGING:
                 return record
             if record.state in IN_TRANSIT:
                 continue
             if self._never(record) is not None:
-                del self._wants[key]
+                del self.wants[key]
             elif not self._promote(record):
                 self._stage(record)  # then at least the disk is not waited for later
                 return record
@@ -309,7 +308,7 @@ class ResidencyTable:
 
     def _serve_borrows(self) -> None:
         """One that finds no room does not hold up the others."""
-        for key in self._borrows:
+        for key in self.borrows:
             record = self.records[key]
             if record.state not in (KeyState.KNOWN, KeyState.ON_HOST) or self._never(record) is not None:
                 continue
@@ -350,7 +349,7 @@ class ResidencyTable:
     def _stage(self, record: KeyRecord, free_only: bool = False) -> None:
         if record.state is not KeyState.KNOWN:
             return
-        evicted = self._choose_host_evictions(record, spared=self._wants)
+        evicted = self._choose_host_evictions(record, spared=self.wants)
         if evicted is None or (free_only and evicted):
             return
         self._evict_from_host(evicted)
@@ -381,17 +380,21 @@ class ResidencyTable:
 
     def _want(self, record: KeyRecord) -> None:
         if record.state is not KeyState.ON_DEVICE and record.state is not KeyState.FAILED:
-            self._wants.setdefault(record.key, None)
+            self.wants.setdefault(record.key, None)
             self.is_due = True
+
+    def _end_reservation(self, record: KeyRecord) -> None:
+        record.reserved_rounds = 0
+        self._reserved.pop(record.key, None)
 
     def _withdraw_if_unneeded(self, record: KeyRecord) -> None:
         """Removes it from the queues when no request is left that waits for it."""
         if record.num_holds == 0 and record.num_leases == 0:
-            self._reservations.cancel(record)
-            self._borrows.pop(record.key, None)
+            self._end_reservation(record)
+            self.borrows.pop(record.key, None)
             if not record.pinned_names:
-                self._wants.pop(record.key, None)
-        self.is_due = self.is_due or bool(self._wants)
+                self.wants.pop(record.key, None)
+        self.is_due = self.is_due or bool(self.wants)
 
     def _never(self, record: KeyRecord) -> AdapterMemoryFull | None:
         """Why no waiting would bring it to the device; None where waiting may."""
@@ -420,7 +423,7 @@ class ResidencyTable:
         record.error = error
         record.failed_until_s = now + remembered_s(error, self._failure_ttl_s)
         self._failed.add(record.key)
-        for queue in (self._wants, self._borrows, self._prefetches):
+        for queue in (self.wants, self.borrows, self._prefetches):
             queue.pop(record.key, None)
         self._forget_if_idle(record)
 
@@ -464,7 +467,7 @@ class ResidencyTable:
         self._free_slots.append(record.slot)
         self.device_used -= record.num_bytes
         record.slot = -1
-        self._reservations.cancel(record)
+        self._end_reservation(record)
 
     def _forget_if_idle(self, record: KeyRecord) -> None:
         """The last name, pin, hold or lease is gone: so is everything else. A job's outcome is waited for."""
@@ -474,7 +477,7 @@ class ResidencyTable:
             self._drop_device(record)
         if record.has_host:
             self._drop_host(record)
-        for queue in (self._wants, self._borrows, self._prefetches):
+        for queue in (self.wants, self.borrows, self._prefetches):
             queue.pop(record.key, None)
         self._failed.discard(record.key)
         self.changed.add(record.key)
@@ -498,8 +501,8 @@ class ResidencyTable:
         on_device = KeyState.ON_DEVICE
         assert all(r.state is on_device for r in records if r.num_leases), "a lease of weights that are not there"
         assert all(r.names or r.is_in_use for r in records), "a record without a use"
-        for wanted in map(self.records.__getitem__, self._wants):
+        for wanted in map(self.records.__getitem__, self.wants):
             assert wanted.state not in (KeyState.ON_DEVICE, KeyState.FAILED), "a want that is served already"
             assert wanted.num_holds or wanted.num_leases or wanted.pinned_names, "a want that no request has"
-        for borrowed in map(self.records.__getitem__, self._borrows):
+        for borrowed in map(self.records.__getitem__, self.borrows):
             assert borrowed.num_holds or borrowed.num_leases, "a borrower that is gone"

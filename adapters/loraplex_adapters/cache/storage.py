@@ -36,8 +36,7 @@ from loraplex_adapters.io.safetensors import PieceReader, WriteFn, bytes_of
 from loraplex_adapters.io.source_files import AdapterSource
 from loraplex_adapters.io.throttle import checkpoint
 from loraplex_adapters.store import REMEMBERED_HEADERS, AdapterStore, header_content
-from loraplex_adapters.targets import BaseTargets
-from loraplex_adapters.weights import AdapterLayout, AdapterWeights, weights_at
+from loraplex_adapters.weights import AdapterLayout, AdapterWeights, BaseTargets, weights_at
 from loraplex_contracts.adapters import AdapterKey
 
 COPY_PIECE_BYTES = 256 << 10  # between two checkpoints: tens of microseconds

@@ -18,12 +18,10 @@ from loraplex_adapters.formats.files import (
     ignored_template,
 )
 from loraplex_adapters.formats.medusa import HeadsPlan, model_tensors, plan_heads, read_medusa_config, split_heads
-from loraplex_adapters.formats.peft import LoraPlan, PlannedModule, plan_lora
-from loraplex_adapters.formats.peft_config import MAX_CONFIG_BYTES, parse_peft_config
+from loraplex_adapters.formats.peft import MAX_CONFIG_BYTES, LoraPlan, PlannedModule, parse_peft_config, plan_lora
 from loraplex_adapters.io.safetensors import TensorInfo, read_header
 from loraplex_adapters.io.source_files import AdapterFiles, read_all
-from loraplex_adapters.targets import BaseTargets
-from loraplex_adapters.weights import AdapterLayout, adapter_layout, place_factors
+from loraplex_adapters.weights import AdapterLayout, BaseTargets, adapter_layout, place_factors
 from loraplex_contracts.errors import AdapterInvalid, AdapterUnsupported
 
 

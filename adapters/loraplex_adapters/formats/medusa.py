@@ -44,8 +44,7 @@ from loraplex_adapters.io.safetensors import (
     read_header,
 )
 from loraplex_adapters.io.source_files import AdapterFiles, SourceFile, parse_object, read_all
-from loraplex_adapters.targets import BaseTargets
-from loraplex_adapters.weights import HeadsLayout, HeadsShape
+from loraplex_adapters.weights import BaseTargets, HeadsLayout, HeadsShape
 from loraplex_contracts.errors import AdapterInvalid, AdapterUnsupported, ShapeMismatch
 
 MAX_MODEL_CONFIG_BYTES = 1 << 20

@@ -1,17 +1,29 @@
-"""PEFT LoRA: its plan against the base model, and its bytes.
+r"""PEFT LoRA: configuration, rank patterns, plan against the base model, and bytes.
 
-The plan is made of the file's header and the configuration. Every tensor of the file ends up in it, or the load fails
-with its name; so does a module that the base model lacks, a wrong shape, a rank over the limit. Modules may have ranks
-and scales of their own.
+The plan is made of the configuration (`adapter_config.json`) and the file's header. Every field that changes the
+mathematics is either carried out or refused by name; an unknown field is refused too, unless it is empty: it may belong
+to a new variant. Every tensor of the file ends up in the plan, or the load fails with its name; so does a module that
+the base model lacks, a wrong shape, a rank over the limit. Modules may have ranks and scales of their own.
+
+PEFT runs `re.match(rf"(.*\.)?({pattern})$", path)` for `rank_pattern` and `alpha_pattern`. A hostile pattern would hang
+Python's backtracking matcher or exhaust memory while it is compiled. RE2 matches in linear time; the cost of a pattern,
+and of all patterns of an adapter together, is bounded here. Accepted is what `re` and RE2 read alike: literals, `.`,
+`\d \D \w \W \s \S` and escaped punctuation, `[...]`, `(...)` and `(?:...)`, `|`, `* + ?` (lazy or not), `{m}` `{m,}`
+`{m,n}`, `^` and `$`. Everything else (backreferences, lookaround, flags) is refused. Paths are ASCII in practice;
+classes mean their ASCII members.
 """
 
 from __future__ import annotations
 
+import math
+import re
+import string
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
 
 from loraplex_adapters.formats.files import CONFIG_NAME, WEIGHTS_NAME
-from loraplex_adapters.formats.peft_config import Budget, PeftLoraConfig, match_budget, path_ends
 from loraplex_adapters.io.safetensors import (
     DTYPE_BYTES,
     DTYPES,
@@ -21,10 +33,9 @@ from loraplex_adapters.io.safetensors import (
     WriteFn,
     check_float,
 )
-from loraplex_adapters.io.source_files import SourceFile
+from loraplex_adapters.io.source_files import SourceFile, parse_object
 from loraplex_adapters.io.throttle import checkpoint
-from loraplex_adapters.targets import BaseTargets, TargetModule
-from loraplex_adapters.weights import FactorShape, LoraLayout, place_factors
+from loraplex_adapters.weights import BaseTargets, FactorShape, LoraLayout, TargetModule, place_factors
 from loraplex_contracts.errors import (
     AdapterInvalid,
     AdapterUnsupported,
@@ -33,6 +44,275 @@ from loraplex_contracts.errors import (
     RankLimit,
     ShapeMismatch,
 )
+
+MAX_CONFIG_BYTES = 1 << 20
+MAX_PATTERNS = 4096
+MAX_TARGETS = 4096
+MAX_RANK = 1 << 16
+MAX_ALPHA = float(1 << 16)
+
+# Empty (null, false, [], {}) is fine; anything else changes what the adapter computes.
+_REFUSED: Mapping[str, str] = {
+    "use_dora": "DoRA",
+    "alora_invocation_tokens": "activated LoRA (aLoRA)",
+    "lora_bias": "a bias on lora_B",
+    "modules_to_save": "whole modules saved with the adapter",
+    "layer_replication": "layers repeated by the adapter",
+    "target_parameters": "LoRA on parameters, such as the experts of a mixture",
+    "trainable_token_indices": "token rows trained with the adapter",
+    "use_qalora": "QALoRA",
+    "use_bdlora": "BD-LoRA",
+    "arrow_config": "Arrow routing",
+    "kasa_config": "KaSA",
+    "monteclora_config": "MonteCLoRA",
+    "velora_config": "VeLoRA",
+    "megatron_config": "a Megatron model",
+    "router": "routing between adapters",
+}
+# Initialisations that left the base model as it was; the others moved part of it into the adapter.
+_CLEAN_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica"})
+_BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga", "lora-ga")
+# Only training depends on these, or the choice of modules, which the tensors show anyway.
+_WITHOUT_EFFECT = frozenset({
+    "task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "lora_dropout", "exclude_modules",
+    "layers_to_transform", "layers_pattern", "megatron_core", "loftq_config", "eva_config", "corda_config",
+    "lora_ga_config", "qalora_group_size", "runtime_config", "ensure_weight_tying", "merge_weights",
+    # fan_in_fan_out says how the base stores its weight; the factors have one orientation in any case.
+    "fan_in_fan_out",
+    # Decided by the tensors: without saved biases it has no effect, and saved ones are refused by name.
+    "bias",
+})  # fmt: skip
+_USED = frozenset({
+    "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights",
+    "target_modules", "base_model_name_or_path",
+})  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class PeftLoraConfig:
+    """The part of the configuration that serving needs."""
+
+    r: int
+    lora_alpha: float
+    use_rslora: bool
+    rank_pattern: tuple[tuple[ModulePattern, int], ...]
+    alpha_pattern: tuple[tuple[ModulePattern, float], ...]
+    target_modules: frozenset[str] | None  # None: a pattern or a shorthand; the tensors decide
+    base_model: str  # informative only: shapes decide
+
+    def rank_and_scale(self, path: str, budget: Budget) -> tuple[int, float]:
+        """Of one module. As in PEFT: the first pattern that matches, else the common value; the scale comes from the
+        module's own rank and alpha, never from a padded or a common rank."""
+        rank = next((rank for pattern, rank in self.rank_pattern if pattern.matches(path, budget)), self.r)
+        alpha = next((alpha for pattern, alpha in self.alpha_pattern if pattern.matches(path, budget)), self.lora_alpha)
+        return rank, alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def names_target(self, path: str) -> bool:
+        """Whether `target_modules` lists the module, by its name or by the end of it."""
+        return self.target_modules is None or not self.target_modules.isdisjoint(path_ends(path))
+
+
+def path_ends(path: str) -> Iterator[str]:
+    """'c', 'b.c' and 'a.b.c' of 'a.b.c': what a target may call the module."""
+    words = path.split(".")
+    return (".".join(words[idx:]) for idx in range(len(words) - 1, -1, -1))
+
+
+def parse_peft_config(data: bytes) -> PeftLoraConfig:
+    """Raises AdapterInvalid or AdapterUnsupported, naming the field."""
+    fields = parse_object(data, CONFIG_NAME, MAX_CONFIG_BYTES)
+    peft_type = fields.get("peft_type")
+    if peft_type is None:
+        raise AdapterInvalid(f"{CONFIG_NAME} has no peft_type; save the adapter with PEFT's save_pretrained")
+    if peft_type != "LORA":
+        raise AdapterUnsupported(f"{CONFIG_NAME}: peft_type {_shown(peft_type)} is not served; LORA is")
+    _refuse_variants(fields)
+    _check_init(fields.get("init_lora_weights", True))
+    budget = compile_budget()
+    rank_pattern = _patterns(fields, "rank_pattern", budget)
+    alpha_pattern = _patterns(fields, "alpha_pattern", budget)
+    base_model = fields.get("base_model_name_or_path")
+    return PeftLoraConfig(
+        r=_rank(fields.get("r"), "r"),
+        lora_alpha=_alpha(fields.get("lora_alpha"), "lora_alpha"),
+        use_rslora=_flag(fields, "use_rslora"),
+        rank_pattern=tuple((pattern, _rank(value, "rank_pattern")) for pattern, value in rank_pattern),
+        alpha_pattern=tuple((pattern, _alpha(value, "alpha_pattern")) for pattern, value in alpha_pattern),
+        # With tied weights PEFT saves factors for modules that it has taken off the list.
+        target_modules=None if fields.get("ensure_weight_tying") else _targets(fields.get("target_modules")),
+        base_model=base_model[:256] if isinstance(base_model, str) else "",
+    )
+
+
+def _refuse_variants(fields: Mapping[str, Any]) -> None:
+    for name, what in _REFUSED.items():
+        if fields.get(name):
+            raise AdapterUnsupported(f"{CONFIG_NAME}: {name} ({what}) is not served")
+    for name, value in fields.items():
+        if value and name not in _WITHOUT_EFFECT and name not in _USED:
+            raise AdapterUnsupported(
+                f"{CONFIG_NAME}: field {name[:80]!a} is not known and not empty, so it may change what the "
+                "adapter computes; remove it if it does not"
+            )
+
+
+def _check_init(init: Any) -> None:
+    if init is None or isinstance(init, bool) or (isinstance(init, str) and init in _CLEAN_INITS):
+        return
+    if isinstance(init, str) and init.lower().startswith(_BASE_CHANGING_INITS):
+        raise AdapterUnsupported(
+            f"{CONFIG_NAME}: init_lora_weights {_shown(init)} changed the base model at the start; convert the adapter "
+            "with PEFT's save_pretrained(path_initial_model_for_weight_conversion=...)"
+        )
+    raise AdapterUnsupported(f"{CONFIG_NAME}: init_lora_weights {_shown(init)} is not known")
+
+
+def _patterns(fields: Mapping[str, Any], name: str, budget: Budget) -> list[tuple[ModulePattern, Any]]:
+    value = fields.get(name) or {}
+    if not isinstance(value, dict) or len(value) > MAX_PATTERNS:
+        raise AdapterInvalid(f"{CONFIG_NAME}: {name} must be an object of at most {MAX_PATTERNS} entries")
+    return [(compile_pattern(text, f"{CONFIG_NAME}: {name}", budget), item) for text, item in value.items()]
+
+
+def _rank(value: Any, name: str) -> int:
+    if type(value) is not int or not 1 <= value <= MAX_RANK:
+        raise AdapterInvalid(f"{CONFIG_NAME}: {name} is {_shown(value)}; a rank is a whole number from 1 to {MAX_RANK}")
+    return value
+
+
+def _alpha(value: Any, name: str) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < abs(value) <= MAX_ALPHA:  # false for NaN too
+        raise AdapterInvalid(
+            f"{CONFIG_NAME}: {name} is {_shown(value)}; alpha is a finite number, not 0, of at most {MAX_ALPHA:.0f}"
+        )
+    return float(value)
+
+
+def _flag(fields: Mapping[str, Any], name: str) -> bool:
+    value = fields.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise AdapterInvalid(f"{CONFIG_NAME}: {name} must be true or false, not {_shown(value)}")
+    return bool(value)
+
+
+def _targets(value: Any) -> frozenset[str] | None:
+    """The listed targets. A string is a pattern or 'all-linear'; never matched, as the tensors say the same."""
+    if value is None or isinstance(value, str):
+        return None
+    if not isinstance(value, list) or len(value) > MAX_TARGETS or not all(isinstance(item, str) for item in value):
+        raise AdapterInvalid(f"{CONFIG_NAME}: target_modules must be a string or a list of at most {MAX_TARGETS} names")
+    return frozenset(value)
+
+
+def _shown(value: Any) -> str:
+    return ascii(value)[:60]
+
+
+MAX_PATTERN_CHARS = 256
+# Of one compiled pattern, RE2's caches included: room for 1,000 instructions and some states of its automaton.
+MAX_PATTERN_BYTES = 64 << 10
+# A pattern for each of 126 layers' seven linears, in both fields, takes about half of it.
+MAX_INSTRUCTIONS = 1 << 18
+# One character compared with one instruction takes a nanosecond at worst; a call is worth some 500 of those.
+MAX_MATCH_STEPS = 1 << 26
+CALL_STEPS = 512
+PLAIN_STEPS = 64
+
+_PLAIN = frozenset(string.ascii_letters + string.digits + "_.-")
+# Each alternative begins with another character, so this takes linear time itself.
+_ESCAPE = r"\\(?:[dDwWsS]|[^a-zA-Z0-9])"
+_UNDERSTOOD = re.compile(
+    rf"(?:{_ESCAPE}|\[\^?\]?(?:{_ESCAPE}|[^\\\[\]])*\]|\((?!\?)|\(\?:|\{{\d{{1,3}}(?:,\d{{0,3}})?\}}|[^\\\[({{])*",
+    re.ASCII | re.DOTALL,
+)
+
+
+@dataclass(slots=True)
+class Budget:
+    """Cost that compiling, or matching, all patterns of one adapter may still have."""
+
+    steps_left: int
+    refusal: str
+
+    def spend(self, num_steps: int) -> None:
+        """Raises AdapterUnsupported when nothing is left."""
+        checkpoint()
+        self.steps_left -= num_steps
+        if self.steps_left < 0:
+            raise AdapterUnsupported(f"rank_pattern and alpha_pattern {self.refusal}; use fewer or simpler patterns")
+
+
+def compile_budget() -> Budget:
+    return Budget(MAX_INSTRUCTIONS, "are too large together")
+
+
+def match_budget() -> Budget:
+    return Budget(MAX_MATCH_STEPS, "take too long to match")
+
+
+@dataclass(frozen=True, slots=True)
+class ModulePattern:
+    """One pattern with PEFT's meaning for module paths. `compiled` is RE2's; None for names and dots only."""
+
+    text: str
+    compiled: Any = None
+
+    def matches(self, path: str, budget: Budget) -> bool:
+        """Raises AdapterUnsupported when the adapter has used up its budget."""
+        if self.compiled is None:
+            budget.spend(PLAIN_STEPS)
+            return self._matches_plain(path)
+        budget.spend(CALL_STEPS + self.compiled.programsize * len(path))
+        return self.compiled.fullmatch(_encoded(path)) is not None
+
+    def _matches_plain(self, path: str) -> bool:
+        """The common case, faster than any engine. A dot means any character, as in PEFT."""
+        start = len(path) - len(self.text)
+        if start < 0 or (start > 0 and path[start - 1] != "."):
+            return False
+        return all(want in (".", have) for want, have in zip(self.text, path[start:], strict=True))
+
+
+def compile_pattern(text: str, field_name: str, budget: Budget) -> ModulePattern:
+    """Raises AdapterUnsupported, naming the field, when the pattern is not understood or too large."""
+    if len(text) > MAX_PATTERN_CHARS:
+        raise AdapterUnsupported(f"{field_name}: a pattern of {len(text)} characters; at most {MAX_PATTERN_CHARS}")
+    budget.spend(1)
+    if set(text) <= _PLAIN:
+        return ModulePattern(text)
+    if _UNDERSTOOD.fullmatch(text) is None:
+        raise _refusal(text, field_name, "it uses more than literals, sets, groups, counts and `|`")
+    import re2
+
+    try:
+        re2.compile(_encoded(text), _options())  # alone, because its parentheses could pair with ours
+        compiled = re2.compile(_encoded(rf"(?:.*\.)?(?:{text})"), _options())
+    except re2.error as error:
+        raise _refusal(text, field_name, error.args[0].decode(errors="replace")) from None
+    budget.spend(compiled.programsize)
+    return ModulePattern(text, compiled)
+
+
+def _encoded(text: str) -> bytes:
+    """JSON can hold lone surrogates; RE2 refuses their bytes."""
+    return text.encode(errors="surrogatepass")
+
+
+@cache
+def _options() -> Any:
+    import re2
+
+    options = re2.Options()
+    options.max_mem = MAX_PATTERN_BYTES
+    options.never_capture = True
+    options.log_errors = False
+    return options
+
+
+def _refusal(text: str, field_name: str, why: str) -> AdapterUnsupported:
+    return AdapterUnsupported(f"{field_name}: pattern {text[:80]!a} is not served: {why}")
+
 
 _PREFIX = "base_model.model."
 _FACTORS: Mapping[str, tuple[str, bool]] = {  # what the key says -> (which factor, of an embedding)

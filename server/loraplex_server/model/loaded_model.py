@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from loraplex_adapters.io.safetensors import weight_sha256
-from loraplex_adapters.targets import BaseTargets, TargetModule
+from loraplex_adapters.weights import BaseTargets, TargetModule
 from loraplex_server.backends.backend import Backend
 from loraplex_server.backends.cpu.decoder import NativeStack
 from loraplex_server.layers.adapter_slots import AdapterSlots

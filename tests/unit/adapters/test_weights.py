@@ -22,8 +22,15 @@ from loraplex_adapters.formats.medusa import write_heads as write_payload
 from loraplex_adapters.io.safetensors import PIECE_BYTES, PieceReader
 from loraplex_adapters.io.source_files import SourceFile
 from loraplex_adapters.sources.directory import DirectorySource
-from loraplex_adapters.targets import BaseTargets
-from loraplex_adapters.weights import AdapterLayout, FactorShape, HeadsShape, adapter_layout, place_factors, weights_at
+from loraplex_adapters.weights import (
+    AdapterLayout,
+    BaseTargets,
+    FactorShape,
+    HeadsShape,
+    adapter_layout,
+    place_factors,
+    weights_at,
+)
 from loraplex_contracts.adapters import AdapterKey
 
 LORA = place_factors("bfloat16", [FactorShape("b", 3, 5, 7, 1 / 3), FactorShape("a", 1, 2, 3, 2.0)])

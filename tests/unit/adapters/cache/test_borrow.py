@@ -82,7 +82,7 @@ def test_on_its_way_it_is_not_wanted_again() -> None:
     table.advance(0.0)
     assert table.moves == [Promote(key, 0)]
     assert table.borrow(key) is None
-    assert not list(table.borrows())
+    assert not list(table.borrows)
     assert not table.is_due
 
 
@@ -123,7 +123,7 @@ def test_nobody_is_wanted_for_requests_that_are_gone() -> None:
     key = held(table, HEADS[0])
     assert table.borrow(key) is None
     table.drop_hold(key)
-    assert not list(table.borrows())
+    assert not list(table.borrows)
     assert run(table) == []
     assert table.borrow(key) is None  # the name is there, but nobody's request
     assert run(table) == []
@@ -228,7 +228,7 @@ def test_too_large_for_ever_is_not_wanted() -> None:
     table = make_table(device=300)
     key = held(table, HEADS[0], 301)
     assert table.borrow(key) is None
-    assert not list(table.borrows())
+    assert not list(table.borrows)
     assert run(table) == []
     assert table.failure(key) is not None
 
@@ -242,9 +242,9 @@ def test_acquired_while_only_borrowed_it_becomes_a_want() -> None:
     assert table.borrow(key) is None
     assert table.acquire(key) is None
     run(table)
-    assert list(table.wanted()) == [key]
+    assert list(table.wants) == [key]
     assert table.borrow(key) is None
-    assert not list(table.borrows())
+    assert not list(table.borrows)
     table.release(LORA)
     run(table)
     slot = table.acquire(key)
@@ -262,7 +262,7 @@ def test_a_failed_move_is_remembered() -> None:
     table.failed(key, SourceUnavailable("no"), now=0.0)
     table.check_integrity()
     assert table.borrow(key) is None
-    assert not list(table.borrows())
+    assert not list(table.borrows)
     assert run(table, now=9.0) == [DropHost(key)]
     assert run(table, now=10.0) == []
     assert table.records[key].state is KeyState.KNOWN

@@ -237,7 +237,7 @@ def test_a_pinned_load_stays_wanted_while_there_is_no_room() -> None:
     turn(table)
     turn(table)
     assert table.load("y", True, 0.0) == NEW
-    assert list(table.residency.wanted()) == [NEW]
+    assert list(table.residency.wants) == [NEW]
     table.residency.release(OLD)
     turn(table)
     assert table.residency.records[NEW].slot == 0

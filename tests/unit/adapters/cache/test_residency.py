@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from loraplex_adapters.cache.eviction import RESERVED_ROUNDS
-from loraplex_adapters.cache.residency import ResidencyTable
+from loraplex_adapters.cache.residency import RESERVED_ROUNDS, ResidencyTable
 from loraplex_adapters.cache.states import DropDevice, DropHost, KeyState, Promote, Refetch, Stage
 from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.errors import AdapterMemoryFull, FailedPrecondition, SourceUnavailable
@@ -100,7 +99,7 @@ def test_referenced_weights_stay_and_wants_keep_their_order() -> None:
     for _ in range(5):
         moves = run(table)
         assert not any(isinstance(move, Promote | DropDevice) for move in moves)
-    assert list(table.wanted()) == [B, C]
+    assert list(table.wants) == [B, C]
     table.release(A)
     assert table.is_due  # an idle engine must look again
     assert run(table)[:2] == [DropDevice(A, 0), Promote(B, 0)]
@@ -289,7 +288,7 @@ def test_a_failed_move_gives_everything_back_and_is_forgotten_in_time() -> None:
     assert (table.host_used, table.device_used, table.num_slots_used) == (0, 0, 0)
     assert table.moves == [DropHost(A)]
     assert table.acquire(A) is None
-    assert not list(table.wanted())
+    assert not list(table.wants)
     run(table, now=14.9)
     assert table.failure(A) is error
     run(table, now=15.0)

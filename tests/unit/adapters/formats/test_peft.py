@@ -21,10 +21,9 @@ from support.adapter_files import (
 )
 from torch import Tensor
 
-from loraplex_adapters.formats.peft import LoraPlan, plan_lora
-from loraplex_adapters.formats.peft_config import parse_peft_config
+from loraplex_adapters.formats.peft import LoraPlan, parse_peft_config, plan_lora
 from loraplex_adapters.io.safetensors import read_header
-from loraplex_adapters.targets import BaseTargets
+from loraplex_adapters.weights import BaseTargets
 from loraplex_contracts.errors import (
     AdapterInvalid,
     AdapterUnsupported,

@@ -11,7 +11,7 @@ from peft import LoraConfig
 from peft.tuners.lora.config import BdLoraConfig, KasaConfig, MontecloraConfig, VeloraConfig
 from support.adapter_files import lora_config
 
-from loraplex_adapters.formats.peft_config import MAX_CONFIG_BYTES, PeftLoraConfig, match_budget, parse_peft_config
+from loraplex_adapters.formats.peft import MAX_CONFIG_BYTES, PeftLoraConfig, match_budget, parse_peft_config
 from loraplex_adapters.io.throttle import throttled
 from loraplex_contracts.errors import AdapterInvalid, AdapterUnsupported
 
@@ -54,10 +54,10 @@ def test_every_field_of_the_installed_peft_is_known() -> None:
     """Whatever PEFT's class has, with its default, is accepted; with a value, nothing passes as unknown."""
     import dataclasses
 
-    from loraplex_adapters.formats import peft_config
+    from loraplex_adapters.formats import peft
 
     names = {f.name for f in dataclasses.fields(LoraConfig)}
-    known = {*peft_config._REFUSED, *peft_config._WITHOUT_EFFECT, *peft_config._USED}
+    known = {*peft._REFUSED, *peft._WITHOUT_EFFECT, *peft._USED}
     assert names <= known, names - known
 
 

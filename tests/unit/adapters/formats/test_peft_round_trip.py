@@ -17,8 +17,7 @@ from loraplex_adapters.cache.storage import Storage, import_adapter
 from loraplex_adapters.io.safetensors import weight_sha256
 from loraplex_adapters.sources.directory import DirectorySource
 from loraplex_adapters.store import AdapterStore
-from loraplex_adapters.targets import BaseTargets, TargetModule
-from loraplex_adapters.weights import AdapterWeights
+from loraplex_adapters.weights import AdapterWeights, BaseTargets, TargetModule
 from loraplex_contracts.errors import AdapterUnsupported
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT's own, about saving embeddings and tied weights
