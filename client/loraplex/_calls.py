@@ -1,6 +1,7 @@
-"""Calls of the SDK: connection settings, headers, deadline, answer and error.
+"""Calls of the SDK: settings, messages, deadline, answer and error.
 
-Both clients send these calls; they differ only in how they wait. Nothing here opens a connection by itself.
+Both clients send these calls; they differ only in how they wait. Nothing here opens a connection by itself. Values that
+do not fit their field raise InvalidArgument.
 """
 
 from __future__ import annotations
@@ -8,29 +9,41 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Sequence
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar, cast
 
 import grpc
 from google.protobuf.message import Message as ProtobufMessage
 
 import loraplex_proto
-from loraplex import _messages
-from loraplex._messages import AdapterPage, ChunkReader, call_options
 from loraplex.types import (
     Adapter,
     AdapterState,
+    AdapterTier,
+    AnySpeculation,
     CallOptions,
     Chunk,
+    Completion,
+    DraftModel,
     GenerateOptions,
     Generation,
+    Medusa,
     Message,
+    PromptLookup,
+    ProposerUsage,
     ServerInfo,
+    Speculation,
+    Timings,
     Tls,
     Tokenization,
+    TokenLogprob,
+    TopLogprob,
+    Usage,
 )
+from loraplex_contracts.adapters import check_adapter_id
 from loraplex_contracts.errors import (
     Cancelled,
     ConnectionLost,
@@ -39,10 +52,15 @@ from loraplex_contracts.errors import (
     LoraplexError,
     ServerUnreachable,
 )
+from loraplex_contracts.sampling import SAMPLING_OPTIONS
+from loraplex_proto.enums import ADAPTER_STATES, ADAPTER_TIERS, FINISH_REASONS
 from loraplex_proto.status import from_rpc_error
 from loraplex_proto.v1 import adapter_pb2, inference_pb2
 
 _Answer = TypeVar("_Answer")
+_AboutAdapter = TypeVar(
+    "_AboutAdapter", adapter_pb2.LoadAdapterRequest, adapter_pb2.UnloadAdapterRequest, adapter_pb2.GetAdapterRequest
+)
 
 DEFAULT_PORT: Final = 50051
 DEFAULT_TIMEOUT_S: Final = 120.0
@@ -67,6 +85,37 @@ CHANNEL_OPTIONS: Final[tuple[tuple[str, int | str], ...]] = (
     ("grpc.http2.max_pings_without_data", 0),  # a request that waits in the queue sends no data
     ("grpc.max_receive_message_length", 64 << 20),  # logprobs of a long prompt with alternatives
 )
+
+# Option -> path in GenerateRequest, for options whose value is the field's.
+_FIELDS: Final[dict[str, str]] = {
+    "token_ids": "token_ids.ids",
+    "adapter_id": "adapter_id",
+    "max_tokens": "stopping.max_tokens",
+    "min_tokens": "stopping.min_tokens",
+    "stop": "stopping.stop",
+    "stop_token_ids": "stopping.stop_token_ids",
+    "ignore_eos": "stopping.ignore_eos",
+    "include_stop": "stopping.include_stop",
+    **{name: option.path for name, option in SAMPLING_OPTIONS.items()},
+    "n": "n",
+    "logprobs": "output.logprobs",
+    "top_logprobs": "output.top_logprobs",
+    "prompt_logprobs": "output.prompt_logprobs",
+    "echo": "output.echo",
+    "omit_token_ids": "output.omit_token_ids",
+    "max_draft_tokens": "speculation.max_draft_tokens",
+    "fixed_draft_length": "speculation.fixed_length",
+    "priority": "priority",
+    "request_id": "request_id",
+    "cache_salt": "cache_salt",
+}
+_OTHER_OPTIONS: Final = frozenset({"messages", "omit_generation_prompt", "adapters", "speculation", "timeout_s"})
+
+_FINISH_REASONS: Final = {number: reason for reason, number in FINISH_REASONS.items()}
+_STATES: Final[dict[int, AdapterState]] = {number: state for state, number in ADAPTER_STATES.items()}
+_TIERS: Final[dict[int, AdapterTier]] = {number: tier for tier, number in ADAPTER_TIERS.items()}
+
+_WITHOUT_MESSAGES: Final = "omit_generation_prompt goes with messages"
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +181,9 @@ def _checked_target(target: str) -> str:
             field="target",
         )
     return f"{target}:{DEFAULT_PORT}" if _BARE_HOST.match(target) else target
+
+
+# --- calls ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,11 +253,11 @@ class Calls:
         self.settings = Settings(target, token, timeout_s, Tls() if tls is True else tls or None)
 
     def generate(self, prompt: str | None, options: GenerateOptions) -> Call[Generation]:
-        request = _messages.generate_request(prompt, options)
-        return self._call(_INFERENCE + "Generate", request, _messages.generation, options)
+        request = generate_request(prompt, options)
+        return self._call(_INFERENCE + "Generate", request, generation, options)
 
     def stream(self, prompt: str | None, options: GenerateOptions) -> Call[Chunk]:
-        request = _messages.generate_request(prompt, options)
+        request = generate_request(prompt, options)
         return self._call(_INFERENCE + "GenerateStream", request, ChunkReader(request.request_id).read, options)
 
     def tokenize(
@@ -216,27 +268,25 @@ class Calls:
         omit_special_tokens: bool,
         options: CallOptions,
     ) -> Call[Tokenization]:
-        request = _messages.tokenize_request(text, messages, omit_generation_prompt, omit_special_tokens)
-        return self._call(_INFERENCE + "Tokenize", request, _messages.tokenization, call_options(options))
+        request = tokenize_request(text, messages, omit_generation_prompt, omit_special_tokens)
+        return self._call(_INFERENCE + "Tokenize", request, tokenization, call_options(options))
 
     def info(self, options: CallOptions) -> Call[ServerInfo]:
         request = inference_pb2.GetInfoRequest()
-        return self._call(_INFERENCE + "GetInfo", request, _messages.server_info, call_options(options))
+        return self._call(_INFERENCE + "GetInfo", request, server_info, call_options(options))
 
     def load(self, adapter_id: str, pin: bool, options: CallOptions) -> Call[tuple[Adapter, ...]]:
-        request = _messages.load_request(adapter_id, pin)
-        read = partial(_messages.adapters, adapter_pb2.LoadAdapterResponse)
-        return self._call(_ADAPTERS + "LoadAdapter", request, read, call_options(options))
+        request = adapter_pb2.LoadAdapterRequest()
+        _assign(request, "pin", pin)
+        return self._call(_ADAPTERS + "LoadAdapter", naming(request, adapter_id), _rows, call_options(options))
 
     def unload(self, adapter_id: str, options: CallOptions) -> Call[tuple[Adapter, ...]]:
-        request = _messages.naming(adapter_pb2.UnloadAdapterRequest(), adapter_id)
-        read = partial(_messages.adapters, adapter_pb2.UnloadAdapterResponse)
-        return self._call(_ADAPTERS + "UnloadAdapter", request, read, call_options(options))
+        request = naming(adapter_pb2.UnloadAdapterRequest(), adapter_id)
+        return self._call(_ADAPTERS + "UnloadAdapter", request, _rows, call_options(options))
 
     def get(self, adapter_id: str, options: CallOptions) -> Call[tuple[Adapter, ...]]:
-        request = _messages.naming(adapter_pb2.GetAdapterRequest(), adapter_id)
-        read = partial(_messages.adapters, adapter_pb2.GetAdapterResponse)
-        return self._call(_ADAPTERS + "GetAdapter", request, read, call_options(options))
+        request = naming(adapter_pb2.GetAdapterRequest(), adapter_id)
+        return self._call(_ADAPTERS + "GetAdapter", request, _rows, call_options(options))
 
     def list(
         self,
@@ -248,14 +298,10 @@ class Calls:
         page_size: int | None = None,
     ) -> Pages:
         """The calls of a listing. With a `page_size` the timeout is for each of them, without one for all."""
-        request = _messages.list_request(
-            include_unloaded, prefix, state, MAX_PAGE_SIZE if page_size is None else page_size
-        )
+        request = list_request(include_unloaded, prefix, state, MAX_PAGE_SIZE if page_size is None else page_size)
         timeout_s = checked_timeout(call_options(options).get("timeout_s", self.settings.timeout_s))
-        return Pages(self.page, request, timeout_s, is_whole=page_size is None)
-
-    def page(self, request: adapter_pb2.ListAdaptersRequest, timeout_s: float | None) -> Call[AdapterPage]:
-        return self._call(_ADAPTERS + "ListAdapters", request, _messages.adapter_page, CallOptions(timeout_s=timeout_s))
+        call = partial(self._call, _ADAPTERS + "ListAdapters")
+        return Pages(call, request, timeout_s, is_whole=page_size is None)
 
     def _call(
         self,
@@ -276,11 +322,11 @@ class Calls:
 
 
 class Pages:
-    """The calls of one listing. As long as there is a `next_call`, send it and `take` its answer."""
+    """The calls of one listing. As long as there is a `next_call`, send it."""
 
     def __init__(
         self,
-        call: Callable[[adapter_pb2.ListAdaptersRequest, float | None], Call[AdapterPage]],
+        call: Callable[..., Call[tuple[Adapter, ...]]],
         request: adapter_pb2.ListAdaptersRequest,
         timeout_s: float | None,
         is_whole: bool,
@@ -291,15 +337,334 @@ class Pages:
         self._until_s = time.monotonic() + timeout_s if is_whole and timeout_s is not None else None
         self._has_more = True
 
-    def next_call(self) -> Call[AdapterPage] | None:
+    def next_call(self) -> Call[tuple[Adapter, ...]] | None:
         if not self._has_more:
             return None
         timeout_s = self._timeout_s
         if self._until_s is not None:
             timeout_s = max(self._until_s - time.monotonic(), MIN_TIMEOUT_S)
-        return replace(self._call(self._request, timeout_s), allowed_s=self._timeout_s)
+        return replace(self._call(self._request, self._read, {"timeout_s": timeout_s}), allowed_s=self._timeout_s)
 
-    def take(self, page: AdapterPage) -> tuple[Adapter, ...]:
+    def _read(self, raw: bytes) -> tuple[Adapter, ...]:
+        page = adapter_pb2.ListAdaptersResponse.FromString(raw)
         self._request.page_token = page.next_page_token
         self._has_more = bool(page.next_page_token)
-        return page.adapters
+        return adapters(page.adapters)
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+
+def generate_request(prompt: str | None, options: GenerateOptions) -> inference_pb2.GenerateRequest:
+    """Raises InvalidArgument for a value that the wire cannot carry, TypeError for an unknown option."""
+    given = _with_speculation(_given(options, _OTHER_OPTIONS | _FIELDS.keys()))
+    request = inference_pb2.GenerateRequest()
+    inputs = [name for name in ("token_ids", "messages") if name in given]
+    if prompt is not None:
+        inputs.insert(0, "prompt")
+        _assign(request, "text", prompt)
+    if len(inputs) != 1:
+        what = " and ".join(inputs) or "nothing"
+        raise InvalidArgument(f"give one of prompt, token_ids and messages; given: {what}", field="input")
+    if "token_ids" in given:
+        request.token_ids.SetInParent()  # an empty list is a prompt too
+    if "messages" in given:
+        _put_messages(request.chat, given["messages"], given.get("omit_generation_prompt"))
+    elif given.get("omit_generation_prompt"):
+        raise InvalidArgument(_WITHOUT_MESSAGES, field="chat.omit_generation_prompt")
+    for name, path in _FIELDS.items():
+        if name in given:
+            _assign(request, path, given[name])
+    mixture: Any = given.get("adapters", {})
+    if not isinstance(mixture, Mapping):
+        raise InvalidArgument(f"adapters takes {{name: weight}}, not {_shown(mixture)}", field="adapters")
+    for adapter_id, weight in cast("Mapping[str, float]", mixture).items():
+        entry = request.adapters.add()
+        _assign(entry, "id", adapter_id, shown_as="adapters.id")
+        _assign(entry, "weight", weight, shown_as="adapters.weight")
+    if "speculation" in given:
+        _put_speculation(request.speculation, given["speculation"])
+    if request.adapter_id:
+        check_adapter_id(request.adapter_id)  # it also goes into a header
+    if not request.request_id:
+        request.request_id = uuid.uuid4().hex  # known even when no answer comes
+    return request
+
+
+def tokenize_request(
+    text: str | None, messages: Sequence[Message] | None, omit_generation_prompt: bool, omit_special_tokens: bool
+) -> inference_pb2.TokenizeRequest:
+    """Raises InvalidArgument."""
+    request = inference_pb2.TokenizeRequest(omit_special_tokens=omit_special_tokens)
+    if (text is None) == (messages is None):
+        raise InvalidArgument("give one of text and messages", field="input")
+    if omit_generation_prompt and messages is None:
+        raise InvalidArgument(_WITHOUT_MESSAGES, field="chat.omit_generation_prompt")
+    if text is not None:
+        _assign(request, "text", text)
+    if messages is not None:
+        _put_messages(request.chat, messages, omit_generation_prompt)
+    return request
+
+
+def naming(request: _AboutAdapter, adapter_id: str) -> _AboutAdapter:
+    """The request with the adapter's name in it. Raises InvalidArgument."""
+    _assign(request, "adapter_id", adapter_id)
+    check_adapter_id(request.adapter_id)
+    return request
+
+
+def list_request(
+    include_unloaded: bool, prefix: str, state: AdapterState | None, page_size: int
+) -> adapter_pb2.ListAdaptersRequest:
+    """For the first page."""
+    request = adapter_pb2.ListAdaptersRequest()
+    values = {"include_unloaded": include_unloaded, "page_size": page_size, "prefix": prefix}
+    for name, value in values.items():
+        _assign(request, name, value)
+    if page_size < 1:
+        raise InvalidArgument(f"`page_size` must be at least 1; it is {page_size}", field="page_size")
+    if state is not None:
+        if state not in ADAPTER_STATES:
+            raise InvalidArgument(
+                f"`state` must be one of {', '.join(ADAPTER_STATES)}; it is {_shown(state)}", field="state"
+            )
+        request.state = ADAPTER_STATES[state]
+    return request
+
+
+def call_options(options: CallOptions) -> CallOptions:
+    """The same options. Raises TypeError where there is any but `timeout_s`."""
+    _given(options, frozenset({"timeout_s"}))
+    return options
+
+
+def _given(options: GenerateOptions | CallOptions, known: frozenset[str]) -> dict[str, Any]:
+    for name in options:
+        if name not in known:
+            raise TypeError(f"there is no option {name!r}; there are {', '.join(sorted(known))}")
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _put_messages(chat: inference_pb2.Chat, messages: Sequence[Message], omit_generation_prompt: bool | None) -> None:
+    chat.SetInParent()
+    given: Any = messages  # a caller without a type checker gives anything
+    if isinstance(given, (str, Mapping)) or not isinstance(given, Iterable) or not all(map(_is_mapping, messages)):
+        raise InvalidArgument(
+            f"messages takes a list of {{'role': ..., 'content': ...}}, not {_shown(messages)}", field="chat.messages"
+        )
+    for one in messages:
+        message = chat.messages.add()
+        for name in ("role", "content"):
+            _assign(message, name, one.get(name), shown_as=f"chat.messages.{name}")
+    if omit_generation_prompt:
+        chat.omit_generation_prompt = True
+
+
+def _with_speculation(given: dict[str, Any]) -> dict[str, Any]:
+    """The options with the fields of a `Speculation` in its place."""
+    whole = given.get("speculation")
+    if not isinstance(whole, Speculation):
+        return given
+    said = {
+        "speculation": whole.kind,
+        "max_draft_tokens": whole.max_draft_tokens,
+        "fixed_draft_length": whole.fixed_length,
+    }
+    rest = {name: value for name, value in given.items() if name != "speculation"}
+    for name, value in said.items():
+        if value is None:
+            continue
+        if name in rest:
+            raise InvalidArgument(f"{name} is given twice, as an option and in speculation", field=_FIELDS[name])
+        rest[name] = value
+    return rest
+
+
+def _put_speculation(message: inference_pb2.Speculation, wanted: AnySpeculation) -> None:
+    match wanted:
+        case "off":
+            message.off = True
+        case "auto":
+            message.auto = True
+        case "medusa" | Medusa():
+            message.medusa.SetInParent()
+            if isinstance(wanted, Medusa):
+                _assign(message, "medusa.adapter_id", wanted.adapter_id, shown_as="speculation.medusa.adapter_id")
+        case "prompt_lookup" | PromptLookup():
+            message.prompt_lookup.SetInParent()
+            if isinstance(wanted, PromptLookup):
+                for name, value in (("min_ngram", wanted.min_ngram), ("max_ngram", wanted.max_ngram)):
+                    _assign(message.prompt_lookup, name, value, shown_as=f"speculation.prompt_lookup.{name}")
+        case "draft_model" | DraftModel():
+            message.draft_model.SetInParent()
+            if isinstance(wanted, DraftModel):
+                _assign(message, "draft_model.name", wanted.name, shown_as="speculation.draft_model.name")
+        case _:  # pyright: ignore[reportUnnecessaryComparison] (a caller without a type checker)
+            raise InvalidArgument(
+                f"speculation cannot be {_shown(wanted)}: use 'off', 'auto', 'medusa', 'prompt_lookup', 'draft_model' "
+                "or an object of one of their classes",
+                field="speculation",
+            )
+
+
+def _assign(message: Any, path: str, value: Any, *, shown_as: str = "") -> None:
+    """Sets the field at `path`. Raises InvalidArgument naming it when the value does not fit its type."""
+    *above, name = path.split(".")
+    for part in above:
+        message = getattr(message, part)
+    current = getattr(message, name)
+    try:
+        if not hasattr(current, "MergeFrom"):
+            setattr(message, name, value)
+        elif isinstance(value, Mapping):
+            current.update(value)
+        else:
+            current.extend([value] if isinstance(value, str) else value)
+    except (TypeError, ValueError, AttributeError) as error:  # what protobuf raises; UnicodeEncodeError is a ValueError
+        field = shown_as or path
+        raise InvalidArgument(f"`{field}` cannot be {_shown(value)}", field=field) from error
+
+
+def _is_mapping(value: object) -> bool:
+    return isinstance(value, Mapping)
+
+
+def _shown(value: object) -> str:
+    text = ascii(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+def generation(raw: bytes) -> Generation:
+    message = inference_pb2.GenerateResponse.FromString(raw)
+    return Generation(
+        completions=tuple(_completion(one) for one in message.completions),
+        usage=_usage(message.usage),
+        timings=_timings(message.timings),
+        adapter_digest=message.adapter_digest,
+        request_id=message.request_id,
+        prompt_logprobs=_logprobs(message.prompt_logprobs),
+    )
+
+
+class ChunkReader:
+    """Turns the messages of one stream into chunks. Keeps the fields that only the first message carries."""
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.adapter_digest = ""
+
+    def read(self, raw: bytes) -> Chunk:
+        message = inference_pb2.GenerateStreamResponse.FromString(raw)
+        self.request_id = message.request_id or self.request_id
+        self.adapter_digest = message.adapter_digest or self.adapter_digest
+        return Chunk(
+            index=message.index,
+            text=message.text_delta,
+            token_ids=tuple(message.token_ids),
+            request_id=self.request_id,
+            adapter_digest=self.adapter_digest,
+            logprobs=_logprobs(message.logprobs),
+            prompt_logprobs=_logprobs(message.prompt_logprobs),
+            drafted_tokens=message.drafted_tokens,
+            accepted_tokens=message.accepted_tokens,
+            proposer=message.proposer,
+            finish_reason=_FINISH_REASONS.get(message.finish_reason),
+            stop_string=message.stop_string if message.HasField("stop_string") else None,
+            stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
+            usage=_usage(message.usage) if message.HasField("usage") else None,
+            timings=_timings(message.timings) if message.HasField("timings") else None,
+        )
+
+
+def tokenization(raw: bytes) -> Tokenization:
+    message = inference_pb2.TokenizeResponse.FromString(raw)
+    return Tokenization(tuple(message.token_ids), tuple(message.tokens))
+
+
+def server_info(raw: bytes) -> ServerInfo:
+    message = inference_pb2.GetInfoResponse.FromString(raw)
+    return ServerInfo(
+        model_id=message.model_id,
+        model_type=message.model_type,
+        version=message.version,
+        role=message.role,
+        max_context_tokens=message.max_context_tokens,
+        vocab_size=message.vocab_size,
+        dtype=message.dtype,
+        device=message.device,
+        max_lora_rank=message.max_lora_rank,
+        eos_token_ids=tuple(message.eos_token_ids),
+        has_chat_template=message.has_chat_template,
+        speculation=tuple(message.speculation),
+        draft_models=tuple(message.draft_models),
+    )
+
+
+def _rows(raw: bytes) -> tuple[Adapter, ...]:
+    """Every answer of AdapterService has its rows in the same field."""
+    return adapters(adapter_pb2.ListAdaptersResponse.FromString(raw).adapters)
+
+
+def adapters(rows: Iterable[adapter_pb2.Adapter]) -> tuple[Adapter, ...]:
+    return tuple(
+        Adapter(
+            adapter_id=row.adapter_id,
+            kind=row.kind,
+            digest=row.digest,
+            state=_STATES.get(row.state, "unknown"),
+            tier=_TIERS.get(row.tier, "unknown"),
+            num_bytes=row.bytes,
+            rank=row.rank,
+            running_requests=row.running_requests,
+            pinned=row.pinned,
+            error=row.error,
+            error_reason=row.error_reason,
+            worker=row.worker,
+        )
+        for row in rows
+    )
+
+
+def _completion(message: inference_pb2.Completion) -> Completion:
+    return Completion(
+        index=message.index,
+        text=message.text,
+        finish_reason=_FINISH_REASONS.get(message.finish_reason),
+        token_ids=tuple(message.token_ids),
+        logprobs=_logprobs(message.logprobs),
+        stop_string=message.stop_string if message.HasField("stop_string") else None,
+        stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
+        usage=_usage(message.usage),
+    )
+
+
+def _usage(message: inference_pb2.Usage) -> Usage:
+    return Usage(
+        prompt_tokens=message.prompt_tokens,
+        completion_tokens=message.completion_tokens,
+        cached_tokens=message.cached_tokens,
+        drafted_tokens=message.drafted_tokens,
+        accepted_tokens=message.accepted_tokens,
+        proposers=tuple(ProposerUsage(one.name, one.drafted_tokens, one.accepted_tokens) for one in message.proposers),
+        steps=message.steps,
+    )
+
+
+def _timings(message: inference_pb2.Timings) -> Timings:
+    return Timings(message.queue_s, message.time_to_first_token_s, message.total_s)
+
+
+def _logprobs(messages: Iterable[inference_pb2.TokenLogprob]) -> tuple[TokenLogprob, ...]:
+    return tuple(
+        TokenLogprob(
+            token_id=one.token_id,
+            text=one.text,
+            logprob=one.logprob,
+            top=tuple(TopLogprob(top.token_id, top.text, top.logprob) for top in one.top),
+        )
+        for one in messages
+    )

@@ -149,7 +149,7 @@ class AsyncAdapters:
         pages = self._calls.list(include_unloaded, prefix, state, options)
         rows: list[Adapter] = []
         while (call := pages.next_call()) is not None:
-            rows += pages.take(await self._send(call))
+            rows += await self._send(call)
         return tuple(rows)
 
     async def iterate(
@@ -164,7 +164,7 @@ class AsyncAdapters:
         """The same one by one; a page is asked for when it is needed, each within `timeout_s`."""
         pages = self._calls.list(include_unloaded, prefix, state, options, page_size=page_size)
         while (call := pages.next_call()) is not None:
-            for row in pages.take(await self._send(call)):
+            for row in await self._send(call):
                 yield row
 
 

@@ -137,7 +137,7 @@ class Adapters:
         pages = self._calls.list(include_unloaded, prefix, state, options)
         rows: list[Adapter] = []
         while (call := pages.next_call()) is not None:
-            rows += pages.take(self._send(call))
+            rows += self._send(call)
         return tuple(rows)
 
     def iterate(
@@ -152,7 +152,7 @@ class Adapters:
         """The same one by one; a page is asked for when it is needed, each within `timeout_s`."""
         pages = self._calls.list(include_unloaded, prefix, state, options, page_size=page_size)
         while (call := pages.next_call()) is not None:
-            yield from pages.take(self._send(call))
+            yield from self._send(call)
 
 
 class Stream(Iterator[Chunk]):

@@ -1,16 +1,25 @@
-"""Addresses, tokens, headers and deadlines of calls."""
+"""Addresses, tokens, headers, deadlines and messages of calls."""
 
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
 from loraplex import Client, Tls
-from loraplex._calls import Settings, checked_timeout
-from loraplex_contracts.errors import InvalidArgument
+from loraplex._calls import Calls, Settings, checked_timeout, generate_request, naming, tokenize_request
+from loraplex.types import DraftModel, GenerateOptions, Medusa, PromptLookup, Speculation
+from loraplex_contracts.errors import InvalidAdapterId, InvalidArgument
+from loraplex_contracts.sampling import SAMPLING_OPTIONS
+from loraplex_proto.v1 import adapter_pb2
+from loraplex_proto.validate import check_generate
+
+CALLS = Calls("localhost", None, None, False)
 
 
 @pytest.mark.parametrize(
@@ -94,3 +103,279 @@ def test_values_of_another_type_are_told_by_name(given: dict[str, Any], field: s
 def test_certificates_that_are_none(name: str) -> None:
     with pytest.raises(InvalidArgument, match=f"{name} is not PEM"):
         replace(Tls(), **{name: b"\x30\x82"})
+
+
+# --- options to the message of the wire, or an error with its field ---------------------------------------------------
+
+EVERYTHING: dict[str, tuple[Any, str]] = {
+    # option: (value, path in the message)
+    "adapter_id": ("sql", "adapter_id"),
+    "max_tokens": (5, "stopping.max_tokens"),
+    "min_tokens": (1, "stopping.min_tokens"),
+    "stop": (["a", "b"], "stopping.stop"),
+    "stop_token_ids": ([4], "stopping.stop_token_ids"),
+    "ignore_eos": (True, "stopping.ignore_eos"),
+    "include_stop": (True, "stopping.include_stop"),
+    "temperature": (0.5, "sampling.temperature"),
+    "top_k": (3, "sampling.top_k"),
+    "top_p": (0.5, "sampling.top_p"),
+    "min_p": (0.25, "sampling.min_p"),
+    "bad_words": (["a", "b c"], "sampling.bad_words"),
+    "allowed_token_ids": ([5, 2], "sampling.allowed_token_ids"),
+    "typical_p": (0.75, "sampling.typical_p"),
+    "repetition_penalty": (1.5, "sampling.repetition_penalty"),
+    "frequency_penalty": (-1.0, "sampling.frequency_penalty"),
+    "presence_penalty": (1.0, "sampling.presence_penalty"),
+    "seed": (2**64 - 1, "sampling.seed"),
+    "logit_bias": ({3: -1.5}, "sampling.logit_bias"),
+    "n": (2, "n"),
+    "logprobs": (True, "output.logprobs"),
+    "top_logprobs": (2, "output.top_logprobs"),
+    "prompt_logprobs": (True, "output.prompt_logprobs"),
+    "echo": (True, "output.echo"),
+    "omit_token_ids": (True, "output.omit_token_ids"),
+    "max_draft_tokens": (4, "speculation.max_draft_tokens"),
+    "fixed_draft_length": (True, "speculation.fixed_length"),
+    "priority": (-3, "priority"),
+    "request_id": ("r1", "request_id"),
+    "cache_salt": ("s1", "cache_salt"),
+}
+TESTED_BELOW = {"token_ids", "messages", "omit_generation_prompt", "adapters", "speculation", "timeout_s"}
+
+
+def value_at(message: Any, path: str) -> Any:
+    for part in path.split("."):
+        message = getattr(message, part)
+    return message
+
+
+def test_every_option_is_tested() -> None:
+    assert set(get_type_hints(GenerateOptions)) == EVERYTHING.keys() | TESTED_BELOW
+    assert set(SAMPLING_OPTIONS) <= set(get_type_hints(GenerateOptions)), "each option of the table is one of the SDK's"
+
+
+@pytest.mark.parametrize("option", EVERYTHING)
+def test_options_reach_their_field(option: str) -> None:
+    value, path = EVERYTHING[option]
+    request = generate_request("hi", {option: value})  # type: ignore[typeddict-item]
+    got = value_at(request, path)
+    assert got == value
+    assert request.text == "hi"
+    others = {p for o, (_, p) in EVERYTHING.items() if o not in {option, "request_id"}}
+    blank = generate_request("hi", {})
+    assert all(value_at(request, p) == value_at(blank, p) for p in others), "and no other"
+
+
+def test_zero_is_not_the_same_as_left_out() -> None:
+    request = generate_request("hi", {"temperature": 0.0, "seed": 0, "top_p": None})
+    assert request.sampling.HasField("temperature")
+    assert request.sampling.HasField("seed")
+    assert not request.sampling.HasField("top_p")
+
+
+def test_one_stop_string_needs_no_list() -> None:
+    assert list(generate_request("hi", {"stop": "\n"}).stopping.stop) == ["\n"]
+
+
+def test_a_plain_request_is_one_that_servers_take() -> None:
+    request = generate_request("hi", {"messages": None})
+    check_generate(request)
+    assert len(request.request_id) == 32
+    assert request.request_id != generate_request("hi", {}).request_id
+
+
+def test_token_ids_and_chat() -> None:
+    assert list(generate_request(None, {"token_ids": (1, 2)}).token_ids.ids) == [1, 2]
+    chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    request = generate_request(None, {"messages": chat, "omit_generation_prompt": True})  # type: ignore[typeddict-item]
+    assert [(m.role, m.content) for m in request.chat.messages] == [("system", "be brief"), ("user", "hi")]
+    assert request.chat.omit_generation_prompt
+    check_generate(request)
+
+
+def test_empty_prompts_are_sent_as_they_are() -> None:
+    """The server knows what is wrong with them."""
+    assert generate_request("", {}).WhichOneof("input") == "text"
+    assert generate_request(None, {"token_ids": []}).WhichOneof("input") == "token_ids"
+    assert generate_request(None, {"messages": []}).WhichOneof("input") == "chat"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options"),
+    [(None, {}), ("a", {"token_ids": [1]}), (None, {"token_ids": [1], "messages": []}), ("a", {"messages": []})],
+)
+def test_exactly_one_prompt(prompt: str | None, options: GenerateOptions) -> None:
+    with pytest.raises(InvalidArgument, match="one of prompt, token_ids and messages") as caught:
+        generate_request(prompt, options)
+    assert caught.value.field == "input"
+
+
+@pytest.mark.parametrize(
+    ("speculation", "kind"),
+    [
+        ("off", "off"),
+        ("auto", "auto"),
+        ("medusa", "medusa"),
+        (Medusa("heads"), "medusa"),
+        ("prompt_lookup", "prompt_lookup"),
+        (PromptLookup(2, 5), "prompt_lookup"),
+        ("draft_model", "draft_model"),
+        (DraftModel("small"), "draft_model"),
+    ],
+)
+def test_speculation(speculation: Any, kind: str) -> None:
+    message = generate_request("a", {"speculation": speculation}).speculation
+    assert message.WhichOneof("kind") == kind
+    assert message.medusa.adapter_id == getattr(speculation, "adapter_id", "")
+    assert message.draft_model.name == getattr(speculation, "name", "")
+    assert message.prompt_lookup.max_ngram == getattr(speculation, "max_ngram", 0)
+
+
+@pytest.mark.parametrize(
+    ("whole", "options"),
+    [
+        (Speculation(), {}),
+        (Speculation("off"), {"speculation": "off"}),
+        (Speculation("auto", max_draft_tokens=3), {"speculation": "auto", "max_draft_tokens": 3}),
+        (
+            Speculation(PromptLookup(2, 5), max_draft_tokens=6, fixed_length=True),
+            {"speculation": PromptLookup(2, 5), "max_draft_tokens": 6, "fixed_draft_length": True},
+        ),
+        (Speculation(max_draft_tokens=2), {"max_draft_tokens": 2}),
+    ],
+)
+def test_all_about_speculation_in_one_value(whole: Speculation, options: GenerateOptions) -> None:
+    one = generate_request("a", {"speculation": whole}).speculation
+    other = generate_request("a", options).speculation
+    assert one == other
+    mixed = generate_request("a", {"speculation": Speculation("medusa"), "max_draft_tokens": 4})
+    assert (mixed.speculation.WhichOneof("kind"), mixed.speculation.max_draft_tokens) == ("medusa", 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"max_draft_tokens": 3}, "speculation.max_draft_tokens"),
+        ({"fixed_draft_length": False}, "speculation.fixed_length"),
+    ],
+)
+def test_nothing_about_speculation_is_said_twice(options: dict[str, Any], field: str) -> None:
+    whole = Speculation("auto", max_draft_tokens=3, fixed_length=True)
+    with pytest.raises(InvalidArgument, match="twice") as caught:
+        generate_request("a", {"speculation": whole, **options})  # type: ignore[typeddict-item]
+    assert caught.value.field == field
+
+
+def test_omit_generation_prompt_is_for_messages() -> None:
+    with pytest.raises(InvalidArgument, match="goes with messages"):
+        generate_request("a", {"omit_generation_prompt": True})
+    with pytest.raises(InvalidArgument, match="goes with messages"):
+        tokenize_request("a", None, True, False)
+    assert tokenize_request(None, [{"role": "user", "content": "a"}], True, False).chat.omit_generation_prompt
+
+
+def test_mixtures() -> None:
+    request = generate_request("a", {"adapters": {"x": 0.25, "y": -1}})
+    assert [(a.id, a.weight) for a in request.adapters] == [("x", 0.25), ("y", -1.0)]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "field"),
+    [
+        ("max_tokens", -1, "stopping.max_tokens"),
+        ("max_tokens", 2.5, "stopping.max_tokens"),
+        ("max_tokens", "many", "stopping.max_tokens"),
+        ("n", 2**32, "n"),
+        ("seed", -1, "sampling.seed"),
+        ("temperature", "hot", "sampling.temperature"),
+        ("stop", [1], "stopping.stop"),
+        ("stop", b"x", "stopping.stop"),
+        ("stop", ["\ud800"], "stopping.stop"),
+        ("token_ids", "text", "token_ids.ids"),
+        ("token_ids", [-1], "token_ids.ids"),
+        ("token_ids", 5, "token_ids.ids"),
+        ("logit_bias", {-1: 1.0}, "sampling.logit_bias"),
+        ("logit_bias", [1], "sampling.logit_bias"),
+        ("allowed_token_ids", [-1], "sampling.allowed_token_ids"),
+        ("bad_words", [5], "sampling.bad_words"),
+        ("allowed_token_ids", "5", "sampling.allowed_token_ids"),
+        ("priority", 2**31, "priority"),
+        ("request_id", 5, "request_id"),
+        ("messages", [{"content": "no role"}], "chat.messages.role"),
+        ("adapters", {"a": "b"}, "adapters.weight"),
+        ("adapters", {1: 1.0}, "adapters.id"),
+        ("speculation", "fast", "speculation"),
+        ("speculation", True, "speculation"),
+        ("speculation", Medusa(5), "speculation.medusa.adapter_id"),  # type: ignore[arg-type]
+        ("speculation", PromptLookup(-1), "speculation.prompt_lookup.min_ngram"),
+        ("speculation", DraftModel("\ud800"), "speculation.draft_model.name"),
+        ("speculation", Speculation("fast"), "speculation"),  # type: ignore[arg-type]
+        ("speculation", Speculation(max_draft_tokens=-1), "speculation.max_draft_tokens"),
+        ("omit_generation_prompt", True, "chat.omit_generation_prompt"),
+    ],
+)
+def test_values_that_the_wire_cannot_carry(option: str, value: Any, field: str) -> None:
+    prompt = None if option in {"token_ids", "messages"} else "a"
+    with pytest.raises(InvalidArgument) as caught:
+        generate_request(prompt, {option: value})  # type: ignore[typeddict-item]
+    assert caught.value.field == field
+    assert len(caught.value.message) < 300
+
+
+def test_text_that_is_no_text() -> None:
+    for text in ("\ud800", 5, b"\xff", [1, 2]):
+        with pytest.raises(InvalidArgument):
+            generate_request(text, {})  # type: ignore[arg-type]
+
+
+def test_an_option_that_there_is_not() -> None:
+    with pytest.raises(TypeError, match=r"max_token'.*max_tokens"):
+        generate_request("a", {"max_token": 5})  # type: ignore[typeddict-unknown-key]
+
+
+@pytest.mark.parametrize("adapter_id", ["../x", "a\n", "sq\u04cf"])
+def test_adapter_ids_are_checked_before_they_reach_a_header(adapter_id: str) -> None:
+    with pytest.raises(InvalidAdapterId):
+        generate_request("a", {"adapter_id": adapter_id})
+    with pytest.raises(InvalidAdapterId):
+        CALLS.load(adapter_id, False, {})
+
+
+def test_the_sdk_needs_no_torch() -> None:
+    code = "import sys, loraplex; sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'typer', 'rich')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("messages", ["hi", ["hi"], {"role": "user", "content": "hi"}, 5, [5]])
+def test_messages_that_are_none_say_what_they_take(messages: Any) -> None:
+    with pytest.raises(InvalidArgument, match="messages takes a list") as caught:
+        generate_request(None, {"messages": messages})
+    assert caught.value.field == "chat.messages"
+
+
+@pytest.mark.parametrize("adapters", ["sql", ["sql"], 5])
+def test_a_mixture_that_is_none_says_what_it_takes(adapters: Any) -> None:
+    with pytest.raises(InvalidArgument, match="adapters takes") as caught:
+        generate_request("x", {"adapters": adapters})
+    assert caught.value.field == "adapters"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda name: CALLS.load(name, False, {}),
+        lambda name: naming(adapter_pb2.UnloadAdapterRequest(), name),
+        lambda name: naming(adapter_pb2.GetAdapterRequest(), name),
+    ],
+)
+def test_names_of_another_type(make: Callable[[Any], object]) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        make(5)
+    assert caught.value.field == "adapter_id"
+
+
+def test_pin_is_a_switch() -> None:
+    pin: Any = "yes"
+    with pytest.raises(InvalidArgument) as caught:
+        CALLS.load("sql", pin, {})
+    assert caught.value.field == "pin"
