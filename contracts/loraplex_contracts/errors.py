@@ -11,6 +11,7 @@ import logging
 import uuid
 from collections.abc import Mapping
 from enum import IntEnum
+from functools import partial
 from typing import Any, ClassVar
 
 log = logging.getLogger(__name__)
@@ -38,13 +39,22 @@ class Code(IntEnum):
     UNAUTHENTICATED = 16
 
 
+_CLASSES: dict[str, type[LoraplexError]] = {}  # by reason
+
+
 class LoraplexError(Exception):
     """Base of the tree. `field` names the request field at fault, `resource` the thing that is missing or full,
     `retry_after_s` when another try makes sense, `metadata` further strings for ErrorInfo."""
 
     code: ClassVar[Code] = Code.INTERNAL
     reason: ClassVar[str] = "INTERNAL"
-    exit_code: ClassVar[int] = 1  # of a command that ends with it
+    exit_code: ClassVar[int] = 1  # of a command that ends with it; 2 as for any invalid command line
+
+    def __init_subclass__(cls, *, reason: str, code: Code | None = None, exit_code: int | None = None) -> None:
+        cls.reason = reason
+        cls.code = cls.code if code is None else code
+        cls.exit_code = cls.exit_code if exit_code is None else exit_code
+        _CLASSES[reason] = cls
 
     def __init__(
         self,
@@ -73,71 +83,42 @@ class LoraplexError(Exception):
         return self.metadata.get("request_id")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        state = {
-            "field": self.field,
-            "resource": self.resource,
-            "retry_after_s": self.retry_after_s,
-            "metadata": self.metadata,
-        }
-        return (_rebuild, (type(self), self.message, state))
-
-
-def _rebuild(cls: type[LoraplexError], message: str, state: dict[str, Any]) -> LoraplexError:
-    return cls(message, **state)
+        names = ("field", "resource", "retry_after_s", "metadata")
+        return partial(type(self), **{name: getattr(self, name) for name in names}), (self.message,)
 
 
 # --- the request is wrong -------------------------------------------------------------------------------------------
 
 
-class InvalidArgument(LoraplexError):
+class InvalidArgument(LoraplexError, code=Code.INVALID_ARGUMENT, reason="INVALID_ARGUMENT", exit_code=2):
     """A field of the request has a value that is never valid."""
 
-    code = Code.INVALID_ARGUMENT
-    reason = "INVALID_ARGUMENT"
-    exit_code = 2  # as for any invalid command line
 
-
-class InvalidAdapterId(InvalidArgument):
+class InvalidAdapterId(InvalidArgument, reason="INVALID_ADAPTER_ID"):
     """An adapter id that is not a plain name. Ids are never paths or addresses."""
 
-    reason = "INVALID_ADAPTER_ID"
 
-
-class ContextLengthExceeded(InvalidArgument):
+class ContextLengthExceeded(InvalidArgument, reason="CONTEXT_LENGTH_EXCEEDED"):
     """The prompt leaves no room in the model's context."""
 
-    reason = "CONTEXT_LENGTH_EXCEEDED"
 
-
-class Unimplemented(LoraplexError):
+class Unimplemented(LoraplexError, code=Code.UNIMPLEMENTED, reason="UNIMPLEMENTED"):
     """A field of the wire that this server does not support yet. Such fields are never ignored silently."""
 
-    code = Code.UNIMPLEMENTED
-    reason = "UNIMPLEMENTED"
 
-
-class Unauthenticated(LoraplexError):
+class Unauthenticated(LoraplexError, code=Code.UNAUTHENTICATED, reason="UNAUTHENTICATED"):
     """A missing or unknown credential."""
 
-    code = Code.UNAUTHENTICATED
-    reason = "UNAUTHENTICATED"
 
-
-class PermissionDenied(LoraplexError):
+class PermissionDenied(LoraplexError, code=Code.PERMISSION_DENIED, reason="PERMISSION_DENIED"):
     """A known credential without this permission."""
-
-    code = Code.PERMISSION_DENIED
-    reason = "PERMISSION_DENIED"
 
 
 # --- the adapter is missing or unusable -----------------------------------------------------------------------------
 
 
-class AdapterNotFound(LoraplexError):
+class AdapterNotFound(LoraplexError, code=Code.NOT_FOUND, reason="ADAPTER_NOT_FOUND"):
     """No adapter of this name for this tenant. The answer is the same for another tenant's adapter."""
-
-    code = Code.NOT_FOUND
-    reason = "ADAPTER_NOT_FOUND"
 
 
 def adapter_not_found(adapter_id: str) -> AdapterNotFound:
@@ -149,208 +130,136 @@ def adapter_not_found(adapter_id: str) -> AdapterNotFound:
     )
 
 
-class AdapterOutsideRoot(AdapterNotFound):
+class AdapterOutsideRoot(AdapterNotFound, reason="ADAPTER_OUTSIDE_ROOT"):
     """An adapter whose folder or files are links that lead out of the server's directory of adapters."""
 
-    reason = "ADAPTER_OUTSIDE_ROOT"
 
-
-class FailedPrecondition(LoraplexError):
+class FailedPrecondition(LoraplexError, code=Code.FAILED_PRECONDITION, reason="FAILED_PRECONDITION"):
     """The state of the server or client does not allow this request; another try fails too."""
 
-    code = Code.FAILED_PRECONDITION
-    reason = "FAILED_PRECONDITION"
 
-
-class NoChatTemplate(FailedPrecondition):
+class NoChatTemplate(FailedPrecondition, reason="NO_CHAT_TEMPLATE"):
     """The base model's tokenizer has no chat template."""
 
-    reason = "NO_CHAT_TEMPLATE"
 
-
-class UnsupportedModel(FailedPrecondition):
+class UnsupportedModel(FailedPrecondition, reason="UNSUPPORTED_MODEL"):
     """A base model that cannot be served correctly; raised while loading it."""
 
-    reason = "UNSUPPORTED_MODEL"
 
-
-class AdapterInvalid(FailedPrecondition):
+class AdapterInvalid(FailedPrecondition, reason="ADAPTER_INVALID"):
     """Files that are not a well-formed adapter: malformed safetensors, missing or unusable configuration."""
 
-    reason = "ADAPTER_INVALID"
 
-
-class AdapterUnsupported(AdapterInvalid):
+class AdapterUnsupported(AdapterInvalid, reason="ADAPTER_UNSUPPORTED"):
     """A well-formed adapter of a kind that is not served (yet); the message names the kind."""
 
-    reason = "ADAPTER_UNSUPPORTED"
 
-
-class UnsafeFormat(AdapterInvalid):
+class UnsafeFormat(AdapterInvalid, reason="UNSAFE_FORMAT"):
     """Weights in a pickle, which could run code."""
 
-    reason = "UNSAFE_FORMAT"
 
-
-class RankLimit(AdapterInvalid):
+class RankLimit(AdapterInvalid, reason="RANK_LIMIT"):
     """A rank above the server's --max-lora-rank."""
 
-    reason = "RANK_LIMIT"
 
-
-class ShapeMismatch(AdapterInvalid):
+class ShapeMismatch(AdapterInvalid, reason="SHAPE_MISMATCH"):
     """A tensor whose shape does not fit the base model's module."""
 
-    reason = "SHAPE_MISMATCH"
 
-
-class BaseMismatch(AdapterInvalid):
+class BaseMismatch(AdapterInvalid, reason="BASE_MISMATCH"):
     """An adapter made for another base model: modules that this one does not have."""
 
-    reason = "BASE_MISMATCH"
 
-
-class NonFinite(AdapterInvalid):
+class NonFinite(AdapterInvalid, reason="NON_FINITE"):
     """NaN or Inf among the weights."""
-
-    reason = "NON_FINITE"
 
 
 # --- the server cannot, at the moment -------------------------------------------------------------------------------
 
 
-class ResourceExhausted(LoraplexError):
+class ResourceExhausted(LoraplexError, code=Code.RESOURCE_EXHAUSTED, reason="RESOURCE_EXHAUSTED"):
     """Something is full; `retry_after_s` says when to try again."""
 
-    code = Code.RESOURCE_EXHAUSTED
-    reason = "RESOURCE_EXHAUSTED"
 
-
-class QueueFull(ResourceExhausted):
+class QueueFull(ResourceExhausted, reason="QUEUE_FULL"):
     """More requests wait than the server admits."""
 
-    reason = "QUEUE_FULL"
 
-
-class Overloaded(ResourceExhausted):
+class Overloaded(ResourceExhausted, reason="OVERLOADED"):
     """The request would wait longer than its deadline, or the server's bound, allows."""
 
-    reason = "OVERLOADED"
 
-
-class AdapterMemoryFull(ResourceExhausted):
+class AdapterMemoryFull(ResourceExhausted, reason="ADAPTER_MEMORY_FULL"):
     """The adapter does not fit the byte budget even after all possible evictions."""
 
-    reason = "ADAPTER_MEMORY_FULL"
 
-
-class AdapterLoadsBusy(ResourceExhausted):
+class AdapterLoadsBusy(ResourceExhausted, reason="ADAPTER_LOADS_BUSY"):
     """Too many adapter loads are waiting already."""
 
-    reason = "ADAPTER_LOADS_BUSY"
 
-
-class DiskFull(ResourceExhausted):
+class DiskFull(ResourceExhausted, reason="DISK_FULL"):
     """No room in the adapter store."""
 
-    reason = "DISK_FULL"
 
-
-class OutOfMemory(ResourceExhausted):
+class OutOfMemory(ResourceExhausted, reason="OUT_OF_MEMORY"):
     """This request's step did not fit the memory; other requests continue."""
 
-    reason = "OUT_OF_MEMORY"
 
-
-class ClientTooSlow(ResourceExhausted):
+class ClientTooSlow(ResourceExhausted, reason="CLIENT_TOO_SLOW"):
     """The client reads its stream too slowly: the server's buffer is full."""
 
-    reason = "CLIENT_TOO_SLOW"
 
-
-class MessageTooLarge(ResourceExhausted):
+class MessageTooLarge(ResourceExhausted, reason="MESSAGE_TOO_LARGE", exit_code=2):
     """A request, an answer or the metadata of a call (`field` says which) is over a limit of size. Waiting does not
     help: never retry it as it is."""
 
-    reason = "MESSAGE_TOO_LARGE"
-    exit_code = 2
 
-
-class ListingTooLarge(ResourceExhausted):
+class ListingTooLarge(ResourceExhausted, reason="LISTING_TOO_LARGE", exit_code=2):
     """A listing without pages that does not fit a message; ask for pages. Another try fails too."""
 
-    reason = "LISTING_TOO_LARGE"
-    exit_code = 2
 
-
-class Unavailable(LoraplexError):
+class Unavailable(LoraplexError, code=Code.UNAVAILABLE, reason="UNAVAILABLE"):
     """A temporary state; another try, perhaps on another server, can succeed."""
 
-    code = Code.UNAVAILABLE
-    reason = "UNAVAILABLE"
 
-
-class Draining(Unavailable):
+class Draining(Unavailable, reason="DRAINING"):
     """The server is shutting down and takes no new work."""
 
-    reason = "DRAINING"
 
-
-class NoWorker(Unavailable):
+class NoWorker(Unavailable, reason="NO_HEALTHY_WORKER"):
     """The router knows no healthy worker."""
 
-    reason = "NO_HEALTHY_WORKER"
 
-
-class WorkerLost(Unavailable):
+class WorkerLost(Unavailable, reason="WORKER_LOST"):
     """The worker went away in the middle of the stream."""
 
-    reason = "WORKER_LOST"
 
-
-class EngineLost(Unavailable):
+class EngineLost(Unavailable, reason="ENGINE_LOST"):
     """The worker's engine process ended."""
 
-    reason = "ENGINE_LOST"
 
-
-class ServerUnreachable(Unavailable):
+class ServerUnreachable(Unavailable, reason="SERVER_UNREACHABLE"):
     """The connection to the server failed; the request was never sent."""
 
-    reason = "SERVER_UNREACHABLE"
 
-
-class ConnectionLost(Unavailable):
+class ConnectionLost(Unavailable, reason="CONNECTION_LOST"):
     """The connection to the server ended before the answer was complete; the server may have done the work."""
 
-    reason = "CONNECTION_LOST"
 
-
-class SourceUnavailable(Unavailable):
+class SourceUnavailable(Unavailable, reason="SOURCE_UNAVAILABLE"):
     """The adapter's source (Hub, directory) does not answer."""
 
-    reason = "SOURCE_UNAVAILABLE"
 
-
-class DeadlineExceeded(LoraplexError):
+class DeadlineExceeded(LoraplexError, code=Code.DEADLINE_EXCEEDED, reason="DEADLINE_EXCEEDED"):
     """The request's deadline passed, or had passed on arrival."""
 
-    code = Code.DEADLINE_EXCEEDED
-    reason = "DEADLINE_EXCEEDED"
 
-
-class Cancelled(LoraplexError):
+class Cancelled(LoraplexError, code=Code.CANCELLED, reason="CANCELLED"):
     """The client went away or cancelled."""
 
-    code = Code.CANCELLED
-    reason = "CANCELLED"
 
-
-class Internal(LoraplexError):
+class Internal(LoraplexError, code=Code.INTERNAL, reason="INTERNAL"):
     """A bug. Carries an opaque id that the server's log explains; never a traceback or a path."""
-
-    code = Code.INTERNAL
-    reason = "INTERNAL"
 
 
 def unexpected(error: BaseException, doing: str) -> Internal:
@@ -360,10 +269,6 @@ def unexpected(error: BaseException, doing: str) -> Internal:
     return Internal(f"internal error {error_id}; the server's log says more", metadata={"error_id": error_id})
 
 
-def _leaves(cls: type[LoraplexError]) -> list[type[LoraplexError]]:
-    return [cls, *(leaf for sub in cls.__subclasses__() for leaf in _leaves(sub))]
-
-
-def by_reason() -> dict[str, type[LoraplexError]]:
+def by_reason() -> Mapping[str, type[LoraplexError]]:
     """Classes by reason, to rebuild a typed error from the wire. Reasons are unique (a test checks it)."""
-    return {cls.reason: cls for cls in _leaves(LoraplexError) if cls is not LoraplexError}
+    return _CLASSES
