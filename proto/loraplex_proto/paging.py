@@ -64,7 +64,7 @@ def list_query(request: adapter_pb2.ListAdaptersRequest) -> ListQuery:
     if request.state not in adapter_pb2.AdapterState.values():
         raise InvalidArgument(f"`state` is {request.state}, which is not an AdapterState", field="state")
     query = ListQuery(request.include_unloaded, request.prefix, request.state, min(request.page_size, MAX_PAGE_SIZE))
-    return replace(query, after=_read_token(query, request.page_token)) if request.page_token else query
+    return replace(query, after=last_of_page(query, request.page_token)) if request.page_token else query
 
 
 def page_token(query: ListQuery, after: str) -> str:
@@ -80,11 +80,6 @@ def visible_part(query: ListQuery, allowed: Sequence[str]) -> ListQuery | None:
     if not allowed or not (theirs.startswith(query.prefix) or query.prefix.startswith(theirs)):
         return None
     return replace(query, prefix=max(theirs, query.prefix, key=len))
-
-
-def last_of_page(query: ListQuery, token: str) -> str:
-    """The last adapter of the page that came with `token`. Raises InvalidArgument."""
-    return _read_token(query, token)
 
 
 class Page:
@@ -123,7 +118,8 @@ def _checksum(query: ListQuery) -> bytes:
     return zlib.crc32(f"{query.include_unloaded} {query.state} {query.prefix}".encode()).to_bytes(4, "big")
 
 
-def _read_token(query: ListQuery, token: str) -> str:
+def last_of_page(query: ListQuery, token: str) -> str:
+    """The last adapter of the page that came with `token`. Raises InvalidArgument."""
     try:
         raw = base64.b64decode(token, altchars=b"-_", validate=True)
         if raw[:1] != _VERSION:

@@ -8,8 +8,7 @@ the limits. Knows nothing of tokenizers, adapters' files or server state.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar, cast
 
@@ -22,24 +21,6 @@ from loraplex_contracts.errors import ContextLengthExceeded, InvalidAdapterId, I
 from loraplex_contracts.sampling import SAMPLING_OPTIONS, SamplingOption
 from loraplex_proto.paging import ListQuery, list_query
 from loraplex_proto.v1 import adapter_pb2, inference_pb2, worker_pb2
-
-__all__ = [
-    "HANDLED",
-    "NOT_BUILT",
-    "ModelLimits",
-    "adapters_in",
-    "check_adapter_id",
-    "check_adapter_request",
-    "check_bare",
-    "check_for_model",
-    "check_generate",
-    "check_list_adapters",
-    "check_names",
-    "check_prompt_length",
-    "check_tokenize",
-    "check_watch_load",
-    "parse",
-]
 
 MAX_COMPLETIONS: Final = 64
 MAX_NEW_TOKENS: Final = 1 << 24  # beyond any context there is; the model's own limit is checked apart
@@ -71,50 +52,23 @@ class ModelLimits:
 
 # Every leaf that this version acts on, by request message. A set field that is in neither table is refused as well, so
 # a field that is added to the wire stays refused until it works and is written down here.
+_CHAT: Final = ("chat.messages.role", "chat.messages.content", "chat.omit_generation_prompt")
 HANDLED: Final[dict[str, frozenset[str]]] = {
     "GenerateRequest": frozenset(
-        {
-            "text",
-            "token_ids.ids",
-            "chat.messages.role",
-            "chat.messages.content",
-            "chat.omit_generation_prompt",
-            "adapter_id",
+        (
+            *("text", "token_ids.ids", "adapter_id", "n", "priority", "request_id", "cache_salt"),
+            *_CHAT,
             *(option.path for option in SAMPLING_OPTIONS.values()),
-            "stopping.max_tokens",
-            "stopping.min_tokens",
-            "stopping.stop",
-            "stopping.stop_token_ids",
-            "stopping.ignore_eos",
-            "stopping.include_stop",
-            "speculation.off",
-            "speculation.auto",
-            "speculation.medusa.adapter_id",
-            "speculation.prompt_lookup.min_ngram",
-            "speculation.prompt_lookup.max_ngram",
-            "speculation.draft_model.name",
-            "speculation.max_draft_tokens",
-            "speculation.fixed_length",
-            "output.logprobs",
-            "output.top_logprobs",
-            "output.prompt_logprobs",
-            "output.echo",
+            *("stopping.max_tokens", "stopping.min_tokens", "stopping.stop", "stopping.stop_token_ids"),
+            *("stopping.ignore_eos", "stopping.include_stop"),
+            *("speculation.off", "speculation.auto", "speculation.medusa.adapter_id", "speculation.draft_model.name"),
+            *("speculation.prompt_lookup.min_ngram", "speculation.prompt_lookup.max_ngram"),
+            *("speculation.max_draft_tokens", "speculation.fixed_length"),
+            *("output.logprobs", "output.top_logprobs", "output.prompt_logprobs", "output.echo"),
             "output.omit_token_ids",
-            "n",
-            "priority",
-            "request_id",
-            "cache_salt",
-        }
+        )
     ),
-    "TokenizeRequest": frozenset(
-        {
-            "text",
-            "chat.messages.role",
-            "chat.messages.content",
-            "chat.omit_generation_prompt",
-            "omit_special_tokens",
-        }
-    ),
+    "TokenizeRequest": frozenset(("text", *_CHAT, "omit_special_tokens")),
     "LoadAdapterRequest": frozenset({"adapter_id", "pin"}),
     "UnloadAdapterRequest": frozenset({"adapter_id"}),
     "GetAdapterRequest": frozenset({"adapter_id"}),
@@ -179,61 +133,41 @@ def set_paths(message: Message, prefix: str, stop_at: dict[str, str]) -> Iterato
     """The dotted path of every leaf that is set."""
     for field, value in message.ListFields():
         path = prefix + field.name
-        if not _is_message(field) or path in stop_at:
+        messages = _messages(field, value)
+        if messages is None or path in stop_at:
             yield path
             continue
-        for one in _values(field, value):
+        for one in messages:
             yield from set_paths(one, path + ".", stop_at)
 
 
 def _unknown_paths(message: Message, prefix: str) -> Iterator[str]:
     """The dotted path of every field whose number this version does not know."""
     for field, value in message.ListFields():
-        if _is_message(field):
-            for one in _values(field, value):
-                yield from _unknown_paths(one, f"{prefix}{field.name}.")
+        for one in _messages(field, value) or ():
+            yield from _unknown_paths(one, f"{prefix}{field.name}.")
     for unknown in UnknownFieldSet(message):
         yield f"{prefix}#{unknown.field_number}"
 
 
-def _is_message(field: FieldDescriptor) -> bool:
-    """Whether the field is a message or a list of messages; neither a scalar nor a map."""
-    return field.message_type is not None and not field.message_type.GetOptions().map_entry
-
-
-def _values(field: FieldDescriptor, value: Any) -> Any:
+def _messages(field: FieldDescriptor, value: Any) -> Sequence[Message] | None:
+    """The messages in a field; None in a scalar or a map."""
+    if field.message_type is None or field.message_type.GetOptions().map_entry:
+        return None
     return [value] if field.has_presence else value  # of messages, only repeated ones have no presence
 
 
 # --- values that no model takes -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Rule:
-    """A bound on one number. NaN fails every comparison, so it is refused like any other value."""
-
-    message: str  # "" for the request itself
-    name: str
-    is_ok: Callable[[float], bool]
-    sentence: str
-
-    @property
-    def path(self) -> str:
-        return f"{self.message}.{self.name}" if self.message else self.name
-
-
-_RULES: Final = (
-    _Rule("", "n", lambda v: v <= MAX_COMPLETIONS, f"must be at most {MAX_COMPLETIONS}"),
-    _Rule("", "priority", lambda v: -100 <= v <= 100, "must be from -100 to 100"),
-    _Rule("stopping", "max_tokens", lambda v: 1 <= v <= MAX_NEW_TOKENS, f"must be from 1 to {MAX_NEW_TOKENS}"),
-    _Rule("stopping", "min_tokens", lambda v: v <= MAX_NEW_TOKENS, f"must be at most {MAX_NEW_TOKENS}"),
-    _Rule(
-        "speculation",
-        "max_draft_tokens",
-        lambda v: v <= MAX_DRAFT_TOKENS,
-        f"must be at most {MAX_DRAFT_TOKENS}; 0 leaves it to the server",
-    ),
-    _Rule("output", "top_logprobs", lambda v: v <= MAX_TOP_LOGPROBS, f"must be at most {MAX_TOP_LOGPROBS}"),
+# Path, least and most of a number, and what is said of it beside.
+_BOUNDS: Final = (
+    ("n", 0, MAX_COMPLETIONS, ""),
+    ("priority", -100, 100, ""),
+    ("stopping.max_tokens", 1, MAX_NEW_TOKENS, ""),
+    ("stopping.min_tokens", 0, MAX_NEW_TOKENS, ""),
+    ("speculation.max_draft_tokens", 0, MAX_DRAFT_TOKENS, "; 0 leaves it to the server"),
+    ("output.top_logprobs", 0, MAX_TOP_LOGPROBS, ""),
 )
 
 
@@ -252,8 +186,8 @@ def check_generate(request: inference_pb2.GenerateRequest) -> None:
         _check_chat(request.chat)
     if request.cache_salt:
         check_id(request.cache_salt, field="cache_salt")
-    for rule in _RULES:
-        _check_rule(request, rule)
+    for bound in _BOUNDS:
+        _check_bound(request, *bound)
     _check_stopping(request.stopping)
     _check_sampling(request.sampling)
     _check_speculation(request.speculation)
@@ -306,32 +240,30 @@ def _check_counts(request: inference_pb2.GenerateRequest) -> None:
             raise InvalidArgument(f"`{path}` takes {most} {what}; there are {number}", field=path)
 
 
-def _check_rule(request: inference_pb2.GenerateRequest, rule: _Rule) -> None:
-    message: Any = getattr(request, rule.message) if rule.message else request
-    if message.DESCRIPTOR.fields_by_name[rule.name].has_presence and not message.HasField(rule.name):
-        return
-    value: float = getattr(message, rule.name)
-    if not rule.is_ok(value):
-        raise InvalidArgument(f"`{rule.path}` {rule.sentence}; it is {value}", field=rule.path)
+def _check_bound(request: Message, path: str, least: int, most: int, beside: str) -> None:
+    message: Any = request
+    *parents, name = path.split(".")
+    for parent in parents:
+        message = getattr(message, parent)
+    value: int = getattr(message, name)
+    is_set = not message.DESCRIPTOR.fields_by_name[name].has_presence or message.HasField(name)
+    if is_set and not least <= value <= most:
+        rule = f"from {least} to {most}" if least else f"at most {most}"
+        raise InvalidArgument(f"`{path}` must be {rule}{beside}; it is {value}", field=path)
 
 
-def _check_num_messages(chat: inference_pb2.Chat) -> None:
-    if len(chat.messages) > MAX_CHAT_MESSAGES:
-        raise _wrong_number_of_messages(chat)
+def _check_num_messages(chat: inference_pb2.Chat, least: int = 0) -> None:
+    if not least <= len(chat.messages) <= MAX_CHAT_MESSAGES:
+        raise InvalidArgument(
+            f"`chat.messages` must have 1 to {MAX_CHAT_MESSAGES} messages; it has {len(chat.messages)}",
+            field="chat.messages",
+        )
 
 
 def _check_chat(chat: inference_pb2.Chat) -> None:
-    if not chat.messages:
-        raise _wrong_number_of_messages(chat)
+    _check_num_messages(chat, least=1)
     for message in chat.messages:
         check_role(message.role, field="chat.messages.role")
-
-
-def _wrong_number_of_messages(chat: inference_pb2.Chat) -> InvalidArgument:
-    return InvalidArgument(
-        f"`chat.messages` must have 1 to {MAX_CHAT_MESSAGES} messages; it has {len(chat.messages)}",
-        field="chat.messages",
-    )
 
 
 def _check_stopping(stopping: inference_pb2.Stopping) -> None:
@@ -437,16 +369,11 @@ def check_list_adapters(request: adapter_pb2.ListAdaptersRequest) -> ListQuery:
     return list_query(request)
 
 
-def check_bare(request: inference_pb2.GetInfoRequest | worker_pb2.GetLoadRequest) -> None:
-    """A request without fields. Raises Unimplemented where one is set."""
-    refuse_unhandled(request)
-
-
 def check_watch_load(request: worker_pb2.WatchLoadRequest) -> None:
     """Raises InvalidArgument for an interval that is not a number of seconds from 0 to 60."""
     refuse_unhandled(request)
     interval_s = request.min_interval_s
-    if not (math.isfinite(interval_s) and 0 <= interval_s <= MAX_WATCH_INTERVAL_S):
+    if not 0 <= interval_s <= MAX_WATCH_INTERVAL_S:  # NaN fails it too
         raise InvalidArgument(
             f"`min_interval_s` must be from 0 to {MAX_WATCH_INTERVAL_S:g}; it is {interval_s:g}", field="min_interval_s"
         )

@@ -199,7 +199,7 @@ class FakeWorker:
         return inference_pb2.TokenizeResponse(token_ids=request.text.encode()).SerializeToString()
 
     async def _get_info(self, raw: bytes, context: Any) -> bytes:
-        await _checked(inference_pb2.GetInfoRequest, validate.check_bare, raw, context)
+        await _checked(inference_pb2.GetInfoRequest, validate.refuse_unhandled, raw, context)
         answer = inference_pb2.GetInfoResponse(**self.info, role="worker", max_context_tokens=2048, vocab_size=256)
         return answer.SerializeToString()
 

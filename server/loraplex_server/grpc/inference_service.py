@@ -121,7 +121,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     @handles_errors
     async def GetInfo(self, request: inference_pb2.GetInfoRequest, context: Context) -> inference_pb2.GetInfoResponse:
-        validate.check_bare(request)
+        validate.refuse_unhandled(request)
         info = self._info
         return inference_pb2.GetInfoResponse(
             model_id=info.model_id,

@@ -45,7 +45,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     @handles_errors
     async def GetLoad(self, request: worker_pb2.GetLoadRequest, context: Context) -> worker_pb2.GetLoadResponse:
-        validate.check_bare(request)
+        validate.refuse_unhandled(request)
         return worker_pb2.GetLoadResponse(load=self._load())
 
     @handles_stream_errors

@@ -46,8 +46,8 @@ CHECKS: dict[str, Any] = {
     "TokenizeRequest": validate.check_tokenize,
     "ListAdaptersRequest": validate.check_list_adapters,
     "WatchLoadRequest": validate.check_watch_load,
-    "GetInfoRequest": validate.check_bare,
-    "GetLoadRequest": validate.check_bare,
+    "GetInfoRequest": validate.refuse_unhandled,
+    "GetLoadRequest": validate.refuse_unhandled,
 }
 
 
