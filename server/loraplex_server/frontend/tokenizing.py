@@ -116,6 +116,11 @@ class Tokenizing:
         self._process: TokenizerProcess | None = None
         self._idle: asyncio.TimerHandle | None = None
 
+    async def render_chat(self, messages: Messages, add_generation_prompt: bool = True) -> str:
+        """A chat's text, special tokens included. Raises what `TextTokenizer.render_chat` raises."""
+        num_chars = sum(len(message["content"]) + MESSAGE_CHARS for message in messages)
+        return await self.off_loop(num_chars, partial(self.tokenizer.render_chat, messages, add_generation_prompt))
+
     async def encode(self, text: str, *, special: bool = True) -> Sequence[int]:
         """The ids of a prompt. Raises ContextLengthExceeded, for some texts before they are tokenized, QueueFull, and
         what `TextTokenizer.encode` raises."""
@@ -132,10 +137,6 @@ class Tokenizing:
         assert isinstance(ids, array)
         return ids
 
-    async def encode_chat(self, messages: Messages, add_generation_prompt: bool = True) -> Sequence[int]:
-        """The same of a chat, and what `TextTokenizer.render_chat` raises."""
-        return await self.encode(await self._render(messages, add_generation_prompt), special=False)
-
     async def tokenize(self, text: str, make: Maker, *, special: bool = True) -> bytes:
         """`make` of the ids of a text of any length. Raises QueueFull, and what `TextTokenizer.encode` raises."""
         num_bytes = num_bytes_of(text)
@@ -144,10 +145,6 @@ class Tokenizing:
         answer = await self._in_process(num_bytes, Job(text, special, make=make))
         assert isinstance(answer, bytes)
         return answer
-
-    async def tokenize_chat(self, messages: Messages, make: Maker, add_generation_prompt: bool = True) -> bytes:
-        """The same of a chat, and what `TextTokenizer.render_chat` raises."""
-        return await self.tokenize(await self._render(messages, add_generation_prompt), make, special=False)
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """Raises what `TextTokenizer.decode` raises."""
@@ -169,10 +166,6 @@ class Tokenizing:
             await asyncio.to_thread(process.end)
         # Its threads may still wait for the end of processes that were killed before.
         await asyncio.to_thread(self._executor.shutdown, cancel_futures=True)
-
-    async def _render(self, messages: Messages, add_generation_prompt: bool) -> str:
-        num_chars = sum(len(message["content"]) + MESSAGE_CHARS for message in messages)
-        return await self.off_loop(num_chars, partial(self.tokenizer.render_chat, messages, add_generation_prompt))
 
     def _made(self, text: str, make: Maker, special: bool) -> bytes:
         ids = self.tokenizer.encode(text, add_special_tokens=special)

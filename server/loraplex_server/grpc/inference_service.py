@@ -22,7 +22,7 @@ from loraplex_proto.status import answer_within_s
 from loraplex_proto.v1 import inference_pb2, inference_pb2_grpc
 from loraplex_server.engine.client import EngineClient
 from loraplex_server.engine.pipe import ModelInfo
-from loraplex_server.frontend.generation import CompletionSummary, Delta, Progress, generate
+from loraplex_server.frontend.generation import Delta, Progress, generate
 from loraplex_server.frontend.tokenizing import Tokenizing
 from loraplex_server.grpc import protobuf
 from loraplex_server.grpc.middleware import RequestGate, begin_request, handles_errors, handles_stream_errors
@@ -113,11 +113,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         validate.check_tokenize(request)
         self._gate.admit()
         async with _within(_remaining_s(context)):
-            if request.WhichOneof("input") == "chat":
-                messages, opens_turn = _messages(request.chat), not request.chat.omit_generation_prompt
-                return await self._tokenizing.tokenize_chat(messages, protobuf.tokenize_response, opens_turn)
-            special = not request.omit_special_tokens
-            return await self._tokenizing.tokenize(request.text, protobuf.tokenize_response, special=special)
+            text, special = await self._text(request)
+            special = special and not request.omit_special_tokens
+            return await self._tokenizing.tokenize(text, protobuf.tokenize_response, special=special)
 
     @handles_errors
     async def GetInfo(self, request: inference_pb2.GetInfoRequest, context: Context) -> inference_pb2.GetInfoResponse:
@@ -183,15 +181,18 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         forecast.check((tenant, message.adapter_id), num_prompt, num_outputs, remaining_s)
 
     async def _prompt(self, message: inference_pb2.GenerateRequest) -> tuple[int, ...]:
-        match message.WhichOneof("input"):
-            case "token_ids":
-                ids = message.token_ids.ids
-                return await self._tokenizing.off_loop(len(ids), partial(_copied, ids))
-            case "chat":
-                messages = _messages(message.chat)
-                return tuple(await self._tokenizing.encode_chat(messages, not message.chat.omit_generation_prompt))
-            case _:
-                return tuple(await self._tokenizing.encode(message.text))
+        if message.WhichOneof("input") == "token_ids":
+            ids = message.token_ids.ids
+            return await self._tokenizing.off_loop(len(ids), partial(_copied, ids))
+        text, special = await self._text(message)
+        return tuple(await self._tokenizing.encode(text, special=special))
+
+    async def _text(self, message: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest) -> tuple[str, bool]:
+        """The text to tokenize, and whether it needs special tokens: a chat's template writes them."""
+        if message.WhichOneof("input") != "chat":
+            return message.text, True
+        messages = [{"role": one.role, "content": one.content} for one in message.chat.messages]
+        return await self._tokenizing.render_chat(messages, not message.chat.omit_generation_prompt), False
 
     def _answer(
         self,
@@ -201,17 +202,17 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         deltas: dict[int, list[Delta]],
         progress: Progress,
     ) -> inference_pb2.GenerateResponse:
-        summaries = [_summary(deltas[index]) for index in range(request.n)]
+        summaries = [end for index in range(request.n) if (end := deltas[index][-1].end) is not None]
+        assert len(summaries) == request.n, "the last delta of a completion carries its end"
+        with_ids = not message.output.omit_token_ids
         return inference_pb2.GenerateResponse(
             request_id=_public_id(request),
             completions=[
-                protobuf.completion_to_pb(
-                    summary, deltas[summary.index], prefix=echo, with_token_ids=not message.output.omit_token_ids
-                )
+                protobuf.completion_to_pb(summary, deltas[summary.index], prefix=echo, with_token_ids=with_ids)
                 for summary in summaries
             ],
             prompt_logprobs=protobuf.logprobs_to_pb(progress.prompt_logprobs),
-            usage=protobuf.total_usage(summaries),
+            usage=protobuf.usage_to_pb(*summaries),
             timings=_timings(progress),
             adapter_digest=progress.adapter_digest,
         )
@@ -250,16 +251,6 @@ def _copied(ids: Sequence[int]) -> tuple[int, ...]:
 
 def _public_id(request: Request) -> str:
     return request.request_id.rpartition("/")[0]
-
-
-def _summary(deltas: list[Delta]) -> CompletionSummary:
-    end = deltas[-1].end
-    assert end is not None, "the last delta of a completion carries its end"
-    return end
-
-
-def _messages(chat: inference_pb2.Chat) -> list[dict[str, str]]:
-    return [{"role": message.role, "content": message.content} for message in chat.messages]
 
 
 def _timings(progress: Progress) -> inference_pb2.Timings:

@@ -22,7 +22,7 @@ from loraplex_contracts.request import (
 from loraplex_contracts.sampling import SamplingParams, TokenizerView
 from loraplex_proto.enums import ADAPTER_STATES, ADAPTER_TIERS, FINISH_REASONS
 from loraplex_proto.v1 import adapter_pb2, inference_pb2, worker_pb2
-from loraplex_server.frontend.generation import CompletionSummary, Delta, Drafts
+from loraplex_server.frontend.generation import CompletionSummary, Delta
 from loraplex_server.text.vocabulary import Vocabulary
 
 MAX_FLOWS = 256  # in a forecast
@@ -33,40 +33,6 @@ DRAFT_MODEL_PREFIX = "draft_model:"  # of a name in ModelInfo.speculation
 def sampling_params(message: inference_pb2.Sampling, tokenizer: TokenizerView) -> SamplingParams:
     """Unset fields take the wire's documented defaults. Raises what the tokenizer raises."""
     return sampling.sampling_params({field.name: value for field, value in message.ListFields()}, tokenizer)
-
-
-def stopping_params(message: inference_pb2.Stopping, room: int) -> StoppingParams:
-    """`room`: number of new tokens for which the context has space."""
-    wanted = message.max_tokens if message.HasField("max_tokens") else room
-    return StoppingParams(
-        max_tokens=min(wanted, room),
-        min_tokens=message.min_tokens if message.HasField("min_tokens") else 0,
-        stop=tuple(message.stop),
-        stop_token_ids=frozenset(message.stop_token_ids),
-        ignore_eos=message.ignore_eos,
-        include_stop=message.include_stop,
-    )
-
-
-def output_params(message: inference_pb2.Output) -> OutputParams:
-    return OutputParams(
-        logprobs=message.logprobs or message.top_logprobs > 0,
-        top_logprobs=message.top_logprobs,
-        prompt_logprobs=message.prompt_logprobs,
-    )
-
-
-def speculation_params(message: inference_pb2.Speculation) -> SpeculationParams:
-    kind: SpeculationKind | None = message.WhichOneof("kind")
-    return SpeculationParams(
-        kind=kind,
-        medusa_id=AdapterId(message.medusa.adapter_id),
-        min_ngram=message.prompt_lookup.min_ngram,
-        max_ngram=message.prompt_lookup.max_ngram,
-        draft_name=message.draft_model.name,
-        max_draft_tokens=message.max_draft_tokens,
-        fixed_length=message.fixed_length,
-    )
 
 
 def to_request(
@@ -80,14 +46,35 @@ def to_request(
     arrival_s: float,
     deadline_s: float | None,
 ) -> Request:
-    """A validated message as the engine's request; `room` as for `stopping_params`."""
+    """A validated message as the engine's request. `room`: number of new tokens for which the context has space."""
+    stopping, output, speculation = message.stopping, message.output, message.speculation
+    kind: SpeculationKind | None = speculation.WhichOneof("kind")
     return Request(
         request_id=request_id,
         prompt_token_ids=prompt_token_ids,
-        stopping=stopping_params(message.stopping, room),
+        stopping=StoppingParams(
+            max_tokens=min(stopping.max_tokens if stopping.HasField("max_tokens") else room, room),
+            min_tokens=stopping.min_tokens,
+            stop=tuple(stopping.stop),
+            stop_token_ids=frozenset(stopping.stop_token_ids),
+            ignore_eos=stopping.ignore_eos,
+            include_stop=stopping.include_stop,
+        ),
         sampling=params,
-        output=output_params(message.output),
-        speculation=speculation_params(message.speculation),
+        output=OutputParams(
+            logprobs=output.logprobs or output.top_logprobs > 0,
+            top_logprobs=output.top_logprobs,
+            prompt_logprobs=output.prompt_logprobs,
+        ),
+        speculation=SpeculationParams(
+            kind=kind,
+            medusa_id=AdapterId(speculation.medusa.adapter_id),
+            min_ngram=speculation.prompt_lookup.min_ngram,
+            max_ngram=speculation.prompt_lookup.max_ngram,
+            draft_name=speculation.draft_model.name,
+            max_draft_tokens=speculation.max_draft_tokens,
+            fixed_length=speculation.fixed_length,
+        ),
         adapter_id=AdapterId(message.adapter_id),
         tenant=tenant,
         cache_salt=message.cache_salt,
@@ -110,40 +97,21 @@ def logprobs_to_pb(logprobs: Iterable[TokenLogprob]) -> list[inference_pb2.Token
     ]
 
 
-def usage_to_pb(summary: CompletionSummary) -> inference_pb2.Usage:
-    usage = inference_pb2.Usage(
-        prompt_tokens=summary.num_prompt_tokens,
-        completion_tokens=summary.num_completion_tokens,
-        cached_tokens=summary.num_cached_tokens,
-        steps=summary.num_steps,
-    )
-    _fill_drafts(usage, summary.drafts)
-    return usage
-
-
-def total_usage(summaries: Sequence[CompletionSummary]) -> inference_pb2.Usage:
-    """Usage of a whole request: the prompt counts once, output tokens of every completion count."""
-    total = inference_pb2.Usage()
-    for summary in summaries:
-        if summary.index == 0:  # the others share its prefill
-            total.prompt_tokens = summary.num_prompt_tokens
-            total.cached_tokens = summary.num_cached_tokens
-        total.completion_tokens += summary.num_completion_tokens
-        total.steps += summary.num_steps
-    _fill_drafts(total, (one for summary in summaries for one in summary.drafts))
-    return total
-
-
-def _fill_drafts(usage: inference_pb2.Usage, drafts: Iterable[Drafts]) -> None:
-    """Adds up the drafts of each proposer."""
+def usage_to_pb(first: CompletionSummary, *others: CompletionSummary) -> inference_pb2.Usage:
+    """Usage of a completion, or of a whole request: the others share the first one's prefill."""
+    usage = inference_pb2.Usage(prompt_tokens=first.num_prompt_tokens, cached_tokens=first.num_cached_tokens)
     rows: dict[str, inference_pb2.ProposerUsage] = {}
-    for one in drafts:
-        row = rows.setdefault(one.proposer, inference_pb2.ProposerUsage(name=one.proposer))
-        row.drafted_tokens += one.num_drafted
-        row.accepted_tokens += one.num_accepted
-        usage.drafted_tokens += one.num_drafted
-        usage.accepted_tokens += one.num_accepted
+    for summary in (first, *others):
+        usage.completion_tokens += summary.num_completion_tokens
+        usage.steps += summary.num_steps
+        for one in summary.drafts:
+            row = rows.setdefault(one.proposer, inference_pb2.ProposerUsage(name=one.proposer))
+            row.drafted_tokens += one.num_drafted
+            row.accepted_tokens += one.num_accepted
+            usage.drafted_tokens += one.num_drafted
+            usage.accepted_tokens += one.num_accepted
     usage.proposers.extend(rows[name] for name in sorted(rows))
+    return usage
 
 
 def delta_to_pb(delta: Delta, *, with_token_ids: bool) -> inference_pb2.GenerateStreamResponse:
@@ -157,12 +125,12 @@ def delta_to_pb(delta: Delta, *, with_token_ids: bool) -> inference_pb2.Generate
         proposer=delta.proposer,
     )
     if delta.end is not None:
-        fill_end(message, delta.end)
+        _fill_end(message, delta.end)
         message.usage.CopyFrom(usage_to_pb(delta.end))
     return message
 
 
-def fill_end(
+def _fill_end(
     message: inference_pb2.GenerateStreamResponse | inference_pb2.Completion, summary: CompletionSummary
 ) -> None:
     """Finish reason, and the stop string or token, in a stream's last chunk or in a whole answer."""
@@ -184,19 +152,18 @@ def completion_to_pb(
         logprobs=logprobs_to_pb(one for delta in deltas for one in delta.logprobs),
         usage=usage_to_pb(summary),
     )
-    fill_end(message, summary)
+    _fill_end(message, summary)
     return message
 
 
 def tokenize_response(vocabulary: Vocabulary, token_ids: Sequence[int]) -> bytes:
     """Serialized in parts: concatenated messages are read as one."""
-    steps = range(0, len(token_ids), TOKENS_AT_ONCE)
-    return b"".join(_part(vocabulary, token_ids[start : start + TOKENS_AT_ONCE]) for start in steps)
-
-
-def _part(vocabulary: Vocabulary, token_ids: Sequence[int]) -> bytes:
-    texts = map(vocabulary.text, token_ids)
-    return inference_pb2.TokenizeResponse(token_ids=token_ids, tokens=texts).SerializeToString()
+    parts: list[bytes] = []
+    for start in range(0, len(token_ids), TOKENS_AT_ONCE):
+        part = token_ids[start : start + TOKENS_AT_ONCE]
+        message = inference_pb2.TokenizeResponse(token_ids=part, tokens=map(vocabulary.text, part))
+        parts.append(message.SerializeToString())
+    return b"".join(parts)
 
 
 def speculation_kinds(available: Iterable[str]) -> list[str]:

@@ -59,9 +59,7 @@ class TextTokenizer:
             self._vocabulary = Vocabulary(backend)
 
     @classmethod
-    def from_pretrained(
-        cls, model: str, *, revision: str | None = None, trust_remote_code: bool = False
-    ) -> TextTokenizer:
+    def from_pretrained(cls, model: str, *, revision: str | None = None) -> TextTokenizer:
         """The tokenizer of a directory or Hub repository. Raises UnsupportedModel on one that cannot be read."""
         from transformers import AutoTokenizer, PreTrainedTokenizerFast  # late: the process for long texts has neither
 
@@ -69,7 +67,7 @@ class TextTokenizer:
         if path.is_dir() and not any((path / name).exists() for name in _TOKENIZER_FILES):
             return cls(None)
         try:
-            loaded = AutoTokenizer.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)
+            loaded = AutoTokenizer.from_pretrained(model, revision=revision, trust_remote_code=False)
         except Exception as error:  # the library raises errors of any type
             if path.is_dir():
                 reason = str(error).strip().split("\n", 1)[0]
@@ -125,10 +123,6 @@ class TextTokenizer:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         # In a batch, even of one, the library gives the interpreter's lock back.
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-
-    def encode_chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> list[int]:
-        """The chat as the template renders it. Raises as `render_chat` does."""
-        return self.encode(self.render_chat(messages, add_generation_prompt), add_special_tokens=False)
 
     def render_chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
         """The template's text, special tokens included. Raises NoChatTemplate, or InvalidArgument if the template

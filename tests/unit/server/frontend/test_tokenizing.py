@@ -82,9 +82,12 @@ async def test_the_same_ids_wherever_they_are_made(tokenizing: Tokenizing) -> No
         assert list(answer.token_ids) == ids
         assert list(answer.tokens) == list(map(plain.token_text, ids))
         messages = [{"role": "user", "content": text}]
-        assert list(await tokenizing.encode_chat(messages)) == plain.encode_chat(messages)
-        chat = inference_pb2.TokenizeResponse.FromString(await tokenizing.tokenize_chat(messages, tokenize_response))
-        assert list(chat.token_ids) == plain.encode_chat(messages)
+        expected = plain.encode(plain.render_chat(messages), add_special_tokens=False)
+        rendered = await tokenizing.render_chat(messages)
+        assert list(await tokenizing.encode(rendered, special=False)) == expected
+        raw = await tokenizing.tokenize(rendered, tokenize_response, special=False)
+        chat = inference_pb2.TokenizeResponse.FromString(raw)
+        assert list(chat.token_ids) == expected
         assert await tokenizing.decode(ids) == plain.decode(ids)
     assert len(children()) == 1
 

@@ -70,7 +70,7 @@ def test_usage_of_a_completion() -> None:
 def test_usage_of_a_request_is_the_sum_by_proposer() -> None:
     first = summary(0, Drafts("prompt_lookup", 2, 1))
     second = summary(1, Drafts("medusa", 5, 3), Drafts("prompt_lookup", 4, 4), num_tokens=9, num_steps=3)
-    usage = convert.total_usage([first, second])
+    usage = convert.usage_to_pb(first, second)
     assert (usage.prompt_tokens, usage.cached_tokens) == (3, 1), "one prefill"
     assert (usage.completion_tokens, usage.steps) == (13, 5)
     assert (usage.drafted_tokens, usage.accepted_tokens) == (11, 8)
@@ -81,7 +81,7 @@ def test_usage_of_a_request_is_the_sum_by_proposer() -> None:
 
 
 def test_nothing_drafted() -> None:
-    usage = convert.total_usage([summary(0)])
+    usage = convert.usage_to_pb(summary(0))
     assert not usage.proposers
     assert usage.drafted_tokens == 0
 

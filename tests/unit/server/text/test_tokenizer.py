@@ -30,6 +30,12 @@ def with_template() -> TextTokenizer:
     return TextTokenizer(copy)
 
 
+def encode_chat(
+    tokenizer: TextTokenizer, messages: list[dict[str, str]], add_generation_prompt: bool = True
+) -> list[int]:
+    return tokenizer.encode(tokenizer.render_chat(messages, add_generation_prompt), add_special_tokens=False)
+
+
 def test_encode() -> None:
     for kind in KINDS:
         tokenizer = TextTokenizer(tiny_tokenizer(kind))
@@ -67,29 +73,29 @@ def test_many_threads_may_encode() -> None:
 def test_chat(with_template: TextTokenizer) -> None:
     assert with_template.has_chat_template
     messages = [{"role": "user", "content": "The fox"}, {"role": "assistant", "content": "dog"}]
-    ids = with_template.encode_chat(messages, False)
+    ids = encode_chat(with_template, messages, False)
     assert ids == with_template.encode("<|turn|>user: The fox\n<|turn|>assistant: dog\n", add_special_tokens=False)
-    opened = with_template.encode_chat(messages)
+    opened = encode_chat(with_template, messages)
     assert opened == ids + with_template.encode("<|turn|>assistant: ", add_special_tokens=False)
 
 
 def test_chat_that_the_template_refuses(with_template: TextTokenizer) -> None:
     with pytest.raises(InvalidArgument, match="no role system") as caught:
-        with_template.encode_chat([{"role": "system", "content": "x"}])
+        encode_chat(with_template, [{"role": "system", "content": "x"}])
     assert caught.value.field == "chat"
 
 
 def test_template_that_fails_on_its_own(with_template: TextTokenizer) -> None:
     with_template._tokenizer.chat_template = "{{ messages[5].content + 1 }}"  # type: ignore[union-attr]
     with pytest.raises(InvalidArgument, match="chat template refuses"):
-        with_template.encode_chat([{"role": "user", "content": "x"}])
+        encode_chat(with_template, [{"role": "user", "content": "x"}])
 
 
 def test_no_template() -> None:
     tokenizer = TextTokenizer(tiny_tokenizer("byte_level"))
     assert not tokenizer.has_chat_template
     with pytest.raises(NoChatTemplate):
-        tokenizer.encode_chat([{"role": "user", "content": "x"}])
+        encode_chat(tokenizer, [{"role": "user", "content": "x"}])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -151,7 +157,7 @@ class TestWithoutOne:
         with pytest.raises(FailedPrecondition, match="send token_ids"):
             tokenizer.encode("x")
         with pytest.raises(FailedPrecondition):
-            tokenizer.encode_chat([])
+            encode_chat(tokenizer, [])
         with pytest.raises(FailedPrecondition):
             tokenizer.decode([1])
         with pytest.raises(FailedPrecondition) as caught:
