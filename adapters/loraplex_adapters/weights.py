@@ -93,7 +93,7 @@ class AdapterWeights:
 
     key: AdapterKey
     storage: Tensor  # uint8 [num_bytes]
-    factors: Mapping[str, LoraFactors]  # by module path (see targets.TargetModule.path); empty of heads alone
+    factors: Mapping[str, LoraFactors]  # by module path (TargetModule.path); empty of heads alone
     heads: tuple[MedusaHead, ...] = ()  # empty of a LoRA alone
 
     @property
@@ -106,6 +106,8 @@ class AdapterWeights:
 
 
 ALIGN_BYTES = 64
+TOKEN_ID_BYTES = 8
+MAX_DIM = 1 << 32
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -118,6 +120,21 @@ class FactorShape:
     out_features: int
     scale: float
 
+    def to_json(self) -> list[Any]:
+        """Canonical: part of the adapter's digest. The scale in hexadecimal, so that nothing is rounded."""
+        return [self.path, self.rank, self.in_features, self.out_features, self.scale.hex()]
+
+    @staticmethod
+    def from_json(value: Any) -> FactorShape:
+        """Raises ValueError on anything that `to_json` did not write."""
+        path, rank, in_features, out_features, scale = value
+        sizes = (rank, in_features, out_features)
+        shape = FactorShape(path, *sizes, float.fromhex(scale))
+        is_shape = isinstance(path, str) and all(type(size) is int and size > 0 for size in sizes)
+        if not is_shape or not math.isfinite(shape.scale):
+            raise ValueError("not the layout of a LoRA")
+        return shape
+
 
 @dataclass(frozen=True, slots=True)
 class PlacedFactors:
@@ -126,79 +143,6 @@ class PlacedFactors:
     shape: FactorShape
     a_offset: int
     b_offset: int
-
-
-@dataclass(frozen=True, slots=True)
-class LoraLayout:
-    """Layout of all factors."""
-
-    dtype: str
-    placed: tuple[PlacedFactors, ...]
-    num_bytes: int
-
-    @property
-    def max_rank(self) -> int:
-        return max((p.shape.rank for p in self.placed), default=0)
-
-    def to_json(self) -> dict[str, Any]:
-        """Canonical: part of the adapter's digest. The scale in hexadecimal, so that nothing is rounded."""
-        shapes = (p.shape for p in self.placed)
-        factors = [[s.path, s.rank, s.in_features, s.out_features, s.scale.hex()] for s in shapes]
-        return {"dtype": self.dtype, "factors": factors}
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> LoraLayout:
-        """Raises ValueError on anything that `to_json` did not write."""
-        if value.get("dtype") not in DTYPES or not isinstance(value.get("factors"), list):
-            raise ValueError("not the layout of a LoRA")
-        shapes: list[FactorShape] = []
-        for entry in value["factors"]:
-            path, rank, in_features, out_features, scale = entry
-            sizes = (rank, in_features, out_features)
-            if not isinstance(path, str) or not all(type(size) is int and size > 0 for size in sizes):
-                raise ValueError("not the layout of a LoRA")
-            shape = FactorShape(path, rank, in_features, out_features, float.fromhex(scale))
-            if not math.isfinite(shape.scale):
-                raise ValueError("not the layout of a LoRA")
-            shapes.append(shape)
-        return place_factors(value["dtype"], shapes)
-
-
-def place_factors(dtype: str, shapes: Iterable[FactorShape]) -> LoraLayout:
-    """Gives every factor its place."""
-    itemsize = DTYPES[dtype].itemsize
-    placed: list[PlacedFactors] = []
-    position = 0
-    for shape in sorted(shapes):
-        a_offset = position
-        b_offset = aligned(a_offset + shape.rank * shape.in_features * itemsize)
-        position = aligned(b_offset + shape.rank * shape.out_features * itemsize)
-        placed.append(PlacedFactors(shape, a_offset, b_offset))
-    return LoraLayout(dtype, tuple(placed), position)
-
-
-def factors_at(layout: LoraLayout, storage: Tensor) -> dict[str, LoraFactors]:
-    """The factors whose bytes `storage` begins with (uint8, contiguous, aligned). Copies nothing."""
-    dtype = DTYPES[layout.dtype]
-    flat = storage.view(dtype)
-    itemsize = dtype.itemsize
-    factors: dict[str, LoraFactors] = {}
-    for placed in layout.placed:
-        checkpoint()
-        shape = placed.shape
-        rank, in_features = shape.rank, shape.in_features
-        a = flat.as_strided((rank, in_features), (in_features, 1), placed.a_offset // itemsize)  # [rank, in]
-        b = flat.as_strided((shape.out_features, rank), (rank, 1), placed.b_offset // itemsize)  # [out, rank]
-        factors[shape.path] = LoraFactors(a, b, shape.scale)
-    return factors
-
-
-def aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
-
-
-TOKEN_ID_BYTES = 8
-MAX_DIM = 1 << 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,8 +170,10 @@ class HeadsShape:
         }
 
     @staticmethod
-    def from_json(value: Mapping[str, Any]) -> HeadsShape:
+    def from_json(value: Any) -> HeadsShape:
         """Raises ValueError on anything that `to_json` did not write."""
+        if not isinstance(value, dict):
+            raise ValueError("not the layout of Medusa heads")
         numbers = [value.get(name) for name in ("heads", "layers", "hidden", "projections", "rows")]
         flags = [value.get(name) for name in ("bias", "token_ids")]
         if not all(type(n) is int and 0 <= n < MAX_DIM for n in numbers) or not all(type(f) is bool for f in flags):
@@ -243,86 +189,28 @@ class HeadsShape:
 
 
 @dataclass(frozen=True, slots=True)
-class HeadsLayout:
-    """Offsets in bytes from the beginning of the allocation."""
+class PlacedHeads:
+    """A set of heads and the places of its regions, in bytes from the beginning."""
 
     shape: HeadsShape
-    dtype: str
-    start: int
     weights: tuple[int, ...]  # by layer
     biases: tuple[int, ...]  # by layer; empty without biases
     token_ids: int
     projections: int
-    end: int
-
-
-def place_heads(dtype: str, shape: HeadsShape, start: int) -> HeadsLayout:
-    """Gives every region its place, from `start` (a multiple of 64) on."""
-    itemsize = DTYPES[dtype].itemsize
-    weights: list[int] = []
-    biases: list[int] = []
-    position = start
-    for _ in range(shape.num_layers):
-        weights.append(position)
-        position = aligned(position + shape.num_heads * shape.hidden_size**2 * itemsize)
-        if shape.has_bias:
-            biases.append(position)
-            position = aligned(position + shape.num_heads * shape.hidden_size * itemsize)
-    token_ids = position
-    if shape.has_token_ids:
-        position = aligned(position + shape.num_rows * TOKEN_ID_BYTES)
-    projections = position
-    end = aligned(position + shape.num_projections * shape.num_rows * shape.hidden_size * itemsize)
-    return HeadsLayout(shape, dtype, start, tuple(weights), tuple(biases), token_ids, projections, end)
-
-
-def heads_at(layout: HeadsLayout, storage: Tensor) -> tuple[MedusaHead, ...]:
-    """The heads whose bytes are in `storage` (uint8, contiguous, aligned). Copies nothing. Heads that share a
-    projection have the same tensor."""
-    shape, dtype = layout.shape, DTYPES[layout.dtype]
-    flat = storage.view(dtype)
-    hidden = shape.hidden_size
-    token_ids: Tensor | None = None
-    if shape.has_token_ids:
-        num_bytes = shape.num_rows * TOKEN_ID_BYTES
-        token_ids = storage[layout.token_ids : layout.token_ids + num_bytes].view(torch.int64)  # [num_rows]
-
-    def stack(offset: int, *sizes: int) -> Tensor:
-        count = torch.Size(sizes).numel()
-        begin = offset // dtype.itemsize
-        return flat[begin : begin + count].view(sizes)
-
-    weights = [stack(offset, shape.num_heads, hidden, hidden) for offset in layout.weights]
-    biases = [stack(offset, shape.num_heads, hidden) for offset in layout.biases]
-    projections = stack(layout.projections, shape.num_projections, shape.num_rows, hidden)
-    heads: list[MedusaHead] = []
-    for head in range(shape.num_heads):
-        layers = tuple(
-            ResidualLayer(weight[head], biases[idx][head] if biases else None) for idx, weight in enumerate(weights)
-        )
-        own = min(head, shape.num_projections - 1)
-        heads.append(MedusaHead(layers, projections[own] if own >= 0 else None, token_ids))
-    return tuple(heads)
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterLayout:
-    """`lora` is without factors where there are only heads."""
+    """The places of all tensors: `factors` in the order of their shapes, empty of heads alone; then the heads."""
 
-    lora: LoraLayout
-    heads: HeadsLayout | None = None
-
-    @property
-    def dtype(self) -> str:
-        return self.lora.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        return self.lora.num_bytes if self.heads is None else self.heads.end
+    dtype: str
+    factors: tuple[PlacedFactors, ...]
+    heads: PlacedHeads | None
+    num_bytes: int
 
     @property
     def max_rank(self) -> int:
-        return self.lora.max_rank
+        return max((placed.shape.rank for placed in self.factors), default=0)
 
     @property
     def num_heads(self) -> int:
@@ -332,33 +220,99 @@ class AdapterLayout:
     def kind(self) -> AdapterKind:
         if self.heads is None:
             return "lora"
-        return "combined" if self.lora.placed else "medusa"
+        return "combined" if self.factors else "medusa"
 
     def to_json(self) -> dict[str, Any]:
         """Canonical: part of the adapter's digest."""
-        lora = self.lora.to_json()
+        lora = {"dtype": self.dtype, "factors": [placed.shape.to_json() for placed in self.factors]}
         return lora if self.heads is None else lora | {"medusa": self.heads.shape.to_json()}
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> AdapterLayout:
         """Raises ValueError on anything that `to_json` did not write."""
-        lora = LoraLayout.from_json(value)
-        medusa = value.get("medusa")
-        if medusa is None:
-            return AdapterLayout(lora)
-        if not isinstance(medusa, dict):
-            raise ValueError("not the layout of Medusa heads")
-        return adapter_layout(lora, HeadsShape.from_json(medusa))
+        factors, medusa = value.get("factors"), value.get("medusa")
+        if value.get("dtype") not in DTYPES or not isinstance(factors, list):
+            raise ValueError("not the layout of a LoRA")
+        heads = None if medusa is None else HeadsShape.from_json(medusa)
+        return place_adapter(value["dtype"], map(FactorShape.from_json, factors), heads)
 
 
-def adapter_layout(lora: LoraLayout, heads: HeadsShape | None) -> AdapterLayout:
-    """Puts the heads behind the factors."""
-    return AdapterLayout(lora, None if heads is None else place_heads(lora.dtype, heads, lora.num_bytes))
+def place_adapter(dtype: str, factors: Iterable[FactorShape], heads: HeadsShape | None = None) -> AdapterLayout:
+    """Gives every tensor its place."""
+    itemsize = DTYPES[dtype].itemsize
+    placed: list[PlacedFactors] = []
+    position = 0
+    for shape in sorted(factors):
+        a_offset = position
+        b_offset = _aligned(a_offset + shape.rank * shape.in_features * itemsize)
+        position = _aligned(b_offset + shape.rank * shape.out_features * itemsize)
+        placed.append(PlacedFactors(shape, a_offset, b_offset))
+    if heads is None:
+        return AdapterLayout(dtype, tuple(placed), None, position)
+    weights: list[int] = []
+    biases: list[int] = []
+    for _ in range(heads.num_layers):
+        weights.append(position)
+        position = _aligned(position + heads.num_heads * heads.hidden_size**2 * itemsize)
+        if heads.has_bias:
+            biases.append(position)
+            position = _aligned(position + heads.num_heads * heads.hidden_size * itemsize)
+    token_ids = position
+    if heads.has_token_ids:
+        position = _aligned(position + heads.num_rows * TOKEN_ID_BYTES)
+    end = _aligned(position + heads.num_projections * heads.num_rows * heads.hidden_size * itemsize)
+    return AdapterLayout(
+        dtype, tuple(placed), PlacedHeads(heads, tuple(weights), tuple(biases), token_ids, position), end
+    )
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def weights_at(key: AdapterKey, layout: AdapterLayout, storage: Tensor) -> AdapterWeights:
     """The adapter whose bytes are in `storage` (uint8 [num_bytes], contiguous, aligned). Copies nothing."""
     assert storage.numel() == layout.num_bytes, "an adapter's storage is exactly as large as its layout"
-    factors = factors_at(layout.lora, storage)
-    heads = () if layout.heads is None else heads_at(layout.heads, storage)
-    return AdapterWeights(key, storage, factors, heads)
+    heads = () if layout.heads is None else _heads_at(layout.heads, DTYPES[layout.dtype], storage)
+    return AdapterWeights(key, storage, _factors_at(layout, storage), heads)
+
+
+def _factors_at(layout: AdapterLayout, storage: Tensor) -> dict[str, LoraFactors]:
+    dtype = DTYPES[layout.dtype]
+    flat = storage.view(dtype)
+    itemsize = dtype.itemsize
+    factors: dict[str, LoraFactors] = {}
+    for placed in layout.factors:
+        checkpoint()
+        shape = placed.shape
+        rank, in_features = shape.rank, shape.in_features
+        a = flat.as_strided((rank, in_features), (in_features, 1), placed.a_offset // itemsize)  # [rank, in]
+        b = flat.as_strided((shape.out_features, rank), (rank, 1), placed.b_offset // itemsize)  # [out, rank]
+        factors[shape.path] = LoraFactors(a, b, shape.scale)
+    return factors
+
+
+def _heads_at(placed: PlacedHeads, dtype: torch.dtype, storage: Tensor) -> tuple[MedusaHead, ...]:
+    """Heads that share a projection have the same tensor."""
+    shape, hidden = placed.shape, placed.shape.hidden_size
+    flat = storage.view(dtype)
+    token_ids: Tensor | None = None
+    if shape.has_token_ids:
+        num_bytes = shape.num_rows * TOKEN_ID_BYTES
+        token_ids = storage[placed.token_ids : placed.token_ids + num_bytes].view(torch.int64)  # [num_rows]
+
+    def stack(offset: int, *sizes: int) -> Tensor:
+        begin = offset // dtype.itemsize
+        return flat[begin : begin + math.prod(sizes)].view(sizes)
+
+    weights = [stack(offset, shape.num_heads, hidden, hidden) for offset in placed.weights]
+    biases = [stack(offset, shape.num_heads, hidden) for offset in placed.biases]
+    projections = stack(placed.projections, shape.num_projections, shape.num_rows, hidden)
+    heads: list[MedusaHead] = []
+    for head in range(shape.num_heads):
+        layers = tuple(
+            ResidualLayer(weight[head], biases[idx][head] if biases else None) for idx, weight in enumerate(weights)
+        )
+        own = min(head, shape.num_projections - 1)
+        heads.append(MedusaHead(layers, projections[own] if own >= 0 else None, token_ids))
+    return tuple(heads)

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from loraplex_adapters.cache.storage import check_adapter
-from loraplex_adapters.formats.peft import write_payload
-from loraplex_adapters.io.safetensors import PieceReader
+from loraplex_adapters.formats.peft import write_lora
+from loraplex_adapters.io.safetensors import PieceReader, PieceWriter
 from loraplex_adapters.sources.directory import DirectorySource
 from loraplex_adapters.weights import AdapterWeights, BaseTargets, weights_at
 from loraplex_contracts.adapters import AdapterKey
@@ -110,6 +110,8 @@ def load_lora(root: Path, name: str, targets: BaseTargets) -> AdapterWeights:
     data = bytearray()
     with source.open(name) as files:
         assert plan.lora is not None
-        write_payload(plan.lora, files.open(plan.lora.file), lambda piece: data.extend(piece), PieceReader())
+        out = PieceWriter(lambda piece: data.extend(piece))
+        write_lora(plan.lora, plan.layout, files.open(plan.lora.file), out, PieceReader())
+        out.pad_to(plan.layout.num_bytes)
     storage: Tensor = torch.frombuffer(data, dtype=torch.uint8)
     return weights_at(AdapterKey("lora", f"{abs(hash(name)):064x}"[-64:]), plan.layout, storage)

@@ -31,8 +31,8 @@ from torch import Tensor
 
 from loraplex_adapters.formats.adapter import AdapterPlan, plan_adapter
 from loraplex_adapters.formats.medusa import without_base_head, write_heads
-from loraplex_adapters.formats.peft import check_base_copies, write_payload
-from loraplex_adapters.io.safetensors import PieceReader, WriteFn, bytes_of
+from loraplex_adapters.formats.peft import check_base_copies, write_lora
+from loraplex_adapters.io.safetensors import PieceReader, PieceWriter, WriteFn, bytes_of
 from loraplex_adapters.io.source_files import AdapterSource
 from loraplex_adapters.io.throttle import checkpoint
 from loraplex_adapters.store import REMEMBERED_HEADERS, AdapterStore, header_content
@@ -283,12 +283,14 @@ def import_adapter(
         layout = plan.layout
 
         def fill(write: WriteFn) -> None:
+            out = PieceWriter(write)
             if plan.lora is not None:
                 file = files.opened[plan.lora.file]
-                check_base_copies(plan.lora, file, reader)
-                write_payload(plan.lora, file, write, reader)
-            if plan.heads is not None and layout.heads is not None:
-                write_heads(plan.heads, layout.heads, files.opened, targets.vocab_size, write, reader)
+                check_base_copies(plan.lora, file, layout.dtype, reader)
+                write_lora(plan.lora, layout, file, out, reader)
+            if plan.heads is not None:
+                write_heads(plan.heads, layout, files.opened, targets.vocab_size, out, reader)
+            out.pad_to(layout.num_bytes)
             files.check_unchanged()
 
         payload = recent.allocate(layout.num_bytes) if recent is not None else None

@@ -21,7 +21,7 @@ from loraplex_adapters.formats.medusa import HeadsPlan, model_tensors, plan_head
 from loraplex_adapters.formats.peft import MAX_CONFIG_BYTES, LoraPlan, PlannedModule, parse_peft_config, plan_lora
 from loraplex_adapters.io.safetensors import TensorInfo, read_header
 from loraplex_adapters.io.source_files import AdapterFiles, read_all
-from loraplex_adapters.weights import AdapterLayout, BaseTargets, adapter_layout, place_factors
+from loraplex_adapters.weights import AdapterLayout, BaseTargets, place_adapter
 from loraplex_contracts.errors import AdapterInvalid, AdapterUnsupported
 
 
@@ -40,7 +40,7 @@ class AdapterPlan:
 
     def with_heads(self, heads: HeadsPlan) -> AdapterPlan:
         """The same with other heads."""
-        return replace(self, heads=heads, layout=adapter_layout(self.layout.lora, heads.shape))
+        return replace(self, heads=heads, layout=_layout(self.layout.dtype, self.lora, heads))
 
 
 def plan_adapter(files: AdapterFiles, targets: BaseTargets) -> AdapterPlan:
@@ -57,13 +57,16 @@ def plan_adapter(files: AdapterFiles, targets: BaseTargets) -> AdapterPlan:
     heads = plan_heads(read_medusa_config(files), found, targets) if found else None
     if lora is None and CONFIG_NAME in files.names:
         raise AdapterInvalid(f"there is an {CONFIG_NAME}, but no LoRA tensor in {', '.join(sorted(files.opened))}")
-    layout = adapter_layout(
-        place_factors(targets.dtype, ()) if lora is None else lora.layout, heads.shape if heads else None
-    )
+    layout = _layout(targets.dtype, lora, heads)
     template = ignored_template(files.names) if layout_of_files != "model" else None
     unused = (f"comes with {template}, which is not used: the base model's chat template is",) if template else ()
     said = (*(lora.warnings if lora else ()), *(heads.warnings if heads else ()), *unused)
     return AdapterPlan(layout, lora, heads, tuple(dict.fromkeys(said)))
+
+
+def _layout(dtype: str, lora: LoraPlan | None, heads: HeadsPlan | None) -> AdapterLayout:
+    factors = [] if lora is None else [module.shape for module in lora.modules]
+    return place_adapter(dtype, factors, None if heads is None else heads.shape)
 
 
 def _plan_lora(files: AdapterFiles, tensors: Sequence[TensorInfo], targets: BaseTargets) -> LoraPlan:

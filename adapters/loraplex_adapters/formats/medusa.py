@@ -39,12 +39,11 @@ from loraplex_adapters.io.safetensors import (
     PieceReader,
     PieceWriter,
     TensorInfo,
-    WriteFn,
     check_float,
     read_header,
 )
 from loraplex_adapters.io.source_files import AdapterFiles, SourceFile, parse_object, read_all
-from loraplex_adapters.weights import BaseTargets, HeadsLayout, HeadsShape
+from loraplex_adapters.weights import AdapterLayout, BaseTargets, HeadsShape
 from loraplex_contracts.errors import AdapterInvalid, AdapterUnsupported, ShapeMismatch
 
 MAX_MODEL_CONFIG_BYTES = 1 << 20
@@ -375,35 +374,34 @@ Files = Mapping[str, SourceFile]  # the open ones, by name
 
 
 def write_heads(
-    plan: HeadsPlan, layout: HeadsLayout, files: Files, vocab_size: int, write: WriteFn, reader: PieceReader
+    plan: HeadsPlan, layout: AdapterLayout, files: Files, vocab_size: int, out: PieceWriter, reader: PieceReader
 ) -> None:
-    """Writes the bytes from the end of the LoRA to the end of the layout. Raises NonFinite, AdapterInvalid, or what
+    """Writes the heads behind the factors. Raises NonFinite, AdapterInvalid, or what
     the files raise."""
-    dtype = layout.dtype
-    out = PieceWriter(write, layout.start)
-    for layer in range(layout.shape.num_layers):
-        out.pad_to(layout.weights[layer])
+    dtype, places = layout.dtype, layout.heads
+    assert places is not None, "heads have their place in the layout"
+    for layer in range(plan.shape.num_layers):
+        out.pad_to(places.weights[layer])
         for head in plan.layers:
             _copy(head[layer].weight, files, dtype, out, reader)
-        if layout.shape.has_bias:
-            out.pad_to(layout.biases[layer])
+        if plan.shape.has_bias:
+            out.pad_to(places.biases[layer])
             for head in plan.layers:
                 bias = head[layer].bias
                 assert bias is not None, "a plan with biases has all of them"
                 _copy(bias, files, dtype, out, reader)
     token_ids: NDArray[np.int64] | None = None
     if plan.token_map is not None:
-        out.pad_to(layout.token_ids)
+        out.pad_to(places.token_ids)
         token_ids = _token_ids(plan.token_map, files[plan.token_map.file], vocab_size)
         out.write(torch.from_numpy(token_ids))
-    out.pad_to(layout.projections)
+    out.pad_to(places.projections)
     for projection in plan.projections:
         if token_ids is not None and projection.shape[0] != token_ids.size:
             for piece in _rows(projection, token_ids, files, dtype, reader):
                 out.write(piece)
         else:
             _copy(projection, files, dtype, out, reader)
-    out.pad_to(layout.end)
 
 
 def without_base_head(plan: HeadsPlan, files: Files, targets: BaseTargets, reader: PieceReader) -> HeadsPlan:

@@ -30,12 +30,11 @@ from loraplex_adapters.io.safetensors import (
     PieceReader,
     PieceWriter,
     TensorInfo,
-    WriteFn,
     check_float,
 )
 from loraplex_adapters.io.source_files import SourceFile, parse_object
 from loraplex_adapters.io.throttle import checkpoint
-from loraplex_adapters.weights import BaseTargets, FactorShape, LoraLayout, TargetModule, place_factors
+from loraplex_adapters.weights import AdapterLayout, BaseTargets, FactorShape, TargetModule
 from loraplex_contracts.errors import (
     AdapterInvalid,
     AdapterUnsupported,
@@ -342,9 +341,8 @@ class PlannedModule:
 
 @dataclass(frozen=True, slots=True)
 class LoraPlan:
-    """The tensors to read and their places. `modules` are in the layout's order."""
+    """The tensors to read. `modules` are in the layout's order."""
 
-    layout: LoraLayout
     modules: tuple[PlannedModule, ...]
     base_copies: tuple[tuple[TensorInfo, TargetModule], ...]  # must equal the base model's own weight
     warnings: tuple[str, ...]
@@ -380,8 +378,7 @@ def plan_lora(config: PeftLoraConfig, tensors: Mapping[str, TensorInfo], targets
     budget = match_budget()
     modules = [_module(path, entry, config, targets, budget) for path, entry in found.items()]
     modules.sort(key=lambda module: module.shape)
-    layout = place_factors(targets.dtype, [module.shape for module in modules])
-    return LoraPlan(layout, tuple(modules), tuple(base_copies), tuple(_warnings(config, targets, found)))
+    return LoraPlan(tuple(modules), tuple(base_copies), tuple(_warnings(config, targets, found)))
 
 
 def _parts(tensor: TensorInfo) -> tuple[str, str, str]:
@@ -501,26 +498,24 @@ def _warnings(config: PeftLoraConfig, targets: BaseTargets, found: Mapping[str, 
     return warnings
 
 
-def write_payload(plan: LoraPlan, file: SourceFile, write: WriteFn, reader: PieceReader) -> None:
-    """Writes exactly `plan.layout.num_bytes` bytes. Raises NonFinite, or what the file raises."""
-    out = PieceWriter(write)
-    for run in _runs(plan):
+def write_lora(plan: LoraPlan, layout: AdapterLayout, file: SourceFile, out: PieceWriter, reader: PieceReader) -> None:
+    """Writes the factors from the beginning of the layout on. Raises NonFinite, or what the file raises."""
+    for run in _runs(plan, layout):
         out.pad_to(run.target)
         try:
-            for piece in reader.pieces(run.whole, file, plan.layout.dtype):
+            for piece in reader.pieces(run.whole, file, layout.dtype):
                 out.write(piece)
         except NonFinite:
             for tensor in run.tensors:  # which one is it?
-                for _ in reader.pieces(tensor, file, plan.layout.dtype):
+                for _ in reader.pieces(tensor, file, layout.dtype):
                     pass
             raise
-    out.pad_to(plan.layout.num_bytes)
 
 
-def check_base_copies(plan: LoraPlan, file: SourceFile, reader: PieceReader) -> None:
+def check_base_copies(plan: LoraPlan, file: SourceFile, dtype: str, reader: PieceReader) -> None:
     """Raises AdapterUnsupported when a saved weight is not the base model's own."""
     for tensor, module in plan.base_copies:
-        if reader.sha256(tensor, file, plan.layout.dtype) != module.weight_sha256:
+        if reader.sha256(tensor, file, dtype) != module.weight_sha256:
             raise AdapterUnsupported(
                 f"{tensor.where} replaces a weight of the base model by another, which is not served"
             )
@@ -539,12 +534,12 @@ class _Run:
         return replace(self.tensors[0], num_bytes=sum(tensor.num_bytes for tensor in self.tensors))
 
 
-def _runs(plan: LoraPlan) -> Iterator[_Run]:
+def _runs(plan: LoraPlan, layout: AdapterLayout) -> Iterator[_Run]:
     """In the layout's order."""
-    itemsize = DTYPES[plan.layout.dtype].itemsize
+    itemsize = DTYPES[layout.dtype].itemsize
     run: _Run | None = None
     source_end = target_end = -1
-    for module, placed in zip(plan.modules, plan.layout.placed, strict=True):
+    for module, placed in zip(plan.modules, layout.factors, strict=True):
         for tensor, target in ((module.a, placed.a_offset), (module.b, placed.b_offset)):
             if run and (tensor.offset, target, tensor.dtype) == (source_end, target_end, run.tensors[0].dtype):
                 run.tensors.append(tensor)

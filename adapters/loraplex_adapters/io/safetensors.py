@@ -158,9 +158,9 @@ WriteFn = Callable[[memoryview], None]
 class PieceWriter:
     """Writes pieces one after the other and knows how far it has come."""
 
-    def __init__(self, write: WriteFn, position: int = 0) -> None:
+    def __init__(self, write: WriteFn) -> None:
         self._write = write
-        self.position = position
+        self.position = 0
 
     def write(self, piece: Tensor) -> None:
         data = bytes_of(piece)

@@ -19,7 +19,7 @@ from support.medusa_files import (
 
 from loraplex_adapters.formats.adapter import plan_adapter
 from loraplex_adapters.formats.medusa import write_heads as write_payload
-from loraplex_adapters.io.safetensors import PIECE_BYTES, PieceReader
+from loraplex_adapters.io.safetensors import PIECE_BYTES, PieceReader, PieceWriter
 from loraplex_adapters.io.source_files import SourceFile
 from loraplex_adapters.sources.directory import DirectorySource
 from loraplex_adapters.weights import (
@@ -27,13 +27,12 @@ from loraplex_adapters.weights import (
     BaseTargets,
     FactorShape,
     HeadsShape,
-    adapter_layout,
-    place_factors,
+    place_adapter,
     weights_at,
 )
 from loraplex_contracts.adapters import AdapterKey
 
-LORA = place_factors("bfloat16", [FactorShape("b", 3, 5, 7, 1 / 3), FactorShape("a", 1, 2, 3, 2.0)])
+LORA = [FactorShape("b", 3, 5, 7, 1 / 3), FactorShape("a", 1, 2, 3, 2.0)]
 SHAPES = [
     HeadsShape(3, 1, 8),
     HeadsShape(5, 2, 24, has_bias=True),
@@ -44,12 +43,12 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("lora", [LORA, place_factors("bfloat16", ())])
+@pytest.mark.parametrize("lora", [LORA, []])
 def test_a_layout_survives_its_json_and_nothing_overlaps(shape: HeadsShape, lora: Any) -> None:
-    layout = adapter_layout(lora, shape)
+    layout = place_adapter("bfloat16", lora, shape)
     assert AdapterLayout.from_json(layout.to_json()) == layout
-    assert layout.kind == ("combined" if lora.placed else "medusa")
-    assert (layout.num_heads, layout.max_rank) == (shape.num_heads, 3 if lora.placed else 0)
+    assert layout.kind == ("combined" if lora else "medusa")
+    assert (layout.num_heads, layout.max_rank) == (shape.num_heads, 3 if lora else 0)
     storage = torch.zeros(layout.num_bytes, dtype=torch.uint8)
     weights = weights_at(AdapterKey("medusa", "0" * 64), layout, storage)
     # Every element is written once: ones everywhere, and no byte of another tensor is hit.
@@ -67,7 +66,7 @@ def test_a_layout_survives_its_json_and_nothing_overlaps(shape: HeadsShape, lora
         tensor.view(torch.uint8).fill_(1)
     num_written = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     assert int(storage.sum()) == num_written
-    num_regions = 2 * len(lora.placed) + shape.num_layers * (1 + shape.has_bias) + shape.has_token_ids + 1
+    num_regions = 2 * len(lora) + shape.num_layers * (1 + shape.has_bias) + shape.has_token_ids + 1
     assert layout.num_bytes - num_written < 64 * num_regions
 
 
@@ -156,7 +155,9 @@ def test_large_heads_are_read_and_written_in_pieces(has_map: bool, tmp_path: Pat
         assert plan.heads is not None
         assert plan.layout.heads is not None
         watched = {name: Watched(file) for name, file in files.opened.items()}
-        write_payload(plan.heads, plan.layout.heads, watched, vocab, write, PieceReader())
+        out = PieceWriter(write)
+        write_payload(plan.heads, plan.layout, watched, vocab, out, PieceReader())
+        out.pad_to(plan.layout.num_bytes)
     assert len(data) == plan.layout.num_bytes
     assert largest <= 2 * PIECE_BYTES
     assert max(file.largest for file in watched.values()) <= PIECE_BYTES

@@ -27,7 +27,7 @@ from loraplex_adapters.cache.storage import (
 )
 from loraplex_adapters.sources.directory import DirectorySource
 from loraplex_adapters.store import AdapterStore, WriteFn
-from loraplex_adapters.weights import FactorShape, LoraLayout, adapter_layout, place_factors
+from loraplex_adapters.weights import AdapterLayout, FactorShape, place_adapter
 from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.errors import NonFinite
 
@@ -169,7 +169,7 @@ def few_files(num_free: int) -> Generator[None]:
 @pytest.mark.skipif(sys.platform != "linux", reason="counts files in /proc")
 def test_adapters_on_the_host_take_no_file_descriptors(tmp_path: Path) -> None:
     store = AdapterStore(tmp_path / "store", 1 << 24)
-    layout = place_factors("float32", [FactorShape(Q_PROJ, 4, 16, 16, 2.0)])
+    layout = place_adapter("float32", [FactorShape(Q_PROJ, 4, 16, 16, 2.0)])
     storage = Storage(store, torch.device("cpu"))
     keys = [
         store.put("lora", layout.to_json(), layout.num_bytes, lambda write, idx=idx: filled(write, layout, idx))
@@ -181,7 +181,7 @@ def test_adapters_on_the_host_take_no_file_descriptors(tmp_path: Path) -> None:
     assert [w.storage[0].item() for w in weights if w is not None] == list(range(200))
 
 
-def filled(write: WriteFn, layout: LoraLayout, value: int) -> None:
+def filled(write: WriteFn, layout: AdapterLayout, value: int) -> None:
     write(memoryview(bytes([value]) * layout.num_bytes))
 
 
@@ -205,13 +205,13 @@ def test_a_process_out_of_files_keeps_its_store(tmp_path: Path) -> None:
 
 
 def test_a_layout_survives_its_json() -> None:
-    layout = place_factors(
+    layout = place_adapter(
         "bfloat16",
         [FactorShape("b", 3, 5, 7, 1 / 3), FactorShape("a", 1, 2, 3, 2.0), FactorShape("c", 8, 64, 64, 1e-9)],
     )
-    assert LoraLayout.from_json(layout.to_json()) == layout
-    assert [p.shape.path for p in layout.placed] == ["a", "b", "c"]
-    ends = [(p.a_offset, p.b_offset, p.b_offset + 2 * p.shape.rank * p.shape.out_features) for p in layout.placed]
+    assert AdapterLayout.from_json(layout.to_json()) == layout
+    assert [p.shape.path for p in layout.factors] == ["a", "b", "c"]
+    ends = [(p.a_offset, p.b_offset, p.b_offset + 2 * p.shape.rank * p.shape.out_features) for p in layout.factors]
     assert all(a < b < end <= layout.num_bytes for a, b, end in ends)
     assert all(end <= following[0] for (_, _, end), following in itertools.pairwise(ends))
 
@@ -229,7 +229,7 @@ def test_a_layout_survives_its_json() -> None:
 )
 def test_a_layout_from_anywhere_else_is_refused(value: dict[str, object]) -> None:
     with pytest.raises(ValueError):
-        LoraLayout.from_json(value)
+        AdapterLayout.from_json(value)
 
 
 # --- memory of the CPU ------------------------------------------------------------------------------------------------
@@ -265,11 +265,11 @@ def test_a_spare_block_is_only_for_its_size(monkeypatch: pytest.MonkeyPatch) -> 
 # --- recent imports --------------------------------------------------------------------------------------------------
 
 
-NUM_BYTES = adapter_layout(place_factors("float32", [FactorShape("q", 4, 8, 8, 1.0)]), None).num_bytes
+NUM_BYTES = place_adapter("float32", [FactorShape("q", 4, 8, 8, 1.0)]).num_bytes
 
 
 def imported(recent: RecentImports, digit: str) -> ImportedAdapter:
-    layout = adapter_layout(place_factors("float32", [FactorShape("q", 4, 8, 8, 1.0)]), None)
+    layout = place_adapter("float32", [FactorShape("q", 4, 8, 8, 1.0)])
     payload = recent.allocate(NUM_BYTES)
     assert payload is not None
     found = ImportedAdapter(AdapterKey("lora", digit * 64), layout, payload)

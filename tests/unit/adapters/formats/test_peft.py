@@ -23,7 +23,7 @@ from torch import Tensor
 
 from loraplex_adapters.formats.peft import LoraPlan, parse_peft_config, plan_lora
 from loraplex_adapters.io.safetensors import read_header
-from loraplex_adapters.weights import BaseTargets
+from loraplex_adapters.weights import BaseTargets, place_adapter
 from loraplex_contracts.errors import (
     AdapterInvalid,
     AdapterUnsupported,
@@ -54,7 +54,8 @@ def test_every_tensor_has_its_place() -> None:
         "lm_head": (4, HIDDEN, VOCAB),
     }
     assert all(m.shape.scale == 2.0 for m in found.modules)
-    offsets = [o for p in found.layout.placed for o in (p.a_offset, p.b_offset)]
+    layout = place_adapter("float32", [m.shape for m in found.modules])
+    offsets = [o for p in layout.factors for o in (p.a_offset, p.b_offset)]
     assert offsets == sorted(offsets)
     assert all(offset % 64 == 0 for offset in offsets)
     assert not found.warnings
