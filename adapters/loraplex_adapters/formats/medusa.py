@@ -157,26 +157,15 @@ MAX_LAYERS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedLayer:
-    """One residual layer's tensors in the files, checked."""
-
-    weight: TensorInfo
-    bias: TensorInfo | None
-
-
-@dataclass(frozen=True, slots=True)
 class HeadsPlan:
     """The tensors to read, in the layout's order."""
 
     shape: HeadsShape
-    layers: tuple[tuple[PlannedLayer, ...], ...]  # by head, by layer
+    weights: tuple[tuple[TensorInfo, ...], ...]  # by layer, by head
+    biases: tuple[tuple[TensorInfo, ...], ...]  # the same; empty without biases
     projections: tuple[TensorInfo, ...]
     token_map: TensorInfo | None
     warnings: tuple[str, ...]
-
-    def without_projections(self) -> HeadsPlan:
-        """The same with the base model's own head in their place."""
-        return replace(self, shape=replace(self.shape, num_projections=0, num_rows=0), projections=())
 
 
 @dataclass(slots=True)
@@ -185,9 +174,8 @@ class _Found:
 
     weights: dict[tuple[int, int], TensorInfo] = field(default_factory=dict[tuple[int, int], TensorInfo])
     biases: dict[tuple[int, int], TensorInfo] = field(default_factory=dict[tuple[int, int], TensorInfo])
-    projections: dict[int, TensorInfo] = field(default_factory=dict[int, TensorInfo])
+    projections: dict[int, TensorInfo] = field(default_factory=dict[int, TensorInfo])  # by head; -1: for all of them
     ends: dict[int, int] = field(default_factory=dict[int, int])
-    shared: TensorInfo | None = None
     token_map: TensorInfo | None = None
 
 
@@ -197,19 +185,19 @@ def plan_heads(config: MedusaConfig | None, tensors: Sequence[HeadTensor], targe
     any_tensor = tensors[0].info
     num_heads = _count_heads(found, any_tensor)
     num_layers = _count_layers(found, num_heads, any_tensor)
-    layers = tuple(
-        tuple(PlannedLayer(found.weights[head, layer], found.biases.get((head, layer))) for layer in range(num_layers))
-        for head in range(num_heads)
+    _check_layers(found, num_heads, num_layers, targets)
+    weights, biases = (
+        tuple(tuple(part[head, layer] for head in range(num_heads)) for layer in range(num_layers) if part)
+        for part in (found.weights, found.biases)
     )
-    _check_layers(found, layers, targets)
     projections = _projections(found, num_heads, config)
     num_rows = _num_rows(projections, found.token_map, targets)
     shape = HeadsShape(
-        num_heads, num_layers, targets.hidden_size, bool(found.biases), len(projections), num_rows,
+        num_heads, num_layers, targets.hidden_size, bool(biases), len(projections), num_rows,
         found.token_map is not None,
     )  # fmt: skip
     warnings = () if config is None else tuple(_warnings(config, shape, targets))
-    return HeadsPlan(shape, layers, projections, found.token_map, warnings)
+    return HeadsPlan(shape, weights, biases, projections, found.token_map, warnings)
 
 
 def _sort(tensors: Sequence[HeadTensor]) -> _Found:
@@ -217,50 +205,40 @@ def _sort(tensors: Sequence[HeadTensor]) -> _Found:
     found = _Found()
     families = {tensor.family for tensor in tensors} - {"either"}
     for tensor in tensors:
+        info, place = tensor.info, (tensor.head, tensor.layer)
         if len(families) > 1 and tensor.family == "vllm":
-            raise AdapterInvalid(f"{tensor.info.where} is named as vLLM names heads, others are not; use one layout")
+            raise AdapterInvalid(f"{info.where} is named as vLLM names heads, others are not; use one layout")
         if tensor.head >= MAX_HEADS or (tensor.layer >= MAX_LAYERS and tensor.part != "projection"):
-            raise AdapterUnsupported(
-                f"{tensor.info.where}: at most {MAX_HEADS} heads of {MAX_LAYERS} layers are served"
-            )
-        if not _take(found, tensor):
-            raise AdapterInvalid(f"{tensor.info.where} is there twice, under another name or in another file")
+            raise AdapterUnsupported(f"{info.where}: at most {MAX_HEADS} heads of {MAX_LAYERS} layers are served")
+        match tensor.part:
+            case "weight":
+                first = found.weights.setdefault(place, info)
+            case "bias":
+                first = found.biases.setdefault(place, info)
+            case "projection" | "shared_projection":
+                first = found.projections.setdefault(tensor.head, info)
+                if tensor.family == "sequential":
+                    found.ends.setdefault(tensor.head, tensor.layer)
+            case "token_map":
+                first = found.token_map = found.token_map or info
+            case "projection_bias":
+                raise AdapterUnsupported(f"{info.where} is a bias of a projection, which is not served")
+        if first is not info:
+            raise AdapterInvalid(f"{info.where} is there twice, under another name or in another file")
     return found
-
-
-def _take(found: _Found, tensor: HeadTensor) -> bool:
-    """False when the tensor's place is taken."""
-    info, place = tensor.info, (tensor.head, tensor.layer)
-    match tensor.part:
-        case "weight":
-            return found.weights.setdefault(place, info) is info
-        case "bias":
-            return found.biases.setdefault(place, info) is info
-        case "projection":
-            if tensor.family == "sequential":
-                found.ends.setdefault(tensor.head, tensor.layer)
-            return found.projections.setdefault(tensor.head, info) is info
-        case "shared_projection":
-            found.shared = found.shared or info
-            return found.shared is info
-        case "token_map":
-            found.token_map = found.token_map or info
-            return found.token_map is info
-        case "projection_bias":
-            raise AdapterUnsupported(f"{info.where} is a bias of a projection, which is not served")
 
 
 def _count_heads(found: _Found, any_tensor: TensorInfo) -> int:
     """Counts heads by their names. A gap between them is a damaged file."""
     # vLLM's `lm_heads.0` may stand for all heads, so there the layers count; of sequential heads either shows them.
     heads = {head for head, _ in found.weights} | found.ends.keys() | {head for head, _ in found.biases}
-    heads = heads or set(found.projections)
+    heads = heads or found.projections.keys() - {-1}
     for head in range(max(heads, default=-1) + 1):
         if head not in heads:
             raise AdapterInvalid(f"{any_tensor.file}: head {head} is missing, though there is a head {max(heads)}")
     if not heads:
         raise AdapterInvalid(f"{any_tensor.file} has no Medusa head")
-    stray = sorted(found.projections.keys() - heads)
+    stray = sorted(found.projections.keys() - heads - {-1})
     if stray:
         raise AdapterInvalid(f"{found.projections[stray[0]].where} is the projection of a head that is not there")
     return len(heads)
@@ -286,27 +264,29 @@ def _count_layers(found: _Found, num_heads: int, any_tensor: TensorInfo) -> int:
     return num_layers
 
 
-def _check_layers(found: _Found, heads: Sequence[Sequence[PlannedLayer]], targets: BaseTargets) -> None:
+def _check_layers(found: _Found, num_heads: int, num_layers: int, targets: BaseTargets) -> None:
     hidden = targets.hidden_size
-    for head, layers in enumerate(heads):
-        for idx, layer in enumerate(layers):
-            _check(layer.weight, (hidden, hidden), targets)
-            if layer.bias is not None:
-                _check(layer.bias, (hidden,), targets)
+    for head in range(num_heads):
+        for layer in range(num_layers):
+            weight, bias = found.weights[head, layer], found.biases.get((head, layer))
+            _check(weight, (hidden, hidden), targets)
+            if bias is not None:
+                _check(bias, (hidden,), targets)
             elif found.biases:
                 raise AdapterInvalid(
-                    f"{layer.weight.file}: the bias of head {head}, layer {idx} is missing; other blocks have theirs"
+                    f"{weight.file}: the bias of head {head}, layer {layer} is missing; other blocks have theirs"
                 )
 
 
 def _projections(found: _Found, num_heads: int, config: MedusaConfig | None) -> tuple[TensorInfo, ...]:
     """The projections: none, one for all heads, or one for each."""
-    if found.shared is not None:
-        if found.projections:
-            raise AdapterInvalid(f"{found.shared.where} is for all heads, but there are projections for single ones")
-        return (found.shared,)
-    shares = config is not None and config.original_lm_head
-    if set(found.projections) == {0} and not found.ends and (shares or num_heads == 1):
+    shared = found.projections.get(-1)
+    if shared is not None:
+        if len(found.projections) > 1:
+            raise AdapterInvalid(f"{shared.where} is for all heads, but there are projections for single ones")
+        return (shared,)
+    is_shared = num_heads == 1 or (config is not None and config.original_lm_head)
+    if set(found.projections) == {0} and not found.ends and is_shared:
         return (found.projections[0],)
     for head in range(num_heads):
         if found.projections and head not in found.projections:
@@ -382,13 +362,11 @@ def write_heads(
     assert places is not None, "heads have their place in the layout"
     for layer in range(plan.shape.num_layers):
         out.pad_to(places.weights[layer])
-        for head in plan.layers:
-            _copy(head[layer].weight, files, dtype, out, reader)
-        if plan.shape.has_bias:
+        for weight in plan.weights[layer]:
+            _copy(weight, files, dtype, out, reader)
+        if plan.biases:
             out.pad_to(places.biases[layer])
-            for head in plan.layers:
-                bias = head[layer].bias
-                assert bias is not None, "a plan with biases has all of them"
+            for bias in plan.biases[layer]:
                 _copy(bias, files, dtype, out, reader)
     token_ids: NDArray[np.int64] | None = None
     if plan.token_map is not None:
@@ -416,7 +394,7 @@ def without_base_head(plan: HeadsPlan, files: Files, targets: BaseTargets, reade
         if module.kind == "linear" and module.weight_sha256 and (module.out_features, module.in_features) == shape
     }
     if digests and all(reader.sha256(p, files[p.file], targets.dtype) in digests for p in plan.projections):
-        return plan.without_projections()
+        return replace(plan, shape=replace(plan.shape, num_projections=0, num_rows=0), projections=())
     return plan
 
 
