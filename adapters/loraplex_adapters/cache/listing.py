@@ -159,5 +159,5 @@ def _place(row: AdapterInfo) -> tuple[AdapterTier, tuple[str, bool, str]]:
 
 
 def is_bound(rows: Sequence[AdapterInfo]) -> bool:
-    """Whether one of a name's rows is its present content; the others drain."""
+    """True when one of a name's rows is its present content; the others drain."""
     return any(row.state != "draining" for row in rows)

@@ -56,13 +56,12 @@ class AdapterTable:
             return record.key
         if record is None:
             self._check_queue()
-            self.names[name] = record = NameRecord(name, NameState.FETCHING, ticket=0)
-            self._fetch(record)
+            self._fetch_new(name)
         elif record.state is NameState.FAILED:
             if record.error is not None and now < record.failed_until_s:
                 raise fresh(record.error)
             self._check_queue()
-            self._retry(record)
+            self._fetch_again(record)
         return None
 
     def load(self, name: str, pin: bool, now: float) -> AdapterKey | None:
@@ -123,7 +122,7 @@ class AdapterTable:
             return
         if operation.is_behind:
             operation.is_behind = False
-            self._refetch(record)
+            self._fetch_again(record)
             return
         operation.bound_round = self.residency.round
         self.residency.set_pinned(key, name, operation.pin)
@@ -137,7 +136,7 @@ class AdapterTable:
         if operation is not None and operation.is_behind:
             operation.is_behind = False
             record.step(NameEvent.FAIL)
-            self._refetch(record)
+            self._fetch_again(record)
             return
         self._fail(record, error, now)
 
@@ -148,7 +147,7 @@ class AdapterTable:
         record = self.names.get(name)
         if record is None or _is_unknown(record):
             raise adapter_not_found(name)
-        return self._row(record)
+        return unbound_row(record) if record.key is None else key_row(self.residency.records[record.key], name)
 
     def take_changes(self) -> ListingChanges:
         """Rows of bound, fetched and failed names, and of contents that drain, that changed since the last call."""
@@ -164,11 +163,6 @@ class AdapterTable:
         self.changed.clear()
         self.residency.changed.clear()
         return changes
-
-    def _row(self, record: NameRecord) -> AdapterInfo:
-        if record.key is None:
-            return unbound_row(record)
-        return key_row(self.residency.records[record.key], record.name)
 
     # --- a round --------------------------------------------------------------------------------------------------
 
@@ -197,8 +191,7 @@ class AdapterTable:
         return taken
 
     def take_moves(self) -> list[Move]:
-        taken = list(self.residency.moves)
-        self.residency.moves.clear()
+        taken, self.residency.moves = self.residency.moves, []
         return taken
 
     # --- within ---------------------------------------------------------------------------------------------------
@@ -218,29 +211,25 @@ class AdapterTable:
         self.changed.add(record.name)
         self._fetches.append(FetchName(record.name, record.ticket))
 
-    def _retry(self, record: NameRecord) -> None:
+    def _fetch_new(self, name: str) -> NameRecord:
+        record = self.names[name] = NameRecord(name, NameState.FETCHING, ticket=0)
+        self._fetch(record)
+        return record
+
+    def _fetch_again(self, record: NameRecord) -> None:
+        """Of a failed name another try, of a bound one a new look at the source."""
         record.step(NameEvent.FETCH)
         record.error = None
         self._failures.pop(record.name, None)
         self._fetch(record)
 
-    def _refetch(self, record: NameRecord) -> None:
-        """The load that came while an older fetch was under way gets its own."""
-        if record.state is NameState.FAILED:
-            self._retry(record)
-        else:
-            record.step(NameEvent.FETCH)
-            self._fetch(record)
-
     def _start_load(self, name: str, record: NameRecord | None, pin: bool) -> None:
         if record is None:
-            self.names[name] = record = NameRecord(name, NameState.FETCHING, ticket=0)
-            self._fetch(record)
-            record.load = LoadOperation(pin)
+            self._fetch_new(name).load = LoadOperation(pin)
         else:
             record.load = LoadOperation(pin, is_behind=record.is_fetching)
             if not record.is_fetching:
-                self._refetch(record)
+                self._fetch_again(record)
         self._loads[name] = None
 
     def _end_load(self, record: NameRecord) -> None:
@@ -321,7 +310,7 @@ class AdapterTable:
 
 
 def _is_unknown(record: NameRecord) -> bool:
-    """Whether it only remembers that there is no such adapter. It is not listed: any name can be asked for."""
+    """True when it only remembers that there is no such adapter. It is not listed: any name can be asked for."""
     return record.state is NameState.FAILED and isinstance(record.error, AdapterNotFound)
 
 

@@ -115,7 +115,7 @@ class ResidencyTable:
         self._forget_if_idle(record)
 
     def can_pin(self, key: AdapterKey, num_bytes: int, leaving: AdapterKey | None = None) -> bool:
-        """Whether all pinned weights and these fit the device at the same time, without those of `leaving`."""
+        """True when all pinned weights and these fit the device at the same time, without those of `leaving`."""
         if key in self._pinned:
             return True
         num_pinned, pinned_bytes = len(self._pinned), self.pinned_bytes
@@ -335,8 +335,8 @@ class ResidencyTable:
             return False
         record.check(KeyEvent.PROMOTE)
         self._evict_from_host(host_evicted)
+        self.device_evictions += len(evicted)
         for other in evicted:
-            self.device_evictions += 1
             self._drop_device(other)
         self._step(record, KeyEvent.PROMOTE)
         record.slot = min(self._free_slots)
@@ -383,6 +383,10 @@ class ResidencyTable:
             self.wants.setdefault(record.key, None)
             self.is_due = True
 
+    def _leave_queues(self, record: KeyRecord) -> None:
+        for queue in (self.wants, self.borrows, self._prefetches):
+            queue.pop(record.key, None)
+
     def _end_reservation(self, record: KeyRecord) -> None:
         record.reserved_rounds = 0
         self._reserved.pop(record.key, None)
@@ -423,19 +427,15 @@ class ResidencyTable:
         record.error = error
         record.failed_until_s = now + remembered_s(error, self._failure_ttl_s)
         self._failed.add(record.key)
-        for queue in (self.wants, self.borrows, self._prefetches):
-            queue.pop(record.key, None)
+        self._leave_queues(record)
         self._forget_if_idle(record)
 
     def _give_back(self, record: KeyRecord) -> None:
         """Gives back the slot and bytes that a move had taken."""
         if record.slot >= 0:
-            self._free_slots.append(record.slot)
-            record.slot = -1
-            self.device_used -= record.num_bytes
+            self._release_slot(record)
         if record.has_host:
             self._release_host(record)
-            self.moves.append(DropHost(record.key))
 
     def _take_host(self, record: KeyRecord) -> None:
         if not record.has_host:
@@ -448,25 +448,28 @@ class ResidencyTable:
         record.has_host = False
         self.host_used -= record.num_bytes
         self._host_lru.pop(record.key, None)
+        self.moves.append(DropHost(record.key))
+
+    def _release_slot(self, record: KeyRecord) -> None:
+        self._free_slots.append(record.slot)
+        record.slot = -1
+        self.device_used -= record.num_bytes
 
     def _evict_from_host(self, records: list[KeyRecord]) -> None:
+        self.host_evictions += len(records)
         for record in records:
-            self.host_evictions += 1
             self._drop_host(record)
 
     def _drop_host(self, record: KeyRecord) -> None:
         self._step(record, KeyEvent.EVICT_HOST)
         self._release_host(record)
-        self.moves.append(DropHost(record.key))
 
     def _drop_device(self, record: KeyRecord) -> None:
         assert record.num_leases == 0, "a running sequence's weights are never dropped"
         self._step(record, KeyEvent.EVICT_DEVICE if record.has_host else KeyEvent.EVICT_LAST)
         self.moves.append(DropDevice(record.key, record.slot))
         self._device_lru.pop(record.key, None)
-        self._free_slots.append(record.slot)
-        self.device_used -= record.num_bytes
-        record.slot = -1
+        self._release_slot(record)
         self._end_reservation(record)
 
     def _forget_if_idle(self, record: KeyRecord) -> None:
@@ -477,8 +480,7 @@ class ResidencyTable:
             self._drop_device(record)
         if record.has_host:
             self._drop_host(record)
-        for queue in (self.wants, self.borrows, self._prefetches):
-            queue.pop(record.key, None)
+        self._leave_queues(record)
         self._failed.discard(record.key)
         self.changed.add(record.key)
         del self.records[record.key]

@@ -148,7 +148,7 @@ class KeyRecord:
 
     @property
     def is_in_use(self) -> bool:
-        """It is held, or a job is under way for it."""
+        """True while it is held, leased or pinned, or a job is under way for it."""
         return self.num_holds > 0 or self.num_leases > 0 or bool(self.pinned_names) or self.state in IN_TRANSIT
 
     def check(self, event: KeyEvent) -> KeyState:
@@ -163,7 +163,7 @@ class KeyRecord:
 
 
 def remembered_s(error: Exception, failure_ttl_s: float) -> float:
-    """How long a failure is answered from memory: no longer than the error itself says that it lasts."""
+    """Seconds for which a failure is answered from memory: no longer than the error itself says that it lasts."""
     hint = error.retry_after_s if isinstance(error, LoraplexError) else None
     return failure_ttl_s if hint is None else min(failure_ttl_s, hint)
 

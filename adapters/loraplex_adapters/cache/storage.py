@@ -117,12 +117,12 @@ class RecentImports:
             self._imported.move_to_end(imported.key)
 
     def find(self, key: AdapterKey) -> ImportedAdapter | None:
-        """It stays."""
+        """Leaves it here."""
         with self._lock:
             return self._imported.get(key)
 
     def take(self, key: AdapterKey) -> ImportedAdapter | None:
-        """It becomes the caller's."""
+        """Gives it to the caller."""
         with self._lock:
             return self._imported.pop(key, None)
 

@@ -107,7 +107,7 @@ class PeftLoraConfig:
         return rank, alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def names_target(self, path: str) -> bool:
-        """Whether `target_modules` lists the module, by its name or by the end of it."""
+        """True when `target_modules` lists the module, by its name or by the end of it."""
         return self.target_modules is None or not self.target_modules.isdisjoint(path_ends(path))
 
 

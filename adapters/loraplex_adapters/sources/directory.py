@@ -82,7 +82,7 @@ def open_folder(folder: Path, adapter_id: str = "") -> AdapterFiles:
 
 
 def _holds_adapter(folder: Folder, names: set[str], adapter_id: str) -> bool:
-    """Whether it is an adapter, by the names of its files; a whole model is one when it has heads in it."""
+    """True for an adapter, by the names of its files; a whole model is one when it has heads in it."""
     if not names.isdisjoint((*ADAPTER_NAMES, *PICKLE_NAMES)):
         return True
     if not has_model_layout(names):
@@ -179,7 +179,7 @@ def _entries(fd: int) -> Iterator[os.DirEntry[str]]:
 
 
 def _is_folder(entry: os.DirEntry[str], prefix: str) -> bool:
-    """Whether it may be an adapter or hold some. A link counts: its target shows when it is opened."""
+    """True when it may be an adapter or hold some. A link counts: its target shows when it is opened."""
     with contextlib.suppress(OSError, InvalidAdapterId):
         check_adapter_id(prefix + entry.name)
         return entry.is_dir(follow_symlinks=False) or entry.is_symlink()
