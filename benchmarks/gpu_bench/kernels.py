@@ -24,7 +24,6 @@ from loraplex_server.layers.lora import (
     DenseTable,
     DenseWeight,
     FactorTable,
-    MergedLora,
     PreparedSegments,
     ReplayableLora,
     Segment,
@@ -157,13 +156,10 @@ def _lora_call(
 ) -> Callable[[], None]:
     def call() -> None:
         for of_group in tables:
-            if isinstance(ops, MergedLora) and len(of_group) > 1:
+            if len(of_group) > 1:
                 ops.apply_merged(y, x, of_group, prepared)
-                continue
-            start = 0
-            for table in of_group:
-                ops.apply(y[:, start : start + table.out_features], x, table, prepared)
-                start += table.out_features
+            else:
+                ops.apply(y, x, of_group[0], prepared)
 
     return call
 

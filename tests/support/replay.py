@@ -18,7 +18,7 @@ from torch import Tensor
 from loraplex_server.backends.reference import Plan, ReferenceOps, TorchPagedAttention
 from loraplex_server.layers.attention import AttentionBatch, AttentionSpec, LayerKv, Reserved
 from loraplex_server.layers.linear import BaseLinear
-from loraplex_server.layers.lora import FactorTable, PreparedSegments, Segment
+from loraplex_server.layers.lora import FactorTable, PreparedSegments, ReplayableLora, Segment
 
 
 class RowwiseLinear:
@@ -46,8 +46,8 @@ class Segments:
     segments: tuple[Segment, ...] = ()
 
 
-class ReplayableReference(ReferenceOps):
-    """Implements ReplayableLora. Takes up to `max_terms` adapters on one row in a replay."""
+class ReplayableReference(ReferenceOps, ReplayableLora):
+    """Takes up to `max_terms` adapters on one row in a replay."""
 
     def __init__(self, max_terms: int = 2) -> None:
         super().__init__()

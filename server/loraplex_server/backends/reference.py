@@ -21,6 +21,7 @@ from loraplex_server.layers.lora import (
     FactorTable,
     PreparedSegments,
     Segment,
+    SegmentedLora,
     check_dense_segments,
     check_segments,
 )
@@ -245,7 +246,7 @@ def add_low_rank(y: Tensor, x: Tensor, a: Tensor, b: Tensor, factor: float) -> N
     y.copy_(y.to(wide) + factor * term)
 
 
-class ReferenceOps:
+class ReferenceOps(SegmentedLora):
     """SegmentedLora, one segment after the other."""
 
     name = "reference"

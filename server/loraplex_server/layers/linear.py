@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from loraplex_server.layers.context import MergedOutput, StepContext
-from loraplex_server.layers.lora import FactorTable, MergedLora, PreparedSegments, SegmentedLora
+from loraplex_server.layers.lora import FactorTable, PreparedSegments, SegmentedLora
 
 
 class BaseLinear(Protocol):
@@ -54,22 +54,13 @@ BaseLinearFactory = Callable[[Tensor, Tensor | None], BaseLinear]
 
 
 class AbsorbedLinear:
-    """A linear whose weight a decoder in one call has taken. Nothing calls it."""
+    """A linear whose weight a decoder in one call has taken (it is on the meta device). Nothing calls it."""
 
     __slots__ = ()
     is_copy = True
 
     def __call__(self, x: Tensor) -> Tensor:
         raise AssertionError("this linear is computed by the stack of layers that took its weight")
-
-
-def absorbing(otherwise: BaseLinearFactory) -> BaseLinearFactory:
-    """`otherwise`, but AbsorbedLinear for weights that the decoder has taken (they are on the meta device)."""
-
-    def make(weight: Tensor, bias: Tensor | None) -> BaseLinear:
-        return AbsorbedLinear() if weight.is_meta else otherwise(weight, bias)
-
-    return make
 
 
 class AdaptedLinear(nn.Module):
@@ -94,7 +85,7 @@ class AdaptedLinear(nn.Module):
         matrix = weight.t() if is_conv1d else weight
         self.out_features, self.in_features = matrix.shape
         self.is_conv1d = is_conv1d
-        self.base = make_base(matrix, bias)
+        self.base: BaseLinear = AbsorbedLinear() if weight.is_meta else make_base(matrix, bias)
         self.context = context
         # AdapterSlots fills these in; None while adapters are off or cannot be applied here.
         self.table: FactorTable | None = None
@@ -229,13 +220,8 @@ class MergedLinear:
         segments, first = self._context.token_segments, self.members[0]
         if segments is None or first.ops is None or not any(member.num_installed for member in self.members):
             return y
-        rows, inputs = y.view(-1, self._ends[-1]), x.reshape(-1, first.in_features)
         tables = [member.table for member in self.members if member.table is not None]
-        if isinstance(first.ops, MergedLora):
-            first.ops.apply_merged(rows, inputs, tables, segments)
-            return y
-        for table, end in zip(tables, self._ends, strict=True):
-            first.ops.apply(rows[:, end - table.out_features : end], inputs, table, segments)
+        first.ops.apply_merged(y.view(-1, self._ends[-1]), x.reshape(-1, first.in_features), tables, segments)
         return y
 
 

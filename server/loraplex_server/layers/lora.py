@@ -14,9 +14,10 @@ of `y` behind a slot's own are not touched.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -88,12 +89,12 @@ class PreparedSegments:
     data: Any = None
 
 
-class SegmentedLora(Protocol):
+class SegmentedLora(ABC):
     """One implementation. Stateless apart from caches of its own; safe to call for many modules of a step in turn."""
 
-    @property
-    def name(self) -> str: ...
+    name: ClassVar[str]
 
+    @abstractmethod
     def prepare(
         self, segments: Sequence[Segment], num_rows: int, num_slots: int, device: torch.device
     ) -> PreparedSegments:
@@ -101,42 +102,40 @@ class SegmentedLora(Protocol):
 
         Raises ValueError on a segment outside `0..num_rows` or a slot outside `0..num_slots`.
         """
-        ...
 
+    @abstractmethod
     def apply(self, y: Tensor, x: Tensor, table: FactorTable, prepared: PreparedSegments) -> None:
         """Adds every segment's term to `y` in place.
 
         x [num_rows, in], y [num_rows, out], the factors' dtype; accumulation at least in float32. Deterministic.
         `y` may be a column slice (last dimension contiguous, any row stride).
         """
-        ...
-
-
-@runtime_checkable
-class MergedLora(SegmentedLora, Protocol):
-    """An implementation that updates several modules with one input in fewer launches than one `apply` for each."""
 
     def apply_merged(self, y: Tensor, x: Tensor, tables: Sequence[FactorTable], prepared: PreparedSegments) -> None:
-        """`apply` for each table in turn, on its columns of y [num_rows, sum of outputs]: the same to the last bit."""
-        ...
+        """`apply` for modules that read the same x and whose outputs lie side by side in y [num_rows, sum of outputs].
+        Overridden where it takes fewer launches: the same to the last bit."""
+        start = 0
+        for table in tables:
+            self.apply(y[:, start : start + table.out_features], x, table, prepared)
+            start += table.out_features
 
 
-@runtime_checkable
-class ReplayableLora(SegmentedLora, Protocol):
+class ReplayableLora(SegmentedLora):
     """An implementation whose launches can be replayed from a CUDA graph with other segments and factors.
 
     Between capture and replay slots may change as they like, to ranks no larger than the implementation was made for
     and to factors that begin at a multiple of 16 bytes, as adapters' layouts do.
     """
 
+    @abstractmethod
     def reserve(self, num_rows: int, num_slots: int, device: torch.device) -> PreparedSegments:
         """Fixed buffers for steps of `num_rows` rows; as reserved, no row has an adapter.
 
         `apply` with it launches the same kernels on the same addresses whatever was refilled: rows and slots without
         an adapter leave early on the device. Its `segments` are () and say nothing.
         """
-        ...
 
+    @abstractmethod
     def refill(self, reserved: PreparedSegments, segments: Sequence[Segment]) -> None:
         """Puts a step's segments in: host work and one asynchronous copy on the current stream, no synchronisation.
 
@@ -144,7 +143,6 @@ class ReplayableLora(SegmentedLora, Protocol):
         and leaves the buffers as they were, on segments that do not fit and on what `prepare` refuses; such a step
         is prepared instead.
         """
-        ...
 
 
 def check_segments(segments: Sequence[Segment], num_rows: int, num_slots: int) -> None:

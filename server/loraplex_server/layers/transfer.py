@@ -7,7 +7,6 @@ only when the copy has happened, so that no step can overwrite what an earlier o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,40 +26,31 @@ def refill(target: Tensor, host: Tensor) -> None:
     target.copy_(host.pin_memory() if target.device.type == "cuda" else host, non_blocking=True)
 
 
-class Download(Protocol):
-    """Values on their way to the host."""
+def host_ints(size: int, device: torch.device) -> Tensor:
+    """Host memory, int32 [size], from which a copy to `device` is asynchronous."""
+    return torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
+
+
+@dataclass(frozen=True, slots=True)
+class Download:
+    """Values on their way to the host, or there already."""
+
+    values: Tensor  # on the host; pinned where they come from CUDA
+    done: torch.cuda.Event | None = None
 
     def wait(self) -> Tensor:
         """The values, on the host."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class OnHost:
-    """Values that are there already."""
-
-    values: Tensor
-
-    def wait(self) -> Tensor:
-        return self.values
-
-
-@dataclass(frozen=True, slots=True)
-class _FromCuda:
-    values: Tensor  # pinned
-    done: torch.cuda.Event
-
-    def wait(self) -> Tensor:
-        self.done.synchronize()
+        if self.done is not None:
+            self.done.synchronize()
         return self.values
 
 
 def download(values: Tensor) -> Download:
     """Starts the copy behind what the current stream has been given so far."""
     if values.device.type != "cuda":
-        return OnHost(values)
+        return Download(values)
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     host.copy_(values, non_blocking=True)
     done = torch.cuda.Event()
     done.record(torch.cuda.current_stream(values.device))
-    return _FromCuda(host, done)
+    return Download(host, done)

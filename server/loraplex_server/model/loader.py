@@ -39,7 +39,6 @@ from loraplex_server.layers.linear import (
     AdaptedModule,
     BaseLinearFactory,
     PlainLinear,
-    absorbing,
     merge_linears,
 )
 from loraplex_server.model.loaded_model import LoadedModel
@@ -148,8 +147,6 @@ def adopt_model(
     make_base, found = backend.linears(int8=int8), None
     if replaces_decoder:
         found = backend.find_decoder(model, probe.attention, context, far=probe.far, int8=int8)
-    if found is not None:
-        make_base = absorbing(make_base)
     targets = adapt_modules(model, probe, context, dtype, make_base, keeps_head=not digests)
     if backend.merges_linears:
         _merge(model, probe, targets, context)

@@ -88,7 +88,7 @@ def runs_of(segments: Sequence[Segment]) -> RunsOfRows:
     weights: list[float] = []
     max_uses = 0
     for start, end in pairwise(bounds):
-        uses = _uses(live, start, end)
+        uses = [s for s in live if s.start <= start and end <= s.end]
         if not uses:
             continue
         starts.append(start)
@@ -103,10 +103,6 @@ def runs_of(segments: Sequence[Segment]) -> RunsOfRows:
     )
     struct = Runs(len(starts), 0, *(array.data_ptr() for array in arrays))
     return RunsOfRows(struct, max_uses, arrays)
-
-
-def _uses(segments: list[Segment], start: int, end: int) -> list[Segment]:
-    return [s for s in segments if s.start <= start and end <= s.end]
 
 
 class NativeDense(CpuDense):

@@ -36,6 +36,7 @@ from loraplex_server.layers.lora import (
     FactorTable,
     PreparedSegments,
     Segment,
+    SegmentedLora,
     check_dense_segments,
     check_segments,
     join_neighbours,
@@ -297,7 +298,7 @@ class _Bound:
         return _Bound(None, (), packs) if packs else None
 
 
-class CpuOps:
+class CpuOps(SegmentedLora):
     """SegmentedLora for CPU tensors."""
 
     name = "cpu"

@@ -32,8 +32,8 @@ from torch import Tensor, nn
 from loraplex_server.layers.adapter_slots import as_if_installed
 from loraplex_server.layers.attention import ModelSpec, ReplayableAttention, Reserved
 from loraplex_server.layers.linear import AdaptedEmbedding, AdaptedHead, AdaptedModule
-from loraplex_server.layers.lora import PreparedSegments, ReplayableLora, Segment
-from loraplex_server.layers.step import Ints, StagedStep, StepResources
+from loraplex_server.layers.lora import PreparedSegments, ReplayableLora
+from loraplex_server.layers.step import StagedStep, StepResources
 from loraplex_server.layers.transfer import refill
 
 # --- capture ----------------------------------------------------------------------------------------------------------
@@ -153,21 +153,12 @@ def _sizes(largest: int) -> list[int]:
     return [*(size for size in sizes if size < largest), largest]
 
 
-@dataclass(frozen=True, slots=True)
-class PaddedStep:
-    """A step laid out for graphs: spans of one length, one after the other."""
-
-    tokens: Ints  # [3, num_spans * query_len] as in StagedStep; slot -1: not written
-    query_lens: Ints  # [num_spans], all the same
-    token_segments: tuple[Segment, ...]
-    head_rows: Ints  # [num_head_rows]
-
-
-def pad_step(staged: StagedStep, query_len: int) -> PaddedStep | None:
-    """Lays a step out in spans of `query_len` tokens. None where a span has too few known tokens in front."""
+def pad_step(staged: StagedStep, query_len: int) -> StagedStep | None:
+    """The step's tokens, segments and head rows in spans of `query_len` tokens each; slot -1: not written. None where a
+    span has too few known tokens in front."""
     lens = staged.query_lens
     if (lens == query_len).all():
-        return PaddedStep(staged.tokens, lens, staged.token_segments, staged.head_rows)
+        return staged
     first = np.cumsum(lens) - lens  # [num_spans] first token of each span
     starts = staged.tokens[1, first]
     missing = query_len - lens
@@ -185,7 +176,9 @@ def pad_step(staged: StagedStep, query_len: int) -> PaddedStep | None:
         replace(s, start=int(begins[s.start]), end=int(rows[s.end - 1]) + 1) for s in staged.token_segments
     )
     tokens = np.stack([places, positions, slots]).reshape(3, -1)
-    return PaddedStep(tokens, np.full_like(lens, query_len), segments, rows[staged.head_rows])
+    query_lens = np.full_like(lens, query_len)
+    head_rows = rows[staged.head_rows]
+    return replace(staged, tokens=tokens, query_lens=query_lens, token_segments=segments, head_rows=head_rows)
 
 
 @dataclass(slots=True)
@@ -327,7 +320,7 @@ class StepGraphs:
         if step is None:
             return None
         try:
-            self._refill(bucket, staged, step)
+            self._refill(bucket, step)
         except ValueError as error:  # more than was reserved: many adapters on one row, for instance
             log.debug("a step runs without its graph: %s", error)
             return None
@@ -361,12 +354,11 @@ class StepGraphs:
             for segment in staged.token_segments
         )
 
-    def _refill(self, bucket: _Bucket, staged: StagedStep, step: PaddedStep) -> None:
+    def _refill(self, bucket: _Bucket, step: StagedStep) -> None:
         """Missing spans read the first token of the first row, at position 0. Raises ValueError for what does not
         fit."""
         slots = torch.from_numpy(np.ascontiguousarray(step.tokens[2]))
-        context = replace(staged.attention(slots), query_lens=step.query_lens)
-        self._attention.refill(bucket.attention, context)
+        self._attention.refill(bucket.attention, step.attention(slots))
         if step.token_segments:
             assert self._ops is not None
             assert bucket.segments is not None

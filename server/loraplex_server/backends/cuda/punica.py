@@ -69,7 +69,7 @@ class _Call:
     starts: Tensor  # [num_segments + 1] int32, within `rows`
 
 
-class PunicaOps:
+class PunicaOps(SegmentedLora):
     """SegmentedLora over punica.ops; `other` computes what Punica does not."""
 
     name = "punica"

@@ -184,7 +184,7 @@ SIZES = (6, 3, 2)
 
 
 class SiblingReference(ReferenceOps):
-    """Implements MergedLora, and counts."""
+    """Counts merged calls."""
 
     def __init__(self) -> None:
         self.calls: list[int] = []

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from loraplex_server.backends.cuda.attention.plan import Spans, host_copy, host_ints, no_spans, read_spans
+from loraplex_server.backends.cuda.attention.plan import Spans, host_copy, no_spans, read_spans
 from loraplex_server.layers.attention import AttentionBatch, AttentionSpec, LayerKv, Reserved
+from loraplex_server.layers.transfer import host_ints
 
 DTYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 128, 256)

@@ -17,7 +17,7 @@ token, for each shape | pieces by launch | block tables, one after the other.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from loraplex_server.layers.attention import AttentionBatch, AttentionSpec, Reserved
+from loraplex_server.layers.transfer import host_ints
 
 Ints = npt.NDArray[np.int64]
 
@@ -97,16 +98,8 @@ def no_spans(block_size: int) -> AttentionBatch:
     return AttentionBatch(none, none, np.zeros((0, 1), np.int64), block_size, torch.empty(0, dtype=torch.int64))
 
 
-def host_ints(size: int, device: torch.device) -> Tensor:
-    """Host memory [size] from which a copy to `device` is asynchronous.
-
-    Pinned memory comes from torch's cache, which gives it out again only after the copies from it are through.
-    """
-    return torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
-
-
 def host_copy(values: Ints, device: torch.device) -> Tensor:
-    """`values` in such memory."""
+    """`values` in host memory from which a copy to `device` is asynchronous."""
     host = host_ints(len(values), device)
     host.numpy()[:] = values
     return host
@@ -187,7 +180,7 @@ def build_plan(batch: AttentionBatch, shapes: Sequence[Shape], dtype: torch.dtyp
     partials = {shape: cut.num_partials for shape, cut in cuts.items()}
     plan = _lay_out(sizes, partials, len(spans.slots), batch.block_size, dtype)
     host = _fill(plan, spans, cuts, device)
-    return _on(plan, host.to(device, non_blocking=True))
+    return replace(plan, buffer=host.to(device, non_blocking=True))
 
 
 def reserve_plan(
@@ -205,7 +198,7 @@ def reserve_plan(
         partials[shape] = reserved.num_tokens * num_splits if num_splits > 1 else 0
     plan = _lay_out(sizes, partials, reserved.num_tokens, block_size, dtype)
     buffer = torch.zeros(plan.tables_at + reserved.num_spans * reserved.max_blocks, dtype=torch.int32, device=device)
-    plan = _on(plan, buffer, reserved)
+    plan = replace(plan, buffer=buffer, reserved=reserved)
     refill_plan(plan, no_spans(block_size))
     return plan
 
@@ -334,9 +327,3 @@ def _fill(plan: KernelPlan, spans: Spans, cuts: dict[Shape, Cut], device: torch.
             view[launch.count_at] = len(pieces)
             view[launch.pieces_at : launch.pieces_at + pieces.size] = pieces.ravel()
     return host
-
-
-def _on(plan: KernelPlan, buffer: Tensor, reserved: Reserved | None = None) -> KernelPlan:
-    return KernelPlan(
-        buffer, plan.num_tokens, plan.block_size, plan.dtype, plan.slots_at, plan.tables_at, plan.works, reserved
-    )

@@ -42,6 +42,7 @@ from loraplex_server.layers.lora import (
     DenseTable,
     FactorTable,
     PreparedSegments,
+    ReplayableLora,
     Segment,
     check_dense_segments,
     check_segments,
@@ -113,8 +114,8 @@ class Call:
         return sum(-(-table.out_features // self.launch.block_out) for table in self.tables)
 
 
-class TritonOps:
-    """SegmentedLora and ReplayableLora for CUDA: kernels in bfloat16, float16 and float32."""
+class TritonOps(ReplayableLora):
+    """ReplayableLora for CUDA: kernels in bfloat16, float16 and float32."""
 
     name = "triton"
 
@@ -131,11 +132,9 @@ class TritonOps:
         return PreparedSegments(tuple(segments), num_rows, build_plan(segments, num_slots, device, self._block_rows))
 
     def reserve(self, num_rows: int, num_slots: int, device: torch.device) -> PreparedSegments:
-        """Implements ReplayableLora."""
         return PreparedSegments((), num_rows, reserve_plan(num_rows, num_slots, device, self._block_rows(num_rows)))
 
     def refill(self, reserved: PreparedSegments, segments: Sequence[Segment]) -> None:
-        """Implements ReplayableLora."""
         plan: KernelPlan = reserved.data
         assert plan.slots is None, "only what was reserved can be refilled"
         check_segments(segments, reserved.num_rows, plan.num_slots)
@@ -148,15 +147,11 @@ class TritonOps:
         self._launch(y, x, [table], prepared.data)
 
     def apply_merged(self, y: Tensor, x: Tensor, tables: Sequence[FactorTable], prepared: PreparedSegments) -> None:
-        """`apply` for modules that read the same x and whose outputs lie side by side in y [num_rows, sum of outputs],
-        in as few launches as one module takes where the tables are evenly spaced (AdapterSlots makes them so)."""
+        """In as few launches as one module takes where the tables are evenly spaced (AdapterSlots makes them so)."""
         if x.dtype in SUPPORTED and len(tables) <= MAX_MERGED and _spacing(tables) > 0:
             self._launch(y, x, tables, prepared.data)
-            return
-        start = 0
-        for table in tables:
-            self.apply(y[:, start : start + table.out_features], x, table, prepared)
-            start += table.out_features
+        else:
+            super().apply_merged(y, x, tables, prepared)
 
     def _block_rows(self, num_rows: int) -> int:
         return choose_block_rows(num_rows, self._variant)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from loraplex_server.layers.lora import Segment, join_neighbours
+from loraplex_server.layers.transfer import host_ints
 
 ALIGN_BYTES = 16  # of the kernels' widest load
 # Adapters on one row that a reserved plan has room for.
@@ -79,7 +80,7 @@ def build_plan(
     block_rows = choose_block_rows(longest)
     host = _host_plan(groups, block_rows)
     sizes = (len(host.blocks), len(host.rows), len(host.term_slots))
-    words = _host_words(sum(_spans(*sizes)), device)
+    words = host_ints(sum(_spans(*sizes)), device)
     _write(host, words.numpy(), sizes)
     slots = tuple(np.unique(host.term_slots).tolist())
     return _view(words.to(device, non_blocking=True), sizes, block_rows, host.max_terms, slots, num_slots)
@@ -109,7 +110,7 @@ def refill_plan(plan: KernelPlan, segments: Sequence[Segment]) -> None:
         )
     # New memory every time: the caching allocator hands none out again before its copy has happened, so that nobody
     # has to wait for the step before.
-    words = _host_words(plan.words.shape[0], plan.words.device)
+    words = host_ints(plan.words.shape[0], plan.words.device)
     _write(host, words.numpy(), sizes)
     plan.words.copy_(words, non_blocking=True)
     plan.contents = contents
@@ -179,11 +180,6 @@ def _spans(num_blocks: int, num_positions: int, num_terms: int) -> list[int]:
     """Words of each part, in the order in which they lie. Multiples of 16 bytes: Triton compiles a kernel once more for
     pointers that are none."""
     return [-(-size // 4) * 4 for size in (4 * num_blocks, num_positions, num_terms, num_terms)]
-
-
-def _host_words(num_words: int, device: torch.device) -> Tensor:
-    """Pinned for CUDA: only then does the host not wait for the copy."""
-    return torch.empty(num_words, dtype=torch.int32, pin_memory=device.type == "cuda")
 
 
 def _write(host: HostPlan, words: Words, sizes: tuple[int, int, int]) -> None:
