@@ -2,8 +2,7 @@
 
 A load goes to the adapter's home workers and to those that have bound the name already, an unload to all; a listing
 shows a row per worker. A page of a listing is asked for by the adapter before it, so that a worker that comes or goes
-between two pages neither breaks a token nor repeats an adapter. Owns nothing but the turns in which pages are put
-together; workers own the adapters' life.
+between two pages neither breaks a token nor repeats an adapter.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Configuration of the router: frozen dataclasses, checked where they are made.
-
-The command's flags are made from these fields (`loraplex_runtime.flags`). The only place that touches the environment.
-"""
+"""Configuration of the router: frozen dataclasses, checked where they are made, with the command's flags."""
 
 from __future__ import annotations
 

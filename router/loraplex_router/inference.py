@@ -2,7 +2,6 @@
 
 Of a request, the router reads the names that it authorizes and routes by, its size, priority and draft model; the
 worker validates it in full. A request goes to another worker only while its client has seen nothing of an answer.
-Owns no state: what is in flight is told to `Replicas`, calls live in `Calls`.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Rendezvous hashing gives every adapter an order of workers that hardly changes when one of them comes or goes. The first
 few are its homes. A home that is loaded beyond its share is passed over, a home that has the weights nearer to the
-device is preferred, and base requests go to the less loaded of two picked at random. Owns nothing; knows nothing of
-connections, gRPC or time.
+device is preferred, and base requests go to the less loaded of two picked at random.
 """
 
 from __future__ import annotations

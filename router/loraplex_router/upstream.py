@@ -1,8 +1,4 @@
-"""Connections to workers, and the meaning of their failures.
-
-Owns the channel to each worker and the calls on it. Answers stay bytes: the router only looks into those that it must.
-Knows neither the policy nor the clients.
-"""
+"""Connections to workers, and the meaning of their failures."""
 
 from __future__ import annotations
 

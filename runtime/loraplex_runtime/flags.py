@@ -1,8 +1,7 @@
 """Command line flags from configuration dataclasses.
 
-`option` makes a field a flag too. `with_flags` makes a command of a function that takes such dataclasses. For a command
-that passes flags on, `with_raw_flags` gives it what the command line said: `flags_of` lists the flags of a class and of
-the dataclasses in its fields, `configure` builds the instance. Imports typer only where a command is made, because
+`option` makes a field a flag too. `with_flags` makes a command of a function that takes such dataclasses; a command
+that passes flags on uses `with_raw_flags` and `configure`. Imports typer only where a command is made, because
 configurations travel to processes without a command line.
 """
 
@@ -20,26 +19,32 @@ from loraplex_contracts.errors import InvalidArgument
 _UNITS: Final = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
-def option(
-    default: Any,
-    text: str,
-    flag: str,
-    *aliases: str,
-    is_bytes: bool = False,
-    parse: Callable[[str], Any] | None = None,
-    off: str = "",
-    metavar: str | None = None,
-    env: str | None = None,
-    panel: str | None = None,
-) -> Any:
-    """A field that is a command line flag too.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Flag:
+    """One flag: how it looks on the command line, and where it belongs in the configuration."""
 
-    Sizes are ints here and '512MiB' on the command line; `parse` makes other values out of the command line's text.
-    `off` is the flag of a switch's opposite; without it, a switch that is on has --no-FLAG. `env` is a variable that
-    may give the value, `panel` a heading of the help.
-    """
-    how = {"is_bytes": is_bytes, "parse": parse, "off": off, "metavar": metavar, "env": env, "panel": panel}
-    return dataclasses.field(default=default, metadata={"help": text, "flag": flag, "aliases": aliases, **how})
+    flag: str
+    help: str
+    aliases: tuple[str, ...] = ()  # other names of the flag
+    is_bytes: bool = False  # an int here, '512MiB' on the command line
+    parse: Callable[[str], Any] | None = None  # from the command line's text to the value
+    off: str = ""  # the flag of a switch's opposite; without it, a switch that is on has --no-FLAG
+    metavar: str | None = None
+    env: str | None = None  # variable that may give the value
+    panel: str | None = None  # heading of the help
+    # Filled by `flags_of`.
+    path: tuple[str, ...] = ()  # field names from the root, ("engine", "kv", "block_size")
+    type: Any = None
+    default: Any = None
+
+    @property
+    def parameter(self) -> str:
+        return self.flag.lstrip("-").replace("-", "_")
+
+
+def option(default: Any, text: str, flag: str, *aliases: str, **how: Any) -> Any:
+    """A field that is a command line flag too. `how` has other fields of `Flag`."""
+    return dataclasses.field(default=default, metadata={"flag": Flag(flag, text, aliases, **how)})
 
 
 def parse_bytes(text: str) -> int:
@@ -50,35 +55,13 @@ def parse_bytes(text: str) -> int:
     return int(float(found[1]) * _UNITS[found[2]])
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Flag:
-    """One flag: where it belongs in the configuration, and how it looks on the command line."""
-
-    path: tuple[str, ...]  # field names from the root, ("engine", "kv", "block_size")
-    flag: str
-    help: str
-    type: Any
-    default: Any
-    is_bytes: bool
-    aliases: tuple[str, ...] = ()  # other names of the flag
-    parse: Callable[[str], Any] | None = None  # from the command line's text to the value
-    off: str = ""  # the flag of a switch's opposite, where it is not --no-FLAG
-    metavar: str | None = None
-    env: str | None = None  # environment variable
-    panel: str | None = None  # of the help
-
-    @property
-    def parameter(self) -> str:
-        return self.flag.lstrip("-").replace("-", "_")
-
-
 def flags_of(cls: type, prefix: tuple[str, ...] = ()) -> Iterator[Flag]:
     """Every field with a flag, depth first, in the order of the source."""
     hints = typing.get_type_hints(cls)
     for one in dataclasses.fields(cls):
         kind = hints[one.name]
         if "flag" in one.metadata:
-            yield Flag(path=(*prefix, one.name), type=kind, default=one.default, **one.metadata)
+            yield dataclasses.replace(one.metadata["flag"], path=(*prefix, one.name), type=kind, default=one.default)
         elif dataclasses.is_dataclass(kind):
             yield from flags_of(typing.cast(type, kind), (*prefix, one.name))
 
@@ -125,7 +108,7 @@ def with_raw_flags(flags: list[Flag]) -> Callable[[Callable[..., None]], Callabl
     """For typer: a parameter for each flag in the place of the function's `**given`. Its values are not parsed yet."""
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
-        return _with_signature(body, [*_own_parameters(body), *parameters_of(flags)], body)
+        return _with_signature(body, [*_own_parameters(body), *parameters_of(flags)])
 
     return decorate
 
@@ -149,7 +132,8 @@ def with_flags(body: Callable[..., None]) -> Callable[..., None]:
             given[name] = configure(cls, flags, {flag.parameter: given.pop(flag.parameter) for flag in flags}, {})
         body(**given)
 
-    return _with_signature(run, parameters, body)
+    run.__name__, run.__doc__ = body.__name__, body.__doc__
+    return _with_signature(run, parameters)
 
 
 def _own_parameters(body: Callable[..., None]) -> list[inspect.Parameter]:
@@ -162,19 +146,11 @@ def _own_parameters(body: Callable[..., None]) -> list[inspect.Parameter]:
     ]
 
 
-def _with_signature(
-    body: Callable[..., None], parameters: list[inspect.Parameter], named: Callable[..., None]
-) -> Callable[..., None]:
-    """`body` for typer: with these parameters, and name and docstring of `named`."""
-
-    def run(**given: Any) -> None:
-        body(**given)
-
-    run.__name__ = named.__name__
-    run.__doc__ = named.__doc__
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {p.name: p.annotation for p in parameters}
-    return run
+def _with_signature(body: Callable[..., None], parameters: list[inspect.Parameter]) -> Callable[..., None]:
+    """`body` with the parameters that typer reads."""
+    body.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    body.__annotations__ = {one.name: one.annotation for one in parameters}
+    return body
 
 
 def _names(flag: Flag) -> list[str]:

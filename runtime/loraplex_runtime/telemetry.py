@@ -1,8 +1,7 @@
 """Log lines, Prometheus metrics of requests, and the port that serves metrics.
 
-Owns the formats of the lines, the prefix of the metrics and the buckets of histograms. What changes all the time
-(queues, residency) is made into metrics at the moment of a scrape (`gauges`, `counter`), so that no label set outlives
-what it stood for. prometheus_client is imported where metrics are made only.
+What changes all the time (queues, residency) is made into metrics at the moment of a scrape (`gauges`, `counter`), so
+that no label set outlives what it stood for. prometheus_client is imported where metrics are made only.
 """
 
 from __future__ import annotations
