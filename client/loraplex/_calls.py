@@ -11,7 +11,7 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, Final, Generic, TypeVar, cast
 
@@ -115,6 +115,8 @@ _FINISH_REASONS: Final = {number: reason for reason, number in FINISH_REASONS.it
 _STATES: Final[dict[int, AdapterState]] = {number: state for state, number in ADAPTER_STATES.items()}
 _TIERS: Final[dict[int, AdapterTier]] = {number: tier for tier, number in ADAPTER_TIERS.items()}
 
+# Class of parameters -> field of the message, with fields of the same names.
+_PROPOSERS: Final[dict[type, str]] = {Medusa: "medusa", PromptLookup: "prompt_lookup", DraftModel: "draft_model"}
 _WITHOUT_MESSAGES: Final = "omit_generation_prompt goes with messages"
 
 
@@ -482,30 +484,21 @@ def _with_speculation(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _put_speculation(message: inference_pb2.Speculation, wanted: AnySpeculation) -> None:
-    match wanted:
-        case "off":
-            message.off = True
-        case "auto":
-            message.auto = True
-        case "medusa" | Medusa():
-            message.medusa.SetInParent()
-            if isinstance(wanted, Medusa):
-                _assign(message, "medusa.adapter_id", wanted.adapter_id, shown_as="speculation.medusa.adapter_id")
-        case "prompt_lookup" | PromptLookup():
-            message.prompt_lookup.SetInParent()
-            if isinstance(wanted, PromptLookup):
-                for name, value in (("min_ngram", wanted.min_ngram), ("max_ngram", wanted.max_ngram)):
-                    _assign(message.prompt_lookup, name, value, shown_as=f"speculation.prompt_lookup.{name}")
-        case "draft_model" | DraftModel():
-            message.draft_model.SetInParent()
-            if isinstance(wanted, DraftModel):
-                _assign(message, "draft_model.name", wanted.name, shown_as="speculation.draft_model.name")
-        case _:  # pyright: ignore[reportUnnecessaryComparison] (a caller without a type checker)
-            raise InvalidArgument(
-                f"speculation cannot be {_shown(wanted)}: use 'off', 'auto', 'medusa', 'prompt_lookup', 'draft_model' "
-                "or an object of one of their classes",
-                field="speculation",
-            )
+    kind = wanted if isinstance(wanted, str) else _PROPOSERS.get(type(wanted))
+    if kind in ("off", "auto"):
+        setattr(message, kind, True)
+    elif kind in _PROPOSERS.values():
+        parameters = getattr(message, kind)
+        parameters.SetInParent()
+        for one in () if isinstance(wanted, str) else fields(wanted):
+            value = getattr(wanted, one.name)
+            _assign(parameters, one.name, value, shown_as=f"speculation.{kind}.{one.name}")
+    else:
+        raise InvalidArgument(
+            f"speculation cannot be {_shown(wanted)}: use 'off', 'auto', 'medusa', 'prompt_lookup', 'draft_model' "
+            "or an object of one of their classes",
+            field="speculation",
+        )
 
 
 def _assign(message: Any, path: str, value: Any, *, shown_as: str = "") -> None:
@@ -543,7 +536,7 @@ def generation(raw: bytes) -> Generation:
     return Generation(
         completions=tuple(_completion(one) for one in message.completions),
         usage=_usage(message.usage),
-        timings=_timings(message.timings),
+        timings=_record(Timings, message.timings),
         adapter_digest=message.adapter_digest,
         request_id=message.request_id,
         prompt_logprobs=_logprobs(message.prompt_logprobs),
@@ -576,32 +569,16 @@ class ChunkReader:
             stop_string=message.stop_string if message.HasField("stop_string") else None,
             stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
             usage=_usage(message.usage) if message.HasField("usage") else None,
-            timings=_timings(message.timings) if message.HasField("timings") else None,
+            timings=_record(Timings, message.timings) if message.HasField("timings") else None,
         )
 
 
 def tokenization(raw: bytes) -> Tokenization:
-    message = inference_pb2.TokenizeResponse.FromString(raw)
-    return Tokenization(tuple(message.token_ids), tuple(message.tokens))
+    return _record(Tokenization, inference_pb2.TokenizeResponse.FromString(raw))
 
 
 def server_info(raw: bytes) -> ServerInfo:
-    message = inference_pb2.GetInfoResponse.FromString(raw)
-    return ServerInfo(
-        model_id=message.model_id,
-        model_type=message.model_type,
-        version=message.version,
-        role=message.role,
-        max_context_tokens=message.max_context_tokens,
-        vocab_size=message.vocab_size,
-        dtype=message.dtype,
-        device=message.device,
-        max_lora_rank=message.max_lora_rank,
-        eos_token_ids=tuple(message.eos_token_ids),
-        has_chat_template=message.has_chat_template,
-        speculation=tuple(message.speculation),
-        draft_models=tuple(message.draft_models),
-    )
+    return _record(ServerInfo, inference_pb2.GetInfoResponse.FromString(raw))
 
 
 def _rows(raw: bytes) -> tuple[Adapter, ...]:
@@ -611,22 +588,24 @@ def _rows(raw: bytes) -> tuple[Adapter, ...]:
 
 def adapters(rows: Iterable[adapter_pb2.Adapter]) -> tuple[Adapter, ...]:
     return tuple(
-        Adapter(
-            adapter_id=row.adapter_id,
-            kind=row.kind,
-            digest=row.digest,
+        _record(
+            Adapter,
+            row,
             state=_STATES.get(row.state, "unknown"),
             tier=_TIERS.get(row.tier, "unknown"),
             num_bytes=row.bytes,
-            rank=row.rank,
-            running_requests=row.running_requests,
-            pinned=row.pinned,
-            error=row.error,
-            error_reason=row.error_reason,
-            worker=row.worker,
         )
         for row in rows
     )
+
+
+def _record(cls: type[_Answer], message: Any, **others: Any) -> _Answer:
+    """A dataclass with the values of a message's fields of the same names, lists as tuples, and with `others`."""
+    for one in fields(cast("Any", cls)):
+        if one.name not in others:
+            value = getattr(message, one.name)
+            others[one.name] = value if isinstance(value, (str, int, float)) else tuple(value)
+    return cls(**others)
 
 
 def _completion(message: inference_pb2.Completion) -> Completion:
@@ -643,19 +622,8 @@ def _completion(message: inference_pb2.Completion) -> Completion:
 
 
 def _usage(message: inference_pb2.Usage) -> Usage:
-    return Usage(
-        prompt_tokens=message.prompt_tokens,
-        completion_tokens=message.completion_tokens,
-        cached_tokens=message.cached_tokens,
-        drafted_tokens=message.drafted_tokens,
-        accepted_tokens=message.accepted_tokens,
-        proposers=tuple(ProposerUsage(one.name, one.drafted_tokens, one.accepted_tokens) for one in message.proposers),
-        steps=message.steps,
-    )
-
-
-def _timings(message: inference_pb2.Timings) -> Timings:
-    return Timings(message.queue_s, message.time_to_first_token_s, message.total_s)
+    proposers = tuple(_record(ProposerUsage, one) for one in message.proposers)
+    return _record(Usage, message, proposers=proposers)
 
 
 def _logprobs(messages: Iterable[inference_pb2.TokenLogprob]) -> tuple[TokenLogprob, ...]:
