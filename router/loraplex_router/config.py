@@ -1,4 +1,4 @@
-"""Configuration of the router: frozen dataclasses, checked where they are made, with the command's flags."""
+"""Configuration of the router: dataclasses, checked where they are made, with the command's flags."""
 
 from __future__ import annotations
 
