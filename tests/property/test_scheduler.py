@@ -173,7 +173,7 @@ class Life(RuleBasedStateMachine):
     @rule(number=st.integers(0, 12), index=st.integers(0, 3))
     def stop_completion(self, number: int, index: int) -> None:
         log = self.harness.logs.get(f"r{number}")
-        self.harness.take(self.harness.scheduler.stop_completion(f"r{number}", index, self.harness.now))
+        self.harness.take(self.harness.scheduler.stop_completion(f"r{number}", index))
         assert log is None or log.error is not None or index >= log.request.n or index in log.ends
 
     @rule(number=st.integers(0, 12))

@@ -263,7 +263,7 @@ class Life(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 12), index=st.integers(0, 2))
     def stop_completion(self, number: int, index: int) -> None:
-        self.harness.take(self.harness.scheduler.stop_completion(f"r{number}", index, self.harness.now))
+        self.harness.take(self.harness.scheduler.stop_completion(f"r{number}", index))
 
     @rule(number=st.integers(0, 12))
     def fail_in_step(self, number: int) -> None:

@@ -158,7 +158,7 @@ class Harness:
         return self.logs[request.request_id]
 
     def cancel(self, request_id: str, error: LoraplexError) -> None:
-        self.take(self.scheduler.cancel(request_id, error, self.now))
+        self.take(self.scheduler.cancel(request_id, error))
 
     def take(self, events: list[Event]) -> None:
         for event in events:

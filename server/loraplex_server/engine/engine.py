@@ -7,19 +7,19 @@ neither threads nor pipes: `process` turns it, tests may too.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from loraplex_adapters.cache.manager import AdapterManager
-from loraplex_contracts.adapters import AdapterInfo, AdapterKey
+from loraplex_contracts.adapters import AdapterId, AdapterInfo, AdapterKey
 from loraplex_contracts.errors import DeadlineExceeded, Draining, LoraplexError, unexpected
 from loraplex_contracts.load import Forecast, Load
 from loraplex_contracts.plan import StepPlan
 from loraplex_contracts.request import CompletionEnd, Event, Request, RequestFailed, Tokens
 from loraplex_server.config import SpeculationConfig
-from loraplex_server.engine.pending_adapters import PendingAdapters
 from loraplex_server.engine.pipe import (
     Abandon,
     AdapterCommand,
@@ -64,6 +64,89 @@ class _Accepted:
     is_scheduled: bool = False  # False: its adapter is not resolved yet
 
 
+# As AdapterManager.resolve: the key, held once more; None while it is fetched; or a typed error.
+Resolve = Callable[[AdapterId, float], AdapterKey | None]
+
+
+class PendingAdapters:
+    """Requests whose adapter is still being fetched, by adapter, until its key or the error is known.
+
+    The cache is asked again only when a load has finished, and once for all requests of one adapter.
+    `adapter_id_of`: of a request.
+    """
+
+    def __init__(self, resolve: Resolve, adapter_id_of: Callable[[Request], AdapterId]) -> None:
+        self._resolve = resolve
+        self._adapter_id_of = adapter_id_of
+        # By adapter id, in the order of arrival, and so are their requests.
+        self._groups: dict[AdapterId, dict[str, Request]] = {}
+        self._unasked: dict[AdapterId, None] = {}  # that the cache has not been asked for yet
+        self._next_deadline_s = math.inf  # none is earlier
+        self.num_requests = 0
+        self.num_completions = 0
+
+    def add(self, request: Request) -> None:
+        group = self._adapter_id_of(request)
+        if group not in self._groups:
+            self._groups[group] = {}
+            self._unasked[group] = None
+        self._groups[group][request.request_id] = request
+        self.num_requests += 1
+        self.num_completions += request.n
+        if request.deadline_s is not None:
+            self._next_deadline_s = min(self._next_deadline_s, request.deadline_s)
+
+    def discard(self, request: Request) -> None:
+        """Removes the request, if it waits here."""
+        group = self._adapter_id_of(request)
+        waiting = self._groups.get(group, {})
+        if waiting.pop(request.request_id, None) is not None:
+            self.num_requests -= 1
+            self.num_completions -= request.n
+            if not waiting:
+                del self._groups[group]
+                self._unasked.pop(group, None)
+
+    def take_expired(self, now: float) -> list[Request]:
+        """Removes and returns those whose deadline has passed."""
+        if now < self._next_deadline_s:
+            return []
+        dated = [
+            (request.deadline_s, request)
+            for group in self._groups.values()
+            for request in group.values()
+            if request.deadline_s is not None
+        ]
+        expired = [request for deadline_s, request in dated if deadline_s <= now]
+        self._next_deadline_s = min((deadline_s for deadline_s, _ in dated if deadline_s > now), default=math.inf)
+        for request in expired:
+            self.discard(request)
+        return expired
+
+    def take_resolved(self, has_loaded: bool, now: float) -> list[tuple[Request, AdapterKey | LoraplexError]]:
+        """Removes and returns those with an outcome, each with its own hold on the key. `has_loaded`: whether
+        AdapterManager.poll has returned true since the last call."""
+        groups, self._unasked = self._groups if has_loaded else self._unasked, {}
+        taken = [outcome for group in list(groups) for outcome in self._ask(self._groups[group], now)]
+        for request, _ in taken:
+            self.discard(request)
+        return taken
+
+    def _ask(self, waiting: dict[str, Request], now: float) -> list[tuple[Request, AdapterKey | LoraplexError]]:
+        taken: list[tuple[Request, AdapterKey | LoraplexError]] = []
+        for request in waiting.values():
+            try:
+                adapter_key = self._resolve(self._adapter_id_of(request), now)
+            except Exception as error:
+                # All get the same error: asking again might start another load.
+                typed = error if isinstance(error, LoraplexError) else unexpected(error, "resolving an adapter")
+                return [*taken, *((other, typed) for other in list(waiting.values())[len(taken) :])]
+            if adapter_key is None:
+                return taken
+            taken.append((request, adapter_key))
+        return taken
+
+
 class Engine:
     """One turn: take in finished loads, admit what is resolved, run one step, report."""
 
@@ -92,16 +175,11 @@ class Engine:
         self._replies: list[Reply] = []
         self._under_way: tuple[StepPlan, StepHandle] | None = None
         self._num_steps = 0
-        self._can_step = False
+        self.can_step = False  # whether another turn now is likely to do work
         self._residency_changed = True
         self._num_queued_reported = 0
         self._forecast: Forecast | None = None
         self._forecast_due_s = 0.0
-
-    @property
-    def can_step(self) -> bool:
-        """Whether another turn now is likely to do work."""
-        return self._can_step
 
     def idle_timeout_s(self) -> float | None:
         """How long the loop may sleep when nothing arrives: until the next deadline, or for ever."""
@@ -116,14 +194,14 @@ class Engine:
 
     def handle(self, command: Command) -> None:
         """Handles one command. A request's error becomes its own RequestFailed event."""
-        self._can_step = True
+        self.can_step = True
         match command:
             case Submit(request):
                 self._submit(request)
             case Cancel(request_id, error):
                 self._end(request_id, error)
             case StopCompletion(request_id, index):
-                self._take(self._scheduler.stop_completion(request_id, index, self._clock()))
+                self._take(self._scheduler.stop_completion(request_id, index))
             case AdapterCommand():
                 self._operations[command.operation_id] = command
             case Abandon(operation_id):
@@ -163,7 +241,7 @@ class Engine:
             if drafts:
                 self._speculator.observe(plan, result)
             self._take(self._scheduler.apply(plan, result, self._clock()))
-        self._can_step = plan is not None or has_ended
+        self.can_step = plan is not None or has_ended
 
     def _may_draft(self) -> bool:
         """Whether a sequence that decodes in the next step may get a draft."""
@@ -221,10 +299,18 @@ class Engine:
         except LoraplexError as error:
             self._end(request.request_id, error)
             return
-        if request.adapter_id:
+        self._resolve(accepted)
+
+    def _resolve(self, accepted: _Accepted) -> None:
+        """Has the cache resolve what the request names: its adapter, then heads apart from it. It does not wait for
+        heads on the device."""
+        request = accepted.request
+        if request.adapter_id and accepted.adapter_key is None:
             self._pending.add(request)
-        else:
+        elif request.speculation.medusa_id and accepted.medusa_key is None:
             self._pending_heads.add(request)
+        else:
+            self._schedule(accepted)
 
     @property
     def _num_pending(self) -> int:
@@ -241,19 +327,12 @@ class Engine:
                 accepted = self._accepted[request.request_id]
                 if isinstance(outcome, LoraplexError):
                     self._end(request.request_id, outcome)
-                elif waiting is self._pending:
+                    continue
+                if waiting is self._pending:
                     accepted.adapter_key = outcome
-                    self._fetch_heads(accepted)
                 else:
                     accepted.medusa_key = outcome
-                    self._schedule(accepted)
-
-    def _fetch_heads(self, accepted: _Accepted) -> None:
-        """Resolves heads that the request names apart from its adapter. It does not wait for them on the device."""
-        if accepted.request.speculation.medusa_id:
-            self._pending_heads.add(accepted.request)
-        else:
-            self._schedule(accepted)
+                self._resolve(accepted)
 
     def _schedule(self, accepted: _Accepted) -> None:
         request, adapter_key = accepted.request, accepted.adapter_key
@@ -274,7 +353,7 @@ class Engine:
         if accepted is None:
             return
         if accepted.is_scheduled:
-            self._take(self._scheduler.cancel(request_id, error, self._clock()))
+            self._take(self._scheduler.cancel(request_id, error))
         else:
             self._take([RequestFailed(request_id, error)])
 

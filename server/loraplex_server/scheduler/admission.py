@@ -107,7 +107,6 @@ class _Scan:
     open_keys: set[AdapterKey] = field(default_factory=set[AdapterKey])
     # Requests whose adapter cannot come at all.
     failed: dict[RequestState, LoraplexError] = field(default_factory=dict[RequestState, LoraplexError])
-    is_full: bool = False  # a sequence waits for a row, for blocks or for the budget
     longest_interval_s: float | None = None  # between tokens with which those that run end in time; None: not looked
 
 
@@ -140,20 +139,15 @@ class Admission:
         Returns the requests that have to fail, once the plan is made: a sibling may be in it.
         """
         scan = _Scan()
-        self._walk(step, scan, now)
-        step.is_full |= scan.is_full
-        return scan.failed
-
-    def _walk(self, step: PlanBuilder, scan: _Scan, now: float) -> None:
         for seq in self._queue():
             if not seq.is_waiting:
                 continue  # the prompt that it was to share was released during this walk
             if step.num_left <= 0 or self._table.num_free_rows == 0:
                 # It lacks only a row or budget: its adapter is fetched and kept.
-                scan.is_full = True
+                step.is_full = True
                 if self._lease_adapter(seq, scan, now):
                     self._keep_lease(seq)
-                return
+                break
             if seq.request.phase is RequestPhase.QUEUED and self._limits.is_too_late(seq.request, now):
                 scan.failed[seq.request] = DeadlineExceeded(
                     "the request waited for so long that its deadline could not be met any more; allow more time"
@@ -163,17 +157,17 @@ class Admission:
                 continue
             prefix = None if self._is_held_back(seq, scan, now) else self._prefix_that_fits(seq)
             if prefix is None:
-                scan.is_full = True
+                step.is_full = True
                 self._keep_lease(seq)
-                return
+                break
             self._enter(seq, prefix, step, now)
+        return scan.failed
 
     def _queue(self) -> Iterable[SequenceState]:
-        queue = tuple(self._table.waiting)
         first, self._preempted_for = self._preempted_for, None
         if first is None or not first.is_waiting:
-            return queue
-        return (first, *(seq for seq in queue if seq is not first))
+            return tuple(self._table.waiting)
+        return (first, *(seq for seq in self._table.waiting if seq is not first))
 
     def preempt_for_shorter(self, step: PlanBuilder, now: float) -> None:
         """Takes the row of a sequence that has run for a slice, for a new one that has waited for a slice and is much

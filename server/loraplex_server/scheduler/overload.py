@@ -34,12 +34,13 @@ class WaitLimits:
         if not self.table.waiting or not self.speed.is_work_known:
             return
         allowed_s = self._allowed_s(request, num_outputs, now)
-        if allowed_s is None or self._whole_queue_s() <= allowed_s:
+        num_prompt = self.table.num_waiting_prompt_tokens
+        whole_queue_s = self.speed.work_s(num_prompt, self.table.num_waiting_tokens - num_prompt)  # at most
+        if allowed_s is None or whole_queue_s <= allowed_s:
             return
         wait_s = self.wait_s(request, num_outputs)
-        if wait_s <= allowed_s:
-            return
-        raise overloaded(wait_s, allowed_s, has_deadline=request.deadline_s is not None)
+        if wait_s > allowed_s:
+            raise overloaded(wait_s, allowed_s, has_deadline=request.deadline_s is not None)
 
     def forecast(self) -> Forecast | None:
         """None while nobody has to wait, or nothing is known."""
@@ -92,11 +93,6 @@ class WaitLimits:
         num_rows = (len(self.table.running) + 1) // 2
         own_s = self._own_s(state.num_prompt_tokens, state.max_total_tokens - state.num_prompt_tokens, num_rows)
         return deadline_s - now < own_s <= deadline_s - state.queued_s
-
-    def _whole_queue_s(self) -> float:
-        """At most."""
-        num_prompt = self.table.num_waiting_prompt_tokens
-        return self.speed.work_s(num_prompt, self.table.num_waiting_tokens - num_prompt)
 
     def _allowed_s(self, request: Request, num_outputs: int, now: float) -> float | None:
         if request.deadline_s is None:

@@ -155,14 +155,14 @@ class Scheduler:
         """When `schedule` has to be called even if nothing can run."""
         return self._deadlines[0][0] if self._deadlines else None
 
-    def cancel(self, request_id: str, error: LoraplexError, now: float) -> list[Event]:
+    def cancel(self, request_id: str, error: LoraplexError) -> list[Event]:
         """Ends the request with `error` and frees what it has. One that has ended already is left alone."""
         state = self._table.requests.get(request_id)
         if state is not None:
             self._fail(state, error)
         return self.take_events()
 
-    def stop_completion(self, request_id: str, index: int, now: float) -> list[Event]:
+    def stop_completion(self, request_id: str, index: int) -> list[Event]:
         """Ends one completion as STOP (its text met a stop string). One that has ended already is left alone."""
         state = self._table.requests.get(request_id)
         if state is not None and 0 <= index < len(state.sequences):

@@ -87,7 +87,7 @@ def test_when_the_leader_is_stopped_halfway_the_next_one_leads(depth: int) -> No
     harness = Harness(max_step_tokens=4, max_running=4, prefix_caching=False, depth=depth)
     log = harness.add(make_request("r", PROMPT, n=3, max_tokens=4))
     harness.turn()
-    harness.take(harness.scheduler.stop_completion("r", 0, harness.now))
+    harness.take(harness.scheduler.stop_completion("r", 0))
     harness.run()
     assert log.ends[0].reason.value == "stop"
     assert log.error is None
@@ -101,7 +101,7 @@ def test_stopping_all_of_them_ends_the_request() -> None:
     log = harness.add(make_request("r", PROMPT, n=3, max_tokens=4))
     harness.turn()
     for index in (2, 0, 1):
-        harness.take(harness.scheduler.stop_completion("r", index, harness.now))
+        harness.take(harness.scheduler.stop_completion("r", index))
     assert log.is_over
     harness.run()
 
@@ -144,7 +144,7 @@ def test_the_prompt_is_kept_no_longer_than_siblings_wait_for_it() -> None:
     harness.turn()
     harness.turn()
     assert harness.scheduler.load().num_free_blocks == 32 - 4  # two shared, one of each one's own
-    harness.take(harness.scheduler.stop_completion("r", 0, harness.now))
+    harness.take(harness.scheduler.stop_completion("r", 0))
     assert harness.scheduler.load().num_free_blocks == 32 - 3
     harness.run()
 

@@ -211,12 +211,12 @@ def test_a_stop_string_ends_one_completion() -> None:
     log = harness.add(make_request("r", n=2, max_tokens=20))
     for _ in range(4):
         harness.turn()
-    harness.take(harness.scheduler.stop_completion("r", 0, harness.now))
+    harness.take(harness.scheduler.stop_completion("r", 0))
     assert log.ends[0].reason.value == "stop"
     assert log.ends[0].stop_token_id is None
     assert not log.is_over
-    harness.take(harness.scheduler.stop_completion("r", 0, harness.now))
-    harness.take(harness.scheduler.stop_completion("r", 7, harness.now))
+    harness.take(harness.scheduler.stop_completion("r", 0))
+    harness.take(harness.scheduler.stop_completion("r", 7))
     harness.run()
     assert log.error is None
     assert tuple(log.tokens[1]) == harness.expected("r", 1).token_ids
