@@ -171,22 +171,18 @@ def _manager(
         heads.install(slot, weights)
 
     return AdapterManager(
-        _cache_config(config),
+        AdapterCacheConfig(
+            host_bytes=config.host_bytes,
+            device_bytes=config.device_bytes,
+            num_device_slots=config.num_device_slots,
+            disk_bytes=config.disk_bytes,
+            store_dir=config.store_dir,
+        ),
         make_source(config.root, config.hub, hub_token(), own),
         loaded.base_targets(config.max_rank),
         loaded.device,
         install,
         notify,
-    )
-
-
-def _cache_config(config: AdaptersConfig) -> AdapterCacheConfig:
-    return AdapterCacheConfig(
-        host_bytes=config.host_bytes,
-        device_bytes=config.device_bytes,
-        num_device_slots=config.num_device_slots,
-        disk_bytes=config.disk_bytes,
-        store_dir=config.store_dir,
     )
 
 

@@ -90,7 +90,8 @@ class RequestStream:
             case Tokens():
                 # The event that has just come does not count, however long: the reader had no time for it.
                 if self._num_unread_tokens > self._max_unread_tokens:
-                    self._cancel(self, _too_slow(self._max_unread_tokens))
+                    limit = f"more than {self._max_unread_tokens} tokens were left unread"
+                    self._cancel(self, ClientTooSlow(f"{limit}; read the stream faster or ask for less at a time"))
                     return
                 self._num_unread_tokens += len(event.token_ids)
             case CompletionEnd():
@@ -115,10 +116,6 @@ class RequestStream:
         events, self._events = self._events, []
         self._num_unread_tokens = 0
         return events
-
-
-def _too_slow(limit: int) -> ClientTooSlow:
-    return ClientTooSlow(f"more than {limit} tokens were left unread; read the stream faster or ask for less at a time")
 
 
 # Another worker may take a request at once; a client of this worker alone waits for its successor.

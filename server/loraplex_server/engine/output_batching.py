@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from loraplex_contracts.request import Event, Tokens
 from loraplex_server.backends.cpu.native.config import own_cpus
@@ -171,18 +171,17 @@ class SendCostMeter:
         return self._message_s
 
 
+@dataclass(slots=True)
 class SendThrottle:
-    """Pause between sendings. `message_s`: CPU seconds of one message, which the front end measures."""
+    """Pause between sendings, so that the front end takes `share` of one core for them."""
 
-    def __init__(self, share: float, max_wait_s: float) -> None:
-        """`share` of one core may be taken; no token waits longer than `max_wait_s`."""
-        self.message_s = FIRST_MESSAGE_S
-        self._share = share
-        self._max_wait_s = max_wait_s
+    share: float
+    max_wait_s: float  # no token waits longer
+    message_s: float = FIRST_MESSAGE_S  # CPU seconds of one message, which the front end measures
 
     def pause_s(self, num_messages: int) -> float:
         """Seconds from a sending of so many messages to the next one."""
-        return min(self._max_wait_s, self.message_s * (MESSAGES_PER_WAKE + num_messages) / self._share)
+        return min(self.max_wait_s, self.message_s * (MESSAGES_PER_WAKE + num_messages) / self.share)
 
 
 def delivery_share(device: str) -> float:

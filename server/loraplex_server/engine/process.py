@@ -79,12 +79,6 @@ def engine_process(
     exit_at_once(0)
 
 
-def _default_builder() -> EngineBuilder:
-    from loraplex_server.engine.assembly import build_engine  # late: tests bring their own, without a model
-
-    return build_engine
-
-
 def _kill_after(scratch: Path, seconds: float) -> None:
     time.sleep(seconds)
     shutil.rmtree(scratch, ignore_errors=True)
@@ -113,9 +107,9 @@ def serve_engine(
     engine: Engine | None = None
     integrity = ""
     try:
-        engine = (builder or _default_builder())(
-            config, lambda text: outputs.put(Starting(text)), lambda: inbox.put(Wake())
-        )
+        if builder is None:
+            from loraplex_server.engine.assembly import build_engine as builder  # late: it needs a model
+        engine = builder(config, lambda text: outputs.put(Starting(text)), lambda: inbox.put(Wake()))
         outputs.throttle = SendThrottle(delivery_share(engine.info.device), max_stream_wait_s)
         timer = TurnTimer(heartbeat, StepBound(config.step_timeout_s))
         engine.on_step = timer.step

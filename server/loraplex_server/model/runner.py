@@ -15,7 +15,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -36,7 +36,7 @@ from loraplex_server.model.loaded_model import LoadedModel
 from loraplex_server.sampling.sampler import (
     HostSampled,
     Logprobs,
-    PackedSamples,
+    Sampled,
     Sampler,
     prompt_logprobs,
     verify_chain,
@@ -62,7 +62,7 @@ class _Launched:
     """A launched step, with what is needed to read its results."""
 
     staged: StagedStep
-    samples: PackedSamples
+    samples: Sampled
     values: Download  # of `samples`
     keepers: list[int]  # spans whose hidden state is kept
     hidden: Tensor | None  # [num_head_rows, hidden], where there are keepers
@@ -238,7 +238,7 @@ class ModelRunner:
         keepers = [i for i, row in enumerate(staged.rows) if row.sequence.keeps_hidden and staged.spans[i].num_samples]
         logits, hidden = self._replay(staged, keepers) or self._forward(staged, capture=bool(keepers))
         samples = self._sample(staged, logits)
-        return _Launched(staged, samples, self._fetch(samples.values), keepers, hidden)
+        return _Launched(staged, samples, self._fetch(samples.pack()), keepers, hidden)
 
     def _settle(self, launched: _Launched, new_tokens: Sequence[Sequence[int]]) -> None:
         """Applies how much of each draft was accepted, which is known once the host has the tokens."""
@@ -289,7 +289,7 @@ class ModelRunner:
             return None
         return self._slots.ops.prepare(segments, num_rows, self._slots.num_slots, self._device)
 
-    def _sample(self, staged: StagedStep, logits: Tensor) -> PackedSamples:
+    def _sample(self, staged: StagedStep, logits: Tensor) -> Sampled:
         """Draws all samples, writes them to the mirror, and computes the prompts' logprobs."""
         rows: list[int] = []
         positions: list[int] = []
@@ -312,7 +312,7 @@ class ModelRunner:
         sampled = self._sampler.sample(logits, rows, positions, self._mirror.tokens)
         if rows:
             self._mirror.keep_drawn(rows, positions, sampled.token_ids)
-        return sampled.pack(prompts)
+        return replace(sampled, others=tuple(prompts)) if prompts else sampled
 
     def _results(self, launched: _Launched) -> tuple[dict[str, SpanResult], list[tuple[int, ...]]]:
         """Each span's result and accepted tokens. Waits for the device."""

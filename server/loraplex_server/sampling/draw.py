@@ -60,13 +60,10 @@ _MIDDLE = -math.log(math.log(2.0))
 # Constant that callers add to `NoiseField.bounds`. Its margin exceeds the errors of interpolation and float32.
 BOUND_SHIFT = (159 - 256) * math.log(2.0) + 1e-3
 
-_UINT64 = 0xFFFFFFFFFFFFFFFF
-
 
 def seed_to_int64(seed: int) -> int:
     """The uint64 seed with the same bits as a signed number, as tensors hold it."""
-    seed &= _UINT64
-    return seed - (1 << 64) if seed >> 63 else seed
+    return _signed(seed & 0xFFFFFFFFFFFFFFFF)
 
 
 def row_keys(seeds: Tensor, positions: Tensor) -> Tensor:
@@ -154,7 +151,7 @@ def _noise_at(magnitude: float, is_positive: bool) -> float:
 def _mix32(x: Tensor) -> Tensor:
     """A bijection of int32 in which every input bit reaches every output bit, also with these arithmetic shifts."""
     x = (x ^ (x >> 16)) * 0x7FEB352D
-    x = (x ^ (x >> 15)) * _signed32(0x846CA68B)
+    x = (x ^ (x >> 15)) * _signed(0x846CA68B, 32)
     return x ^ (x >> 16)
 
 
@@ -174,12 +171,8 @@ def _low32(z: Tensor) -> Tensor:
     return (z - ((z >> 31) << 32)).to(torch.int32)
 
 
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >> 63 else value
-
-
-def _signed32(value: int) -> int:
-    return value - (1 << 32) if value >> 31 else value
+def _signed(value: int, bits: int = 64) -> int:
+    return value - (1 << bits) if value >> (bits - 1) else value
 
 
 # --- parameters -----------------------------------------------------------------------------------------------------
@@ -453,19 +446,17 @@ def _largest(values: Tensor, k: Tensor, floor: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def total_mass(scores: Tensor, tops: Tensor, temperature: Tensor) -> Tensor:
-    """Normalising sum over all tokens, `[num_rows, 1]` float64; for the CPU."""
-    masses = [
-        block_sum(((row - top) / t).exp_())
-        for row, top, t in zip(scores.split(4), tops.split(4), temperature.split(4), strict=True)
-    ]
+    """Normalising sum over all tokens, `[num_rows, 1]` float64; for the CPU.
+
+    Blocks are summed in the scores' precision, their sums in float64.
+    """
+    num_whole = scores.shape[1] // BLOCK * BLOCK
+    masses: list[Tensor] = []
+    for part, top, t in zip(*(values.split(_CHUNK_ROWS) for values in (scores, tops, temperature)), strict=True):
+        values = ((part - top) / t).exp_()
+        mass = values[:, :num_whole].unflatten(1, (-1, BLOCK)).sum(-1).to(torch.float64).sum(-1, keepdim=True)
+        masses.append(mass + values[:, num_whole:].to(torch.float64).sum(-1, keepdim=True))
     return torch.cat(masses)
-
-
-def block_sum(values: Tensor) -> Tensor:
-    """Sums of rows, `[num_rows, 1]` float64: of blocks in the values' precision, of these sums in float64."""
-    num_whole = values.shape[1] // BLOCK * BLOCK
-    total = values[:, :num_whole].unflatten(1, (-1, BLOCK)).sum(-1).to(torch.float64).sum(-1, keepdim=True)
-    return total + values[:, num_whole:].to(torch.float64).sum(-1, keepdim=True)
 
 
 # --- maxima of blocks -----------------------------------------------------------------------------------------------

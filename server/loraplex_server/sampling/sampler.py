@@ -101,7 +101,7 @@ class HostSampled:
     token_ids: tuple[int, ...]
     is_bad: tuple[bool, ...]  # no token: the logits held NaN or +inf, or nothing above -inf
     logprobs: tuple[PositionLogprobs | None, ...]  # None where not requested, or bad
-    others: tuple[tuple[PositionLogprobs, ...], ...] = ()  # of `others` as given to `to_host`
+    others: tuple[tuple[PositionLogprobs, ...], ...] = ()  # of `Sampled.others`
     without_token: frozenset[int] = frozenset()  # bad samples whose options and min_tokens left no token
 
 
@@ -116,38 +116,31 @@ class Sampled:
     empty_rows: Tensor | None = None  # [num_samples] bool, nothing above -inf; set if a processor may ban all tokens
     banned_samples: tuple[int, ...] = ()  # samples for which a processor may
 
-    def pack(self, others: Sequence[Logprobs] = ()) -> PackedSamples:
-        """The samples and the logprobs `others` of prompt tokens, in one tensor."""
+    others: tuple[Logprobs, ...] = ()  # of prompt tokens; they go to the host with the samples
+
+    @property
+    def _parts(self) -> tuple[Logprobs, ...]:
+        return (*((self.logprobs,) if self.logprobs else ()), *self.others)
+
+    def pack(self) -> Tensor:
+        """Samples and logprobs in one tensor."""
         # Negative numbers mark bad rows; float64 holds token ids exactly.
         ids = torch.where(self.bad_rows, -1, self.token_ids)
         if self.empty_rows is not None:
             ids = torch.where(self.empty_rows, -2, ids)
-        parts = (*((self.logprobs,) if self.logprobs else ()), *others)
-        values = torch.cat([ids.to(torch.float64), *(part.pack() for part in parts)]) if parts else ids
-        return PackedSamples(values, len(ids), parts, self.logprob_samples, self.banned_samples)
+        parts = [part.pack() for part in self._parts]
+        return torch.cat([ids.to(torch.float64), *parts]) if parts else ids
 
-    def to_host(self, others: Sequence[Logprobs] = ()) -> HostSampled:
+    def to_host(self) -> HostSampled:
         """The samples on the host, by a single transfer."""
-        packed = self.pack(others)
-        return packed.unpack(packed.values)
-
-
-@dataclass(frozen=True, slots=True)
-class PackedSamples:
-    """One tensor of a step's samples for the host, with its layout."""
-
-    values: Tensor  # [num_values] on the device
-    num_samples: int
-    parts: tuple[Logprobs, ...]  # only their lengths are read
-    logprob_samples: tuple[int, ...]  # samples of the first part, if there is one
-    banned_samples: tuple[int, ...]  # samples for which a processor may ban all tokens
+        return self.unpack(self.pack())
 
     def unpack(self, values: Tensor) -> HostSampled:
-        """The samples, from a copy of `values` on the host."""
+        """The samples, from a copy of `pack()` on the host."""
         packed: list[float] = values.tolist()
-        num_samples = start = self.num_samples
+        num_samples = start = len(self.token_ids)
         unpacked: list[tuple[PositionLogprobs, ...]] = []
-        for part in self.parts:
+        for part in self._parts:
             unpacked.append(part.unpack(packed[start : start + part.packed_len()]))
             start += part.packed_len()
         is_bad = tuple(value < 0 for value in packed[:num_samples])

@@ -333,10 +333,10 @@ def test_prompt_logprobs_travel_with_the_samples() -> None:
     logits = torch.randn(2, 12, generator=torch.Generator().manual_seed(0))
     sampled = sampler.sample(logits, [0, 1], [1, 1], torch.ones(2, 4, dtype=torch.int64))
     first, second = prompt_logprobs(logits, torch.tensor([4, 5]), 3), prompt_logprobs(logits[:1], torch.tensor([0]), 0)
-    together = sampled.to_host([first, second])
+    together = replace(sampled, others=(first, second)).to_host()
     assert together.others == (first.to_host(), second.to_host())
     alone = sampled.to_host()
     assert (together.token_ids, together.logprobs) == (alone.token_ids, alone.logprobs)
     assert together.logprobs[0] is None
     assert together.logprobs[1] is not None
-    assert sampled.to_host([second]).others == (second.to_host(),)
+    assert replace(sampled, others=(second,)).to_host().others == (second.to_host(),)
