@@ -252,7 +252,6 @@ class AttentionLayer:
 
 # --- hook into Transformers -------------------------------------------------------------------------------------------
 
-
 SERVING = "loraplex"
 PROBING = "loraplex_probe"
 HANDLE = "loraplex_attention"  # the attribute of an attention module

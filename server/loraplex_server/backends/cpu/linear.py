@@ -89,7 +89,6 @@ def native_linears(
 
 # --- rounding to eight bits -------------------------------------------------------------------------------------------
 
-
 log = logging.getLogger(__name__)
 
 

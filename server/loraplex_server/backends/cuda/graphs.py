@@ -38,14 +38,17 @@ from loraplex_server.layers.transfer import refill
 
 # --- capture ----------------------------------------------------------------------------------------------------------
 
-
 Replay = Callable[[], None]
 # Makes a graph of what a function launches; the function may be called several times for that.
 Capture = Callable[[Callable[[], object]], Replay]
 
 
 class CudaCapture:
-    """Captures graphs that share one pool of memory: only one of them runs at a time. Owns stream and pool."""
+    """Captures graphs that share one pool of memory: only one of them runs at a time. Owns stream and pool.
+
+    The function runs twice on the capturing stream before it is captured: the first run compiles kernels and allocates
+    workspaces; in the second a wait for the device raises, because inside a capture its error would be hard to read.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -98,7 +101,6 @@ def _no_garbage_collection() -> Generator[None]:
 
 
 # --- graphs of steps --------------------------------------------------------------------------------------------------
-
 
 log = logging.getLogger(__name__)
 

@@ -11,6 +11,8 @@ import shlex
 from pathlib import Path
 from typing import Final
 
+CPUS: Final = Path("/sys/devices/system/cpu")
+
 
 def compiler_from_environment() -> tuple[str, ...]:
     """$CXX as words (it may hold arguments, or ccache in front), none where it is not set."""
@@ -21,9 +23,6 @@ def threads_from_environment() -> int | None:
     """$OMP_NUM_THREADS; of a list (one number for each level of nesting) the first. None where there is no number."""
     first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(first) if first.isdecimal() and int(first) > 0 else None
-
-
-CPUS: Final = Path("/sys/devices/system/cpu")
 
 
 def default_num_threads() -> int:

@@ -23,7 +23,6 @@ from loraplex_server.backends.cpu.native.build import (
 
 # --- prototypes -------------------------------------------------------------------------------------------------------
 
-
 ABI_VERSION: Final = 3  # kAbiVersion in src/version.cpp
 
 
@@ -188,7 +187,6 @@ KERNELS: Final[Mapping[str, Prototype]] = {
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------
-
 
 _HOW: Final = "python -m loraplex_server.backends.cpu.native.build"
 

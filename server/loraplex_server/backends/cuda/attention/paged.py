@@ -269,7 +269,6 @@ def combine_kernel(
 
 # --- operation --------------------------------------------------------------------------------------------------------
 
-
 # Their types know neither launch options nor that a plain int becomes a constant.
 _attend: Any = attend_kernel
 _combine: Any = combine_kernel

@@ -1,4 +1,4 @@
-"""Number of threads of the native kernels."""
+"""Environment of the native kernels: cores and number of threads."""
 
 from __future__ import annotations
 
