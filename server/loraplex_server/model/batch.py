@@ -86,7 +86,7 @@ class BatchMirror:
         blocks = self._block_tables[token_rows, positions // self.block_size]
         slots = blocks * self.block_size + positions % self.block_size
         max_blocks = int((starts + lens - 1).max()) // self.block_size + 1
-        head = self._head(spans, first)
+        head_starts, num_prompt_rows, num_head_rows, head_rows = self._head(spans, first)
         return StagedStep(
             spans=tuple(spans),
             rows=tuple(self.row(span) for span in spans),
@@ -96,10 +96,10 @@ class BatchMirror:
             block_tables=self._block_tables[rows, :max_blocks],
             block_size=self.block_size,
             token_segments=self._segments(spans, [span.num_tokens for span in spans]),
-            head_rows=head.rows,
-            head_segments=self._segments(spans, head.num_rows),
-            head_starts=tuple(head.starts),
-            num_prompt_rows=tuple(head.num_prompt_rows),
+            head_rows=head_rows,
+            head_segments=self._segments(spans, num_head_rows),
+            head_starts=tuple(head_starts),
+            num_prompt_rows=tuple(num_prompt_rows),
             fresh_blocks=fresh,
         )
 
@@ -167,23 +167,26 @@ class BatchMirror:
             start, may_grow = end, len(uses) == 1
         return tuple(segments)
 
-    def _head(self, spans: Sequence[Span], first: Ints) -> _Head:
-        head = _Head([], [], [], np.zeros(0, np.int64))
+    def _head(self, spans: Sequence[Span], first: Ints) -> tuple[list[int], list[int], list[int], Ints]:
+        """The tokens that reach the head: by span the first one's place, how many are of the prompt, and how many in
+        all; and their rows [num_head_rows]."""
+        starts: list[int] = []
+        num_prompt_rows: list[int] = []
+        num_rows: list[int] = []
         pieces: list[Ints] = []
-        num_rows = 0
+        total = 0
         for span, begin in zip(spans, first.tolist(), strict=True):
             num_prompt = 0
             if span.prompt_logprobs:
                 # Of position p the logits tell about the prompt's token p + 1.
                 num_prompt = max(0, min(span.num_tokens, self.row(span).sequence.num_prompt_tokens - 1 - span.start))
-            head.starts.append(num_rows)
-            head.num_prompt_rows.append(num_prompt)
-            head.num_rows.append(num_prompt + span.num_samples)
+            starts.append(total)
+            num_prompt_rows.append(num_prompt)
+            num_rows.append(num_prompt + span.num_samples)
             end = begin + span.num_tokens
             pieces += [np.arange(begin, begin + num_prompt), np.arange(end - span.num_samples, end)]
-            num_rows += num_prompt + span.num_samples
-        head.rows = np.concatenate(pieces).astype(np.int64)
-        return head
+            total += num_prompt + span.num_samples
+        return starts, num_prompt_rows, num_rows, np.concatenate(pieces).astype(np.int64)
 
     # --- after a step -------------------------------------------------------------------------------------------------
 
@@ -238,13 +241,3 @@ class BatchMirror:
         elif places:
             packed = upload(torch.tensor([places, values], dtype=torch.int64), self.device)
             self.tokens.view(-1).index_copy_(0, packed[0], packed[1])
-
-
-@dataclass(slots=True)
-class _Head:
-    """Which tokens reach the head, span by span."""
-
-    starts: list[int]
-    num_prompt_rows: list[int]
-    num_rows: list[int]
-    rows: Ints

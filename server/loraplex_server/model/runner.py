@@ -1,8 +1,9 @@
-"""Model runner: executes step plans; the only place of the engine with tensors.
+"""Model runner: executes step plans, and isolates the sequences that fail.
 
 Owns the batch mirror and connects the model to its KV cache, adapter slots and sampler. A step that raises may be run
-again, whole or span by span: rows that entered or left stay so, and nothing that it attached or drew counts. Decides
-nothing: which sequence runs, and where its blocks are, is the plan's.
+again, whole or span by span: rows that entered or left stay so, and nothing that it attached or drew counts. So
+`execute_isolated` runs a step that raised again span by span, and only the spans that raise alone fail. A lost device
+is no request's failure: that error leaves, and the engine ends.
 
 On a device with a queue of its own (CUDA) `execute` returns when a step has been handed over, and its result is waited
 for when it is asked for. Until then another step may be handed over: what a step draws stays on the device for the next
@@ -49,7 +50,7 @@ REPORT_EVERY_S = 5.0  # of compiling kernels
 
 @dataclass(frozen=True, slots=True)
 class FinishedStep:
-    """The handle of a step that has been run already. Implements fault_isolation.StepHandle."""
+    """The handle of a step that is over."""
 
     done: StepResult
 
@@ -69,7 +70,7 @@ class _Launched:
 
 
 class StepUnderWay:
-    """The handle of a step that may still run on the device. Implements fault_isolation.StepHandle."""
+    """The handle of a step that may still run on the device."""
 
     def __init__(self, runner: ModelRunner, step: int, refused: Mapping[str, SpanResult], launched: _Launched) -> None:
         self._runner = runner
@@ -114,17 +115,13 @@ class ModelRunner:
         self._fetch = fetch
         self.overlaps = loaded.device.type == "cuda" if overlaps is None else overlaps
         self._graphs: StepGraphs | None = None
-        self._mirror = BatchMirror(max_rows, max_len or loaded.spec.max_context_tokens, cache.block_size, loaded.device)
-        # What each row's latest token was sampled from, of those that keep it: post-norm hidden states of a step
-        # [num_head_rows, hidden], and which one. See `last_hidden`.
+        self.mirror = BatchMirror(max_rows, max_len or loaded.spec.max_context_tokens, cache.block_size, loaded.device)
+        # By row, what its latest token was sampled from: post-norm hidden states of a step [num_head_rows, hidden], and
+        # which one. None where it is not kept.
         self._hidden: list[tuple[Tensor, int] | None] = [None] * max_rows
         # Sequences that could not enter; their spans answer with this.
         self._refused: dict[int, LoraplexError] = {}
         loaded.bind_kv(cache, attention)
-
-    @property
-    def mirror(self) -> BatchMirror:
-        return self._mirror
 
     def has_hidden(self, row: int) -> bool:
         """Whether `last_hidden` has the row: its sequence keeps hidden states and has drawn a token."""
@@ -144,7 +141,7 @@ class ModelRunner:
         return torch.stack([states[idx] for states, idx in found])
 
     def execute(self, plan: StepPlan) -> FinishedStep | StepUnderWay:
-        """Runs a step. May raise; nothing of the step is committed then. See fault_isolation.Execute."""
+        """Runs a step. May raise; nothing of the step is committed then. See Execute."""
         with torch.inference_mode():
             self._change_rows(plan)
             results: dict[str, SpanResult] = {}
@@ -158,19 +155,19 @@ class ModelRunner:
             if spans:
                 launched = self._launch(spans)
                 if self.overlaps:
-                    self._mirror.commit(launched.staged)
+                    self.mirror.commit(launched.staged)
                     return StepUnderWay(self, plan.step, results, launched)
-                found, new_tokens = self._results(launched)
-                self._mirror.commit(launched.staged)
-                self._settle(launched, new_tokens)
+                found = self._results(launched)
+                self.mirror.commit(launched.staged)
+                self._settle(launched, found)
                 results |= found
         return FinishedStep(StepResult(plan.step, results))
 
     def finish(self, launched: _Launched) -> dict[str, SpanResult]:
         """Waits for a step that is under way. For its handle."""
         with torch.inference_mode():
-            results, new_tokens = self._results(launched)
-            self._settle(launched, new_tokens)
+            results = self._results(launched)
+            self._settle(launched, results)
         return results
 
     def capture(self, shapes: Sequence[Shape], progress: Callable[[str], None]) -> None:
@@ -178,14 +175,44 @@ class ModelRunner:
 
         What cannot be captured runs as before, and `progress` is told.
         """
-        steps = StepResources(
-            self._model, self._context, self._mirror.tokens, self._cache, self._attention, self._slots
-        )
+        steps = StepResources(self._model, self._context, self.mirror.tokens, self._cache, self._attention, self._slots)
         self._graphs = self._loaded.backend.capture_steps(steps, shapes, progress)
 
     def warm_up(self, max_tokens: int, progress: Callable[[str], None]) -> None:
-        """Compiles kernels for steps of up to `max_tokens` tokens. Before the first request only."""
-        _warm_up(self._loaded, self._cache, self._attention, self._slots, max_tokens, progress)
+        """Compiles kernels for steps of up to `max_tokens` tokens, which happens when they first run, so that no
+        request waits for a compiler. Before the first request only.
+
+        Runs one text of each length that is a power of two, and the longest step that there may be: so each size of
+        block comes up that attention and adapters choose among. Adapter kernels run over segments without adapters.
+        Writes to unused KV blocks. `progress` is told where it takes long, as it does the first time.
+        """
+        num_positions = self._cache.num_blocks * self._cache.block_size
+        longest = min(max_tokens, num_positions, self._loaded.spec.max_context_tokens)
+        lengths = [*(1 << exponent for exponent in range((longest - 1).bit_length())), longest]
+        start_s = said_s = time.perf_counter()
+        with torch.inference_mode(), as_if_installed(self._loaded.targets):
+            for done, num_tokens in enumerate(lengths):
+                self._run_empty(num_tokens)
+                if (now_s := time.perf_counter()) - said_s > REPORT_EVERY_S:
+                    progress(f"compiling kernels: {done + 1} of {len(lengths)} lengths of steps")
+                    said_s = now_s
+        if said_s > start_s:
+            progress(f"kernels compiled in {time.perf_counter() - start_s:.0f} s; the next start finds them on disk")
+
+    def _run_empty(self, num_tokens: int) -> None:
+        context, cache, slots, device = self._context, self._cache, self._slots, self._device
+        length = np.array([num_tokens], dtype=np.int64)
+        tables = np.arange(-(-num_tokens // cache.block_size), dtype=np.int64)[None, :]
+        places = torch.arange(num_tokens, device=device)
+        try:
+            batch = AttentionBatch(length, length, tables, cache.block_size, places)
+            context.attention = self._attention.plan(batch, cache.dtype, device)
+            if isinstance(slots.ops, ReplayableLora):
+                context.token_segments = slots.ops.reserve(num_tokens, slots.num_slots, device)
+            ids = torch.zeros(1, num_tokens, dtype=torch.int64, device=device)
+            self._model(input_ids=ids, position_ids=places.unsqueeze(0), use_cache=False, logits_to_keep=1)
+        finally:
+            context.clear()
 
     def clear_blocks(self, block_ids: Sequence[int]) -> None:
         """Clears blocks that were never written, so that they can be read. For measurements of steps."""
@@ -205,7 +232,7 @@ class ModelRunner:
         self._cache.copy_blocks([copy.source for copy in plan.copies], [copy.target for copy in plan.copies])
 
     def _release(self, row: int) -> None:
-        self._mirror.release(row)
+        self.mirror.release(row)
         self._sampler.clear_row(row)
         self._hidden[row] = None
         self._refused.pop(row, None)
@@ -214,7 +241,7 @@ class ModelRunner:
         """A sequence that cannot enter fails alone."""
         self._release(sequence.row)
         try:
-            self._mirror.enter(sequence)
+            self.mirror.enter(sequence)
             self._sampler.set_row(sequence.row, sequence)
         except Exception as error:
             self._refused[sequence.row] = unexpected(error, f"sequence {sequence.sequence_id} entered its row")
@@ -223,7 +250,7 @@ class ModelRunner:
         if span.row in self._refused:
             return self._refused[span.row]
         try:
-            self._mirror.check(span)
+            self.mirror.check(span)
         except ValueError as error:
             log.error("span refused: %s", error)
             return Internal("this request's state was lost; send it again")
@@ -232,7 +259,7 @@ class ModelRunner:
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def _launch(self, spans: Sequence[Span]) -> _Launched:
-        staged = self._mirror.stage(spans)
+        staged = self.mirror.stage(spans)
         if self._attention.needs_clean_blocks:
             self._cache.clear_blocks(staged.fresh_blocks)
         keepers = [i for i, row in enumerate(staged.rows) if row.sequence.keeps_hidden and staged.spans[i].num_samples]
@@ -240,22 +267,18 @@ class ModelRunner:
         samples = self._sample(staged, logits)
         return _Launched(staged, samples, self._fetch(samples.pack()), keepers, hidden)
 
-    def _settle(self, launched: _Launched, new_tokens: Sequence[Sequence[int]]) -> None:
+    def _settle(self, launched: _Launched, results: Mapping[str, SpanResult]) -> None:
         """Applies how much of each draft was accepted, which is known once the host has the tokens."""
         staged = launched.staged
-        for row, span, tokens in zip(staged.rows, staged.spans, new_tokens, strict=True):
+        for row, span in zip(staged.rows, staged.spans, strict=True):
             if span.draft:
-                self._mirror.settle(row, span, len(tokens))
+                self.mirror.settle(row, span, len(results[span.sequence_id].token_ids))
         if launched.hidden is not None:
-            self._keep_hidden(staged, launched.keepers, new_tokens, launched.hidden)
-
-    def _keep_hidden(
-        self, staged: StagedStep, keepers: Sequence[int], new_tokens: Sequence[Sequence[int]], hidden: Tensor
-    ) -> None:
-        """Keeps the state of each keeper's last accepted token; states of rejected drafts come after it."""
-        for i in keepers:
-            place = staged.head_starts[i] + staged.num_prompt_rows[i] + max(0, len(new_tokens[i]) - 1)
-            self._hidden[staged.spans[i].row] = hidden, place
+            for i in launched.keepers:
+                # The last accepted token's; states of rejected drafts come after it.
+                num_accepted = max(0, len(results[staged.spans[i].sequence_id].token_ids) - 1)
+                place = staged.head_starts[i] + staged.num_prompt_rows[i] + num_accepted
+                self._hidden[staged.spans[i].row] = launched.hidden, place
 
     def _replay(self, staged: StagedStep, keepers: Sequence[int]) -> tuple[Tensor, Tensor | None] | None:
         """As `_forward`, from a graph; None where the step does not fit one."""
@@ -267,7 +290,7 @@ class ModelRunner:
     def _forward(self, staged: StagedStep, capture: bool) -> tuple[Tensor, Tensor | None]:
         """Logits [num_head_rows, num_logits] and, where asked for, what they were made of [num_head_rows, hidden]."""
         context = self._context
-        inputs = self._mirror.inputs(staged)
+        inputs = self.mirror.inputs(staged)
         try:
             context.capture_head_input = capture
             context.token_segments = self._prepare(staged.token_segments, staged.num_tokens)
@@ -304,32 +327,29 @@ class ModelRunner:
             positions += range(end - span.num_samples + 1, end + 1)  # of the tokens that are drawn
             head_idx += range(first, first + span.num_samples)
             if num_prompt:
-                following = self._mirror.tokens[span.row, span.start + 1 : span.start + 1 + num_prompt]
+                following = self.mirror.tokens[span.row, span.start + 1 : span.start + 1 + num_prompt]
                 num_top = row.sequence.output.top_logprobs
                 prompts.append(prompt_logprobs(logits[start:first], following, num_top))
         if len(head_idx) != logits.shape[0]:
             logits = logits.index_select(0, upload(torch.tensor(head_idx, dtype=torch.int64), self._device))
-        sampled = self._sampler.sample(logits, rows, positions, self._mirror.tokens)
+        sampled = self._sampler.sample(logits, rows, positions, self.mirror.tokens)
         if rows:
-            self._mirror.keep_drawn(rows, positions, sampled.token_ids)
+            self.mirror.keep_drawn(rows, positions, sampled.token_ids)
         return replace(sampled, others=tuple(prompts)) if prompts else sampled
 
-    def _results(self, launched: _Launched) -> tuple[dict[str, SpanResult], list[tuple[int, ...]]]:
-        """Each span's result and accepted tokens. Waits for the device."""
+    def _results(self, launched: _Launched) -> dict[str, SpanResult]:
+        """By sequence id. Waits for the device."""
         staged = launched.staged
         sampled = launched.samples.unpack(launched.values.wait())
         results: dict[str, SpanResult] = {}
-        new_tokens: list[tuple[int, ...]] = []
         prompts = iter(sampled.others)
         start = 0
         for row, span, num_prompt in zip(staged.rows, staged.spans, staged.num_prompt_rows, strict=True):
             prompt = next(prompts) if num_prompt else ()
             end = start + span.num_samples
-            result = _span_result(row, span, sampled, start, end, prompt)
-            results[span.sequence_id] = result
-            new_tokens.append(result.token_ids)
+            results[span.sequence_id] = _span_result(row, span, sampled, start, end, prompt)
             start = end
-        return results, new_tokens
+        return results
 
 
 def _span_result(
@@ -357,52 +377,6 @@ def _not_finite(row: Row) -> LoraplexError:
     if row.sequence.adapters:
         return NonFinite("with this adapter the model computes NaN or Inf; check its weights and its alpha")
     return Internal("the model computed NaN or Inf for this request")
-
-
-def _warm_up(
-    loaded: LoadedModel,
-    cache: KvCache,
-    attention: PagedAttention,
-    slots: AdapterSlots,
-    max_tokens: int,
-    progress: Callable[[str], None],
-) -> None:
-    """Compiles kernels, which happens when they first run, so that no request waits for a compiler.
-
-    Runs one text of each length that is a power of two, and the longest step that there may be: so each size of block
-    comes up that attention and adapters choose among. Adapter kernels run over segments without adapters. Writes to
-    unused KV blocks. `progress` is told where it takes long, as it does the first time.
-    """
-    longest = min(max_tokens, cache.num_blocks * cache.block_size, loaded.spec.max_context_tokens)
-    lengths = [*(1 << exponent for exponent in range((longest - 1).bit_length())), longest]
-    start_s = said_s = time.perf_counter()
-    with torch.inference_mode(), as_if_installed(loaded.targets):
-        for done, num_tokens in enumerate(lengths):
-            _run_empty(loaded, cache, attention, slots, num_tokens)
-            if (now_s := time.perf_counter()) - said_s > REPORT_EVERY_S:
-                progress(f"compiling kernels: {done + 1} of {len(lengths)} lengths of steps")
-                said_s = now_s
-    if said_s > start_s:
-        progress(f"kernels compiled in {time.perf_counter() - start_s:.0f} s; the next start finds them on disk")
-
-
-def _run_empty(
-    loaded: LoadedModel, cache: KvCache, attention: PagedAttention, slots: AdapterSlots, num_tokens: int
-) -> None:
-    context, device = loaded.context, loaded.device
-    length = np.array([num_tokens], dtype=np.int64)
-    tables = np.arange(-(-num_tokens // cache.block_size), dtype=np.int64)[None, :]
-    places = torch.arange(num_tokens, device=device)
-    ops = slots.ops
-    try:
-        batch = AttentionBatch(length, length, tables, cache.block_size, places)
-        context.attention = attention.plan(batch, cache.dtype, device)
-        if isinstance(ops, ReplayableLora):
-            context.token_segments = ops.reserve(num_tokens, slots.num_slots, device)
-        ids = torch.zeros(1, num_tokens, dtype=torch.int64, device=device)
-        loaded.model(input_ids=ids, position_ids=places.unsqueeze(0), use_cache=False, logits_to_keep=1)
-    finally:
-        context.clear()
 
 
 class StepHandle(Protocol):
@@ -437,17 +411,7 @@ def start_isolated(execute: Execute, plan: StepPlan) -> StepHandle:
     try:
         return _Reading(plan, execute(plan))
     except Exception as error:
-        return _Known(_run_apart(execute, plan, error))
-
-
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """The handle of a step that is over."""
-
-    step: StepResult
-
-    def result(self) -> StepResult:
-        return self.step
+        return FinishedStep(_run_apart(execute, plan, error))
 
 
 @dataclass(frozen=True, slots=True)
@@ -484,11 +448,11 @@ def _run_apart(execute: Execute, plan: StepPlan, error: Exception) -> StepResult
             results[span.sequence_id] = execute(StepPlan(plan.step, (span,))).result().spans[span.sequence_id]
         except Exception as error:
             _raise_if_lost(error)
-            results[span.sequence_id] = SpanResult(error=typed(error))
+            results[span.sequence_id] = SpanResult(error=_typed(error))
     return StepResult(plan.step, results)
 
 
-def typed(error: Exception) -> LoraplexError:
+def _typed(error: Exception) -> LoraplexError:
     """The typed error for what a step raised."""
     if isinstance(error, LoraplexError):
         return error
@@ -498,7 +462,7 @@ def typed(error: Exception) -> LoraplexError:
 
 
 def _all_failed(plan: StepPlan, error: Exception) -> StepResult:
-    failed = SpanResult(error=typed(error))
+    failed = SpanResult(error=_typed(error))
     return StepResult(plan.step, {span.sequence_id: failed for span in plan.spans})
 
 
@@ -511,13 +475,11 @@ def _raise_if_lost(error: Exception) -> None:
 def _is_out_of_memory(error: Exception) -> bool:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
-    text = str(error)
     # ALLOC_FAILED: a library could not allocate its handle.
-    return _is_of_the_device(error) and ("out of memory" in text or "ALLOC_FAILED" in text)
+    return _is_of_the_device(error) and any(part in str(error) for part in ("out of memory", "ALLOC_FAILED"))
 
 
 def _is_of_the_device(error: Exception) -> bool:
-    """By name and text: torch is not imported here, and older versions of it raise a plain RuntimeError."""
-    if type(error).__name__ == "AcceleratorError":
-        return True
-    return isinstance(error, RuntimeError) and str(error).startswith("CUDA error")
+    """By name and text: older versions of torch raise a plain RuntimeError."""
+    is_plain = isinstance(error, RuntimeError) and str(error).startswith("CUDA error")
+    return is_plain or type(error).__name__ == "AcceleratorError"
