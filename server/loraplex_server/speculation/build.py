@@ -127,6 +127,8 @@ def bring_up_heads(cache: AdapterManager, adapter_id: AdapterId) -> AdapterKey:
     return key
 
 
+# The share of token ids that may differ between two vocabularies that count as the same: added tokens differ within
+# one family of models. A token that differs is a draft that is not accepted.
 _MAX_DIFFERENCE = 0.01
 
 

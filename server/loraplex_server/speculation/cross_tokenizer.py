@@ -1,12 +1,10 @@
-"""Recoding of a growing text between two vocabularies.
+"""Draft models of another tokenizer: drafts by way of text, recoded between two vocabularies.
 
-Tokenisers do not commute with cutting a text, so every cut is made where both sides see a border, some way behind the
+Tokenizers do not commute with cutting a text, so every cut is made where both sides see a border, some way behind the
 beginning of what is encoded: prefixes that tokenizers add, and words that were cut, stay outside. Where none is found
 the tokens are put together anyhow: a draft that is worse costs acceptance, never a text.
 
 Special tokens have no text. Those that both vocabularies spell alike go over as what they are, others are left out.
-
-Pure: knows neither models nor requests.
 """
 
 from __future__ import annotations
@@ -274,7 +272,7 @@ class UniversalProposer(DraftModelProposer):
         """The sequence's text up to its last token; None when no draft can come."""
         candidate = ask.candidate
         sequence_id = candidate.sequence_id
-        if num_tokens_of(ask) < 1 or self.drafter.has_refused(sequence_id):
+        if num_tokens_of(ask) < 1 or self.drafter.rows.has_refused(sequence_id):
             return None
         try:
             if sequence_id not in self._texts:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import logging
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -62,13 +63,7 @@ class _Run:
 class Drafter:
     """One draft model with all that it needs to run."""
 
-    def __init__(
-        self,
-        loaded: LoadedModel,
-        memory: DraftMemory,
-        *,
-        model_digest: str = "",
-    ) -> None:
+    def __init__(self, loaded: LoadedModel, memory: DraftMemory, *, model_digest: str = "") -> None:
         """Raises OutOfMemory when the KV cache would hold less than three blocks. `model_digest`: of the weights,
         adapter included."""
         spec = loaded.spec
@@ -96,7 +91,6 @@ class Drafter:
         )
         pool = BlockPool(num_blocks, memory.block_size, prefix_caching=memory.prefix_caching)
         self.rows = DraftRows(pool, memory.max_rows, max_len, spec.vocab_size, f"draft {model_digest}")
-        self._max_len = max_len
         self._max_rows = memory.max_rows
         self._max_prompt_tokens = memory.max_prompt_tokens
         self._num_steps = 0
@@ -135,13 +129,6 @@ class Drafter:
             return num_known
         return seq.num_missing if seq.num_missing > _CATCH_UP_TOKENS else 0
 
-    def has_refused(self, sequence_id: str) -> bool:
-        """No draft will come for it."""
-        return self.rows.has_refused(sequence_id)
-
-    def forget(self, sequence_id: str) -> None:
-        self.rows.forget(sequence_id)
-
     def close(self) -> None:
         self.rows.clear()
         self.runner.close()
@@ -163,7 +150,7 @@ class Drafter:
             seq = self.rows.seat(want) if want.num_tokens > 0 else None
             if seq is not None:
                 # The last token drawn is no input: it needs neither a block nor a place in the context.
-                num_positions = min(self._max_len, len(seq.block_ids) * self.rows.pool.block_size)
+                num_positions = min(self.rows.max_len, len(seq.block_ids) * self.rows.pool.block_size)
                 max_tokens = min(want.num_tokens, num_positions - len(want.token_ids) + 1)
                 runs[want.sequence_id] = _Run(seq, want, max_tokens)
         return runs
@@ -185,25 +172,18 @@ class Drafter:
         """Runs so many tokens of each sequence, and draws a token for those that have none left."""
         if not pieces:
             return
-        rows = self.rows
-        entered = [entry for run, _ in pieces if (entry := rows.take_entry(run.seq)) is not None]
-        spans = tuple(self._span(run.seq, num_tokens) for run, num_tokens in pieces)
-        plan = StepPlan(self._num_steps, spans, tuple(entered), rows.take_released())
+        entered = [entry for run, _ in pieces if (entry := self.rows.take_entry(run.seq)) is not None]
+        spans: list[Span] = []
+        for run, num_tokens in pieces:
+            seq = run.seq
+            num_samples = 1 if seq.num_computed + num_tokens == len(seq.tokens) else 0
+            blocks = self.rows.take_blocks(seq)
+            spans.append(Span(seq.sequence_id, seq.row, seq.num_computed, num_tokens, num_samples, blocks))
+        plan = StepPlan(self._num_steps, tuple(spans), tuple(entered), self.rows.take_released())
         self._num_steps += 1
         results = execute_isolated(self.runner.execute, plan).spans
         for run, num_tokens in pieces:
             self._take(run, num_tokens, results[run.seq.sequence_id])
-
-    def _span(self, seq: DraftedSequence, num_tokens: int) -> Span:
-        end = seq.num_computed + num_tokens
-        return Span(
-            sequence_id=seq.sequence_id,
-            row=seq.row,
-            start=seq.num_computed,
-            num_tokens=num_tokens,
-            num_samples=1 if end == len(seq.tokens) else 0,
-            new_block_ids=self.rows.take_blocks(seq),
-        )
 
     def _take(self, run: _Run, num_tokens: int, result: SpanResult) -> None:
         seq = run.seq
@@ -221,9 +201,6 @@ class Drafter:
             run.is_over = token_id in run.want.stop_ids
 
 
-GREEDY = SamplingParams()
-
-
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """One sequence's ask for a draft, in the draft model's own tokens."""
@@ -236,10 +213,9 @@ class Wanted:
     num_same: int | None = None
     # Known tokens that no later ask changes: full blocks of them enter the prefix cache. None: all.
     num_settled: int | None = None
-    sampling: SamplingParams = GREEDY
+    sampling: SamplingParams = SamplingParams()
     min_tokens: int = 0
-    banned_until_min: frozenset[int] = frozenset()
-    stop_ids: frozenset[int] = frozenset()  # a draft ends with one of these
+    stop_ids: frozenset[int] = frozenset()  # a draft ends with one of these, and has none before `min_tokens`
     tenant: str = ""
     cache_salt: str = ""
 
@@ -266,7 +242,13 @@ class DraftedSequence:
 
 
 class DraftRows:
-    """The sequences that a draft model keeps, each in a row. Every method leaves rows and references consistent."""
+    """The sequences that a draft model keeps, each in a row. Owns the rows, the block pool with its own prefix cache,
+    and every reference into it; every method leaves them consistent.
+
+    A row holds the known tokens and the last draft: on each ask it is compared with the sequence, and rewritten from
+    the first difference on. Published blocks are never rewritten: a sequence that differs there leaves, and enters
+    anew. When room is short the sequence that was asked for the longest ago leaves.
+    """
 
     def __init__(self, pool: BlockPool, max_rows: int, max_len: int, vocab_size: int, model_digest: str) -> None:
         self.pool = pool
@@ -392,11 +374,7 @@ class DraftRows:
 
     def check_integrity(self) -> None:
         """Raises AssertionError when a row or a block is unaccounted for."""
-        held: dict[int, int] = {}
-        for seq in self._sequences.values():
-            for block_id in seq.block_ids:
-                held[block_id] = held.get(block_id, 0) + 1
-        self.pool.check_integrity(held)
+        self.pool.check_integrity(Counter(block for seq in self._sequences.values() for block in seq.block_ids))
         rows = sorted([seq.row for seq in self._sequences.values()] + self._free_rows)
         assert rows == list(range(len(rows))), f"rows leaked: {rows}"
 
@@ -446,7 +424,7 @@ class DraftRows:
                 sampling=want.sampling,
                 output=OutputParams(),
                 min_tokens=want.min_tokens,
-                banned_until_min=want.banned_until_min if want.min_tokens else frozenset(),
+                banned_until_min=want.stop_ids if want.min_tokens else frozenset(),
             ),
         )
         self._sequences[want.sequence_id] = seq
@@ -517,15 +495,13 @@ class DraftModelProposer:
         self.end(sequence_id)
 
     def end(self, sequence_id: str) -> None:
-        self.drafter.forget(sequence_id)
+        self.drafter.rows.forget(sequence_id)
 
     def close(self) -> None:
         self.drafter.close()
 
     def _want(self, ask: Ask) -> Wanted:
-        candidate = ask.candidate
-        request = candidate.request
-        stop_ids = self._stop_ids(candidate)
+        candidate, request = ask.candidate, ask.candidate.request
         return Wanted(
             sequence_id=candidate.sequence_id,
             token_ids=candidate.token_ids,
@@ -533,8 +509,7 @@ class DraftModelProposer:
             num_prompt_tokens=candidate.num_prompt_tokens,
             sampling=candidate.sampling,
             min_tokens=request.stopping.min_tokens,
-            banned_until_min=stop_ids,
-            stop_ids=stop_ids,
+            stop_ids=self._stop_ids(candidate),
             tenant=request.tenant,
             cache_salt=request.cache_salt,
         )

@@ -1,14 +1,13 @@
 """Earlier outputs, indexed for prompt lookup.
 
-Owns the last output tokens of every namespace, in memory only, and where each run of two of them stood. A namespace is
-an adapter, a tenant and a cache salt, as for the prefix cache: nothing is ever found across namespaces, and within one
-an earlier output changes no text, only how soon it comes (and what `usage` counts as drafted and accepted). Pure: knows
-neither requests nor proposers, and not whether what it found was right.
+Kept in memory only. A namespace is an adapter, a tenant and a cache salt, as for the prefix cache: nothing is ever
+found across namespaces, and within one an earlier output changes no text, only how soon it comes (and what `usage`
+counts as drafted and accepted).
 
-Memory: at most `num_tokens` tokens in one namespace and `MAX_FULL` times that in all, in `MAX_NAMESPACES` namespaces;
-what was used least recently goes first. A token takes some 25 bytes in texts that repeat each other, 160 where
-no two runs are equal, never 200: with 16,384 tokens that is at most 3.3 MB a namespace and 210 MB in all, and 0.2 MB a
-namespace for its separators (see separators.py).
+At most `num_tokens` tokens in one namespace and `MAX_FULL` times that in all, in `MAX_NAMESPACES` namespaces; what was
+used least recently goes first. A token takes some 25 bytes in texts that repeat each other, 160 where no two runs are
+equal, never 200: with 16,384 tokens that is at most 3.3 MB a namespace and 210 MB in all, and 0.2 MB a namespace for
+its separators.
 """
 
 from __future__ import annotations
@@ -48,18 +47,14 @@ class Place(NamedTuple):
 
 
 class Separators:
-    """What outputs of one kind write in place of which tokens of their prompts.
-
-    Learned where a copy begins or ends: there the two texts differ. A token that an output has written itself is not
-    a separator: it may be copied.
-    """
+    """Tokens of prompts in place of which outputs write others, learned where a copy begins or ends. A token that an
+    output has written itself is not a separator: it may be copied."""
 
     def __init__(self) -> None:
         self._instead: dict[int, int] = {}  # by token of prompts; _WRITTEN: outputs have it too
         self.ends: set[int] = set()  # tokens that came in place of others: what ends a value
 
     def is_separator(self, token_id: int) -> bool:
-        """Whether something else came in place of that token, and never itself."""
         return self._instead.get(token_id, _WRITTEN) != _WRITTEN
 
     def instead(self, token_id: int) -> int:
@@ -104,7 +99,7 @@ class History:
 
     @property
     def num_tokens(self) -> int:
-        """In all namespaces, with what separates outputs."""
+        """In all namespaces, the ends of outputs included."""
         return self._num_tokens
 
     @property
@@ -118,8 +113,8 @@ class History:
         num_prompt_tokens: int,
         separators: Separators | None = None,
     ) -> None:
-        """A sequence of that namespace has ended. Takes about a microsecond a token. `separators`: what it has
-        learned, kept where it was the first."""
+        """A sequence of that namespace has ended. Takes about a microsecond a token. `separators`: kept where it was
+        the first."""
         if len(token_ids) <= num_prompt_tokens or self._max_tokens <= 0:
             return
         outputs = self._outputs.get(namespace)
@@ -232,15 +227,8 @@ class Outputs:
 
     def behind_next(self, position: int, token_id: int) -> int | None:
         """Behind the first `token_id` from `position` on, in the same output and not far."""
-        known, at = self._tokens, position - self._base
-        if at < 0:
-            return None
-        for idx in range(at, min(at + MAX_SKIP, len(known) - 1)):
-            if known[idx] == _END:
-                return None
-            if known[idx] == token_id:
-                return idx + 1 + self._base if known[idx + 1] != _END else None
-        return None
+        found = self.next_of(position, (token_id,))
+        return found + 1 if found is not None and self._tokens[found + 1 - self._base] != _END else None
 
     def next_of(self, position: int, token_ids: Collection[int]) -> int | None:
         """The first of these tokens from `position` on, in the same output and not far."""

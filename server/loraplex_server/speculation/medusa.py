@@ -1,9 +1,8 @@
 """Medusa proposer: heads by adapter slot, and their guesses for a whole batch.
 
-Owns which heads are in which slot (the slot numbers are those of AdapterSlots: one adapter, one number). A *unit* is
-one head of one slot. A batch is laid out as one row per guess, sorted by unit, so that each block layer, and the own
-projections, are one segmented product over all sets; what goes through the base model's head is one product for all
-rows. Input are rows of hidden states, output token ids; sequences and acceptance are elsewhere.
+A *unit* is one head of one slot. A batch is laid out as one row per guess, sorted by unit, so that each block layer,
+and the own projections, are one segmented product over all sets; what goes through the base model's head is one product
+for all rows.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, takewhile
 from operator import attrgetter
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from loraplex_adapters.cache.manager import AdapterManager
 from loraplex_adapters.weights import AdapterWeights, MedusaHead
 from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.plan import Candidate
@@ -32,9 +32,12 @@ from loraplex_server.layers.linear import AdaptedHead
 from loraplex_server.layers.lora import DenseTable, DenseWeight, PreparedSegments, Segment, SegmentedDense
 from loraplex_server.layers.transfer import upload
 from loraplex_server.model.loaded_model import LoadedModel
+from loraplex_server.model.runner import ModelRunner
 from loraplex_server.sampling.draw import row_argmax
 from loraplex_server.sampling.sampler import Argmax
 from loraplex_server.speculation.proposer import MEDUSA, Ask
+
+log = logging.getLogger(__name__)
 
 NOT_A_NUMBER = -1  # in the place of a token id
 MAX_LAYOUTS = 64
@@ -151,11 +154,11 @@ class HeadSlots:
 
     def _check(self, idx: int, head: MedusaHead) -> None:
         hidden = self._hidden_size
+        tensors: list[Tensor] = []
         for block in head.layers:
             if block.weight.shape != (hidden, hidden) or (block.bias is not None and block.bias.shape != (hidden,)):
                 raise ValueError(f"a block of Medusa head {idx} has another width than the model ({hidden})")
-        tensors = [block.weight for block in head.layers]
-        tensors += [block.bias for block in head.layers if block.bias is not None]
+            tensors += [block.weight] if block.bias is None else [block.weight, block.bias]
         num_rows = None
         if head.projection is not None:
             num_rows, width = head.projection.shape
@@ -265,27 +268,19 @@ class HeadSlots:
             return _numbers(*self._guesser.run(hidden, layout.plan))
         with torch.inference_mode():
             x = hidden.index_select(0, layout.rows)  # [num_guesses, hidden], a copy
-            self._run_blocks(x, layout)
-            return self._best(x, layout)
-
-    def _run_blocks(self, x: Tensor, layout: _Layout) -> None:
-        """x [num_guesses, hidden] becomes what the projections read, in place."""
-        for table, prepared in layout.layers:
-            rows = x if prepared.num_rows == len(x) else x[: prepared.num_rows]
-            inner = torch.empty_like(rows)
-            self._dense.apply(inner, rows, table, prepared)
-            rows += F.silu(inner, inplace=True)
-
-    def _best(self, x: Tensor, layout: _Layout) -> list[int]:
-        """As `_columns`, of what the blocks have made of the hidden states. Each kind of projection sends it to the
-        host once."""
-        found: list[int] = []
-        if _num_selected(layout.shared):
-            logits = self._base_logits(_select(x, layout.shared), layout.lora_segments)
-            found += self._largest(logits)
-        if layout.own_segments is not None:
-            found += self._largest(self._own_logits(_select(x, layout.own), layout.own_segments))
-        return found
+            for table, prepared in layout.layers:
+                rows = x if prepared.num_rows == len(x) else x[: prepared.num_rows]
+                inner = torch.empty_like(rows)
+                self._dense.apply(inner, rows, table, prepared)
+                rows += F.silu(inner, inplace=True)
+            # Each kind of projection sends its columns to the host once.
+            found: list[int] = []
+            shared = _select(x, layout.shared)
+            if len(shared):
+                found += self._largest(self._base_logits(shared, layout.lora_segments))
+            if layout.own_segments is not None:
+                found += self._largest(self._own_logits(_select(x, layout.own), layout.own_segments))
+            return found
 
     def _largest(self, logits: Tensor) -> list[int]:
         """[num_rows, columns] -> the first largest of each row, NOT_A_NUMBER where any is NaN."""
@@ -335,10 +330,6 @@ def _segments(guesses: Sequence[_Guess], slot_of: Callable[[_Guess], int]) -> li
     return segments
 
 
-def _num_selected(rows: slice | Tensor) -> int:
-    return len(rows) if isinstance(rows, Tensor) else rows.stop - rows.start
-
-
 def _select(x: Tensor, rows: slice | Tensor) -> Tensor:
     if isinstance(rows, Tensor):
         return x.index_select(0, rows)
@@ -349,34 +340,15 @@ def _numbers(best: Sequence[float], columns: Sequence[int]) -> list[int]:
     return [NOT_A_NUMBER if math.isnan(value) else column for value, column in zip(best, columns, strict=True)]
 
 
-log = logging.getLogger(__name__)
-
-
-class HiddenStates(Protocol):
-    """The runner's hidden states, as the heads read them."""
-
-    def has_hidden(self, row: int) -> bool:
-        """Whether there is one: no token has been drawn in a row that still computes its prompt."""
-        ...
-
-    def last_hidden(self, rows: Sequence[int]) -> Tensor:
-        """[len(rows), hidden]: post-norm, what the head made each row's latest token of."""
-        ...
-
-
-class Lender(Protocol):
-    """Lends device slots: the adapter cache."""
-
-    def borrow(self, key: AdapterKey) -> int | None:
-        """The device slot, valid until the cache is called next; None when it is not on the device, where it is wanted
-        from here on."""
-        ...
-
-
 class MedusaProposer:
-    """Implements Proposer. Keeps no state of sequences: a hidden state is all that heads read."""
+    """Implements Proposer. Keeps no state of sequences: a hidden state is all that heads read.
 
-    def __init__(self, runner: HiddenStates, cache: Lender, head_slots: HeadSlots) -> None:
+    Heads are adapters: the cache has them in device slots, and one is borrowed for the time of a `propose`, between two
+    steps, when nothing moves. A sequence whose heads are not there yet gets no draft and runs on, and so does one of
+    whose prompt the last token is still to be computed.
+    """
+
+    def __init__(self, runner: ModelRunner, cache: AdapterManager, head_slots: HeadSlots) -> None:
         self._runner = runner
         self._cache = cache
         self._heads = head_slots
@@ -388,19 +360,15 @@ class MedusaProposer:
 
     def propose(self, asks: Sequence[Ask]) -> Sequence[tuple[int, ...]]:
         slots = {key: self._borrow(key) for key in dict.fromkeys(ask.medusa_key for ask in asks) if key is not None}
-        wanted: list[int] = []  # positions in `asks`
-        rows: list[int] = []
-        head_asks: list[HeadAsk] = []
+        wanted: dict[int, HeadAsk] = {}  # by position in `asks`
         for idx, ask in enumerate(asks):
             slot = slots[ask.medusa_key] if ask.medusa_key is not None else None
             if slot is not None and self._heads.heads(slot) and self._runner.has_hidden(ask.candidate.row):
-                wanted.append(idx)
-                rows.append(ask.candidate.row)
-                head_asks.append(HeadAsk(slot, ask.num_tokens, ask.candidate.adapter_slot))
+                wanted[idx] = HeadAsk(slot, ask.num_tokens, ask.candidate.adapter_slot)
         drafts: list[tuple[int, ...]] = [()] * len(asks)
         if wanted:
-            guesses = self._heads.guess(self._runner.last_hidden(rows), head_asks)
-            for idx, guess in zip(wanted, guesses, strict=True):
+            hidden = self._runner.last_hidden([asks[idx].candidate.row for idx in wanted])
+            for idx, guess in zip(wanted, self._heads.guess(hidden, list(wanted.values())), strict=True):
                 drafts[idx] = guess
         return drafts
 

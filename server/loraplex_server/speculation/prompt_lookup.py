@@ -1,10 +1,12 @@
 """Prompt lookup proposer: continues earlier occurrences of the last tokens.
 
-Owns one index per sequence: where each short run of its tokens stood last. Appending a token costs a few dictionary
-operations, nothing is rebuilt, and the tokens themselves stay with the scheduler. What a sequence has written goes into
-`history` when it ends, where later ones of the same adapter, tenant and cache salt look too, and no others. Knows
-neither the model nor whether its drafts were right; the policy learns how much a match is worth, from its source
-and its length.
+Appending a token costs a few dictionary operations, nothing is rebuilt, and the tokens themselves stay with the
+scheduler. What a sequence has written goes into the history when it ends, where later ones of the same adapter, tenant
+and cache salt look too, and no others.
+
+Where a copy comes to a separator that comes out as another token (see Separators), it goes on: behind a value in the
+earlier output that the sequence follows, behind a key with the prompt's value, or else with the token that came
+instead. How likely a draft is right is the policy's to learn, from its sources and the length of its match.
 """
 
 from __future__ import annotations
@@ -35,6 +37,37 @@ MIN_COPIED = 3
 
 _TOKEN_BITS = 32
 _FEW = 8
+
+
+# Where the tokens of a draft come from. Its beginning: the sequence's own text, earlier outputs, or the place in one of
+# them that the sequence left a little before. Behind that: an earlier output behind a value, the prompt's value behind
+# a key, or the token that replaces a separator.
+Source = Literal["own", "history", "resumed", "behind", "value", "separator"]
+STARTS: frozenset[Source] = frozenset(("own", "history", "resumed"))
+
+
+class Piece(NamedTuple):
+    """So many tokens of a draft, from one source."""
+
+    source: Source
+    num_tokens: int
+    evidence: int = 0  # how many tokens agree before it
+    position: int = 0  # of its first token there
+
+    @property
+    def is_earlier(self) -> bool:
+        """Positions are those of earlier outputs."""
+        return self.source in ("history", "resumed", "behind")
+
+
+class Known(NamedTuple):
+    """What a draft is made of."""
+
+    token_ids: Sequence[int]
+    num_prompt_tokens: int
+    names: Mapping[int, int]  # tokens that stand once in the prompt, and the position behind them
+    separators: Separators
+    outputs: Outputs | None  # earlier ones
 
 
 class Match(NamedTuple):
@@ -120,8 +153,8 @@ class PromptLookupProposer:
         return text
 
     def _review(self, text: _Text, drafted: Sequence[int], pieces: Sequence[Piece], start: int) -> None:
-        """What the sequence made of the last draft, which began at `start`: how far it has come in the earlier outputs,
-        and what came in place of the token at which it left the prompt."""
+        """Learns from the last draft, which began at `start`: how far the sequence has come in the earlier outputs, and
+        what came in place of the token at which it left the prompt."""
         token_ids = text.candidate.token_ids
         for piece in pieces:
             num_left = min(piece.num_tokens, len(token_ids) - start)
@@ -163,16 +196,12 @@ class PromptLookupProposer:
         if text.draft is None or text.num_composed < num_tokens:
             text.num_composed = num_tokens
             text.draft = ((), ())
-            match = text.match
-            if match is not None:
-                candidate = text.candidate
-                names = text.index.names
-                known = Known(candidate.token_ids, candidate.num_prompt_tokens, names, text.separators, text.outputs)
-                is_own = match.source == "own"
-                place = text.reader.position if is_own else match.position
-                text.draft = compose(
-                    known, match.source, match.num_tokens, match.position if is_own else None, place, num_tokens
-                )
+            if text.match is not None:
+                position, evidence, source = text.match
+                tokens, num_prompt = text.candidate.token_ids, text.candidate.num_prompt_tokens
+                known = Known(tokens, num_prompt, text.index.names, text.separators, text.outputs)
+                own, place = (position, text.reader.position) if source == "own" else (None, position)
+                text.draft = compose(known, source, evidence, own, place, num_tokens)
         return text.draft
 
 
@@ -219,7 +248,7 @@ class _Index:
         self._longest = min(bounds[1], MAX_INDEXED_NGRAM)
         self._num_prompt_tokens = num_prompt_tokens
         self._window = window
-        self._names: dict[int, int] | None = None  # tokens that stand once in the prompt, and the position behind them
+        self._names: dict[int, int] | None = None
         self._young = self._new_generation()
         self._old = self._new_generation()
         self._num_young = 0
@@ -306,34 +335,6 @@ class _Index:
         return [{} for _ in range(self._longest + 1)]
 
 
-Source = Literal["own", "history", "resumed", "behind", "value", "separator"]
-STARTS: frozenset[Source] = frozenset(("own", "history", "resumed"))
-EARLIER: frozenset[Source] = frozenset(("history", "resumed", "behind"))  # positions are those of earlier outputs
-
-
-class Piece(NamedTuple):
-    """So many tokens of a draft, from one source."""
-
-    source: Source
-    num_tokens: int
-    evidence: int = 0  # how many tokens agree before it
-    position: int = 0  # of its first token there
-
-    @property
-    def is_earlier(self) -> bool:
-        return self.source in EARLIER
-
-
-class Known(NamedTuple):
-    """What a draft is made of."""
-
-    token_ids: Sequence[int]
-    num_prompt_tokens: int
-    names: Mapping[int, int]  # tokens that stand once in the prompt, and the position behind them
-    separators: Separators
-    outputs: Outputs | None  # earlier ones
-
-
 def compose(
     known: Known, source: Source, evidence: int, own: int | None, place: int | None, num_tokens: int
 ) -> tuple[tuple[int, ...], tuple[Piece, ...]]:
@@ -352,7 +353,12 @@ def compose(
                 pieces.append(Piece(source, len(run), evidence, own))
             if stop is None:
                 break
-            end = _behind_value(known, place)
+            # Where earlier outputs go on behind the value that stands at `place` there.
+            end = (
+                known.outputs.next_of(place, known.separators.ends)
+                if known.outputs is not None and place is not None
+                else None
+            )
             if end is not None:
                 source, own, place = "behind", None, end
             elif len(run) < room:
@@ -382,13 +388,6 @@ def _own_run(known: Known, position: int, room: int) -> tuple[Sequence[int], int
         if num_copied < min(len(run), num_prompt):
             return run[:num_copied], position + num_copied
     return (run if len(run) == room else continuation(known.token_ids, position, room)), None
-
-
-def _behind_value(known: Known, place: int | None) -> int | None:
-    """Where earlier outputs go on behind the value that stands at `place` there."""
-    if known.outputs is None or place is None:
-        return None
-    return known.outputs.next_of(place, known.separators.ends)
 
 
 def _earlier_run(

@@ -9,12 +9,14 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 from loraplex_contracts.adapters import AdapterKey
+from loraplex_contracts.errors import FailedPrecondition, InvalidArgument
 from loraplex_contracts.plan import Candidate, Draft, StepPlan, StepResult
-from loraplex_contracts.request import Request, Tokens
+from loraplex_contracts.request import Request, SpeculationParams, Tokens
 from loraplex_server.config import SpeculationConfig
 from loraplex_server.speculation.history import History
 from loraplex_server.speculation.policy import DraftedSequence, LeastCost, Option, Policy
@@ -25,15 +27,13 @@ from loraplex_server.speculation.proposer import (
     Ask,
     Choice,
     Proposer,
-    brings_heads,
-    check_named_heads,
-    choose,
+    draft_key,
 )
 from loraplex_server.speculation.step_costs import StepCosts
 
 log = logging.getLogger(__name__)
 
-_NO_COSTS: Mapping[str, LeastCost] = {}
+DEFAULT_NUM_TOKENS = 8  # per step at most, where neither request nor server say; 12 and 16 were slower
 
 
 class Speculator:
@@ -46,7 +46,7 @@ class Speculator:
         step_costs: StepCosts,
         *,
         draft_names: Sequence[str] = (),
-        least_costs: Mapping[str, LeastCost] = _NO_COSTS,
+        least_costs: Mapping[str, LeastCost] | None = None,
         default_heads: AdapterKey | None = None,
         drafts_by_default: bool = False,
         num_token_ids: int = 1 << 31,
@@ -59,7 +59,7 @@ class Speculator:
         self._lookup = PromptLookupProposer(history=History(config.lookup_history))
         self._proposers: dict[str, Proposer] = {**proposers, PROMPT_LOOKUP: self._lookup}
         self._policy = Policy(
-            self._proposers, self._lookup, step_costs, least_costs, max_step_tokens, clock, self._note_failure
+            self._proposers, self._lookup, step_costs, least_costs or {}, max_step_tokens, clock, self._note_failure
         )
         self._draft_names = tuple(draft_names)
         self._default_heads = default_heads
@@ -251,3 +251,79 @@ class Speculator:
             fields = {"proposer": name, "failure": what, "error_type": type(error).__name__}
             log.error("%s %s; the step goes on without", name, what, exc_info=error, extra=fields)
         self.failures[failure] += 1
+
+
+def brings_heads(key: AdapterKey | None) -> bool:
+    return key is not None and key.kind != "lora"
+
+
+def check_named_heads(request: Request, medusa_key: AdapterKey | None) -> None:
+    """Raises FailedPrecondition where `speculation.medusa.adapter_id` names an adapter without heads, which would draft
+    nothing. `medusa_key`: of that adapter; None where nothing is named."""
+    if medusa_key is not None and not brings_heads(medusa_key):
+        adapter_id = request.speculation.medusa_id
+        raise FailedPrecondition(
+            f"`speculation.medusa.adapter_id` names {adapter_id!a}, which is a LoRA without Medusa heads; name an "
+            "adapter that has some, or leave `speculation.medusa` out",
+            field="speculation.medusa.adapter_id",
+            resource=adapter_id,
+        )
+
+
+def choose(
+    request: Request, medusa_key: AdapterKey | None, config: SpeculationConfig, draft_names: Collection[str]
+) -> Choice:
+    """The proposers that the request may use. `medusa_key`: its heads, perhaps those of its own adapter. Raises
+    FailedPrecondition or InvalidArgument for what this server does not have."""
+    params = request.speculation
+    kind = params.kind
+    if kind is None:
+        kind = "auto" if medusa_key is not None or config.default_draft_tokens > 0 else "off"
+    if kind == "off":
+        return Choice()
+    match kind:
+        case "medusa":
+            if medusa_key is None:
+                raise FailedPrecondition(
+                    "there are no Medusa heads for this request: its adapter brings none and the server has no "
+                    "--default-medusa; name some in `speculation.medusa.adapter_id`",
+                    resource="speculation.medusa",
+                )
+            proposers = (MEDUSA,)
+        case "prompt_lookup":
+            proposers = (PROMPT_LOOKUP,)
+        case "draft_model":
+            proposers = (draft_key(_draft_name(params, draft_names)),)
+        case _:
+            proposers = (
+                *((MEDUSA,) if medusa_key is not None else ()),
+                PROMPT_LOOKUP,
+                *(draft_key(name) for name in draft_names),
+            )
+    return Choice(proposers, _filled(params, config), medusa_key if MEDUSA in proposers else None)
+
+
+def _draft_name(params: SpeculationParams, names: Collection[str]) -> str:
+    if not names:
+        raise FailedPrecondition(
+            "this server has no draft model (--draft-model); leave `speculation.draft_model` out",
+            resource="speculation.draft_model",
+        )
+    if not params.draft_name and len(names) == 1:
+        return next(iter(names))
+    if params.draft_name not in names:
+        raise InvalidArgument(
+            f"`speculation.draft_model.name` must be one of {', '.join(sorted(names))}; it is {params.draft_name!a}",
+            field="speculation.draft_model.name",
+        )
+    return params.draft_name
+
+
+def _filled(params: SpeculationParams, config: SpeculationConfig) -> SpeculationParams:
+    """Bounds of n-grams stay as they are: what 0 means is prompt lookup's own matter."""
+    wanted = params.max_draft_tokens or config.default_draft_tokens or DEFAULT_NUM_TOKENS
+    return replace(
+        params,
+        max_draft_tokens=min(wanted, config.max_draft_tokens),
+        fixed_length=params.fixed_length or not config.adaptive,
+    )

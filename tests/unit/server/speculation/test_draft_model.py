@@ -622,11 +622,11 @@ def test_random_traffic(seed: int) -> None:
             num_drafted += len(draft)
         for name in [name for name in texts if dice.random() < 0.03 or len(texts[name].tokens) > 100]:
             del texts[name]
-            drafter.forget(name)
+            drafter.rows.forget(name)
     assert drafter._num_failures == 0
     assert num_drafted > 200
     for name in texts:
-        drafter.forget(name)
+        drafter.rows.forget(name)
     drafter.rows.check_integrity()
     assert drafter.rows.num_sequences == 0
 
@@ -695,9 +695,9 @@ def test_padding_is_not_in_any_vocabulary() -> None:
     """Ids are checked where they are new, not over and over: a bad one never gets in."""
     drafter, runner = make_small(60, 4)
     assert drafter.draft([Wanted("a", [1, 2, VOCAB_SIZE], 1), Wanted("b", [1, 2], 1)]) == [[], [says([1, 2])]]
-    assert drafter.has_refused("a")
-    assert not drafter.has_refused("b")
+    assert drafter.rows.has_refused("a")
+    assert not drafter.rows.has_refused("b")
     assert drafter.draft([Wanted("b", [1, 2, 3, VOCAB_SIZE], 1)]) == [[]]
     assert all(max(row.tokens) < VOCAB_SIZE for row in runner.rows.values())
-    drafter.forget("a")
+    drafter.rows.forget("a")
     assert drafter.draft([Wanted("a", [1, 2], 1)]) == [[says([1, 2])]]

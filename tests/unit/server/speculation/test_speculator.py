@@ -1,7 +1,5 @@
 """Speculator: proposer and draft length by sequence and step."""
 
-# pyright: reportPrivateUsage=false
-
 from __future__ import annotations
 
 import logging
