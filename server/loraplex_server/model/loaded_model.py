@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import cast
 
 import torch
@@ -53,15 +53,17 @@ class LoadedModel:
 
     def base_targets(self, max_rank: int) -> BaseTargets:
         """What adapter formats check against. Digests of the two weights that PEFT saves copies of take a moment."""
-        modules = _target_modules(self.targets)
+        modules: dict[str, TargetModule] = {}
         digests: dict[int, str] = {}  # tied weights are read once
-        for path, target in modules.items():
-            module = self.targets[path]
+        for path, module in self.targets.items():
+            kind = "linear" if isinstance(module, AdaptedLinear) else "embedding"
+            is_conv1d = isinstance(module, AdaptedLinear) and module.is_conv1d
+            digest = ""
             if isinstance(module, AdaptedHead) or path == self.embedding_path:
                 weight = cast(Tensor, module.weight)
                 digest = self.digests.get(path) or digests.get(weight.data_ptr()) or weight_sha256(weight)
-                modules[path] = replace(target, weight_sha256=digest)
                 digests[weight.data_ptr()] = digest
+            modules[path] = TargetModule(path, kind, module.in_features, module.out_features, is_conv1d, digest)
         spec = self.spec
         return BaseTargets(modules, self.model_id, self.dtype_name, max_rank, spec.hidden_size, spec.num_logits)
 
@@ -84,17 +86,3 @@ class LoadedModel:
         if self.decoder is not None:
             self.decoder.use(slots)
         return slots
-
-
-def _target_modules(targets: dict[str, AdaptedModule]) -> dict[str, TargetModule]:
-    """The same as plain data, for the formats."""
-    return {
-        path: TargetModule(
-            path,
-            "linear" if isinstance(module, AdaptedLinear) else "embedding",
-            module.in_features,
-            module.out_features,
-            is_conv1d=isinstance(module, AdaptedLinear) and module.is_conv1d,
-        )
-        for path, module in targets.items()
-    }

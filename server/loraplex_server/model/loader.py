@@ -82,13 +82,14 @@ def load_model(
     refuse_config(config, model_id)
     refuse_class(config, model_id)
     register_attention()
-    wanted = "auto" if dtype == "auto" else _dtype(dtype)
+    if dtype != "auto" and dtype not in DTYPES:
+        raise InvalidArgument(f"{dtype!r} is not a dtype; use auto or one of {', '.join(DTYPES)}", field="--dtype")
     with reading(model_id):
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             model_id,
             config=copy.deepcopy(config),
             revision=revision,
-            dtype=wanted,
+            dtype=DTYPES.get(dtype, dtype),
             trust_remote_code=False,
             attn_implementation=PROBING,
         )
@@ -275,12 +276,6 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
-def _dtype(name: str) -> torch.dtype:
-    if name not in DTYPES:
-        raise InvalidArgument(f"{name!r} is not a dtype; use auto or one of {', '.join(DTYPES)}", field="--dtype")
-    return DTYPES[name]
-
-
 def _context_tokens(config: PreTrainedConfig, wanted: int | None) -> int:
     """The model's own limit, or a smaller one that was asked for."""
     own = getattr(config.get_text_config(), "max_position_embeddings", None)
@@ -292,13 +287,11 @@ def _context_tokens(config: PreTrainedConfig, wanted: int | None) -> int:
 
 
 def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    generation = getattr(model, "generation_config", None)
-    found = getattr(generation, "eos_token_id", None)
-    if found is None:
-        found = getattr(model.config.get_text_config(), "eos_token_id", None)
-    if found is None:
-        return ()
-    return (found,) if isinstance(found, int) else tuple(found)
+    for config in (getattr(model, "generation_config", None), model.config.get_text_config()):
+        found = getattr(config, "eos_token_id", None)
+        if found is not None:
+            return (found,) if isinstance(found, int) else tuple(found)
+    return ()
 
 
 # Positions of one request would change the rotation of its neighbours in the same step.

@@ -24,7 +24,6 @@ log = logging.getLogger(__name__)
 MODEL_HEADS = "model-heads"
 _SMALL_FILES = ("config.json", "model.safetensors.index.json", "medusa_lm_head.safetensors")
 _INDEX = "model.safetensors.index.json"
-_PREFIX = "medusa_head"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +60,8 @@ def served_model(model: str, revision: str | None) -> Generator[ServedModel]:
             )
         else:
             log.info("%s holds Medusa heads of %s", model, found.base_model)
-            yield ServedModel(_relative_to(folder, found.base_model), None, folder)
+            beside = folder / found.base_model  # a path in config.json is relative to the folder of the heads
+            yield ServedModel(str(beside) if beside.is_dir() else found.base_model, None, folder)
 
 
 def _describe(folder: Path) -> MedusaModel:
@@ -71,12 +71,6 @@ def _describe(folder: Path) -> MedusaModel:
     except LoraplexError as error:
         log.debug("no look at %s: %s", folder, error)
         return MedusaModel("none")
-
-
-def _relative_to(folder: Path, base: str) -> str:
-    """A path in config.json is relative to the folder of the heads."""
-    beside = folder / base
-    return str(beside) if beside.is_dir() else base
 
 
 def _small_files(model: str, revision: str | None, folder: Path) -> Path | None:
@@ -100,4 +94,4 @@ def _shards_with_heads(folder: Path) -> tuple[str, ...]:
     if not index.exists():
         return ("model.safetensors", *_SMALL_FILES)
     weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    return tuple({file for name, file in weight_map.items() if name.startswith(_PREFIX)})
+    return tuple({file for name, file in weight_map.items() if name.startswith("medusa_head")})

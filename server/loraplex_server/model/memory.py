@@ -1,8 +1,8 @@
 """Memory budgets: free memory, step memory and KV cache.
 
-Memory that the KV cache takes cannot be had back when a long prompt comes, so steps are bounded by their shapes: the
-tensors that live at the same time in a decoder layer, in the gathered contexts of one attention layer and behind the
-head. What a model really needs depends on kernels, so callers leave some slack.
+The KV cache gives no memory back when a long prompt comes, so steps are bounded by their shapes: the tensors that live
+at the same time in a decoder layer, in the gathered contexts of one attention layer and behind the head. A model's real
+need depends on kernels, so callers leave some slack.
 """
 
 from __future__ import annotations
@@ -39,11 +39,8 @@ OWN_CGROUPS: Final = Path("/proc/self/cgroup")
 def step_bytes(loaded: LoadedModel, num_tokens: int, max_rows: int) -> int:
     """Bytes of a step: `num_tokens` tokens that may all want logits, and up to `max_rows` sequences that draw."""
     spec, itemsize = loaded.spec, loaded.dtype.itemsize
-    wide = [
-        module.out_features
-        for module in loaded.targets.values()
-        if isinstance(module, AdaptedLinear) and not isinstance(module, AdaptedHead)
-    ]
+    linears = [one for one in loaded.targets.values() if isinstance(one, AdaptedLinear)]
+    wide = [linear.out_features for linear in linears if not isinstance(linear, AdaptedHead)]
     # Every token goes through so many experts at once.
     num_experts: int = getattr(loaded.model.config.get_text_config(), "num_experts_per_tok", None) or 1
     num_elements = NUM_HIDDEN * spec.hidden_size + NUM_WIDE * num_experts * max(wide, default=spec.hidden_size)

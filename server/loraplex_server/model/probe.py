@@ -5,10 +5,9 @@ that every token is computed by itself; every linear and embedding shows the row
 nothing but attention carries information between tokens: a step's one row holds the tokens of many requests. There is
 no code for single models; models of another shape are refused.
 
-Positions far out come last: attention temperatures, scaled rotations and windows have no effect before some position.
-They are looked for at the context's end and at the numbers of tokens that the configuration names. The same few tokens
-run twice: in a step beside tokens of other texts, and alone behind an empty past of that length, as `generate()` would
-compute them behind a long text.
+Attention temperatures, scaled rotations and windows have no effect before some position, so the last runs are at the
+context's end and at the numbers of tokens that the configuration names: the same few tokens in a step beside tokens of
+other texts, and alone behind an empty past of that length, as `generate()` would compute them behind a long text.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -45,7 +45,7 @@ PLACES = (7, 5, 3)
 
 @dataclass(slots=True)
 class Probe:
-    """What was seen."""
+    """Facts about a model that its runs have shown."""
 
     attention: list[tuple[nn.Module, AttentionSpec]] = field(default_factory=list[tuple[nn.Module, AttentionSpec]])
     # Rows that each linear and embedding was given, by path; several entries where it was called several times.
@@ -77,8 +77,8 @@ def _probe(model: PreTrainedModel, max_context_tokens: int) -> Probe:
     ids, positions = plain_inputs(model)
 
     probe = Probe()
-    with _rows_recorded(model, probe.rows), _runs_recorded(model, probe.runs):
-        first = trial_run(model, Recording(text), ids, positions, KEPT)
+    with inputs_recorded(model, probe.rows, probe.runs):
+        first = trial_run(model, ids, positions, KEPT)
     if not bool(first.logits.isfinite().all()):
         raise Refusal("a trial run gave NaN or Inf: its weights are damaged, or its dtype is too narrow (see --dtype)")
     probe.attention, probe.num_logits = first.attention, first.logits.shape[-1]
@@ -91,7 +91,7 @@ def _probe(model: PreTrainedModel, max_context_tokens: int) -> Probe:
 
     others = vocab_size(model) - 1 - ids  # other tokens everywhere, except at the compared place
     others[0, KEPT[0]] = ids[0, KEPT[0]]
-    if not first.is_same_as(trial_run(model, Recording(text), others, positions, KEPT), KEPT[0]):
+    if not first.is_same_as(trial_run(model, others, positions, KEPT), KEPT[0]):
         raise Refusal(
             "layers other than attention mix neighbouring tokens, so requests in one step would change each other's "
             "text"
@@ -111,47 +111,34 @@ def run_again(model: PreTrainedModel, probe: Probe) -> list[Tensor]:
 
 
 @contextmanager
-def _rows_recorded(model: nn.Module, rows: dict[str, list[int]]) -> Generator[None]:
-    """Records the number of rows that every leaf with a weight is given."""
-    handles: list[Any] = []
-
-    def watch(path: str) -> Any:
-        def hook(_module: nn.Module, args: tuple[Any, ...]) -> None:
-            x = args[0] if args and isinstance(args[0], Tensor) else None
-            is_ids = x is not None and not x.is_floating_point()
-            num_rows = -1 if x is None else x.numel() if is_ids else x.numel() // max(1, x.shape[-1])
-            rows.setdefault(path, []).append(num_rows)
-
-        return hook
-
-    try:
-        for path, module in model.named_modules():
-            if not any(True for _ in module.children()) and any(True for _ in module.parameters(recurse=False)):
-                handles.append(module.register_forward_pre_hook(watch(path)))
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextmanager
-def _runs_recorded(model: nn.Module, runs: list[list[str]]) -> Generator[None]:
-    """Records which linears are called one after the other with one input."""
+def inputs_recorded(model: nn.Module, rows: dict[str, list[int]], runs: list[list[str]]) -> Generator[None]:
+    """Records what modules are given, see `Probe`: the number of rows of every leaf with a weight, and which linears
+    are called one after the other with one input."""
     last: tuple[Tensor, Tensor] | None = None  # the input, and what it was
 
+    def see(path: str, module: nn.Module, x: Tensor | None) -> None:
+        nonlocal last
+        is_ids = x is not None and not x.is_floating_point()
+        rows.setdefault(path, []).append(-1 if x is None else x.numel() if is_ids else x.numel() // max(1, x.shape[-1]))
+        if not isinstance(module, nn.Linear):
+            return
+        if x is not None and last is not None and last[0] is x and torch.equal(last[1], x):
+            runs[-1].append(path)
+            return
+        last = (x, x.clone()) if x is not None else None
+        runs.append([path])
+
     def watch(path: str) -> Any:
-        def hook(_module: nn.Module, args: tuple[Any, ...]) -> None:
-            nonlocal last
-            x = args[0] if args and isinstance(args[0], Tensor) else None
-            if x is not None and last is not None and last[0] is x and torch.equal(last[1], x):
-                runs[-1].append(path)
-                return
-            last = (x, x.clone()) if x is not None else None
-            runs.append([path])
+        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+            see(path, module, args[0] if args and isinstance(args[0], Tensor) else None)
 
         return hook
 
-    handles = [m.register_forward_pre_hook(watch(p)) for p, m in model.named_modules() if isinstance(m, nn.Linear)]
+    handles = [
+        module.register_forward_pre_hook(watch(path))
+        for path, module in model.named_modules()
+        if not any(True for _ in module.children()) and any(True for _ in module.parameters(recurse=False))
+    ]
     try:
         yield
     finally:
@@ -166,26 +153,11 @@ class Refusal(Exception):
     """Raised inside a forward; becomes UnsupportedModel with the model's name."""
 
 
-class Recorder:
-    """Stands for attention during the probe: records its call and passes each token's own value on."""
-
-    def __init__(self, module: nn.Module, owner: Recording) -> None:
-        self.module = module
-        self.owner = owner
-
-    def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, options: dict[str, Any]
-    ) -> Tensor:
-        self.owner.saw(self.module, query, key, value, attention_mask, options)
-        groups = query.shape[1] // value.shape[1]
-        return value.repeat_interleave(groups, dim=1).transpose(1, 2).contiguous()
-
-
 class Recording:
     """What one run has shown. `has_plain_positions` is False where positions jump: Transformers takes that for packed
     sequences and makes masks of another kind."""
 
-    def __init__(self, text_config: Any, has_plain_positions: bool = True) -> None:
+    def __init__(self, text_config: Any, has_plain_positions: bool) -> None:
         self.layer_types: list[str | None] = list(getattr(text_config, "layer_types", None) or ())
         self.config_window: int | None = getattr(text_config, "sliding_window", None)
         self.has_plain_positions = has_plain_positions
@@ -194,15 +166,10 @@ class Recording:
         self.logits = torch.empty(0)  # [len(kept), num_logits]
         self.kept: tuple[int, ...] = ()  # tokens whose logits these are
 
-    def saw(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        options: dict[str, Any],
-    ) -> None:
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
+    ) -> Tensor:
+        """Stands for attention: records the call, and passes each token's own value on."""
         if any(known is module for known, _ in self.attention):
             raise Refusal("an attention layer runs several times per token")
         if query.shape[0] != 1 or query.shape[2] != NUM_TOKENS or key.shape[2] != NUM_TOKENS:
@@ -229,6 +196,8 @@ class Recording:
         )
         self.attention.append((module, spec))
         self.states += [query[0].clone(), key[0].clone()]
+        groups = query.shape[1] // value.shape[1]
+        return value.repeat_interleave(groups, dim=1).transpose(1, 2).contiguous()
 
     @property
     def specs(self) -> list[AttentionSpec]:
@@ -258,16 +227,18 @@ class Recording:
 
 def trial_run(
     model: PreTrainedModel,
-    recording: Recording,
     ids: Tensor,
     positions: Tensor,
     kept: Sequence[int],
+    *,
     past: Cache | None = None,
+    has_plain_positions: bool = True,
 ) -> Recording:
-    """Fills `recording`; `kept`: tokens whose logits are asked for. Raises Refusal, for whatever the model raises."""
+    """`kept`: tokens whose logits are asked for. Raises Refusal, for whatever the model raises."""
+    recording = Recording(model.config.get_text_config(), has_plain_positions)
     modules = list(model.modules())
     for module in modules:
-        setattr(module, HANDLE, Recorder(module, recording))
+        setattr(module, HANDLE, partial(recording.attend, module))
     options: dict[str, Any] = {"use_cache": False} if past is None else {"use_cache": True, "past_key_values": past}
     try:
         with torch.inference_mode():
@@ -376,19 +347,18 @@ def _check(model: PreTrainedModel, plain: Recording, place: int, rows: Sequence[
 def packed_run(model: PreTrainedModel, positions: Sequence[int]) -> Recording:
     """A trial run of tokens at these positions, as a step has them."""
     ids, plain = plain_inputs(model)
-    recording = Recording(model.config.get_text_config(), has_plain_positions=False)
-    return trial_run(model, recording, ids, torch.tensor([positions], device=plain.device), range(NUM_TOKENS))
+    far = torch.tensor([positions], device=plain.device)
+    return trial_run(model, ids, far, range(NUM_TOKENS), has_plain_positions=False)
 
 
 def _run_alone(model: PreTrainedModel, start: int) -> Recording:
     """A trial run of the same tokens as one text, `start` tokens after its beginning."""
     ids, positions = plain_inputs(model)
-    text = model.config.get_text_config()
     try:
-        return trial_run(model, Recording(text), ids, positions + start, range(NUM_TOKENS), EmptyPast(start))
+        return trial_run(model, ids, positions + start, range(NUM_TOKENS), past=EmptyPast(start))
     except Refusal as refusal:
         log.debug("without a cache: %s", refusal)
-    return trial_run(model, Recording(text, has_plain_positions=False), ids, positions + start, range(NUM_TOKENS))
+    return trial_run(model, ids, positions + start, range(NUM_TOKENS), has_plain_positions=False)
 
 
 class EmptyPast(Cache):

@@ -139,11 +139,6 @@ class DraftTarget:
     spec: ModelSpec
     tokenizer: TextTokenizer
 
-    @property
-    def num_ids(self) -> int:
-        """Token ids that may both come out and go in."""
-        return min(self.spec.vocab_size, self.spec.num_logits)
-
 
 def load_draft(
     config: DraftModelConfig,
@@ -172,18 +167,19 @@ def load_draft(
     except UnsupportedModel as error:
         raise UnsupportedModel(f"draft model {config.name}: {error.message}", field="--draft-model") from error
     tokenizer = _tokenizer(config)
+    num_ids = min(target.spec.vocab_size, target.spec.num_logits)  # token ids that may both come out and go in
     shares_ids = _shares_ids(config.name, loaded.spec, tokenizer, target)
     if shares_ids:
         longest = target.spec.max_context_tokens
         memory = replace(memory, max_len=longest if memory.max_len is None else min(memory.max_len, longest))
     drafter = Drafter(loaded, memory, model_digest=f"{config.model} {config.adapter or ''}")
     if shares_ids:
-        return DraftModelProposer(drafter, num_target_ids=target.num_ids, eos_token_ids=target.spec.eos_token_ids)
+        return DraftModelProposer(drafter, num_target_ids=num_ids, eos_token_ids=target.spec.eos_token_ids)
     return UniversalProposer(
         drafter,
         target_tokenizer=target.tokenizer,
         draft_tokenizer=tokenizer,
-        num_target_ids=target.num_ids,
+        num_target_ids=num_ids,
         eos_token_ids=target.spec.eos_token_ids,
     )
 

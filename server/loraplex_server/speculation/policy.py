@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from loraplex_contracts.adapters import AdapterKey
@@ -257,7 +258,7 @@ def choose_lengths(
             if survival >= _LEAST
         ]
         # Stable: where survival does not fall, what comes first in a draft stays first.
-        positions.sort(key=_survival, reverse=True)
+        positions.sort(key=itemgetter(0), reverse=True)
         times_s = step_costs.span(num_rows + num_taken, len(positions))
         unit_s, (num_rounds, num_fixed) = unit_costs.get(name, 0.0), fixed[name]
         others_s = drafts_s - unit_s * call_units(name, num_rounds, num_fixed)
@@ -282,10 +283,6 @@ def choose_lengths(
         _, _, idx = min(tails)
         lengths[idx] -= 1
     return lengths
-
-
-def _survival(position: tuple[float, int, int]) -> float:
-    return position[0]
 
 
 @dataclass(slots=True)
@@ -379,11 +376,8 @@ class Policy:
     ) -> list[tuple[Option, int]]:
         """Which proposer to ask for which of these, and for how many tokens. `silent`: by sequence, proposers that had
         nothing to say in this step. `num_drafted`: tokens that others have been drafted."""
-        options = [
-            option
-            for candidate, sequence in waiting
-            if (option := self._best(candidate, sequence, silent.get(candidate.sequence_id, ())))
-        ]
+        found = [self._best(one, sequence, silent.get(one.sequence_id, ())) for one, sequence in waiting]
+        options = [option for option in found if option is not None]
         if not options:
             return []
         num_rows = len(self._choices)
@@ -505,7 +499,7 @@ class Policy:
         return best
 
     def _option(self, candidate: Candidate, sequence: DraftedSequence, name: str) -> Option | None:
-        """None where it has nothing to curve in this step."""
+        """None where it has no draft to offer in this step."""
         choice = sequence.choice
         params, medusa_key = choice.params, choice.medusa_key
         num_tokens = min(params.max_draft_tokens, candidate.num_room)
@@ -566,8 +560,7 @@ class Policy:
     def _cost(self, name: str) -> float:
         """Seconds of a unit, the same all through a step."""
         if name not in self._costs:
-            known = self._unit_costs.get(name)
-            self._costs[name] = known.seconds(self._clock()) if known is not None else 0.0
+            self._costs[name] = self._unit_costs[name].seconds(self._clock()) if name in self._unit_costs else 0.0
         return self._costs[name]
 
     def _call_s(self, name: str, num_rounds: int, num_tokens: int) -> float:
@@ -580,13 +573,11 @@ class Policy:
 
     def _max_pause(self, name: str) -> int:
         """In steps. All that may use the proposer probe together when nothing is accepted."""
-        pause = self._pauses.get(name)
-        if pause is None:
+        if name not in self._pauses:
             num_users = sum(choice is not None and name in choice.proposers for choice in self._choices)
             call_s = self._call_s(name, 1, num_users)
-            pause = longest_pause(len(self._choices), num_users, self._step_costs, call_s)
-            self._pauses[name] = pause
-        return pause
+            self._pauses[name] = longest_pause(len(self._choices), num_users, self._step_costs, call_s)
+        return self._pauses[name]
 
     def _note_pace(self, sequence: DraftedSequence, num_tokens: int) -> None:
         """The sequence has come to `num_tokens` tokens with the last step."""

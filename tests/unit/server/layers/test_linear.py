@@ -27,6 +27,7 @@ from loraplex_server.layers.linear import (
 from loraplex_server.layers.lora import FactorTable, PreparedSegments, Segment
 from loraplex_server.model import loader
 from loraplex_server.model.loader import adopt_model
+from loraplex_server.model.probe import inputs_recorded
 
 OPS = ReferenceOps()
 
@@ -368,8 +369,6 @@ def test_inputs_that_are_changed_on_the_way_are_not_one() -> None:
 
     runs: list[list[str]] = []
     module = Changing().requires_grad_(False)
-    from loraplex_server.model.probe import _runs_recorded
-
-    with _runs_recorded(module, runs):
+    with inputs_recorded(module, {}, runs):
         module(torch.randn(3, 4))
     assert runs == [["one"], ["two"]]
