@@ -46,7 +46,7 @@ class BatchMirror:
         self._rows: list[Row | None] = [None] * max_rows
 
     def release(self, row: int) -> None:
-        """The sequence has left. Harmless to repeat."""
+        """Harmless to repeat."""
         self._rows[row] = None
 
     def enter(self, sequence: NewSequence) -> None:

@@ -1,6 +1,6 @@
-"""Loading of base models through Transformers, and preparation for steps.
+"""Loading of base models through Transformers, refusal of unsupported ones, and preparation for steps.
 
-Owns nothing after loading. Knows no sequences and no adapters.
+What a configuration tells is refused before any weight is read; the probe checks the rest by running the model.
 """
 
 from __future__ import annotations
@@ -55,6 +55,11 @@ DTYPES: Mapping[str, torch.dtype] = {
 }
 EXPERT = re.compile(r"\.experts?\.\d+\.")
 FALLBACK_CONTEXT_TOKENS = 4096  # of a model whose configuration names no limit
+# Positions of one request would change the rotation of its neighbours in the same step.
+STATEFUL_ROPE = {"dynamic", "longrope", "su", "yarn_dynamic"}
+ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
+# Their attention does not go through Transformers' attention interface.
+OWN_ATTENTION = {"falcon": "ALiBi or its own attention", "bloom": "ALiBi", "mpt": "ALiBi"}
 
 
 def load_model(
@@ -294,11 +299,7 @@ def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
     return ()
 
 
-# Positions of one request would change the rotation of its neighbours in the same step.
-STATEFUL_ROPE = {"dynamic", "longrope", "su", "yarn_dynamic"}
-ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
-# Their attention does not go through Transformers' attention interface.
-OWN_ATTENTION = {"falcon": "ALiBi or its own attention", "bloom": "ALiBi", "mpt": "ALiBi"}
+# --- refusals ---------------------------------------------------------------------------------------------------------
 
 
 def refuse_config(config: PreTrainedConfig, model_id: str) -> None:

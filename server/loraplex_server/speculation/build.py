@@ -1,4 +1,4 @@
-"""Speculator assembly: proposers from the configuration, default heads, step times."""
+"""Speculator assembly: proposers and default heads, as the configuration names them."""
 
 from __future__ import annotations
 
@@ -43,6 +43,9 @@ log = logging.getLogger(__name__)
 POLL_S = 0.005
 # Steps of a draft model with another tokenizer for one token of the target: its tokens may be longer.
 MIN_ROUNDS = 0.5
+# The share of token ids that may differ between two vocabularies that count as the same: added tokens differ within
+# one family of models. A token that differs is a draft that is not accepted.
+_MAX_DIFFERENCE = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,7 @@ def build_speculator(
     speculation = config.speculation
     proposers: dict[str, Proposer] = {MEDUSA: MedusaProposer(target.runner, target.cache, target.heads)}
     drafts, least_costs = _draft_models(config, target, progress) if speculation.drafts else ({}, {})
-    proposers |= {draft_key(name): proposer for name, proposer in drafts.items()}
+    proposers |= drafts
     heads_id = AdapterId(speculation.default_medusa or (MODEL_HEADS if target.served.heads is not None else ""))
     default_heads = None
     if heads_id:
@@ -73,8 +76,8 @@ def build_speculator(
         speculation,
         proposers,
         step_costs,
-        draft_names=tuple(drafts),
-        least_costs={draft_key(name): least for name, least in least_costs.items()},
+        draft_names=tuple(draft.name for draft in speculation.drafts),
+        least_costs=least_costs,
         default_heads=default_heads,
         drafts_by_default=target.served.heads is not None,
         num_token_ids=min(target.loaded.spec.vocab_size, target.loaded.spec.num_logits),
@@ -85,7 +88,7 @@ def build_speculator(
 def _draft_models(
     config: EngineConfig, target: Target, progress: Callable[[str], None]
 ) -> tuple[dict[str, Proposer], dict[str, LeastCost]]:
-    """By name, and what each costs at least. They run where the target does, in a dtype of their own."""
+    """By the speculator's names, and their least costs. They run where the target does, in a dtype of their own."""
     loaded = target.loaded
     tokenizer = TextTokenizer.from_pretrained(target.served.base, revision=target.served.revision)
     draft_target = DraftTarget(loaded.spec, tokenizer)
@@ -99,8 +102,8 @@ def _draft_models(
             shapes = loaded.backend.graph_shapes(config.batch.max_running, max_drafted=0)
             proposer.drafter.runner.capture(shapes, progress)
         num_rounds = MIN_ROUNDS if proposer.name == UNIVERSAL else 1.0
-        least_costs[draft.name] = LeastCost.of(proposer.drafter.measure(), num_rounds)
-        proposers[draft.name] = proposer
+        key = draft_key(draft.name)
+        proposers[key], least_costs[key] = proposer, LeastCost.of(proposer.drafter.measure(), num_rounds)
     return proposers, least_costs
 
 
@@ -125,11 +128,6 @@ def bring_up_heads(cache: AdapterManager, adapter_id: AdapterId) -> AdapterKey:
             field="--default-medusa",
         )
     return key
-
-
-# The share of token ids that may differ between two vocabularies that count as the same: added tokens differ within
-# one family of models. A token that differs is a draft that is not accepted.
-_MAX_DIFFERENCE = 0.01
 
 
 @dataclass(frozen=True, slots=True)

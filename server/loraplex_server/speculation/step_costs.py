@@ -90,17 +90,9 @@ def measure_runner(runner: ModelRunner, *, max_rows: int, num_blocks: int, block
     max_len = min(block_size, runner.mirror.max_len)
     # Kernels compute rows in blocks, and the row behind a full batch may well be the first of another one.
     sizes = [size for size in {*DEFAULT_SIZES, max_rows, max_rows + 1} if size <= num_sequences * max_len]
-    runner.clear_blocks(range(num_sequences))
-    run = _timer(runner, num_sequences, max_len)
-    costs = measure_step_costs(run, sizes=sizes, num_repeats=NUM_REPEATS, limit_s=LIMIT_S)
-    runner.execute(StepPlan(0, (), released=tuple(range(num_sequences))))
-    return costs
-
-
-def _timer(runner: ModelRunner, num_sequences: int, max_len: int) -> Callable[[int], float]:
-    """Runs a step of so many rows, on as many sequences as there may be."""
 
     def run(num_rows: int) -> float:
+        """A step of so many rows, on as many sequences as there may be."""
         num_entered = min(num_rows, num_sequences)
         spans: list[Span] = []
         entered: list[NewSequence] = []
@@ -117,7 +109,10 @@ def _timer(runner: ModelRunner, num_sequences: int, max_len: int) -> Callable[[i
         runner.execute(plan).result()
         return time.perf_counter() - start_s
 
-    return run
+    runner.clear_blocks(range(num_sequences))
+    costs = measure_step_costs(run, sizes=sizes, num_repeats=NUM_REPEATS, limit_s=LIMIT_S)
+    runner.execute(StepPlan(0, (), released=tuple(range(num_sequences))))
+    return costs
 
 
 def _rising(times_s: Sequence[float]) -> tuple[float, ...]:
