@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from loraplex_adapters.cache.storage import Imported, Storage, import_adapter
+from loraplex_adapters.cache.storage import HostCopy, Storage, import_adapter
 from loraplex_adapters.io.source_files import AdapterSource
 from loraplex_adapters.store import AdapterStore
 from loraplex_adapters.weights import AdapterWeights, BaseTargets
@@ -140,7 +140,7 @@ def base_tensors(seed: int = 7) -> dict[str, Tensor]:
     }
 
 
-def load(source: AdapterSource, name: str, targets: BaseTargets, store_dir: Path) -> tuple[Imported, AdapterWeights]:
+def load(source: AdapterSource, name: str, targets: BaseTargets, store_dir: Path) -> tuple[HostCopy, AdapterWeights]:
     """By way of the store and the tiers, as the cache does it."""
     store = AdapterStore(store_dir, 1 << 24, durable=False)
     try:

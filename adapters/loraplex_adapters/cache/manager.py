@@ -26,7 +26,7 @@ from loraplex_adapters.cache.listing import key_row
 from loraplex_adapters.cache.names import AdapterTable, fresh
 from loraplex_adapters.cache.residency import AdapterCacheConfig
 from loraplex_adapters.cache.states import DropDevice, DropHost, Fetch, FetchName, KeyState, Move, Promote, Stage
-from loraplex_adapters.cache.storage import HostCopy, Imported, Storage, import_adapter
+from loraplex_adapters.cache.storage import HostCopy, Storage, import_adapter
 from loraplex_adapters.io.source_files import AdapterSource
 from loraplex_adapters.io.throttle import Throttle, throttled
 from loraplex_adapters.store import AdapterStore
@@ -283,11 +283,12 @@ class AdapterManager:
         else:
             self._finish(lambda now: self._take_fetched(fetch, found, started_s, now))
 
-    def _take_fetched(self, fetch: Fetch, found: Imported, started_s: float, now: float) -> None:
+    def _take_fetched(self, fetch: Fetch, found: HostCopy, started_s: float, now: float) -> None:
         self._count(started_s, 0)
         if isinstance(fetch, FetchName):
+            layout = found.layout
             self._table.name_fetched(
-                fetch.name, fetch.ticket, found.key, found.num_bytes, found.rank, now, found.num_heads
+                fetch.name, fetch.ticket, found.key, layout.num_bytes, layout.max_rank, now, layout.num_heads
             )
         else:
             self._table.residency.refetched(fetch.key, found.key, now)

@@ -39,6 +39,8 @@ from loraplex_adapters.store import REMEMBERED_HEADERS, AdapterStore, header_con
 from loraplex_adapters.weights import AdapterLayout, AdapterWeights, BaseTargets, weights_at
 from loraplex_contracts.adapters import AdapterKey
 
+log = logging.getLogger(__name__)
+
 COPY_PIECE_BYTES = 256 << 10  # between two checkpoints: tens of microseconds
 # Of page-locked memory. The smallest is what an adapter may take beyond its size.
 MAX_PAGE_LOCKED_BYTES, MIN_PAGE_LOCKED_BYTES = 4 << 20, 64 << 10
@@ -80,12 +82,12 @@ class SpareMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class ImportedAdapter:
-    """An adapter in host memory, as the store has it."""
+class HostCopy:
+    """One adapter of the store. `pieces` are its bytes where it is in memory of the host too."""
 
     key: AdapterKey
     layout: AdapterLayout
-    payload: Tensor  # uint8 [layout.num_bytes]
+    pieces: tuple[Tensor, ...] = ()  # uint8, the payload one after the other; the last one may have room left
 
 
 class RecentImports:
@@ -95,7 +97,7 @@ class RecentImports:
     def __init__(self, memory: SpareMemory) -> None:
         self._memory = memory
         self._lock = threading.Lock()
-        self._imported: OrderedDict[AdapterKey, ImportedAdapter] = OrderedDict()  # the oldest first
+        self._imported: OrderedDict[AdapterKey, HostCopy] = OrderedDict()  # the oldest first
 
     def allocate(self, num_bytes: int) -> Tensor | None:
         """Memory for the next one, in place of as many of the oldest as it takes. None for one that is too large, and
@@ -111,17 +113,17 @@ class RecentImports:
         except OSError:
             return None
 
-    def keep(self, imported: ImportedAdapter) -> None:
+    def keep(self, imported: HostCopy) -> None:
         with self._lock:
             self._imported[imported.key] = imported
             self._imported.move_to_end(imported.key)
 
-    def find(self, key: AdapterKey) -> ImportedAdapter | None:
+    def find(self, key: AdapterKey) -> HostCopy | None:
         """Leaves it here."""
         with self._lock:
             return self._imported.get(key)
 
-    def take(self, key: AdapterKey) -> ImportedAdapter | None:
+    def take(self, key: AdapterKey) -> HostCopy | None:
         """Gives it to the caller."""
         with self._lock:
             return self._imported.pop(key, None)
@@ -130,15 +132,6 @@ class RecentImports:
         """Frees all of them."""
         with self._lock:
             self._imported.clear()
-
-
-@dataclass(frozen=True, slots=True)
-class HostCopy:
-    """One adapter on the host. Where the device reads host memory it holds no bytes of its own."""
-
-    key: AdapterKey
-    layout: AdapterLayout
-    pieces: tuple[Tensor, ...] = ()  # uint8, the payload one after the other; the last one may have room left
 
 
 class CudaMemory:
@@ -187,7 +180,7 @@ class Storage:
         """To the host. None when the store has dropped the adapter."""
         imported = self.recent.find(key) if self._memory is None else self.recent.take(key)
         if imported is not None:
-            layout, payload = imported.layout, imported.payload.numpy()
+            layout, payload = imported.layout, imported.pieces[0].numpy()
         else:
             stored = self._store.open(key)
             if stored is None:
@@ -205,7 +198,7 @@ class Storage:
         if self._memory is not None:
             storage = self._memory.fetch(host.pieces, num_bytes)
         elif (imported := self.recent.take(host.key)) is not None:
-            storage = imported.payload
+            storage = imported.pieces[0]
         else:
             stored = self._store.open(host.key)
             if stored is None:
@@ -251,26 +244,13 @@ def _copy(targets: Sequence[NDArray[np.uint8]], source: NDArray[np.uint8], num_b
         begin += target.size
 
 
-log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Imported:
-    """An adapter whose verified bytes are in the store."""
-
-    key: AdapterKey
-    num_bytes: int
-    rank: int
-    num_heads: int = 0
-
-
 def import_adapter(
     adapter_id: str,
     source: AdapterSource,
     targets: BaseTargets,
     store: AdapterStore,
     recent: RecentImports | None = None,
-) -> Imported:
+) -> HostCopy:
     """Reads the source, checks everything, stores. With `recent` the adapter stays in memory for its first move. Raises
     a typed error, and then nothing is left behind."""
     reader = PieceReader()
@@ -297,8 +277,8 @@ def import_adapter(
         memory = None if payload is None else bytes_of(payload)
         key = store.put(layout.kind, layout.to_json(), layout.num_bytes, fill, memory)
         if recent is not None and payload is not None:
-            recent.keep(ImportedAdapter(key, layout, payload))
-    return Imported(key, layout.num_bytes, layout.max_rank, layout.num_heads)
+            recent.keep(HostCopy(key, layout, (payload,)))
+    return HostCopy(key, layout)
 
 
 def check_adapter(adapter_id: str, source: AdapterSource, targets: BaseTargets) -> AdapterPlan:

@@ -58,9 +58,9 @@ def verify_adapter(
         "valid": True,
         "kind": imported.key.kind,
         "digest": imported.key.digest,
-        "rank": imported.rank,
+        "rank": imported.layout.max_rank,
         "modules": len(plan.modules),
-        "num_bytes": imported.num_bytes,
+        "num_bytes": imported.layout.num_bytes,
         "dtype": targets.dtype,
         "warnings": warnings,
     }

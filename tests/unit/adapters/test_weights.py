@@ -176,4 +176,4 @@ def test_a_store_gives_heads_out_again_after_a_restart(tmp_path: Path) -> None:
     again, weights = load(source, "x", targets, tmp_path / "store")  # another store object over the same files
     assert again == first
     assert len(weights.heads) == 2
-    assert weights.num_bytes == first.num_bytes >= (2 * (HIDDEN + 1) + 2 * 3) * HIDDEN * 4
+    assert weights.num_bytes == first.layout.num_bytes >= (2 * (HIDDEN + 1) + 2 * 3) * HIDDEN * 4

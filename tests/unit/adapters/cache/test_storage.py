@@ -18,7 +18,7 @@ from support.adapter_files import DOWN_PROJ, PREFIX, Q_PROJ, base_targets, lora_
 
 from loraplex_adapters.cache import storage as storage_module
 from loraplex_adapters.cache.storage import (
-    ImportedAdapter,
+    HostCopy,
     RecentImports,
     SpareMemory,
     Storage,
@@ -268,11 +268,11 @@ def test_a_spare_block_is_only_for_its_size(monkeypatch: pytest.MonkeyPatch) -> 
 NUM_BYTES = place_adapter("float32", [FactorShape("q", 4, 8, 8, 1.0)]).num_bytes
 
 
-def imported(recent: RecentImports, digit: str) -> ImportedAdapter:
+def imported(recent: RecentImports, digit: str) -> HostCopy:
     layout = place_adapter("float32", [FactorShape("q", 4, 8, 8, 1.0)])
     payload = recent.allocate(NUM_BYTES)
     assert payload is not None
-    found = ImportedAdapter(AdapterKey("lora", digit * 64), layout, payload)
+    found = HostCopy(AdapterKey("lora", digit * 64), layout, (payload,))
     recent.keep(found)
     return found
 
@@ -295,16 +295,16 @@ def test_the_next_one_takes_the_memory_of_the_oldest(monkeypatch: pytest.MonkeyP
     keys = [imported(recent, "a").key]
     oldest = recent.find(keys[0])
     assert oldest is not None
-    address = oldest.payload.data_ptr()
+    address = oldest.pieces[0].data_ptr()
     del oldest
     keys.append(imported(recent, "b").key)
     third = imported(recent, "c")
     assert recent.find(keys[0]) is None
     assert recent.find(keys[1]) is not None
-    assert third.payload.data_ptr() == address
+    assert third.pieces[0].data_ptr() == address
     assert recent.take(third.key) is third
     for digit in "def":
-        assert imported(recent, digit).payload.data_ptr() != address
+        assert imported(recent, digit).pieces[0].data_ptr() != address
 
 
 def test_no_memory_for_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:

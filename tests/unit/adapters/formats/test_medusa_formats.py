@@ -38,7 +38,7 @@ def test_a_own_projections(prefix: str, num_heads: int, num_layers: int, tmp_pat
     tensors = sequential_tensors(num_heads, num_layers, VOCAB, prefix)
     write_heads(tmp_path / "a", tensors, medusa_config(num_heads, num_layers))
     imported, weights = load(DirectorySource(tmp_path), "a", base_targets(), tmp_path / "store")
-    assert (imported.key.kind, imported.rank, imported.num_heads) == ("medusa", 0, num_heads)
+    assert (imported.key.kind, imported.layout.max_rank, imported.layout.num_heads) == ("medusa", 0, num_heads)
     assert not weights.factors
     assert len(weights.heads) == num_heads
     check_blocks(weights.heads, tensors, prefix)
@@ -55,11 +55,11 @@ def test_b_the_base_models_head(prefix: str, num_heads: int, num_layers: int, tm
     tensors = sequential_tensors(num_heads, num_layers, None, prefix)
     write_heads(tmp_path / "b", tensors, medusa_config(num_heads, num_layers, version="2"))
     imported, weights = load(DirectorySource(tmp_path), "b", base_targets(), tmp_path / "store")
-    assert (imported.key.kind, imported.num_heads) == ("medusa", num_heads)
+    assert (imported.key.kind, imported.layout.num_heads) == ("medusa", num_heads)
     assert len(weights.heads) == num_heads
     check_blocks(weights.heads, tensors, prefix)
     assert all(head.projection is None and head.token_ids is None for head in weights.heads)
-    assert imported.num_bytes == num_layers * num_heads * (HIDDEN + 1) * HIDDEN * 4
+    assert imported.layout.num_bytes == num_layers * num_heads * (HIDDEN + 1) * HIDDEN * 4
 
 
 @pytest.mark.parametrize(

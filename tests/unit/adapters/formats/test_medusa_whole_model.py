@@ -257,7 +257,7 @@ def in_a_models_file(folder: Path) -> None:
 def test_a_lora_and_heads(write: Any, tmp_path: Path) -> None:
     write(tmp_path / "e")
     imported, weights = load(DirectorySource(tmp_path), "e", base_targets(), tmp_path / "store")
-    assert (imported.key.kind, imported.rank, imported.num_heads) == ("combined", 4, 4)
+    assert (imported.key.kind, imported.layout.max_rank, imported.layout.num_heads) == ("combined", 4, 4)
     assert weights.max_rank == 4
     check_factors(weights)
     check_heads(weights, 4)

@@ -72,8 +72,8 @@ def load(folder: Path, targets: BaseTargets) -> AdapterWeights:
     host = tiers.stage(imported.key)
     assert host is not None
     weights = tiers.promote(host)
-    assert weights.num_bytes == imported.num_bytes
-    assert weights.max_rank == imported.rank
+    assert weights.num_bytes == imported.layout.num_bytes
+    assert weights.max_rank == imported.layout.max_rank
     store.close()
     return weights
 
