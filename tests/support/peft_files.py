@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from loraplex_adapters.cache.storage import check_adapter
+from loraplex_adapters.formats.adapter import plan_adapter
 from loraplex_adapters.formats.peft import write_lora
 from loraplex_adapters.io.safetensors import PieceReader, PieceWriter
 from loraplex_adapters.sources.directory import DirectorySource
@@ -106,12 +106,12 @@ def save_adapter(model: PreTrainedModel, spec: LoraSpec, folder: Path, seed: int
 def load_lora(root: Path, name: str, targets: BaseTargets) -> AdapterWeights:
     """The server's own reading of an adapter directory, without cache or store."""
     source = DirectorySource(root)
-    plan = check_adapter(name, source, targets)
     data = bytearray()
     with source.open(name) as files:
+        plan = plan_adapter(files, targets)
         assert plan.lora is not None
         out = PieceWriter(lambda piece: data.extend(piece))
-        write_lora(plan.lora, plan.layout, files.open(plan.lora.file), out, PieceReader())
+        write_lora(plan.lora, plan.layout, out, PieceReader(files.opened, targets.dtype))
         out.pad_to(plan.layout.num_bytes)
     storage: Tensor = torch.frombuffer(data, dtype=torch.uint8)
     return weights_at(AdapterKey("lora", f"{abs(hash(name)):064x}"[-64:]), plan.layout, storage)

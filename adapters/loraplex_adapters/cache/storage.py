@@ -253,23 +253,22 @@ def import_adapter(
 ) -> HostCopy:
     """Reads the source, checks everything, stores. With `recent` the adapter stays in memory for its first move. Raises
     a typed error, and then nothing is left behind."""
-    reader = PieceReader()
     with source.open(adapter_id) as files:
         plan = plan_adapter(files, targets)
+        reader = PieceReader(files.opened, targets.dtype)
         for warning in plan.warnings:
             log.warning("adapter %s %s", ascii(adapter_id), warning)
         if plan.heads is not None:
-            plan = plan.with_heads(without_base_head(plan.heads, files.opened, targets, reader))
+            plan = plan.with_heads(without_base_head(plan.heads, targets, reader))
         layout = plan.layout
 
         def fill(write: WriteFn) -> None:
             out = PieceWriter(write)
             if plan.lora is not None:
-                file = files.opened[plan.lora.file]
-                check_base_copies(plan.lora, file, layout.dtype, reader)
-                write_lora(plan.lora, layout, file, out, reader)
+                check_base_copies(plan.lora, reader)
+                write_lora(plan.lora, layout, out, reader)
             if plan.heads is not None:
-                write_heads(plan.heads, layout, files.opened, targets.vocab_size, out, reader)
+                write_heads(plan.heads, layout, targets.vocab_size, out, reader)
             out.pad_to(layout.num_bytes)
             files.check_unchanged()
 

@@ -17,14 +17,13 @@ File names in an index are untrusted: only files that the source itself has list
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from loraplex_adapters.formats.files import (
     CONFIG_NAME,
@@ -350,39 +349,36 @@ def _warnings(config: MedusaConfig, shape: HeadsShape, targets: BaseTargets) -> 
     return warnings
 
 
-Files = Mapping[str, SourceFile]  # the open ones, by name
-
-
-def write_heads(
-    plan: HeadsPlan, layout: AdapterLayout, files: Files, vocab_size: int, out: PieceWriter, reader: PieceReader
-) -> None:
+def write_heads(plan: HeadsPlan, layout: AdapterLayout, vocab_size: int, out: PieceWriter, reader: PieceReader) -> None:
     """Writes the heads behind the factors. Raises NonFinite, AdapterInvalid, or what
     the files raise."""
-    dtype, places = layout.dtype, layout.heads
+    places = layout.heads
     assert places is not None, "heads have their place in the layout"
     for layer in range(plan.shape.num_layers):
         out.pad_to(places.weights[layer])
         for weight in plan.weights[layer]:
-            _copy(weight, files, dtype, out, reader)
+            _copy(weight, out, reader)
         if plan.biases:
             out.pad_to(places.biases[layer])
             for bias in plan.biases[layer]:
-                _copy(bias, files, dtype, out, reader)
+                _copy(bias, out, reader)
     token_ids: NDArray[np.int64] | None = None
     if plan.token_map is not None:
         out.pad_to(places.token_ids)
-        token_ids = _token_ids(plan.token_map, files[plan.token_map.file], vocab_size)
+        token_ids = _token_ids(plan.token_map, reader.files[plan.token_map.file], vocab_size)
         out.write(torch.from_numpy(token_ids))
     out.pad_to(places.projections)
     for projection in plan.projections:
         if token_ids is not None and projection.shape[0] != token_ids.size:
-            for piece in _rows(projection, token_ids, files, dtype, reader):
-                out.write(piece)
+            hidden = projection.shape[1]
+            for token_id in token_ids.tolist():
+                for piece in reader.pieces(projection, token_id * hidden, hidden):
+                    out.write(piece)
         else:
-            _copy(projection, files, dtype, out, reader)
+            _copy(projection, out, reader)
 
 
-def without_base_head(plan: HeadsPlan, files: Files, targets: BaseTargets, reader: PieceReader) -> HeadsPlan:
+def without_base_head(plan: HeadsPlan, targets: BaseTargets, reader: PieceReader) -> HeadsPlan:
     """The plan without its projections when they are copies of the base model's own head, as vLLM's `original_lm_head`
     makes them: then the base model's head does, and all such adapters share it."""
     if plan.token_map is not None or not plan.projections or plan.shape.num_layers == 0:
@@ -393,22 +389,14 @@ def without_base_head(plan: HeadsPlan, files: Files, targets: BaseTargets, reade
         for module in targets.modules.values()
         if module.kind == "linear" and module.weight_sha256 and (module.out_features, module.in_features) == shape
     }
-    if digests and all(reader.sha256(p, files[p.file], targets.dtype) in digests for p in plan.projections):
+    if digests and all(reader.sha256(p) in digests for p in plan.projections):
         return replace(plan, shape=replace(plan.shape, num_projections=0, num_rows=0), projections=())
     return plan
 
 
-def _copy(tensor: TensorInfo, files: Files, dtype: str, out: PieceWriter, reader: PieceReader) -> None:
-    for piece in reader.pieces(tensor, files[tensor.file], dtype):
+def _copy(tensor: TensorInfo, out: PieceWriter, reader: PieceReader) -> None:
+    for piece in reader.pieces(tensor):
         out.write(piece)
-
-
-def _rows(
-    tensor: TensorInfo, token_ids: NDArray[np.int64], files: Files, dtype: str, reader: PieceReader
-) -> Iterator[Tensor]:
-    hidden = tensor.shape[1]
-    for token_id in token_ids.tolist():
-        yield from reader.pieces(tensor, files[tensor.file], dtype, token_id * hidden, hidden)
 
 
 def _token_ids(tensor: TensorInfo, file: SourceFile, vocab_size: int) -> NDArray[np.int64]:

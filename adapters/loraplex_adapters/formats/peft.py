@@ -32,7 +32,7 @@ from loraplex_adapters.io.safetensors import (
     TensorInfo,
     check_float,
 )
-from loraplex_adapters.io.source_files import SourceFile, parse_object
+from loraplex_adapters.io.source_files import parse_object
 from loraplex_adapters.io.throttle import checkpoint
 from loraplex_adapters.weights import AdapterLayout, BaseTargets, FactorShape, TargetModule
 from loraplex_contracts.errors import (
@@ -347,11 +347,6 @@ class LoraPlan:
     base_copies: tuple[tuple[TensorInfo, TargetModule], ...]  # must equal the base model's own weight
     warnings: tuple[str, ...]
 
-    @property
-    def file(self) -> str:
-        """The one that has all the tensors."""
-        return self.modules[0].a.file
-
 
 @dataclass(slots=True)
 class _Found:
@@ -498,24 +493,24 @@ def _warnings(config: PeftLoraConfig, targets: BaseTargets, found: Mapping[str, 
     return warnings
 
 
-def write_lora(plan: LoraPlan, layout: AdapterLayout, file: SourceFile, out: PieceWriter, reader: PieceReader) -> None:
+def write_lora(plan: LoraPlan, layout: AdapterLayout, out: PieceWriter, reader: PieceReader) -> None:
     """Writes the factors from the beginning of the layout on. Raises NonFinite, or what the file raises."""
     for run in _runs(plan, layout):
         out.pad_to(run.target)
         try:
-            for piece in reader.pieces(run.whole, file, layout.dtype):
+            for piece in reader.pieces(run.whole):
                 out.write(piece)
         except NonFinite:
             for tensor in run.tensors:  # which one is it?
-                for _ in reader.pieces(tensor, file, layout.dtype):
+                for _ in reader.pieces(tensor):
                     pass
             raise
 
 
-def check_base_copies(plan: LoraPlan, file: SourceFile, dtype: str, reader: PieceReader) -> None:
+def check_base_copies(plan: LoraPlan, reader: PieceReader) -> None:
     """Raises AdapterUnsupported when a saved weight is not the base model's own."""
     for tensor, module in plan.base_copies:
-        if reader.sha256(tensor, file, dtype) != module.weight_sha256:
+        if reader.sha256(tensor) != module.weight_sha256:
             raise AdapterUnsupported(
                 f"{tensor.where} replaces a weight of the base model by another, which is not served"
             )

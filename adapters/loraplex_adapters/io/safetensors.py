@@ -190,36 +190,39 @@ class _Piece:
 
 
 class PieceReader:
-    """Reads tensors piece by piece, each into the memory of the one before. Owns that memory."""
+    """Reads tensors of an adapter's files piece by piece, converted to `dtype`, each piece into the memory of the one
+    before. Owns that memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, files: Mapping[str, SourceFile], dtype: str) -> None:
+        """`files`: the open ones, by name."""
+        self.files = files
+        self._dtype = dtype
         self._source = bytearray()
         self._target = torch.empty(0)
         self._piece: _Piece | None = None
 
-    def pieces(
-        self, tensor: TensorInfo, file: SourceFile, dtype: str, start: int = 0, count: int | None = None
-    ) -> Iterator[Tensor]:
-        """The tensor's elements in order (`count` of them from `start` on), converted to `dtype` and finite. A piece is
-        valid until the next one is asked for. Raises NonFinite, or what the file raises."""
+    def pieces(self, tensor: TensorInfo, start: int = 0, count: int | None = None) -> Iterator[Tensor]:
+        """The tensor's elements in order (`count` of them from `start` on), converted and finite. A piece is valid
+        until the next one is asked for. Raises NonFinite, or what the file raises."""
+        file = self.files[tensor.file]
         itemsize = DTYPE_BYTES[tensor.dtype]
         end = tensor.num_bytes // itemsize if count is None else start + count
         while start < end:
             offset = tensor.offset + start * itemsize
             num = min((PIECE_BYTES - offset % PAGE_BYTES) // itemsize, end - start)
-            piece = self._memory(DTYPES[FILE_DTYPES[tensor.dtype]], DTYPES[dtype], num)
+            piece = self._memory(DTYPES[FILE_DTYPES[tensor.dtype]], DTYPES[self._dtype], num)
             file.read_into(memoryview(self._source)[: num * itemsize], offset)
             for part, converted in piece.parts:
                 converted.copy_(part)
-                _check_finite(converted, tensor, dtype)
+                _check_finite(converted, tensor, self._dtype)
             yield piece.target
             checkpoint()
             start += num
 
-    def sha256(self, tensor: TensorInfo, file: SourceFile, dtype: str) -> str:
-        """Of the tensor's bytes in `dtype`: comparable with TargetModule.weight_sha256."""
+    def sha256(self, tensor: TensorInfo) -> str:
+        """Of the tensor's converted bytes: comparable with TargetModule.weight_sha256."""
         digest = hashlib.sha256()
-        for piece in self.pieces(tensor, file, dtype):
+        for piece in self.pieces(tensor):
             digest.update(bytes_of(piece))
         return digest.hexdigest()
 

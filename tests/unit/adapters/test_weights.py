@@ -156,7 +156,7 @@ def test_large_heads_are_read_and_written_in_pieces(has_map: bool, tmp_path: Pat
         assert plan.layout.heads is not None
         watched = {name: Watched(file) for name, file in files.opened.items()}
         out = PieceWriter(write)
-        write_payload(plan.heads, plan.layout, watched, vocab, out, PieceReader())
+        write_payload(plan.heads, plan.layout, vocab, out, PieceReader(watched, plan.layout.dtype))
         out.pad_to(plan.layout.num_bytes)
     assert len(data) == plan.layout.num_bytes
     assert largest <= 2 * PIECE_BYTES

@@ -24,24 +24,24 @@ def test_all_elements_in_order(file_dtype: str, dtype: str, offset: int) -> None
     source = DTYPES[FILE_DTYPES[file_dtype]]
     values = torch.randn(3 * PIECE_BYTES // source.itemsize + 77).to(source)
     file, info = file_of(values, file_dtype, offset)
-    reader = PieceReader()
+    reader = PieceReader({"f": file}, dtype)
     for _ in range(2):  # memory that was used before
-        pieces = [piece.clone() for piece in reader.pieces(info, file, dtype)]
+        pieces = [piece.clone() for piece in reader.pieces(info)]
         assert torch.equal(torch.cat(pieces), values.to(DTYPES[dtype]))
     num = values.numel() // 2
-    some = [piece.clone() for piece in reader.pieces(info, file, dtype, start=1000, count=num)]
+    some = [piece.clone() for piece in reader.pieces(info, start=1000, count=num)]
     assert torch.equal(torch.cat(some), values[1000 : 1000 + num].to(DTYPES[dtype]))
 
 
 def test_a_piece_ends_with_a_page() -> None:
     """Where the tensor lies on whole elements of it; and no piece is large."""
     file, info = file_of(torch.zeros(PIECE_BYTES), "F32", 8 * 101)
-    assert all(piece.numel() <= PIECE_BYTES // 4 for piece in PieceReader().pieces(info, file, "bfloat16"))
+    assert all(piece.numel() <= PIECE_BYTES // 4 for piece in PieceReader({"f": file}, "bfloat16").pieces(info))
     assert all(end % PAGE_BYTES == 0 for _, end in file.reads[:-1])
     assert all(end - start <= PIECE_BYTES for start, end in file.reads)
     assert len(file.reads) == 5
     file, info = file_of(torch.zeros(PIECE_BYTES), "F32", 4097)
-    assert sum(piece.numel() for piece in PieceReader().pieces(info, file, "float32")) == PIECE_BYTES
+    assert sum(piece.numel() for piece in PieceReader({"f": file}, "float32").pieces(info)) == PIECE_BYTES
 
 
 @pytest.mark.parametrize("place", [0, SERIAL_ELEMENTS - 1, SERIAL_ELEMENTS, 100_000])
@@ -51,5 +51,5 @@ def test_what_is_not_finite_is_found_anywhere(place: int, value: float) -> None:
     values[place] = value
     file, info = file_of(values, "F32", 0)
     with pytest.raises(NonFinite):
-        for _ in PieceReader().pieces(info, file, "float16"):
+        for _ in PieceReader({"f": file}, "float16").pieces(info):
             pass
