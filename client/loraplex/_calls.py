@@ -484,7 +484,7 @@ def _with_speculation(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _put_speculation(message: inference_pb2.Speculation, wanted: AnySpeculation) -> None:
-    kind = wanted if isinstance(wanted, str) else _PROPOSERS.get(type(wanted))
+    kind = wanted if isinstance(wanted, str) else _PROPOSERS.get(type(wanted), "")
     if kind in ("off", "auto"):
         setattr(message, kind, True)
     elif kind in _PROPOSERS.values():

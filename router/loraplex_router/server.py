@@ -117,18 +117,11 @@ async def start_router(config: RouterConfig, listener: Listener | None = None) -
     return Router(config, replicas, calls, listener, watcher, upstreams)
 
 
-async def run_router(
-    config: RouterConfig,
-    on_ready: Callable[[Router], None] = lambda router: None,
-    ending: Ending | None = None,
-) -> None:
-    """Runs a router until SIGTERM, SIGINT or SIGHUP, then drains it. A second signal ends it at once.
-
-    With an `ending` of the caller's, signals are the caller's too."""
+async def run_router(config: RouterConfig, on_ready: Callable[[Router], None]) -> None:
+    """Runs a router until SIGTERM, SIGINT or SIGHUP, then drains it. A second signal ends it at once."""
     router = await start_router(config)
-    if ending is None:
-        ending = Ending()
-        ending.listen()
+    ending = Ending()
+    ending.listen()
     on_ready(router)
     await ending.asked.wait()
     log.info("draining: %d requests are under way; %s", len(router.calls), HOW_TO_HURRY)

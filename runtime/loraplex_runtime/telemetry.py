@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, TextIO
 
 from loraplex_contracts.errors import FailedPrecondition, InvalidArgument
@@ -203,10 +204,7 @@ class MetricsEndpoint:
     @classmethod
     async def start(cls, host: str, port: int, registry: CollectorRegistry) -> MetricsEndpoint:
         """Port 0 takes a free one. Raises FailedPrecondition when it cannot listen."""
-
-        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await _serve_scrape(reader, writer, registry)
-
+        serve = partial(_serve_scrape, registry)
         try:
             server = await asyncio.start_server(serve, host.strip("[]"), port, limit=_MAX_HEAD_BYTES)
         except OSError as error:
@@ -223,7 +221,7 @@ class MetricsEndpoint:
 
 
 async def _serve_scrape(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, registry: CollectorRegistry
+    registry: CollectorRegistry, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> None:
     # A client that hangs, lies about its size or leaves is not answered.
     with contextlib.suppress(TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
