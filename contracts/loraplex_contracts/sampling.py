@@ -32,10 +32,10 @@ class SamplingOption:
     help: str
     is_ok: Callable[[Any], bool]  # NaN fails every comparison
     rule: str  # "must be from 0 to 1", for error messages and documents
-    max_entries: int  # of a list or map
-    has_token_ids: bool  # entries, or a map's keys, are below the size of the vocabulary
-    from_wire: Callable[[Any, TokenizerView], Any] | None
-    if_unset: Callable[[], Any] | None
+    max_entries: int = 0  # of a list or map
+    has_token_ids: bool = False  # entries, or a map's keys, are below the size of the vocabulary
+    from_wire: Callable[[Any, TokenizerView], Any] | None = None
+    if_unset: Callable[[], Any] | None = None
 
     @property
     def path(self) -> str:
@@ -48,22 +48,10 @@ def _option(
     help_text: str,
     rule: str = "",
     is_ok: Callable[[Any], bool] = lambda value: True,
-    *,
-    max_entries: int = 0,
-    has_token_ids: bool = False,
-    from_wire: Callable[[Any, TokenizerView], Any] | None = None,
-    if_unset: Callable[[], Any] | None = None,
+    **further: Any,
 ) -> Any:
-    metadata = {
-        "help": help_text,
-        "is_ok": is_ok,
-        "rule": rule,
-        "max_entries": max_entries,
-        "has_token_ids": has_token_ids,
-        "from_wire": from_wire,
-        "if_unset": if_unset,
-    }
-    return field(default=default, metadata=metadata)
+    """A field of SamplingParams; `further`: fields of its SamplingOption."""
+    return field(default=default, metadata={"help": help_text, "rule": rule, "is_ok": is_ok, **further})
 
 
 def _word_tokens(words: Sequence[str], tokenizer: TokenizerView) -> tuple[tuple[int, ...], ...]:

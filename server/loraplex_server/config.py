@@ -208,63 +208,52 @@ class EngineConfig:
     log_level: str = option("info", "debug, info, warning or error.", "--log-level")
 
     def __post_init__(self) -> None:
-        checks = (
+        model, batch, adapters, drafts = self.model, self.batch, self.adapters, self.speculation
+        dtypes = ("auto", "float32", "bfloat16", "float16", "float64")
+        most_drafted = drafts.max_draft_tokens
+        _check(
             (1 <= self.kv.block_size <= 256, "--kv-block-size", "must be 1 to 256"),
-            (self.batch.max_running >= 1, "--max-running", "must be at least 1"),
+            (batch.max_running >= 1, "--max-running", "must be at least 1"),
             (
-                self.batch.max_step_tokens >= self.batch.max_running,
+                batch.max_step_tokens >= batch.max_running,
                 "--max-step-tokens",
                 "must be at least --max-running, so that every running request gets its token",
             ),
-            (self.batch.max_queued >= 1, "--max-queued", "must be at least 1"),
-            (self.batch.max_queue_wait_s >= 0, "--max-queue-wait", "must not be negative"),
-            (self.adapters.num_device_slots >= 1, "--adapter-slots", "must be at least 1"),
-            (self.adapters.device_bytes >= 1, "--adapter-device-memory", "must be at least 1 byte"),
-            (self.adapters.host_bytes >= 1, "--adapter-host-memory", "must be at least 1 byte"),
-            (self.adapters.disk_bytes >= 1, "--adapter-disk", "must be at least 1 byte"),
-            (1 <= self.adapters.max_rank <= 4096, "--max-lora-rank", "must be 1 to 4096"),
+            (batch.max_queued >= 1, "--max-queued", "must be at least 1"),
+            (batch.max_queue_wait_s >= 0, "--max-queue-wait", "must not be negative"),
+            (adapters.num_device_slots >= 1, "--adapter-slots", "must be at least 1"),
+            (adapters.device_bytes >= 1, "--adapter-device-memory", "must be at least 1 byte"),
+            (adapters.host_bytes >= 1, "--adapter-host-memory", "must be at least 1 byte"),
+            (adapters.disk_bytes >= 1, "--adapter-disk", "must be at least 1 byte"),
+            (1 <= adapters.max_rank <= 4096, "--max-lora-rank", "must be 1 to 4096"),
             (self.num_threads is None or self.num_threads >= 1, "--threads", "must be at least 1"),
             (self.step_timeout_s is None or self.step_timeout_s > 0, "--step-timeout", "must be above 0"),
             (self.lora_kernels in LORA_KERNELS, "--lora-kernels", f"must be {', '.join(LORA_KERNELS)}"),
             (self.cpu_kernels in CPU_KERNELS, "--cpu-kernels", f"must be {', '.join(CPU_KERNELS)}"),
-            (self.model.quantize in QUANTIZE, "--quantize", f"must be {' or '.join(QUANTIZE)}"),
+            (model.quantize in QUANTIZE, "--quantize", f"must be {' or '.join(QUANTIZE)}"),
+            (model.dtype in dtypes, "--dtype", "must be auto, float32, bfloat16, float16 or float64"),
             (
-                self.model.dtype in {"auto", "float32", "bfloat16", "float16", "float64"},
-                "--dtype",
-                "must be auto, float32, bfloat16, float16 or float64",
-            ),
-            (
-                self.adapters.root is None or self.adapters.root.is_dir(),
+                adapters.root is None or adapters.root.is_dir(),
                 "--adapters",
-                f"names {self.adapters.root}, which is not a directory",
+                f"names {adapters.root}, which is not a directory",
             ),
-        )
-        _check(*checks, *self._speculation_checks())
-        if self.speculation.default_medusa:
-            check_adapter_id(self.speculation.default_medusa, field="--default-medusa")
-        _ = self.speculation.drafts  # raises for flags that do not fit together
-
-    def _speculation_checks(self) -> tuple[tuple[bool, str, str], ...]:
-        speculation = self.speculation
-        return (
+            (1 <= most_drafted <= MAX_DRAFT_TOKENS, "--max-draft-tokens", f"must be 1 to {MAX_DRAFT_TOKENS}"),
+            (drafts.default_draft_tokens >= 0, "--speculate", "must be at least 0"),
             (
-                1 <= speculation.max_draft_tokens <= MAX_DRAFT_TOKENS,
-                "--max-draft-tokens",
-                f"must be 1 to {MAX_DRAFT_TOKENS}",
-            ),
-            (speculation.default_draft_tokens >= 0, "--speculate", "must be at least 0"),
-            (
-                speculation.default_draft_tokens <= speculation.max_draft_tokens,
+                drafts.default_draft_tokens <= most_drafted,
                 "--speculate",
-                f"must be at most --max-draft-tokens, {speculation.max_draft_tokens}",
+                f"must be at most --max-draft-tokens, {most_drafted}",
             ),
-            (speculation.draft_kv_bytes >= 1, "--draft-kv-memory", "must be at least 1 byte"),
+            (drafts.draft_kv_bytes >= 1, "--draft-kv-memory", "must be at least 1 byte"),
             (
-                0 <= speculation.lookup_history <= MAX_LOOKUP_HISTORY,
+                0 <= drafts.lookup_history <= MAX_LOOKUP_HISTORY,
                 "--lookup-history",
                 f"must be 0 to {MAX_LOOKUP_HISTORY}",
             ),
         )
+        if drafts.default_medusa:
+            check_adapter_id(drafts.default_medusa, field="--default-medusa")
+        _ = drafts.drafts  # raises for flags that do not fit together
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,7 +286,7 @@ class WorkerConfig:
     router_digest: str = ""
 
     def __post_init__(self) -> None:
-        checks = (
+        _check(
             (0 <= self.port <= 65535, "--port", "must be 0 (any free port) to 65535"),
             (self.metrics_port is None or 0 <= self.metrics_port <= 65535, "--metrics-port", "must be 0 to 65535"),
             ((self.tls_cert is None) == (self.tls_key is None), "--tls-cert", "and --tls-key come together"),
@@ -307,7 +296,6 @@ class WorkerConfig:
             (self.drain_s >= 0, "--drain", "must not be negative"),
             (self.announce_s >= 0, "--announce", "must not be negative"),
         )
-        _check(*checks)
 
 
 def _check(*checks: tuple[bool, str, str]) -> None:
