@@ -35,7 +35,6 @@ class ChildSpec:
 
 @dataclass
 class _Child:
-    number: int
     process: asyncio.subprocess.Process
     address: str
     metrics_ports: list[int]
@@ -167,7 +166,7 @@ class Children:
             raise
         self._starting.remove(process)
         reader = asyncio.ensure_future(_drain(lines))
-        return _Child(number, process, ready["address"], ready.get("metrics_ports", []), reader)
+        return _Child(process, ready["address"], ready.get("metrics_ports", []), reader)
 
     async def _until_ready(
         self, process: asyncio.subprocess.Process, lines: AsyncGenerator[bytes], prefix: str

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from types import TracebackType
 
 from rich.console import Console
 from rich.markup import escape
@@ -38,9 +37,7 @@ class Report:
                 self._status.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop_spinner()
 
     def progress(self, text: str) -> None:

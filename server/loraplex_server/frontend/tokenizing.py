@@ -238,11 +238,15 @@ def _release(semaphore: ShortestFirstSemaphore, future: asyncio.Future[Any]) -> 
         future.exception()  # retrieved, so that asyncio does not log it: nothing waits for this work
 
 
+# --- the process for long texts ---------------------------------------------------------------------------------------
+#
+# The library cannot be interrupted, and a text may take it seconds and a gigabyte: the process can be killed. It loads
+# neither torch nor Transformers, takes one text at a time, and ends when the other end of its pipe is closed.
+
 # The engine's steps go first where cores are short.
 NICENESS: Final = 5
 _KILLED: Final = -signal.SIGKILL
 _END_S: Final = 10.0
-
 
 # Makes an answer of token ids in the process that has them. A function of a module, since it is pickled by name.
 Maker = Callable[[Vocabulary, Sequence[int]], bytes]

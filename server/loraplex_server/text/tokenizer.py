@@ -79,8 +79,6 @@ class TextTokenizer:
             return cls(None, missing_reason=f"the base model's tokenizer ({type(loaded).__name__}) is not a fast one")
         return cls(loaded)
 
-    # --- about it -----------------------------------------------------------------------------------------------------
-
     @property
     def has_text(self) -> bool:
         """Whether there is a tokenizer at all."""
@@ -111,8 +109,6 @@ class TextTokenizer:
         eos = cast("int | None", None if self._tokenizer is None else self._tokenizer.eos_token_id)
         return frozenset() if eos is None else frozenset((eos,))
 
-    # --- to token ids -------------------------------------------------------------------------------------------------
-
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Raises FailedPrecondition without a tokenizer, InvalidArgument on text that is not Unicode.
 
@@ -137,8 +133,6 @@ class TextTokenizer:
             reason = str(error).strip().split("\n", 1)[0]
             raise InvalidArgument(f"the chat template refuses these messages: {reason}", field="chat") from error
         return cast(str, rendered)
-
-    # --- to text ------------------------------------------------------------------------------------------------------
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of a prompt, special tokens left out. Raises FailedPrecondition without a tokenizer."""

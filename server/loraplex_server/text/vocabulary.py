@@ -143,13 +143,9 @@ def max_bytes_per_token(serialized: str) -> int | None:
     state: _State = json.loads(serialized)
     normalizers = list(_steps(state["normalizer"], "normalizers"))
     pre_tokenizers = list(_steps(state["pre_tokenizer"], "pretokenizers"))
-    is_kept = (
-        all(map(_normalizer_keeps_length, normalizers))
-        and all(map(_pre_tokenizer_keeps_length, pre_tokenizers))
-        and all(map(_post_processor_keeps_tokens, _steps(state["post_processor"], "processors")))
-        and not any(token["lstrip"] or token["rstrip"] for token in state["added_tokens"])  # they take in whitespace
-    )
-    if not is_kept:
+    if not all(map(_keeps_length, (*normalizers, *pre_tokenizers, *_steps(state["post_processor"], "processors")))):
+        return None
+    if any(token["lstrip"] or token["rstrip"] for token in state["added_tokens"]):  # they take in whitespace
         return None
     kinds = {step["type"] for step in (*normalizers, *pre_tokenizers)}
     # Each character of such a token is one byte of text. A replacement would count in bytes of the characters.
@@ -190,31 +186,16 @@ def _steps(state: _State | None, parts: str) -> Iterator[_State]:
         yield from _steps(part, parts)
 
 
-def _normalizer_keeps_length(step: _State) -> bool:
+def _keeps_length(step: _State) -> bool:
+    """Whether a normalizer, pre-tokenizer or post-processor keeps every character or token."""
     match step["type"]:
-        case "Prepend" | "ByteLevel":
+        case "ByteLevel" | "Prepend" | "Digits" | "Metaspace" | "BertProcessing" | "RobertaProcessing":
             return True
         case "Replace":
             pattern = step["pattern"].get("String")
             return pattern is not None and _num_bytes(pattern) <= _num_bytes(step["content"])
-        case _:
-            return False
-
-
-def _pre_tokenizer_keeps_length(step: _State) -> bool:
-    match step["type"]:
-        case "ByteLevel" | "Digits" | "Metaspace":
-            return True
         case "Split" | "Punctuation":
             return step["behavior"] != "Removed"
-        case _:
-            return False
-
-
-def _post_processor_keeps_tokens(step: _State) -> bool:
-    match step["type"]:
-        case "ByteLevel" | "BertProcessing" | "RobertaProcessing":
-            return True
         case "TemplateProcessing":
             return any("Sequence" in piece for piece in step["single"])
         case _:
