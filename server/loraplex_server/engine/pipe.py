@@ -167,25 +167,20 @@ class FrameReader:
         """Takes in what was read; returns the messages that are complete, oldest first."""
         self._buffer += data
         frames: list[bytes] = []
-        start = 0
-        while (bounds := self._bounds(start)) is not None:
-            begin, start = bounds
+        start = 0  # of the next message: its length, then its bytes
+        while (begin := start + _SHORT.size) <= len(self._buffer):
+            (length,) = _SHORT.unpack_from(self._buffer, start)
+            if length < 0:  # a long one
+                if begin + _LONG.size > len(self._buffer):
+                    break
+                (length,) = _LONG.unpack_from(self._buffer, begin)
+                begin += _LONG.size
+            if begin + length > len(self._buffer):
+                break
+            start = begin + length
             frames.append(bytes(self._buffer[begin:start]))
         del self._buffer[:start]
         return frames
-
-    def _bounds(self, start: int) -> tuple[int, int] | None:
-        """Where the message whose length stands at `start` begins and ends; None where it is not complete."""
-        begin = start + _SHORT.size
-        if len(self._buffer) < begin:
-            return None
-        (length,) = _SHORT.unpack_from(self._buffer, start)
-        if length < 0:
-            if len(self._buffer) < begin + _LONG.size:
-                return None
-            (length,) = _LONG.unpack_from(self._buffer, begin)
-            begin += _LONG.size
-        return (begin, begin + length) if len(self._buffer) >= begin + length else None
 
 
 # A pipe that Linux calls writable takes this much without blocking: three quarters of its buffer of 208 KiB are free.

@@ -256,7 +256,9 @@ class Admission:
             self._speed.on_entry(prefix.num_computed, request.num_prompt_tokens)
             digest = request.adapter_key.digest if request.adapter_key else ""
             self._emit(Admitted(request.request.request_id, digest, max(0.0, now - request.request.arrival_s)))
-            self._note_admitted(now)
+            if self._last_admitted_s is not None:
+                self._mean_interval_s += 0.1 * (now - self._last_admitted_s - self._mean_interval_s)
+            self._last_admitted_s = now
         entered, copy = self._table.enter(seq, prefix, now)
         step.entered.append(entered)
         if copy is not None:
@@ -264,11 +266,6 @@ class Admission:
         if self._kept_for is seq:
             self._kept_for = None
         step.add(seq, min(step.num_left, len(seq.token_ids) - seq.num_computed))
-
-    def _note_admitted(self, now: float) -> None:
-        if self._last_admitted_s is not None:
-            self._mean_interval_s += 0.1 * (now - self._last_admitted_s - self._mean_interval_s)
-        self._last_admitted_s = now
 
     # --- adapters -----------------------------------------------------------------------------------------------------
 
