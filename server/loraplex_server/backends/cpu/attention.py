@@ -6,7 +6,7 @@ else is in the step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,20 +21,12 @@ DIM_MULTIPLE = 32
 
 
 @dataclass(frozen=True, slots=True)
-class HostSpans:
+class Plan:
     """A step's spans as the kernels read them, with what keeps their arrays alive."""
 
-    struct: Spans
-    arrays: tuple[Any, ...]
-
-
-@dataclass(slots=True)
-class Plan:
     batch: AttentionBatch
-    spans: HostSpans = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.spans = _spans(self.batch)
+    spans: Spans
+    arrays: tuple[Any, ...]
 
 
 class NativePagedAttention:
@@ -47,7 +39,7 @@ class NativePagedAttention:
         self._kernels = kernels
 
     def plan(self, batch: AttentionBatch, dtype: torch.dtype, device: torch.device) -> Plan:
-        return Plan(batch)
+        return plan_spans(batch)
 
     def run(self, query: Tensor, key: Tensor, value: Tensor, kv: LayerKv, spec: AttentionSpec, plan: Plan) -> Tensor:
         kv.write(key, value, plan.batch.slots)
@@ -55,7 +47,7 @@ class NativePagedAttention:
             query.to(kv.k.dtype),
             kv.k,
             kv.v,
-            plan.spans.struct,
+            plan.spans,
             scaling=spec.scaling,
             softcap=spec.softcap,
             window=spec.window,
@@ -73,18 +65,19 @@ def reason_against(spec: AttentionSpec, dtype: torch.dtype | None) -> str:
     return ""
 
 
-def spans_of(plan: Any) -> HostSpans:
-    """The spans of a step from any back end's plan: every plan keeps the batch."""
-    return plan.spans if isinstance(plan, Plan) else _spans(plan.batch)
+def native_plan(plan: Any) -> Plan:
+    """The native plan of a step from any back end's: every plan keeps the batch."""
+    return plan if isinstance(plan, Plan) else plan_spans(plan.batch)
 
 
-def _spans(batch: AttentionBatch) -> HostSpans:
+def plan_spans(batch: AttentionBatch) -> Plan:
+    """A step's plan for the native kernels."""
     starts = np.ascontiguousarray(batch.query_starts)
     contexts = np.ascontiguousarray(batch.context_lens)
     tables = np.ascontiguousarray(batch.block_tables)
-    struct = Spans(
+    spans = Spans(
         num_spans=len(contexts), block_size=batch.block_size, table_stride=tables.shape[1],
         query_starts=starts.ctypes.data, context_lens=contexts.ctypes.data, block_tables=tables.ctypes.data,
         slots=batch.slots.data_ptr(),
     )  # fmt: skip
-    return HostSpans(struct, (starts, contexts, tables, batch.slots))
+    return Plan(batch, spans, (starts, contexts, tables, batch.slots))

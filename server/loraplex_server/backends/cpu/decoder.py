@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from loraplex_server.backends.cpu.attention import Plan, reason_against, spans_of
+from loraplex_server.backends.cpu.attention import native_plan, plan_spans, reason_against
 from loraplex_server.backends.cpu.lora import NativeSegments, table_of
 from loraplex_server.backends.cpu.native.kernels import DTYPES, NO_RUNS, NativeKernels, PackedWeight, RunsOfRows
 from loraplex_server.backends.cpu.native.library import Layer, Stack, Step
@@ -124,7 +124,7 @@ class NativeStack(nn.Module):
         hidden = hidden_states if hidden_states.is_contiguous() else hidden_states.contiguous()
         num_tokens = hidden.shape[1]
         cos, sin = (rotary.to(torch.float32).contiguous() for rotary in position_embeddings)
-        spans = spans_of(self._context.attention)
+        plan = native_plan(self._context.attention)
         runs = self._runs()
         max_rank = self._slots.max_rank * runs.max_uses if self._slots is not None else 0
         runs.struct.max_rank = max_rank
@@ -133,7 +133,7 @@ class NativeStack(nn.Module):
             self._scratch = torch.empty(needed, dtype=torch.uint8)
         step = Step(
             num_tokens=num_tokens, num_rotary=cos.shape[-1], hidden=hidden.data_ptr(), cos=cos.data_ptr(),
-            sin=sin.data_ptr(), spans=spans.struct, runs=runs.struct, scratch=self._scratch.data_ptr(),
+            sin=sin.data_ptr(), spans=plan.spans, runs=runs.struct, scratch=self._scratch.data_ptr(),
         )  # fmt: skip
         self._kernels.run_stack(self._stack, step)
         return hidden
@@ -406,7 +406,7 @@ def _prove(
             twin = NativeStack(kernels, shape, [weights], context)
             pages = torch.zeros(1, NUM_TOKENS, spec.num_kv_heads, spec.k_dim, dtype=shape.dtype)
             twin.bind([LayerKv(pages, pages.clone())])
-            context.attention = Plan(_one_span())
+            context.attention = plan_spans(_one_span())
             got = twin(states.clone(), position_embeddings=embeddings)
     except (TypeError, ValueError, KeyError, RuntimeError, AttributeError) as error:  # model-specific code
         raise _NoMatch(f"they are called in another way ({error})") from error

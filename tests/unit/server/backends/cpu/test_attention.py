@@ -13,7 +13,7 @@ from support.lora_cases import bits, pairwise
 from support.native_kernels import isas, native_kernels, using
 from torch import Tensor
 
-from loraplex_server.backends.cpu.attention import NativePagedAttention, reason_against, spans_of
+from loraplex_server.backends.cpu.attention import NativePagedAttention, native_plan, reason_against
 from loraplex_server.backends.reference import TorchPagedAttention
 from loraplex_server.layers.attention import AttentionBatch, AttentionSpec, LayerKv
 
@@ -241,7 +241,7 @@ def test_spans_are_found_in_other_plans_too() -> None:
     """A stack of layers attends by itself, whichever back end the other layers use."""
     problem = make_problem([(3, 2), (0, 4)], spec(), torch.float32)
     other = TorchPagedAttention().plan(problem.batch, torch.float32, CPU)
-    found = spans_of(other).struct
+    found = native_plan(other).spans
     assert (found.num_spans, found.block_size) == (2, 4)
     assert found.table_stride == problem.batch.block_tables.shape[1]
 
