@@ -1,9 +1,9 @@
 """Manager of the adapter cache: the interface for the engine, background threads.
 
-The table decides; AdapterManager carries out, with two background threads. `fetcher` reads sources into the store,
+The tables decide; AdapterManager carries out, with two background threads. `fetcher` reads sources into the store,
 `mover` copies between the tiers: a source that hangs does not keep resident adapters from moving. Owns the threads, the
-store, the host copies and the device weights. All methods are for the engine's thread and none blocks; the threads hand
-their outcomes over in a queue that `poll` empties, and `notify` wakes the engine for it.
+store, the host copies and the device weights. All methods are for the engine's thread and return at once. The threads
+put their outcomes in a queue that `poll` empties, and `notify` wakes the engine for it.
 """
 
 from __future__ import annotations
@@ -90,6 +90,7 @@ class AdapterManager:
         self._install = install
         self._notify = notify
         self._table = AdapterTable(config)
+        self._residency = self._table.residency
         self._temporary = None if config.store_dir else Path(tempfile.mkdtemp(prefix=TEMPORARY_STORE))
         self._store = AdapterStore(
             self._temporary or config.store_dir or Path(),
@@ -114,29 +115,29 @@ class AdapterManager:
 
         None when the weights are not on the device now: nothing is leased, and a load is wanted from here on.
         """
-        slot = self._table.residency.acquire(key)
+        slot = self._residency.acquire(key)
         self._notify_if_due()
         return slot
 
     def release(self, key: AdapterKey) -> None:
         """Gives one lease back."""
-        self._table.residency.release(key)
+        self._residency.release(key)
         self._notify_if_due()
 
     def borrow(self, key: AdapterKey) -> int | None:
         """The device slot, for this turn only: valid until the next `poll`, nothing is leased.
 
-        None when the weights are not on the device now; the caller must be able to do without. They are wanted then,
+        None when the weights are not on the device now: the caller then does without. They are wanted then,
         until the next `poll` and only for a key that a request holds: after all that `acquire` wants, and
         evicting nothing that was used lately.
         """
-        slot = self._table.residency.borrow(key)
+        slot = self._residency.borrow(key)
         self._notify_if_due()
         return slot
 
     def failure(self, key: AdapterKey) -> Exception | None:
         """Why this key cannot come to the device at all (source gone, does not fit), or None."""
-        error = self._table.residency.failure(key)
+        error = self._residency.failure(key)
         return None if error is None else fresh(error)
 
     # --- names ------------------------------------------------------------------------------------------------------
@@ -153,7 +154,7 @@ class AdapterManager:
 
     def drop_hold(self, key: AdapterKey) -> None:
         """The request that resolved it has ended."""
-        self._table.residency.drop_hold(key)
+        self._residency.drop_hold(key)
         self._notify_if_due()
 
     def load(self, adapter_id: AdapterId, pin: bool, now: float) -> AdapterInfo | None:
@@ -163,12 +164,12 @@ class AdapterManager:
         """
         key = self._table.load(adapter_id, pin, now)
         self._start_fetches()
-        return None if key is None else key_row(self._table.residency.records[key], adapter_id)
+        return None if key is None else key_row(self._residency.records[key], adapter_id)
 
     def unload(self, adapter_id: AdapterId) -> AdapterInfo:
         """Forgets the name; weights go when the last request has ended. Raises AdapterNotFound."""
         before = self._table.row(adapter_id)
-        record = self._table.residency.records.get(self._table.unload(adapter_id))
+        record = self._residency.records.get(self._table.unload(adapter_id))
         self._notify_if_due()
         if record is not None:
             return key_row(record, adapter_id)
@@ -184,7 +185,7 @@ class AdapterManager:
         return self._table.take_changes()
 
     def usage(self) -> CacheUsage:
-        residency = self._table.residency
+        residency = self._residency
         return CacheUsage(
             device_bytes=residency.device_used,
             device_budget_bytes=residency.device_budget,
@@ -224,7 +225,7 @@ class AdapterManager:
         """Raises AssertionError when idle and a hold, lease or byte is unaccounted for."""
         self._table.check_integrity()
         self._table.check_idle()
-        residency = self._table.residency
+        residency = self._residency
         on_device = {r.key for r in residency.records.values() if r.state is KeyState.ON_DEVICE}
         hosted = {r.key for r in residency.records.values() if r.has_host}
         # The next `poll` drops these.
@@ -248,7 +249,7 @@ class AdapterManager:
 
     def _is_in_use(self, key: AdapterKey) -> bool:
         """For the store, on the fetcher's thread: read without a lock, at worst a moment old."""
-        record = self._table.residency.records.get(key)
+        record = self._residency.records.get(key)
         return record is not None and record.is_in_use
 
     # --- background work --------------------------------------------------------------------------------------------
@@ -291,14 +292,14 @@ class AdapterManager:
                 fetch.name, fetch.ticket, found.key, layout.num_bytes, layout.max_rank, now, layout.num_heads
             )
         else:
-            self._table.residency.refetched(fetch.key, found.key, now)
+            self._residency.refetched(fetch.key, found.key, now)
 
     def _take_failed_fetch(self, fetch: Fetch, error: LoraplexError, now: float) -> None:
         log.info("adapter %s: %s", fetch.name, error)
         if isinstance(fetch, FetchName):
             self._table.name_failed(fetch.name, fetch.ticket, error, now)
         else:
-            self._table.residency.failed(fetch.key, error, now)
+            self._residency.failed(fetch.key, error, now)
 
     def _carry_out(self, move: Move) -> None:
         """Carries moves out in the table's order: evictions come before what needs their room."""
@@ -326,10 +327,10 @@ class AdapterManager:
             weights = self._storage.promote(host) if host and isinstance(move, Promote) else None
         except Exception as error:
             failure = _bare(_typed(error, "moving an adapter's weights"))
-            self._finish(lambda now: self._table.residency.failed(key, failure, now))
+            self._finish(lambda now: self._residency.failed(key, failure, now))
             return
         if host is None or (weights is None and isinstance(move, Promote)):
-            self._finish(lambda now: self._table.residency.lost(key, now))
+            self._finish(lambda now: self._residency.lost(key, now))
             return
         copy = host
         self._finish(lambda now: self._take_moved(move, copy, weights, started_s))
@@ -343,9 +344,9 @@ class AdapterManager:
             self._storage.hand_over(weights)
             self._device[move.key] = weights
             self._install(move.slot, weights)
-            self._table.residency.promoted(move.key)
+            self._residency.promoted(move.key)
         else:
-            self._table.residency.staged(move.key)
+            self._residency.staged(move.key)
 
 
 def _bare(error: LoraplexError) -> LoraplexError:

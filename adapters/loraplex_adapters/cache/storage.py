@@ -50,8 +50,8 @@ MAX_RECENT_BYTES = 24 << 20
 
 
 class SpareMemory:
-    """Memory of the CPU for one adapter each. Owns one that has come back, for the next adapter of that size:
-    new memory is cleared page by page, which takes longer than the copy into it. Thread-safe."""
+    """Memory of the CPU for one adapter each. Keeps the last one that came back for the next adapter of that size: new
+    memory is cleared page by page, which takes longer than the copy into it. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -92,7 +92,7 @@ class HostCopy:
 
 class RecentImports:
     """The adapters imported last, still in memory, so that their first move need not read them from the store. Owns
-    them, MAX_RECENT_BYTES at most, until they are taken or others come. Thread-safe."""
+    MAX_RECENT_BYTES of them at most. Thread-safe."""
 
     def __init__(self, memory: SpareMemory) -> None:
         self._memory = memory
@@ -100,8 +100,7 @@ class RecentImports:
         self._imported: OrderedDict[AdapterKey, HostCopy] = OrderedDict()  # the oldest first
 
     def allocate(self, num_bytes: int) -> Tensor | None:
-        """Memory for the next one, in place of as many of the oldest as it takes. None for one that is too large, and
-        where there is no memory."""
+        """Memory for the next one, in place of the oldest. None where it is too large, or there is no memory."""
         with self._lock:
             left = sum(imported.layout.num_bytes for imported in self._imported.values())
             while self._imported and left + num_bytes > MAX_RECENT_BYTES:

@@ -45,6 +45,8 @@ from loraplex_adapters.io.source_files import AdapterFiles, SourceFile, parse_ob
 from loraplex_adapters.weights import AdapterLayout, BaseTargets, HeadsShape
 from loraplex_contracts.errors import AdapterInvalid, AdapterUnsupported, ShapeMismatch
 
+# --- configuration --------------------------------------------------------------------------------------------------
+
 MAX_MODEL_CONFIG_BYTES = 1 << 20
 MAX_BASE_CHARS = 512
 
@@ -62,7 +64,7 @@ class MedusaConfig:
 
 
 def parse_medusa_config(data: bytes) -> MedusaConfig:
-    """Raises AdapterInvalid when it is no JSON object."""
+    """Raises AdapterInvalid when it is not a JSON object."""
     fields = parse_object(data, MODEL_CONFIG_NAME, MAX_MODEL_CONFIG_BYTES)
     is_heads_only = fields.get("model_type") == "medusa"
     base = fields.get("base_model_name_or_path")
@@ -90,6 +92,8 @@ def _count(fields: Mapping[str, Any], name: str, other: str | None) -> int | Non
         value = fields.get(other)
     return value if type(value) is int and value >= 0 else None
 
+
+# --- names of tensors -----------------------------------------------------------------------------------------------
 
 Part = Literal["weight", "bias", "projection", "projection_bias", "shared_projection", "token_map"]
 Family = Literal["sequential", "vllm", "either"]
@@ -150,6 +154,8 @@ def split_heads(tensors: Iterable[TensorInfo]) -> tuple[list[HeadTensor], list[T
         return [], [*others, *(tensor.info for tensor in heads)]
     return heads, others
 
+
+# --- plan and bytes -------------------------------------------------------------------------------------------------
 
 MAX_HEADS = 64
 MAX_LAYERS = 16
@@ -410,6 +416,8 @@ def _token_ids(tensor: TensorInfo, file: SourceFile, vocab_size: int) -> NDArray
         raise AdapterInvalid(f"{tensor.where} names a token twice")
     return found
 
+
+# --- whole models with heads ----------------------------------------------------------------------------------------
 
 # Limit for an adapter's index. Parsing holds up the other threads of the process.
 MAX_INDEX_BYTES = 4 << 20

@@ -44,6 +44,8 @@ from loraplex_contracts.errors import (
     ShapeMismatch,
 )
 
+# --- configuration --------------------------------------------------------------------------------------------------
+
 MAX_CONFIG_BYTES = 1 << 20
 MAX_PATTERNS = 4096
 MAX_TARGETS = 4096
@@ -208,6 +210,8 @@ def _shown(value: Any) -> str:
     return ascii(value)[:60]
 
 
+# --- rank and alpha patterns ----------------------------------------------------------------------------------------
+
 MAX_PATTERN_CHARS = 256
 # Of one compiled pattern, RE2's caches included: room for 1,000 instructions and some states of its automaton.
 MAX_PATTERN_BYTES = 64 << 10
@@ -243,10 +247,12 @@ class Budget:
 
 
 def compile_budget() -> Budget:
+    """In instructions of RE2."""
     return Budget(MAX_INSTRUCTIONS, "are too large together")
 
 
 def match_budget() -> Budget:
+    """In nanoseconds at worst."""
     return Budget(MAX_MATCH_STEPS, "take too long to match")
 
 
@@ -259,14 +265,11 @@ class ModulePattern:
 
     def matches(self, path: str, budget: Budget) -> bool:
         """Raises AdapterUnsupported when the adapter has used up its budget."""
-        if self.compiled is None:
-            budget.spend(PLAIN_STEPS)
-            return self._matches_plain(path)
-        budget.spend(CALL_STEPS + self.compiled.programsize * len(path))
-        return self.compiled.fullmatch(_encoded(path)) is not None
-
-    def _matches_plain(self, path: str) -> bool:
-        """The common case, faster than any engine. A dot means any character, as in PEFT."""
+        if self.compiled is not None:
+            budget.spend(CALL_STEPS + self.compiled.programsize * len(path))
+            return self.compiled.fullmatch(_encoded(path)) is not None
+        # The common case, faster than any engine. A dot means any character, as in PEFT.
+        budget.spend(PLAIN_STEPS)
         start = len(path) - len(self.text)
         if start < 0 or (start > 0 and path[start - 1] != "."):
             return False
@@ -312,6 +315,8 @@ def _options() -> Any:
 def _refusal(text: str, field_name: str, why: str) -> AdapterUnsupported:
     return AdapterUnsupported(f"{field_name}: pattern {text[:80]!a} is not served: {why}")
 
+
+# --- plan and bytes -------------------------------------------------------------------------------------------------
 
 _PREFIX = "base_model.model."
 _FACTORS: Mapping[str, tuple[str, bool]] = {  # what the key says -> (which factor, of an embedding)

@@ -2,9 +2,9 @@
 
 Compute threads take a step in lockstep: a thread that takes a core from one of them makes all of them wait. And a
 thread that runs Python without a pause makes every torch call of another one wait up to a switch interval (5 ms) for
-the interpreter, hundreds of times per step. So everything that loads an adapter calls `checkpoint` between small pieces
-of work. On a throttled thread that pauses now and then: beside busy threads it leaves most of one core to them, the
-less the more loads wait; alone it hardly pauses. On any other thread (tests, commands) it does nothing.
+the interpreter, hundreds of times per step. So code that loads adapters calls `checkpoint` between small pieces of
+work. A throttled thread pauses there: beside busy threads it leaves most of one core to them, the less the more loads
+wait; alone it hardly pauses. On any other thread (tests, commands) `checkpoint` does nothing.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
-# Of a core, beside threads that work, for each load that is under way or waits. A few steps that are longer cost less
-# than many that are a little longer, and than requests that wait for their adapters.
+# Share of a core, beside threads that work, for each load that is under way or waits. A few longer steps cost less than
+# many that are a little longer, and than requests that wait for their adapters.
 SHARE = 0.5
 MAX_SHARE = 0.8
 # Shorter spells take more of the machine: after every pause the caches are full of other things. Longer ones keep the
