@@ -167,9 +167,8 @@ class RecodedText:
             self.ids, self._starts = self._recoder.draft_tokens(tail)
             self._num_same = 0
             return
-        window = min(end, _WINDOW)
-        start = end - window
-        spans = self._recoder.draft.spans(tail[len(tail) - len(text) - window :])
+        start = end - _WINDOW
+        spans = self._recoder.draft.spans(tail[len(tail) - len(text) - _WINDOW :])
         place, spans = self._splice(spans, start, end)
         if place is None:
             place, start, spans = len(self.ids), end, self._recoder.draft.spans(text)

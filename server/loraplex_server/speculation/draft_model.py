@@ -39,7 +39,6 @@ class DraftMemory:
     max_rows: int
     kv_bytes: int
     block_size: int = 16
-    prefix_caching: bool = True
     max_prompt_tokens: int = 512  # of new prompts, in one ask
     max_len: int | None = None  # tokens of one sequence; None: the model's own limit
 
@@ -89,7 +88,7 @@ class Drafter:
             max_rows=memory.max_rows,
             max_len=max_len,
         )
-        pool = BlockPool(num_blocks, memory.block_size, prefix_caching=memory.prefix_caching)
+        pool = BlockPool(num_blocks, memory.block_size)
         self.rows = DraftRows(pool, memory.max_rows, max_len, spec.vocab_size, f"draft {model_digest}")
         self._max_rows = memory.max_rows
         self._max_prompt_tokens = memory.max_prompt_tokens
@@ -395,7 +394,7 @@ class DraftRows:
         namespace = Namespace(self._model_digest, tenant=want.tenant, cache_salt=want.cache_salt)
         chain = KeyChain(namespace.digest(), size)
         found: list[int] = []
-        for idx in range((len(want.token_ids) - 1) // size if self.pool.prefix_caching else 0):
+        for idx in range((len(want.token_ids) - 1) // size):
             block_id = self.pool.find(chain.key(idx, want.token_ids))
             if block_id is None:
                 break

@@ -83,7 +83,8 @@ _DEPTH, _UNIT, _LORA_SLOT = attrgetter("depth"), attrgetter("unit"), attrgetter(
 
 
 class HeadSlots:
-    """Which Medusa heads are in which slot, and their guesses. Changed between steps only."""
+    """Medusa heads by slot, and their guesses. Slot numbers are those of AdapterSlots: one adapter, one number.
+    Changed between steps only."""
 
     def __init__(
         self,

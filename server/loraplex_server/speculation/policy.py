@@ -182,8 +182,8 @@ class LeastCost(NamedTuple):
 
 
 class RunningCost:
-    """The running average of what something takes, in seconds, never less than `least_s`. The first call is left out:
-    whatever runs for the first time takes ten times as long."""
+    """A running average of seconds, never less than `least_s`. The first call is left out: whatever runs for the first
+    time takes ten times as long."""
 
     def __init__(self, least_s: float = 0.0) -> None:
         self._least_s = least_s
@@ -211,13 +211,13 @@ class RunningCost:
 
 
 def call_units(name: str, num_rounds: int, num_tokens: int) -> float:
-    """What a call takes, in units of which a running average knows the time: a draft model runs one round for each
-    token of the longest draft, heads guess all tokens in one; sixteen tokens take as long as a round."""
+    """A call's cost in units of which a running average knows the time: a draft model runs one round for each token of
+    the longest draft, heads guess all tokens in one; sixteen tokens take as long as a round."""
     return (min(num_rounds, 1) if name == MEDUSA else num_rounds) + num_tokens * _TOKEN_UNITS
 
 
 class SurvivalCurve(NamedTuple):
-    """How likely a proposer's draft tokens for one sequence are to survive verification."""
+    """The chances of a proposer's draft tokens for one sequence to survive verification."""
 
     proposer: str
     survival: Sequence[float]  # of each draft token, never rising; as many as there may be

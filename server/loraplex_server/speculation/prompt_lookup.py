@@ -61,7 +61,7 @@ class Piece(NamedTuple):
 
 
 class Known(NamedTuple):
-    """What a draft is made of."""
+    """Texts that a draft is made of."""
 
     token_ids: Sequence[int]
     num_prompt_tokens: int
