@@ -210,46 +210,43 @@ class EngineConfig:
     def __post_init__(self) -> None:
         model, batch, adapters, drafts = self.model, self.batch, self.adapters, self.speculation
         dtypes = ("auto", "float32", "bfloat16", "float16", "float64")
-        most_drafted = drafts.max_draft_tokens
+        _check(1 <= self.kv.block_size <= 256, "--kv-block-size", "must be 1 to 256")
+        _check(batch.max_running >= 1, "--max-running", "must be at least 1")
         _check(
-            (1 <= self.kv.block_size <= 256, "--kv-block-size", "must be 1 to 256"),
-            (batch.max_running >= 1, "--max-running", "must be at least 1"),
-            (
-                batch.max_step_tokens >= batch.max_running,
-                "--max-step-tokens",
-                "must be at least --max-running, so that every running request gets its token",
-            ),
-            (batch.max_queued >= 1, "--max-queued", "must be at least 1"),
-            (batch.max_queue_wait_s >= 0, "--max-queue-wait", "must not be negative"),
-            (adapters.num_device_slots >= 1, "--adapter-slots", "must be at least 1"),
-            (adapters.device_bytes >= 1, "--adapter-device-memory", "must be at least 1 byte"),
-            (adapters.host_bytes >= 1, "--adapter-host-memory", "must be at least 1 byte"),
-            (adapters.disk_bytes >= 1, "--adapter-disk", "must be at least 1 byte"),
-            (1 <= adapters.max_rank <= 4096, "--max-lora-rank", "must be 1 to 4096"),
-            (self.num_threads is None or self.num_threads >= 1, "--threads", "must be at least 1"),
-            (self.step_timeout_s is None or self.step_timeout_s > 0, "--step-timeout", "must be above 0"),
-            (self.lora_kernels in LORA_KERNELS, "--lora-kernels", f"must be {', '.join(LORA_KERNELS)}"),
-            (self.cpu_kernels in CPU_KERNELS, "--cpu-kernels", f"must be {', '.join(CPU_KERNELS)}"),
-            (model.quantize in QUANTIZE, "--quantize", f"must be {' or '.join(QUANTIZE)}"),
-            (model.dtype in dtypes, "--dtype", "must be auto, float32, bfloat16, float16 or float64"),
-            (
-                adapters.root is None or adapters.root.is_dir(),
-                "--adapters",
-                f"names {adapters.root}, which is not a directory",
-            ),
-            (1 <= most_drafted <= MAX_DRAFT_TOKENS, "--max-draft-tokens", f"must be 1 to {MAX_DRAFT_TOKENS}"),
-            (drafts.default_draft_tokens >= 0, "--speculate", "must be at least 0"),
-            (
-                drafts.default_draft_tokens <= most_drafted,
-                "--speculate",
-                f"must be at most --max-draft-tokens, {most_drafted}",
-            ),
-            (drafts.draft_kv_bytes >= 1, "--draft-kv-memory", "must be at least 1 byte"),
-            (
-                0 <= drafts.lookup_history <= MAX_LOOKUP_HISTORY,
-                "--lookup-history",
-                f"must be 0 to {MAX_LOOKUP_HISTORY}",
-            ),
+            batch.max_step_tokens >= batch.max_running,
+            "--max-step-tokens",
+            "must be at least --max-running, so that every running request gets its token",
+        )
+        _check(batch.max_queued >= 1, "--max-queued", "must be at least 1")
+        _check(batch.max_queue_wait_s >= 0, "--max-queue-wait", "must not be negative")
+        _check(adapters.num_device_slots >= 1, "--adapter-slots", "must be at least 1")
+        _check(adapters.device_bytes >= 1, "--adapter-device-memory", "must be at least 1 byte")
+        _check(adapters.host_bytes >= 1, "--adapter-host-memory", "must be at least 1 byte")
+        _check(adapters.disk_bytes >= 1, "--adapter-disk", "must be at least 1 byte")
+        _check(1 <= adapters.max_rank <= 4096, "--max-lora-rank", "must be 1 to 4096")
+        _check(self.num_threads is None or self.num_threads >= 1, "--threads", "must be at least 1")
+        _check(self.step_timeout_s is None or self.step_timeout_s > 0, "--step-timeout", "must be above 0")
+        _check(self.lora_kernels in LORA_KERNELS, "--lora-kernels", f"must be {', '.join(LORA_KERNELS)}")
+        _check(self.cpu_kernels in CPU_KERNELS, "--cpu-kernels", f"must be {', '.join(CPU_KERNELS)}")
+        _check(model.quantize in QUANTIZE, "--quantize", f"must be {' or '.join(QUANTIZE)}")
+        _check(model.dtype in dtypes, "--dtype", "must be auto, float32, bfloat16, float16 or float64")
+        _check(
+            adapters.root is None or adapters.root.is_dir(),
+            "--adapters",
+            f"names {adapters.root}, which is not a directory",
+        )
+        _check(
+            1 <= drafts.max_draft_tokens <= MAX_DRAFT_TOKENS, "--max-draft-tokens", f"must be 1 to {MAX_DRAFT_TOKENS}"
+        )
+        _check(drafts.default_draft_tokens >= 0, "--speculate", "must be at least 0")
+        _check(
+            drafts.default_draft_tokens <= drafts.max_draft_tokens,
+            "--speculate",
+            f"must be at most --max-draft-tokens, {drafts.max_draft_tokens}",
+        )
+        _check(drafts.draft_kv_bytes >= 1, "--draft-kv-memory", "must be at least 1 byte")
+        _check(
+            0 <= drafts.lookup_history <= MAX_LOOKUP_HISTORY, "--lookup-history", f"must be 0 to {MAX_LOOKUP_HISTORY}"
         )
         if drafts.default_medusa:
             check_adapter_id(drafts.default_medusa, field="--default-medusa")
@@ -286,23 +283,20 @@ class WorkerConfig:
     router_digest: str = ""
 
     def __post_init__(self) -> None:
-        _check(
-            (0 <= self.port <= 65535, "--port", "must be 0 (any free port) to 65535"),
-            (self.metrics_port is None or 0 <= self.metrics_port <= 65535, "--metrics-port", "must be 0 to 65535"),
-            ((self.tls_cert is None) == (self.tls_key is None), "--tls-cert", "and --tls-key come together"),
-            (self.max_message_bytes >= 1024, "--max-message", "must be at least 1024 bytes"),
-            (self.max_unread_tokens >= 1, "--max-unread", "must be at least 1"),
-            (self.max_stream_wait_s >= 0, "--stream-wait", "must not be negative"),
-            (self.drain_s >= 0, "--drain", "must not be negative"),
-            (self.announce_s >= 0, "--announce", "must not be negative"),
-        )
+        _check(0 <= self.port <= 65535, "--port", "must be 0 (any free port) to 65535")
+        _check(self.metrics_port is None or 0 <= self.metrics_port <= 65535, "--metrics-port", "must be 0 to 65535")
+        _check((self.tls_cert is None) == (self.tls_key is None), "--tls-cert", "and --tls-key come together")
+        _check(self.max_message_bytes >= 1024, "--max-message", "must be at least 1024 bytes")
+        _check(self.max_unread_tokens >= 1, "--max-unread", "must be at least 1")
+        _check(self.max_stream_wait_s >= 0, "--stream-wait", "must not be negative")
+        _check(self.drain_s >= 0, "--drain", "must not be negative")
+        _check(self.announce_s >= 0, "--announce", "must not be negative")
 
 
-def _check(*checks: tuple[bool, str, str]) -> None:
-    """Each: whether it holds, flag, rule. Raises InvalidArgument for the first that does not hold."""
-    for is_ok, flag, rule in checks:
-        if not is_ok:
-            raise InvalidArgument(f"{flag} {rule}", field=flag)
+def _check(is_ok: bool, flag: str, rule: str) -> None:
+    """Raises InvalidArgument where it does not hold."""
+    if not is_ok:
+        raise InvalidArgument(f"{flag} {rule}", field=flag)
 
 
 def hub_token() -> str | None:
