@@ -1,7 +1,7 @@
 """Asynchronous copies between host and device.
 
-On a CPU nothing is copied. With CUDA every copy has pinned memory of its own: the caching allocator hands it out again
-only when the copy has happened, so that no step can overwrite what an earlier one still sends.
+On a CPU nothing is copied. With CUDA every copy has page-locked memory of its own. The caching allocator reuses it only
+when the copy has happened, so that no step can overwrite what an earlier one still sends.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def host_ints(size: int, device: torch.device) -> Tensor:
 class Download:
     """Values on their way to the host, or there already."""
 
-    values: Tensor  # on the host; pinned where they come from CUDA
+    values: Tensor  # on the host; page-locked where they come from CUDA
     done: torch.cuda.Event | None = None
 
     def wait(self) -> Tensor:

@@ -194,7 +194,7 @@ class _Wrapper:
         block_size: int,
         dtype: torch.dtype,
     ) -> None:
-        # It writes its plan into pinned memory of its own and copies from there: the copy before must be through. It
+        # It writes its plan into its own page-locked memory and copies from there: the copy before must be complete. It
         # is, unless the host is more than a step ahead.
         if self._copied is not None:
             self._copied.synchronize()
