@@ -125,7 +125,9 @@ def test_what_there_is_no_time_for_is_left_out_and_said(tmp_path: Path, monkeypa
     assert any("PEFT" in what for what in report["left_out"])
 
 
-@pytest.mark.parametrize("missing", [(), MISSING], ids=["pytest", "built in"])
+@pytest.mark.parametrize(
+    "missing", [pytest.param((), id="pytest", marks=pytest.mark.slow), pytest.param(MISSING, id="built in")]
+)
 def test_tests_with_and_without_pytest(tmp_path: Path, missing: tuple[str, ...]) -> None:
     sample = tmp_path / "test_sample.py"
     sample.write_text(SAMPLE)
@@ -146,6 +148,7 @@ def test_tests_with_and_without_pytest(tmp_path: Path, missing: tuple[str, ...])
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_benchmark_as_on_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With graphs that stand-ins replay, and steps that overlap."""
     monkeypatch.syspath_prepend(ROOT / "scripts")
@@ -194,6 +197,7 @@ print(json.dumps({path.name: len(mini_pytest.collect(path)) for path in map(Path
 """
 
 
+@pytest.mark.slow
 def test_the_tests_for_a_gpu_are_the_same_without_pytest() -> None:
     files = sorted((ROOT / "tests/gpu").glob("test_*.py"))
     without = subprocess.run(

@@ -126,7 +126,7 @@ SHAPES = ((4096, 6144), (4096, 28672), (4096, 4096), (14336, 4096))
 
 
 @pytest.mark.parametrize("arch", [90, pytest.param(80, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("max_rank", [16, 256])
+@pytest.mark.parametrize("max_rank", [pytest.param(16, marks=pytest.mark.slow), 256])
 def test_no_kernel_of_a_served_model_spills(max_rank: int, arch: int, tmp_path: Path) -> None:
     """Every kernel that the tables choose for a model in bfloat16, whatever the step. What does not fit the registers
     goes through memory, several times as slowly."""
