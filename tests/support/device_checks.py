@@ -141,7 +141,7 @@ def make_engine(
     config = EngineConfig(
         ModelConfig("tiny", device=settings.device, dtype=loaded.dtype_name, cuda_graphs=settings.has_graphs),
         KvConfig(BLOCK_SIZE, num_blocks * kv_block_bytes(loaded.spec, BLOCK_SIZE, loaded.dtype.itemsize)),
-        BatchConfig(max_running, max_step_tokens=96),
+        BatchConfig(max_running, max_step_tokens=96, max_queue_wait_s=0.0),
         AdaptersConfig(world.root, num_device_slots=num_slots, max_rank=64),
         SpeculationConfig(**speculation),
     )

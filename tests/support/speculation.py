@@ -286,7 +286,7 @@ def make_bench(
     config = EngineConfig(
         ModelConfig("tiny", dtype=loaded.dtype_name),
         KvConfig(BLOCK_SIZE, num_blocks * block_bytes, prefix_caching),
-        BatchConfig(max_running, max_step_tokens),
+        BatchConfig(max_running, max_step_tokens, max_queue_wait_s=0.0),
         AdaptersConfig(root, num_device_slots=num_slots),
         SpeculationConfig(default_medusa=default_heads, **speculation),
     )
