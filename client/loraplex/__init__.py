@@ -20,6 +20,7 @@ from loraplex.types import (
     Medusa,
     Message,
     PromptLookup,
+    PromptToken,
     ProposerUsage,
     ServerInfo,
     Speculation,
@@ -29,6 +30,7 @@ from loraplex.types import (
     Tokenization,
     TokenLogprob,
     TopLogprob,
+    Truncate,
     Usage,
 )
 from loraplex_contracts.errors import (
@@ -125,6 +127,7 @@ __all__ = [
     "Overloaded",
     "PermissionDenied",
     "PromptLookup",
+    "PromptToken",
     "ProposerUsage",
     "QueueFull",
     "RankLimit",
@@ -141,6 +144,7 @@ __all__ = [
     "TokenLogprob",
     "Tokenization",
     "TopLogprob",
+    "Truncate",
     "Unauthenticated",
     "Unavailable",
     "Unimplemented",

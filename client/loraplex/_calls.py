@@ -33,6 +33,7 @@ from loraplex.types import (
     Medusa,
     Message,
     PromptLookup,
+    PromptToken,
     ProposerUsage,
     ServerInfo,
     Speculation,
@@ -41,6 +42,7 @@ from loraplex.types import (
     Tokenization,
     TokenLogprob,
     TopLogprob,
+    Truncate,
     Usage,
 )
 from loraplex_contracts.adapters import check_adapter_id
@@ -103,13 +105,19 @@ _FIELDS: Final[dict[str, str]] = {
     "prompt_logprobs": "output.prompt_logprobs",
     "echo": "output.echo",
     "omit_token_ids": "output.omit_token_ids",
+    "prompt_tokens": "output.prompt_tokens",
+    "keep_special_tokens": "output.keep_special_tokens",
+    "token_bytes": "output.token_bytes",
+    "omit_special_tokens": "omit_special_tokens",
     "max_draft_tokens": "speculation.max_draft_tokens",
     "fixed_draft_length": "speculation.fixed_length",
     "priority": "priority",
     "request_id": "request_id",
     "cache_salt": "cache_salt",
 }
-_OTHER_OPTIONS: Final = frozenset({"messages", "omit_generation_prompt", "adapters", "speculation", "timeout_s"})
+_OTHER_OPTIONS: Final = frozenset(
+    {"messages", "omit_generation_prompt", "truncate_prompt", "adapters", "speculation", "timeout_s"}
+)
 
 _FINISH_REASONS: Final = {number: reason for reason, number in FINISH_REASONS.items()}
 _STATES: Final[dict[int, AdapterState]] = {number: state for state, number in ADAPTER_STATES.items()}
@@ -384,6 +392,12 @@ def generate_request(prompt: str | None, options: GenerateOptions) -> inference_
         entry = request.adapters.add()
         _assign(entry, "id", adapter_id, shown_as="adapters.id")
         _assign(entry, "weight", weight, shown_as="adapters.weight")
+    if "truncate_prompt" in given:
+        wanted = given["truncate_prompt"]
+        truncate = wanted if isinstance(wanted, Truncate) else Truncate(wanted)
+        request.truncate_prompt.SetInParent()
+        for one in fields(truncate):
+            _assign(request, f"truncate_prompt.{one.name}", getattr(truncate, one.name))
     if "speculation" in given:
         _put_speculation(request.speculation, given["speculation"])
     if request.adapter_id:
@@ -539,7 +553,9 @@ def generation(raw: bytes) -> Generation:
         timings=_record(Timings, message.timings),
         adapter_digest=message.adapter_digest,
         request_id=message.request_id,
-        prompt_logprobs=_logprobs(message.prompt_logprobs),
+        prompt_logprobs=_prompt_logprobs(message),
+        prompt_tokens=_prompt_tokens(message),
+        seed=message.seed if message.HasField("seed") else None,
     )
 
 
@@ -549,11 +565,13 @@ class ChunkReader:
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
         self.adapter_digest = ""
+        self.seed: int | None = None
 
     def read(self, raw: bytes) -> Chunk:
         message = inference_pb2.GenerateStreamResponse.FromString(raw)
         self.request_id = message.request_id or self.request_id
         self.adapter_digest = message.adapter_digest or self.adapter_digest
+        self.seed = message.seed if message.HasField("seed") else self.seed
         return Chunk(
             index=message.index,
             text=message.text_delta,
@@ -561,7 +579,8 @@ class ChunkReader:
             request_id=self.request_id,
             adapter_digest=self.adapter_digest,
             logprobs=_logprobs(message.logprobs),
-            prompt_logprobs=_logprobs(message.prompt_logprobs),
+            prompt_logprobs=_prompt_logprobs(message),
+            prompt_tokens=_prompt_tokens(message),
             drafted_tokens=message.drafted_tokens,
             accepted_tokens=message.accepted_tokens,
             proposer=message.proposer,
@@ -570,6 +589,7 @@ class ChunkReader:
             stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
             usage=_usage(message.usage) if message.HasField("usage") else None,
             timings=_record(Timings, message.timings) if message.HasField("timings") else None,
+            seed=self.seed,
         )
 
 
@@ -632,7 +652,42 @@ def _logprobs(messages: Iterable[inference_pb2.TokenLogprob]) -> tuple[TokenLogp
             token_id=one.token_id,
             text=one.text,
             logprob=one.logprob,
-            top=tuple(TopLogprob(top.token_id, top.text, top.logprob) for top in one.top),
+            top=_top(one),
+            token_bytes=one.bytes,
+            is_special=one.is_special,
         )
         for one in messages
+    )
+
+
+def _top(message: inference_pb2.TokenLogprob | inference_pb2.PromptToken) -> tuple[TopLogprob, ...]:
+    return tuple(TopLogprob(one.token_id, one.text, one.logprob, one.bytes) for one in message.top)
+
+
+def _prompt_tokens(
+    message: inference_pb2.GenerateResponse | inference_pb2.GenerateStreamResponse,
+) -> tuple[PromptToken, ...]:
+    return tuple(
+        PromptToken(
+            token_id=one.token_id,
+            text=one.text,
+            logprob=one.logprob if one.HasField("logprob") else None,
+            top=_top(one),
+            token_bytes=one.bytes,
+            is_special=one.is_special,
+        )
+        for one in message.prompt_tokens
+    )
+
+
+def _prompt_logprobs(
+    message: inference_pb2.GenerateResponse | inference_pb2.GenerateStreamResponse,
+) -> tuple[TokenLogprob, ...]:
+    """The server sends them once: in the prompt's tokens, where those are sent."""
+    if not message.prompt_tokens:
+        return _logprobs(message.prompt_logprobs)
+    return tuple(
+        TokenLogprob(one.token_id, one.text, one.logprob, _top(one), one.bytes, one.is_special)
+        for one in message.prompt_tokens
+        if one.HasField("logprob")
     )

@@ -79,6 +79,14 @@ AnySpeculation = SpeculationKind | Medusa | PromptLookup | DraftModel | Speculat
 """Values of the option `speculation`."""
 
 
+@dataclass(frozen=True, slots=True)
+class Truncate:
+    """Shortens a prompt to its last tokens. The special tokens that the tokenizer adds are kept, and count."""
+
+    max_tokens: int = 0  # 0: as many as leave room for the option `max_tokens`, or for one new token without it
+    keep_start: bool = False  # keep the first tokens instead
+
+
 class CallOptions(TypedDict, total=False):
     """Options of every call."""
 
@@ -95,6 +103,10 @@ class GenerateOptions(CallOptions, total=False):
     """The prompt as a chat in the base model's template, instead of text."""
     omit_generation_prompt: bool | None
     """With `messages`: do not open the assistant's turn after the last one."""
+    omit_special_tokens: bool | None
+    """With text: without the tokenizer's own special tokens, such as a beginning-of-sequence token."""
+    truncate_prompt: int | Truncate | None
+    """Shorten the prompt to its last so many tokens, 0 to what the context has room for, instead of refusing it."""
     adapter_id: str | None
     """The adapter to use. Default: none, the base model."""
     adapters: Mapping[str, float] | None
@@ -140,6 +152,12 @@ class GenerateOptions(CallOptions, total=False):
     echo: bool | None
     """Put the prompt before the text."""
     omit_token_ids: bool | None
+    prompt_tokens: bool | None
+    """The prompt's tokens in the answer, with their log probabilities where `prompt_logprobs` is set."""
+    keep_special_tokens: bool | None
+    """Special tokens are part of the text."""
+    token_bytes: bool | None
+    """Bytes of each token in log probabilities and prompt tokens."""
 
     speculation: AnySpeculation | None
     """Kind of speculation: the same text, sooner. Default: that of the server and the adapter."""
@@ -210,6 +228,18 @@ class Timings:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptToken:
+    """One token of a prompt."""
+
+    token_id: int
+    text: str
+    logprob: float | None = None  # None for the first one, and where they were not asked for
+    top: tuple[TopLogprob, ...] = ()
+    token_bytes: bytes = b""
+    is_special: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """One text of a generation."""
 
@@ -232,7 +262,9 @@ class Generation:
     timings: Timings
     adapter_digest: str  # of the adapter's weights; empty for the base model
     request_id: str
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt's second token and those behind it
+    prompt_tokens: tuple[PromptToken, ...] = ()
+    seed: int | None = None  # that was used; None where nothing is drawn (temperature 0)
 
     @property
     def text(self) -> str:
@@ -256,6 +288,7 @@ class Chunk:
     adapter_digest: str
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # on the first chunk
+    prompt_tokens: tuple[PromptToken, ...] = ()  # likewise
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     proposer: str = ""  # of the drafted tokens
@@ -264,6 +297,7 @@ class Chunk:
     stop_token_id: int | None = None
     usage: Usage | None = None
     timings: Timings | None = None
+    seed: int | None = None  # on every chunk, as in a Generation
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,8 @@ class OutputParams:
     logprobs: bool = False
     top_logprobs: int = 0
     prompt_logprobs: bool = False
+    keep_special_tokens: bool = False  # the front end makes the text, and adds the bytes
+    token_bytes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,7 @@ class TopLogprob:
     token_id: int
     text: str
     logprob: float
+    token_bytes: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +113,8 @@ class TokenLogprob:
     text: str
     logprob: float
     top: tuple[TopLogprob, ...] = ()
+    token_bytes: bytes = b""  # empty unless asked for
+    is_special: bool = False
 
 
 @dataclass(frozen=True, slots=True)

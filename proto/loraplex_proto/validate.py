@@ -65,7 +65,8 @@ HANDLED: Final[dict[str, frozenset[str]]] = {
             *("speculation.prompt_lookup.min_ngram", "speculation.prompt_lookup.max_ngram"),
             *("speculation.max_draft_tokens", "speculation.fixed_length"),
             *("output.logprobs", "output.top_logprobs", "output.prompt_logprobs", "output.echo"),
-            "output.omit_token_ids",
+            *("output.omit_token_ids", "output.prompt_tokens", "output.keep_special_tokens", "output.token_bytes"),
+            *("truncate_prompt.max_tokens", "truncate_prompt.keep_start", "omit_special_tokens"),
         )
     ),
     "TokenizeRequest": frozenset(("text", *_CHAT, "omit_special_tokens")),
@@ -168,6 +169,7 @@ _BOUNDS: Final = (
     ("stopping.min_tokens", 0, MAX_NEW_TOKENS, ""),
     ("speculation.max_draft_tokens", 0, MAX_DRAFT_TOKENS, "; 0 leaves it to the server"),
     ("output.top_logprobs", 0, MAX_TOP_LOGPROBS, ""),
+    ("truncate_prompt.max_tokens", 0, MAX_NEW_TOKENS, "; 0 is what the context has room for"),
 )
 
 
@@ -184,6 +186,7 @@ def check_generate(request: inference_pb2.GenerateRequest) -> None:
         raise InvalidArgument("`token_ids.ids` is empty: give at least one token", field="token_ids.ids")
     if kind == "chat":
         _check_chat(request.chat)
+    _check_omits_special(request)
     if request.cache_salt:
         check_id(request.cache_salt, field="cache_salt")
     for bound in _BOUNDS:
@@ -347,12 +350,16 @@ def check_tokenize(request: inference_pb2.TokenizeRequest) -> None:
         raise InvalidArgument("the request has nothing to tokenize: set `text` or `chat`", field="input")
     if kind == "chat":
         _check_chat(request.chat)
-        if request.omit_special_tokens:
-            raise InvalidArgument(
-                "`omit_special_tokens` goes with `text`: a chat's special tokens are its template's, which writes them "
-                "all; leave it out with `chat`",
-                field="omit_special_tokens",
-            )
+    _check_omits_special(request)
+
+
+def _check_omits_special(request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest) -> None:
+    if request.omit_special_tokens and request.WhichOneof("input") != "text":
+        raise InvalidArgument(
+            "`omit_special_tokens` goes with `text`: a chat's special tokens are its template's, which writes them "
+            "all; leave it out with any other input",
+            field="omit_special_tokens",
+        )
 
 
 def check_adapter_request(request: AdapterRequest) -> AdapterId:
@@ -384,8 +391,8 @@ def check_watch_load(request: worker_pb2.WatchLoadRequest) -> None:
 
 def check_for_model(request: inference_pb2.GenerateRequest, limits: ModelLimits) -> None:
     """Token ids against the vocabulary, lengths against the context. Call after `check_generate`; where the prompt is
-    text, `check_prompt_length` follows once it is tokenized. Raises InvalidArgument with the field's path."""
-    if request.WhichOneof("input") == "token_ids":
+    text or truncated, `check_prompt_length` follows once it is tokens. Raises InvalidArgument with the field's path."""
+    if request.WhichOneof("input") == "token_ids" and not request.HasField("truncate_prompt"):
         check_prompt_length(len(request.token_ids.ids), limits, field="token_ids.ids")  # before each id is looked at
     _check_token_ids(request.token_ids.ids, "token_ids.ids", limits)
     _check_token_ids(request.stopping.stop_token_ids, "stopping.stop_token_ids", limits)

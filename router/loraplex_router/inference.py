@@ -82,6 +82,11 @@ def admit_generate(raw: bytes, identity: Identity, max_context_tokens: int) -> R
 
 
 def _num_prompt_tokens(request: inference_pb2.GenerateRequest) -> int:
+    most = request.truncate_prompt.max_tokens
+    return min(_num_given_tokens(request), most) if most else _num_given_tokens(request)
+
+
+def _num_given_tokens(request: inference_pb2.GenerateRequest) -> int:
     match request.WhichOneof("input"):
         case "token_ids":
             return len(request.token_ids.ids)

@@ -24,6 +24,11 @@ class Wanted:
     )
     stop: tuple[str, ...] = option((), "End before this string. May be given several times.", "--stop")
     ignore_eos: bool = option(False, "Go on where the model would end.", "--ignore-eos")
+    truncate_prompt: int | None = option(
+        None,
+        "Shorten the prompt to its last so many tokens; 0: to what the context has room for.",
+        "--truncate-prompt",
+    )
     n: int = option(1, "How many answers to the same prompt.", "-n")
     logprobs: bool = option(False, "With --json: log probability of each token.", "--logprobs")
 

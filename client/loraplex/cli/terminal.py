@@ -31,9 +31,9 @@ def without_control(text: str) -> str:
 
 
 def write_json(value: Any, *, is_line: bool = False) -> None:
-    """One JSON document; `is_line` keeps it on one line."""
+    """One JSON document, bytes as lists of numbers; `is_line` keeps it on one line."""
     indent = 2 if is_terminal() and not is_line else None
-    sys.stdout.write(json.dumps(value, indent=indent) + "\n")
+    sys.stdout.write(json.dumps(value, indent=indent, default=list) + "\n")
     sys.stdout.flush()
 
 

@@ -61,6 +61,8 @@ class GenerateRequest(google.protobuf.message.Message):
     PRIORITY_FIELD_NUMBER: builtins.int
     REQUEST_ID_FIELD_NUMBER: builtins.int
     CACHE_SALT_FIELD_NUMBER: builtins.int
+    TRUNCATE_PROMPT_FIELD_NUMBER: builtins.int
+    OMIT_SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
     text: builtins.str
     adapter_id: builtins.str
     """A name under the server's adapter root. Empty: the base model. Never a path."""
@@ -72,6 +74,8 @@ class GenerateRequest(google.protobuf.message.Message):
     """Echoed in the answer and in logs; made by the server where empty. [A-Za-z0-9._:-], 128 at most."""
     cache_salt: builtins.str
     """Keeps this request's prompt out of other requests' prefix cache hits. [A-Za-z0-9._:-], 128 at most."""
+    omit_special_tokens: builtins.bool
+    """Of the tokenizer, such as a beginning-of-sequence token. With text only: a chat's are written by its template."""
     @property
     def token_ids(self) -> Global___TokenIds: ...
     @property
@@ -88,6 +92,10 @@ class GenerateRequest(google.protobuf.message.Message):
     def speculation(self) -> Global___Speculation: ...
     @property
     def output(self) -> Global___Output: ...
+    @property
+    def truncate_prompt(self) -> Global___Truncate:
+        """Shortens a prompt that is too long, instead of refusing it."""
+
     def __init__(
         self,
         *,
@@ -104,12 +112,38 @@ class GenerateRequest(google.protobuf.message.Message):
         priority: builtins.int = ...,
         request_id: builtins.str = ...,
         cache_salt: builtins.str = ...,
+        truncate_prompt: Global___Truncate | None = ...,
+        omit_special_tokens: builtins.bool = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["chat", b"chat", "input", b"input", "output", b"output", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["adapter_id", b"adapter_id", "adapters", b"adapters", "cache_salt", b"cache_salt", "chat", b"chat", "input", b"input", "n", b"n", "output", b"output", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["chat", b"chat", "input", b"input", "output", b"output", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids", "truncate_prompt", b"truncate_prompt"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["adapter_id", b"adapter_id", "adapters", b"adapters", "cache_salt", b"cache_salt", "chat", b"chat", "input", b"input", "n", b"n", "omit_special_tokens", b"omit_special_tokens", "output", b"output", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids", "truncate_prompt", b"truncate_prompt"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["input", b"input"]) -> typing.Literal["text", "token_ids", "chat"] | None: ...
 
 Global___GenerateRequest: typing_extensions.TypeAlias = GenerateRequest
+
+@typing.final
+class Truncate(google.protobuf.message.Message):
+    """The special tokens that the tokenizer adds to a text are kept, and count."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MAX_TOKENS_FIELD_NUMBER: builtins.int
+    KEEP_START_FIELD_NUMBER: builtins.int
+    max_tokens: builtins.int
+    """Of the prompt; it keeps its last tokens. 16777216 at most. 0: as many as leave room for stopping.max_tokens, or for
+    one new token where that is not set.
+    """
+    keep_start: builtins.bool
+    """Keep the first tokens instead of the last."""
+    def __init__(
+        self,
+        *,
+        max_tokens: builtins.int = ...,
+        keep_start: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["keep_start", b"keep_start", "max_tokens", b"max_tokens"]) -> None: ...
+
+Global___Truncate: typing_extensions.TypeAlias = Truncate
 
 @typing.final
 class TokenIds(google.protobuf.message.Message):
@@ -448,6 +482,9 @@ class Output(google.protobuf.message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
     ECHO_FIELD_NUMBER: builtins.int
     OMIT_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: builtins.int
+    KEEP_SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
+    TOKEN_BYTES_FIELD_NUMBER: builtins.int
     logprobs: builtins.bool
     """Logprob of each new token (of the model's own distribution, before penalties and temperature)."""
     top_logprobs: builtins.int
@@ -458,6 +495,16 @@ class Output(google.protobuf.message.Message):
     """Put the prompt in front of the text."""
     omit_token_ids: builtins.bool
     """Leave token ids out of the answer."""
+    prompt_tokens: builtins.bool
+    """The prompt's tokens in the answer, the first included; with prompt_logprobs their logprobs are in them, and the
+    answer's prompt_logprobs are empty.
+    """
+    keep_special_tokens: builtins.bool
+    """Special tokens are part of the text, of the prompt's in an echo as well. The token that ends it is not, unless
+    stopping.include_stop is set.
+    """
+    token_bytes: builtins.bool
+    """Bytes of each token in logprobs and prompt_tokens, alternatives included."""
     def __init__(
         self,
         *,
@@ -466,8 +513,11 @@ class Output(google.protobuf.message.Message):
         prompt_logprobs: builtins.bool = ...,
         echo: builtins.bool = ...,
         omit_token_ids: builtins.bool = ...,
+        prompt_tokens: builtins.bool = ...,
+        keep_special_tokens: builtins.bool = ...,
+        token_bytes: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["echo", b"echo", "logprobs", b"logprobs", "omit_token_ids", b"omit_token_ids", "prompt_logprobs", b"prompt_logprobs", "top_logprobs", b"top_logprobs"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["echo", b"echo", "keep_special_tokens", b"keep_special_tokens", "logprobs", b"logprobs", "omit_token_ids", b"omit_token_ids", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "token_bytes", b"token_bytes", "top_logprobs", b"top_logprobs"]) -> None: ...
 
 Global___Output: typing_extensions.TypeAlias = Output
 
@@ -479,9 +529,17 @@ class TokenLogprob(google.protobuf.message.Message):
     TEXT_FIELD_NUMBER: builtins.int
     LOGPROB_FIELD_NUMBER: builtins.int
     TOP_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    IS_SPECIAL_FIELD_NUMBER: builtins.int
     token_id: builtins.int
     text: builtins.str
     logprob: builtins.float
+    bytes: builtins.bytes
+    """With Output.token_bytes: what the token adds to the bytes of a text, where `text` has U+FFFD for part of a
+    character. Those of `text` for special tokens.
+    """
+    is_special: builtins.bool
+    """Not part of the text, unless Output.keep_special_tokens is set."""
     @property
     def top(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TopLogprob]:
         """Most likely first."""
@@ -493,8 +551,10 @@ class TokenLogprob(google.protobuf.message.Message):
         text: builtins.str = ...,
         logprob: builtins.float = ...,
         top: collections.abc.Iterable[Global___TopLogprob] | None = ...,
+        bytes: builtins.bytes = ...,
+        is_special: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["logprob", b"logprob", "text", b"text", "token_id", b"token_id", "top", b"top"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "is_special", b"is_special", "logprob", b"logprob", "text", b"text", "token_id", b"token_id", "top", b"top"]) -> None: ...
 
 Global___TokenLogprob: typing_extensions.TypeAlias = TokenLogprob
 
@@ -505,19 +565,57 @@ class TopLogprob(google.protobuf.message.Message):
     TOKEN_ID_FIELD_NUMBER: builtins.int
     TEXT_FIELD_NUMBER: builtins.int
     LOGPROB_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
     token_id: builtins.int
     text: builtins.str
     logprob: builtins.float
+    bytes: builtins.bytes
     def __init__(
         self,
         *,
         token_id: builtins.int = ...,
         text: builtins.str = ...,
         logprob: builtins.float = ...,
+        bytes: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["logprob", b"logprob", "text", b"text", "token_id", b"token_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "logprob", b"logprob", "text", b"text", "token_id", b"token_id"]) -> None: ...
 
 Global___TopLogprob: typing_extensions.TypeAlias = TopLogprob
+
+@typing.final
+class PromptToken(google.protobuf.message.Message):
+    """Fields as in TokenLogprob. The logprob is set with Output.prompt_logprobs, on each token but the first."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TOKEN_ID_FIELD_NUMBER: builtins.int
+    TEXT_FIELD_NUMBER: builtins.int
+    LOGPROB_FIELD_NUMBER: builtins.int
+    TOP_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    IS_SPECIAL_FIELD_NUMBER: builtins.int
+    token_id: builtins.int
+    text: builtins.str
+    logprob: builtins.float
+    bytes: builtins.bytes
+    is_special: builtins.bool
+    @property
+    def top(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TopLogprob]: ...
+    def __init__(
+        self,
+        *,
+        token_id: builtins.int = ...,
+        text: builtins.str = ...,
+        logprob: builtins.float | None = ...,
+        top: collections.abc.Iterable[Global___TopLogprob] | None = ...,
+        bytes: builtins.bytes = ...,
+        is_special: builtins.bool = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_logprob", b"_logprob", "logprob", b"logprob"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_logprob", b"_logprob", "bytes", b"bytes", "is_special", b"is_special", "logprob", b"logprob", "text", b"text", "token_id", b"token_id", "top", b"top"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_logprob", b"_logprob"]) -> typing.Literal["logprob"] | None: ...
+
+Global___PromptToken: typing_extensions.TypeAlias = PromptToken
 
 @typing.final
 class Usage(google.protobuf.message.Message):
@@ -660,9 +758,15 @@ class GenerateResponse(google.protobuf.message.Message):
     USAGE_FIELD_NUMBER: builtins.int
     TIMINGS_FIELD_NUMBER: builtins.int
     ADAPTER_DIGEST_FIELD_NUMBER: builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: builtins.int
+    SEED_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     adapter_digest: builtins.str
     """The digest of the adapter's weights that were used. Empty for the base model."""
+    seed: builtins.int
+    """The seed of the request, or the one that was chosen for it: sent again, it gives the same completions. Not set where
+    nothing is drawn (temperature 0).
+    """
     @property
     def completions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Completion]: ...
     @property
@@ -671,6 +775,10 @@ class GenerateResponse(google.protobuf.message.Message):
     def usage(self) -> Global___Usage: ...
     @property
     def timings(self) -> Global___Timings: ...
+    @property
+    def prompt_tokens(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PromptToken]:
+        """With Output.prompt_tokens."""
+
     def __init__(
         self,
         *,
@@ -680,9 +788,12 @@ class GenerateResponse(google.protobuf.message.Message):
         usage: Global___Usage | None = ...,
         timings: Global___Timings | None = ...,
         adapter_digest: builtins.str = ...,
+        prompt_tokens: collections.abc.Iterable[Global___PromptToken] | None = ...,
+        seed: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["timings", b"timings", "usage", b"usage"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["adapter_digest", b"adapter_digest", "completions", b"completions", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "timings", b"timings", "usage", b"usage"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_seed", b"_seed", "seed", b"seed", "timings", b"timings", "usage", b"usage"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_seed", b"_seed", "adapter_digest", b"adapter_digest", "completions", b"completions", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "seed", b"seed", "timings", b"timings", "usage", b"usage"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_seed", b"_seed"]) -> typing.Literal["seed"] | None: ...
 
 Global___GenerateResponse: typing_extensions.TypeAlias = GenerateResponse
 
@@ -707,8 +818,10 @@ class GenerateStreamResponse(google.protobuf.message.Message):
     STOP_TOKEN_ID_FIELD_NUMBER: builtins.int
     USAGE_FIELD_NUMBER: builtins.int
     TIMINGS_FIELD_NUMBER: builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: builtins.int
+    SEED_FIELD_NUMBER: builtins.int
     request_id: builtins.str
-    """On the first chunk only: request_id, adapter_digest, prompt_logprobs."""
+    """On the first chunk only: request_id, adapter_digest, prompt_logprobs, prompt_tokens, seed."""
     adapter_digest: builtins.str
     index: builtins.int
     text_delta: builtins.str
@@ -720,6 +833,7 @@ class GenerateStreamResponse(google.protobuf.message.Message):
     """On the last chunk of the completion only."""
     stop_string: builtins.str
     stop_token_id: builtins.int
+    seed: builtins.int
     @property
     def prompt_logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]: ...
     @property
@@ -730,6 +844,10 @@ class GenerateStreamResponse(google.protobuf.message.Message):
     def usage(self) -> Global___Usage: ...
     @property
     def timings(self) -> Global___Timings: ...
+    @property
+    def prompt_tokens(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PromptToken]:
+        """As in GenerateResponse."""
+
     def __init__(
         self,
         *,
@@ -748,9 +866,13 @@ class GenerateStreamResponse(google.protobuf.message.Message):
         stop_token_id: builtins.int | None = ...,
         usage: Global___Usage | None = ...,
         timings: Global___Timings | None = ...,
+        prompt_tokens: collections.abc.Iterable[Global___PromptToken] | None = ...,
+        seed: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "timings", b"timings", "usage", b"usage"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "accepted_tokens", b"accepted_tokens", "adapter_digest", b"adapter_digest", "drafted_tokens", b"drafted_tokens", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "proposer", b"proposer", "request_id", b"request_id", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "text_delta", b"text_delta", "timings", b"timings", "token_ids", b"token_ids", "usage", b"usage"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_seed", b"_seed", "_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "seed", b"seed", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "timings", b"timings", "usage", b"usage"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_seed", b"_seed", "_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "accepted_tokens", b"accepted_tokens", "adapter_digest", b"adapter_digest", "drafted_tokens", b"drafted_tokens", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "proposer", b"proposer", "request_id", b"request_id", "seed", b"seed", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "text_delta", b"text_delta", "timings", b"timings", "token_ids", b"token_ids", "usage", b"usage"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_seed", b"_seed"]) -> typing.Literal["seed"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_stop_string", b"_stop_string"]) -> typing.Literal["stop_string"] | None: ...
     @typing.overload

@@ -78,9 +78,12 @@ class CompletionAssembler:
         ending = stopping.stop_token_ids | (frozenset() if stopping.ignore_eos else frozenset(eos_token_ids))
         dropped = frozenset[int]() if stopping.include_stop else ending
         self._index = index
-        self._detokenizer = tokenizer.new_detokenizer(request.prompt_token_ids, dropped)
+        self._detokenizer = tokenizer.new_detokenizer(
+            request.prompt_token_ids, dropped, keep_special=request.output.keep_special_tokens
+        )
         self._stops = tokenizer.new_stop_matcher(stopping)
-        self._token_text = tokenizer.token_text
+        self._tokenizer = tokenizer
+        self._with_bytes = request.output.token_bytes
         self._num_tokens = 0
         self._num_steps = 0
         self._drafts: dict[str, Drafts] = {}
@@ -132,8 +135,20 @@ class CompletionAssembler:
         return Delta(self._index, text=text, end=summary)
 
     def with_text(self, logprobs: PositionLogprobs) -> TokenLogprob:
-        top = tuple(TopLogprob(token_id, self._token_text(token_id), value) for token_id, value in logprobs.top)
-        return TokenLogprob(logprobs.token_id, self._token_text(logprobs.token_id), logprobs.logprob, top)
+        token_id = logprobs.token_id
+        return TokenLogprob(
+            token_id,
+            self._tokenizer.token_text(token_id),
+            logprobs.logprob,
+            tuple(
+                TopLogprob(one, self._tokenizer.token_text(one), value, self._bytes(one)) for one, value in logprobs.top
+            ),
+            self._bytes(token_id),
+            self._tokenizer.is_special(token_id),
+        )
+
+    def _bytes(self, token_id: int) -> bytes:
+        return self._tokenizer.token_bytes(token_id) if self._with_bytes else b""
 
     def _text_of(self, token_ids: tuple[int, ...]) -> tuple[str, int]:
         """Text that is safe to send, and the number of tokens that belong to the completion."""

@@ -27,10 +27,10 @@ from typing import Any, Final, TypeVar
 
 from tokenizers import Tokenizer
 
-from loraplex_contracts.errors import ContextLengthExceeded, OutOfMemory, QueueFull, unexpected
+from loraplex_contracts.errors import ContextLengthExceeded, InvalidArgument, OutOfMemory, QueueFull, unexpected
 from loraplex_proto.validate import ModelLimits, check_prompt_length
 from loraplex_runtime.shutdown import SIGNALS, continue_when_parent_dies, start_shielded
-from loraplex_server.text.tokenizer import SHORT_CHARS, TextTokenizer, num_bytes_of
+from loraplex_server.text.tokenizer import SHORT_CHARS, TextTokenizer, Truncation, encode, num_bytes_of
 from loraplex_server.text.vocabulary import Vocabulary, max_bytes_per_token
 
 T = TypeVar("T")
@@ -121,17 +121,25 @@ class Tokenizing:
         num_chars = sum(len(message["content"]) + MESSAGE_CHARS for message in messages)
         return await self.off_loop(num_chars, partial(self.tokenizer.render_chat, messages, add_generation_prompt))
 
-    async def encode(self, text: str, *, special: bool = True) -> Sequence[int]:
-        """The ids of a prompt. Raises ContextLengthExceeded, for some texts before they are tokenized, QueueFull, and
-        what `TextTokenizer.encode` raises."""
-        encode = partial(self.tokenizer.encode, text, add_special_tokens=special)
+    async def encode(self, text: str, *, special: bool = True, truncation: Truncation | None = None) -> Sequence[int]:
+        """The ids of a prompt. Raises ContextLengthExceeded, for some texts before they are tokenized, QueueFull,
+        InvalidArgument for a truncation to less than the special tokens, and what `TextTokenizer.encode` raises."""
+        if truncation is not None and special and truncation.max_tokens < (num := self.tokenizer.num_added_tokens()):
+            raise InvalidArgument(
+                f"`truncate_prompt.max_tokens` is {truncation.max_tokens}; the tokenizer adds {num} special tokens: "
+                "allow more, or set `omit_special_tokens`",
+                field="truncate_prompt.max_tokens",
+            )
+        encoded = partial(self.tokenizer.encode, text, add_special_tokens=special, truncation=truncation)
         if len(text) < SHORT_CHARS:
-            return encode()
+            return encoded()
         num_bytes = num_bytes_of(text)
-        self._check_length(num_bytes)
+        if truncation is None:
+            self._check_length(num_bytes)
         if num_bytes <= LONG_BYTES or self._serialized is None:
-            return await self.off_loop(num_bytes, encode)
-        ids = await self._in_process(num_bytes, Job(text, special, self.limits.max_context_tokens))
+            return await self.off_loop(num_bytes, encoded)
+        job = Job(text, special, self.limits.max_context_tokens, truncation=truncation)
+        ids = await self._in_process(num_bytes, job)
         if isinstance(ids, int):
             check_prompt_length(ids, self.limits)
         assert isinstance(ids, array)
@@ -146,9 +154,10 @@ class Tokenizing:
         assert isinstance(answer, bytes)
         return answer
 
-    async def decode(self, token_ids: Sequence[int]) -> str:
+    async def decode(self, token_ids: Sequence[int], *, keep_special: bool = False, field: str = "output.echo") -> str:
         """Raises what `TextTokenizer.decode` raises."""
-        return await self.off_loop(len(token_ids) * TOKEN_CHARS, partial(self.tokenizer.decode, token_ids))
+        decode = partial(self.tokenizer.decode, token_ids, keep_special=keep_special, field=field)
+        return await self.off_loop(len(token_ids) * TOKEN_CHARS, decode)
 
     async def off_loop(self, num_bytes: int, work: Callable[[], T]) -> T:
         """Runs work that takes about as long as tokenizing `num_bytes`, in a thread if that is long."""
@@ -261,6 +270,7 @@ class Job:
     add_special_tokens: bool
     max_tokens: int = 0
     make: Maker | None = None
+    truncation: Truncation | None = None
 
 
 class ProcessEnded(Exception):
@@ -349,7 +359,7 @@ def _read(conn: Connection, inbox: queue.SimpleQueue[Job]) -> None:
 
 
 def _result(tokenizer: Tokenizer, vocabulary: Vocabulary, job: Job) -> array[int] | int | bytes:
-    ids = tokenizer.encode_batch_fast([job.text], add_special_tokens=job.add_special_tokens)[0].ids
+    ids = encode(tokenizer, job.text, job.add_special_tokens, job.truncation)
     if job.make is not None:
         return job.make(vocabulary, ids)
     return array("I", ids) if len(ids) <= job.max_tokens else len(ids)

@@ -26,6 +26,7 @@ from loraplex_server.frontend.generation import Delta, Progress, generate
 from loraplex_server.frontend.tokenizing import Tokenizing
 from loraplex_server.grpc import protobuf
 from loraplex_server.grpc.middleware import RequestGate, begin_request, handles_errors, handles_stream_errors
+from loraplex_server.text.tokenizer import Truncation
 
 Context = Any  # grpc.aio.ServicerContext, which is generic over messages in its stubs
 
@@ -50,6 +51,25 @@ class Sent:
             raise own from error
 
 
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """A valid request, and parts of its answer that are known already."""
+
+    request: Request
+    echo: str  # in front of every completion
+    prompt_tokens: Sequence[inference_pb2.PromptToken]  # to be sent; without logprobs
+
+    def put_head(
+        self, message: inference_pb2.GenerateResponse | inference_pb2.GenerateStreamResponse, progress: Progress
+    ) -> None:
+        """What is said once, in an answer or in a stream's first message."""
+        message.request_id = self.request.request_id.rpartition("/")[0]
+        message.adapter_digest = progress.adapter_digest
+        if not self.request.sampling.is_greedy:
+            message.seed = self.request.sampling.seed
+        protobuf.put_prompt(message, self.prompt_tokens, progress.prompt_logprobs)
+
+
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     """Owns the counter that makes the engine's request ids unique."""
 
@@ -71,33 +91,31 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.GenerateResponse:
         progress = Progress()
         deltas: dict[int, list[Delta]] = {}
-        accepted, echo = await self._accept(request, context)
-        generating = self._generate(accepted, progress)
+        accepted = await self._accept(request, context)
+        generating = self._generate(accepted.request, progress)
         async with Sent().added_to_errors(), aclosing(generating) as batches:
             async for batch in batches:
                 for delta in batch:
                     deltas.setdefault(delta.index, []).append(delta)
-        return self._answer(request, accepted, echo, deltas, progress)
+        return self._answer(request, accepted, deltas, progress)
 
     @handles_stream_errors
     async def GenerateStream(
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateStreamResponse]:
         progress = Progress()
-        accepted, echo = await self._accept(request, context)
+        accepted = await self._accept(request, context)
         sent, echoed = Sent(), set[int]()
-        generating = self._generate(accepted, progress)
+        generating = self._generate(accepted.request, progress)
         async with sent.added_to_errors(), aclosing(generating) as batches:
             async for batch in batches:
                 for delta in batch:
                     message = protobuf.delta_to_pb(delta, with_token_ids=not request.output.omit_token_ids)
                     if sent.num_messages == 0:
-                        message.request_id = _public_id(accepted)
-                        message.adapter_digest = progress.adapter_digest
-                        message.prompt_logprobs.extend(protobuf.logprobs_to_pb(progress.prompt_logprobs))
+                        accepted.put_head(message, progress)
                     if delta.index not in echoed:
                         echoed.add(delta.index)
-                        message.text_delta = echo + message.text_delta
+                        message.text_delta = accepted.echo + message.text_delta
                     if delta.end is not None:
                         message.timings.CopyFrom(_timings(progress))
                     yield message
@@ -137,22 +155,28 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             draft_models=protobuf.draft_model_names(info.speculation),
         )
 
-    async def _accept(self, message: inference_pb2.GenerateRequest, context: Context) -> tuple[Request, str]:
-        """The engine's request, and the text to put before every completion. Raises typed errors."""
+    async def _accept(self, message: inference_pb2.GenerateRequest, context: Context) -> Accepted:
+        """Raises typed errors."""
         request_id = begin_request(message.request_id)
         validate.check_generate(message)
         num_ids = len(message.token_ids.ids)
         arrival_s, remaining_s = time.monotonic(), _remaining_s(context)
         async with _within(remaining_s):
-            # A prompt that is too long is refused before its tokens are checked.
-            num_checked = min(num_ids, self._limits.max_context_tokens)
+            # A prompt that is too long is refused before its tokens are checked, unless it is shortened.
+            is_cut = message.HasField("truncate_prompt")
+            num_checked = num_ids if is_cut else min(num_ids, self._limits.max_context_tokens)
             await self._tokenizing.off_loop(num_checked, partial(validate.check_for_model, message, self._limits))
             identity = self._gate.admit(*validate.adapters_in(message))
             self._refuse_early(message, identity.tenant, remaining_s)
             prompt = await self._prompt(message)
-            if not num_ids:
+            if is_cut or not num_ids:
                 validate.check_prompt_length(len(prompt), self._limits)
-            echo = await self._tokenizing.decode(prompt) if message.output.echo else ""
+            output = message.output
+            echo = await self._tokenizing.decode(prompt, keep_special=output.keep_special_tokens) if output.echo else ""
+            to_tokens = partial(protobuf.prompt_tokens_to_pb, prompt, self._tokenizer, with_bytes=output.token_bytes)
+            tokens = (
+                await self._tokenizing.off_loop(len(prompt) * TOKEN_CHARS, to_tokens) if output.prompt_tokens else []
+            )
             to_params = partial(protobuf.sampling_params, message.sampling, self._tokenizer_view)
             sampling = await self._tokenizing.off_loop(message.sampling.ByteSize(), to_params)
         request = protobuf.to_request(
@@ -166,7 +190,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             arrival_s=arrival_s,
             deadline_s=None if remaining_s is None else arrival_s + remaining_s,
         )
-        return request, echo
+        return Accepted(request, echo, tokens)
 
     def _refuse_early(self, message: inference_pb2.GenerateRequest, tenant: str, remaining_s: float | None) -> None:
         """Raises Overloaded where the engine would, by an estimate without tokens: refusing a flood must not take CPU
@@ -175,17 +199,30 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         if forecast is None or message.priority > 0:
             return
         num_prompt = len(message.token_ids.ids) or (len(message.text) + message.chat.ByteSize()) // TOKEN_CHARS
+        if (truncation := self._truncation(message)) is not None:
+            num_prompt = min(num_prompt, truncation.max_tokens)
         room = max(1, self._info.max_context_tokens - num_prompt)
         wanted = message.stopping.max_tokens if message.stopping.HasField("max_tokens") else room
         num_outputs = min(wanted, room)
         forecast.check((tenant, message.adapter_id), num_prompt, num_outputs, remaining_s)
 
     async def _prompt(self, message: inference_pb2.GenerateRequest) -> tuple[int, ...]:
+        truncation = self._truncation(message)
         if message.WhichOneof("input") == "token_ids":
             ids = message.token_ids.ids
-            return await self._tokenizing.off_loop(len(ids), partial(_copied, ids))
+            kept = ids if truncation is None else truncation.cut(ids)
+            return await self._tokenizing.off_loop(len(kept), partial(_copied, kept))
         text, special = await self._text(message)
-        return tuple(await self._tokenizing.encode(text, special=special))
+        special = special and not message.omit_special_tokens
+        return tuple(await self._tokenizing.encode(text, special=special, truncation=truncation))
+
+    def _truncation(self, message: inference_pb2.GenerateRequest) -> Truncation | None:
+        if not message.HasField("truncate_prompt"):
+            return None
+        wanted, stopping = message.truncate_prompt, message.stopping
+        num_new = stopping.max_tokens if stopping.HasField("max_tokens") else 1
+        room = max(1, self._info.max_context_tokens - num_new)
+        return Truncation(wanted.max_tokens or room, wanted.keep_start)
 
     async def _text(self, message: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest) -> tuple[str, bool]:
         """The text to tokenize, and whether it needs special tokens: a chat's template writes them."""
@@ -197,25 +234,24 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     def _answer(
         self,
         message: inference_pb2.GenerateRequest,
-        request: Request,
-        echo: str,
+        accepted: Accepted,
         deltas: dict[int, list[Delta]],
         progress: Progress,
     ) -> inference_pb2.GenerateResponse:
-        summaries = [end for index in range(request.n) if (end := deltas[index][-1].end) is not None]
-        assert len(summaries) == request.n, "the last delta of a completion carries its end"
+        num_completions, echo = accepted.request.n, accepted.echo
+        summaries = [end for index in range(num_completions) if (end := deltas[index][-1].end) is not None]
+        assert len(summaries) == num_completions, "the last delta of a completion carries its end"
         with_ids = not message.output.omit_token_ids
-        return inference_pb2.GenerateResponse(
-            request_id=_public_id(request),
+        answer = inference_pb2.GenerateResponse(
             completions=[
                 protobuf.completion_to_pb(summary, deltas[summary.index], prefix=echo, with_token_ids=with_ids)
                 for summary in summaries
             ],
-            prompt_logprobs=protobuf.logprobs_to_pb(progress.prompt_logprobs),
             usage=protobuf.usage_to_pb(*summaries),
             timings=_timings(progress),
-            adapter_digest=progress.adapter_digest,
         )
+        accepted.put_head(answer, progress)
+        return answer
 
 
 def _remaining_s(context: Context) -> float | None:
@@ -247,10 +283,6 @@ def _copied(ids: Sequence[int]) -> tuple[int, ...]:
     for start in range(0, len(ids), IDS_AT_ONCE):
         copied += ids[start : start + IDS_AT_ONCE]
     return tuple(copied)
-
-
-def _public_id(request: Request) -> str:
-    return request.request_id.rpartition("/")[0]
 
 
 def _timings(progress: Progress) -> inference_pb2.Timings:

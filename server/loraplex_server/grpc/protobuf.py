@@ -23,6 +23,7 @@ from loraplex_contracts.sampling import SamplingParams, TokenizerView
 from loraplex_proto.enums import ADAPTER_STATES, ADAPTER_TIERS, FINISH_REASONS
 from loraplex_proto.v1 import adapter_pb2, inference_pb2, worker_pb2
 from loraplex_server.frontend.generation import CompletionSummary, Delta
+from loraplex_server.text.tokenizer import TextTokenizer
 from loraplex_server.text.vocabulary import Vocabulary
 
 MAX_FLOWS = 256  # in a forecast
@@ -65,6 +66,8 @@ def to_request(
             logprobs=output.logprobs or output.top_logprobs > 0,
             top_logprobs=output.top_logprobs,
             prompt_logprobs=output.prompt_logprobs,
+            keep_special_tokens=output.keep_special_tokens,
+            token_bytes=output.token_bytes,
         ),
         speculation=SpeculationParams(
             kind=kind,
@@ -91,10 +94,49 @@ def logprobs_to_pb(logprobs: Iterable[TokenLogprob]) -> list[inference_pb2.Token
             token_id=one.token_id,
             text=one.text,
             logprob=one.logprob,
-            top=[inference_pb2.TopLogprob(token_id=t.token_id, text=t.text, logprob=t.logprob) for t in one.top],
+            top=_top_to_pb(one),
+            bytes=one.token_bytes,
+            is_special=one.is_special,
         )
         for one in logprobs
     ]
+
+
+def _top_to_pb(one: TokenLogprob) -> list[inference_pb2.TopLogprob]:
+    return [
+        inference_pb2.TopLogprob(token_id=t.token_id, text=t.text, logprob=t.logprob, bytes=t.token_bytes)
+        for t in one.top
+    ]
+
+
+def prompt_tokens_to_pb(
+    token_ids: Sequence[int], tokenizer: TextTokenizer, *, with_bytes: bool
+) -> list[inference_pb2.PromptToken]:
+    """Without logprobs: those come later."""
+    return [
+        inference_pb2.PromptToken(
+            token_id=token_id,
+            text=tokenizer.token_text(token_id),
+            bytes=tokenizer.token_bytes(token_id) if with_bytes else b"",
+            is_special=tokenizer.is_special(token_id),
+        )
+        for token_id in token_ids
+    ]
+
+
+def put_prompt(
+    message: inference_pb2.GenerateResponse | inference_pb2.GenerateStreamResponse,
+    prompt_tokens: Sequence[inference_pb2.PromptToken],
+    logprobs: Sequence[TokenLogprob],
+) -> None:
+    """The prompt in an answer. `logprobs` begin at its second token; they go into its tokens, if those are sent."""
+    if not prompt_tokens:
+        message.prompt_logprobs.extend(logprobs_to_pb(logprobs))
+        return
+    for token, one in zip(prompt_tokens[1:], logprobs, strict=False):
+        token.logprob = one.logprob
+        token.top.extend(_top_to_pb(one))
+    message.prompt_tokens.extend(prompt_tokens)
 
 
 def usage_to_pb(first: CompletionSummary, *others: CompletionSummary) -> inference_pb2.Usage:

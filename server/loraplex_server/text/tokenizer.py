@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
+
+from tokenizers import Tokenizer
 
 from loraplex_contracts.errors import FailedPrecondition, InvalidArgument, NoChatTemplate, UnsupportedModel
 from loraplex_contracts.request import StoppingParams
@@ -43,6 +46,32 @@ def num_bytes_of(text: str) -> int:
         raise InvalidArgument("the text holds halves of surrogate pairs; send UTF-8", field="text") from error
 
 
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """Most tokens of a prompt, special ones included."""
+
+    max_tokens: int
+    keep_start: bool = False  # else the end
+
+    def cut(self, token_ids: Sequence[int]) -> Sequence[int]:
+        if len(token_ids) <= self.max_tokens:
+            return token_ids
+        return token_ids[: self.max_tokens] if self.keep_start else token_ids[len(token_ids) - self.max_tokens :]
+
+
+def encode(tokenizer: Tokenizer, text: str, special: bool, truncation: Truncation | None) -> list[int]:
+    """Ids of a text. As in Transformers, truncation keeps the special tokens that the tokenizer adds."""
+    if truncation is None and len(text) < SHORT_CHARS:
+        return tokenizer.encode(text, add_special_tokens=special).ids
+    # In a batch, even of one, the library gives the interpreter's lock back.
+    encoding = tokenizer.encode_batch_fast([text], add_special_tokens=special and truncation is None)[0]
+    if truncation is not None:
+        num_added = tokenizer.num_special_tokens_to_add(False) if special else 0
+        encoding.truncate(truncation.max_tokens - num_added, direction="right" if truncation.keep_start else "left")
+        encoding = tokenizer.post_process(encoding, add_special_tokens=special)
+    return encoding.ids
+
+
 class TextTokenizer:
     """Encodes, decodes, and makes the detokenizer and stop matcher of each completion."""
 
@@ -57,6 +86,7 @@ class TextTokenizer:
             backend.no_padding()
             self._backend = backend
             self._vocabulary = Vocabulary(backend)
+            self._all_visible = Vocabulary(backend, keep_special=True)
 
     @classmethod
     def from_pretrained(cls, model: str, *, revision: str | None = None) -> TextTokenizer:
@@ -109,16 +139,17 @@ class TextTokenizer:
         eos = cast("int | None", None if self._tokenizer is None else self._tokenizer.eos_token_id)
         return frozenset() if eos is None else frozenset((eos,))
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True, truncation: Truncation | None = None) -> list[int]:
         """Raises FailedPrecondition without a tokenizer, InvalidArgument on text that is not Unicode.
 
         Other threads go on while a long text is tokenized."""
         self._require("text")
         num_bytes_of(text)
-        if len(text) < SHORT_CHARS:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        # In a batch, even of one, the library gives the interpreter's lock back.
-        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return encode(self._backend, text, add_special_tokens, truncation)
+
+    def num_added_tokens(self) -> int:
+        """Special tokens that `encode` adds to a text."""
+        return 0 if self._tokenizer is None else self._backend.num_special_tokens_to_add(False)
 
     def render_chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
         """The template's text, special tokens included. Raises NoChatTemplate, or InvalidArgument if the template
@@ -134,21 +165,30 @@ class TextTokenizer:
             raise InvalidArgument(f"the chat template refuses these messages: {reason}", field="chat") from error
         return cast(str, rendered)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of a prompt, special tokens left out. Raises FailedPrecondition without a tokenizer."""
-        self._require("output.echo")
+    def decode(self, token_ids: Sequence[int], *, keep_special: bool = False, field: str = "output.echo") -> str:
+        """The text of a prompt. Raises FailedPrecondition without a tokenizer."""
+        self._require(field)
         # In a batch the library gives the interpreter's lock back.
-        return self._backend.decode_batch([list(token_ids)], skip_special_tokens=True)[0]
+        return self._backend.decode_batch([list(token_ids)], skip_special_tokens=not keep_special)[0]
 
     def token_text(self, token_id: int) -> str:
         """A token's text within a text, for logprobs, as `Vocabulary.text`. Empty without a tokenizer."""
         return "" if self._vocabulary is None else self._vocabulary.text(token_id)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """As `Vocabulary.utf8`. Empty without a tokenizer."""
+        return b"" if self._vocabulary is None else self._vocabulary.utf8(token_id)
+
+    def is_special(self, token_id: int) -> bool:
+        return self._vocabulary is not None and self._vocabulary.is_special(token_id)
+
     def new_detokenizer(
-        self, prompt_ids: Sequence[int], dropped_ids: frozenset[int] = frozenset()
+        self, prompt_ids: Sequence[int], dropped_ids: frozenset[int] = frozenset(), *, keep_special: bool = False
     ) -> Detokenizer | None:
         """For one completion; None without a tokenizer. `dropped_ids`: stop tokens whose text is not wanted."""
-        return None if self._vocabulary is None else new_detokenizer(self._vocabulary, prompt_ids, dropped_ids)
+        if self._vocabulary is None:
+            return None
+        return new_detokenizer(self._all_visible if keep_special else self._vocabulary, prompt_ids, dropped_ids)
 
     def new_stop_matcher(self, stopping: StoppingParams) -> StopMatcher | None:
         """For one completion; None if it has no stop strings. Raises FailedPrecondition without a tokenizer."""

@@ -15,15 +15,16 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 class Vocabulary:
     """Token ids to text, bytes and kinds: a read-only view of a fast tokenizer, safe to use from several threads.
 
-    Special tokens have no text, as in `decode(skip_special_tokens=True)`.
+    Special tokens have no text, as in `decode(skip_special_tokens=True)`, unless `keep_special` is set.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, keep_special: bool = False) -> None:
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
         # The library skips by content, so a token of the model with the same content is skipped as well.
         specials = {str(token.content) for token in added.values() if token.special}
         self._specials = frozenset(specials)
+        self._skipped = frozenset[str]() if keep_special else self._specials
         steps = _decoder_steps(tokenizer)
         # Each token is bytes, and their concatenation is read as UTF-8 at the end.
         self.is_byte_level = steps == ["ByteLevel"]
@@ -48,8 +49,8 @@ class Vocabulary:
         return [(token_id, *span) for token_id, span in zip(encoding.ids, encoding.offsets, strict=True)]
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The library's text of these tokens by themselves, special tokens left out."""
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        """The library's text of these tokens by themselves."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=bool(self._skipped))
 
     def text(self, token_id: int) -> str:
         """A token's text within a text: with its space, special tokens by name, U+FFFD for parts of characters. Empty
@@ -70,6 +71,13 @@ class Vocabulary:
         behind = self.decode((token_id, token_id))
         return behind[len(alone) :] if behind.startswith(alone) else alone
 
+    def utf8(self, token_id: int) -> bytes:
+        """What a token adds to the bytes of a text, be it part of a character; those of `text` for special tokens."""
+        if self.is_byte_level and not self.is_special(token_id):
+            return self.bytes(token_id)
+        value = self.byte(token_id)
+        return self.text(token_id).encode() if value is None else bytes((value,))
+
     def content(self, token_id: int) -> str | None:
         """The token as the vocabulary spells it; None beyond the vocabulary (models are often padded)."""
         return self._tokenizer.id_to_token(token_id)
@@ -80,7 +88,7 @@ class Vocabulary:
     def is_visible(self, token_id: int) -> bool:
         """False for tokens that decoding skips."""
         content = self.content(token_id)
-        return content is not None and content not in self._specials
+        return content is not None and content not in self._skipped
 
     def byte(self, token_id: int) -> int | None:
         """The value of a token that stands for one byte (SentencePiece's byte fallback)."""
@@ -94,7 +102,7 @@ class Vocabulary:
         found = self._bytes.get(token_id)
         if found is None:
             content = self.content(token_id)
-            found = byte_level_bytes(content) if content is not None and content not in self._specials else b""
+            found = byte_level_bytes(content) if content is not None and content not in self._skipped else b""
             self._bytes[token_id] = found
         return found
 

@@ -13,7 +13,7 @@ import pytest
 
 from loraplex import Client, Tls
 from loraplex._calls import Calls, Settings, checked_timeout, generate_request, naming, tokenize_request
-from loraplex.types import DraftModel, GenerateOptions, Medusa, PromptLookup, Speculation
+from loraplex.types import DraftModel, GenerateOptions, Medusa, PromptLookup, Speculation, Truncate
 from loraplex_contracts.errors import InvalidAdapterId, InvalidArgument
 from loraplex_contracts.sampling import SAMPLING_OPTIONS
 from loraplex_proto.v1 import adapter_pb2
@@ -134,13 +134,19 @@ EVERYTHING: dict[str, tuple[Any, str]] = {
     "prompt_logprobs": (True, "output.prompt_logprobs"),
     "echo": (True, "output.echo"),
     "omit_token_ids": (True, "output.omit_token_ids"),
+    "prompt_tokens": (True, "output.prompt_tokens"),
+    "keep_special_tokens": (True, "output.keep_special_tokens"),
+    "token_bytes": (True, "output.token_bytes"),
+    "omit_special_tokens": (True, "omit_special_tokens"),
     "max_draft_tokens": (4, "speculation.max_draft_tokens"),
     "fixed_draft_length": (True, "speculation.fixed_length"),
     "priority": (-3, "priority"),
     "request_id": ("r1", "request_id"),
     "cache_salt": ("s1", "cache_salt"),
 }
-TESTED_BELOW = {"token_ids", "messages", "omit_generation_prompt", "adapters", "speculation", "timeout_s"}
+TESTED_BELOW = {
+    *("token_ids", "messages", "omit_generation_prompt", "adapters", "speculation", "timeout_s", "truncate_prompt"),
+}
 
 
 def value_at(message: Any, path: str) -> Any:
@@ -274,6 +280,17 @@ def test_omit_generation_prompt_is_for_messages() -> None:
     assert tokenize_request(None, [{"role": "user", "content": "a"}], True, False).chat.omit_generation_prompt
 
 
+@pytest.mark.parametrize(
+    ("given", "max_tokens", "keep_start"),
+    [(7, 7, False), (0, 0, False), (Truncate(), 0, False), (Truncate(5, keep_start=True), 5, True)],
+)
+def test_truncation(given: int | Truncate, max_tokens: int, keep_start: bool) -> None:
+    request = generate_request("a", {"truncate_prompt": given})
+    assert request.HasField("truncate_prompt"), "0 is not the same as left out"
+    assert (request.truncate_prompt.max_tokens, request.truncate_prompt.keep_start) == (max_tokens, keep_start)
+    assert not generate_request("a", {}).HasField("truncate_prompt")
+
+
 def test_mixtures() -> None:
     request = generate_request("a", {"adapters": {"x": 0.25, "y": -1}})
     assert [(a.id, a.weight) for a in request.adapters] == [("x", 0.25), ("y", -1.0)]
@@ -300,6 +317,8 @@ def test_mixtures() -> None:
         ("bad_words", [5], "sampling.bad_words"),
         ("allowed_token_ids", "5", "sampling.allowed_token_ids"),
         ("priority", 2**31, "priority"),
+        ("truncate_prompt", -1, "truncate_prompt.max_tokens"),
+        ("truncate_prompt", "end", "truncate_prompt.max_tokens"),
         ("request_id", 5, "request_id"),
         ("messages", [{"content": "no role"}], "chat.messages.role"),
         ("adapters", {"a": "b"}, "adapters.weight"),

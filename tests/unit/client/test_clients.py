@@ -131,6 +131,7 @@ def test_every_field_of_an_answer_is_read(connect: Connect, fake: Any) -> None:
             )
         ],
         prompt_logprobs=logprobs,
+        seed=0,
     )
     with connect(fake.address) as client:
         answer = client.generate("x")
@@ -143,7 +144,30 @@ def test_every_field_of_an_answer_is_read(connect: Connect, fake: Any) -> None:
     assert completion.usage == loraplex.Usage(0, 9, 1, 4, 3, (medusa,), 6)
     assert completion.usage.acceptance == medusa.acceptance == 0.75
     assert completion.usage.tokens_per_step == 1.5
+    assert answer.seed == 0, "seed 0 is a seed"
     assert answer.usage.acceptance is answer.usage.tokens_per_step is None, "not known is not 0"
+
+
+def test_logprobs_of_prompt_tokens_are_prompt_logprobs_too(connect: Connect, fake: Any) -> None:
+    top = [inference_pb2.TopLogprob(token_id=5, text="\ufffd", logprob=-0.5, bytes=b"\xc3")]
+    tokens = [
+        inference_pb2.PromptToken(token_id=1, text="<s>", bytes=b"<s>", is_special=True),
+        inference_pb2.PromptToken(token_id=5, text="\ufffd", logprob=0.0, bytes=b"\xc3", top=top),
+    ]
+    fake.generate_response = lambda request: inference_pb2.GenerateResponse(prompt_tokens=tokens)
+    fake.chunks = [GenerateStreamResponse(prompt_tokens=tokens, seed=7), GenerateStreamResponse(text_delta="a")]
+    with connect(fake.address) as client:
+        answer = client.generate("x")
+        first, second = client.stream("x")
+    known = (loraplex.TopLogprob(5, "\ufffd", -0.5, b"\xc3"),)
+    assert answer.prompt_tokens == first.prompt_tokens
+    assert answer.prompt_tokens == (
+        loraplex.PromptToken(1, "<s>", None, (), b"<s>", True),
+        loraplex.PromptToken(5, "\ufffd", 0.0, known, b"\xc3"),
+    )
+    assert answer.prompt_logprobs == (loraplex.TokenLogprob(5, "\ufffd", 0.0, known, b"\xc3"),)
+    assert second.prompt_tokens == second.prompt_logprobs == ()
+    assert (answer.seed, first.seed, second.seed) == (None, 7, 7), "on every chunk"
 
 
 def test_stream(connect: Connect, fake: Any) -> None:

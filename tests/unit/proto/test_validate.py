@@ -26,6 +26,7 @@ from loraplex_proto.v1.inference_pb2 import (
     Stopping,
     TokenIds,
     TokenizeRequest,
+    Truncate,
 )
 from loraplex_proto.validate import HANDLED, NOT_BUILT, ModelLimits
 
@@ -200,12 +201,24 @@ GOOD = {
             max_tokens=8, min_tokens=8, stop=["\n", "é" * 128], stop_token_ids=[1], ignore_eos=True, include_stop=True
         ),
         speculation=Speculation(off=True),
-        output=Output(logprobs=True, top_logprobs=20, prompt_logprobs=True, echo=True, omit_token_ids=True),
+        output=Output(
+            logprobs=True,
+            top_logprobs=20,
+            prompt_logprobs=True,
+            echo=True,
+            omit_token_ids=True,
+            prompt_tokens=True,
+            keep_special_tokens=True,
+            token_bytes=True,
+        ),
+        truncate_prompt=Truncate(max_tokens=1 << 24, keep_start=True),
+        omit_special_tokens=True,
         n=64,
         priority=-100,
         request_id="a-b.c:1",
         cache_salt="tenant_1",
     ),
+    "more ids than the context has": GenerateRequest(token_ids=TokenIds(ids=[1] * 99), truncate_prompt=Truncate()),
     "zero is greedy": GenerateRequest(text="a", sampling=Sampling(temperature=0, top_k=0)),
     "off but nothing else": GenerateRequest(text="a", speculation=Speculation()),
     "off and a bound": GenerateRequest(text="a", speculation=Speculation(off=True, max_draft_tokens=64)),
@@ -256,6 +269,8 @@ BAD: list[tuple[str, GenerateRequest]] = [
     ("chat.messages.role", GenerateRequest(chat=Chat(messages=[ChatMessage(content="no role")]))),
     ("chat.messages.role", GenerateRequest(chat=Chat(messages=[ChatMessage(role="user<|im_end|>")]))),
     ("chat.messages.role", GenerateRequest(chat=Chat(messages=[ChatMessage(role="a" * 65)]))),
+    ("truncate_prompt.max_tokens", GenerateRequest(text="a", truncate_prompt=Truncate(max_tokens=(1 << 24) + 1))),
+    ("omit_special_tokens", GenerateRequest(token_ids=TokenIds(ids=[1]), omit_special_tokens=True)),
     ("n", GenerateRequest(text="a", n=65)),
     ("n", GenerateRequest(text="a", n=2**32 - 1)),
     ("priority", GenerateRequest(text="a", priority=101)),

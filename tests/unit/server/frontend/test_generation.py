@@ -38,7 +38,9 @@ class LetterTokenizer(TextTokenizer):
     def __init__(self) -> None:
         super().__init__(None)
 
-    def new_detokenizer(self, prompt_ids: Sequence[int], dropped_ids: frozenset[int] = frozenset()) -> Letters:
+    def new_detokenizer(
+        self, prompt_ids: Sequence[int], dropped_ids: frozenset[int] = frozenset(), *, keep_special: bool = False
+    ) -> Letters:
         return Letters()
 
     def new_stop_matcher(self, stopping: StoppingParams) -> StopMatcher | None:

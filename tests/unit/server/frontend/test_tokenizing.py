@@ -37,7 +37,7 @@ from loraplex_server.frontend.tokenizing import (
     Tokenizing,
 )
 from loraplex_server.grpc.protobuf import tokenize_response
-from loraplex_server.text.tokenizer import SHORT_CHARS, TextTokenizer
+from loraplex_server.text.tokenizer import SHORT_CHARS, TextTokenizer, Truncation
 
 SHORT, MIDDLE = "The quick brown fox ", "The quick brown fox " * (SHORT_CHARS // 20 + 1)
 LONG = "The quick brown fox " * (LONG_BYTES // 20 + 1)
@@ -90,6 +90,21 @@ async def test_the_same_ids_wherever_they_are_made(tokenizing: Tokenizing) -> No
         assert list(chat.token_ids) == expected
         assert await tokenizing.decode(ids) == plain.decode(ids)
     assert len(children()) == 1
+
+
+@pytest.mark.parametrize("keep_start", [False, True])
+async def test_long_texts_are_cut_wherever_they_are_tokenized(keep_start: bool) -> None:
+    one = Tokenizing(text_tokenizer(bounded=True), ModelLimits(1000, 100))
+    truncation, plain = Truncation(7, keep_start), text_tokenizer()
+    for text in (SHORT, MIDDLE, LONG):
+        ids = plain.encode(text)
+        expected = ids[:7] if keep_start else [ids[0], *ids[-6:]]
+        assert list(await one.encode(text, truncation=truncation)) == expected
+        assert list(await one.encode(text, special=False, truncation=Truncation(0))) == []
+    with pytest.raises(InvalidArgument, match="adds 1 special tokens") as caught:
+        await one.encode(SHORT, truncation=Truncation(0))
+    assert caught.value.field == "truncate_prompt.max_tokens"
+    await one.close()
 
 
 async def test_more_than_the_context_comes_back_as_a_number() -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import threading
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -17,7 +18,13 @@ from support.engine_fakes import INFO, build_fake, build_slow
 from support.tiny_tokenizers import tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from loraplex_contracts.errors import DeadlineExceeded, EngineLost, FailedPrecondition, LoraplexError
+from loraplex_contracts.errors import (
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    EngineLost,
+    FailedPrecondition,
+    LoraplexError,
+)
 from loraplex_contracts.load import Load
 from loraplex_proto.status import DETAILS_KEY, from_status
 from loraplex_proto.v1 import inference_pb2
@@ -28,7 +35,7 @@ from loraplex_server.engine.pipe import ModelInfo
 from loraplex_server.frontend.tokenizing import NUM_THREADS, Tokenizing
 from loraplex_server.grpc.inference_service import InferenceServicer
 from loraplex_server.grpc.middleware import RequestGate
-from loraplex_server.text.tokenizer import SHORT_CHARS, TextTokenizer
+from loraplex_server.text.tokenizer import SHORT_CHARS, TextTokenizer, Truncation
 
 
 def service(engine: Any, info: ModelInfo, tokenizer: TextTokenizer) -> InferenceServicer:
@@ -72,9 +79,9 @@ class WatchedTokenizer(TextTokenizer):
         super().__init__(tokenizer)
         self.threads: set[int] = set()
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True, truncation: Truncation | None = None) -> list[int]:
         self.threads.add(threading.get_ident())
-        return super().encode(text, add_special_tokens=add_special_tokens)
+        return super().encode(text, add_special_tokens=add_special_tokens, truncation=truncation)
 
     def render_chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
         self.threads.add(threading.get_ident())
@@ -177,6 +184,94 @@ async def test_an_echo_that_cannot_be_is_refused_before_anything_runs(method: st
             async for _ in one.GenerateStream(request, FakeContext()):
                 pass
     assert caught.value.field == "output.echo"
+
+
+# --- what answers say beside the text ---------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def fake_service(info: ModelInfo = INFO) -> AsyncIterator[InferenceServicer]:
+    engine = EngineClient(EngineConfig(ModelConfig("fake")))
+    await engine.start(inline=True, builder=build_fake)
+    try:
+        yield service(engine, info, TextTokenizer(tiny_tokenizer("byte_level")))
+    finally:
+        await engine.stop()
+
+
+def ask(text: str = "a b", **fields: Any) -> inference_pb2.GenerateRequest:
+    return inference_pb2.GenerateRequest(text=text, stopping=inference_pb2.Stopping(max_tokens=3), **fields)
+
+
+async def test_the_seed_that_was_used_is_in_the_answer() -> None:
+    async with fake_service() as one:
+        given = ask(sampling=inference_pb2.Sampling(temperature=1, seed=5), n=2)
+        assert (await one.Generate(given, FakeContext())).seed == 5
+        messages = [message async for message in one.GenerateStream(given, FakeContext())]
+        assert [message.seed for message in messages if message.HasField("seed")] == [5], "on the first message"
+        chosen = ask(sampling=inference_pb2.Sampling(temperature=1))
+        first, second = [(await one.Generate(chosen, FakeContext())).seed for _ in range(2)]
+        assert first != second
+        greedy = await one.Generate(ask(sampling=inference_pb2.Sampling(seed=5)), FakeContext())
+        assert not greedy.HasField("seed")
+
+
+async def test_the_prompt_token_by_token() -> None:
+    async with fake_service() as one:
+        output = inference_pb2.Output(prompt_tokens=True, token_bytes=True)
+        whole = await one.Generate(ask("a é", output=output), FakeContext())
+        messages = [message async for message in one.GenerateStream(ask("a é", output=output), FakeContext())]
+        ids = one._tokenizer.encode("a é")
+    tokens = list(whole.prompt_tokens)
+    assert [token.token_id for token in tokens] == ids
+    assert (tokens[0].text, tokens[0].bytes, tokens[0].is_special) == ("<s>", b"<s>", True)
+    assert b"".join(token.bytes for token in tokens[1:]) == "a é".encode()
+    assert not any(token.is_special or token.HasField("logprob") for token in tokens[1:])
+    assert list(messages[0].prompt_tokens) == tokens
+    assert not any(message.prompt_tokens for message in messages[1:])
+
+
+@pytest.mark.parametrize(
+    ("truncate", "kept"),
+    [
+        ({"max_tokens": 2}, [98, 99]),
+        ({"max_tokens": 2, "keep_start": True}, [0, 1]),
+        ({"max_tokens": 99}, [*range(1, 100)]),
+        ({}, [*range(100)]),
+    ],
+)
+async def test_a_prompt_is_cut_at_its_start(truncate: dict[str, Any], kept: list[int]) -> None:
+    async with fake_service() as one:
+        request = inference_pb2.GenerateRequest(
+            token_ids=inference_pb2.TokenIds(ids=range(100)),
+            truncate_prompt=truncate,
+            stopping=inference_pb2.Stopping(max_tokens=2),
+            output=inference_pb2.Output(prompt_tokens=True),
+        )
+        answer = await one.Generate(request, FakeContext())
+        assert [token.token_id for token in answer.prompt_tokens] == kept
+        assert answer.usage.prompt_tokens == len(kept)
+
+
+async def test_a_cut_leaves_room_for_new_tokens() -> None:
+    async with fake_service(replace(INFO, max_context_tokens=200)) as one:
+        ids = inference_pb2.TokenIds(ids=[70] * 1000)
+        for stopping, num_kept in (({}, 199), ({"max_tokens": 50}, 150), ({"max_tokens": 200}, 1)):
+            request = inference_pb2.GenerateRequest(token_ids=ids, truncate_prompt={}, stopping=stopping)
+            assert (await one.Generate(request, FakeContext())).usage.prompt_tokens == num_kept
+        request = inference_pb2.GenerateRequest(token_ids=ids, truncate_prompt={"max_tokens": 200})
+        with pytest.raises(ContextLengthExceeded):
+            await one.Generate(request, FakeContext())
+
+
+async def test_special_tokens_of_a_text_can_be_left_out() -> None:
+    async with fake_service() as one:
+        output = inference_pb2.Output(prompt_tokens=True, echo=True, keep_special_tokens=True)
+        plain = await one.Generate(ask(output=output), FakeContext())
+        bare = await one.Generate(ask(output=output, omit_special_tokens=True), FakeContext())
+    assert list(bare.prompt_tokens) == list(plain.prompt_tokens)[1:]
+    assert plain.completions[0].text.startswith("<s>a b"), "kept, in the echo too"
+    assert bare.completions[0].text.startswith("a b")
 
 
 # --- errors in the middle ---------------------------------------------------------------------------------------------

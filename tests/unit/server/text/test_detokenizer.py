@@ -27,17 +27,25 @@ def ids_of(tokenizer: PreTrainedTokenizerFast, text: str, *, special: bool = Fal
     return tokenizer.backend_tokenizer.encode(text, add_special_tokens=special).ids
 
 
-def expected_text(tokenizer: PreTrainedTokenizerFast, prompt: list[int], output: list[int]) -> str:
+def expected_text(
+    tokenizer: PreTrainedTokenizerFast, prompt: list[int], output: list[int], *, keep_special: bool = False
+) -> str:
     """The definition, by decoding everything."""
-    both, before = tokenizer.backend_tokenizer.decode(prompt + output), tokenizer.backend_tokenizer.decode(prompt)
+    both, before = (
+        tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=not keep_special)
+        for ids in (prompt + output, prompt)
+    )
     common = 0
     while common < min(len(both), len(before)) and both[common] == before[common]:
         common += 1
     return both[common:]
 
 
-def pieces(tokenizer: PreTrainedTokenizerFast, prompt: list[int], output: list[int]) -> list[str]:
-    detokenizer = new_detokenizer(Vocabulary(tokenizer.backend_tokenizer), prompt)
+def pieces(
+    tokenizer: PreTrainedTokenizerFast, prompt: list[int], output: list[int], *, keep_special: bool = False
+) -> list[str]:
+    vocabulary = Vocabulary(tokenizer.backend_tokenizer, keep_special=keep_special)
+    detokenizer = new_detokenizer(vocabulary, prompt)
     return [*(detokenizer.push((token_id,)) for token_id in output), detokenizer.finish()]
 
 
@@ -51,6 +59,16 @@ def test_continues_the_prompt(kind: str) -> None:
             found = "".join(pieces(tokenizer, ids[:cut], ids[cut:]))
             assert found == expected_text(tokenizer, ids[:cut], ids[cut:]), (text, cut)
         assert "".join(pieces(tokenizer, [], ids)) == tokenizer.backend_tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_special_tokens_that_are_kept(kind: str) -> None:
+    tokenizer = tiny_tokenizer(kind)
+    ids = ids_of(tokenizer, "The quick<|turn|> brown fox</s><|turn|>jumps né", special=True)
+    for cut in range(len(ids) + 1):
+        found = "".join(pieces(tokenizer, ids[:cut], ids[cut:], keep_special=True))
+        assert found == expected_text(tokenizer, ids[:cut], ids[cut:], keep_special=True), cut
+    assert "<|turn|>" in "".join(pieces(tokenizer, [], ids, keep_special=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)

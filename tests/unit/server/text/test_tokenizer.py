@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from loraplex_contracts.errors import FailedPrecondition, InvalidArgument, NoChatTemplate, UnsupportedModel
 from loraplex_contracts.request import StoppingParams
-from loraplex_server.text.tokenizer import TextTokenizer
+from loraplex_server.text.tokenizer import TextTokenizer, Truncation
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role not in ('user', 'assistant') %}"
@@ -121,6 +122,36 @@ def test_token_texts_of_odd_tokens(kind: str) -> None:
         part, letter = (tiny_tokenizer(kind).convert_tokens_to_ids(name) for name in names[kind])
         assert tokenizer.token_text(part) == "\ufffd"
         assert tokenizer.token_text(letter) == "a"
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "llama_bpe", "gemma_bpe"])
+def test_the_bytes_of_tokens_put_a_text_together(kind: str) -> None:
+    """Parts of characters too, and special tokens by name."""
+    tokenizer = TextTokenizer(tiny_tokenizer(kind))
+    text = "naïve café: 你好 😀<|turn|>"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert b"".join(map(tokenizer.token_bytes, ids)).decode().strip() == text
+    assert [tokenizer.is_special(token_id) for token_id in ids] == [False] * (len(ids) - 1) + [True]
+    assert TextTokenizer(None).token_bytes(5) == b""
+    assert not TextTokenizer(None).is_special(5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_truncation_is_that_of_transformers(kind: str, special: bool, side: str) -> None:
+    tiny = tiny_tokenizer(kind)
+    tokenizer, text = TextTokenizer(copy.deepcopy(tiny)), "The quick brown fox doesn't stop [tool]"
+    reference = copy.deepcopy(tiny)
+    reference.truncation_side = side
+    for max_tokens in (1, 2, 5, 500):
+        expected = reference(text, truncation=True, max_length=max_tokens, add_special_tokens=special)["input_ids"]
+        truncation = Truncation(max_tokens, keep_start=side == "right")
+        assert tokenizer.encode(text, add_special_tokens=special, truncation=truncation) == expected
+    ids = list(range(9))
+    assert Truncation(4).cut(ids) == [5, 6, 7, 8]
+    assert Truncation(4, keep_start=True).cut(ids) == [0, 1, 2, 3]
+    assert Truncation(9).cut(ids) == ids
 
 
 def test_facts() -> None:
