@@ -36,10 +36,12 @@ from loraplex.types import (
     PromptToken,
     ProposerUsage,
     ServerInfo,
+    SpecialToken,
     Speculation,
     Timings,
     Tls,
     Tokenization,
+    TokenizerInfo,
     TokenLogprob,
     TopLogprob,
     Truncate,
@@ -276,10 +278,20 @@ class Calls:
         messages: Sequence[Message] | None,
         omit_generation_prompt: bool,
         omit_special_tokens: bool,
+        offsets: bool,
         options: CallOptions,
     ) -> Call[Tokenization]:
-        request = tokenize_request(text, messages, omit_generation_prompt, omit_special_tokens)
+        request = tokenize_request(text, messages, omit_generation_prompt, omit_special_tokens, offsets=offsets)
         return self._call(_INFERENCE + "Tokenize", request, tokenization, call_options(options))
+
+    def detokenize(self, token_ids: Sequence[int], omit_special_tokens: bool, options: CallOptions) -> Call[str]:
+        request = inference_pb2.DetokenizeRequest(omit_special_tokens=omit_special_tokens)
+        _assign(request, "token_ids", token_ids)
+        return self._call(_INFERENCE + "Detokenize", request, detokenized, call_options(options))
+
+    def tokenizer_info(self, options: CallOptions) -> Call[TokenizerInfo]:
+        request = inference_pb2.GetTokenizerInfoRequest()
+        return self._call(_INFERENCE + "GetTokenizerInfo", request, tokenizer_info, call_options(options))
 
     def info(self, options: CallOptions) -> Call[ServerInfo]:
         request = inference_pb2.GetInfoRequest()
@@ -408,10 +420,15 @@ def generate_request(prompt: str | None, options: GenerateOptions) -> inference_
 
 
 def tokenize_request(
-    text: str | None, messages: Sequence[Message] | None, omit_generation_prompt: bool, omit_special_tokens: bool
+    text: str | None,
+    messages: Sequence[Message] | None,
+    omit_generation_prompt: bool,
+    omit_special_tokens: bool,
+    *,
+    offsets: bool = False,
 ) -> inference_pb2.TokenizeRequest:
     """Raises InvalidArgument."""
-    request = inference_pb2.TokenizeRequest(omit_special_tokens=omit_special_tokens)
+    request = inference_pb2.TokenizeRequest(omit_special_tokens=omit_special_tokens, offsets=offsets)
     if (text is None) == (messages is None):
         raise InvalidArgument("give one of text and messages", field="input")
     if omit_generation_prompt and messages is None:
@@ -597,8 +614,24 @@ def tokenization(raw: bytes) -> Tokenization:
     return _record(Tokenization, inference_pb2.TokenizeResponse.FromString(raw))
 
 
+def detokenized(raw: bytes) -> str:
+    return inference_pb2.DetokenizeResponse.FromString(raw).text
+
+
+def tokenizer_info(raw: bytes) -> TokenizerInfo:
+    message = inference_pb2.GetTokenizerInfoResponse.FromString(raw)
+    named = {
+        name: _record(SpecialToken, getattr(message, name)) if message.HasField(name) else None
+        for name in ("bos", "eos", "pad", "unk")
+    }
+    special = tuple(_record(SpecialToken, one) for one in message.special_tokens)
+    return _record(TokenizerInfo, message, special_tokens=special, **named)
+
+
 def server_info(raw: bytes) -> ServerInfo:
-    return _record(ServerInfo, inference_pb2.GetInfoResponse.FromString(raw))
+    message = inference_pb2.GetInfoResponse.FromString(raw)
+    defaults = {field.name: value for field, value in message.generation_defaults.ListFields()}
+    return _record(ServerInfo, message, generation_defaults=defaults)
 
 
 def _rows(raw: bytes) -> tuple[Adapter, ...]:

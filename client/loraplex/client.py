@@ -20,6 +20,7 @@ from loraplex.types import (
     ServerInfo,
     Tls,
     Tokenization,
+    TokenizerInfo,
 )
 from loraplex_contracts.errors import FailedPrecondition
 
@@ -69,10 +70,23 @@ class Client:
         messages: Sequence[Message] | None = None,
         omit_generation_prompt: bool = False,
         omit_special_tokens: bool = False,
+        offsets: bool = False,
         **options: Unpack[CallOptions],
     ) -> Tokenization:
-        """The tokens of a text, or of a chat as the base model's template lays it out."""
-        return self._unary(self._calls.tokenize(text, messages, omit_generation_prompt, omit_special_tokens, options))
+        """The tokens of a text, or of a chat as the base model's template lays it out. With `offsets` also where each
+        token begins and ends, and the chat's text."""
+        call = self._calls.tokenize(text, messages, omit_generation_prompt, omit_special_tokens, offsets, options)
+        return self._unary(call)
+
+    def detokenize(
+        self, token_ids: Sequence[int], *, omit_special_tokens: bool = False, **options: Unpack[CallOptions]
+    ) -> str:
+        """The text of these tokens."""
+        return self._unary(self._calls.detokenize(token_ids, omit_special_tokens, options))
+
+    def tokenizer_info(self, **options: Unpack[CallOptions]) -> TokenizerInfo:
+        """Special tokens and chat template of the base model."""
+        return self._unary(self._calls.tokenizer_info(options))
 
     def info(self, **options: Unpack[CallOptions]) -> ServerInfo:
         """What answers at this address: base model, limits, version."""

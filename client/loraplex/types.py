@@ -306,6 +306,30 @@ class Tokenization:
 
     token_ids: tuple[int, ...]
     tokens: tuple[str, ...]
+    # With `offsets`: begin and end of each token, in characters of the text; and the text of a chat.
+    starts: tuple[int, ...] = ()
+    ends: tuple[int, ...] = ()
+    rendered: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SpecialToken:
+    """A token that is not part of a text."""
+
+    token_id: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerInfo:
+    """The answer of `tokenizer_info`. Tokens are None where the base model's tokenizer has none."""
+
+    bos: SpecialToken | None
+    eos: SpecialToken | None
+    pad: SpecialToken | None
+    unk: SpecialToken | None
+    special_tokens: tuple[SpecialToken, ...]  # all, by id
+    chat_template: str  # in Jinja; empty: there is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,3 +367,9 @@ class ServerInfo:
     has_chat_template: bool
     speculation: tuple[str, ...]  # available kinds; draft models as "draft_model:NAME"
     draft_models: tuple[str, ...] = ()  # their names
+    served_names: tuple[str, ...] = ()  # that mean the base model
+    generation_defaults: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
+    """Options of `generate` that the model's authors recommend; servers do not apply them."""
+    tasks: tuple[str, ...] = ()  # such as "generate"
+    kv_block_tokens: int = 0
+    max_device_adapters: int = 0  # on the device at the same time

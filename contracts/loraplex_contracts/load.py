@@ -60,6 +60,7 @@ class Load:
     pending_tokens: int = 0
     num_blocks: int = 0
     num_free_blocks: int = 0
+    block_tokens: int = 0
     max_running: int = 0
     num_steps: int = 0
     num_preemptions: int = 0

@@ -69,7 +69,9 @@ HANDLED: Final[dict[str, frozenset[str]]] = {
             *("truncate_prompt.max_tokens", "truncate_prompt.keep_start", "omit_special_tokens"),
         )
     ),
-    "TokenizeRequest": frozenset(("text", *_CHAT, "omit_special_tokens")),
+    "TokenizeRequest": frozenset(("text", *_CHAT, "omit_special_tokens", "offsets")),
+    "DetokenizeRequest": frozenset({"token_ids", "omit_special_tokens"}),
+    "GetTokenizerInfoRequest": frozenset(),
     "LoadAdapterRequest": frozenset({"adapter_id", "pin"}),
     "UnloadAdapterRequest": frozenset({"adapter_id"}),
     "GetAdapterRequest": frozenset({"adapter_id"}),
@@ -394,11 +396,11 @@ def check_for_model(request: inference_pb2.GenerateRequest, limits: ModelLimits)
     text or truncated, `check_prompt_length` follows once it is tokens. Raises InvalidArgument with the field's path."""
     if request.WhichOneof("input") == "token_ids" and not request.HasField("truncate_prompt"):
         check_prompt_length(len(request.token_ids.ids), limits, field="token_ids.ids")  # before each id is looked at
-    _check_token_ids(request.token_ids.ids, "token_ids.ids", limits)
-    _check_token_ids(request.stopping.stop_token_ids, "stopping.stop_token_ids", limits)
+    check_token_ids(request.token_ids.ids, "token_ids.ids", limits)
+    check_token_ids(request.stopping.stop_token_ids, "stopping.stop_token_ids", limits)
     for option in SAMPLING_OPTIONS.values():
         if option.has_token_ids:
-            _check_token_ids(list(getattr(request.sampling, option.name)), option.path, limits)
+            check_token_ids(list(getattr(request.sampling, option.name)), option.path, limits)
     for name in ("max_tokens", "min_tokens"):
         value: int = getattr(request.stopping, name)
         if value > limits.max_context_tokens:
@@ -412,7 +414,8 @@ def check_for_model(request: inference_pb2.GenerateRequest, limits: ModelLimits)
         )
 
 
-def _check_token_ids(token_ids: Any, path: str, limits: ModelLimits) -> None:
+def check_token_ids(token_ids: Any, path: str, limits: ModelLimits) -> None:
+    """Raises InvalidArgument for an id beyond the vocabulary."""
     # Unsigned on the wire, so this is the only bound. In steps, so that other threads go on in between.
     steps = range(0, len(token_ids), _IDS_AT_ONCE)
     largest = max((max(token_ids[start : start + _IDS_AT_ONCE]) for start in steps), default=0)

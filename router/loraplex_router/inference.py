@@ -121,6 +121,12 @@ class InferenceRelay:
     async def tokenize(self, call: Call, raw: bytes) -> bytes:
         return await self._ask(call, "Tokenize", RelayedRequest(raw))
 
+    async def detokenize(self, call: Call, raw: bytes) -> bytes:
+        return await self._ask(call, "Detokenize", RelayedRequest(raw))
+
+    async def get_tokenizer_info(self, call: Call, raw: bytes) -> bytes:
+        return await self._ask(call, "GetTokenizerInfo", RelayedRequest(raw))
+
     async def get_info(self, call: Call, raw: bytes) -> bytes:
         info = inference_pb2.GetInfoResponse.FromString(await self._ask(call, "GetInfo", RelayedRequest(raw)))
         info.role = "router"

@@ -135,6 +135,8 @@ def _handlers(calls: Calls, relay: InferenceRelay, adapters: AdapterFanOut) -> l
             "Generate": relay.generate,
             "GenerateStream": relay.generate_stream,
             "Tokenize": relay.tokenize,
+            "Detokenize": relay.detokenize,
+            "GetTokenizerInfo": relay.get_tokenizer_info,
             "GetInfo": relay.get_info,
         },
         ADAPTERS: {

@@ -52,6 +52,8 @@ METHOD_ROLES: Final[Mapping[str, frozenset[str]]] = {
     _INFERENCE + "Generate": frozenset({USER, ROUTER}),
     _INFERENCE + "GenerateStream": frozenset({USER, ROUTER}),
     _INFERENCE + "Tokenize": frozenset({USER, ROUTER}),
+    _INFERENCE + "Detokenize": frozenset({USER, ROUTER}),
+    _INFERENCE + "GetTokenizerInfo": frozenset({USER, ROUTER}),
     _INFERENCE + "GetInfo": ROLES,
     _ADAPTERS + "LoadAdapter": frozenset({ADMIN, ROUTER}),
     _ADAPTERS + "UnloadAdapter": frozenset({ADMIN, ROUTER}),

@@ -237,6 +237,9 @@ async def test_large_answers_pass() -> None:
 async def test_small_questions() -> None:
     async with cluster(2) as c:
         assert list((await stub(c.channel).Tokenize(inference_pb2.TokenizeRequest(text="ab"))).token_ids) == [97, 98]
+        assert (await stub(c.channel).Detokenize(inference_pb2.DetokenizeRequest(token_ids=[97, 98]))).text == "ab"
+        tokenizer = await stub(c.channel).GetTokenizerInfo(inference_pb2.GetTokenizerInfoRequest())
+        assert tokenizer.chat_template == "{{ x }}"
         newer = inference_pb2.GetInfoRequest.FromString(b"\xa2\x7d\x01x")  # field 2004, a string
         with pytest.raises(grpc.aio.AioRpcError, match="UNIMPLEMENTED"):
             await stub(c.channel).GetInfo(newer)

@@ -117,6 +117,8 @@ class FakeWorker:
                 "Generate": unary(self._generate),
                 "GenerateStream": stream(self._generate_stream),
                 "Tokenize": unary(self._tokenize),
+                "Detokenize": unary(self._detokenize),
+                "GetTokenizerInfo": unary(self._get_tokenizer_info),
                 "GetInfo": unary(self._get_info),
             },
             "AdapterService": {
@@ -197,6 +199,14 @@ class FakeWorker:
         self.calls.append("Tokenize")
         request = await _checked(inference_pb2.TokenizeRequest, validate.check_tokenize, raw, context)
         return inference_pb2.TokenizeResponse(token_ids=request.text.encode()).SerializeToString()
+
+    async def _detokenize(self, raw: bytes, context: Any) -> bytes:
+        request = await _checked(inference_pb2.DetokenizeRequest, validate.refuse_unhandled, raw, context)
+        return inference_pb2.DetokenizeResponse(text=bytes(request.token_ids).decode()).SerializeToString()
+
+    async def _get_tokenizer_info(self, raw: bytes, context: Any) -> bytes:
+        await _checked(inference_pb2.GetTokenizerInfoRequest, validate.refuse_unhandled, raw, context)
+        return inference_pb2.GetTokenizerInfoResponse(chat_template="{{ x }}").SerializeToString()
 
     async def _get_info(self, raw: bytes, context: Any) -> bytes:
         await _checked(inference_pb2.GetInfoRequest, validate.refuse_unhandled, raw, context)

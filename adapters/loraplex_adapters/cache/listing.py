@@ -15,6 +15,7 @@ from loraplex_contracts.adapters import AdapterInfo, AdapterState, AdapterTier, 
 from loraplex_contracts.errors import LoraplexError
 
 MAX_NEAREST = 1024  # residents that a router is told of; bounds its messages
+MAX_FETCHING = 100  # likewise
 # The tiers of residents, the nearest to the device first.
 _NEAREST_FIRST: tuple[AdapterTier, ...] = ("device", "host", "disk")
 _AFTER_ALL = "\x7f"  # behind every character of an adapter id
@@ -97,6 +98,7 @@ class Listing:
         self._names: list[str] = []  # sorted
         self._tiers: dict[AdapterTier, list[tuple[str, bool, str]]] = {tier: [] for tier in _NEAREST_FIRST}
         self._nearest: tuple[Resident, ...] | None = None  # None: to be made anew
+        self._fetching: list[str] = []  # names of the rows in that state, sorted
 
     def apply_changes(self, changes: ListingChanges) -> None:
         for about, rows in changes.items():
@@ -133,6 +135,10 @@ class Listing:
             self._nearest = tuple(found)
         return self._nearest
 
+    def fetching(self) -> Sequence[str]:
+        """MAX_FETCHING names at most."""
+        return tuple(dict.fromkeys(self._fetching[:MAX_FETCHING]))
+
     def _add(self, row: AdapterInfo) -> None:
         rows = self._rows.get(row.adapter_id)
         if rows is None:
@@ -140,6 +146,8 @@ class Listing:
             insort(self._names, row.adapter_id)
         else:
             insort(rows, row, key=listing_order)
+        if row.state == "fetching":
+            insort(self._fetching, row.adapter_id)
         if row.tier != "source":
             insort(self._tiers[row.tier], listing_order(row))
 
@@ -149,6 +157,8 @@ class Listing:
         if not rows:
             del self._rows[row.adapter_id]
             del self._names[bisect_left(self._names, row.adapter_id)]
+        if row.state == "fetching":
+            del self._fetching[bisect_left(self._fetching, row.adapter_id)]
         if row.tier != "source":
             places = self._tiers[row.tier]
             del places[bisect_left(places, listing_order(row))]

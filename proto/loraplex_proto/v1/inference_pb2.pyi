@@ -887,9 +887,12 @@ class TokenizeRequest(google.protobuf.message.Message):
     TEXT_FIELD_NUMBER: builtins.int
     CHAT_FIELD_NUMBER: builtins.int
     OMIT_SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
+    OFFSETS_FIELD_NUMBER: builtins.int
     text: builtins.str
     omit_special_tokens: builtins.bool
     """Of the tokenizer, such as a beginning-of-sequence token. With text only: a chat's are written by its template."""
+    offsets: builtins.bool
+    """Where each token begins and ends in the text, and a chat's text itself."""
     @property
     def chat(self) -> Global___Chat: ...
     def __init__(
@@ -898,9 +901,10 @@ class TokenizeRequest(google.protobuf.message.Message):
         text: builtins.str = ...,
         chat: Global___Chat | None = ...,
         omit_special_tokens: builtins.bool = ...,
+        offsets: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["chat", b"chat", "input", b"input", "text", b"text"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["chat", b"chat", "input", b"input", "omit_special_tokens", b"omit_special_tokens", "text", b"text"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chat", b"chat", "input", b"input", "offsets", b"offsets", "omit_special_tokens", b"omit_special_tokens", "text", b"text"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["input", b"input"]) -> typing.Literal["text", "chat"] | None: ...
 
 Global___TokenizeRequest: typing_extensions.TypeAlias = TokenizeRequest
@@ -911,19 +915,140 @@ class TokenizeResponse(google.protobuf.message.Message):
 
     TOKEN_IDS_FIELD_NUMBER: builtins.int
     TOKENS_FIELD_NUMBER: builtins.int
+    STARTS_FIELD_NUMBER: builtins.int
+    ENDS_FIELD_NUMBER: builtins.int
+    RENDERED_FIELD_NUMBER: builtins.int
+    rendered: builtins.str
+    """With `offsets`, of a chat: the text that its template made."""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
     def tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    @property
+    def starts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """With `offsets`, for each token: in Unicode characters of the text, the end excluded. Parts of one character have the
+        whole of it; special tokens that the tokenizer added are 0 to 0.
+        """
+
+    @property
+    def ends(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     def __init__(
         self,
         *,
         token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         tokens: collections.abc.Iterable[builtins.str] | None = ...,
+        starts: collections.abc.Iterable[builtins.int] | None = ...,
+        ends: collections.abc.Iterable[builtins.int] | None = ...,
+        rendered: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["token_ids", b"token_ids", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ends", b"ends", "rendered", b"rendered", "starts", b"starts", "token_ids", b"token_ids", "tokens", b"tokens"]) -> None: ...
 
 Global___TokenizeResponse: typing_extensions.TypeAlias = TokenizeResponse
+
+@typing.final
+class DetokenizeRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: builtins.int
+    OMIT_SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
+    omit_special_tokens: builtins.bool
+    @property
+    def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        omit_special_tokens: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["omit_special_tokens", b"omit_special_tokens", "token_ids", b"token_ids"]) -> None: ...
+
+Global___DetokenizeRequest: typing_extensions.TypeAlias = DetokenizeRequest
+
+@typing.final
+class DetokenizeResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: builtins.int
+    text: builtins.str
+    def __init__(
+        self,
+        *,
+        text: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["text", b"text"]) -> None: ...
+
+Global___DetokenizeResponse: typing_extensions.TypeAlias = DetokenizeResponse
+
+@typing.final
+class GetTokenizerInfoRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___GetTokenizerInfoRequest: typing_extensions.TypeAlias = GetTokenizerInfoRequest
+
+@typing.final
+class GetTokenizerInfoResponse(google.protobuf.message.Message):
+    """Of the base model. FAILED_PRECONDITION where it has no tokenizer."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BOS_FIELD_NUMBER: builtins.int
+    EOS_FIELD_NUMBER: builtins.int
+    PAD_FIELD_NUMBER: builtins.int
+    UNK_FIELD_NUMBER: builtins.int
+    SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
+    CHAT_TEMPLATE_FIELD_NUMBER: builtins.int
+    chat_template: builtins.str
+    """The default one, in Jinja; empty where there is none."""
+    @property
+    def bos(self) -> Global___SpecialToken:
+        """Not set where the tokenizer has none."""
+
+    @property
+    def eos(self) -> Global___SpecialToken: ...
+    @property
+    def pad(self) -> Global___SpecialToken: ...
+    @property
+    def unk(self) -> Global___SpecialToken: ...
+    @property
+    def special_tokens(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SpecialToken]:
+        """All tokens that `omit_special_tokens` leaves out of a text, by id."""
+
+    def __init__(
+        self,
+        *,
+        bos: Global___SpecialToken | None = ...,
+        eos: Global___SpecialToken | None = ...,
+        pad: Global___SpecialToken | None = ...,
+        unk: Global___SpecialToken | None = ...,
+        special_tokens: collections.abc.Iterable[Global___SpecialToken] | None = ...,
+        chat_template: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["bos", b"bos", "eos", b"eos", "pad", b"pad", "unk", b"unk"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["bos", b"bos", "chat_template", b"chat_template", "eos", b"eos", "pad", b"pad", "special_tokens", b"special_tokens", "unk", b"unk"]) -> None: ...
+
+Global___GetTokenizerInfoResponse: typing_extensions.TypeAlias = GetTokenizerInfoResponse
+
+@typing.final
+class SpecialToken(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TOKEN_ID_FIELD_NUMBER: builtins.int
+    TEXT_FIELD_NUMBER: builtins.int
+    token_id: builtins.int
+    text: builtins.str
+    def __init__(
+        self,
+        *,
+        token_id: builtins.int = ...,
+        text: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["text", b"text", "token_id", b"token_id"]) -> None: ...
+
+Global___SpecialToken: typing_extensions.TypeAlias = SpecialToken
 
 @typing.final
 class GetInfoRequest(google.protobuf.message.Message):
@@ -952,6 +1077,11 @@ class GetInfoResponse(google.protobuf.message.Message):
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: builtins.int
     SPECULATION_FIELD_NUMBER: builtins.int
     DRAFT_MODELS_FIELD_NUMBER: builtins.int
+    SERVED_NAMES_FIELD_NUMBER: builtins.int
+    GENERATION_DEFAULTS_FIELD_NUMBER: builtins.int
+    TASKS_FIELD_NUMBER: builtins.int
+    KV_BLOCK_TOKENS_FIELD_NUMBER: builtins.int
+    MAX_DEVICE_ADAPTERS_FIELD_NUMBER: builtins.int
     model_id: builtins.str
     model_type: builtins.str
     version: builtins.str
@@ -963,6 +1093,10 @@ class GetInfoResponse(google.protobuf.message.Message):
     device: builtins.str
     max_lora_rank: builtins.int
     has_chat_template: builtins.bool
+    kv_block_tokens: builtins.int
+    """Tokens of a block of the KV cache, which is what the prefix cache shares."""
+    max_device_adapters: builtins.int
+    """Adapters on the device at the same time, at most."""
     @property
     def eos_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -974,6 +1108,20 @@ class GetInfoResponse(google.protobuf.message.Message):
     @property
     def draft_models(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """The names among them, as DraftModelSpeculation.name takes them."""
+
+    @property
+    def served_names(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Names that mean the base model where a protocol names it: the model id and its last segment."""
+
+    @property
+    def generation_defaults(self) -> Global___Sampling:
+        """What the model's authors recommend (its generation_config.json): the fields that are set there, and that a request
+        could send. Requests do not have them by default.
+        """
+
+    @property
+    def tasks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """What requests may ask for: "generate"."""
 
     def __init__(
         self,
@@ -991,7 +1139,13 @@ class GetInfoResponse(google.protobuf.message.Message):
         has_chat_template: builtins.bool = ...,
         speculation: collections.abc.Iterable[builtins.str] | None = ...,
         draft_models: collections.abc.Iterable[builtins.str] | None = ...,
+        served_names: collections.abc.Iterable[builtins.str] | None = ...,
+        generation_defaults: Global___Sampling | None = ...,
+        tasks: collections.abc.Iterable[builtins.str] | None = ...,
+        kv_block_tokens: builtins.int = ...,
+        max_device_adapters: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["device", b"device", "draft_models", b"draft_models", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "has_chat_template", b"has_chat_template", "max_context_tokens", b"max_context_tokens", "max_lora_rank", b"max_lora_rank", "model_id", b"model_id", "model_type", b"model_type", "role", b"role", "speculation", b"speculation", "version", b"version", "vocab_size", b"vocab_size"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["generation_defaults", b"generation_defaults"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["device", b"device", "draft_models", b"draft_models", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "generation_defaults", b"generation_defaults", "has_chat_template", b"has_chat_template", "kv_block_tokens", b"kv_block_tokens", "max_context_tokens", b"max_context_tokens", "max_device_adapters", b"max_device_adapters", "max_lora_rank", b"max_lora_rank", "model_id", b"model_id", "model_type", b"model_type", "role", b"role", "served_names", b"served_names", "speculation", b"speculation", "tasks", b"tasks", "version", b"version", "vocab_size", b"vocab_size"]) -> None: ...
 
 Global___GetInfoResponse: typing_extensions.TypeAlias = GetInfoResponse

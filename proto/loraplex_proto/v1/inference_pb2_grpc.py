@@ -49,6 +49,16 @@ class InferenceServiceStub(object):
                 request_serializer=loraplex__proto_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
                 response_deserializer=loraplex__proto_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
                 _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/loraplex.v1.InferenceService/Detokenize',
+                request_serializer=loraplex__proto_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=loraplex__proto_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
+        self.GetTokenizerInfo = channel.unary_unary(
+                '/loraplex.v1.InferenceService/GetTokenizerInfo',
+                request_serializer=loraplex__proto_dot_v1_dot_inference__pb2.GetTokenizerInfoRequest.SerializeToString,
+                response_deserializer=loraplex__proto_dot_v1_dot_inference__pb2.GetTokenizerInfoResponse.FromString,
+                _registered_method=True)
         self.GetInfo = channel.unary_unary(
                 '/loraplex.v1.InferenceService/GetInfo',
                 request_serializer=loraplex__proto_dot_v1_dot_inference__pb2.GetInfoRequest.SerializeToString,
@@ -79,6 +89,18 @@ class InferenceServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Detokenize(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetTokenizerInfo(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetInfo(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -102,6 +124,16 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.Tokenize,
                     request_deserializer=loraplex__proto_dot_v1_dot_inference__pb2.TokenizeRequest.FromString,
                     response_serializer=loraplex__proto_dot_v1_dot_inference__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=loraplex__proto_dot_v1_dot_inference__pb2.DetokenizeRequest.FromString,
+                    response_serializer=loraplex__proto_dot_v1_dot_inference__pb2.DetokenizeResponse.SerializeToString,
+            ),
+            'GetTokenizerInfo': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetTokenizerInfo,
+                    request_deserializer=loraplex__proto_dot_v1_dot_inference__pb2.GetTokenizerInfoRequest.FromString,
+                    response_serializer=loraplex__proto_dot_v1_dot_inference__pb2.GetTokenizerInfoResponse.SerializeToString,
             ),
             'GetInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetInfo,
@@ -190,6 +222,60 @@ class InferenceService(object):
             '/loraplex.v1.InferenceService/Tokenize',
             loraplex__proto_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
             loraplex__proto_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/loraplex.v1.InferenceService/Detokenize',
+            loraplex__proto_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+            loraplex__proto_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTokenizerInfo(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/loraplex.v1.InferenceService/GetTokenizerInfo',
+            loraplex__proto_dot_v1_dot_inference__pb2.GetTokenizerInfoRequest.SerializeToString,
+            loraplex__proto_dot_v1_dot_inference__pb2.GetTokenizerInfoResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -73,6 +73,38 @@ _InferenceServiceTokenizeType = typing_extensions.TypeVar(
     ],
 )
 
+_InferenceServiceDetokenizeType = typing_extensions.TypeVar(
+    '_InferenceServiceDetokenizeType',
+    grpc.UnaryUnaryMultiCallable[
+        loraplex_proto.v1.inference_pb2.DetokenizeRequest,
+        loraplex_proto.v1.inference_pb2.DetokenizeResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        loraplex_proto.v1.inference_pb2.DetokenizeRequest,
+        loraplex_proto.v1.inference_pb2.DetokenizeResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        loraplex_proto.v1.inference_pb2.DetokenizeRequest,
+        loraplex_proto.v1.inference_pb2.DetokenizeResponse,
+    ],
+)
+
+_InferenceServiceGetTokenizerInfoType = typing_extensions.TypeVar(
+    '_InferenceServiceGetTokenizerInfoType',
+    grpc.UnaryUnaryMultiCallable[
+        loraplex_proto.v1.inference_pb2.GetTokenizerInfoRequest,
+        loraplex_proto.v1.inference_pb2.GetTokenizerInfoResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        loraplex_proto.v1.inference_pb2.GetTokenizerInfoRequest,
+        loraplex_proto.v1.inference_pb2.GetTokenizerInfoResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        loraplex_proto.v1.inference_pb2.GetTokenizerInfoRequest,
+        loraplex_proto.v1.inference_pb2.GetTokenizerInfoResponse,
+    ],
+)
+
 _InferenceServiceGetInfoType = typing_extensions.TypeVar(
     '_InferenceServiceGetInfoType',
     grpc.UnaryUnaryMultiCallable[
@@ -89,7 +121,7 @@ _InferenceServiceGetInfoType = typing_extensions.TypeVar(
     ],
 )
 
-class InferenceServiceStub(typing.Generic[_InferenceServiceGenerateType, _InferenceServiceGenerateStreamType, _InferenceServiceTokenizeType, _InferenceServiceGetInfoType]):
+class InferenceServiceStub(typing.Generic[_InferenceServiceGenerateType, _InferenceServiceGenerateStreamType, _InferenceServiceTokenizeType, _InferenceServiceDetokenizeType, _InferenceServiceGetTokenizerInfoType, _InferenceServiceGetInfoType]):
     @typing.overload
     def __init__(self: InferenceServiceStub[
         grpc.UnaryUnaryMultiCallable[
@@ -103,6 +135,14 @@ class InferenceServiceStub(typing.Generic[_InferenceServiceGenerateType, _Infere
         grpc.UnaryUnaryMultiCallable[
             loraplex_proto.v1.inference_pb2.TokenizeRequest,
             loraplex_proto.v1.inference_pb2.TokenizeResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            loraplex_proto.v1.inference_pb2.DetokenizeRequest,
+            loraplex_proto.v1.inference_pb2.DetokenizeResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            loraplex_proto.v1.inference_pb2.GetTokenizerInfoRequest,
+            loraplex_proto.v1.inference_pb2.GetTokenizerInfoResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             loraplex_proto.v1.inference_pb2.GetInfoRequest,
@@ -125,6 +165,14 @@ class InferenceServiceStub(typing.Generic[_InferenceServiceGenerateType, _Infere
             loraplex_proto.v1.inference_pb2.TokenizeResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            loraplex_proto.v1.inference_pb2.DetokenizeRequest,
+            loraplex_proto.v1.inference_pb2.DetokenizeResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            loraplex_proto.v1.inference_pb2.GetTokenizerInfoRequest,
+            loraplex_proto.v1.inference_pb2.GetTokenizerInfoResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             loraplex_proto.v1.inference_pb2.GetInfoRequest,
             loraplex_proto.v1.inference_pb2.GetInfoResponse,
         ],
@@ -137,6 +185,10 @@ class InferenceServiceStub(typing.Generic[_InferenceServiceGenerateType, _Infere
     """Tokens as they are made. Every completion ends with exactly one chunk that has a finish reason."""
 
     Tokenize: _InferenceServiceTokenizeType
+
+    Detokenize: _InferenceServiceDetokenizeType
+
+    GetTokenizerInfo: _InferenceServiceGetTokenizerInfoType
 
     GetInfo: _InferenceServiceGetInfoType
 
@@ -152,6 +204,14 @@ InferenceServiceAsyncStub: typing_extensions.TypeAlias = InferenceServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         loraplex_proto.v1.inference_pb2.TokenizeRequest,
         loraplex_proto.v1.inference_pb2.TokenizeResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        loraplex_proto.v1.inference_pb2.DetokenizeRequest,
+        loraplex_proto.v1.inference_pb2.DetokenizeResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        loraplex_proto.v1.inference_pb2.GetTokenizerInfoRequest,
+        loraplex_proto.v1.inference_pb2.GetTokenizerInfoResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         loraplex_proto.v1.inference_pb2.GetInfoRequest,
@@ -182,6 +242,20 @@ class InferenceServiceServicer(metaclass=abc.ABCMeta):
         request: loraplex_proto.v1.inference_pb2.TokenizeRequest,
         context: _ServicerContext,
     ) -> typing.Union[loraplex_proto.v1.inference_pb2.TokenizeResponse, collections.abc.Awaitable[loraplex_proto.v1.inference_pb2.TokenizeResponse]]: ...
+
+    @abc.abstractmethod
+    def Detokenize(
+        self,
+        request: loraplex_proto.v1.inference_pb2.DetokenizeRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[loraplex_proto.v1.inference_pb2.DetokenizeResponse, collections.abc.Awaitable[loraplex_proto.v1.inference_pb2.DetokenizeResponse]]: ...
+
+    @abc.abstractmethod
+    def GetTokenizerInfo(
+        self,
+        request: loraplex_proto.v1.inference_pb2.GetTokenizerInfoRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[loraplex_proto.v1.inference_pb2.GetTokenizerInfoResponse, collections.abc.Awaitable[loraplex_proto.v1.inference_pb2.GetTokenizerInfoResponse]]: ...
 
     @abc.abstractmethod
     def GetInfo(

@@ -36,6 +36,9 @@ class Load(google.protobuf.message.Message):
     HOST_ADAPTER_BUDGET_BYTES_FIELD_NUMBER: builtins.int
     STALLED_FIELD_NUMBER: builtins.int
     FORECAST_FIELD_NUMBER: builtins.int
+    MAX_DEVICE_ADAPTERS_FIELD_NUMBER: builtins.int
+    WAITING_ADAPTER_IDS_FIELD_NUMBER: builtins.int
+    KV_BLOCK_TOKENS_FIELD_NUMBER: builtins.int
     running_requests: builtins.int
     queued_requests: builtins.int
     pending_tokens: builtins.int
@@ -50,6 +53,9 @@ class Load(google.protobuf.message.Message):
     host_adapter_budget_bytes: builtins.int
     stalled: builtins.bool
     """The engine does not respond: nothing is to be sent until it does again."""
+    max_device_adapters: builtins.int
+    """Adapters on the device at the same time, at most."""
+    kv_block_tokens: builtins.int
     @property
     def adapters(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ResidentAdapter]:
         """Adapters that are at least on disk, with their tier; those nearest to the device first, 1024 at most."""
@@ -57,6 +63,10 @@ class Load(google.protobuf.message.Message):
     @property
     def forecast(self) -> Global___Forecast:
         """While requests wait, and as far as anything is measured."""
+
+    @property
+    def waiting_adapter_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Adapters that are being fetched, for requests that wait for them or for a load; sorted, 100 at most."""
 
     def __init__(
         self,
@@ -75,9 +85,12 @@ class Load(google.protobuf.message.Message):
         host_adapter_budget_bytes: builtins.int = ...,
         stalled: builtins.bool = ...,
         forecast: Global___Forecast | None = ...,
+        max_device_adapters: builtins.int = ...,
+        waiting_adapter_ids: collections.abc.Iterable[builtins.str] | None = ...,
+        kv_block_tokens: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["forecast", b"forecast"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["adapters", b"adapters", "device_adapter_budget_bytes", b"device_adapter_budget_bytes", "device_adapter_bytes", b"device_adapter_bytes", "draining", b"draining", "forecast", b"forecast", "free_kv_blocks", b"free_kv_blocks", "host_adapter_budget_bytes", b"host_adapter_budget_bytes", "host_adapter_bytes", b"host_adapter_bytes", "max_running_requests", b"max_running_requests", "pending_tokens", b"pending_tokens", "queued_requests", b"queued_requests", "running_requests", b"running_requests", "stalled", b"stalled", "total_kv_blocks", b"total_kv_blocks"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapters", b"adapters", "device_adapter_budget_bytes", b"device_adapter_budget_bytes", "device_adapter_bytes", b"device_adapter_bytes", "draining", b"draining", "forecast", b"forecast", "free_kv_blocks", b"free_kv_blocks", "host_adapter_budget_bytes", b"host_adapter_budget_bytes", "host_adapter_bytes", b"host_adapter_bytes", "kv_block_tokens", b"kv_block_tokens", "max_device_adapters", b"max_device_adapters", "max_running_requests", b"max_running_requests", "pending_tokens", b"pending_tokens", "queued_requests", b"queued_requests", "running_requests", b"running_requests", "stalled", b"stalled", "total_kv_blocks", b"total_kv_blocks", "waiting_adapter_ids", b"waiting_adapter_ids"]) -> None: ...
 
 Global___Load: typing_extensions.TypeAlias = Load
 

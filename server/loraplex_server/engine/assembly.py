@@ -28,7 +28,7 @@ from loraplex_server.engine.pipe import ModelInfo
 from loraplex_server.kv.blocks import BlockPool
 from loraplex_server.layers.adapter_slots import AdapterSlots
 from loraplex_server.layers.attention import KvCache, kv_block_bytes
-from loraplex_server.model.loader import LoadedModel, load_model, resolve_device
+from loraplex_server.model.loader import LoadedModel, generation_defaults, load_model, resolve_device
 from loraplex_server.model.medusa_model import MODEL_HEADS, ServedModel, served_model
 from loraplex_server.model.memory import free_memory_bytes, kv_budget_bytes, num_kv_blocks, step_bytes
 from loraplex_server.model.runner import ModelRunner
@@ -144,6 +144,9 @@ def assemble(
         base=served.base,
         base_revision=served.revision,
         own_adapters=() if served.heads is None else (MODEL_HEADS,),
+        generation_defaults=generation_defaults(loaded.model),
+        kv_block_tokens=block_size,
+        max_device_adapters=config.adapters.num_device_slots,
     )
     return Engine(info, scheduler, manager, runner, speculator=speculator)
 

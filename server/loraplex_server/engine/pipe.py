@@ -13,6 +13,7 @@ import select
 import struct
 import sys
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Final, Literal
@@ -104,6 +105,10 @@ class ModelInfo:
     base_revision: str | None = None
     # Adapters that come with the model, as the Medusa heads of a model that has its own.
     own_adapters: tuple[str, ...] = ()
+    # Sampling options that the model's files recommend.
+    generation_defaults: Mapping[str, float] = field(default_factory=dict[str, float])
+    kv_block_tokens: int = 0
+    max_device_adapters: int = 0
 
 
 @dataclass(frozen=True, slots=True)

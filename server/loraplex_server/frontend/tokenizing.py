@@ -30,7 +30,7 @@ from tokenizers import Tokenizer
 from loraplex_contracts.errors import ContextLengthExceeded, InvalidArgument, OutOfMemory, QueueFull, unexpected
 from loraplex_proto.validate import ModelLimits, check_prompt_length
 from loraplex_runtime.shutdown import SIGNALS, continue_when_parent_dies, start_shielded
-from loraplex_server.text.tokenizer import SHORT_CHARS, TextTokenizer, Truncation, encode, num_bytes_of
+from loraplex_server.text.tokenizer import SHORT_CHARS, TextTokenizer, Truncation, encode, encoding_of, num_bytes_of
 from loraplex_server.text.vocabulary import Vocabulary, max_bytes_per_token
 
 T = TypeVar("T")
@@ -145,12 +145,13 @@ class Tokenizing:
         assert isinstance(ids, array)
         return ids
 
-    async def tokenize(self, text: str, make: Maker, *, special: bool = True) -> bytes:
-        """`make` of the ids of a text of any length. Raises QueueFull, and what `TextTokenizer.encode` raises."""
+    async def tokenize(self, text: str, make: Maker, *, special: bool = True, with_offsets: bool = False) -> bytes:
+        """`make` of the ids of a text of any length, and of their offsets. Raises QueueFull, and what
+        `TextTokenizer.encode` raises."""
         num_bytes = num_bytes_of(text)
         if num_bytes <= LONG_BYTES or self._serialized is None:
-            return await self.off_loop(num_bytes, partial(self._made, text, make, special))
-        answer = await self._in_process(num_bytes, Job(text, special, make=make))
+            return await self.off_loop(num_bytes, partial(self._made, text, make, special, with_offsets))
+        answer = await self._in_process(num_bytes, Job(text, special, make=make, with_offsets=with_offsets))
         assert isinstance(answer, bytes)
         return answer
 
@@ -176,10 +177,14 @@ class Tokenizing:
         # Its threads may still wait for the end of processes that were killed before.
         await asyncio.to_thread(self._executor.shutdown, cancel_futures=True)
 
-    def _made(self, text: str, make: Maker, special: bool) -> bytes:
-        ids = self.tokenizer.encode(text, add_special_tokens=special)
+    def _made(self, text: str, make: Maker, special: bool, with_offsets: bool) -> bytes:
+        if with_offsets:
+            encoding = self.tokenizer.encode_with_offsets(text, add_special_tokens=special)
+            ids, offsets = encoding.ids, encoding.offsets
+        else:
+            ids, offsets = self.tokenizer.encode(text, add_special_tokens=special), ()
         assert self.tokenizer.vocabulary is not None, "there are ids of a text"
-        return make(self.tokenizer.vocabulary, ids)
+        return make(self.tokenizer.vocabulary, ids, offsets)
 
     def _check_length(self, num_bytes: int) -> None:
         if self._bytes_per_token is None:
@@ -257,8 +262,9 @@ NICENESS: Final = 5
 _KILLED: Final = -signal.SIGKILL
 _END_S: Final = 10.0
 
-# Makes an answer of token ids in the process that has them. A function of a module, since it is pickled by name.
-Maker = Callable[[Vocabulary, Sequence[int]], bytes]
+# Makes an answer of token ids and their offsets in the process that has them. A function of a module, since it is
+# pickled by name.
+Maker = Callable[[Vocabulary, Sequence[int], Sequence[tuple[int, int]]], bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +277,7 @@ class Job:
     max_tokens: int = 0
     make: Maker | None = None
     truncation: Truncation | None = None
+    with_offsets: bool = False
 
 
 class ProcessEnded(Exception):
@@ -359,7 +366,10 @@ def _read(conn: Connection, inbox: queue.SimpleQueue[Job]) -> None:
 
 
 def _result(tokenizer: Tokenizer, vocabulary: Vocabulary, job: Job) -> array[int] | int | bytes:
+    if job.make is not None and job.with_offsets:
+        encoding = encoding_of(tokenizer, job.text, job.add_special_tokens)
+        return job.make(vocabulary, encoding.ids, encoding.offsets)
     ids = encode(tokenizer, job.text, job.add_special_tokens, job.truncation)
     if job.make is not None:
-        return job.make(vocabulary, ids)
+        return job.make(vocabulary, ids, ())
     return array("I", ids) if len(ids) <= job.max_tokens else len(ids)

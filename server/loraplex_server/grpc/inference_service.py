@@ -32,6 +32,7 @@ Context = Any  # grpc.aio.ServicerContext, which is generic over messages in its
 
 IDS_AT_ONCE = 1 << 14  # copied in one step
 TOKEN_CHARS = 4
+TASKS = ("generate",)
 
 
 @dataclass(slots=True)
@@ -133,7 +134,34 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         async with _within(_remaining_s(context)):
             text, special = await self._text(request)
             special = special and not request.omit_special_tokens
-            return await self._tokenizing.tokenize(text, protobuf.tokenize_response, special=special)
+            raw = await self._tokenizing.tokenize(
+                text, protobuf.tokenize_response, special=special, with_offsets=request.offsets
+            )
+        rendered = text if request.offsets and request.WhichOneof("input") == "chat" else ""
+        return raw + inference_pb2.TokenizeResponse(rendered=rendered).SerializeToString()
+
+    @handles_errors
+    async def Detokenize(
+        self, request: inference_pb2.DetokenizeRequest, context: Context
+    ) -> inference_pb2.DetokenizeResponse:
+        validate.refuse_unhandled(request)
+        self._gate.admit()
+        async with _within(_remaining_s(context)):
+            ids = request.token_ids
+            check = partial(validate.check_token_ids, ids, "token_ids", self._limits)
+            await self._tokenizing.off_loop(len(ids), check)
+            copied = await self._tokenizing.off_loop(len(ids), partial(_copied, ids))
+            text = await self._tokenizing.decode(
+                copied, keep_special=not request.omit_special_tokens, field="token_ids"
+            )
+        return inference_pb2.DetokenizeResponse(text=text)
+
+    @handles_errors
+    async def GetTokenizerInfo(
+        self, request: inference_pb2.GetTokenizerInfoRequest, context: Context
+    ) -> inference_pb2.GetTokenizerInfoResponse:
+        validate.refuse_unhandled(request)
+        return protobuf.tokenizer_info(self._tokenizer)
 
     @handles_errors
     async def GetInfo(self, request: inference_pb2.GetInfoRequest, context: Context) -> inference_pb2.GetInfoResponse:
@@ -153,6 +181,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             has_chat_template=self._tokenizer.has_chat_template,
             speculation=protobuf.speculation_kinds(info.speculation),
             draft_models=protobuf.draft_model_names(info.speculation),
+            served_names=dict.fromkeys((info.model_id, info.model_id.rpartition("/")[2])),
+            generation_defaults=protobuf.generation_defaults(info.generation_defaults),
+            tasks=TASKS,
+            kv_block_tokens=info.kv_block_tokens,
+            max_device_adapters=info.max_device_adapters,
         )
 
     async def _accept(self, message: inference_pb2.GenerateRequest, context: Context) -> Accepted:

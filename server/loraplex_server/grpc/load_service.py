@@ -81,7 +81,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         nearest = state.listing.nearest()
         if nearest is not self._nearest:
             self._nearest, self._adapters = nearest, protobuf.residents_to_pb(nearest)
-        load = protobuf.load_to_pb(state.load, self._adapters, state.usage, self._gate.is_leaving)
+        fetching = state.listing.fetching()
+        load = protobuf.load_to_pb(state.load, self._adapters, state.usage, self._gate.is_leaving, fetching)
         load.stalled = bool(self._engine.stalled)
         return load
 
@@ -94,7 +95,8 @@ def is_worth_sending(load: worker_pb2.Load, sent: worker_pb2.Load) -> bool:
         return True
     if (load.draining, load.stalled) != (sent.draining, sent.stalled):
         return True
-    return not has_same_requests(load, sent) or load.adapters != sent.adapters
+    same_adapters = load.adapters == sent.adapters and load.waiting_adapter_ids == sent.waiting_adapter_ids
+    return not has_same_requests(load, sent) or not same_adapters
 
 
 def has_same_requests(load: worker_pb2.Load, sent: worker_pb2.Load) -> bool:

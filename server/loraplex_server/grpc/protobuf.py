@@ -5,7 +5,7 @@ Imports no torch and no gRPC: the process that tokenizes long texts makes the an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from loraplex_adapters.cache.listing import Resident
 from loraplex_contracts import sampling
@@ -19,7 +19,7 @@ from loraplex_contracts.request import (
     StoppingParams,
     TokenLogprob,
 )
-from loraplex_contracts.sampling import SamplingParams, TokenizerView
+from loraplex_contracts.sampling import SAMPLING_OPTIONS, SamplingParams, TokenizerView
 from loraplex_proto.enums import ADAPTER_STATES, ADAPTER_TIERS, FINISH_REASONS
 from loraplex_proto.v1 import adapter_pb2, inference_pb2, worker_pb2
 from loraplex_server.frontend.generation import CompletionSummary, Delta
@@ -198,20 +198,48 @@ def completion_to_pb(
     return message
 
 
-def tokenize_response(vocabulary: Vocabulary, token_ids: Sequence[int]) -> bytes:
+def tokenize_response(
+    vocabulary: Vocabulary, token_ids: Sequence[int], offsets: Sequence[tuple[int, int]] = ()
+) -> bytes:
     """Serialized in parts: concatenated messages are read as one."""
     parts: list[bytes] = []
     for start in range(0, len(token_ids), TOKENS_AT_ONCE):
-        part = token_ids[start : start + TOKENS_AT_ONCE]
-        message = inference_pb2.TokenizeResponse(token_ids=part, tokens=map(vocabulary.text, part))
+        part, spans = token_ids[start : start + TOKENS_AT_ONCE], offsets[start : start + TOKENS_AT_ONCE]
+        message = inference_pb2.TokenizeResponse(
+            token_ids=part,
+            tokens=map(vocabulary.text, part),
+            starts=[begin for begin, _ in spans],
+            ends=[end for _, end in spans],
+        )
         parts.append(message.SerializeToString())
     return b"".join(parts)
+
+
+def tokenizer_info(tokenizer: TextTokenizer) -> inference_pb2.GetTokenizerInfoResponse:
+    """Raises FailedPrecondition without a tokenizer."""
+    facts = tokenizer.facts()
+    special = sorted((token_id, text) for text, token_id in facts.special_ids.items())
+    info = inference_pb2.GetTokenizerInfoResponse(
+        special_tokens=[inference_pb2.SpecialToken(token_id=token_id, text=text) for token_id, text in special],
+        chat_template=facts.chat_template,
+    )
+    for role, text in facts.named.items():
+        getattr(info, role).CopyFrom(inference_pb2.SpecialToken(token_id=facts.special_ids[text], text=text))
+    return info
 
 
 def speculation_kinds(available: Iterable[str]) -> list[str]:
     """Kinds that a request may ask for: `off` always, `auto` where there is a proposer, and each proposer."""
     proposers = list(available)
     return ["off", *(["auto"] if proposers else []), *proposers]
+
+
+def generation_defaults(given: Mapping[str, float]) -> inference_pb2.Sampling:
+    """Of options that are numbers."""
+    message = inference_pb2.Sampling()
+    for name, value in given.items():
+        setattr(message, name, int(value) if isinstance(SAMPLING_OPTIONS[name].default, int) else value)
+    return message
 
 
 def draft_model_names(available: Iterable[str]) -> list[str]:
@@ -250,7 +278,11 @@ def residents_to_pb(nearest: Iterable[Resident]) -> list[worker_pb2.ResidentAdap
 
 
 def load_to_pb(
-    load: Load, resident: Iterable[worker_pb2.ResidentAdapter], usage: CacheUsage | None, draining: bool
+    load: Load,
+    resident: Iterable[worker_pb2.ResidentAdapter],
+    usage: CacheUsage | None,
+    draining: bool,
+    fetching: Iterable[str] = (),
 ) -> worker_pb2.Load:
     message = worker_pb2.Load(
         running_requests=load.num_running,
@@ -261,8 +293,11 @@ def load_to_pb(
         max_running_requests=load.max_running,
         draining=draining,
         adapters=resident,
+        waiting_adapter_ids=fetching,
+        kv_block_tokens=load.block_tokens,
     )
     if usage is not None:
+        message.max_device_adapters = usage.num_device_slots
         message.device_adapter_bytes = usage.device_bytes
         message.device_adapter_budget_bytes = usage.device_budget_bytes
         message.host_adapter_bytes = usage.host_bytes

@@ -26,6 +26,7 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from loraplex_contracts.errors import InvalidArgument, LoraplexError, UnsupportedModel
+from loraplex_contracts.sampling import SAMPLING_OPTIONS
 from loraplex_server.backends.backend import Backend
 from loraplex_server.backends.equivalence import compare_all
 from loraplex_server.backends.fusion import FusedOps, fuse, separate
@@ -297,6 +298,14 @@ def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
         if found is not None:
             return (found,) if isinstance(found, int) else tuple(found)
     return ()
+
+
+def generation_defaults(model: PreTrainedModel) -> dict[str, float]:
+    """Sampling options that the model's generation config sets to values which a request could send."""
+    config = getattr(model, "generation_config", None)
+    said: dict[str, Any] = {} if config is None else config.to_diff_dict()
+    found = {name: said[name] for name in SAMPLING_OPTIONS if isinstance(said.get(name), (int, float))}
+    return {name: value for name, value in found.items() if value >= 0 and SAMPLING_OPTIONS[name].is_ok(value)}
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

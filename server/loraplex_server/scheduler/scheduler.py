@@ -250,6 +250,7 @@ class Scheduler:
             + sum(max(0, seq.max_total_tokens - seq.num_computed) for seq in table.running),
             num_blocks=self._blocks.num_blocks,
             num_free_blocks=self._blocks.num_free,
+            block_tokens=self._blocks.block_size,
             max_running=self._config.max_running,
             num_preemptions=table.num_preemptions,
         )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from loraplex_contracts.errors import FailedPrecondition, InvalidArgument, NoChatTemplate, UnsupportedModel
 from loraplex_contracts.request import StoppingParams
@@ -59,6 +59,11 @@ class Truncation:
         return token_ids[: self.max_tokens] if self.keep_start else token_ids[len(token_ids) - self.max_tokens :]
 
 
+def encoding_of(tokenizer: Tokenizer, text: str, special: bool) -> Encoding:
+    """Ids of a text, and their offsets in it in characters."""
+    return tokenizer.encode_batch([text], add_special_tokens=special)[0]
+
+
 def encode(tokenizer: Tokenizer, text: str, special: bool, truncation: Truncation | None) -> list[int]:
     """Ids of a text. As in Transformers, truncation keeps the special tokens that the tokenizer adds."""
     if truncation is None and len(text) < SHORT_CHARS:
@@ -70,6 +75,15 @@ def encode(tokenizer: Tokenizer, text: str, special: bool, truncation: Truncatio
         encoding.truncate(truncation.max_tokens - num_added, direction="right" if truncation.keep_start else "left")
         encoding = tokenizer.post_process(encoding, add_special_tokens=special)
     return encoding.ids
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFacts:
+    """Special tokens and chat template."""
+
+    named: Mapping[str, str]  # "bos", "eos", "pad" and "unk", of those that there are, to their text
+    special_ids: Mapping[str, int]  # of all special tokens, by text
+    chat_template: str
 
 
 class TextTokenizer:
@@ -133,6 +147,20 @@ class TextTokenizer:
     def has_chat_template(self) -> bool:
         return self._tokenizer is not None and bool(self._tokenizer.chat_template)
 
+    def facts(self) -> TokenizerFacts:
+        """Raises FailedPrecondition without a tokenizer."""
+        tokenizer = self._require("tokenizer")
+        assert self._vocabulary is not None
+        tokens = {role: getattr(tokenizer, f"{role}_token") for role in ("bos", "eos", "pad", "unk")}
+        named = {role: str(token) for role, token in tokens.items() if token is not None}
+        ids = {text: self._backend.token_to_id(text) for text in named.values()}
+        known = {text: token_id for text, token_id in ids.items() if token_id is not None}
+        named = {role: text for role, text in named.items() if text in known}
+        template = tokenizer.chat_template or ""
+        if not isinstance(template, str):  # several by name
+            template = template.get("default", "")
+        return TokenizerFacts(named, {**self._vocabulary.special_ids, **known}, template)
+
     @property
     def eos_token_ids(self) -> frozenset[int]:
         """The tokenizer's end-of-sequence token. A model's generation config may name more."""
@@ -146,6 +174,12 @@ class TextTokenizer:
         self._require("text")
         num_bytes_of(text)
         return encode(self._backend, text, add_special_tokens, truncation)
+
+    def encode_with_offsets(self, text: str, *, add_special_tokens: bool = True) -> Encoding:
+        """Raises what `encode` raises."""
+        self._require("text")
+        num_bytes_of(text)
+        return encoding_of(self._backend, text, add_special_tokens)
 
     def num_added_tokens(self) -> int:
         """Special tokens that `encode` adds to a text."""

@@ -106,7 +106,17 @@ class Fake(inference_pb2_grpc.InferenceServiceServicer, adapter_pb2_grpc.Adapter
 
     async def Tokenize(self, request: Any, context: Context) -> inference_pb2.TokenizeResponse:
         await self._arrived("Tokenize", request, context)
-        return inference_pb2.TokenizeResponse(token_ids=[1, 2], tokens=["a", "b"])
+        offsets = {"starts": [0, 1], "ends": [1, 2], "rendered": "ab"} if request.offsets else {}
+        return inference_pb2.TokenizeResponse(token_ids=[1, 2], tokens=["a", "b"], **offsets)
+
+    async def Detokenize(self, request: Any, context: Context) -> inference_pb2.DetokenizeResponse:
+        await self._arrived("Detokenize", request, context)
+        return inference_pb2.DetokenizeResponse(text="ab")
+
+    async def GetTokenizerInfo(self, request: Any, context: Context) -> inference_pb2.GetTokenizerInfoResponse:
+        await self._arrived("GetTokenizerInfo", request, context)
+        eos = inference_pb2.SpecialToken(token_id=2, text="</s>")
+        return inference_pb2.GetTokenizerInfoResponse(eos=eos, special_tokens=[eos], chat_template="{{ x }}")
 
     async def GetInfo(self, request: Any, context: Context) -> inference_pb2.GetInfoResponse:
         await self._arrived("GetInfo", request, context)
@@ -114,6 +124,8 @@ class Fake(inference_pb2_grpc.InferenceServiceServicer, adapter_pb2_grpc.Adapter
             model_id="m", model_type="llama", version="0", role="worker", max_context_tokens=64, vocab_size=100,
             dtype="float32", device="cpu", max_lora_rank=8, eos_token_ids=[2], has_chat_template=True,
             speculation=["off", "auto", "draft_model:tiny"], draft_models=["tiny"],
+            served_names=["org/m", "m"], generation_defaults=inference_pb2.Sampling(temperature=0.5, top_k=20),
+            tasks=["generate"], kv_block_tokens=16, max_device_adapters=8,
         )  # fmt: skip
 
     async def LoadAdapter(self, request: Any, context: Context) -> adapter_pb2.LoadAdapterResponse:

@@ -204,8 +204,25 @@ def test_tokenize_and_info(connect: Connect, fake: Any) -> None:
     assert (info.model_id, info.role, info.max_context_tokens, info.eos_token_ids) == ("m", "worker", 64, (2,))
     assert info.speculation == ("off", "auto", "draft_model:tiny")
     assert info.draft_models == ("tiny",)
+    assert (info.served_names, info.tasks) == (("org/m", "m"), ("generate",))
+    assert info.generation_defaults == {"temperature": 0.5, "top_k": 20}, "and nothing that is not set"
+    assert (info.kv_block_tokens, info.max_device_adapters) == (16, 8)
     assert fake.seen[0].request.omit_special_tokens
     assert fake.seen[1].request.chat.messages[0].content == "hi"
+
+
+def test_offsets_detokenize_and_tokenizer_info(connect: Connect, fake: Any) -> None:
+    eos = loraplex.SpecialToken(2, "</s>")
+    with connect(fake.address) as client:
+        found = client.tokenize("ab", offsets=True)
+        assert client.detokenize([1, 2], omit_special_tokens=True) == "ab"
+        assert client.tokenizer_info() == loraplex.TokenizerInfo(None, eos, None, None, (eos,), "{{ x }}")
+        with pytest.raises(errors.InvalidArgument):
+            client.detokenize("ab")  # type: ignore[arg-type]
+    assert found == loraplex.Tokenization((1, 2), ("a", "b"), (0, 1), (1, 2), "ab")
+    assert fake.seen[0].request.offsets
+    assert list(fake.seen[1].request.token_ids) == [1, 2]
+    assert fake.seen[1].request.omit_special_tokens
 
 
 def test_adapters(connect: Connect, fake: Any, make_adapter: Callable[..., Any]) -> None:

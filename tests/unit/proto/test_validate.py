@@ -34,6 +34,8 @@ LIMITS = ModelLimits(vocab_size=100, max_context_tokens=32)
 REQUESTS: dict[str, type[Message]] = {
     "GenerateRequest": GenerateRequest,
     "TokenizeRequest": TokenizeRequest,
+    "DetokenizeRequest": inference_pb2.DetokenizeRequest,
+    "GetTokenizerInfoRequest": inference_pb2.GetTokenizerInfoRequest,
     "LoadAdapterRequest": adapter_pb2.LoadAdapterRequest,
     "UnloadAdapterRequest": adapter_pb2.UnloadAdapterRequest,
     "GetAdapterRequest": adapter_pb2.GetAdapterRequest,
@@ -45,6 +47,8 @@ REQUESTS: dict[str, type[Message]] = {
 CHECKS: dict[str, Any] = {
     "GenerateRequest": validate.check_generate,
     "TokenizeRequest": validate.check_tokenize,
+    "DetokenizeRequest": validate.refuse_unhandled,
+    "GetTokenizerInfoRequest": validate.refuse_unhandled,
     "ListAdaptersRequest": validate.check_list_adapters,
     "WatchLoadRequest": validate.check_watch_load,
     "GetInfoRequest": validate.refuse_unhandled,

@@ -81,6 +81,10 @@ async def test_the_same_ids_wherever_they_are_made(tokenizing: Tokenizing) -> No
         answer = inference_pb2.TokenizeResponse.FromString(await tokenizing.tokenize(text, tokenize_response))
         assert list(answer.token_ids) == ids
         assert list(answer.tokens) == list(map(plain.token_text, ids))
+        raw = await tokenizing.tokenize(text, tokenize_response, with_offsets=True)
+        placed = inference_pb2.TokenizeResponse.FromString(raw)
+        assert placed.token_ids == answer.token_ids
+        assert list(zip(placed.starts, placed.ends, strict=True)) == plain.encode_with_offsets(text).offsets
         messages = [{"role": "user", "content": text}]
         expected = plain.encode(plain.render_chat(messages), add_special_tokens=False)
         rendered = await tokenizing.render_chat(messages)

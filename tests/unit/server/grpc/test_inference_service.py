@@ -7,7 +7,7 @@ import contextlib
 import copy
 import threading
 from collections import defaultdict
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import pytest
 from google.rpc import status_pb2
 from support.engine_fakes import INFO, build_fake, build_slow
-from support.tiny_tokenizers import tiny_tokenizer
+from support.tiny_tokenizers import KINDS, tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from loraplex_contracts.errors import (
@@ -23,6 +23,7 @@ from loraplex_contracts.errors import (
     DeadlineExceeded,
     EngineLost,
     FailedPrecondition,
+    InvalidArgument,
     LoraplexError,
 )
 from loraplex_contracts.load import Load
@@ -113,6 +114,71 @@ async def test_long_texts_and_chats_leave_the_event_loop_alone(given: dict[str, 
     await one._tokenizing.close()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+async def test_offsets_and_texts_are_those_of_transformers(kind: str) -> None:
+    tiny = copy.copy(tiny_tokenizer(kind))
+    tiny.chat_template = "{% for m in messages %}<|turn|>{{ m.content }}{% endfor %}"
+    one = service(None, replace(INFO, vocab_size=len(tiny)), TextTokenizer(tiny))
+    text = "naïve café 你好 😀 [tool]"
+
+    async def tokenize(**fields: Any) -> inference_pb2.TokenizeResponse:
+        raw = await one.Tokenize(inference_pb2.TokenizeRequest(offsets=True, **fields), FakeContext())
+        return inference_pb2.TokenizeResponse.FromString(raw)
+
+    expected = tiny(text, return_offsets_mapping=True)
+    found = await tokenize(text=text)
+    assert list(found.token_ids) == expected["input_ids"]
+    assert list(zip(found.starts, found.ends, strict=True)) == expected["offset_mapping"]
+    assert not found.rendered, "the client has it"
+
+    chat = await tokenize(chat=chat_of(text, "x"))
+    messages = [{"role": "user", "content": said} for said in (text, "x")]
+    assert chat.rendered == tiny.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert chat.rendered[chat.starts[0] : chat.ends[0]] == "<|turn|>"
+
+    for ids in (list(found.token_ids), []):
+        for omit in (False, True):
+            request = inference_pb2.DetokenizeRequest(token_ids=ids, omit_special_tokens=omit)
+            decoded = tiny.decode(ids, skip_special_tokens=omit, clean_up_tokenization_spaces=False)
+            assert (await one.Detokenize(request, FakeContext())).text == decoded
+    with pytest.raises(InvalidArgument) as caught:
+        await one.Detokenize(inference_pb2.DetokenizeRequest(token_ids=[len(tiny)]), FakeContext())
+    assert caught.value.field == "token_ids"
+
+
+async def test_facts_of_the_tokenizer() -> None:
+    tiny = copy.copy(tiny_tokenizer("byte_level"))
+    tiny.chat_template = "{{ messages }}"
+    one = service(None, INFO, TextTokenizer(tiny))
+    info = await one.GetTokenizerInfo(inference_pb2.GetTokenizerInfoRequest(), FakeContext())
+    for role in ("bos", "eos", "pad", "unk"):
+        token = getattr(info, role)
+        assert (token.token_id, token.text) == (getattr(tiny, f"{role}_token_id"), getattr(tiny, f"{role}_token"))
+    assert [token.text for token in info.special_tokens] == ["<pad>", "<s>", "</s>", "<unk>", "<|turn|>"]
+    assert info.chat_template == "{{ messages }}"
+    for ask_for in ("GetTokenizerInfo", "Detokenize"):
+        with pytest.raises(FailedPrecondition):
+            request = getattr(inference_pb2, f"{ask_for}Request")()
+            await getattr(service(None, INFO, TextTokenizer(None)), ask_for)(request, FakeContext())
+
+
+async def test_info_says_what_the_model_recommends() -> None:
+    info = replace(
+        INFO,
+        model_id="org/m",
+        generation_defaults={"temperature": 0.5, "top_k": 20.0},
+        kv_block_tokens=16,
+        max_device_adapters=8,
+    )
+    answer = await service(None, info, TextTokenizer(None)).GetInfo(inference_pb2.GetInfoRequest(), None)
+    assert answer.generation_defaults == inference_pb2.Sampling(temperature=0.5, top_k=20)
+    assert (list(answer.served_names), list(answer.tasks)) == (["org/m", "m"], ["generate"])
+    assert (answer.kv_block_tokens, answer.max_device_adapters) == (16, 8)
+    plain = await service(None, INFO, TextTokenizer(None)).GetInfo(inference_pb2.GetInfoRequest(), None)
+    assert list(plain.served_names) == ["fake"]
+    assert not plain.generation_defaults.ListFields()
+
+
 # --- echo -------------------------------------------------------------------------------------------------------------
 
 
@@ -190,7 +256,7 @@ async def test_an_echo_that_cannot_be_is_refused_before_anything_runs(method: st
 
 
 @contextlib.asynccontextmanager
-async def fake_service(info: ModelInfo = INFO) -> AsyncIterator[InferenceServicer]:
+async def fake_service(info: ModelInfo = INFO) -> AsyncGenerator[InferenceServicer]:
     engine = EngineClient(EngineConfig(ModelConfig("fake")))
     await engine.start(inline=True, builder=build_fake)
     try:

@@ -144,6 +144,27 @@ async def test_adapters_that_move() -> None:
     assert load.adapters[0].tier == 4
 
 
+async def test_adapters_that_are_fetched() -> None:
+    watched = Watched()
+    first = await watched.told()
+    assert first is not None
+    assert not first.waiting_adapter_ids
+    fetching = replace(row("b", "source"), state="fetching")
+    watched.engine.state.listing.apply_changes({"b": (fetching,), "key": (fetching,), "c": (row("c", "source"),)})
+    watched.say(block_tokens=16)
+    load = await watched.told()
+    assert load is not None
+    assert (list(load.waiting_adapter_ids), load.kv_block_tokens) == (["b"], 16)
+    watched.engine.state.listing.apply_changes({"b": (row("b"),), "key": ()})
+    watched.say()
+    load = await watched.told()
+    assert load is not None
+    assert not load.waiting_adapter_ids
+    many = {str(number): (replace(row(str(number), "source"), state="fetching"),) for number in range(500)}
+    watched.engine.state.listing.apply_changes(many)
+    assert len(watched.engine.state.listing.fetching()) == 100
+
+
 async def test_the_last_message_of_a_worker_that_leaves() -> None:
     watched = Watched()
     await watched.told()

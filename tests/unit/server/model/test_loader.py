@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from loraplex_contracts.errors import InvalidArgument, UnsupportedModel
 from loraplex_server.layers.attention import SERVING, AttentionSpec, ModelSpec, describe_mask, kv_block_bytes
 from loraplex_server.layers.linear import AdaptedEmbedding, AdaptedHead, AdaptedLinear
-from loraplex_server.model.loader import adopt_model, load_model, refuse_config, resolve_device
+from loraplex_server.model.loader import adopt_model, generation_defaults, load_model, refuse_config, resolve_device
 
 SMALL: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -284,6 +284,14 @@ def test_experts_are_no_targets() -> None:
     paths = set(adopt_model(random_model("deepseek_v3")).targets)
     assert not [path for path in paths if ".experts." in path]
     assert "model.layers.1.mlp.shared_experts.up_proj" in paths  # sees every token
+
+
+def test_what_the_generation_config_recommends() -> None:
+    model = random_model("llama")
+    assert generation_defaults(model) == {}
+    for name, value in {"temperature": 0.6, "top_k": 20, "top_p": 2.0, "min_p": -0.5, "num_beams": 1}.items():
+        setattr(model.generation_config, name, value)
+    assert generation_defaults(model) == {"temperature": 0.6, "top_k": 20}, "and nothing that a request could not send"
 
 
 def test_loading_from_a_directory_keeps_weights_and_dtype(tmp_path: Path) -> None:
