@@ -6,6 +6,7 @@ do not fit their field raise InvalidArgument.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import time
@@ -25,6 +26,7 @@ from loraplex.types import (
     AdapterTier,
     AnySpeculation,
     CallOptions,
+    ChatOptions,
     Chunk,
     Completion,
     DraftModel,
@@ -43,6 +45,7 @@ from loraplex.types import (
     Tokenization,
     TokenizerInfo,
     TokenLogprob,
+    ToolCall,
     TopLogprob,
     Truncate,
     Usage,
@@ -117,7 +120,10 @@ _FIELDS: Final[dict[str, str]] = {
     "request_id": "request_id",
     "cache_salt": "cache_salt",
 }
-_OTHER_OPTIONS: Final = frozenset(
+# Option -> field of Chat, which takes it as JSON.
+_CHAT_JSON: Final = {"tools": "tools_json", "documents": "documents_json", "template_kwargs": "template_kwargs_json"}
+_CHAT_OPTIONS: Final = frozenset({"continue_final_message", *_CHAT_JSON})
+_OTHER_OPTIONS: Final = _CHAT_OPTIONS | frozenset(
     {"messages", "omit_generation_prompt", "truncate_prompt", "adapters", "speculation", "timeout_s"}
 )
 
@@ -127,7 +133,6 @@ _TIERS: Final[dict[int, AdapterTier]] = {number: tier for tier, number in ADAPTE
 
 # Class of parameters -> field of the message, with fields of the same names.
 _PROPOSERS: Final[dict[type, str]] = {Medusa: "medusa", PromptLookup: "prompt_lookup", DraftModel: "draft_model"}
-_WITHOUT_MESSAGES: Final = "omit_generation_prompt goes with messages"
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,10 +284,12 @@ class Calls:
         omit_generation_prompt: bool,
         omit_special_tokens: bool,
         offsets: bool,
-        options: CallOptions,
+        options: ChatOptions,
     ) -> Call[Tokenization]:
-        request = tokenize_request(text, messages, omit_generation_prompt, omit_special_tokens, offsets=offsets)
-        return self._call(_INFERENCE + "Tokenize", request, tokenization, call_options(options))
+        request = tokenize_request(
+            text, messages, omit_generation_prompt, omit_special_tokens, offsets=offsets, options=options
+        )
+        return self._call(_INFERENCE + "Tokenize", request, tokenization, options)
 
     def detokenize(self, token_ids: Sequence[int], omit_special_tokens: bool, options: CallOptions) -> Call[str]:
         request = inference_pb2.DetokenizeRequest(omit_special_tokens=omit_special_tokens)
@@ -390,10 +397,7 @@ def generate_request(prompt: str | None, options: GenerateOptions) -> inference_
         raise InvalidArgument(f"give one of prompt, token_ids and messages; given: {what}", field="input")
     if "token_ids" in given:
         request.token_ids.SetInParent()  # an empty list is a prompt too
-    if "messages" in given:
-        _put_messages(request.chat, given["messages"], given.get("omit_generation_prompt"))
-    elif given.get("omit_generation_prompt"):
-        raise InvalidArgument(_WITHOUT_MESSAGES, field="chat.omit_generation_prompt")
+    _put_chat(request, given)
     for name, path in _FIELDS.items():
         if name in given:
             _assign(request, path, given[name])
@@ -426,17 +430,18 @@ def tokenize_request(
     omit_special_tokens: bool,
     *,
     offsets: bool = False,
+    options: ChatOptions | None = None,
 ) -> inference_pb2.TokenizeRequest:
-    """Raises InvalidArgument."""
+    """Raises InvalidArgument, TypeError for an unknown option."""
+    given = _given(options or {}, _CHAT_OPTIONS | {"timeout_s"})
     request = inference_pb2.TokenizeRequest(omit_special_tokens=omit_special_tokens, offsets=offsets)
     if (text is None) == (messages is None):
         raise InvalidArgument("give one of text and messages", field="input")
-    if omit_generation_prompt and messages is None:
-        raise InvalidArgument(_WITHOUT_MESSAGES, field="chat.omit_generation_prompt")
     if text is not None:
         _assign(request, "text", text)
-    if messages is not None:
-        _put_messages(request.chat, messages, omit_generation_prompt)
+    else:
+        given["messages"] = messages
+    _put_chat(request, {"omit_generation_prompt": omit_generation_prompt, **given})
     return request
 
 
@@ -479,7 +484,31 @@ def _given(options: GenerateOptions | CallOptions, known: frozenset[str]) -> dic
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _put_messages(chat: inference_pb2.Chat, messages: Sequence[Message], omit_generation_prompt: bool | None) -> None:
+def _put_chat(request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest, given: Mapping[str, Any]) -> None:
+    """Messages and the options that go with them."""
+    if "messages" not in given:
+        for name in ("omit_generation_prompt", *sorted(_CHAT_OPTIONS)):
+            if given.get(name):
+                field = f"chat.{_CHAT_JSON.get(name, name)}"
+                raise InvalidArgument(f"{name} goes with messages", field=field)
+        return
+    _put_messages(request.chat, given["messages"])
+    for name in ("omit_generation_prompt", "continue_final_message"):
+        if given.get(name):
+            _assign(request, f"chat.{name}", given[name])
+    for name, field in _CHAT_JSON.items():
+        if name in given:
+            setattr(request.chat, field, _as_json(given[name], f"chat.{field}"))
+
+
+def _as_json(value: Any, field: str) -> str:
+    try:
+        return json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidArgument(f"`{field}` cannot be {_shown(value)}: it is not JSON", field=field) from error
+
+
+def _put_messages(chat: inference_pb2.Chat, messages: Sequence[Message]) -> None:
     chat.SetInParent()
     given: Any = messages  # a caller without a type checker gives anything
     if isinstance(given, (str, Mapping)) or not isinstance(given, Iterable) or not all(map(_is_mapping, messages)):
@@ -488,10 +517,31 @@ def _put_messages(chat: inference_pb2.Chat, messages: Sequence[Message], omit_ge
         )
     for one in messages:
         message = chat.messages.add()
-        for name in ("role", "content"):
-            _assign(message, name, one.get(name), shown_as=f"chat.messages.{name}")
-    if omit_generation_prompt:
-        chat.omit_generation_prompt = True
+        _assign(message, "role", one.get("role"), shown_as="chat.messages.role")
+        calls: Any = one.get("tool_calls") or ()
+        if not calls or one.get("content") is not None:
+            _assign(message, "content", one.get("content"), shown_as="chat.messages.content")
+        for name in ("name", "tool_call_id", "reasoning"):
+            if one.get(name) is not None:
+                _assign(message, name, one[name], shown_as=f"chat.messages.{name}")
+        for call in calls:
+            _put_tool_call(message.tool_calls.add(), call)
+
+
+def _put_tool_call(message: inference_pb2.ToolCall, call: ToolCall) -> None:
+    path = "chat.messages.tool_calls"
+    function: Any = call.get("function") if _is_mapping(call) else None
+    if not _is_mapping(function):
+        raise InvalidArgument(
+            f"tool_calls takes a list of {{'function': {{'name': ..., 'arguments': ...}}}}, not {_shown(call)}",
+            field=path,
+        )
+    _assign(message, "name", function.get("name"), shown_as=f"{path}.name")
+    if call.get("id") is not None:
+        _assign(message, "id", call.get("id"), shown_as=f"{path}.id")
+    arguments = function.get("arguments") or ""
+    text = arguments if isinstance(arguments, str) else _as_json(arguments, f"{path}.arguments_json")
+    _assign(message, "arguments_json", text, shown_as=f"{path}.arguments_json")
 
 
 def _with_speculation(given: dict[str, Any]) -> dict[str, Any]:

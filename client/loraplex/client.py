@@ -13,6 +13,7 @@ from loraplex.types import (
     Adapter,
     AdapterState,
     CallOptions,
+    ChatOptions,
     Chunk,
     GenerateOptions,
     Generation,
@@ -71,7 +72,7 @@ class Client:
         omit_generation_prompt: bool = False,
         omit_special_tokens: bool = False,
         offsets: bool = False,
-        **options: Unpack[CallOptions],
+        **options: Unpack[ChatOptions],
     ) -> Tokenization:
         """The tokens of a text, or of a chat as the base model's template lays it out. With `offsets` also where each
         token begins and ends, and the chat's text."""

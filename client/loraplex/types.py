@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Required, TypedDict
+from typing import Any, Literal, Required, TypedDict
 
 from loraplex_contracts.adapters import AdapterState, AdapterTier
 from loraplex_contracts.errors import InvalidArgument
@@ -33,11 +33,30 @@ class Tls:
                 raise InvalidArgument(f"{name} is not PEM: it has no line -----BEGIN ...-----", field=name)
 
 
-class Message(TypedDict):
+class Function(TypedDict, total=False):
+    """A call of a tool: its name, and its arguments as JSON or as values."""
+
+    name: Required[str]
+    arguments: str | Mapping[str, Any]
+
+
+class ToolCall(TypedDict, total=False):
+    """A call of a tool, as OpenAI's clients write it."""
+
+    function: Required[Function]
+    id: str
+    type: Literal["function"]
+
+
+class Message(TypedDict, total=False):
     """One turn of a chat."""
 
     role: Required[str]  # "system", "user", "assistant", or another role of the base model's chat template
-    content: Required[str]
+    content: str | None  # may be left out beside tool_calls
+    name: str  # of the speaker, or of the tool
+    tool_calls: Sequence[ToolCall]  # of the assistant
+    tool_call_id: str  # of the call that this message answers
+    reasoning: str  # the assistant's thoughts
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +113,19 @@ class CallOptions(TypedDict, total=False):
     """Seconds until the call ends with DeadlineExceeded; None: no deadline. Default: the client's."""
 
 
-class GenerateOptions(CallOptions, total=False):
+class ChatOptions(CallOptions, total=False):
+    """Options of calls with `messages`: what the chat template is told beside them."""
+
+    continue_final_message: bool | None
+    """Go on from the end of the last message instead of opening another turn."""
+    tools: Sequence[Mapping[str, Any]] | None
+    """Tools in the form that the model's template wants, most often OpenAI's."""
+    documents: Sequence[Mapping[str, Any]] | None
+    template_kwargs: Mapping[str, Any] | None
+    """The template's own arguments, such as `{"enable_thinking": False}`."""
+
+
+class GenerateOptions(ChatOptions, total=False):
     """Options of `generate` and `stream`. An option that is missing or None has the server's default."""
 
     token_ids: Sequence[int] | None

@@ -29,6 +29,8 @@ MAX_STOP_STRINGS: Final = 16
 MAX_STOP_BYTES: Final = 256
 MAX_STOP_TOKEN_IDS: Final = 128
 MAX_CHAT_MESSAGES: Final = 4096
+MAX_TOOL_CALLS: Final = 128  # of one message
+MAX_CHAT_JSON_BYTES: Final = 1 << 20
 MAX_WATCH_INTERVAL_S: Final = 60.0
 MAX_DRAFT_TOKENS: Final = 64  # per step
 MAX_NGRAM: Final = 64
@@ -52,7 +54,15 @@ class ModelLimits:
 
 # Every leaf that this version acts on, by request message. A set field that is in neither table is refused as well, so
 # a field that is added to the wire stays refused until it works and is written down here.
-_CHAT: Final = ("chat.messages.role", "chat.messages.content", "chat.omit_generation_prompt")
+_MESSAGE: Final = (
+    *("role", "content", "name", "tool_call_id", "reasoning"),
+    *("tool_calls.id", "tool_calls.name", "tool_calls.arguments_json"),
+)
+_CHAT: Final = (
+    *(f"chat.messages.{name}" for name in _MESSAGE),
+    *("chat.omit_generation_prompt", "chat.continue_final_message"),
+    *("chat.tools_json", "chat.documents_json", "chat.template_kwargs_json"),
+)
 HANDLED: Final[dict[str, frozenset[str]]] = {
     "GenerateRequest": frozenset(
         (
@@ -267,8 +277,26 @@ def _check_num_messages(chat: inference_pb2.Chat, least: int = 0) -> None:
 
 def _check_chat(chat: inference_pb2.Chat) -> None:
     _check_num_messages(chat, least=1)
+    for name in ("tools_json", "documents_json", "template_kwargs_json"):
+        num_chars = len(getattr(chat, name))  # of ASCII, where it comes from a JSON library
+        if num_chars > MAX_CHAT_JSON_BYTES:
+            raise InvalidArgument(
+                f"`chat.{name}` takes {MAX_CHAT_JSON_BYTES} characters; it has {num_chars}", field=f"chat.{name}"
+            )
     for message in chat.messages:
         check_role(message.role, field="chat.messages.role")
+        for name in ("name", "tool_call_id"):
+            if value := getattr(message, name):
+                check_id(value, field=f"chat.messages.{name}")
+        if len(message.tool_calls) > MAX_TOOL_CALLS:
+            raise InvalidArgument(
+                f"`chat.messages.tool_calls` takes {MAX_TOOL_CALLS} calls; there are {len(message.tool_calls)}",
+                field="chat.messages.tool_calls",
+            )
+        for call in message.tool_calls:
+            check_id(call.name, field="chat.messages.tool_calls.name")
+            if call.id:
+                check_id(call.id, field="chat.messages.tool_calls.id")
 
 
 def _check_stopping(stopping: inference_pb2.Stopping) -> None:

@@ -91,7 +91,9 @@ def _num_given_tokens(request: inference_pb2.GenerateRequest) -> int:
         case "token_ids":
             return len(request.token_ids.ids)
         case "chat":
-            num_chars = sum(len(message.content) for message in request.chat.messages[:MAX_CHAT_MESSAGES])
+            chat = request.chat
+            num_chars = sum(len(message.content) for message in chat.messages[:MAX_CHAT_MESSAGES])
+            num_chars += len(chat.tools_json) + len(chat.documents_json)
         case _:
             num_chars = len(request.text)
     return num_chars // BYTES_PER_TOKEN + 1

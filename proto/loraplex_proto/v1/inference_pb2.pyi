@@ -167,8 +167,22 @@ class Chat(google.protobuf.message.Message):
 
     MESSAGES_FIELD_NUMBER: builtins.int
     OMIT_GENERATION_PROMPT_FIELD_NUMBER: builtins.int
+    TOOLS_JSON_FIELD_NUMBER: builtins.int
+    TEMPLATE_KWARGS_JSON_FIELD_NUMBER: builtins.int
+    CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: builtins.int
+    DOCUMENTS_JSON_FIELD_NUMBER: builtins.int
     omit_generation_prompt: builtins.bool
     """Do not open the assistant's turn after the last message."""
+    tools_json: builtins.str
+    """What the template is told beside the messages, as JSON of 1 MiB at most each. Tools: a list of objects, in the form
+    that the model's template wants (most often OpenAI's). Templates without tools leave them out silently.
+    """
+    template_kwargs_json: builtins.str
+    """An object of the template's own arguments, such as {"enable_thinking": false}."""
+    continue_final_message: builtins.bool
+    """Go on from the end of the last message: its turn stays open, and no other is opened."""
+    documents_json: builtins.str
+    """A list of objects, for templates of retrieval models."""
     @property
     def messages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """1 to 4096."""
@@ -178,8 +192,12 @@ class Chat(google.protobuf.message.Message):
         *,
         messages: collections.abc.Iterable[Global___ChatMessage] | None = ...,
         omit_generation_prompt: builtins.bool = ...,
+        tools_json: builtins.str = ...,
+        template_kwargs_json: builtins.str = ...,
+        continue_final_message: builtins.bool = ...,
+        documents_json: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["messages", b"messages", "omit_generation_prompt", b"omit_generation_prompt"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["continue_final_message", b"continue_final_message", "documents_json", b"documents_json", "messages", b"messages", "omit_generation_prompt", b"omit_generation_prompt", "template_kwargs_json", b"template_kwargs_json", "tools_json", b"tools_json"]) -> None: ...
 
 Global___Chat: typing_extensions.TypeAlias = Chat
 
@@ -189,18 +207,58 @@ class ChatMessage(google.protobuf.message.Message):
 
     ROLE_FIELD_NUMBER: builtins.int
     CONTENT_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
+    TOOL_CALL_ID_FIELD_NUMBER: builtins.int
+    TOOL_CALLS_FIELD_NUMBER: builtins.int
+    REASONING_FIELD_NUMBER: builtins.int
     role: builtins.str
     """"system", "user", "assistant", or what else the base model's chat template knows. [A-Za-z0-9_-], 64 at most."""
     content: builtins.str
+    name: builtins.str
+    """Of the speaker, or of the tool whose answer this is. [A-Za-z0-9._:-], 128 at most, as all names and ids below."""
+    tool_call_id: builtins.str
+    """Of the call that this message answers, in the tool's role."""
+    reasoning: builtins.str
+    """The assistant's thoughts in front of the content. Most templates show only those of the last turn."""
+    @property
+    def tool_calls(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
+        """Of the assistant, 128 at most."""
+
     def __init__(
         self,
         *,
         role: builtins.str = ...,
         content: builtins.str = ...,
+        name: builtins.str = ...,
+        tool_call_id: builtins.str = ...,
+        tool_calls: collections.abc.Iterable[Global___ToolCall] | None = ...,
+        reasoning: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["content", b"content", "role", b"role"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["content", b"content", "name", b"name", "reasoning", b"reasoning", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]) -> None: ...
 
 Global___ChatMessage: typing_extensions.TypeAlias = ChatMessage
+
+@typing.final
+class ToolCall(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ID_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
+    ARGUMENTS_JSON_FIELD_NUMBER: builtins.int
+    id: builtins.str
+    name: builtins.str
+    arguments_json: builtins.str
+    """The arguments as JSON, most often an object. Empty: no arguments."""
+    def __init__(
+        self,
+        *,
+        id: builtins.str = ...,
+        name: builtins.str = ...,
+        arguments_json: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arguments_json", b"arguments_json", "id", b"id", "name", b"name"]) -> None: ...
+
+Global___ToolCall: typing_extensions.TypeAlias = ToolCall
 
 @typing.final
 class AdapterWeight(google.protobuf.message.Message):

@@ -18,7 +18,7 @@ import signal
 import threading
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +34,6 @@ from loraplex_server.text.tokenizer import SHORT_CHARS, TextTokenizer, Truncatio
 from loraplex_server.text.vocabulary import Vocabulary, max_bytes_per_token
 
 T = TypeVar("T")
-Messages = Sequence[Mapping[str, str]]
 
 # Longer texts go to the process. Shorter ones take a thread at most some 0.2 s, and need not be stopped.
 LONG_BYTES: Final = 1 << 17
@@ -47,7 +46,6 @@ SLOWEST_BYTES_PER_S: Final = 1 << 16
 BYTES_PER_S: Final = 1 << 20  # roughly what tokenizers do
 RETRY_AFTER_S: Final = 1.0
 TOKEN_CHARS: Final = 4
-MESSAGE_CHARS: Final = 32  # a chat template's text around a message, and its rendering
 
 
 class ShortestFirstSemaphore:
@@ -115,11 +113,6 @@ class Tokenizing:
         self._process_use = ShortestFirstSemaphore(1, MAX_WAITING_BYTES)
         self._process: TokenizerProcess | None = None
         self._idle: asyncio.TimerHandle | None = None
-
-    async def render_chat(self, messages: Messages, add_generation_prompt: bool = True) -> str:
-        """A chat's text, special tokens included. Raises what `TextTokenizer.render_chat` raises."""
-        num_chars = sum(len(message["content"]) + MESSAGE_CHARS for message in messages)
-        return await self.off_loop(num_chars, partial(self.tokenizer.render_chat, messages, add_generation_prompt))
 
     async def encode(self, text: str, *, special: bool = True, truncation: Truncation | None = None) -> Sequence[int]:
         """The ids of a prompt. Raises ContextLengthExceeded, for some texts before they are tokenized, QueueFull,

@@ -32,6 +32,7 @@ Context = Any  # grpc.aio.ServicerContext, which is generic over messages in its
 
 IDS_AT_ONCE = 1 << 14  # copied in one step
 TOKEN_CHARS = 4
+MESSAGE_CHARS = 32  # a chat template's text around a message, and its rendering
 TASKS = ("generate",)
 
 
@@ -261,8 +262,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """The text to tokenize, and whether it needs special tokens: a chat's template writes them."""
         if message.WhichOneof("input") != "chat":
             return message.text, True
-        messages = [{"role": one.role, "content": one.content} for one in message.chat.messages]
-        return await self._tokenizing.render_chat(messages, not message.chat.omit_generation_prompt), False
+        chat = message.chat
+        num_bytes = chat.ByteSize() + MESSAGE_CHARS * len(chat.messages)
+        return await self._tokenizing.off_loop(num_bytes, partial(self._rendered, chat)), False
+
+    def _rendered(self, chat: inference_pb2.Chat) -> str:
+        return self._tokenizer.render_chat(**protobuf.template_input(chat))
 
     def _answer(
         self,

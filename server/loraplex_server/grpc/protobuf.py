@@ -5,11 +5,14 @@ Imports no torch and no gRPC: the process that tokenizes long texts makes the an
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from loraplex_adapters.cache.listing import Resident
 from loraplex_contracts import sampling
 from loraplex_contracts.adapters import AdapterId, AdapterInfo, CacheUsage
+from loraplex_contracts.errors import InvalidArgument
 from loraplex_contracts.load import Forecast, Load
 from loraplex_contracts.request import (
     OutputParams,
@@ -25,6 +28,8 @@ from loraplex_proto.v1 import adapter_pb2, inference_pb2, worker_pb2
 from loraplex_server.frontend.generation import CompletionSummary, Delta
 from loraplex_server.text.tokenizer import TextTokenizer
 from loraplex_server.text.vocabulary import Vocabulary
+
+T = TypeVar("T")
 
 MAX_FLOWS = 256  # in a forecast
 TOKENS_AT_ONCE = 1 << 14  # while the interpreter's lock is held
@@ -86,6 +91,59 @@ def to_request(
         arrival_s=arrival_s,
         deadline_s=deadline_s,
     )
+
+
+def template_input(chat: inference_pb2.Chat) -> dict[str, Any]:
+    """The parameters of `TextTokenizer.render_chat`. Raises InvalidArgument for JSON of another kind."""
+    return {
+        "messages": [_message_for_template(message) for message in chat.messages],
+        "add_generation_prompt": not chat.omit_generation_prompt,
+        "continue_final_message": chat.continue_final_message,
+        "tools": _objects(chat.tools_json, "chat.tools_json"),
+        "documents": _objects(chat.documents_json, "chat.documents_json"),
+        "arguments": _json(chat.template_kwargs_json, "chat.template_kwargs_json", dict),
+    }
+
+
+def _message_for_template(message: inference_pb2.ChatMessage) -> dict[str, Any]:
+    """As OpenAI's clients write it, which is what templates are written for; arguments as values, not as a string."""
+    found: dict[str, Any] = {"role": message.role, "content": message.content}
+    found |= {name: value for name in ("name", "tool_call_id") if (value := getattr(message, name))}
+    if message.reasoning:
+        found |= {"reasoning": message.reasoning, "reasoning_content": message.reasoning}
+    if message.tool_calls:
+        found["tool_calls"] = [_tool_call_for_template(call) for call in message.tool_calls]
+    return found
+
+
+def _tool_call_for_template(call: inference_pb2.ToolCall) -> dict[str, Any]:
+    arguments = _json(call.arguments_json, "chat.messages.tool_calls.arguments_json", object)
+    function = {"name": call.name, "arguments": {} if arguments is None else arguments}
+    return {"type": "function", "function": function} | ({"id": call.id} if call.id else {})
+
+
+def _objects(text: str, field: str) -> list[Any] | None:
+    found = _json(text, field, list)
+    if not all(isinstance(one, dict) for one in found or ()):
+        raise InvalidArgument(f"`{field}` must be a list of objects", field=field)
+    return found
+
+
+def _json(text: str, field: str, kind: type[T]) -> T | None:
+    """None where there is no text."""
+    if not text:
+        return None
+    try:
+        found: Any = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(f"`{field}` is not JSON: {error}", field=field) from error
+    if not isinstance(found, kind):
+        raise InvalidArgument(f"`{field}` must be {'an object' if kind is dict else 'a list'}", field=field)
+    return found
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a value")
 
 
 def logprobs_to_pb(logprobs: Iterable[TokenLogprob]) -> list[inference_pb2.TokenLogprob]:

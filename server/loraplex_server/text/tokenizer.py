@@ -6,11 +6,13 @@ text fails with a typed error. Safe to use from several threads: only caches cha
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from tokenizers import Encoding, Tokenizer
 
@@ -38,12 +40,25 @@ _TOKENIZER_FILES = (
 )
 
 
+# Of a template's refusal, which may repeat the messages.
+MAX_REASON_CHARS: Final = 300
+
+
 def num_bytes_of(text: str) -> int:
     """As UTF-8. Raises InvalidArgument on text that is not Unicode."""
     try:
         return len(text.encode())
     except UnicodeEncodeError as error:
         raise InvalidArgument("the text holds halves of surrogate pairs; send UTF-8", field="text") from error
+
+
+@cache
+def _reserved_arguments() -> frozenset[str]:
+    """Names that a request must not pass on to Transformers, the template itself among them."""
+    from transformers import PreTrainedTokenizerBase  # late: the process for long texts has it not
+
+    parameters = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+    return frozenset({*parameters, "messages", "template_kwargs"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,17 +200,39 @@ class TextTokenizer:
         """Special tokens that `encode` adds to a text."""
         return 0 if self._tokenizer is None else self._backend.num_special_tokens_to_add(False)
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
-        """The template's text, special tokens included. Raises NoChatTemplate, or InvalidArgument if the template
-        refuses."""
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        continue_final_message: bool = False,
+        tools: list[Any] | None = None,
+        documents: list[Any] | None = None,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The template's text, special tokens included. `arguments`: the template's own. Raises NoChatTemplate, or
+        InvalidArgument if the template refuses."""
         tokenizer = self._require("chat")
         if not tokenizer.chat_template:
             raise NoChatTemplate("the base model has no chat template; send text or token_ids instead", field="chat")
-        chat = [dict(message) for message in messages]
+        own = arguments or {}
+        if taken := sorted(own.keys() & _reserved_arguments()):
+            raise InvalidArgument(
+                f"`chat.template_kwargs_json` cannot set {taken[0]!a}, which is not the template's own; leave it out",
+                field="chat.template_kwargs_json",
+            )
         try:
-            rendered = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=add_generation_prompt)
+            rendered = tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=tools or None,
+                documents=documents or None,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt and not continue_final_message,
+                continue_final_message=continue_final_message,
+                **own,
+            )
         except Exception as error:  # a template is a program, and may raise anything
-            reason = str(error).strip().split("\n", 1)[0]
+            reason = str(error).strip().split("\n", 1)[0][:MAX_REASON_CHARS]
             raise InvalidArgument(f"the chat template refuses these messages: {reason}", field="chat") from error
         return cast(str, rendered)
 

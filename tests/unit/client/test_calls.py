@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import subprocess
 import sys
@@ -145,6 +146,7 @@ EVERYTHING: dict[str, tuple[Any, str]] = {
     "cache_salt": ("s1", "cache_salt"),
 }
 TESTED_BELOW = {
+    *("continue_final_message", "tools", "documents", "template_kwargs"),
     *("token_ids", "messages", "omit_generation_prompt", "adapters", "speculation", "timeout_s", "truncate_prompt"),
 }
 
@@ -197,6 +199,65 @@ def test_token_ids_and_chat() -> None:
     assert [(m.role, m.content) for m in request.chat.messages] == [("system", "be brief"), ("user", "hi")]
     assert request.chat.omit_generation_prompt
     check_generate(request)
+
+
+def test_tools_and_calls() -> None:
+    calls: Any = [
+        {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}},
+        {"function": {"name": "g", "arguments": {"y": [2]}}},
+        {"function": {"name": "h"}},
+    ]
+    chat: Any = [
+        {"role": "user", "content": "hi", "name": "zoe"},
+        {"role": "assistant", "content": None, "tool_calls": calls, "reasoning": "hm"},
+        {"role": "tool", "content": "5", "tool_call_id": "c1"},
+    ]
+    beside: Any = {
+        "tools": [{"type": "function", "function": {"name": "f"}}],
+        "documents": [{"title": "é"}],
+        "template_kwargs": {"enable_thinking": False},
+        "continue_final_message": True,
+    }
+    request = generate_request(None, {"messages": chat, **beside})
+    check_generate(request)
+    user, assistant, tool = request.chat.messages
+    assert (user.name, assistant.content, assistant.reasoning, tool.tool_call_id) == ("zoe", "", "hm", "c1")
+    assert [(one.id, one.name, one.arguments_json) for one in assistant.tool_calls] == [
+        ("c1", "f", '{"x": 1}'),
+        ("", "g", '{"y": [2]}'),
+        ("", "h", ""),
+    ]
+    assert json.loads(request.chat.tools_json) == beside["tools"]
+    assert json.loads(request.chat.documents_json) == beside["documents"]
+    assert json.loads(request.chat.template_kwargs_json) == beside["template_kwargs"]
+    assert request.chat.continue_final_message
+    assert tokenize_request(None, chat, False, False, options=beside).chat == request.chat
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "field"),
+    [
+        ("tools", [{"f": {1}}], "chat.tools_json"),
+        ("template_kwargs", {"x": math.nan}, "chat.template_kwargs_json"),
+        ("documents", object(), "chat.documents_json"),
+        ("messages", [{"role": "a", "tool_calls": ["f"]}], "chat.messages.tool_calls"),
+        ("messages", [{"role": "a", "tool_calls": [{"function": {}}]}], "chat.messages.tool_calls.name"),
+        ("messages", [{"role": "a", "content": "", "name": 5}], "chat.messages.name"),
+        ("messages", [{"role": "a", "content": None}], "chat.messages.content"),
+    ],
+)
+def test_chats_that_the_wire_cannot_carry(option: str, value: Any, field: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        generate_request(None, {"messages": [], option: value})  # type: ignore[typeddict-item]
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("option", ["tools", "documents", "template_kwargs", "continue_final_message"])
+def test_what_goes_with_messages_only(option: str) -> None:
+    with pytest.raises(InvalidArgument, match="goes with messages"):
+        generate_request("a", {option: [{"a": 1}]})  # type: ignore[typeddict-item]
+    with pytest.raises(InvalidArgument, match="goes with messages"):
+        tokenize_request("a", None, False, False, options={option: [{"a": 1}]})  # type: ignore[typeddict-item]
 
 
 def test_empty_prompts_are_sent_as_they_are() -> None:

@@ -183,6 +183,22 @@ GOOD = {
     "empty text": GenerateRequest(text=""),
     "tokens": GenerateRequest(token_ids=TokenIds(ids=[1, 2, 3])),
     "chat": GenerateRequest(chat=Chat(messages=[ChatMessage(role="user", content="hi")], omit_generation_prompt=True)),
+    "tools": GenerateRequest(
+        chat=Chat(
+            messages=[
+                ChatMessage(
+                    role="assistant",
+                    reasoning="hm",
+                    tool_calls=[inference_pb2.ToolCall(id="call_1", name="a.b:c", arguments_json="{}")] * 128,
+                ),
+                ChatMessage(role="tool", name="a.b:c", tool_call_id="call_1", content="5"),
+            ],
+            tools_json="x" * (1 << 20),
+            documents_json="[]",
+            template_kwargs_json="{}",
+            continue_final_message=True,
+        )
+    ),
     "adapter": GenerateRequest(text="a", adapter_id="org/sql-v2.1"),
     "everything": GenerateRequest(
         text="a",
@@ -265,6 +281,18 @@ def ngram(**values: int) -> GenerateRequest:
     return speculation(prompt_lookup=inference_pb2.PromptLookupSpeculation(**values))
 
 
+def said(**values: Any) -> GenerateRequest:
+    return GenerateRequest(chat=Chat(messages=[ChatMessage(role="user", **values)]))
+
+
+def calling(**values: str) -> GenerateRequest:
+    return said(tool_calls=[inference_pb2.ToolCall(**({"name": "f"} | values))])
+
+
+def beside(**values: str) -> GenerateRequest:
+    return GenerateRequest(chat=Chat(messages=[ChatMessage(role="user")], **values))
+
+
 BAD: list[tuple[str, GenerateRequest]] = [
     ("input", GenerateRequest()),
     ("token_ids.ids", GenerateRequest(token_ids=TokenIds())),
@@ -275,6 +303,15 @@ BAD: list[tuple[str, GenerateRequest]] = [
     ("chat.messages.role", GenerateRequest(chat=Chat(messages=[ChatMessage(role="a" * 65)]))),
     ("truncate_prompt.max_tokens", GenerateRequest(text="a", truncate_prompt=Truncate(max_tokens=(1 << 24) + 1))),
     ("omit_special_tokens", GenerateRequest(token_ids=TokenIds(ids=[1]), omit_special_tokens=True)),
+    ("chat.messages.name", said(name="a\nb")),
+    ("chat.messages.tool_call_id", said(tool_call_id="x" * 129)),
+    ("chat.messages.tool_calls", said(tool_calls=[inference_pb2.ToolCall(name="f")] * 129)),
+    ("chat.messages.tool_calls.name", calling(name="")),
+    ("chat.messages.tool_calls.name", calling(name="<|im_end|>")),
+    ("chat.messages.tool_calls.id", calling(id="a b")),
+    ("chat.tools_json", beside(tools_json="x" * ((1 << 20) + 1))),
+    ("chat.documents_json", beside(documents_json="x" * ((1 << 20) + 1))),
+    ("chat.template_kwargs_json", beside(template_kwargs_json="x" * ((1 << 20) + 1))),
     ("n", GenerateRequest(text="a", n=65)),
     ("n", GenerateRequest(text="a", n=2**32 - 1)),
     ("priority", GenerateRequest(text="a", priority=101)),
@@ -469,7 +506,7 @@ def any_request(draw: DrawFn) -> GenerateRequest:
         message: Any = request
         for part in above:
             message = getattr(message, part)
-            if part == "messages":
+            if part in ("messages", "tool_calls"):
                 message = message.add()
         field = message.DESCRIPTOR.fields_by_name[name]
         if field.message_type is not None:

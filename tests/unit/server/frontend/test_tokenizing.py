@@ -87,7 +87,7 @@ async def test_the_same_ids_wherever_they_are_made(tokenizing: Tokenizing) -> No
         assert list(zip(placed.starts, placed.ends, strict=True)) == plain.encode_with_offsets(text).offsets
         messages = [{"role": "user", "content": text}]
         expected = plain.encode(plain.render_chat(messages), add_special_tokens=False)
-        rendered = await tokenizing.render_chat(messages)
+        rendered = plain.render_chat(messages)
         assert list(await tokenizing.encode(rendered, special=False)) == expected
         raw = await tokenizing.tokenize(rendered, tokenize_response, special=False)
         chat = inference_pb2.TokenizeResponse.FromString(raw)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import json
 import threading
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -84,9 +85,11 @@ class WatchedTokenizer(TextTokenizer):
         self.threads.add(threading.get_ident())
         return super().encode(text, add_special_tokens=add_special_tokens, truncation=truncation)
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **beside: Any
+    ) -> str:
         self.threads.add(threading.get_ident())
-        return super().render_chat(messages, add_generation_prompt)
+        return super().render_chat(messages, add_generation_prompt, **beside)
 
 
 def chat_of(*contents: str) -> inference_pb2.Chat:
@@ -144,6 +147,111 @@ async def test_offsets_and_texts_are_those_of_transformers(kind: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         await one.Detokenize(inference_pb2.DetokenizeRequest(token_ids=[len(tiny)]), FakeContext())
     assert caught.value.field == "token_ids"
+
+
+AGENT = (
+    "{{ bos_token }}{% if tools %}{{ tools | tojson }}{% endif %}{{ documents | tojson }}{{ thinking }}"
+    "{% for m in messages %}<|turn|>{{ m.role }}{% if m.name %} {{ m.name }}{% endif %}:"
+    "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls %}{{ c.id }}={{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
+    "{{ m.tool_call_id }}</s>{% endfor %}{% if add_generation_prompt %}<|turn|>{% endif %}"
+)
+
+
+def agent_service() -> InferenceServicer:
+    tiny = copy.copy(tiny_tokenizer("byte_level"))
+    tiny.chat_template = AGENT
+    return service(None, INFO, TextTokenizer(tiny))
+
+
+async def rendered(chat: inference_pb2.Chat) -> str:
+    raw = await agent_service().Tokenize(inference_pb2.TokenizeRequest(chat=chat, offsets=True), FakeContext())
+    return inference_pb2.TokenizeResponse.FromString(raw).rendered
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+async def test_tools_and_calls_are_rendered_as_transformers_does(goes_on: bool) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "description": "é"}}]
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"x": [1, None]}}}
+    bare = {"type": "function", "function": {"name": "g", "arguments": {}}}
+    messages = [
+        {"role": "user", "content": "hi", "name": "zoe"},
+        {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [call, bare]},
+        {"role": "tool", "content": "5", "tool_call_id": "c1"},
+        {"role": "assistant", "content": "It is"},
+    ]
+    tiny = copy.copy(tiny_tokenizer("byte_level"))
+    tiny.chat_template = AGENT
+    expected = tiny.apply_chat_template(
+        messages,
+        tools=tools,
+        documents=[{"title": "t"}],
+        thinking=False,
+        tokenize=False,
+        add_generation_prompt=not goes_on,
+        continue_final_message=goes_on,
+    )
+    calls = [
+        inference_pb2.ToolCall(id="c1", name="f", arguments_json='{"x": [1, null]}'),
+        inference_pb2.ToolCall(name="g"),
+    ]
+    turns = [
+        inference_pb2.ChatMessage(role="user", content="hi", name="zoe"),
+        inference_pb2.ChatMessage(role="assistant", reasoning="hm", tool_calls=calls),
+        inference_pb2.ChatMessage(role="tool", content="5", tool_call_id="c1"),
+        inference_pb2.ChatMessage(role="assistant", content="It is"),
+    ]
+    chat = inference_pb2.Chat(
+        messages=turns,
+        tools_json=json.dumps(tools),
+        documents_json='[{"title": "t"}]',
+        template_kwargs_json='{"thinking": false}',
+        continue_final_message=goes_on,
+    )
+    assert await rendered(chat) == expected
+    assert expected.endswith("It is") == goes_on
+
+
+@pytest.mark.parametrize(
+    ("field", "given"),
+    [
+        ("tools_json", {"tools_json": "[1]"}),
+        ("tools_json", {"tools_json": "{}"}),
+        ("tools_json", {"tools_json": "[{]"}),
+        ("tools_json", {"tools_json": '[{"x": NaN}]'}),
+        ("tools_json", {"tools_json": "[" * 100_000}),
+        ("documents_json", {"documents_json": '["x"]'}),
+        ("template_kwargs_json", {"template_kwargs_json": "[]"}),
+        ("template_kwargs_json", {"template_kwargs_json": '{"chat_template": "{{ 1 }}"}'}),
+        ("template_kwargs_json", {"template_kwargs_json": '{"tokenize": true}'}),
+        ("template_kwargs_json", {"template_kwargs_json": '{"messages": []}'}),
+        (
+            "messages.tool_calls.arguments_json",
+            {
+                "messages": [
+                    inference_pb2.ChatMessage(
+                        role="assistant", tool_calls=[inference_pb2.ToolCall(name="f", arguments_json="{")]
+                    )
+                ]
+            },
+        ),
+    ],
+)
+async def test_json_that_a_template_cannot_have(field: str, given: dict[str, Any]) -> None:
+    turns = [inference_pb2.ChatMessage(role="user", content="x")]
+    with pytest.raises(InvalidArgument) as caught:
+        await rendered(inference_pb2.Chat(**({"messages": turns} | given)))
+    assert caught.value.field == f"chat.{field}"
+    assert len(caught.value.message) < 500
+
+
+async def test_a_last_message_that_the_template_changes_cannot_be_continued() -> None:
+    long = "x" * 10_000
+    with pytest.raises(InvalidArgument, match="chat template refuses") as caught:
+        tiny = copy.copy(tiny_tokenizer("byte_level"))
+        tiny.chat_template = "{% for m in messages %}{{ m.content | upper }}{% endfor %}"
+        TextTokenizer(tiny).render_chat([{"role": "user", "content": long}], continue_final_message=True)
+    assert len(caught.value.message) < 500
 
 
 async def test_facts_of_the_tokenizer() -> None:
