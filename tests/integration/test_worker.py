@@ -151,6 +151,51 @@ def test_logprobs_are_the_models(client: Client, reference: Any) -> None:
         assert row.logprob == pytest.approx(float(expected[i, row.token_id]), abs=1e-6)
 
 
+def test_prompt_tokens_begin_with_the_first_and_have_logprobs(client: Client, tiny_world: TinyWorld) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_world.model)
+    prompt = tokenizer("some prömpt").input_ids
+    options: dict[str, Any] = {"max_tokens": 3, "top_logprobs": 2, "prompt_logprobs": True}
+    plain = client.generate("some prömpt", **options)
+    made = client.generate("some prömpt", prompt_tokens=True, token_bytes=True, **options)
+    assert [token.token_id for token in made.prompt_tokens] == prompt
+    assert b"".join(token.token_bytes for token in made.prompt_tokens).decode() == "some prömpt"
+    assert made.prompt_tokens[0].logprob is None
+    rows = zip(made.prompt_tokens[1:], plain.prompt_logprobs, made.prompt_logprobs, strict=True)
+    for token, expected, derived in rows:
+        assert token.logprob == derived.logprob == pytest.approx(expected.logprob)
+        assert [one.token_id for one in token.top] == [one.token_id for one in expected.top]
+        assert all(one.token_bytes for one in token.top)
+    with client.stream("some prömpt", prompt_tokens=True, **options) as chunks:
+        first, *others = chunks
+    assert [token.token_id for token in first.prompt_tokens] == prompt
+    assert not any(chunk.prompt_tokens for chunk in others)
+
+
+def test_the_seed_that_was_chosen_repeats_the_texts(client: Client) -> None:
+    options: dict[str, Any] = {"max_tokens": 12, "temperature": 1.0, "n": 2, "ignore_eos": True}
+    made = client.generate("hello", **options)
+    assert made.seed is not None
+    again = client.generate("hello", seed=made.seed, **options)
+    assert [one.token_ids for one in again.completions] == [one.token_ids for one in made.completions]
+    with client.stream("hello", **options) as chunks:
+        streamed = list(chunks)
+    (seed,) = {chunk.seed for chunk in streamed}
+    again = client.generate("hello", seed=seed, **options)
+    for index, completion in enumerate(again.completions):
+        ids = [token_id for chunk in streamed if chunk.index == index for token_id in chunk.token_ids]
+        assert list(completion.token_ids) == ids
+    assert client.generate("hello", max_tokens=2).seed is None
+
+
+def test_a_prompt_that_is_cut_is_the_end_of_the_text(client: Client) -> None:
+    text, options = "the quick brown fox " * 40, {"max_tokens": 4}
+    with pytest.raises(ContextLengthExceeded):
+        client.generate(text, **options)
+    cut = client.generate(text, truncate_prompt=20, **options)
+    assert cut.completions[0].token_ids == client.generate(text[-20:], **options).completions[0].token_ids
+    assert client.generate(text, truncate_prompt=0, **options).usage.prompt_tokens == 128 - 4
+
+
 def test_a_stop_string_ends_the_text_before_it(client: Client) -> None:
     whole = client.generate("hello", max_tokens=40, temperature=1.0, seed=5, ignore_eos=True)
     text = whole.text
@@ -204,11 +249,18 @@ def test_echo_and_tokenize(client: Client) -> None:
     assert client.generate("hello", max_tokens=3, ignore_eos=True, echo=True).text.startswith("hello")
     tokens = client.tokenize("hello")
     assert len(tokens.token_ids) == 5
+    assert client.tokenize("hello", offsets=True).starts == (0, 1, 2, 3, 4)
+    assert client.detokenize(tokens.token_ids) == "hello"
+    facts = client.tokenizer_info()
+    assert facts.eos is not None
+    assert (facts.eos.text, facts.special_tokens[0].text) == ("</s>", "<s>")
 
 
 def test_info_health_and_reflection(client: Client, worker: Worker) -> None:
     info = client.info()
     assert (info.role, info.max_context_tokens, info.dtype) == ("worker", 128, "float64")
+    assert (info.max_device_adapters, info.tasks) == (3, ("generate",))
+    assert info.kv_block_tokens > 0
     with grpc.insecure_channel(worker.address) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         for service in ("", "loraplex.v1.InferenceService"):
