@@ -32,6 +32,7 @@ from loraplex.types import (
     DraftModel,
     GenerateOptions,
     Generation,
+    Grammar,
     Medusa,
     Message,
     PromptLookup,
@@ -124,7 +125,7 @@ _FIELDS: Final[dict[str, str]] = {
 _CHAT_JSON: Final = {"tools": "tools_json", "documents": "documents_json", "template_kwargs": "template_kwargs_json"}
 _CHAT_OPTIONS: Final = frozenset({"continue_final_message", *_CHAT_JSON})
 _OTHER_OPTIONS: Final = _CHAT_OPTIONS | frozenset(
-    {"messages", "omit_generation_prompt", "truncate_prompt", "adapters", "speculation", "timeout_s"}
+    {"messages", "omit_generation_prompt", "grammar", "truncate_prompt", "adapters", "speculation", "timeout_s"}
 )
 
 _FINISH_REASONS: Final = {number: reason for reason, number in FINISH_REASONS.items()}
@@ -408,6 +409,8 @@ def generate_request(prompt: str | None, options: GenerateOptions) -> inference_
         entry = request.adapters.add()
         _assign(entry, "id", adapter_id, shown_as="adapters.id")
         _assign(entry, "weight", weight, shown_as="adapters.weight")
+    if "grammar" in given:
+        _put_grammar(request.grammar, given["grammar"])
     if "truncate_prompt" in given:
         wanted = given["truncate_prompt"]
         truncate = wanted if isinstance(wanted, Truncate) else Truncate(wanted)
@@ -580,6 +583,33 @@ def _put_speculation(message: inference_pb2.Speculation, wanted: AnySpeculation)
             "or an object of one of their classes",
             field="speculation",
         )
+
+
+# Kind of grammar -> field of the message.
+_GRAMMARS: Final = {
+    **{name: name for name in ("json_schema", "json_object", "regex", "lark", "gbnf")},
+    "choice": "choice.texts",
+    "structural_tag": "structural_tag_json",
+}
+
+
+def _put_grammar(message: inference_pb2.Grammar, wanted: Grammar) -> None:
+    given: Any = wanted  # a caller without a type checker gives anything
+    said = {kind: getattr(given, kind) for kind in _GRAMMARS} if isinstance(given, Grammar) else {}
+    said = {kind: value for kind, value in said.items() if value is not None}
+    if len(said) != 1:
+        raise InvalidArgument(
+            f"grammar takes a loraplex.Grammar of one kind ({', '.join(_GRAMMARS)}), not {_shown(given)}",
+            field="grammar",
+        )
+    ((kind, value),) = said.items()
+    path = _GRAMMARS[kind]
+    if kind in ("json_schema", "structural_tag") and _is_mapping(value):
+        value = _as_json(value, f"grammar.{path}")
+    if kind == "choice":
+        message.choice.SetInParent()
+    _assign(message, path, value, shown_as=f"grammar.{path}")
+    message.compact = wanted.compact
 
 
 def _assign(message: Any, path: str, value: Any, *, shown_as: str = "") -> None:

@@ -99,6 +99,20 @@ AnySpeculation = SpeculationKind | Medusa | PromptLookup | DraftModel | Speculat
 
 
 @dataclass(frozen=True, slots=True)
+class Grammar:
+    """The form that a text must have: exactly one kind. Servers of this version refuse it with Unimplemented."""
+
+    json_schema: str | Mapping[str, Any] | None = None
+    json_object: bool | None = None  # True: any JSON object
+    regex: str | None = None
+    choice: Sequence[str] | None = None  # one of these texts
+    lark: str | None = None
+    gbnf: str | None = None
+    structural_tag: str | Mapping[str, Any] | None = None
+    compact: bool = False  # JSON without whitespace between its parts
+
+
+@dataclass(frozen=True, slots=True)
 class Truncate:
     """Shortens a prompt to its last tokens. The special tokens that the tokenizer adds are kept, and count."""
 
@@ -136,6 +150,8 @@ class GenerateOptions(ChatOptions, total=False):
     """With `messages`: do not open the assistant's turn after the last one."""
     omit_special_tokens: bool | None
     """With text: without the tokenizer's own special tokens, such as a beginning-of-sequence token."""
+    grammar: Grammar | None
+    """The form that the text must have."""
     truncate_prompt: int | Truncate | None
     """Shorten the prompt to its last so many tokens, 0 to what the context has room for, instead of refusing it."""
     adapter_id: str | None

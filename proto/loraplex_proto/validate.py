@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, NoReturn, TypeVar, cast
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
@@ -20,7 +20,7 @@ from loraplex_contracts.adapters import AdapterId, check_adapter_id, check_id, c
 from loraplex_contracts.errors import ContextLengthExceeded, InvalidAdapterId, InvalidArgument, Unimplemented
 from loraplex_contracts.sampling import SAMPLING_OPTIONS, SamplingOption
 from loraplex_proto.paging import ListQuery, list_query
-from loraplex_proto.v1 import adapter_pb2, inference_pb2, worker_pb2
+from loraplex_proto.v1 import adapter_pb2, inference_pb2, pooling_pb2, worker_pb2
 
 MAX_COMPLETIONS: Final = 64
 MAX_NEW_TOKENS: Final = 1 << 24  # beyond any context there is; the model's own limit is checked apart
@@ -39,6 +39,7 @@ _IDS_AT_ONCE: Final = 1 << 14
 
 M = TypeVar("M", bound=Message)
 
+PoolingRequest = pooling_pb2.EmbedRequest | pooling_pb2.ClassifyRequest | pooling_pb2.ScoreRequest
 AdapterRequest = adapter_pb2.LoadAdapterRequest | adapter_pb2.UnloadAdapterRequest | adapter_pb2.GetAdapterRequest
 
 
@@ -87,6 +88,9 @@ HANDLED: Final[dict[str, frozenset[str]]] = {
     "GetAdapterRequest": frozenset({"adapter_id"}),
     "ListAdaptersRequest": frozenset({"include_unloaded", "page_size", "page_token", "prefix", "state"}),
     "WatchLoadRequest": frozenset({"min_interval_s"}),
+    "EmbedRequest": frozenset(),
+    "ClassifyRequest": frozenset(),
+    "ScoreRequest": frozenset(),
     "GetInfoRequest": frozenset(),
     "GetLoadRequest": frozenset(),
 }
@@ -95,6 +99,21 @@ HANDLED: Final[dict[str, frozenset[str]]] = {
 NOT_BUILT: Final[dict[str, dict[str, str]]] = {
     "GenerateRequest": {
         "adapters": "mixtures of adapters are not served; name one adapter in `adapter_id`",
+        "grammar": "texts are not constrained; say in the prompt what the answer must look like, and check it",
+    },
+    "LoadAdapterRequest": {
+        "source": "adapters come from the server's adapter root, by their name there",
+        "revision": "adapters are loaded as they are in the server's adapter root",
+        "expected_digest": "digests are not checked; compare `digest` in the answer",
+        "if_absent": "a load binds the name to the files as they are now; look with GetAdapter first",
+    },
+    **{
+        message.DESCRIPTOR.name: dict.fromkeys(message.DESCRIPTOR.fields_by_name, sentence)
+        for message, sentence in (
+            (pooling_pb2.EmbedRequest, "embeddings are not computed"),
+            (pooling_pb2.ClassifyRequest, "texts are not classified"),
+            (pooling_pb2.ScoreRequest, "texts are not scored"),
+        )
     },
 }
 
@@ -390,6 +409,13 @@ def _check_omits_special(request: inference_pb2.GenerateRequest | inference_pb2.
             "all; leave it out with any other input",
             field="omit_special_tokens",
         )
+
+
+def refuse_pooling(request: PoolingRequest) -> NoReturn:
+    """Raises Unimplemented: of these requests no field is acted on."""
+    refuse_unhandled(request)
+    table = NOT_BUILT[request.DESCRIPTOR.name]
+    raise _not_built(next(iter(table)), table)
 
 
 def check_adapter_request(request: AdapterRequest) -> AdapterId:

@@ -15,6 +15,7 @@ from random import Random
 from typing import Final, TypeVar
 
 from loraplex_contracts.errors import LoraplexError, Overloaded
+from loraplex_proto import validate
 from loraplex_proto.v1 import inference_pb2
 from loraplex_proto.validate import MAX_CHAT_MESSAGES, MAX_COMPLETIONS, adapters_in, check_names, parse
 from loraplex_router.calls import Call, RouterMetrics
@@ -97,6 +98,11 @@ def _num_given_tokens(request: inference_pb2.GenerateRequest) -> int:
         case _:
             num_chars = len(request.text)
     return num_chars // BYTES_PER_TOKEN + 1
+
+
+async def refuse_pooling(cls: type[validate.PoolingRequest], call: Call, raw: bytes) -> bytes:
+    """Raises Unimplemented, as each worker would."""
+    validate.refuse_pooling(parse(cls, raw))
 
 
 class InferenceRelay:

@@ -9,16 +9,18 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import grpc
 
+from loraplex_proto.v1 import pooling_pb2
 from loraplex_router.adapters import AdapterFanOut
 from loraplex_router.calls import Call, Calls, RouterMetrics
 from loraplex_router.config import RouterConfig, ServerOptions
-from loraplex_router.inference import InferenceRelay
+from loraplex_router.inference import InferenceRelay, refuse_pooling
 from loraplex_router.replicas import Replicas, WorkersCollector
-from loraplex_router.upstream import ADAPTERS, INFERENCE, Upstream, follow_worker_credentials
+from loraplex_router.upstream import ADAPTERS, INFERENCE, POOLING, Upstream, follow_worker_credentials
 from loraplex_router.watch import Watcher
 from loraplex_runtime.listener import ListenConfig, Listener, server_options
 from loraplex_runtime.shutdown import HOW_TO_HURRY, Ending
@@ -77,7 +79,7 @@ async def listen(config: ListenConfig, options: ServerOptions) -> Listener:
     Raises InvalidArgument (files) and FailedPrecondition (ports)."""
     return await Listener.open(
         config,
-        (INFERENCE, ADAPTERS),
+        (INFERENCE, POOLING, ADAPTERS),
         server_options(options.max_message_bytes, max_age_s=MAX_AGE_S, max_age_grace_s=MAX_AGE_GRACE_S),
         what="server",
         reuse_port=options.reuse_port,
@@ -138,6 +140,11 @@ def _handlers(calls: Calls, relay: InferenceRelay, adapters: AdapterFanOut) -> l
             "Detokenize": relay.detokenize,
             "GetTokenizerInfo": relay.get_tokenizer_info,
             "GetInfo": relay.get_info,
+        },
+        POOLING: {
+            "Embed": partial(refuse_pooling, pooling_pb2.EmbedRequest),
+            "Classify": partial(refuse_pooling, pooling_pb2.ClassifyRequest),
+            "Score": partial(refuse_pooling, pooling_pb2.ScoreRequest),
         },
         ADAPTERS: {
             "LoadAdapter": adapters.load,

@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 Metadata = tuple[tuple[str, str | bytes], ...]
 
 INFERENCE: Final = "loraplex.v1.InferenceService"
+POOLING: Final = "loraplex.v1.PoolingService"
 ADAPTERS: Final = "loraplex.v1.AdapterService"
 WORKER: Final = "loraplex.v1.WorkerService"
 

@@ -44,6 +44,7 @@ ROUTER: Final = "router"
 ROLES: Final = frozenset({USER, ADMIN, ROUTER})
 
 _INFERENCE: Final = "/loraplex.v1.InferenceService/"
+_POOLING: Final = "/loraplex.v1.PoolingService/"
 _ADAPTERS: Final = "/loraplex.v1.AdapterService/"
 _WORKER: Final = "/loraplex.v1.WorkerService/"
 
@@ -55,6 +56,9 @@ METHOD_ROLES: Final[Mapping[str, frozenset[str]]] = {
     _INFERENCE + "Detokenize": frozenset({USER, ROUTER}),
     _INFERENCE + "GetTokenizerInfo": frozenset({USER, ROUTER}),
     _INFERENCE + "GetInfo": ROLES,
+    _POOLING + "Embed": frozenset({USER, ROUTER}),
+    _POOLING + "Classify": frozenset({USER, ROUTER}),
+    _POOLING + "Score": frozenset({USER, ROUTER}),
     _ADAPTERS + "LoadAdapter": frozenset({ADMIN, ROUTER}),
     _ADAPTERS + "UnloadAdapter": frozenset({ADMIN, ROUTER}),
     _ADAPTERS + "GetAdapter": ROLES,

@@ -38,7 +38,7 @@ from loraplex_contracts.errors import (
     WorkerLost,
 )
 from loraplex_proto.status import DETAILS_KEY, abort, from_rpc_error
-from loraplex_proto.v1 import inference_pb2, inference_pb2_grpc
+from loraplex_proto.v1 import inference_pb2, inference_pb2_grpc, pooling_pb2, pooling_pb2_grpc
 from loraplex_router.config import PolicyConfig, ServerOptions, WatchConfig
 from loraplex_router.policy import rendezvous_order
 
@@ -246,6 +246,14 @@ async def test_small_questions() -> None:
         info = await stub(c.channel).GetInfo(inference_pb2.GetInfoRequest())
         assert (info.role, info.model_id, info.max_context_tokens) == ("router", "tiny", 2048)
         assert isinstance(await error_of(stub(c.channel).Tokenize(inference_pb2.TokenizeRequest())), InvalidArgument)
+
+
+async def test_pooling_is_refused_by_name() -> None:
+    async with cluster(1) as c:
+        pooling = pooling_pb2_grpc.PoolingServiceStub(c.channel)
+        error = await error_of(pooling.Embed(pooling_pb2.EmbedRequest(inputs=[pooling_pb2.PoolingInput(text="x")])))
+        assert isinstance(error, Unimplemented)
+        assert error.field == "inputs"
 
 
 # --- routing ------------------------------------------------------------------------------------------------------

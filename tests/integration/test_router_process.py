@@ -237,6 +237,7 @@ async def test_reflection() -> None:
         names = {service.name for service in (await info.read()).list_services_response.service}
         assert names == {
             "loraplex.v1.InferenceService",
+            "loraplex.v1.PoolingService",
             "loraplex.v1.AdapterService",
             "grpc.health.v1.Health",
             "grpc.reflection.v1alpha.ServerReflection",

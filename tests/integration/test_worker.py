@@ -8,6 +8,7 @@ import logging
 import math
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,15 @@ from loraplex import (
     Unimplemented,
 )
 from loraplex_proto.status import from_rpc_error
-from loraplex_proto.v1 import adapter_pb2, inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
+from loraplex_proto.v1 import (
+    adapter_pb2,
+    inference_pb2,
+    inference_pb2_grpc,
+    pooling_pb2,
+    pooling_pb2_grpc,
+    worker_pb2,
+    worker_pb2_grpc,
+)
 from loraplex_runtime.telemetry import PlainFormatter
 from loraplex_server.config import AdaptersConfig, BatchConfig, EngineConfig, KvConfig, ModelConfig, WorkerConfig
 from loraplex_server.grpc.server import Worker, start_worker
@@ -422,12 +431,20 @@ def test_no_chat_template(client: Client) -> None:
         client.generate(messages=[{"role": "user", "content": "hello"}])
 
 
-def test_what_is_not_built_is_refused_by_name(stub: Any) -> None:
+def test_what_is_not_built_is_refused_by_name(stub: Any, worker: Worker) -> None:
     mixture = inference_pb2.GenerateRequest(text="hello")
     mixture.adapters.add(id="a000", weight=1.0)
     error = error_of(lambda: stub.Generate(mixture))
     assert isinstance(error, Unimplemented)
     assert "`adapters`" in error.message
+    with grpc.insecure_channel(worker.address) as channel:
+        pooling = pooling_pb2_grpc.PoolingServiceStub(channel)
+        for call, request in (
+            (pooling.Embed, pooling_pb2.EmbedRequest(adapter_id="a000")),
+            (pooling.Classify, pooling_pb2.ClassifyRequest()),
+            (pooling.Score, pooling_pb2.ScoreRequest()),
+        ):
+            assert isinstance(error_of(partial(call, request)), Unimplemented)
 
 
 @pytest.mark.parametrize(

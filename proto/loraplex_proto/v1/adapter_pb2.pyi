@@ -129,16 +129,32 @@ class LoadAdapterRequest(google.protobuf.message.Message):
 
     ADAPTER_ID_FIELD_NUMBER: builtins.int
     PIN_FIELD_NUMBER: builtins.int
+    SOURCE_FIELD_NUMBER: builtins.int
+    REVISION_FIELD_NUMBER: builtins.int
+    EXPECTED_DIGEST_FIELD_NUMBER: builtins.int
+    IF_ABSENT_FIELD_NUMBER: builtins.int
     adapter_id: builtins.str
     pin: builtins.bool
     """Keep it in memory until it is unloaded."""
+    source: builtins.str
+    """Not available yet, each refused with UNIMPLEMENTED: where the adapter comes from (a path under one of the server's
+    adapter roots, or a repository), its revision there, the digest that it must have, and whether a name that is bound
+    already stays as it is.
+    """
+    revision: builtins.str
+    expected_digest: builtins.str
+    if_absent: builtins.bool
     def __init__(
         self,
         *,
         adapter_id: builtins.str = ...,
         pin: builtins.bool = ...,
+        source: builtins.str = ...,
+        revision: builtins.str = ...,
+        expected_digest: builtins.str = ...,
+        if_absent: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["adapter_id", b"adapter_id", "pin", b"pin"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapter_id", b"adapter_id", "expected_digest", b"expected_digest", "if_absent", b"if_absent", "pin", b"pin", "revision", b"revision", "source", b"source"]) -> None: ...
 
 Global___LoadAdapterRequest: typing_extensions.TypeAlias = LoadAdapterRequest
 

@@ -61,6 +61,7 @@ class GenerateRequest(google.protobuf.message.Message):
     PRIORITY_FIELD_NUMBER: builtins.int
     REQUEST_ID_FIELD_NUMBER: builtins.int
     CACHE_SALT_FIELD_NUMBER: builtins.int
+    GRAMMAR_FIELD_NUMBER: builtins.int
     TRUNCATE_PROMPT_FIELD_NUMBER: builtins.int
     OMIT_SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
     text: builtins.str
@@ -93,6 +94,10 @@ class GenerateRequest(google.protobuf.message.Message):
     @property
     def output(self) -> Global___Output: ...
     @property
+    def grammar(self) -> Global___Grammar:
+        """The form that the text must have. Not available yet: refused with UNIMPLEMENTED."""
+
+    @property
     def truncate_prompt(self) -> Global___Truncate:
         """Shortens a prompt that is too long, instead of refusing it."""
 
@@ -112,14 +117,76 @@ class GenerateRequest(google.protobuf.message.Message):
         priority: builtins.int = ...,
         request_id: builtins.str = ...,
         cache_salt: builtins.str = ...,
+        grammar: Global___Grammar | None = ...,
         truncate_prompt: Global___Truncate | None = ...,
         omit_special_tokens: builtins.bool = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["chat", b"chat", "input", b"input", "output", b"output", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids", "truncate_prompt", b"truncate_prompt"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["adapter_id", b"adapter_id", "adapters", b"adapters", "cache_salt", b"cache_salt", "chat", b"chat", "input", b"input", "n", b"n", "omit_special_tokens", b"omit_special_tokens", "output", b"output", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids", "truncate_prompt", b"truncate_prompt"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["chat", b"chat", "grammar", b"grammar", "input", b"input", "output", b"output", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids", "truncate_prompt", b"truncate_prompt"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["adapter_id", b"adapter_id", "adapters", b"adapters", "cache_salt", b"cache_salt", "chat", b"chat", "grammar", b"grammar", "input", b"input", "n", b"n", "omit_special_tokens", b"omit_special_tokens", "output", b"output", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids", "truncate_prompt", b"truncate_prompt"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["input", b"input"]) -> typing.Literal["text", "token_ids", "chat"] | None: ...
 
 Global___GenerateRequest: typing_extensions.TypeAlias = GenerateRequest
+
+@typing.final
+class Grammar(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JSON_SCHEMA_FIELD_NUMBER: builtins.int
+    JSON_OBJECT_FIELD_NUMBER: builtins.int
+    REGEX_FIELD_NUMBER: builtins.int
+    CHOICE_FIELD_NUMBER: builtins.int
+    LARK_FIELD_NUMBER: builtins.int
+    GBNF_FIELD_NUMBER: builtins.int
+    STRUCTURAL_TAG_JSON_FIELD_NUMBER: builtins.int
+    COMPACT_FIELD_NUMBER: builtins.int
+    json_schema: builtins.str
+    """A value of this JSON Schema."""
+    json_object: builtins.bool
+    """true: any JSON object."""
+    regex: builtins.str
+    lark: builtins.str
+    gbnf: builtins.str
+    structural_tag_json: builtins.str
+    """Free text with structured parts behind begin tags, as JSON."""
+    compact: builtins.bool
+    """JSON without whitespace between its parts."""
+    @property
+    def choice(self) -> Global___Choices:
+        """One of these texts."""
+
+    def __init__(
+        self,
+        *,
+        json_schema: builtins.str = ...,
+        json_object: builtins.bool = ...,
+        regex: builtins.str = ...,
+        choice: Global___Choices | None = ...,
+        lark: builtins.str = ...,
+        gbnf: builtins.str = ...,
+        structural_tag_json: builtins.str = ...,
+        compact: builtins.bool = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["choice", b"choice", "gbnf", b"gbnf", "json_object", b"json_object", "json_schema", b"json_schema", "kind", b"kind", "lark", b"lark", "regex", b"regex", "structural_tag_json", b"structural_tag_json"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["choice", b"choice", "compact", b"compact", "gbnf", b"gbnf", "json_object", b"json_object", "json_schema", b"json_schema", "kind", b"kind", "lark", b"lark", "regex", b"regex", "structural_tag_json", b"structural_tag_json"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["json_schema", "json_object", "regex", "choice", "lark", "gbnf", "structural_tag_json"] | None: ...
+
+Global___Grammar: typing_extensions.TypeAlias = Grammar
+
+@typing.final
+class Choices(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TEXTS_FIELD_NUMBER: builtins.int
+    @property
+    def texts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        texts: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["texts", b"texts"]) -> None: ...
+
+Global___Choices: typing_extensions.TypeAlias = Choices
 
 @typing.final
 class Truncate(google.protobuf.message.Message):

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Final
 
 from loraplex_adapters.sources.chain import SourceWatch, make_source
-from loraplex_proto.v1 import adapter_pb2, inference_pb2, worker_pb2
+from loraplex_proto.v1 import adapter_pb2, inference_pb2, pooling_pb2, worker_pb2
 from loraplex_proto.validate import ModelLimits
 from loraplex_runtime import telemetry
 from loraplex_runtime.listener import Listener, server_options
@@ -25,6 +25,7 @@ from loraplex_server.grpc.adapter_service import AdapterListing, AdapterServicer
 from loraplex_server.grpc.inference_service import InferenceServicer
 from loraplex_server.grpc.load_service import WorkerCollector, WorkerServicer
 from loraplex_server.grpc.middleware import RequestGate, service_handler
+from loraplex_server.grpc.pooling_service import PoolingServicer
 from loraplex_server.text.tokenizer import TextTokenizer
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ LOST_DRAIN_S = 0.5
 
 SERVICES = (
     inference_pb2.DESCRIPTOR.services_by_name["InferenceService"],
+    pooling_pb2.DESCRIPTOR.services_by_name["PoolingService"],
     adapter_pb2.DESCRIPTOR.services_by_name["AdapterService"],
     worker_pb2.DESCRIPTOR.services_by_name["WorkerService"],
 )
@@ -133,6 +135,7 @@ def _serve(
     tokenizing = Tokenizing(tokenizer, ModelLimits(info.vocab_size, info.max_context_tokens))
     servicers = (
         InferenceServicer(engine, info, tokenizing, gate),
+        PoolingServicer(gate),
         AdapterServicer(engine, gate, AdapterListing(lambda: engine.state.listing, source, info.own_adapters)),
         WorkerServicer(engine, gate),
     )

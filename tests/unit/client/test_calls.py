@@ -14,8 +14,8 @@ import pytest
 
 from loraplex import Client, Tls
 from loraplex._calls import Calls, Settings, checked_timeout, generate_request, naming, tokenize_request
-from loraplex.types import DraftModel, GenerateOptions, Medusa, PromptLookup, Speculation, Truncate
-from loraplex_contracts.errors import InvalidAdapterId, InvalidArgument
+from loraplex.types import DraftModel, GenerateOptions, Grammar, Medusa, PromptLookup, Speculation, Truncate
+from loraplex_contracts.errors import InvalidAdapterId, InvalidArgument, Unimplemented
 from loraplex_contracts.sampling import SAMPLING_OPTIONS
 from loraplex_proto.v1 import adapter_pb2
 from loraplex_proto.validate import check_generate
@@ -146,7 +146,7 @@ EVERYTHING: dict[str, tuple[Any, str]] = {
     "cache_salt": ("s1", "cache_salt"),
 }
 TESTED_BELOW = {
-    *("continue_final_message", "tools", "documents", "template_kwargs"),
+    *("grammar", "continue_final_message", "tools", "documents", "template_kwargs"),
     *("token_ids", "messages", "omit_generation_prompt", "adapters", "speculation", "timeout_s", "truncate_prompt"),
 }
 
@@ -350,6 +350,34 @@ def test_truncation(given: int | Truncate, max_tokens: int, keep_start: bool) ->
     assert request.HasField("truncate_prompt"), "0 is not the same as left out"
     assert (request.truncate_prompt.max_tokens, request.truncate_prompt.keep_start) == (max_tokens, keep_start)
     assert not generate_request("a", {}).HasField("truncate_prompt")
+
+
+@pytest.mark.parametrize(
+    ("grammar", "path", "value"),
+    [
+        (Grammar(json_schema='{"type": "null"}'), "json_schema", '{"type": "null"}'),
+        (Grammar(json_schema={"type": "null"}), "json_schema", '{"type": "null"}'),
+        (Grammar(json_object=True), "json_object", True),
+        (Grammar(regex="a+"), "regex", "a+"),
+        (Grammar(choice=["a", "b"]), "choice.texts", ["a", "b"]),
+        (Grammar(lark="start: X"), "lark", "start: X"),
+        (Grammar(gbnf="root ::= x"), "gbnf", "root ::= x"),
+        (Grammar(structural_tag={"a": 1}, compact=True), "structural_tag_json", '{"a": 1}'),
+    ],
+)
+def test_grammars(grammar: Grammar, path: str, value: Any) -> None:
+    request = generate_request("a", {"grammar": grammar})
+    assert value_at(request.grammar, path) == value
+    assert request.grammar.compact == grammar.compact
+    with pytest.raises(Unimplemented, match="grammar"):
+        check_generate(request)
+
+
+@pytest.mark.parametrize("grammar", [Grammar(), Grammar(regex="a", lark="b"), {"regex": "a"}, "a+"])
+def test_a_grammar_is_of_one_kind(grammar: Any) -> None:
+    with pytest.raises(InvalidArgument, match="of one kind") as caught:
+        generate_request("a", {"grammar": grammar})
+    assert caught.value.field == "grammar"
 
 
 def test_mixtures() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from loraplex_contracts.errors import AdapterNotFound, InvalidArgument, PermissionDenied, Unauthenticated
 from loraplex_proto.status import from_rpc_error
-from loraplex_proto.v1 import adapter_pb2, inference_pb2, worker_pb2
+from loraplex_proto.v1 import adapter_pb2, inference_pb2, pooling_pb2, worker_pb2
 from loraplex_runtime.auth import (
     ADMIN,
     DEFAULT_TENANT,
@@ -107,6 +107,7 @@ def test_methods_are_denied_unless_a_role_opens_them(token: str, method: str, is
 def test_every_method_of_the_contract_has_been_thought_of() -> None:
     services = [
         *inference_pb2.DESCRIPTOR.services_by_name.values(),
+        *pooling_pb2.DESCRIPTOR.services_by_name.values(),
         *adapter_pb2.DESCRIPTOR.services_by_name.values(),
         *worker_pb2.DESCRIPTOR.services_by_name.values(),
     ]
