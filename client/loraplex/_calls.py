@@ -518,7 +518,7 @@ def _put_messages(chat: inference_pb2.Chat, messages: Sequence[Message]) -> None
         raise InvalidArgument(
             f"messages takes a list of {{'role': ..., 'content': ...}}, not {_shown(messages)}", field="chat.messages"
         )
-    for one in messages:
+    for one in cast("Sequence[Mapping[str, Any]]", messages):
         message = chat.messages.add()
         _assign(message, "role", one.get("role"), shown_as="chat.messages.role")
         calls: Any = one.get("tool_calls") or ()

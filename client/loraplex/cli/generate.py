@@ -101,7 +101,7 @@ def _stream(client: Client, prompt: str | None, options: GenerateOptions, *, as_
             terminal.write("\n")  # the next output, possibly an error, begins a line
     if as_json or last is None:
         return
-    _remark(last.usage or Usage(), last.timings or Timings(), last.finish_reason or "", last.request_id)
+    _remark(last.usage or Usage(), last.timings or Timings(), last)
 
 
 def _whole(answer: Generation, *, as_json: bool) -> None:
@@ -112,14 +112,15 @@ def _whole(answer: Generation, *, as_json: bool) -> None:
         if len(answer.completions) > 1:
             terminal.remark(f"--- {completion.index + 1} of {len(answer.completions)}")
         terminal.write(completion.text + "\n")
-    _remark(answer.usage, answer.timings, answer.finish_reason or "", answer.request_id)
+    _remark(answer.usage, answer.timings, answer)
 
 
-def _remark(usage: Usage, timings: Timings, finish_reason: str, request_id: str) -> None:
+def _remark(usage: Usage, timings: Timings, answer: Generation | Chunk) -> None:
     speed = usage.completion_tokens / timings.total_s if timings.total_s > 0 else 0.0
     terminal.remark(
         f"{usage.completion_tokens} tokens in {timings.total_s:.2f} s ({speed:.0f}/s), first after "
-        f"{timings.time_to_first_token_s:.2f} s, ended by {finish_reason}, request {request_id}"
+        f"{timings.time_to_first_token_s:.2f} s, ended by {answer.finish_reason or ''}, request {answer.request_id}"
+        + ("" if answer.seed is None else f", seed {answer.seed}")
     )
     if usage.drafted_tokens:
         terminal.remark(_drafts(usage))

@@ -252,7 +252,7 @@ def test_a_reader_that_goes_away_is_no_traceback(fake: Any) -> None:
 
 
 def test_on_a_terminal_it_streams_and_escapes_control_characters(fake: Any) -> None:
-    fake.chunks = [GenerateStreamResponse(text_delta="a\x1b]0;title\x07\n"), *chunks()[1:]]
+    fake.chunks = [GenerateStreamResponse(text_delta="a\x1b]0;title\x07\n", seed=7), *chunks()[1:]]
     ours, theirs = pty.openpty()
     process = command("generate", "x", "-s", fake.address, stdout=theirs, stderr=theirs, stdin=subprocess.DEVNULL)
     os.close(theirs)
@@ -262,6 +262,7 @@ def test_on_a_terminal_it_streams_and_escapes_control_characters(fake: Any) -> N
     assert fake.seen[0].method == "GenerateStream"
     assert shown.startswith("a\\x1b]0;title\\x07\r\nc\r\n")
     assert "2 tokens in 0.50 s (4/s), first after 0.10 s, ended by eos" in shown
+    assert ", seed 7" in shown
 
 
 @pytest.mark.parametrize(
