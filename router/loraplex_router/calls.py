@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, Final, NoReturn, Protocol, TypeVar
 
 import grpc
 import grpc.aio
@@ -49,12 +49,23 @@ class RouterMetrics(RequestMetrics):
         self._relayed.inc(num_messages)
 
 
+class CallContext(Protocol):
+    """A call's client: gRPC's `ServicerContext`, or the HTTP port's."""
+
+    def time_remaining(self) -> float | None: ...
+    def invocation_metadata(self) -> Any: ...
+    async def send_initial_metadata(self, metadata: Any) -> None: ...
+    async def write(self, message: bytes) -> None: ...
+    def set_trailing_metadata(self, metadata: Any) -> None: ...
+    async def abort(self, code: Any, details: str = "", trailing_metadata: Any = ()) -> NoReturn: ...
+
+
 @dataclass(eq=False, slots=True)
 class Call:
     """One call of a client, from its arrival to its end."""
 
     method: str
-    context: Any
+    context: CallContext
     task: asyncio.Task[Any]
     started_s: float = field(default_factory=time.monotonic)
     request_id: str = ""
@@ -106,10 +117,12 @@ class Calls:
     def __len__(self) -> int:
         return len(self._active)
 
-    def handler(self, method: str, body: Callable[[Call, bytes], Awaitable[T]]) -> Callable[[bytes, Any], Awaitable[T]]:
-        """`body` as gRPC calls it: every exception becomes the call's status."""
+    def handler(
+        self, method: str, body: Callable[[Call, bytes], Awaitable[T]]
+    ) -> Callable[[bytes, CallContext], Awaitable[T]]:
+        """`body` as gRPC calls it, and the HTTP port: every exception becomes the call's status."""
 
-        async def handle(raw: bytes, context: Any) -> T:
+        async def handle(raw: bytes, context: CallContext) -> T:
             task = asyncio.current_task()
             assert task is not None, "handlers run in tasks"
             return await self._run(Call(method, context, task), raw, body)

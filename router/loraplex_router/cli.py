@@ -36,5 +36,7 @@ def _print_ready(running: Router) -> None:
     line = f"router ready on {running.address} ({running.replicas.num_routable} of {total} workers available"
     if running.listener.metrics is not None:
         line += f", metrics on port {running.listener.metrics.port}"
+    if running.http is not None:
+        line += f", HTTP on {running.http.address}"
     with unread_output_is_lost():
         print(line + ")", flush=True)

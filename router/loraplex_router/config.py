@@ -76,6 +76,16 @@ class RouterConfig:
         None, "Serve Prometheus metrics on this port; 0 takes a free one. Default: off.", "--metrics-port"
     )
     metrics_host: str | None = option(None, "Address to serve metrics on. Default: that of --host.", "--metrics-host")
+    http_port: int | None = option(
+        None, "Serve OpenAI's HTTP routes on this port; 0 takes a free one. Default: off.", "--http-port"
+    )
+    http_host: str | None = option(None, "Address to serve HTTP on. Default: that of --host.", "--http-host")
+    served_model_names: tuple[str, ...] = option(
+        (),
+        "Name of the base model over HTTP; repeat it for more, the first one is listed. Default: the model's id and "
+        "the last part of it.",
+        "--served-model-name",
+    )
     auth_file: Path | None = option(
         None, "Credentials (JSON or TOML). Default: everybody may do everything.", "--auth-file"
     )
@@ -113,6 +123,8 @@ class RouterConfig:
         _check(len(set(self.workers)) == len(self.workers), "--worker", "names the same worker twice")
         _check(0 <= self.port <= 65535, "--port", "must be 0 (any free port) to 65535")
         _check(self.metrics_port is None or 0 <= self.metrics_port <= 65535, "--metrics-port", "must be 0 to 65535")
+        _check(self.http_port is None or 0 <= self.http_port <= 65535, "--http-port", "must be 0 to 65535")
+        _check(all(self.served_model_names), "--served-model-name", "must not be empty")
         _check((self.tls_cert is None) == (self.tls_key is None), "--tls-cert", "and --tls-key come together")
         _check(self.max_in_flight >= 1, "--max-in-flight", "must be at least 1")
         _check(self.max_lost_workers >= 1, "max_lost_workers", "must be at least 1")

@@ -131,6 +131,11 @@ class Replicas:
         known = [r.info.max_context_tokens for r in self._replicas.values() if r.info is not None]
         return max(known, default=0) or ASSUMED_CONTEXT_TOKENS
 
+    @property
+    def model_id(self) -> str | None:
+        """The base model as the workers name it, None before any has."""
+        return next((r.info.model_id for r in self._replicas.values() if r.info is not None), None)
+
     # --- requests of this router -----------------------------------------------------------------------------------
 
     def begin(self, worker_id: str, routing_key: str, work_tokens: int, now_s: float) -> Flight:

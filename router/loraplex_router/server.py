@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import grpc
 
@@ -22,8 +23,11 @@ from loraplex_router.inference import InferenceRelay, refuse_pooling
 from loraplex_router.replicas import Replicas, WorkersCollector
 from loraplex_router.upstream import ADAPTERS, INFERENCE, POOLING, Upstream, follow_worker_credentials
 from loraplex_router.watch import Watcher
-from loraplex_runtime.listener import ListenConfig, Listener, server_options
+from loraplex_runtime.listener import ListenConfig, Listener, exposure_warnings, server_options
 from loraplex_runtime.shutdown import HOW_TO_HURRY, Ending
+
+if TYPE_CHECKING:
+    from loraplex_router.http.server import HttpServer
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +50,7 @@ class Router:
     listener: Listener
     _watcher: Watcher
     _upstreams: dict[str, Upstream]
+    http: HttpServer | None = None
 
     @property
     def address(self) -> str:
@@ -67,6 +72,8 @@ class Router:
         await self.calls.drain(grace_s)
         if num_cut_off := self.calls.cut_off():
             log.warning("%d requests did not end within %g s and are cut off", num_cut_off, grace_s)
+        if self.http is not None:
+            await self.http.stop()
         await self.listener.stop(FLUSH_S)
         await self._watcher.stop()
         for upstream in self._upstreams.values():
@@ -86,9 +93,20 @@ async def listen(config: ListenConfig, options: ServerOptions) -> Listener:
     )
 
 
-async def start_router(config: RouterConfig, listener: Listener | None = None) -> Router:
-    """Listens (unless there is a `listener` already), connects to the workers and waits a moment for their first
-    reports.
+def bind_http_port(config: RouterConfig) -> socket.socket | None:
+    """The socket of the HTTP port, None where it is off. Raises FailedPrecondition."""
+    if config.http_port is None:
+        return None
+    from loraplex_router.http.server import bind_http  # late: routers without HTTP need no FastAPI
+
+    return bind_http(config.http_host or config.host, config.http_port)
+
+
+async def start_router(
+    config: RouterConfig, listener: Listener | None = None, http_socket: socket.socket | None = None
+) -> Router:
+    """Listens (unless there is a `listener` already, and an `http_socket` where HTTP is served), connects to the workers
+    and waits a moment for their first reports.
 
     Raises InvalidArgument (files) and FailedPrecondition (ports)."""
     if listener is None:
@@ -104,9 +122,11 @@ async def start_router(config: RouterConfig, listener: Listener | None = None) -
         metrics = RouterMetrics(listener.registry)
         calls = Calls(config.max_in_flight, metrics)
         relay = InferenceRelay(config, replicas, upstreams, metrics)
-        handlers = _handlers(calls, relay, AdapterFanOut(config.policy, replicas, upstreams))
+        adapters = AdapterFanOut(config.policy, replicas, upstreams)
+        handlers = _handlers(calls, relay, adapters)
         if listener.registry is not None:
             WorkersCollector(listener.registry, replicas)
+        http_socket = http_socket or bind_http_port(config)
     except BaseException:
         for upstream in upstreams.values():
             await upstream.close()
@@ -116,7 +136,41 @@ async def start_router(config: RouterConfig, listener: Listener | None = None) -
     watcher = Watcher(replicas, upstreams, config.watch)
     watcher.start()
     await watcher.settled(SETTLE_S)
-    return Router(config, replicas, calls, listener, watcher, upstreams)
+    router = Router(config, replicas, calls, listener, watcher, upstreams)
+    if http_socket is not None:
+        try:
+            router.http = await _start_http(router, relay, adapters, http_socket)
+        except BaseException:
+            await router.drain(0.0)
+            raise
+    return router
+
+
+async def _start_http(
+    router: Router, relay: InferenceRelay, adapters: AdapterFanOut, http_socket: socket.socket
+) -> HttpServer:
+    from loraplex_router.http.app import Backend, make_app
+    from loraplex_router.http.server import HttpServer
+
+    config, listener = router.config, router.listener
+    backend = Backend(
+        calls=router.calls,
+        relay=relay,
+        adapters=adapters,
+        replicas=router.replicas,
+        is_ready=lambda: listener.health.is_ready,
+        credentials=listener.credentials,
+        registry=listener.registry,
+        served_names=config.served_model_names,
+    )
+    tls = None if config.tls_cert is None or config.tls_key is None else (config.tls_cert, config.tls_key)
+    host = config.http_host or config.host
+    if host != config.host:
+        for sentence in exposure_warnings(
+            host, asks_credentials=config.auth_file is not None, has_tls=config.tls_cert is not None
+        ):
+            log.warning("%s", sentence)
+    return await HttpServer.start(make_app(backend), http_socket, host, listener.files, tls)
 
 
 async def run_router(config: RouterConfig, on_ready: Callable[[Router], None]) -> None:

@@ -256,6 +256,14 @@ def _bad_file(path: Path, what: str) -> InvalidArgument:
 
 # --- in the server --------------------------------------------------------------------------------------------------
 
+
+def admit(current: Callable[[], Credentials], method: str, metadata: Iterable[tuple[str, str | bytes]]) -> None:
+    """Sets what `current_identity` and `recheck_identity` answer in this task. Raises as `Credentials.identify`."""
+    pairs = list(metadata)
+    _identity.set(current().identify(method, pairs))
+    _recheck.set(lambda: current().identify(method, pairs))
+
+
 _Continuation = Callable[[grpc.HandlerCallDetails], Awaitable["grpc.RpcMethodHandler[Any, Any] | None"]]
 
 
@@ -275,8 +283,7 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
             return await continuation(handler_call_details)
         try:
             pairs = cast("Iterable[tuple[str, str | bytes]]", handler_call_details.invocation_metadata or ())
-            _identity.set(current().identify(method, pairs))
-            _recheck.set(lambda: current().identify(method, pairs))
+            admit(current, method, pairs)
         except LoraplexError as error:
             return refusing(error)
         # The handler runs in the same task, and every call has a task of its own.

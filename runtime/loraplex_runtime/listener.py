@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry
 
 from loraplex_contracts.errors import FailedPrecondition, Unavailable
 from loraplex_proto.status import UnknownMethods, refusing
-from loraplex_runtime.auth import ServerInterceptor, follow_credentials, one_router
+from loraplex_runtime.auth import Credentials, ServerInterceptor, follow_credentials, one_router
 from loraplex_runtime.reload import Reloader, server_credentials
 from loraplex_runtime.telemetry import MetricsEndpoint, new_registry
 
@@ -70,6 +70,7 @@ class Listener:
         self.files = files
         self.health = health
         self.address = ""
+        self.credentials: Callable[[], Credentials] | None = None  # in force now; None where none are asked for
         self.registry: CollectorRegistry | None = None
         self.metrics: MetricsEndpoint | None = None
         self._server = server
@@ -101,6 +102,7 @@ class Listener:
         options = [*arguments, ("grpc.so_reuseport", int(reuse_port))]
         server = grpc.aio.server(interceptors=interceptors, options=options)
         listener = cls(files, server, Health(tuple(services)), _Handlers(what))
+        listener.credentials = credentials
         health_pb2_grpc.add_HealthServicer_to_server(listener.health, server)
         reflection.enable_server_reflection((*services, _HEALTH, reflection.SERVICE_NAME), server)
         server.add_generic_rpc_handlers((listener._handlers,))
@@ -194,6 +196,11 @@ class Health(health_pb2_grpc.HealthServicer):
         """Liveness stays: a router without workers is alive."""
         if not self._is_draining:
             self._set({name: SERVING if is_ready or not name else NOT_SERVING for name in self._statuses})
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every service can be used."""
+        return all(status == SERVING for status in self._statuses.values())
 
     def begin_drain(self) -> None:
         """Says NOT_SERVING from here on."""

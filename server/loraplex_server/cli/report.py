@@ -49,12 +49,14 @@ class Report:
             else:
                 print(f"{self._what}: {text}", file=sys.stderr, flush=True)
 
-    def ready(self, address: str, model_id: str, metrics_ports: Sequence[int] = ()) -> None:
+    def ready(self, address: str, model_id: str, metrics_ports: Sequence[int] = (), http: str | None = None) -> None:
         self._stop_spinner()
         if self._as_json:
-            self._line(event="ready", address=address, model=model_id, metrics_ports=list(metrics_ports))
+            more = {} if http is None else {"http": http}
+            self._line(event="ready", address=address, model=model_id, metrics_ports=list(metrics_ports), **more)
         else:
             metrics = f", metrics on {', '.join(map(str, metrics_ports))}" if metrics_ports else ""
+            metrics += "" if http is None else f", HTTP on {http}"
             self._print(f"{self._what} ready on {address}, serving {escape(model_id)}{metrics} (Ctrl-C ends it)")
 
     def draining(self, num_requests: int) -> None:

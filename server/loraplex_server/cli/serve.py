@@ -30,11 +30,24 @@ ROUTER_ONLY = {"host", "port", "metrics_port", "metrics_host", "auth_file", "tls
 
 
 @dataclass(frozen=True, slots=True)
+class Http:
+    """The router's HTTP port: None for none, 0 for a free one; its address, and the base model's names there."""
+
+    port: int | None = None
+    host: str | None = None
+    names: tuple[str, ...] = ()
+
+
+NO_HTTP = Http()
+
+
+@dataclass(frozen=True, slots=True)
 class Serving:
     """What runs. The router's port for metrics comes first, then each worker's; none at all where they are off."""
 
     address: str
     metrics_ports: list[int]
+    http_address: str | None
     num_requests: Callable[[], int]
 
 
@@ -46,6 +59,7 @@ async def serving(
     worker_token: str,
     on_progress: Callable[[str], None],
     ending: Ending,
+    http: Http = NO_HTTP,
 ) -> AsyncGenerator[Serving | None]:
     """Listens, starts workers, then the router; drains both at the end. Children that die meanwhile are started again.
 
@@ -53,26 +67,33 @@ async def serving(
     the first start of a worker raised.
     """
     from loraplex_router.config import ServerOptions  # late: printing help needs no gRPC
-    from loraplex_router.server import listen, start_router
+    from loraplex_router.server import bind_http_port, listen, start_router
 
     listener = await listen(config, ServerOptions())
     children = Children(spec, num_workers, on_progress)
+    http_socket = None
     try:
+        # A port that is taken is noticed before models are loaded.
+        http_socket = bind_http_port(_router_config(config, ["127.0.0.1:1"], worker_token, http))
         addresses = await children.start(ending.asked)
         if addresses is None:
             yield None
             return
-        router = await start_router(_router_config(config, addresses, worker_token), listener)
+        router = await start_router(_router_config(config, addresses, worker_token, http), listener, http_socket)
+        http_socket = None  # the router's from here on
         watching = asyncio.gather(children.watch(), children.kill_silent(router.heard_s))
         try:
             ports = [] if listener.metrics is None else [listener.metrics.port, *children.metrics_ports]
-            yield Serving(router.address, ports, lambda: len(router.calls))
+            http_address = None if router.http is None else router.http.address
+            yield Serving(router.address, ports, http_address, lambda: len(router.calls))
         finally:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
             gently = router.drain(config.drain_s, announce_s=ending.announce_s(config.announce_s))
             await ending.drain(gently, lambda: router.drain(0.0))
     finally:
+        if http_socket is not None:
+            http_socket.close()
         await listener.stop(0.0)
         await ending.drain(children.stop(config.drain_s), lambda: children.stop(0.0, grace_s=2.0))
 
@@ -106,7 +127,7 @@ def worker_arguments(model: str, given: Mapping[str, Any]) -> list[str]:
     return arguments
 
 
-def _router_config(config: WorkerConfig, addresses: list[str], worker_token: str) -> Any:
+def _router_config(config: WorkerConfig, addresses: list[str], worker_token: str, http: Http) -> Any:
     from loraplex_router.config import RouterConfig
 
     return RouterConfig(
@@ -121,6 +142,9 @@ def _router_config(config: WorkerConfig, addresses: list[str], worker_token: str
         tls_key=config.tls_key,
         drain_s=config.drain_s,
         announce_s=config.announce_s,
+        http_port=http.port,
+        http_host=http.host,
+        served_model_names=http.names,
     )
 
 
@@ -137,6 +161,26 @@ def serve(
             "with its share of the cores.",
         ),
     ] = 1,
+    http_port: Annotated[
+        int | None,
+        typer.Option(
+            "--http-port",
+            min=0,
+            max=65535,
+            help="Serve OpenAI's HTTP routes on this port; 0 takes a free one. Default: off.",
+        ),
+    ] = None,
+    http_host: Annotated[
+        str | None, typer.Option("--http-host", help="Address to serve HTTP on. Default: that of --host.")
+    ] = None,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--served-model-name",
+            help="Name of the base model over HTTP; repeat it for more, the first one is listed. Default: MODEL and "
+            "the last part of it.",
+        ),
+    ] = None,
     json: JsonFlag = False,
     **given: Any,
 ) -> None:
@@ -145,6 +189,7 @@ def serve(
     Example: loraplex serve Qwen/Qwen2.5-0.5B --adapters ./adapters
     """
     report = Report("server", as_json=json)
+    http = Http(http_port, http_host, tuple(served_model_name or ()))
     try:
         config = worker_config(model, given)
         if workers > 1 and config.engine.adapters.store_dir is not None:
@@ -156,13 +201,15 @@ def serve(
 
         setup_logging(config.engine.log_level)
         with report:
-            code = asyncio.run(_serve(model, config, workers, given, report))
+            code = asyncio.run(_serve(model, config, workers, given, report, http))
     except LoraplexError as error:
         code = report.failed(error)
     sys.exit(code)
 
 
-async def _serve(model: str, config: WorkerConfig, num_workers: int, given: Mapping[str, Any], report: Report) -> int:
+async def _serve(
+    model: str, config: WorkerConfig, num_workers: int, given: Mapping[str, Any], report: Report, http: Http
+) -> int:
     """Serves until SIGTERM, SIGINT or SIGHUP; a second one ends it at once. Returns the exit status."""
     # With credentials in front, the workers behind believe this router only, by a token that never leaves it: they know
     # its digest.
@@ -170,10 +217,10 @@ async def _serve(model: str, config: WorkerConfig, num_workers: int, given: Mapp
     ending = Ending()
     ending.listen()
     spec = child_spec(model, given, token)
-    async with serving(config, spec, num_workers, token, report.progress, ending) as served:
+    async with serving(config, spec, num_workers, token, report.progress, ending, http) as served:
         if served is None:
             return ending.status
-        report.ready(served.address, model, served.metrics_ports)
+        report.ready(served.address, model, served.metrics_ports, served.http_address)
         await ending.asked.wait()
         report.draining(served.num_requests())
     return 0

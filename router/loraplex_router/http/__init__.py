@@ -1,0 +1,1 @@
+"""OpenAI routes over HTTP in the router."""

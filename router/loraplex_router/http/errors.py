@@ -1,0 +1,106 @@
+"""Typed errors as HTTP statuses, headers and OpenAI's error objects."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Final
+
+from loraplex_contracts.errors import (
+    AdapterNotFound,
+    Code,
+    ContextLengthExceeded,
+    InvalidAdapterId,
+    InvalidArgument,
+    ListingTooLarge,
+    LoraplexError,
+    MessageTooLarge,
+)
+
+# Status, type and code of OpenAI's error object. UNIMPLEMENTED is not 501: clients try again at 500 and above.
+_BY_CODE: Final[Mapping[Code, tuple[int, str, str]]] = {
+    Code.INVALID_ARGUMENT: (400, "invalid_request_error", "invalid_value"),
+    Code.UNIMPLEMENTED: (400, "invalid_request_error", "not_implemented"),
+    Code.FAILED_PRECONDITION: (400, "invalid_request_error", "failed_precondition"),
+    Code.UNAUTHENTICATED: (401, "authentication_error", "invalid_api_key"),
+    Code.PERMISSION_DENIED: (403, "permission_error", "permission_denied"),
+    Code.NOT_FOUND: (404, "NotFoundError", "model_not_found"),
+    Code.RESOURCE_EXHAUSTED: (429, "rate_limit_error", "overloaded"),
+    Code.CANCELLED: (499, "invalid_request_error", "cancelled"),
+    Code.UNAVAILABLE: (503, "service_unavailable_error", "unavailable"),
+    Code.DEADLINE_EXCEEDED: (504, "timeout_error", "deadline_exceeded"),
+}
+_INTERNAL: Final = (500, "server_error", "internal_error")
+
+# Fields of the wire that have another name in OpenAI's requests; of all others the last part of the path is the name.
+_PARAMS: Final[Mapping[str, str]] = {
+    "adapter_id": "model",
+    "text": "prompt",
+    "token_ids.ids": "prompt",
+    "chat.messages": "messages",
+    "chat.messages.role": "messages",
+    "stopping.include_stop": "include_stop_str_in_output",
+}
+
+
+class RequestTimeout(InvalidArgument, reason="REQUEST_TIMEOUT"):
+    """A request whose body did not arrive in time."""
+
+
+def model_not_found(model: str) -> AdapterNotFound:
+    """One answer for an unknown name, a name that is not well-formed, and another tenant's adapter."""
+    shown = model if len(model) <= 128 else model[:125] + "..."
+    return AdapterNotFound(f"The model `{shown}` does not exist.", field="model", resource=shown)
+
+
+def is_missing_model(error: LoraplexError) -> bool:
+    """Whether the adapter that `model` names is unknown, forbidden, or not a valid name."""
+    is_name = isinstance(error, InvalidAdapterId) and error.field in (None, "adapter_id")
+    return is_name or (isinstance(error, AdapterNotFound) and error.field in (None, "adapter_id", "model"))
+
+
+def status_of(error: LoraplexError) -> int:
+    match error:
+        case RequestTimeout():
+            return 408
+        case MessageTooLarge() | ListingTooLarge():
+            return 413
+        case _:
+            return _BY_CODE.get(error.code, _INTERNAL)[0]
+
+
+def error_object(error: LoraplexError) -> dict[str, Any]:
+    """`{"error": {message, type, param, code}}`, with names of fields as OpenAI's requests have them."""
+    _, kind, code = _BY_CODE.get(error.code, _INTERNAL)
+    message, param = error.message, error.field
+    if isinstance(error, ContextLengthExceeded):
+        # Clients look for these words.
+        code = "context_length_exceeded"
+        message = f"{message} (over this model's maximum context length)"
+    elif isinstance(error, MessageTooLarge):
+        kind, code = "invalid_request_error", "request_too_large"
+    if param is not None:
+        name = _PARAMS.get(param, param.rpartition(".")[2] if _is_wire_path(param) else param)
+        message = message.replace(f"`{param}`", f"`{name}`")
+        param = name
+    content: dict[str, Any] = {"message": message, "type": kind, "param": param, "code": code}
+    if error.reason not in ("INVALID_ARGUMENT", "UNIMPLEMENTED"):
+        content["reason"] = error.reason
+    return {"error": content}
+
+
+def _is_wire_path(param: str) -> bool:
+    return param.startswith(("sampling.", "stopping.", "output."))
+
+
+def error_headers(error: LoraplexError) -> dict[str, str]:
+    """When to try again, and whether clients should do so on their own."""
+    headers: dict[str, str] = {}
+    if error.retry_after_s is not None:
+        headers["retry-after"] = str(math.ceil(max(0.0, error.retry_after_s)))
+        headers["retry-after-ms"] = str(round(max(0.0, error.retry_after_s) * 1000))
+    if status_of(error) == 500:
+        headers["x-should-retry"] = "false"
+    if error.code is Code.UNAUTHENTICATED:
+        headers["www-authenticate"] = "Bearer"
+    return headers

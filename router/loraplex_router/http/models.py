@@ -1,0 +1,188 @@
+"""OpenAI requests as pydantic models, with vLLM's further fields and ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Final
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from loraplex_contracts.errors import Unimplemented
+from loraplex_proto.validate import MAX_CHAT_MESSAGES, MAX_COMPLETIONS, MAX_STOP_STRINGS, MAX_TOP_LOGPROBS
+
+# Field names in the header of ignored fields.
+MAX_IGNORED_NAMES: Final = 16
+MAX_IGNORED_CHARS: Final = 40
+
+Uint32 = Annotated[int, Field(ge=0, le=(1 << 32) - 1)]
+
+# Fields that have no effect here and need none: for accounts, storage and billing.
+HARMLESS: Final = frozenset(
+    {
+        *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
+        *("prompt_cache_retention", "spaces_between_special_tokens", "parallel_tool_calls"),
+    }
+)
+
+_GRAMMAR_FIELDS: Final = (
+    *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "json_schema"),
+    *("guided_json_object", "guided_decoding_backend", "guided_whitespace_pattern", "regex", "ebnf"),
+)
+_NO_GRAMMARS: Final = "answers are not constrained by grammars yet"
+_NO_TOOLS: Final = "tools are not available yet"
+_NO_TEMPLATES: Final = "the base model's chat template is used as it is"
+_BY_MODEL: Final = "name the adapter in `model`"
+# Fields that would change the answer and are not available: the values that change nothing, and what to do instead.
+REFUSED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
+    "response_format": (({"type": "text"},), _NO_GRAMMARS),
+    **dict.fromkeys(_GRAMMAR_FIELDS, ((), _NO_GRAMMARS)),
+    "stop_regex": ((), "use `stop`"),
+    "tools": (([],), _NO_TOOLS),
+    "tool_choice": (("none", "auto"), _NO_TOOLS),
+    "functions": (([],), _NO_TOOLS),
+    "function_call": (("none", "auto"), _NO_TOOLS),
+    "best_of": ((1,), "use `n`"),
+    "use_beam_search": ((False,), "texts are sampled"),
+    "length_penalty": ((1,), "texts are sampled"),
+    "early_stopping": ((False,), "texts are sampled"),
+    "suffix": (("",), "text is only written behind the prompt"),
+    "prompt_embeds": ((), "send text or token ids"),
+    "prompt_logprobs": ((), "use `echo` with `logprobs` on /v1/completions"),
+    "truncate_prompt_tokens": ((), "shorten the prompt"),
+    "truncation_side": ((), "shorten the prompt"),
+    "skip_special_tokens": ((True,), "special tokens are left out of the text"),
+    "logits_processors": (([],), "use `logit_bias`, `allowed_token_ids` or `bad_words`"),
+    "vllm_xargs": (({},), "it is another server's"),
+    "kv_transfer_params": ((), "it is another server's"),
+    "thinking_token_budget": ((), "use `max_tokens`"),
+    "reasoning_effort": ((), _NO_TEMPLATES),
+    "include_reasoning": ((True,), "reasoning is not told apart from the answer"),
+    "verbosity": ((), _NO_TEMPLATES),
+    "chat_template": ((), _NO_TEMPLATES),
+    "chat_template_kwargs": (({},), _NO_TEMPLATES),
+    "continue_final_message": ((False,), _NO_TEMPLATES),
+    "documents": (([],), _NO_TEMPLATES),
+    "modalities": ((["text"],), "answers are text"),
+    "audio": ((), "answers are text"),
+    "web_search_options": ((), "nothing is searched"),
+    "prediction": ((), "use `speculation`"),
+    "watermark": ((False,), "texts have no watermark"),
+    "adapters": (([],), "mixtures of adapters are not served; name one adapter in `model`"),
+    "merged_adapters": ((), "mixtures of adapters are not served; name one adapter in `model`"),
+    "lora_path": ((), _BY_MODEL),
+    "adapter_id": ((), _BY_MODEL),
+    "adapter_source": ((), _BY_MODEL),
+}
+
+
+class Fields(BaseModel):
+    """Fields off HTTP. Null counts as absent; numbers are not read out of strings."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+    def extras(self) -> dict[str, Any]:
+        """Further fields that are not null."""
+        return {name: value for name, value in (self.model_extra or {}).items() if value is not None}
+
+
+class StreamOptions(Fields):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Generation(Fields):
+    """Fields that completions and chat completions have in common."""
+
+    model: str | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=(1 << 32) - 1)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Annotated[int, Field(ge=-1, le=(1 << 32) - 1)] | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    seed: Annotated[int, Field(ge=-(1 << 63), le=(1 << 64) - 1)] | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[Uint32] | None = None
+    bad_words: list[str] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_COMPLETIONS)] | None = None
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: list[Uint32] | None = None
+    min_tokens: Uint32 | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: Annotated[int, Field(ge=-100, le=100)] | None = None
+    request_id: str | None = None
+    cache_salt: str | None = None
+    speculation: Any = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    add_special_tokens: bool | None = None
+
+
+class CompletionRequest(Generation):
+    """Body of POST /v1/completions."""
+
+    prompt: Any = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+
+
+class ChatMessage(Fields):
+    role: str
+    content: Any = None
+
+
+class ChatCompletionRequest(Generation):
+    """Body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_CHAT_MESSAGES)]
+    max_completion_tokens: Annotated[int, Field(ge=1, le=(1 << 32) - 1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    echo: bool | None = None
+    add_generation_prompt: bool | None = None
+
+
+class TokenizeRequest(Fields):
+    """Body of POST /tokenize: `prompt` or `messages`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_CHAT_MESSAGES)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+
+def ignored_fields(body: Fields) -> tuple[str, ...]:
+    """Names of the further fields that are ignored, fit for a header, a bounded number of them.
+
+    Raises Unimplemented for one that would change the answer."""
+    names: list[str] = []
+    for name, value in body.extras().items():
+        if name in REFUSED:
+            neutral, instead = REFUSED[name]
+            if value not in neutral:
+                raise Unimplemented(f"`{name}` is not available: {instead}", field=name)
+        elif name not in HARMLESS:
+            names.append(name)
+    if isinstance(body, Generation) and body.stream_options is not None:
+        names += [f"stream_options.{name}" for name in _names(body.stream_options)]
+    return tuple(_for_header(name) for name in names[:MAX_IGNORED_NAMES])
+
+
+def _names(options: StreamOptions) -> Iterator[str]:
+    if options.continuous_usage_stats:
+        yield "continuous_usage_stats"
+    yield from options.extras()
+
+
+def _for_header(name: str) -> str:
+    """Printable ASCII without separators."""
+    kept = "".join(char if char.isascii() and (char.isalnum() or char in "_-.") else "?" for char in name)
+    return kept[:MAX_IGNORED_CHARS] or "?"

@@ -1,0 +1,157 @@
+"""uvicorn in the router's event loop: port, bounds on headers, TLS, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import ssl
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any, Final
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from loraplex_contracts.errors import FailedPrecondition
+from loraplex_runtime.listener import join_address
+from loraplex_runtime.reload import Reloader
+
+log = logging.getLogger(__name__)
+
+# Of request line and headers together, and for their arrival.
+MAX_HEAD_BYTES: Final = 64 << 10
+HEAD_TIMEOUT_S: Final = 10.0
+# Of a connection between two requests.
+KEEP_ALIVE_S: Final = 60
+BACKLOG: Final = 2048
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """HTTP/1.1 whose request heads are bounded in size and time."""
+
+    _head_bytes = 0
+    _is_in_head = True
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_timer()
+        super().connection_lost(exc)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._await_head()
+
+    def on_headers_complete(self) -> None:
+        self._is_in_head = False
+        self._head_bytes = 0
+        self._end_timer()
+        super().on_headers_complete()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._is_in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self.transport.close()
+
+    def _await_head(self) -> None:
+        self._is_in_head = True
+        self._end_timer()
+        self._timer = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
+
+    def _end_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        """Signals are the router's."""
+        yield
+
+
+def bind_http(host: str, port: int) -> socket.socket:
+    """A socket that is bound but does not listen yet. Raises FailedPrecondition."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind, protocol)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+        except BaseException:
+            bound.close()
+            raise
+    except OSError as error:
+        raise FailedPrecondition(
+            f"cannot listen on {join_address(host, port)}: the port is taken, or the address is not this machine's; "
+            "see --http-host and --http-port",
+            field="--http-port",
+        ) from error
+    bound.setblocking(False)
+    return bound
+
+
+class HttpServer:
+    """The HTTP port of a router."""
+
+    def __init__(self, server: uvicorn.Server, task: asyncio.Task[None], address: str) -> None:
+        self.address = address
+        self._server = server
+        self._task = task
+
+    @classmethod
+    async def start(
+        cls, app: ASGIApp, bound: socket.socket, host: str, files: Reloader, tls: tuple[Path, Path] | None
+    ) -> HttpServer:
+        """Serves `app` on `bound`. `tls`: certificate and key, which are read again when they change."""
+        config = uvicorn.Config(
+            app,
+            http=BoundedProtocol,
+            ws="none",
+            lifespan="off",
+            loop="none",
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=1,
+            backlog=BACKLOG,
+        )
+        config.load()
+        if tls is not None:
+            config.ssl = _tls_context(files, *tls)
+        server = _Server(config)
+        address = join_address(host, bound.getsockname()[1])
+        task = asyncio.create_task(server.serve([bound]), name="http")
+        while not server.started and not task.done():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)  # uvicorn has no event for it
+        if task.done():
+            await task
+        return cls(server, task, address)
+
+    async def stop(self) -> None:
+        """Closes the port. Answers under way get a second to end."""
+        self._server.should_exit = True
+        with contextlib.suppress(Exception, asyncio.CancelledError):
+            await self._task
+
+
+def _tls_context(files: Reloader, cert: Path, key: Path) -> ssl.SSLContext:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+
+    def load(_cert: bytes, _key: bytes) -> None:
+        context.load_cert_chain(cert, key)
+
+    files.follow([(cert, "--tls-cert"), (key, "--tls-key")], load)
+    return context

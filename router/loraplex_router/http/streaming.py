@@ -1,0 +1,170 @@
+"""Calls of one HTTP request: relay context, fan-out, server-sent events.
+
+The relay writes into a bounded queue that the response reads: a client that reads slowly blocks its own relay, whose
+worker then waits by gRPC's flow control. A client that leaves cancels its calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from typing import Any, Final, NoReturn, TypeVar
+
+import grpc
+import grpc.aio
+from starlette.requests import Request
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from loraplex_contracts.errors import Cancelled, LoraplexError
+from loraplex_proto.status import from_rpc_error
+from loraplex_router.calls import CallContext
+from loraplex_router.upstream import FORWARDED_KEYS, Metadata
+
+T = TypeVar("T")
+
+# Messages between a relay and a response that has not been sent.
+MAX_QUEUED: Final = 16
+# Seconds of silence after which a stream gets a comment, so that proxies keep it open.
+KEEP_ALIVE_S: Final = 15.0
+KEEP_ALIVE: Final = b": keep-alive\n\n"
+DONE: Final = b"data: [DONE]\n\n"
+
+Handle = Callable[[bytes, CallContext], Awaitable[Any]]
+Message = tuple[int, bytes]  # index of the prompt, and the worker's bytes
+
+
+class HttpContext:
+    """A call's client over HTTP, with the methods that the relay uses of gRPC's context."""
+
+    def __init__(self, metadata: Metadata, write: Callable[[bytes], Awaitable[None]]) -> None:
+        self._metadata = metadata
+        self.write = write
+
+    def time_remaining(self) -> float | None:
+        """HTTP requests have no deadline."""
+        return None
+
+    def invocation_metadata(self) -> Metadata:
+        return self._metadata
+
+    async def send_initial_metadata(self, metadata: Metadata) -> None:
+        """Dropped: a worker's metadata is gRPC's."""
+
+    def set_trailing_metadata(self, metadata: Metadata) -> None:
+        """Dropped, as above."""
+
+    async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()) -> NoReturn:
+        """Raises the error that the status stands for."""
+        trailing = grpc.aio.Metadata(*trailing_metadata)
+        raise from_rpc_error(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, details))
+
+
+def metadata_of(request: Request) -> Metadata:
+    """The headers that a worker may see."""
+    return tuple((key, request.headers[key]) for key in sorted(FORWARDED_KEYS) if key in request.headers)
+
+
+class FanOut:
+    """The calls that answer one HTTP request, one for each prompt: all of them, or an error."""
+
+    def __init__(self, handle: Handle, requests: Sequence[bytes], metadata: Metadata) -> None:
+        """Starts them. `handle` is a method of the router (`Calls.handler`)."""
+        self._queue: asyncio.Queue[tuple[int, bytes | LoraplexError | None]] = asyncio.Queue(MAX_QUEUED)
+        self._tasks = [
+            asyncio.create_task(self._call(handle, index, raw, metadata)) for index, raw in enumerate(requests)
+        ]
+        self._num_open = len(self._tasks)
+
+    async def _call(self, handle: Handle, index: int, raw: bytes, metadata: Metadata) -> None:
+        end: LoraplexError | None = None
+        try:
+            answer = await handle(raw, HttpContext(metadata, lambda message: self._queue.put((index, message))))
+            if isinstance(answer, bytes):
+                await self._queue.put((index, answer))
+        except LoraplexError as error:
+            end = error
+        await self._queue.put((index, end))
+
+    async def next(self) -> Message | None:
+        """The next message of any call, None when all have ended. Raises the first error of one; ends the others."""
+        while self._num_open:
+            index, item = await self._queue.get()
+            if isinstance(item, bytes):
+                return index, item
+            if item is not None:
+                self.cancel()
+                raise item
+            self._num_open -= 1
+        return None
+
+    async def answers(self) -> list[bytes]:
+        """Of unary calls, in the order of their requests."""
+        found: dict[int, bytes] = {}
+        while (message := await self.next()) is not None:
+            found[message[0]] = message[1]
+        return [found[index] for index in range(len(self._tasks))]
+
+    def cancel(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which ends when the client leaves. Raises Cancelled then, and what `work` raises."""
+    working = asyncio.create_task(work)
+    watching = asyncio.create_task(_until_left(receive))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise Cancelled("the client has left")
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _until_left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events of calls that have begun to answer. The calls end with the response, in whatever way."""
+
+    def __init__(self, calls: FanOut, events: AsyncIterator[bytes], headers: dict[str, str]) -> None:
+        # Proxies keep such an answer otherwise, until it is complete.
+        headers = {**headers, "cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._calls = calls
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._calls.cancel()
+
+
+async def events_of(
+    calls: FanOut,
+    first: Message,
+    to_events: Callable[[int, bytes], Iterable[bytes]],
+    at_end: Callable[[], Iterable[bytes]],
+    of_error: Callable[[LoraplexError], bytes],
+) -> AsyncIterator[bytes]:
+    """The events of a stream whose `first` message is here; an error of a call is the last event before [DONE]."""
+    message: Message | None = first
+    try:
+        while message is not None:
+            yield b"".join(to_events(*message))
+            while True:
+                try:
+                    async with asyncio.timeout(KEEP_ALIVE_S):
+                        message = await calls.next()
+                    break
+                except TimeoutError:
+                    yield KEEP_ALIVE
+        yield b"".join(at_end()) + DONE
+    except LoraplexError as error:
+        yield of_error(error) + DONE
