@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Final, NoReturn, Protocol, TypeVar
+from typing import Any, Final, NoReturn, Protocol, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -55,7 +55,7 @@ class CallContext(Protocol):
     def time_remaining(self) -> float | None: ...
     def invocation_metadata(self) -> Any: ...
     async def send_initial_metadata(self, metadata: Any) -> None: ...
-    async def write(self, message: bytes) -> None: ...
+    def write(self, message: bytes, /) -> Awaitable[None]: ...
     def set_trailing_metadata(self, metadata: Any) -> None: ...
     async def abort(self, code: Any, details: str = "", trailing_metadata: Any = ()) -> NoReturn: ...
 
@@ -165,7 +165,7 @@ class Calls:
             raise AssertionError("abort returned")
         for key, value in call.error_metadata():
             error.metadata.setdefault(key, value)
-        await abort(call.context, error)
+        await abort(cast("Any", call.context), error)
 
     async def drain(self, timeout_s: float) -> None:
         """Refuses new calls from now on; returns when those under way have ended, or after `timeout_s`."""

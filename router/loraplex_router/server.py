@@ -105,8 +105,8 @@ def bind_http_port(config: RouterConfig) -> socket.socket | None:
 async def start_router(
     config: RouterConfig, listener: Listener | None = None, http_socket: socket.socket | None = None
 ) -> Router:
-    """Listens (unless there is a `listener` already, and an `http_socket` where HTTP is served), connects to the workers
-    and waits a moment for their first reports.
+    """Listens (unless there is a `listener` already, and an `http_socket` for HTTP), connects to the workers and waits
+    a moment for their first reports.
 
     Raises InvalidArgument (files) and FailedPrecondition (ports)."""
     if listener is None:

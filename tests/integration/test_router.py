@@ -15,6 +15,7 @@ from support.fake_workers import (
     Chunk,
     FakeWorker,
     Generate,
+    blocks,
     chunks,
     cluster,
     default_stream,
@@ -63,19 +64,6 @@ async def error_of(call: Any) -> LoraplexError:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await (read(call) if hasattr(call, "read") else call)
     return from_rpc_error(caught.value)
-
-
-def blocks(after: int = 0, until_set: asyncio.Event | None = None) -> Any:
-    """A stream that stops in the middle, for ever or until the event."""
-
-    async def stream(request: Generate, context: Any) -> AsyncIterator[bytes]:
-        messages = list(chunks(after + 1, request.request_id))
-        for message in messages[:after]:
-            yield message
-        await (until_set or asyncio.Event()).wait()
-        yield messages[-1]
-
-    return stream
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,19 @@ def fails(error: LoraplexError, after: int = 0) -> Stream:
     return stream
 
 
+def blocks(after: int = 0, until_set: asyncio.Event | None = None) -> Any:
+    """A stream that stops in the middle, for ever or until the event."""
+
+    async def stream(request: Generate, context: Any) -> AsyncIterator[bytes]:
+        messages = list(chunks(after + 1, request.request_id))
+        for message in messages[:after]:
+            yield message
+        await (until_set or asyncio.Event()).wait()
+        yield messages[-1]
+
+    return stream
+
+
 async def _checked(cls: Any, check: Callable[[Any], None], raw: bytes, context: Any) -> Any:
     """The request, validated as a worker validates it."""
     try:

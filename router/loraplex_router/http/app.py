@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from loraplex_contracts.adapters import check_adapter_id, check_id
 from loraplex_contracts.errors import (
     AdapterNotFound,
+    Internal,
     InvalidAdapterId,
     InvalidArgument,
     LoraplexError,
@@ -129,6 +130,8 @@ class Routes:
                 answers = [inference_pb2.GenerateResponse.FromString(raw) for raw in found]
                 return JSONResponse(openai.response_of(job, answers), headers=headers)
             first = await while_connected(request.receive, calls.next())
+            if first is None:
+                raise Internal("a worker has ended its answer without a message")
         except BaseException as error:
             calls.cancel()
             if isinstance(error, LoraplexError):

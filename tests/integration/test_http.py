@@ -1,0 +1,465 @@
+"""The HTTP port in front of scripted workers: routes, errors, streams, credentials, hostile clients."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.fake_workers import Chunk, Cluster, Generate, blocks, chunks, cluster, fails, until
+
+from loraplex_contracts.errors import AdapterNotFound, EngineLost, LoraplexError, Overloaded
+from loraplex_proto.status import abort
+from loraplex_proto.v1 import adapter_pb2, inference_pb2
+from loraplex_router.http import app as http_app
+from loraplex_router.http import server as http_server
+from loraplex_router.http.models import REFUSED, ChatCompletionRequest, CompletionRequest
+from loraplex_runtime.auth import token_digest
+
+CHAT = [{"role": "user", "content": "hi"}]
+COMPLETIONS = "/v1/completions"
+
+
+class Http(httpx2.AsyncClient):
+    """A client of the cluster's HTTP port."""
+
+    async def complete(self, **fields: Any) -> httpx2.Response:
+        return await self.post(COMPLETIONS, json={"prompt": "hi", **fields})
+
+
+@contextlib.asynccontextmanager
+async def http_cluster(num_workers: int = 1, **options: Any) -> AsyncIterator[tuple[Cluster, Http]]:
+    async with cluster(num_workers, http_port=0, **options) as c:
+        assert c.router.http is not None
+        await until(lambda: c.router.replicas.num_routable == num_workers)
+        async with Http(base_url=f"http://{c.router.http.address}", timeout=20, trust_env=False) as client:
+            yield c, client
+
+
+def adapters_of(c: Cluster, *names: str) -> None:
+    for worker in c.workers:
+        for name in names:
+            worker.adapters[name] = adapter_pb2.Adapter(adapter_id=name, digest=name[:1] * 64, kind="lora", rank=8)
+
+
+def events(response: httpx2.Response) -> list[Any]:
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    lines = [part.removeprefix("data: ") for part in response.text.split("\n\n") if part]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+# --- routes ---------------------------------------------------------------------------------------------------------
+
+
+async def test_a_completion() -> None:
+    async with http_cluster() as (c, http):
+        answer = await http.complete(model="sql", foo=1, user="me", request_id="mine")
+        assert answer.status_code == 200
+        body = answer.json()
+        assert body["choices"][0]["text"] == "t0 t1 t2 "
+        assert body["model"] == "sql"
+        assert body["loraplex"]["adapter_id"] == "sql"
+        assert body["id"] == "cmpl-mine"
+        assert answer.headers["x-request-id"] == "mine"
+        assert answer.headers["x-loraplex-ignored"] == "foo"
+        (request,) = c.workers[0].requests
+        assert (request.adapter_id, request.sampling.temperature, request.request_id) == ("sql", 1.0, "mine")
+
+
+async def test_several_prompts_are_one_answer_or_one_error() -> None:
+    async with http_cluster(2) as (c, http):
+        body = (await http.complete(prompt=["a", "b", "c"])).json()
+        assert [one["index"] for one in body["choices"]] == [0, 1, 2]
+        assert sum(c.num_requests) == 3
+
+        async def second_fails(request: Generate, context: Any) -> bytes:
+            if request.text == "b":
+                await abort(context, Overloaded("busy", retry_after_s=1.5))
+            await asyncio.Event().wait()
+            return b""
+
+        for worker in c.workers:
+            worker.unary = second_fails
+        answer = await http.complete(prompt=["a", "b", "c"])
+        assert answer.status_code == 429
+        assert (answer.headers["retry-after"], answer.headers["retry-after-ms"]) == ("2", "1500")
+        await until(lambda: len(c.router.calls) == 0)
+
+
+async def test_streams() -> None:
+    async with http_cluster() as (_, http):
+        found = events(await http.complete(stream=True, stream_options={"include_usage": True}))
+        assert "".join(one["choices"][0]["text"] for one in found[:-1]) == "t0 t1 t2 "
+        assert found[-2]["choices"][0]["finish_reason"] == "length"
+        assert found[-1]["choices"] == []
+        assert found[-1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+        answer = await http.post("/v1/chat/completions", json={"messages": CHAT, "stream": True})
+        found = events(answer)
+        assert found[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+        assert "".join(one["choices"][0]["delta"].get("content", "") for one in found) == "t0 t1 t2 "
+        assert found[-1]["loraplex"]["adapter_id"] is None
+        assert answer.headers["x-accel-buffering"] == "no"
+
+
+async def test_a_chat() -> None:
+    async with http_cluster() as (c, http):
+        body = (await http.post("/v1/chat/completions", json={"messages": CHAT, "model": "tiny:sql"})).json()
+        assert body["object"] == "chat.completion"
+        assert body["choices"][0]["message"]["content"] == "t0 t1 t2 "
+        assert c.workers[0].requests[0].chat.messages[0].content == "hi"
+        assert c.workers[0].requests[0].adapter_id == "sql"
+
+
+async def test_models_begin_with_the_base() -> None:
+    async with http_cluster(2) as (c, http):
+        adapters_of(c, "json", "sql")
+        cards = (await http.get("/v1/models")).json()["data"]
+        assert [(one["id"], one["parent"]) for one in cards] == [("tiny", None), ("json", "tiny"), ("sql", "tiny")]
+        assert cards[1]["root"] == cards[1]["loraplex"]["digest"] == "j" * 64
+        assert (await http.get("/v1/models/sql")).json()["parent"] == "tiny"
+        assert (await http.get("/v1/models/tiny")).json()["parent"] is None
+        for missing in ("nothing", "a/b", "../x", "a/b/c", "other:sql", ""):
+            answer = await http.get(f"/v1/models/{missing}")
+            assert (answer.status_code, "error" in answer.json()) == (404, True), missing
+
+
+async def test_names_of_the_base_model() -> None:
+    async with http_cluster(served_model_names=("prod", "prod-v2")) as (c, http):
+        for name in ("prod", "prod-v2", "prod:sql"):
+            assert (await http.complete(model=name)).status_code == 200
+        assert [one.adapter_id for one in c.workers[0].requests] == ["", "", "sql"]
+        assert (await http.get("/v1/models")).json()["data"][0]["id"] == "prod"
+
+
+async def test_tokenize_health_version_metrics() -> None:
+    async with http_cluster(metrics_port=0) as (c, http):
+        adapters_of(c, "sql")
+        answer = await http.post("/tokenize", json={"prompt": "ab", "model": "sql"})
+        assert answer.json() == {"count": 2, "max_model_len": 2048, "tokens": [97, 98], "token_strs": None}
+        assert (await http.post("/tokenize", json={"prompt": "ab", "model": "nothing"})).status_code == 404
+        for path in ("/health", "/ping"):
+            answer = await http.get(path)
+            assert (answer.status_code, answer.content) == (200, b"")
+        assert set((await http.get("/version")).json()) == {"version"}
+        assert "loraplex:router_requests_total" in (await http.get("/metrics")).text
+        paths = (await http.get("/openapi.json")).json()["paths"]
+        assert COMPLETIONS in paths
+        await c.workers[0].stop()
+        await until(lambda: c.router.replicas.num_routable == 0)
+        assert (await http.get("/health")).status_code == 503
+        answer = await http.complete()
+        assert (answer.status_code, "retry-after" in answer.headers) == (503, True)
+    async with http_cluster() as (_, http):
+        assert (await http.get("/metrics")).status_code == 404
+
+
+# --- errors ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize(
+    "model", ["nothing", "tiny:nothing", "../x", "a\0b", "x" * 500, "é", "other:tiny", "https://x/y"]
+)
+async def test_an_unknown_adapter_is_404_before_the_first_byte(model: str, is_streamed: bool) -> None:
+    async def unary(request: Generate, context: Any) -> bytes:
+        await abort(context, AdapterNotFound("no such adapter", resource=request.adapter_id))
+        return b""
+
+    async with http_cluster() as (c, http):
+        c.workers[0].stream = fails(AdapterNotFound("no such adapter", resource="x"))
+        c.workers[0].unary = unary
+        for path, more in ((COMPLETIONS, {"prompt": "hi"}), ("/v1/chat/completions", {"messages": CHAT})):
+            answer = await http.post(path, json={"model": model, "stream": is_streamed, **more})
+            assert answer.status_code == 404
+            error = answer.json()["error"]
+            assert (error["type"], error["param"], error["code"]) == ("NotFoundError", "model", "model_not_found")
+
+
+async def test_errors_before_and_after_the_first_token() -> None:
+    lost = EngineLost("the engine ended", retry_after_s=2.0)
+    async with http_cluster() as (c, http):
+        c.workers[0].stream = fails(lost)
+        before = await http.complete(stream=True)
+        assert (before.status_code, before.headers["retry-after"]) == (503, "2")
+        c.workers[0].stream = fails(lost, after=1)
+        after = await http.complete(stream=True)
+        assert after.status_code == 200
+        first, last = events(after)
+        assert first["choices"][0]["text"] == "t0 "
+        assert last["error"]["code"] == "unavailable"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": -1}, "temperature"),
+        ({"n": 0}, "n"),
+        ({"n": 65}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"stop": ["x" * 300]}, "stop"),
+        ({"stop": 5}, "stop"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"prompt": {}}, "prompt"),
+        ({"prompt": "\ud800"}, "prompt"),
+        ({"cache_salt": "a b"}, "cache_salt"),
+        ({"request_id": "a b"}, "request_id"),
+        ({"best_of": 2}, "best_of"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+    ],
+)
+async def test_wrong_fields_are_400_by_name(body: dict[str, Any], param: str) -> None:
+    async with http_cluster() as (_, http):
+        answer = await http.post(
+            COMPLETIONS, content=json.dumps({"prompt": "hi", **body}), headers={"content-type": "application/json"}
+        )
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, param)
+        assert param in error["message"]
+
+
+async def test_bodies_that_are_not_json_objects() -> None:
+    deep = b"[" * 100_000
+    async with http_cluster() as (_, http):
+        for body in (b"", b"{", b"[]", b"5", b"null", deep, b'{"prompt":' + b"9" * 9999 + b"}", b"\xff", b'{"n": NaN}'):
+            answer = await http.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
+            assert (answer.status_code, "error" in answer.json()) == (400, True), body[:20]
+        answer = await http.post(COMPLETIONS, content=b'{"prompt": "hi"}', headers={"content-type": "text/plain"})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "body")
+        assert (await http.get("/nothing")).status_code == 404
+        assert (await http.get(COMPLETIONS)).status_code == 405
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9) | st.just("\ud800"),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    st.dictionaries(
+        st.sampled_from(sorted({*CompletionRequest.model_fields, *ChatCompletionRequest.model_fields, *REFUSED}))
+        | st.text(max_size=9),
+        ANYTHING,
+        max_size=4,
+    )
+)
+def test_no_body_is_a_server_error(body: dict[str, Any]) -> None:
+    """Values of any kind in any field: the request is answered, or refused with 4xx."""
+
+    async def both() -> None:
+        for path, more in ((COMPLETIONS, {"prompt": "hi"}), ("/v1/chat/completions", {"messages": CHAT})):
+            text = json.dumps({**more, **body})
+            answer = await SHARED["http"].post(path, content=text, headers={"content-type": "application/json"})
+            assert answer.status_code < 500, (text, answer.text)
+
+    SHARED["runner"].run(both())
+
+
+SHARED: dict[str, Any] = {}
+
+
+@pytest.fixture(autouse=True)
+def shared(request: pytest.FixtureRequest) -> Any:
+    """One cluster for all examples of the property test."""
+    if request.function is not test_no_body_is_a_server_error:
+        yield
+        return
+    with asyncio.Runner() as runner:
+        stack = contextlib.AsyncExitStack()
+        SHARED["runner"] = runner
+        _, SHARED["http"] = runner.run(stack.enter_async_context(http_cluster()))
+        yield
+        runner.run(stack.aclose())
+
+
+# --- credentials ----------------------------------------------------------------------------------------------------
+
+
+def auth_file(folder: Path) -> Path:
+    rows = [
+        {"sha256": token_digest("alice"), "tenant": "acme", "adapters": ["acme/*"]},
+        {"sha256": token_digest("root"), "tenant": "ops", "roles": ["admin"]},
+    ]
+    path = folder / "auth.json"
+    path.write_text(json.dumps({"credentials": rows}))
+    return path
+
+
+async def test_credentials_hold_on_every_route(tmp_path: Path) -> None:
+    tenants: list[Any] = []
+
+    async def unary(request: Generate, context: Any) -> bytes:
+        tenants.append(dict(context.invocation_metadata()).get("x-loraplex-tenant"))
+        return inference_pb2.GenerateResponse().SerializeToString()
+
+    async with http_cluster(auth_file=auth_file(tmp_path), worker_token="w") as (c, http):
+        adapters_of(c, "acme/sql", "other/sql")
+        c.workers[0].unary = unary
+        for path in ("/v1/models", "/v1/models/acme/sql", "/openapi.json", "/nothing", "//health"):
+            assert (await http.get(path)).status_code == 401, path
+        for path in (COMPLETIONS, "/v1/chat/completions", "/tokenize"):
+            answer = await http.post(path, json={"prompt": "hi"})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key"), path
+            answer = await http.post(path, content=b"{", headers={"authorization": "Bearer nobody"})
+            assert answer.status_code == 401
+        for path, status in (("/health", 200), ("/ping", 200), ("/version", 200), ("/metrics", 404)):
+            assert (await http.get(path)).status_code == status
+        alice, root = ({"authorization": f"Bearer {token}"} for token in ("alice", "root"))
+        cards = (await http.get("/v1/models", headers=alice)).json()["data"]
+        assert [one["id"] for one in cards] == ["tiny", "acme/sql"]
+        for model, status in (("acme/sql", 200), ("other/sql", 404), ("tiny", 200), ("tiny:other/sql", 404)):
+            body = {"prompt": "hi", "model": model}
+            assert (await http.post(COMPLETIONS, json=body, headers=alice)).status_code == status
+            assert (await http.get(f"/v1/models/{model}", headers=alice)).status_code == status
+        assert tenants == ["acme", "acme"]
+        answer = await http.post(COMPLETIONS, json={"prompt": "hi"}, headers=root)
+        assert answer.status_code == 403
+        twice = [("authorization", "Bearer alice"), ("authorization", "Bearer root")]
+        assert (await http.get("/v1/models", headers=twice)).status_code == 401
+
+
+# --- hostile and absent clients -------------------------------------------------------------------------------------
+
+
+async def connect(http: Http) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection(http.base_url.host, http.base_url.port)
+
+
+def raw_request(**fields: Any) -> bytes:
+    body = json.dumps({"prompt": "hi", **fields}).encode()
+    head = (
+        f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+    )
+    return head.encode() + b"\r\n" + body
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("has_begun", [False, True])
+async def test_a_client_that_leaves_frees_its_request(is_streamed: bool, has_begun: bool) -> None:
+    async def unary(request: Generate, context: Any) -> bytes:
+        await asyncio.Event().wait()
+        return b""
+
+    async with http_cluster() as (c, http):
+        (worker,) = c.workers
+        worker.stream, worker.unary = blocks(after=int(has_begun)), unary
+        reader, writer = await connect(http)
+        writer.write(raw_request(stream=is_streamed))
+        await worker.started.wait()
+        if is_streamed and has_begun:
+            await reader.readuntil(b"t0 ")
+        writer.close()
+        async with asyncio.timeout(5):
+            await worker.ended.wait()
+        await until(lambda: len(c.router.calls) == 0)
+
+
+async def test_a_slow_reader_holds_back_only_itself() -> None:
+    num_sent = 0
+
+    async def endless(request: Generate, context: Any) -> AsyncIterator[bytes]:
+        nonlocal num_sent
+        while request.text == "slow":
+            num_sent += 1
+            yield Chunk(text_delta="x" * 10_000, token_ids=[1]).SerializeToString()
+        for chunk in chunks():
+            yield chunk
+
+    async with http_cluster() as (c, http):
+        c.workers[0].stream = endless
+        _, writer = await connect(http)
+        writer.write(raw_request(prompt="slow", stream=True))
+        await until(lambda: num_sent > 50)
+        before = -1
+        while num_sent != before:  # until all buffers are full
+            before = num_sent
+            await asyncio.sleep(0.3)
+        assert len(events(await http.complete(stream=True))) == 3
+        assert num_sent == before
+        writer.close()
+        await until(lambda: len(c.router.calls) == 0)
+
+
+async def test_bodies_are_bounded() -> None:
+    async with http_cluster() as (c, http):
+        big = b"x" * (9 << 20)
+        with contextlib.suppress(httpx2.TransportError):  # the answer may come while the client still sends
+            answer = await http.post(COMPLETIONS, content=big, headers={"content-type": "application/json"})
+            assert answer.status_code == 413
+
+        async def parts() -> AsyncIterator[bytes]:
+            for _ in range(9):
+                yield big[: 1 << 20]
+
+        with contextlib.suppress(httpx2.TransportError):
+            answer = await http.post(COMPLETIONS, content=parts(), headers={"content-type": "application/json"})
+            assert answer.status_code == 413
+        assert (await http.complete()).status_code == 200
+        assert c.num_requests == [1]
+        reader, writer = await connect(http)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999999\r\n\r\n")
+        assert (await reader.readline()).split()[1] == b"413"
+        writer.close()
+
+
+async def test_heads_are_bounded_in_size_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "HEAD_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(http_app, "BODY_TIMEOUT_S", 0.2)
+    async with http_cluster() as (_, http):
+        for sent in (b"", b"GET /health HTTP/1.1\r\nhost: x\r\n", b"GET /" + b"x" * 200_000, b"G\r\n\r\n"):
+            reader, writer = await connect(http)
+            with contextlib.suppress(ConnectionError):
+                writer.write(sent)
+                await writer.drain()
+                async with asyncio.timeout(5):
+                    await reader.read()  # to the end, which the server makes
+            writer.close()
+        reader, writer = await connect(http)
+        writer.write(raw_request()[:-3])
+        assert (await reader.readline()).split()[1] == b"408"
+        writer.close()
+        assert (await http.get("/health")).status_code == 200
+
+
+async def test_a_drain_refuses_new_requests_and_cuts_off_old_ones() -> None:
+    async with http_cluster() as (c, http):
+        c.workers[0].stream = blocks(after=1)
+        async with http.stream("POST", COMPLETIONS, json={"prompt": "hi", "stream": True}) as running:
+            lines = running.aiter_lines()
+            assert "t0" in await anext(lines)
+            draining = asyncio.create_task(c.router.drain(0.5))
+            await until(lambda: not c.router.listener.health.is_ready)
+            assert (await http.get("/health")).status_code == 503
+            answer = await http.complete()
+            assert (answer.status_code, answer.json()["error"]["reason"]) == (503, "DRAINING")
+            rest = [line async for line in lines if line]
+            assert json.loads(rest[0].removeprefix("data: "))["error"]["reason"] == "DRAINING"
+            assert rest[1:] == ["data: [DONE]"]
+            await draining
+    with pytest.raises(httpx2.TransportError):
+        await http_get(http, "/health")
+
+
+async def http_get(http: Http, path: str) -> httpx2.Response:
+    async with httpx2.AsyncClient(base_url=http.base_url, trust_env=False) as other:
+        return await other.get(path)
+
+
+async def test_a_taken_port_is_a_typed_error() -> None:
+    async with http_cluster() as (_, http):
+        with pytest.raises(LoraplexError, match="--http-port"):
+            async with cluster(1, http_port=http.base_url.port):
+                pass

@@ -1,0 +1,342 @@
+"""Translation of OpenAI requests and answers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from loraplex_contracts.errors import AdapterNotFound, InvalidArgument, Unimplemented
+from loraplex_proto.v1 import inference_pb2 as pb
+from loraplex_proto.validate import check_generate
+from loraplex_router.http import openai
+from loraplex_router.http.models import (
+    MAX_IGNORED_CHARS,
+    MAX_IGNORED_NAMES,
+    REFUSED,
+    ChatCompletionRequest,
+    CompletionRequest,
+    TokenizeRequest,
+    ignored_fields,
+)
+
+NAMES = ("org/base", "base")
+CHAT = [{"role": "user", "content": "hi"}]
+
+
+def completion(**fields: Any) -> openai.Job:
+    body = CompletionRequest.model_validate({"prompt": "hi", **fields})
+    return openai.completion_job(body, NAMES, "rid", 7)
+
+
+def chat(**fields: Any) -> openai.Job:
+    body = ChatCompletionRequest.model_validate({"messages": CHAT, **fields})
+    return openai.chat_job(body, NAMES, "rid", 7)
+
+
+def wire(**fields: Any) -> pb.GenerateRequest:
+    (request,) = completion(**fields).requests
+    check_generate(request)
+    return request
+
+
+# --- requests -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "adapter_id"),
+    [
+        (None, ""), ("", ""), ("org/base", ""), ("base", ""), ("sql", "sql"), ("acme/sql", "acme/sql"),
+        ("base:sql", "sql"), ("org/base:acme/sql", "acme/sql"),
+    ],
+)  # fmt: skip
+def test_the_model_names_the_adapter(model: str | None, adapter_id: str) -> None:
+    assert openai.adapter_of(model, NAMES) == adapter_id
+    assert wire(model=model).adapter_id == adapter_id
+
+
+@pytest.mark.parametrize("model", ["other:sql", "base:", ":", "sql:base"])
+def test_a_name_after_an_unknown_base_is_unknown(model: str) -> None:
+    with pytest.raises(AdapterNotFound):
+        openai.adapter_of(model, NAMES)
+
+
+def test_defaults_are_openais() -> None:
+    request = wire()
+    assert request.text == "hi"
+    assert request.request_id == "rid"
+    assert request.sampling.HasField("temperature")
+    assert request.sampling.temperature == 1.0
+    assert request.stopping.max_tokens == 16
+    assert request.n == 1
+    assert not request.HasField("speculation")
+    assert not chat().requests[0].stopping.HasField("max_tokens")
+
+
+def test_null_counts_as_absent() -> None:
+    names = set(CompletionRequest.model_fields) - {"prompt"} | set(REFUSED) | {"user", "unheard_of"}
+    assert wire(**dict.fromkeys(names)) == wire()
+    assert completion(**dict.fromkeys(names)).ignored == ()
+
+
+def test_every_field_reaches_the_wire() -> None:
+    request = wire(
+        temperature=0, top_p=0.5, top_k=4, min_p=0.1, typical_p=0.9, repetition_penalty=1.1, frequency_penalty=0.2,
+        presence_penalty=0.3, seed=-1, logit_bias={"5": -100}, allowed_token_ids=[1, 5], bad_words=["no"], n=3,
+        stop="END", stop_token_ids=[9], min_tokens=2, max_tokens=5, ignore_eos=True, include_stop_str_in_output=True,
+        priority=-7, request_id="mine", cache_salt="salt", speculation="off", logprobs=2, echo=True,
+    )  # fmt: skip
+    expected = pb.GenerateRequest(
+        text="hi", n=3, priority=7, request_id="mine", cache_salt="salt",
+        sampling=pb.Sampling(
+            temperature=0, top_p=0.5, top_k=4, min_p=0.1, typical_p=0.9, repetition_penalty=1.1, frequency_penalty=0.2,
+            presence_penalty=0.3, seed=(1 << 64) - 1, logit_bias={5: -100}, allowed_token_ids=[1, 5], bad_words=["no"],
+        ),
+        stopping=pb.Stopping(
+            max_tokens=5, min_tokens=2, stop=["END"], stop_token_ids=[9], ignore_eos=True, include_stop=True
+        ),
+        speculation=pb.Speculation(off=True),
+        output=pb.Output(logprobs=True, top_logprobs=2, prompt_logprobs=True, echo=True),
+    )  # fmt: skip
+    assert request == expected
+    assert wire(top_k=-1).sampling.top_k == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "inputs"),
+    [
+        ("a", ["a"]), ("", [""]), ([1, 2], [[1, 2]]), (["a", "b"], ["a", "b"]), ([[1], [2, 3]], [[1], [2, 3]]),
+    ],
+)  # fmt: skip
+def test_prompts_fan_out(prompt: Any, inputs: list[Any]) -> None:
+    requests = completion(prompt=prompt).requests
+    assert [
+        one.text if isinstance(want, str) else list(one.token_ids.ids)
+        for one, want in zip(requests, inputs, strict=True)
+    ] == (inputs)
+    assert len({one.request_id for one in requests}) == len(requests) == len(inputs)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [None, 5, {}, [], [[]], ["a", 1], [1, "a"], [[1], "a"], [True], [-1], [1 << 32], [1.5], ["a"] * 129, "\ud800"],
+)
+def test_prompts_of_a_wrong_form_are_refused(prompt: Any) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        completion(prompt=prompt)
+    assert caught.value.field == "prompt"
+
+
+def test_texts_of_one_request_are_bounded() -> None:
+    with pytest.raises(InvalidArgument, match="at most 512"):
+        completion(prompt=["a"] * 128, n=64)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_fields_that_would_change_the_answer_are_refused_by_name(name: str) -> None:
+    with pytest.raises(Unimplemented) as caught:
+        completion(**{name: "something else"})
+    assert caught.value.field == name
+    assert f"`{name}`" in caught.value.message
+    for neutral in REFUSED[name][0]:
+        assert completion(**{name: neutral}).ignored == ()
+
+
+def test_unknown_fields_are_named_fit_for_a_header() -> None:
+    assert completion(foo=1, user="me").ignored == ("foo",)
+    (name,) = completion(**{"a\r\nset-cookie: x,y" + "z" * 99: 1}).ignored
+    assert name.startswith("a??set-cookie??x?y")
+    assert len(name) == MAX_IGNORED_CHARS
+    assert len(completion(**{f"x{number}": 1 for number in range(99)}).ignored) == MAX_IGNORED_NAMES
+    body = ChatCompletionRequest.model_validate(
+        {"messages": CHAT, "stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    )
+    assert ignored_fields(body) == ("stream_options.continuous_usage_stats",)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("auto", pb.Speculation(auto=True)),
+        ("medusa", pb.Speculation(medusa=pb.MedusaSpeculation())),
+        ("draft_model:small", pb.Speculation(draft_model=pb.DraftModelSpeculation(name="small"))),
+        (
+            {"kind": "prompt_lookup", "max_ngram": 3, "max_draft_tokens": 4, "fixed_length": True},
+            pb.Speculation(
+                prompt_lookup=pb.PromptLookupSpeculation(max_ngram=3), max_draft_tokens=4, fixed_length=True
+            ),
+        ),
+        ({"max_draft_tokens": 4}, pb.Speculation(max_draft_tokens=4)),
+    ],
+)
+def test_speculation(value: Any, expected: pb.Speculation) -> None:
+    assert wire(speculation=value).speculation == expected
+
+
+@pytest.mark.parametrize(
+    "value", [1, [], "fast", {"kind": ["off"]}, {"kind": "auto", "name": "x"}, {"max_draft_tokens": "4"},
+              {"kind": "prompt_lookup", "max_ngram": -1}, {"kind": "medusa", "adapter_id": "\ud800"},
+              "draft_model:\ud800"],
+)  # fmt: skip
+def test_speculation_of_a_wrong_form_is_refused(value: Any) -> None:
+    with pytest.raises(InvalidArgument, match="speculation"):
+        completion(speculation=value)
+
+
+def test_chat_messages() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    answered = {"role": "assistant", "content": None, "tool_calls": None, "refusal": None, "annotations": []}
+    (request,) = chat(messages=[{"role": "system", "content": parts, "name": None}, answered, *CHAT]).requests
+    check_generate(request)
+    assert [(one.role, one.content) for one in request.chat.messages] == [
+        ("system", "ab"), ("assistant", ""), ("user", "hi"),
+    ]  # fmt: skip
+    assert chat(max_tokens=3, max_completion_tokens=4).requests[0].stopping.max_tokens == 4
+    assert chat(add_generation_prompt=False).requests[0].chat.omit_generation_prompt
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        ({"role": "user", "content": "hi", "name": "Ada"}, "messages[0].name"),
+        ({"role": "assistant", "tool_calls": [{"id": "x"}]}, "messages[0].tool_calls"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "messages[0].content"),
+        ({"role": "user", "content": None}, "messages[0].content"),
+        ({"role": "user", "content": 5}, "messages[0].content"),
+        ({"role": "user", "content": "\ud800"}, "messages[0].content"),
+    ],
+)
+def test_messages_that_are_not_texts_are_refused(message: Any, field: str) -> None:
+    with pytest.raises((InvalidArgument, Unimplemented)) as caught:
+        chat(messages=[message])
+    assert caught.value.field == field
+
+
+def test_options_that_need_others_are_refused_without_them() -> None:
+    with pytest.raises(InvalidArgument, match="top_logprobs"):
+        chat(top_logprobs=3)
+    with pytest.raises(InvalidArgument, match="stream_options"):
+        completion(stream_options={"include_usage": True})
+
+
+def test_tokenize() -> None:
+    text = openai.tokenize_request(TokenizeRequest(prompt="hi", add_special_tokens=False))
+    assert text == pb.TokenizeRequest(text="hi", omit_special_tokens=True)
+    asked = openai.tokenize_request(TokenizeRequest.model_validate({"messages": CHAT}))
+    assert asked.chat.messages[0].content == "hi"
+    with pytest.raises(InvalidArgument, match="`prompt` or `messages`"):
+        openai.tokenize_request(TokenizeRequest())
+
+
+# --- answers --------------------------------------------------------------------------------------------------------
+
+
+def row(token_id: int, text: str, logprob: float, *top: tuple[int, str, float]) -> pb.TokenLogprob:
+    alternatives = [pb.TopLogprob(token_id=one, text=name, logprob=value) for one, name, value in top]
+    return pb.TokenLogprob(token_id=token_id, text=text, logprob=logprob, top=alternatives)
+
+
+USAGE = pb.Usage(
+    prompt_tokens=3, completion_tokens=2, cached_tokens=1, drafted_tokens=4, accepted_tokens=2, steps=1,
+    proposers=[pb.ProposerUsage(name="medusa", drafted_tokens=4, accepted_tokens=2)],
+)  # fmt: skip
+
+
+def test_an_answer_to_several_prompts() -> None:
+    job = completion(prompt=[[7], [1]], n=2, model="sql", return_token_ids=True)
+    answers = [
+        pb.GenerateResponse(
+            completions=[
+                pb.Completion(index=1, text=f"{name}1", token_ids=[1], finish_reason=pb.FINISH_REASON_LENGTH),
+                pb.Completion(
+                    index=0, text=f"{name}0", token_ids=[2], finish_reason=pb.FINISH_REASON_STOP, stop_string="END"
+                ),
+            ],
+            usage=USAGE, adapter_digest="d" * 64, timings=pb.Timings(queue_s=0.5),
+        )
+        for name in "ab"
+    ]  # fmt: skip
+    body = openai.response_of(job, answers)
+    assert [(one["index"], one["text"]) for one in body["choices"]] == [(0, "a0"), (1, "a1"), (2, "b0"), (3, "b1")]
+    assert [(one["finish_reason"], one["stop_reason"]) for one in body["choices"][:2]] == [
+        ("stop", "END"), ("length", None),
+    ]  # fmt: skip
+    assert [one["prompt_token_ids"] for one in body["choices"]] == [[7], [7], [1], [1]]
+    assert body["usage"] == {
+        "prompt_tokens": 6, "completion_tokens": 4, "total_tokens": 10, "prompt_tokens_details": {"cached_tokens": 2},
+    }  # fmt: skip
+    assert body["loraplex"]["proposers"] == {"medusa": {"drafted_tokens": 8, "accepted_tokens": 4}}
+    assert body["loraplex"]["adapter_digest"] == "d" * 64
+    assert body["loraplex"]["queue_s"] == 0.5
+    assert body["system_fingerprint"].endswith("-dddddddddddd")
+    assert (body["id"], body["object"], body["model"]) == ("cmpl-rid", "text_completion", "sql")
+
+
+def test_logprobs_with_the_echoed_prompt() -> None:
+    job = completion(echo=True, logprobs=1)
+    answer = pb.GenerateResponse(
+        completions=[pb.Completion(text="one two three", logprobs=[row(3, " three", -0.5, (4, " four", -0.25))])],
+        prompt_logprobs=[row(2, " two", -1.0, (2, " two", -1.0))],
+    )
+    found = openai.response_of(job, [answer])["choices"][0]["logprobs"]
+    assert found["tokens"] == ["one", " two", " three"]
+    assert found["token_logprobs"] == [None, -1.0, -0.5]
+    assert found["top_logprobs"] == [None, {" two": -1.0}, {" four": -0.25, " three": -0.5}]
+    assert found["text_offset"] == [0, 3, 7]
+
+
+def test_logprobs_of_a_chat() -> None:
+    rows = [row(3, "é", -0.5, (3, "é", -0.5), (4, "\ufffd", -1.0))]
+    answer = pb.GenerateResponse(completions=[pb.Completion(text="é", logprobs=rows)])
+    choice = openai.response_of(chat(logprobs=True, top_logprobs=2), [answer])["choices"][0]
+    assert choice["message"] == {"role": "assistant", "content": "é", "refusal": None}
+    (found,) = choice["logprobs"]["content"]
+    assert (found["token"], found["logprob"], found["bytes"]) == ("é", -0.5, [0xC3, 0xA9])
+    assert [one["bytes"] for one in found["top_logprobs"]] == [[0xC3, 0xA9], None]
+    as_ids = openai.response_of(chat(logprobs=True, return_tokens_as_token_ids=True), [answer])["choices"][0]
+    assert as_ids["logprobs"]["content"][0]["token"] == "token_id:3"
+    assert openai.response_of(chat(), [answer])["choices"][0]["logprobs"] is None
+
+
+def events(chunks: openai.Chunks, *messages: tuple[int, pb.GenerateStreamResponse]) -> list[dict[str, Any]]:
+    raw = [one for prompt, message in messages for one in chunks.events(prompt, message.SerializeToString())]
+    raw += chunks.end()
+    assert all(one.startswith(b"data: ") and one.endswith(b"\n\n") for one in raw)
+    return [json.loads(one[6:]) for one in raw]
+
+
+def test_a_stream_of_a_chat_opens_all_choices_first() -> None:
+    chunk = pb.GenerateStreamResponse
+    end = pb.FINISH_REASON_EOS
+    job = chat(n=2, stream=True, stream_options={"include_usage": True})
+    found = events(
+        openai.Chunks(job),
+        (0, chunk(index=1, text_delta="b", adapter_digest="e" * 64)),
+        (0, chunk(index=0, text_delta="a", finish_reason=end, usage=USAGE)),
+        (0, chunk(index=1, finish_reason=end, usage=USAGE)),
+    )
+    deltas = [(one["choices"][0]["index"], one["choices"][0]["delta"]) for one in found[:-1]]
+    assert deltas == [
+        (0, {"role": "assistant", "content": ""}), (1, {"role": "assistant", "content": ""}),
+        (1, {"content": "b"}), (0, {"content": "a"}), (1, {}),
+    ]  # fmt: skip
+    assert [one["choices"][0]["finish_reason"] for one in found[2:-1]] == [None, "stop", "stop"]
+    assert found[-1]["choices"] == []
+    assert (found[-1]["usage"]["prompt_tokens"], found[-1]["usage"]["completion_tokens"]) == (3, 4)
+    assert found[-1]["loraplex"]["accepted_tokens"] == 4
+    assert {one["system_fingerprint"] for one in found} == {openai.fingerprint("e" * 64)}
+
+
+def test_a_stream_of_several_prompts() -> None:
+    chunk = pb.GenerateStreamResponse
+    job = completion(prompt=["a", "b"], n=2, stream=True, logprobs=0)
+    found = events(
+        openai.Chunks(job),
+        (1, chunk(index=1, text_delta="x", logprobs=[row(1, "x", -1.0)])),
+        (1, chunk(index=1, text_delta="y", logprobs=[row(2, "y", -2.0)], finish_reason=pb.FINISH_REASON_LENGTH)),
+    )
+    assert [one["choices"][0]["index"] for one in found] == [3, 3]
+    assert [one["choices"][0]["logprobs"]["text_offset"] for one in found] == [[0], [1]]
+    assert found[1]["choices"][0]["finish_reason"] == "length"
+    assert "usage" not in found[0]
