@@ -18,9 +18,11 @@ from support.fake_workers import Chunk, Cluster, Generate, blocks, chunks, clust
 from loraplex_contracts.errors import AdapterNotFound, EngineLost, LoraplexError, Overloaded
 from loraplex_proto.status import abort
 from loraplex_proto.v1 import adapter_pb2, inference_pb2
+from loraplex_router.config import RouterConfig
 from loraplex_router.http import app as http_app
 from loraplex_router.http import server as http_server
 from loraplex_router.http.models import REFUSED, ChatCompletionRequest, CompletionRequest
+from loraplex_router.server import start_router
 from loraplex_runtime.auth import token_digest
 
 CHAT = [{"role": "user", "content": "hi"}]
@@ -461,5 +463,4 @@ async def http_get(http: Http, path: str) -> httpx2.Response:
 async def test_a_taken_port_is_a_typed_error() -> None:
     async with http_cluster() as (_, http):
         with pytest.raises(LoraplexError, match="--http-port"):
-            async with cluster(1, http_port=http.base_url.port):
-                pass
+            await start_router(RouterConfig(workers=("127.0.0.1:1",), port=0, http_port=http.base_url.port))

@@ -1,4 +1,4 @@
-"""Routes of the HTTP port, with credentials, bounds on bodies, and errors in OpenAI's form."""
+"""Routes of the HTTP port, their credentials, and bounds on bodies."""
 
 from __future__ import annotations
 

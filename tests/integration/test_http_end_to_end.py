@@ -1,0 +1,105 @@
+"""`loraplex serve --http-port` with the demo's models: HTTP gives the texts that gRPC gives."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import pytest
+from support.processes import Running, loraplex
+
+from loraplex import Client
+from loraplex_demo.world import committed_world
+
+PROMPT = "name: Ada; age: 36"
+ASKED = {"max_tokens": 12, "seed": 5}
+
+
+@pytest.fixture(scope="module")
+def serve() -> Iterator[Running]:
+    world = committed_world()
+    arguments = ("serve", str(world.base_path), "--adapters", str(world.adapters_path))
+    arguments += ("--port", "0", "--http-port", "0")
+    with loraplex(*arguments, "--served-model-name", "demo", "--threads", "1") as running:
+        yield running
+
+
+@pytest.fixture
+def http(serve: Running) -> Iterator[httpx2.Client]:
+    found = re.search(r"HTTP on ([\d.:]+\d)", serve.output)
+    assert found, serve.output
+    with httpx2.Client(base_url=f"http://{found[1]}", timeout=30, trust_env=False) as client:
+        yield client
+
+
+def streamed(answer: httpx2.Response) -> list[Any]:
+    parts = [part.removeprefix("data: ") for part in answer.text.split("\n\n") if part]
+    assert parts.pop() == "[DONE]"
+    return [json.loads(part) for part in parts]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("adapter_id", ["", "json", "sql-with-heads"])
+def test_the_text_is_that_of_grpc(serve: Running, http: httpx2.Client, adapter_id: str, temperature: float) -> None:
+    with Client(serve.address) as client:
+        expected = client.generate(PROMPT, adapter_id=adapter_id, temperature=temperature, **ASKED)
+    body = {"prompt": PROMPT, "model": adapter_id or "demo", "temperature": temperature, "logprobs": 1, **ASKED}
+    unary = http.post("/v1/completions", json=body).json()
+    (choice,) = unary["choices"]
+    assert choice["text"] == expected.text
+    assert unary["loraplex"]["adapter_digest"] == (expected.adapter_digest or None)
+    assert unary["usage"]["completion_tokens"] == len(choice["logprobs"]["tokens"]) == len(expected.token_ids)
+    for speculation in ("off", "prompt_lookup"):
+        more = {"stream": True, "stream_options": {"include_usage": True}, "speculation": speculation}
+        *found, last = streamed(http.post("/v1/completions", json={**body, **more}))
+        assert "".join(one["choices"][0]["text"] for one in found) == expected.text
+        assert last["usage"]["completion_tokens"] == unary["usage"]["completion_tokens"]
+        assert last["system_fingerprint"] == unary["system_fingerprint"]
+
+
+def test_the_prompt_with_its_logprobs(http: httpx2.Client) -> None:
+    """As evaluation harnesses ask: prompts as ids, echoed, each token with a logprob but for the first."""
+    ids = [
+        http.post("/tokenize", json={"prompt": text}).json()["tokens"] for text in ("name: Ada; age: 36", "name: Bo")
+    ]
+    body = {"prompt": ids, "model": "json", "max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": True, "seed": 1}
+    unary = http.post("/v1/completions", json=body).json()["choices"]
+    for choice, prompt in zip(unary, ids, strict=True):
+        logprobs = choice["logprobs"]
+        assert len(logprobs["tokens"]) == len(prompt) + 1
+        assert logprobs["token_logprobs"][0] is None
+        assert all(isinstance(one, float) for one in logprobs["token_logprobs"][1:])
+        for token, top in zip(logprobs["tokens"][1:], logprobs["top_logprobs"][1:], strict=True):
+            assert token in top
+        assert "".join(logprobs["tokens"]) == choice["text"]
+    rows: dict[int, list[float | None]] = {0: [], 1: []}
+    for chunk in streamed(http.post("/v1/completions", json={**body, "stream": True})):
+        (choice,) = chunk["choices"]
+        rows[choice["index"]] += (choice["logprobs"] or {"token_logprobs": []})["token_logprobs"]
+    assert [len(row) for row in rows.values()] == [len(prompt) + 1 for prompt in ids]
+
+
+def test_models_and_refusals(http: httpx2.Client) -> None:
+    cards = http.get("/v1/models").json()["data"]
+    assert (cards[0]["id"], cards[0]["parent"]) == ("demo", None)
+    assert {"json", "sql"} <= {one["id"] for one in cards[1:]}
+    assert http.get("/v1/models/json").json()["parent"] == "demo"
+    assert http.get("/v1/models/nothing").status_code == 404
+    for stream in (False, True):
+        answer = http.post("/v1/completions", json={"prompt": PROMPT, "model": "nothing", "stream": stream})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+    chat = http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "hi"}]})
+    assert (chat.status_code, chat.json()["error"]["reason"]) == (400, "NO_CHAT_TEMPLATE")
+    wrong = http.post("/v1/completions", json={"prompt": "word " * 2000})
+    assert (wrong.status_code, wrong.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert wrong.json()["error"]["param"] == "prompt"
+
+
+def test_it_ends_with_the_server(serve: Running, http: httpx2.Client) -> None:
+    assert http.get("/health").status_code == 200
+    assert serve.end() == 0
+    with pytest.raises(httpx2.TransportError):
+        http.get("/health")
