@@ -21,7 +21,7 @@ ASKED = {"max_tokens": 12, "seed": 5}
 @pytest.fixture(scope="module")
 def serve() -> Iterator[Running]:
     world = committed_world()
-    arguments = ("serve", str(world.base_path), "--adapters", str(world.adapters_path))
+    arguments = ("serve", str(world.base_path), "--adapters", str(world.adapters_root))
     arguments += ("--port", "0", "--http-port", "0")
     with loraplex(*arguments, "--served-model-name", "demo", "--threads", "1") as running:
         yield running

@@ -31,6 +31,7 @@ _FINISH_REASONS: Final = {
     pb.FINISH_REASON_STOP: "stop",
     pb.FINISH_REASON_LENGTH: "length",
 }
+_MIN_LOGPROB: Final = -9999.0  # for minus infinity, which JSON cannot write
 _MAX_TOKEN_ID: Final = (1 << 32) - 1
 
 
@@ -485,11 +486,11 @@ class Logprobs:
         top: dict[str, float] = {}
         for one in row.top:
             name = self._name(one)
-            top[name] = max(one.logprob, top.get(name, one.logprob))
+            top[name] = max(_finite(one.logprob), top.get(name, _MIN_LOGPROB))
         name = self._name(row)
         top.pop(name, None)
-        top[name] = row.logprob  # in any case, and last
-        return name, row.logprob, top
+        top[name] = _finite(row.logprob)  # in any case, and last
+        return name, top[name], top
 
     def _chat_row(self, row: pb.TokenLogprob) -> dict[str, Any]:
         return {**self._one(row), "top_logprobs": [self._one(one) for one in row.top]}
@@ -498,12 +499,16 @@ class Logprobs:
         is_whole = "\ufffd" not in row.text  # a part of a character has no text
         return {
             "token": self._name(row),
-            "logprob": row.logprob,
+            "logprob": _finite(row.logprob),
             "bytes": list(row.text.encode()) if is_whole else None,
         }
 
     def _name(self, row: pb.TokenLogprob | pb.TopLogprob) -> str:
         return f"token_id:{row.token_id}" if self._job.tokens_as_ids else row.text
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _MIN_LOGPROB)
 
 
 class Chunks:

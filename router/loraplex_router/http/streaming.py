@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from loraplex_contracts.errors import Cancelled, LoraplexError
+from loraplex_contracts.errors import Cancelled, LoraplexError, unexpected
 from loraplex_proto.status import from_rpc_error
 from loraplex_router.calls import CallContext
 from loraplex_router.upstream import FORWARDED_KEYS, Metadata
@@ -84,6 +84,8 @@ class FanOut:
                 await self._queue.put((index, answer))
         except LoraplexError as error:
             end = error
+        except Exception as error:
+            end = unexpected(error, "relaying an HTTP request")
         await self._queue.put((index, end))
 
     async def next(self) -> Message | None:

@@ -291,6 +291,10 @@ def test_logprobs_of_a_chat() -> None:
     (found,) = choice["logprobs"]["content"]
     assert (found["token"], found["logprob"], found["bytes"]) == ("é", -0.5, [0xC3, 0xA9])
     assert [one["bytes"] for one in found["top_logprobs"]] == [[0xC3, 0xA9], None]
+    never = row(1, "x", float("-inf"), (1, "x", float("-inf")))
+    cut = pb.GenerateResponse(completions=[pb.Completion(text="x", logprobs=[never])])
+    for job in (chat(logprobs=True, top_logprobs=1), completion(logprobs=1)):
+        assert "-9999.0" in json.dumps(openai.response_of(job, [cut]), allow_nan=False)
     as_ids = openai.response_of(chat(logprobs=True, return_tokens_as_token_ids=True), [answer])["choices"][0]
     assert as_ids["logprobs"]["content"][0]["token"] == "token_id:3"
     assert openai.response_of(chat(), [answer])["choices"][0]["logprobs"] is None
