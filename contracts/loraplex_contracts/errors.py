@@ -209,6 +209,10 @@ class ClientTooSlow(ResourceExhausted, reason="CLIENT_TOO_SLOW"):
     """The client reads its stream too slowly: the server's buffer is full."""
 
 
+class RequestTimeout(InvalidArgument, reason="REQUEST_TIMEOUT"):
+    """The body of an HTTP request did not arrive in time."""
+
+
 class MessageTooLarge(ResourceExhausted, reason="MESSAGE_TOO_LARGE", exit_code=2):
     """A request, an answer or the metadata of a call (`field` says which) is over a limit of size. Waiting does not
     help: never retry it as it is."""

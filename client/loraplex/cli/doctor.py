@@ -24,6 +24,9 @@ EXTRAS: Final[dict[str, dict[str, str]]] = {
         "grpcio-health-checking": "grpc_health",
         "grpcio-reflection": "grpc_reflection",
         "prometheus-client": "prometheus_client",
+        "fastapi": "fastapi",
+        "httptools": "httptools",
+        "uvicorn": "uvicorn",
     },
     "server": {
         "google-re2": "re2",

@@ -28,6 +28,7 @@ from loraplex_contracts.errors import (
     InvalidArgument,
     LoraplexError,
     MessageTooLarge,
+    RequestTimeout,
     unexpected,
 )
 from loraplex_proto import __version__
@@ -36,7 +37,6 @@ from loraplex_router.adapters import AdapterFanOut
 from loraplex_router.calls import Calls
 from loraplex_router.http import openai
 from loraplex_router.http.errors import (
-    RequestTimeout,
     error_headers,
     error_object,
     is_missing_model,

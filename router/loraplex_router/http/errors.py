@@ -11,10 +11,10 @@ from loraplex_contracts.errors import (
     Code,
     ContextLengthExceeded,
     InvalidAdapterId,
-    InvalidArgument,
     ListingTooLarge,
     LoraplexError,
     MessageTooLarge,
+    RequestTimeout,
 )
 
 # Status, type and code of OpenAI's error object. UNIMPLEMENTED is not 501: clients try again at 500 and above.
@@ -35,16 +35,13 @@ _INTERNAL: Final = (500, "server_error", "internal_error")
 # Fields of the wire that have another name in OpenAI's requests; of all others the last part of the path is the name.
 _PARAMS: Final[Mapping[str, str]] = {
     "adapter_id": "model",
+    "input": "prompt",
     "text": "prompt",
     "token_ids.ids": "prompt",
     "chat.messages": "messages",
     "chat.messages.role": "messages",
     "stopping.include_stop": "include_stop_str_in_output",
 }
-
-
-class RequestTimeout(InvalidArgument, reason="REQUEST_TIMEOUT"):
-    """A request whose body did not arrive in time."""
 
 
 def model_not_found(model: str) -> AdapterNotFound:

@@ -6,7 +6,7 @@ import pytest
 
 from loraplex_contracts import errors
 from loraplex_contracts.errors import LoraplexError
-from loraplex_router.http.errors import RequestTimeout, error_headers, error_object, status_of
+from loraplex_router.http.errors import error_headers, error_object, status_of
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ from loraplex_router.http.errors import RequestTimeout, error_headers, error_obj
         (errors.Unauthenticated("x"), 401, "authentication_error", "invalid_api_key"),
         (errors.PermissionDenied("x"), 403, "permission_error", "permission_denied"),
         (errors.AdapterNotFound("x"), 404, "NotFoundError", "model_not_found"),
-        (RequestTimeout("x"), 408, "invalid_request_error", "invalid_value"),
+        (errors.RequestTimeout("x"), 408, "invalid_request_error", "invalid_value"),
         (errors.MessageTooLarge("x"), 413, "invalid_request_error", "request_too_large"),
         (errors.Overloaded("x"), 429, "rate_limit_error", "overloaded"),
         (errors.Internal("x"), 500, "server_error", "internal_error"),
