@@ -82,8 +82,7 @@ class RouterConfig:
     http_host: str | None = option(None, "Address to serve HTTP on. Default: that of --host.", "--http-host")
     served_model_names: tuple[str, ...] = option(
         (),
-        "Name of the base model over HTTP; repeat it for more, the first one is listed. Default: the model's id and "
-        "the last part of it.",
+        "Name of the base model over HTTP; repeat it for more, the first one is listed. Default: the model's id.",
         "--served-model-name",
     )
     auth_file: Path | None = option(

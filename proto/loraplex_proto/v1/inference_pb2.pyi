@@ -1236,7 +1236,7 @@ class GetInfoResponse(google.protobuf.message.Message):
 
     @property
     def served_names(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Names that mean the base model where a protocol names it: the model id and its last segment."""
+        """Names that mean the base model where a protocol names it: today the model id alone."""
 
     @property
     def generation_defaults(self) -> Global___Sampling:

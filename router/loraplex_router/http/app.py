@@ -195,14 +195,14 @@ class Routes:
         return found.adapters
 
     def _base_names(self) -> tuple[str, ...]:
-        """Names of the base model, the one for listings first: those that the operator gave, else its id and the last
-        part of that. Raises NoWorker before any worker has said its model."""
+        """Names of the base model, the one for listings first: those that the operator gave, else its id. A shorter
+        name might be an adapter's. Raises NoWorker before any worker has said its model."""
         if self._backend.served_names:
             return self._backend.served_names
         model_id = self._backend.replicas.model_id
         if model_id is None:
             raise self._backend.replicas.no_worker()
-        return tuple(dict.fromkeys((model_id, model_id.rstrip("/").rpartition("/")[2] or model_id)))
+        return (model_id,)
 
     def _card(self, name: str, parent: str | None, root: str | None = None) -> dict[str, Any]:
         return {

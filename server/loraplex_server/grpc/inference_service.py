@@ -182,7 +182,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             has_chat_template=self._tokenizer.has_chat_template,
             speculation=protobuf.speculation_kinds(info.speculation),
             draft_models=protobuf.draft_model_names(info.speculation),
-            served_names=dict.fromkeys((info.model_id, info.model_id.rpartition("/")[2])),
+            served_names=[info.model_id],
             generation_defaults=protobuf.generation_defaults(info.generation_defaults),
             tasks=TASKS,
             kv_block_tokens=info.kv_block_tokens,
