@@ -28,7 +28,7 @@ from loraplex_server.engine.pipe import Submit
 
 
 def worker_flags(inputs: Path, store: Path, *, lora: bool) -> list[str]:
-    """What the engine is told, in process and as `loraplex worker` alike."""
+    """Flags of the engine, the same in process and for `loraplex worker`."""
     flags = [str(inputs / "model"), "--device", "cpu", "--no-prefix-caching", "--kv-memory", "1GiB"]
     flags += ["--max-running", "32", "--max-step-tokens", "2048", "--adapter-store", str(store)]
     return [*flags, "--adapters", str(inputs / "adapters")] if lora else flags

@@ -127,7 +127,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def make_implementations(device: torch.device, variants: bool) -> dict[str, Callable[[], SegmentedLora]]:
-    """What is measured, by name."""
+    """Makers of the operations that are measured, by name."""
     if not variants:
         return {choose_backend(device).lora().name: lambda: choose_backend(device).lora()}
     from loraplex_server.backends.cuda.lora.operation import TritonOps

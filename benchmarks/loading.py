@@ -70,7 +70,7 @@ class TimedHandle:
 
 @dataclass
 class Turns:
-    """What the turns of one kind of window took, in seconds."""
+    """Seconds of the turns in one kind of window."""
 
     steps: list[float] = field(default_factory=list[float])
     others: list[float] = field(default_factory=list[float])  # of each what was not its step's computation

@@ -42,7 +42,7 @@ _PEAK = re.compile(r"^VmHWM:\s+(\d+) kB", re.MULTILINE)
 
 
 class Load:
-    """What the servers are asked for; every call with a seed of its own."""
+    """Requests to the servers; each call has a seed of its own."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._lengths = parse_lengths(args.prompt, field="--prompt"), parse_lengths(args.output, field="--output")

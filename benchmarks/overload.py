@@ -65,7 +65,7 @@ class BuildDouble:
 
 @dataclass
 class Load:
-    """What was sent at one rate, and what became of it."""
+    """Requests that were sent at one rate, and how they ended."""
 
     sent: int = 0
     good: int = 0

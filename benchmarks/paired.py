@@ -59,17 +59,17 @@ class Side:
 
 
 def forget(*sides: Side) -> None:
-    """What has been counted so far."""
+    """Clears the counts of these sides."""
     for side in sides:
         side.times_s.clear()
         side.num_drafted = 0
 
 
 def run(first: Side, second: Side) -> None:
-    """Until both are through with what they were given."""
+    """Runs both until each has ended its requests."""
     sides = first, second
     while any(side.num_open for side in sides):
-        sides = sides[1], sides[0]  # whoever comes second finds other things in the caches
+        sides = sides[1], sides[0]  # the second finds other things in the caches
         for side in sides:
             if side.num_open:
                 side.step()

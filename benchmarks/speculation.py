@@ -126,7 +126,7 @@ def run_once(engine: Engine, prompts: Sequence[Prompt], speculation: Speculation
 
 @contextmanager
 def rolled_acceptance(share: float) -> Generator[None]:
-    """Whether a drafted token counts is rolled, whatever the target drew."""
+    """Accepts each drafted token with this probability, whatever the target drew."""
     dice = random.Random(0)
 
     def verify(draft: Sequence[int], sampled: Sequence[int]) -> tuple[int, ...]:

@@ -93,7 +93,7 @@ class AsyncClient:
         return await self._unary(self._calls.tokenizer_info(options))
 
     async def info(self, **options: Unpack[CallOptions]) -> ServerInfo:
-        """What answers at this address: base model, limits, version."""
+        """Base model, limits and version of the server at this address."""
         return await self._unary(self._calls.info(options))
 
     async def close(self) -> None:
@@ -146,7 +146,7 @@ class AsyncAdapters:
         return await self._send(self._calls.unload(adapter_id, options))
 
     async def get(self, adapter_id: str, **options: Unpack[CallOptions]) -> tuple[Adapter, ...]:
-        """Where one adapter is. Raises AdapterNotFound."""
+        """State and place of one adapter on each worker. Raises AdapterNotFound."""
         return await self._send(self._calls.get(adapter_id, options))
 
     async def list(

@@ -90,7 +90,7 @@ class Client:
         return self._unary(self._calls.tokenizer_info(options))
 
     def info(self, **options: Unpack[CallOptions]) -> ServerInfo:
-        """What answers at this address: base model, limits, version."""
+        """Base model, limits and version of the server at this address."""
         return self._unary(self._calls.info(options))
 
     def close(self) -> None:
@@ -136,7 +136,7 @@ class Adapters:
         return self._send(self._calls.unload(adapter_id, options))
 
     def get(self, adapter_id: str, **options: Unpack[CallOptions]) -> tuple[Adapter, ...]:
-        """Where one adapter is. Raises AdapterNotFound."""
+        """State and place of one adapter on each worker. Raises AdapterNotFound."""
         return self._send(self._calls.get(adapter_id, options))
 
     def list(

@@ -57,7 +57,7 @@ class Answers:
         return Response(adapters=self.rows).SerializeToString()
 
     def raise_unless_answered(self) -> None:
-        """Where no worker has: what they said, a verdict on the adapter before a worker that is not there."""
+        """Raises a failure when no worker has answered: a verdict on the adapter before a missing worker."""
         if not self.num_answered and self.failures:
             raise min(self.failures, key=lambda failure: failure.kind is not FailureKind.ANSWERED)
 
@@ -182,7 +182,7 @@ def _named(cls: type[Named], raw: bytes) -> str:
 
 
 def _is_bound(row: adapter_pb2.Adapter) -> bool:
-    """Whether the worker has bound the name, to a failure too; files of that name in its source alone do not count."""
+    """True when the worker has bound the name, to a failure too; files of that name in its source do not count."""
     return row.state != adapter_pb2.ADAPTER_STATE_KNOWN or row.tier != adapter_pb2.ADAPTER_TIER_SOURCE
 
 

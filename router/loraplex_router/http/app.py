@@ -281,11 +281,11 @@ def make_app(backend: Backend) -> ASGIApp:
     app.add_exception_handler(LoraplexError, on_error)
     app.add_exception_handler(RequestValidationError, on_invalid)
     app.add_exception_handler(HTTPException, on_http)
-    return _Door(app, backend.credentials)
+    return _Middleware(app, backend.credentials)
 
 
-class _Door:
-    """ASGI middleware: request id, credentials, bounds on the body; every exception becomes an answer."""
+class _Middleware:
+    """Request id, credentials, bounds on the body; every exception becomes an answer."""
 
     def __init__(self, app: ASGIApp, credentials: Callable[[], Credentials] | None) -> None:
         self._app = app

@@ -51,7 +51,7 @@ def model_not_found(model: str) -> AdapterNotFound:
 
 
 def is_missing_model(error: LoraplexError) -> bool:
-    """Whether the adapter that `model` names is unknown, forbidden, or not a valid name."""
+    """True when the adapter that `model` names is unknown, forbidden, or not a valid name."""
     is_name = isinstance(error, InvalidAdapterId) and error.field in (None, "adapter_id")
     return is_name or (isinstance(error, AdapterNotFound) and error.field in (None, "adapter_id", "model"))
 
