@@ -149,7 +149,8 @@ async def start_router(
 async def _start_http(
     router: Router, relay: InferenceRelay, adapters: AdapterFanOut, http_socket: socket.socket
 ) -> HttpServer:
-    from loraplex_router.http.app import Backend, make_app
+    from loraplex_router.http.app import make_app
+    from loraplex_router.http.backend import Backend
     from loraplex_router.http.server import HttpServer
 
     config, listener = router.config, router.listener

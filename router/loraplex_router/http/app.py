@@ -7,24 +7,20 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from loraplex_contracts.adapters import check_adapter_id, check_id
+from loraplex_contracts.adapters import check_id
 from loraplex_contracts.errors import (
-    AdapterNotFound,
     Internal,
-    InvalidAdapterId,
     InvalidArgument,
     LoraplexError,
     MessageTooLarge,
@@ -33,9 +29,8 @@ from loraplex_contracts.errors import (
 )
 from loraplex_proto import __version__
 from loraplex_proto.v1 import adapter_pb2, inference_pb2
-from loraplex_router.adapters import AdapterFanOut
-from loraplex_router.calls import Calls
 from loraplex_router.http import openai
+from loraplex_router.http.backend import Backend, ignored_header, request_id_of
 from loraplex_router.http.errors import (
     error_headers,
     error_object,
@@ -46,8 +41,6 @@ from loraplex_router.http.errors import (
 from loraplex_router.http.models import ChatCompletionRequest, CompletionRequest, TokenizeRequest, ignored_fields
 from loraplex_router.http.openai import Job
 from loraplex_router.http.streaming import EventStream, FanOut, events_of, metadata_of, while_connected
-from loraplex_router.inference import InferenceRelay
-from loraplex_router.replicas import Replicas
 from loraplex_runtime.auth import Credentials, admit
 
 log = logging.getLogger(__name__)
@@ -66,20 +59,6 @@ _ANY_ROLE: Final = "/loraplex.v1.InferenceService/GetInfo"
 _OPEN_PATHS: Final = frozenset({"/health", "/ping", "/version", "/metrics"})
 
 
-@dataclass(frozen=True, slots=True)
-class Backend:
-    """The router's parts that HTTP requests reach."""
-
-    calls: Calls
-    relay: InferenceRelay
-    adapters: AdapterFanOut
-    replicas: Replicas
-    is_ready: Callable[[], bool]
-    credentials: Callable[[], Credentials] | None
-    registry: CollectorRegistry | None
-    served_names: tuple[str, ...] = ()
-
-
 class Routes:
     """The handlers, over one router."""
 
@@ -90,7 +69,6 @@ class Routes:
         self._generate_stream = calls.handler("GenerateStream", relay.generate_stream)
         self._tokenize = calls.handler("Tokenize", relay.tokenize)
         self._list = calls.handler("ListAdapters", backend.adapters.list)
-        self._get = calls.handler("GetAdapter", backend.adapters.get)
         self._started = int(time.time())
 
     def add_to(self, app: FastAPI) -> None:
@@ -107,18 +85,19 @@ class Routes:
     # --- generation ------------------------------------------------------------------------------------------------
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
-        names = self._base_names()
-        return await self._answer(
-            openai.completion_job(body, names, _request_id(request), int(time.time())), names, request
-        )
+        names = self._backend.base_names()
+        job = openai.completion_job(body, names, request_id_of(request), int(time.time()))
+        return await self._answer(job, names, request)
 
     async def chat_completions(self, body: ChatCompletionRequest, request: Request) -> Response:
-        names = self._base_names()
-        return await self._answer(openai.chat_job(body, names, _request_id(request), int(time.time())), names, request)
+        names = self._backend.base_names()
+        return await self._answer(
+            openai.chat_job(body, names, request_id_of(request), int(time.time())), names, request
+        )
 
     async def _answer(self, job: Job, base_names: Sequence[str], request: Request) -> Response:
         """Runs the job's calls. Nothing is sent before the first message, so that errors have their real status."""
-        headers = {"x-request-id": job.request_id, **_ignored_header(job.ignored)}
+        headers = {"x-request-id": job.request_id, **ignored_header(job.ignored)}
         raws = [one.SerializeToString() for one in job.requests]
         handle = self._generate_stream if job.is_streamed else self._generate
         if not job.model:
@@ -142,12 +121,12 @@ class Routes:
         return EventStream(calls, events, headers)
 
     async def tokenize(self, body: TokenizeRequest, request: Request) -> Response:
-        headers = _ignored_header(ignored_fields(body))
-        names = self._base_names()
+        headers = ignored_header(ignored_fields(body))
+        names = self._backend.base_names()
         if adapter_id := openai.adapter_of(body.model, names):
-            await self._rows(adapter_id, request)
+            await self._backend.adapter_rows(adapter_id, request)
         raw = openai.tokenize_request(body).SerializeToString()
-        answer = inference_pb2.TokenizeResponse.FromString(await self._ask(self._tokenize, raw, request))
+        answer = inference_pb2.TokenizeResponse.FromString(await self._backend.ask(self._tokenize, raw, request))
         content = {
             "count": len(answer.token_ids),
             "max_model_len": self._backend.replicas.max_context_tokens,
@@ -159,14 +138,14 @@ class Routes:
     # --- models ----------------------------------------------------------------------------------------------------
 
     async def models(self, request: Request) -> Response:
-        base, *_ = self._base_names()
+        base, *_ = self._backend.base_names()
         cards = [self._card(base, parent=None)]
         token = ""
         while True:
             question = adapter_pb2.ListAdaptersRequest(
                 include_unloaded=True, page_size=PAGE_SIZE, page_token=token
             ).SerializeToString()
-            page = adapter_pb2.ListAdaptersResponse.FromString(await self._ask(self._list, question, request))
+            page = adapter_pb2.ListAdaptersResponse.FromString(await self._backend.ask(self._list, question, request))
             seen = {row.adapter_id: row for row in page.adapters}
             cards += [self._adapter_card(row, base) for row in seen.values()]
             token = page.next_page_token
@@ -174,35 +153,14 @@ class Routes:
                 return JSONResponse({"object": "list", "data": cards})
 
     async def model(self, model_id: str, request: Request) -> Response:
-        names = self._base_names()
+        names = self._backend.base_names()
         if not model_id:
             raise model_not_found(model_id)
         adapter_id = openai.adapter_of(model_id, names)
         if not adapter_id:
             return JSONResponse(self._card(model_id, parent=None))
-        rows = await self._rows(adapter_id, request)
+        rows = await self._backend.adapter_rows(adapter_id, request)
         return JSONResponse(self._adapter_card(rows[0], names[0]))
-
-    async def _rows(self, adapter_id: str, request: Request) -> Sequence[adapter_pb2.Adapter]:
-        """Raises AdapterNotFound for an unknown adapter, and for one that the caller may not use."""
-        try:
-            question = adapter_pb2.GetAdapterRequest(adapter_id=check_adapter_id(adapter_id)).SerializeToString()
-            found = adapter_pb2.GetAdapterResponse.FromString(await self._ask(self._get, question, request))
-        except (AdapterNotFound, InvalidAdapterId) as error:
-            raise model_not_found(adapter_id) from error
-        if not found.adapters:
-            raise model_not_found(adapter_id)
-        return found.adapters
-
-    def _base_names(self) -> tuple[str, ...]:
-        """Names of the base model, the one for listings first: those that the operator gave, else its id. A shorter
-        name might be an adapter's. Raises NoWorker before any worker has said its model."""
-        if self._backend.served_names:
-            return self._backend.served_names
-        model_id = self._backend.replicas.model_id
-        if model_id is None:
-            raise self._backend.replicas.no_worker()
-        return (model_id,)
 
     def _card(self, name: str, parent: str | None, root: str | None = None) -> dict[str, Any]:
         return {
@@ -233,19 +191,6 @@ class Routes:
             raise HTTPException(404)
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         return Response(encode(self._backend.registry), headers={"content-type": content_type})
-
-    async def _ask(self, handle: Callable[[bytes, Any], Awaitable[bytes]], raw: bytes, request: Request) -> bytes:
-        """One unary call of the router."""
-        calls = FanOut(handle, [raw], metadata_of(request))
-        try:
-            (answer,) = await while_connected(request.receive, calls.answers())
-            return answer
-        finally:
-            calls.cancel()
-
-
-def _ignored_header(names: Sequence[str]) -> dict[str, str]:
-    return {"x-loraplex-ignored": ",".join(names)} if names else {}
 
 
 def _named(error: LoraplexError, model: str) -> LoraplexError:
@@ -359,10 +304,6 @@ def _id_in(headers: Headers) -> str:
         if given := headers.get("x-request-id"):
             return check_id(given, field="x-request-id")
     return uuid.uuid4().hex
-
-
-def _request_id(request: Request) -> str:
-    return request.state.request_id
 
 
 def _invalid(error: RequestValidationError) -> InvalidArgument:

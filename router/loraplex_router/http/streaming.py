@@ -154,8 +154,9 @@ async def events_of(
     to_events: Callable[[int, bytes], Iterable[bytes]],
     at_end: Callable[[], Iterable[bytes]],
     of_error: Callable[[LoraplexError], bytes],
+    done: bytes = DONE,
 ) -> AsyncIterator[bytes]:
-    """The events of a stream whose `first` message is here; an error of a call is the last event before [DONE]."""
+    """The events of a stream whose `first` message is here; an error of a call is the last event before `done`."""
     message: Message | None = first
     try:
         while message is not None:
@@ -167,6 +168,7 @@ async def events_of(
                     break
                 except TimeoutError:
                     yield KEEP_ALIVE
-        yield b"".join(at_end()) + DONE
+        if last := b"".join(at_end()) + done:
+            yield last
     except LoraplexError as error:
-        yield of_error(error) + DONE
+        yield of_error(error) + done
