@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import copy
 import itertools
@@ -14,11 +13,10 @@ from functools import partial
 from typing import Any
 
 import loraplex_proto
-from loraplex_contracts.errors import DeadlineExceeded, LoraplexError
+from loraplex_contracts.errors import LoraplexError
 from loraplex_contracts.request import Request
 from loraplex_contracts.sampling import TokenizerView
 from loraplex_proto import validate
-from loraplex_proto.status import answer_within_s
 from loraplex_proto.v1 import inference_pb2, inference_pb2_grpc
 from loraplex_server.engine.client import EngineClient
 from loraplex_server.engine.pipe import ModelInfo
@@ -26,13 +24,12 @@ from loraplex_server.frontend.generation import Delta, Progress, generate
 from loraplex_server.frontend.tokenizing import Tokenizing
 from loraplex_server.grpc import protobuf
 from loraplex_server.grpc.middleware import RequestGate, begin_request, handles_errors, handles_stream_errors
+from loraplex_server.grpc.prompts import Prompts, copied_ids, seconds_left, within
 from loraplex_server.text.tokenizer import Truncation
 
 Context = Any  # grpc.aio.ServicerContext, which is generic over messages in its stubs
 
-IDS_AT_ONCE = 1 << 14  # copied in one step
 TOKEN_CHARS = 4
-MESSAGE_CHARS = 32  # a chat template's text around a message, and its rendering
 TASKS = ("generate",)
 
 
@@ -80,6 +77,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._info = info
         self._tokenizing = tokenizing
         self._tokenizer = tokenizing.tokenizer
+        self._prompts = Prompts(tokenizing)
         self._gate = gate
         self._limits = tokenizing.limits
         self._tokenizer_view = TokenizerView(
@@ -132,8 +130,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """Gives serialized bytes: for a long text they are made in the process that tokenizes it."""
         validate.check_tokenize(request)
         self._gate.admit()
-        async with _within(_remaining_s(context)):
-            text, special = await self._text(request)
+        async with within(seconds_left(context)):
+            text, special = await self._prompts.text(request)
             special = special and not request.omit_special_tokens
             raw = await self._tokenizing.tokenize(
                 text, protobuf.tokenize_response, special=special, with_offsets=request.offsets
@@ -147,11 +145,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.DetokenizeResponse:
         validate.refuse_unhandled(request)
         self._gate.admit()
-        async with _within(_remaining_s(context)):
+        async with within(seconds_left(context)):
             ids = request.token_ids
             check = partial(validate.check_token_ids, ids, "token_ids", self._limits)
             await self._tokenizing.off_loop(len(ids), check)
-            copied = await self._tokenizing.off_loop(len(ids), partial(_copied, ids))
+            copied = await self._tokenizing.off_loop(len(ids), partial(copied_ids, ids))
             text = await self._tokenizing.decode(
                 copied, keep_special=not request.omit_special_tokens, field="token_ids"
             )
@@ -194,15 +192,17 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         request_id = begin_request(message.request_id)
         validate.check_generate(message)
         num_ids = len(message.token_ids.ids)
-        arrival_s, remaining_s = time.monotonic(), _remaining_s(context)
-        async with _within(remaining_s):
+        arrival_s, remaining_s = time.monotonic(), seconds_left(context)
+        async with within(remaining_s):
             # A prompt that is too long is refused before its tokens are checked, unless it is shortened.
             is_cut = message.HasField("truncate_prompt")
             num_checked = num_ids if is_cut else min(num_ids, self._limits.max_context_tokens)
             await self._tokenizing.off_loop(num_checked, partial(validate.check_for_model, message, self._limits))
             identity = self._gate.admit(*validate.adapters_in(message))
             self._refuse_early(message, identity.tenant, remaining_s)
-            prompt = await self._prompt(message)
+            prompt = await self._prompts.ids(
+                message, self._truncation(message), special=not message.omit_special_tokens
+            )
             if is_cut or not num_ids:
                 validate.check_prompt_length(len(prompt), self._limits)
             output = message.output
@@ -240,34 +240,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         num_outputs = min(wanted, room)
         forecast.check((tenant, message.adapter_id), num_prompt, num_outputs, remaining_s)
 
-    async def _prompt(self, message: inference_pb2.GenerateRequest) -> tuple[int, ...]:
-        truncation = self._truncation(message)
-        if message.WhichOneof("input") == "token_ids":
-            ids = message.token_ids.ids
-            kept = ids if truncation is None else truncation.cut(ids)
-            return await self._tokenizing.off_loop(len(kept), partial(_copied, kept))
-        text, special = await self._text(message)
-        special = special and not message.omit_special_tokens
-        return tuple(await self._tokenizing.encode(text, special=special, truncation=truncation))
-
     def _truncation(self, message: inference_pb2.GenerateRequest) -> Truncation | None:
-        if not message.HasField("truncate_prompt"):
-            return None
-        wanted, stopping = message.truncate_prompt, message.stopping
-        num_new = stopping.max_tokens if stopping.HasField("max_tokens") else 1
-        room = max(1, self._info.max_context_tokens - num_new)
-        return Truncation(wanted.max_tokens or room, wanted.keep_start)
-
-    async def _text(self, message: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest) -> tuple[str, bool]:
-        """The text to tokenize, and whether it needs special tokens: a chat's template writes them."""
-        if message.WhichOneof("input") != "chat":
-            return message.text, True
-        chat = message.chat
-        num_bytes = chat.ByteSize() + MESSAGE_CHARS * len(chat.messages)
-        return await self._tokenizing.off_loop(num_bytes, partial(self._rendered, chat)), False
-
-    def _rendered(self, chat: inference_pb2.Chat) -> str:
-        return self._tokenizer.render_chat(**protobuf.template_input(chat))
+        stopping = message.stopping
+        return self._prompts.truncation(message, stopping.max_tokens if stopping.HasField("max_tokens") else 1)
 
     def _answer(
         self,
@@ -290,37 +265,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         )
         accepted.put_head(answer, progress)
         return answer
-
-
-def _remaining_s(context: Context) -> float | None:
-    """Seconds in which to answer; None without a deadline. Raises DeadlineExceeded when none are left."""
-    remaining_s: float | None = context.time_remaining()
-    if remaining_s is None:
-        return None
-    if remaining_s <= 0:
-        raise DeadlineExceeded("the deadline had passed when the request arrived; give it more time")
-    return answer_within_s(remaining_s)
-
-
-@contextlib.asynccontextmanager
-async def _within(remaining_s: float | None) -> AsyncGenerator[None]:
-    """Raises DeadlineExceeded when the block takes longer."""
-    timeout = asyncio.timeout(remaining_s)
-    try:
-        async with timeout:
-            yield
-    except TimeoutError:
-        if not timeout.expired():
-            raise
-        raise DeadlineExceeded("the deadline passed before the text was tokenized; give it more time") from None
-
-
-def _copied(ids: Sequence[int]) -> tuple[int, ...]:
-    """Copied in steps, so that other threads run in between."""
-    copied: list[int] = []
-    for start in range(0, len(ids), IDS_AT_ONCE):
-        copied += ids[start : start + IDS_AT_ONCE]
-    return tuple(copied)
 
 
 def _timings(progress: Progress) -> inference_pb2.Timings:

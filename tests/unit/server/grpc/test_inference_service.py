@@ -37,6 +37,7 @@ from loraplex_server.engine.pipe import ModelInfo
 from loraplex_server.frontend.tokenizing import NUM_THREADS, Tokenizing
 from loraplex_server.grpc.inference_service import InferenceServicer
 from loraplex_server.grpc.middleware import RequestGate
+from loraplex_server.grpc.prompts import Prompts
 from loraplex_server.text.tokenizer import SHORT_CHARS, TextTokenizer, Truncation
 
 
@@ -112,7 +113,7 @@ async def test_long_texts_and_chats_leave_the_event_loop_alone(given: dict[str, 
     assert len(response.tokens) == len(response.token_ids)
     assert (threading.get_ident() not in tokenizer.threads) == is_long
     tokenizer.threads.clear()
-    assert await one._prompt(inference_pb2.GenerateRequest(**given)) == tuple(response.token_ids)
+    assert await Prompts(one._tokenizing).ids(inference_pb2.GenerateRequest(**given), None) == tuple(response.token_ids)
     assert (threading.get_ident() not in tokenizer.threads) == is_long
     await one._tokenizing.close()
 

@@ -1,0 +1,90 @@
+"""Prompts of requests as token ids: text, chat or ids, and truncation."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Sequence
+from functools import partial
+from typing import Any
+
+from loraplex_contracts.errors import DeadlineExceeded
+from loraplex_proto.status import answer_within_s
+from loraplex_proto.v1 import inference_pb2, pooling_pb2
+from loraplex_server.frontend.tokenizing import Tokenizing
+from loraplex_server.grpc import protobuf
+from loraplex_server.text.tokenizer import Truncation
+
+Context = Any  # grpc.aio.ServicerContext
+
+IDS_AT_ONCE = 1 << 14  # copied in one step
+MESSAGE_CHARS = 32  # a chat template's text around a message, and its rendering
+
+Prompt = inference_pb2.GenerateRequest | pooling_pb2.PoolingInput
+PoolingRequest = pooling_pb2.EmbedRequest | pooling_pb2.ClassifyRequest | pooling_pb2.ScoreRequest
+
+
+class Prompts:
+    """Makes token ids of messages that have been validated."""
+
+    def __init__(self, tokenizing: Tokenizing) -> None:
+        self._tokenizing = tokenizing
+
+    async def ids(self, message: Prompt, truncation: Truncation | None, *, special: bool = True) -> tuple[int, ...]:
+        """`special`: with the tokenizer's own special tokens around a text. Raises what `Tokenizing.encode` raises."""
+        if message.WhichOneof("input") == "token_ids":
+            ids = message.token_ids.ids
+            kept = ids if truncation is None else truncation.cut(ids)
+            return await self._tokenizing.off_loop(len(kept), partial(copied_ids, kept))
+        text, may_be_special = await self.text(message)
+        return tuple(await self._tokenizing.encode(text, special=special and may_be_special, truncation=truncation))
+
+    async def text(self, message: Prompt | inference_pb2.TokenizeRequest) -> tuple[str, bool]:
+        """The text to tokenize, and whether it needs special tokens: a chat's template writes them."""
+        if message.WhichOneof("input") != "chat":
+            return message.text, True
+        chat = message.chat
+        num_bytes = chat.ByteSize() + MESSAGE_CHARS * len(chat.messages)
+        return await self._tokenizing.off_loop(num_bytes, partial(self._rendered, chat)), False
+
+    def truncation(self, message: inference_pb2.GenerateRequest | PoolingRequest, num_new: int) -> Truncation | None:
+        """Of a request that leaves room for `num_new` tokens; None where its prompt is not truncated."""
+        if not message.HasField("truncate_prompt"):
+            return None
+        wanted = message.truncate_prompt
+        room = max(1, self._tokenizing.limits.max_context_tokens - num_new)
+        return Truncation(wanted.max_tokens or room, wanted.keep_start)
+
+    def _rendered(self, chat: inference_pb2.Chat) -> str:
+        return self._tokenizing.tokenizer.render_chat(**protobuf.template_input(chat))
+
+
+def seconds_left(context: Context) -> float | None:
+    """Seconds in which to answer; None without a deadline. Raises DeadlineExceeded when none are left."""
+    left_s: float | None = context.time_remaining()
+    if left_s is None:
+        return None
+    if left_s <= 0:
+        raise DeadlineExceeded("the deadline had passed when the request arrived; give it more time")
+    return answer_within_s(left_s)
+
+
+@contextlib.asynccontextmanager
+async def within(left_s: float | None) -> AsyncGenerator[None]:
+    """Raises DeadlineExceeded when the block takes longer."""
+    timeout = asyncio.timeout(left_s)
+    try:
+        async with timeout:
+            yield
+    except TimeoutError:
+        if not timeout.expired():
+            raise
+        raise DeadlineExceeded("the deadline passed before the text was tokenized; give it more time") from None
+
+
+def copied_ids(ids: Sequence[int]) -> tuple[int, ...]:
+    """Copied in steps, so that other threads run in between."""
+    found: list[int] = []
+    for start in range(0, len(ids), IDS_AT_ONCE):
+        found += ids[start : start + IDS_AT_ONCE]
+    return tuple(found)
