@@ -19,7 +19,7 @@ from loraplex_contracts.errors import AdapterNotFound, EngineLost, LoraplexError
 from loraplex_proto.status import abort
 from loraplex_proto.v1 import adapter_pb2, inference_pb2
 from loraplex_router.config import RouterConfig
-from loraplex_router.http import app as http_app
+from loraplex_router.http import middleware as http_middleware
 from loraplex_router.http import server as http_server
 from loraplex_router.http.models import REFUSED, ChatCompletionRequest, CompletionRequest
 from loraplex_router.server import start_router
@@ -419,7 +419,7 @@ async def test_bodies_are_bounded() -> None:
 
 async def test_heads_are_bounded_in_size_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "HEAD_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(http_app, "BODY_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(http_middleware, "BODY_TIMEOUT_S", 0.2)
     async with http_cluster() as (_, http):
         for sent in (b"", b"GET /health HTTP/1.1\r\nhost: x\r\n", b"GET /" + b"x" * 200_000, b"G\r\n\r\n"):
             reader, writer = await connect(http)

@@ -1,17 +1,18 @@
-"""The router as HTTP's routes see it: calls, names of the base model, adapters."""
+"""The router as HTTP's routes see it: calls, names of models, bounds."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 
 from loraplex_contracts.adapters import check_adapter_id
-from loraplex_contracts.errors import AdapterNotFound, InvalidAdapterId
+from loraplex_contracts.errors import AdapterNotFound, Internal, InvalidAdapterId, InvalidArgument
 from loraplex_proto.v1 import adapter_pb2
+from loraplex_proto.v1 import inference_pb2 as pb
 from loraplex_router.adapters import AdapterFanOut
 from loraplex_router.calls import Call, Calls
 from loraplex_router.http.errors import model_not_found
@@ -19,6 +20,10 @@ from loraplex_router.http.streaming import FanOut, Handle, metadata_of, while_co
 from loraplex_router.inference import InferenceRelay
 from loraplex_router.replicas import Replicas
 from loraplex_runtime.auth import Credentials
+
+# Prompts of one request, and texts that they ask for together.
+MAX_PROMPTS: Final = 128
+MAX_CHOICES: Final = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +62,32 @@ class Backend:
         finally:
             calls.cancel()
 
+    async def generate(self, messages: Sequence[pb.GenerateRequest], request: Request) -> list[pb.GenerateResponse]:
+        """The answers in the order of their requests, or the first error."""
+        handle = self.handler("Generate", self.relay.generate)
+        calls = FanOut(handle, [one.SerializeToString() for one in messages], metadata_of(request))
+        try:
+            found = await while_connected(request.receive, calls.answers())
+        finally:
+            calls.cancel()
+        return [pb.GenerateResponse.FromString(raw) for raw in found]
+
+    async def generate_stream(
+        self, messages: Sequence[pb.GenerateRequest], request: Request
+    ) -> tuple[FanOut, tuple[int, bytes]]:
+        """Calls that run, and their first message: an error before it is raised here, so that it has its real
+        status."""
+        handle = self.handler("GenerateStream", self.relay.generate_stream)
+        calls = FanOut(handle, [one.SerializeToString() for one in messages], metadata_of(request))
+        try:
+            first = await while_connected(request.receive, calls.next())
+            if first is None:
+                raise Internal("a worker has ended its answer without a message")
+        except BaseException:
+            calls.cancel()
+            raise
+        return calls, first
+
     async def adapter_rows(self, adapter_id: str, request: Request) -> Sequence[adapter_pb2.Adapter]:
         """Raises AdapterNotFound for an unknown adapter, and for one that the caller may not use."""
         handle = self.handler("GetAdapter", self.adapters.get)
@@ -78,3 +109,26 @@ def ignored_header(names: Sequence[str]) -> dict[str, str]:
 def request_id_of(request: Request) -> str:
     """The client's x-request-id, or the one that it was given."""
     return request.state.request_id
+
+
+def adapter_of(model: str | None, base_names: Sequence[str]) -> str:
+    """The adapter that `model` names, "" for the base model: a name of the base, an adapter, or "base:adapter".
+
+    Raises AdapterNotFound for a name after an unknown base. Whether there is such an adapter, a worker says."""
+    if not model or model in base_names:
+        return ""
+    for base in base_names:
+        if model.startswith(base + ":") and len(model) > len(base) + 1:
+            return model[len(base) + 1 :]
+    if ":" in model:  # never in the name of an adapter
+        raise model_not_found(model)
+    return model
+
+
+def unicode_text(text: str, name: str) -> str:
+    """Raises InvalidArgument for lone surrogates, which JSON can write and UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(f"`{name}` is not valid Unicode text", field=name) from error
+    return text

@@ -1,8 +1,7 @@
-"""Translation of OpenAI requests and answers."""
+"""Translation of OpenAI requests."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from loraplex_contracts.errors import AdapterNotFound, InvalidArgument, Unimplem
 from loraplex_proto.v1 import inference_pb2 as pb
 from loraplex_proto.validate import check_generate
 from loraplex_router.http import openai
+from loraplex_router.http.backend import adapter_of
 from loraplex_router.http.models import (
     MAX_IGNORED_CHARS,
     MAX_IGNORED_NAMES,
@@ -41,9 +41,6 @@ def wire(**fields: Any) -> pb.GenerateRequest:
     return request
 
 
-# --- requests -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("model", "adapter_id"),
     [
@@ -52,14 +49,14 @@ def wire(**fields: Any) -> pb.GenerateRequest:
     ],
 )  # fmt: skip
 def test_the_model_names_the_adapter(model: str | None, adapter_id: str) -> None:
-    assert openai.adapter_of(model, NAMES) == adapter_id
+    assert adapter_of(model, NAMES) == adapter_id
     assert wire(model=model).adapter_id == adapter_id
 
 
 @pytest.mark.parametrize("model", ["other:sql", "base:", ":", "sql:base"])
 def test_a_name_after_an_unknown_base_is_unknown(model: str) -> None:
     with pytest.raises(AdapterNotFound):
-        openai.adapter_of(model, NAMES)
+        adapter_of(model, NAMES)
 
 
 def test_defaults_are_openais() -> None:
@@ -224,120 +221,3 @@ def test_tokenize() -> None:
     assert asked.chat.messages[0].content == "hi"
     with pytest.raises(InvalidArgument, match="`prompt` or `messages`"):
         openai.tokenize_request(TokenizeRequest())
-
-
-# --- answers --------------------------------------------------------------------------------------------------------
-
-
-def row(token_id: int, text: str, logprob: float, *top: tuple[int, str, float]) -> pb.TokenLogprob:
-    alternatives = [pb.TopLogprob(token_id=one, text=name, logprob=value) for one, name, value in top]
-    return pb.TokenLogprob(token_id=token_id, text=text, logprob=logprob, top=alternatives)
-
-
-USAGE = pb.Usage(
-    prompt_tokens=3, completion_tokens=2, cached_tokens=1, drafted_tokens=4, accepted_tokens=2, steps=1,
-    proposers=[pb.ProposerUsage(name="medusa", drafted_tokens=4, accepted_tokens=2)],
-)  # fmt: skip
-
-
-def test_an_answer_to_several_prompts() -> None:
-    job = completion(prompt=[[7], [1]], n=2, model="sql", return_token_ids=True)
-    answers = [
-        pb.GenerateResponse(
-            completions=[
-                pb.Completion(index=1, text=f"{name}1", token_ids=[1], finish_reason=pb.FINISH_REASON_LENGTH),
-                pb.Completion(
-                    index=0, text=f"{name}0", token_ids=[2], finish_reason=pb.FINISH_REASON_STOP, stop_string="END"
-                ),
-            ],
-            usage=USAGE, adapter_digest="d" * 64, timings=pb.Timings(queue_s=0.5),
-        )
-        for name in "ab"
-    ]  # fmt: skip
-    body = openai.response_of(job, answers)
-    assert [(one["index"], one["text"]) for one in body["choices"]] == [(0, "a0"), (1, "a1"), (2, "b0"), (3, "b1")]
-    assert [(one["finish_reason"], one["stop_reason"]) for one in body["choices"][:2]] == [
-        ("stop", "END"), ("length", None),
-    ]  # fmt: skip
-    assert [one["prompt_token_ids"] for one in body["choices"]] == [[7], [7], [1], [1]]
-    assert body["usage"] == {
-        "prompt_tokens": 6, "completion_tokens": 4, "total_tokens": 10, "prompt_tokens_details": {"cached_tokens": 2},
-    }  # fmt: skip
-    assert body["loraplex"]["proposers"] == {"medusa": {"drafted_tokens": 8, "accepted_tokens": 4}}
-    assert body["loraplex"]["adapter_digest"] == "d" * 64
-    assert body["loraplex"]["queue_s"] == 0.5
-    assert body["system_fingerprint"].endswith("-dddddddddddd")
-    assert (body["id"], body["object"], body["model"]) == ("cmpl-rid", "text_completion", "sql")
-
-
-def test_logprobs_with_the_echoed_prompt() -> None:
-    job = completion(echo=True, logprobs=1)
-    answer = pb.GenerateResponse(
-        completions=[pb.Completion(text="one two three", logprobs=[row(3, " three", -0.5, (4, " four", -0.25))])],
-        prompt_logprobs=[row(2, " two", -1.0, (2, " two", -1.0))],
-    )
-    found = openai.response_of(job, [answer])["choices"][0]["logprobs"]
-    assert found["tokens"] == ["one", " two", " three"]
-    assert found["token_logprobs"] == [None, -1.0, -0.5]
-    assert found["top_logprobs"] == [None, {" two": -1.0}, {" four": -0.25, " three": -0.5}]
-    assert found["text_offset"] == [0, 3, 7]
-
-
-def test_logprobs_of_a_chat() -> None:
-    rows = [row(3, "é", -0.5, (3, "é", -0.5), (4, "\ufffd", -1.0))]
-    answer = pb.GenerateResponse(completions=[pb.Completion(text="é", logprobs=rows)])
-    choice = openai.response_of(chat(logprobs=True, top_logprobs=2), [answer])["choices"][0]
-    assert choice["message"] == {"role": "assistant", "content": "é", "refusal": None}
-    (found,) = choice["logprobs"]["content"]
-    assert (found["token"], found["logprob"], found["bytes"]) == ("é", -0.5, [0xC3, 0xA9])
-    assert [one["bytes"] for one in found["top_logprobs"]] == [[0xC3, 0xA9], None]
-    never = row(1, "x", float("-inf"), (1, "x", float("-inf")))
-    cut = pb.GenerateResponse(completions=[pb.Completion(text="x", logprobs=[never])])
-    for job in (chat(logprobs=True, top_logprobs=1), completion(logprobs=1)):
-        assert "-9999.0" in json.dumps(openai.response_of(job, [cut]), allow_nan=False)
-    as_ids = openai.response_of(chat(logprobs=True, return_tokens_as_token_ids=True), [answer])["choices"][0]
-    assert as_ids["logprobs"]["content"][0]["token"] == "token_id:3"
-    assert openai.response_of(chat(), [answer])["choices"][0]["logprobs"] is None
-
-
-def events(chunks: openai.Chunks, *messages: tuple[int, pb.GenerateStreamResponse]) -> list[dict[str, Any]]:
-    raw = [one for prompt, message in messages for one in chunks.events(prompt, message.SerializeToString())]
-    raw += chunks.end()
-    assert all(one.startswith(b"data: ") and one.endswith(b"\n\n") for one in raw)
-    return [json.loads(one[6:]) for one in raw]
-
-
-def test_a_stream_of_a_chat_opens_all_choices_first() -> None:
-    chunk = pb.GenerateStreamResponse
-    end = pb.FINISH_REASON_EOS
-    job = chat(n=2, stream=True, stream_options={"include_usage": True})
-    found = events(
-        openai.Chunks(job),
-        (0, chunk(index=1, text_delta="b", adapter_digest="e" * 64)),
-        (0, chunk(index=0, text_delta="a", finish_reason=end, usage=USAGE)),
-        (0, chunk(index=1, finish_reason=end, usage=USAGE)),
-    )
-    deltas = [(one["choices"][0]["index"], one["choices"][0]["delta"]) for one in found[:-1]]
-    assert deltas == [
-        (0, {"role": "assistant", "content": ""}), (1, {"role": "assistant", "content": ""}),
-        (1, {"content": "b"}), (0, {"content": "a"}), (1, {}),
-    ]  # fmt: skip
-    assert [one["choices"][0]["finish_reason"] for one in found[2:-1]] == [None, "stop", "stop"]
-    assert found[-1]["choices"] == []
-    assert (found[-1]["usage"]["prompt_tokens"], found[-1]["usage"]["completion_tokens"]) == (3, 4)
-    assert found[-1]["loraplex"]["accepted_tokens"] == 4
-    assert {one["system_fingerprint"] for one in found} == {openai.fingerprint("e" * 64)}
-
-
-def test_a_stream_of_several_prompts() -> None:
-    chunk = pb.GenerateStreamResponse
-    job = completion(prompt=["a", "b"], n=2, stream=True, logprobs=0)
-    found = events(
-        openai.Chunks(job),
-        (1, chunk(index=1, text_delta="x", logprobs=[row(1, "x", -1.0)])),
-        (1, chunk(index=1, text_delta="y", logprobs=[row(2, "y", -2.0)], finish_reason=pb.FINISH_REASON_LENGTH)),
-    )
-    assert [one["choices"][0]["index"] for one in found] == [3, 3]
-    assert [one["choices"][0]["logprobs"]["text_offset"] for one in found] == [[0], [1]]
-    assert found[1]["choices"][0]["finish_reason"] == "length"
-    assert "usage" not in found[0]

@@ -1,0 +1,112 @@
+"""ASGI middleware of the HTTP port: request id, credentials, bounds on bodies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from loraplex_contracts.adapters import check_id
+from loraplex_contracts.errors import InvalidArgument, LoraplexError, MessageTooLarge, RequestTimeout, unexpected
+from loraplex_router.http.errors import error_headers, error_object, status_of
+from loraplex_runtime.auth import Credentials, admit
+
+MAX_BODY_BYTES: Final = 8 << 20
+BODY_TIMEOUT_S: Final = 60.0
+
+# The method of gRPC whose roles a route asks for. Other routes need a credential of any role.
+_METHODS: Final[Mapping[str, str]] = {
+    "/v1/completions": "/loraplex.v1.InferenceService/Generate",
+    "/v1/chat/completions": "/loraplex.v1.InferenceService/Generate",
+    "/tokenize": "/loraplex.v1.InferenceService/Tokenize",
+}
+_ANY_ROLE: Final = "/loraplex.v1.InferenceService/GetInfo"
+_OPEN_PATHS: Final = frozenset({"/health", "/ping", "/version", "/metrics"})
+
+
+class Middleware:
+    """Request id, credentials, bounds on the body; every exception becomes an answer."""
+
+    def __init__(self, app: ASGIApp, credentials: Callable[[], Credentials] | None) -> None:
+        self._app = app
+        self._credentials = credentials
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return  # no websockets, no lifespan
+        headers = Headers(scope=scope)
+        request_id = _id_in(headers)
+        scope["state"] = {"request_id": request_id}
+        has_begun = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal has_begun
+            if message["type"] == "http.response.start":
+                has_begun = True
+                MutableHeaders(scope=message).setdefault("x-request-id", request_id)
+            await send(message)
+
+        try:
+            self._admit(scope)
+            await self._app(scope, _bounded(headers, receive), send_with_id)
+        except Exception as error:
+            if has_begun:
+                raise  # the connection is closed, which the client notices
+            await error_response(error)(scope, receive, send_with_id)
+
+    def _admit(self, scope: Scope) -> None:
+        path: str = scope["path"]
+        if self._credentials is None or path in _OPEN_PATHS:
+            return
+        pairs = [(key.decode("latin-1"), value.decode("latin-1")) for key, value in scope["headers"]]
+        admit(self._credentials, _METHODS.get(path, _ANY_ROLE), pairs)
+
+
+def _bounded(headers: Headers, receive: Receive) -> Receive:
+    """`receive` that raises MessageTooLarge and RequestTimeout while the body arrives."""
+    length = headers.get("content-length", "0")
+    if length.isascii() and length.isdigit() and int(length[:20]) > MAX_BODY_BYTES:
+        raise _too_large()
+    num_bytes = 0
+    is_complete = False
+    deadline_s = asyncio.get_running_loop().time() + BODY_TIMEOUT_S
+
+    async def bounded() -> Message:
+        nonlocal num_bytes, is_complete
+        if is_complete:
+            return await receive()  # the end of the connection
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                message = await receive()
+        except TimeoutError as error:
+            raise RequestTimeout(f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from error
+        num_bytes += len(message.get("body", b""))
+        if num_bytes > MAX_BODY_BYTES:
+            raise _too_large()
+        is_complete = not message.get("more_body", False)
+        return message
+
+    return bounded
+
+
+def _too_large() -> MessageTooLarge:
+    return MessageTooLarge(f"a body has at most {MAX_BODY_BYTES} bytes; send less", field="body")
+
+
+def _id_in(headers: Headers) -> str:
+    """The client's x-request-id where it is one, else a new one."""
+    with contextlib.suppress(InvalidArgument):
+        if given := headers.get("x-request-id"):
+            return check_id(given, field="x-request-id")
+    return uuid.uuid4().hex
+
+
+def error_response(error: Exception) -> Response:
+    typed = error if isinstance(error, LoraplexError) else unexpected(error, "answering an HTTP request")
+    return JSONResponse(error_object(typed), status_of(typed), headers=error_headers(typed))
