@@ -134,7 +134,12 @@ class Replicas:
     @property
     def model_id(self) -> str | None:
         """The base model as the workers name it, None before any has."""
-        return next((r.info.model_id for r in self._replicas.values() if r.info is not None), None)
+        return None if self.model_info is None else self.model_info.model_id
+
+    @property
+    def model_info(self) -> inference_pb2.GetInfoResponse | None:
+        """What the first worker that has done so said of itself and its model."""
+        return next((r.info for r in self._replicas.values() if r.info is not None), None)
 
     # --- requests of this router -----------------------------------------------------------------------------------
 

@@ -147,6 +147,14 @@ async def test_tokenize_health_version_metrics() -> None:
         answer = await http.post("/tokenize", json={"prompt": "ab", "model": "sql"})
         assert answer.json() == {"count": 2, "max_model_len": 2048, "tokens": [97, 98], "token_strs": None}
         assert (await http.post("/tokenize", json={"prompt": "ab", "model": "nothing"})).status_code == 404
+        assert (await http.post("/v1/tokenize", json={"prompt": "ab"})).json()["count"] == 2
+        for path in ("/detokenize", "/v1/detokenize"):
+            answer = await http.post(path, json={"tokens": [97, 98]})
+            assert answer.json() == {"prompt": "ab", "text": "ab"}
+        assert (await http.post("/detokenize", json={"tokens": [97], "model": "nothing"})).status_code == 404
+        info = (await http.get("/tokenizer_info")).json()
+        assert (info["chat_template"], info["eos_token"]) == ("{{ x }}", None)
+        assert (await http.get("/load")).json() == {"server_load": 0}
         for path in ("/health", "/ping"):
             answer = await http.get(path)
             assert (answer.status_code, answer.content) == (200, b"")
@@ -312,7 +320,8 @@ async def test_credentials_hold_on_every_route(tmp_path: Path) -> None:
         c.workers[0].unary = unary
         for path in ("/v1/models", "/v1/models/acme/sql", "/openapi.json", "/nothing", "//health"):
             assert (await http.get(path)).status_code == 401, path
-        for path in (COMPLETIONS, "/v1/chat/completions", "/tokenize"):
+        assert (await http.get("/tokenizer_info")).status_code == (await http.get("/load")).status_code == 401
+        for path in (COMPLETIONS, "/v1/chat/completions", "/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize"):
             answer = await http.post(path, json={"prompt": "hi"})
             assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key"), path
             answer = await http.post(path, content=b"{", headers={"authorization": "Bearer nobody"})

@@ -83,6 +83,59 @@ def test_the_prompt_with_its_logprobs(http: httpx2.Client) -> None:
     assert [len(row) for row in rows.values()] == [len(prompt) + 1 for prompt in ids]
 
 
+def test_the_prompt_alone(http: httpx2.Client) -> None:
+    body = {"prompt": PROMPT, "model": "json", "echo": True, "logprobs": 1, "return_token_ids": True}
+    one = http.post("/v1/completions", json={**body, "max_tokens": 1, "temperature": 0}).json()
+    none = http.post("/v1/completions", json={**body, "max_tokens": 0}).json()
+    (choice,), (more,) = none["choices"], one["choices"]
+    assert (choice["text"], choice["token_ids"], choice["finish_reason"]) == (PROMPT, [], "length")
+    for name, values in choice["logprobs"].items():
+        assert values == more["logprobs"][name][: len(values)], name
+    num_prompt = len(choice["prompt_token_ids"])
+    assert len(choice["logprobs"]["tokens"]) == num_prompt == len(more["logprobs"]["tokens"]) - 1
+    assert none["usage"] == {
+        **one["usage"],
+        "completion_tokens": 0,
+        "total_tokens": num_prompt,
+        "prompt_tokens_details": none["usage"]["prompt_tokens_details"],
+    }
+    *chunks, last = streamed(
+        http.post(
+            "/v1/completions", json={**body, "max_tokens": 0, "stream": True, "stream_options": {"include_usage": True}}
+        )
+    )
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == PROMPT
+    assert chunks[0]["choices"][0]["prompt_token_ids"] == choice["prompt_token_ids"]
+    assert (chunks[-1]["choices"][0]["finish_reason"], last["usage"]["completion_tokens"]) == ("length", 0)
+    apart = http.post(
+        "/v1/completions", json={"prompt": PROMPT, "model": "json", "max_tokens": 1, "prompt_logprobs": 1}
+    )
+    rows = apart.json()["choices"][0]["prompt_logprobs"]
+    ids = choice["prompt_token_ids"]
+    assert rows[0] is None
+    assert [row[str(one)]["logprob"] for row, one in zip(rows[1:], ids[1:], strict=True)] == choice["logprobs"][
+        "token_logprobs"
+    ][1:]
+
+
+def test_the_tokenizer(http: httpx2.Client) -> None:
+    found = http.post("/tokenize", json={"prompt": "Grüße", "return_offsets": True, "return_token_strs": True}).json()
+    assert found["rendered"] == "Grüße"
+    assert [len(found[name]) for name in ("tokens", "token_strs", "offsets")] == [found["count"]] * 3
+    assert http.post("/detokenize", json={"tokens": found["tokens"]}).json()["prompt"] == "Grüße"
+    cut = {"prompt": PROMPT, "max_tokens": 1, "truncate_prompt_tokens": 3, "return_token_ids": True}
+    (choice,) = http.post("/v1/completions", json=cut).json()["choices"]
+    assert choice["prompt_token_ids"] == http.post("/tokenize", json={"prompt": PROMPT}).json()["tokens"][-3:]
+    assert {"eos_token", "bos_token", "pad_token", "chat_template"} <= set(http.get("/tokenizer_info").json())
+
+
+def test_the_seed_that_was_used_gives_the_text_again(http: httpx2.Client) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 8}
+    first = http.post("/v1/completions", json=body).json()
+    again = http.post("/v1/completions", json={**body, "seed": first["loraplex"]["seed"]}).json()
+    assert first["choices"][0]["text"] == again["choices"][0]["text"]
+
+
 def test_models_and_refusals(http: httpx2.Client) -> None:
     cards = http.get("/v1/models").json()["data"]
     assert (cards[0]["id"], cards[0]["parent"]) == ("demo", None)

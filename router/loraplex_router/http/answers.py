@@ -32,26 +32,62 @@ def response_of(job: Job, answers: Sequence[pb.GenerateResponse]) -> dict[str, A
     """The body of an answer that is not streamed."""
     tally = Tally()
     choices: list[dict[str, Any]] = []
+    body: dict[str, Any] = {}
     for prompt, answer in enumerate(answers):
+        if job.is_prompt_only:
+            answer.usage.completion_tokens = 0
+            for completion in answer.completions:
+                _drop_new(completion)
         tally.add_answer(answer)
+        of_prompt = prompt_fields(job, answer.prompt_tokens)
         for completion in sorted(answer.completions, key=lambda one: one.index):
             choice = _choice(job, prompt, completion.index)
-            text = completion.text
             if job.is_chat:
-                choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+                choice["message"] = {"role": "assistant", "content": completion.text, "refusal": None}
             else:
-                choice["text"] = text
-            rows = Logprobs(job)
-            if job.echo:
-                rows.begin(text, answer.prompt_logprobs, completion.logprobs)
-            choice["logprobs"] = rows.add(completion.logprobs)
+                choice["text"] = completion.text
+                choice |= of_prompt
+            choice["logprobs"] = Logprobs(job, answer.prompt_tokens).add(completion.logprobs)
             _end(choice, completion)
             if job.with_token_ids:
                 choice["token_ids"] = list(completion.token_ids)
-                choice["prompt_token_ids"] = list(job.requests[prompt].token_ids.ids) or None
             choices.append(choice)
+        if job.is_chat:
+            body |= of_prompt
     head = _head(job, "chat.completion" if job.is_chat else "text_completion", tally.digest)
-    return {**head, "choices": choices, "usage": tally.usage(), "loraplex": tally.own(job)}
+    return {**head, "choices": choices, "usage": tally.usage(), **body, "loraplex": tally.own(job)}
+
+
+def prompt_fields(job: Job, tokens: Sequence[pb.PromptToken]) -> dict[str, Any]:
+    """Ids and logprobs of a prompt's tokens, as far as they were asked for."""
+    found: dict[str, Any] = {}
+    if job.with_token_ids:
+        found["prompt_token_ids"] = [token.token_id for token in tokens]
+    if job.num_prompt_logprobs is not None:
+        found["prompt_logprobs"] = [_prompt_row(token, job.num_prompt_logprobs) for token in tokens]
+    return found
+
+
+def _prompt_row(token: pb.PromptToken, num_top: int) -> dict[str, Any] | None:
+    """As vLLM has it: the token's own row and the likeliest ones, by token id; nothing for the first token."""
+    if not token.HasField("logprob"):
+        return None
+    rows = {
+        str(one.token_id): {"logprob": _finite(one.logprob), "rank": rank, "decoded_token": one.text}
+        for rank, one in enumerate(token.top[:num_top], start=1)
+    }
+    own = {"logprob": _finite(token.logprob), "rank": None, "decoded_token": token.text}
+    rows.setdefault(str(token.token_id), own)
+    return rows
+
+
+def _drop_new(completion: pb.Completion | pb.GenerateStreamResponse) -> None:
+    """Leaves the prompt alone. The token that was made has no text."""
+    for name in ("token_ids", "logprobs", "stop_string", "stop_token_id"):
+        completion.ClearField(name)
+    if completion.finish_reason != pb.FINISH_REASON_UNSPECIFIED:
+        completion.finish_reason = pb.FINISH_REASON_LENGTH
+        completion.usage.completion_tokens = 0
 
 
 def _head(job: Job, kind: str, digest: str) -> dict[str, Any]:
@@ -82,6 +118,7 @@ class Tally:
     """Tokens, drafts and times of all prompts of a request."""
 
     digest: str = ""
+    seeds: dict[int, int] = field(default_factory=dict[int, int])  # by prompt
     prompt_tokens: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])  # and cached ones
     completion_tokens: int = 0
     drafted: int = 0
@@ -93,8 +130,15 @@ class Tally:
     total_s: float = 0.0
 
     def add_answer(self, answer: pb.GenerateResponse) -> None:
-        self.digest = answer.adapter_digest or self.digest
-        self._add(len(self.prompt_tokens), answer.usage, answer.timings)
+        prompt = len(self.prompt_tokens)
+        self.begin(prompt, answer)
+        self._add(prompt, answer.usage, answer.timings)
+
+    def begin(self, prompt: int, message: pb.GenerateResponse | pb.GenerateStreamResponse) -> None:
+        """An answer, or a message of a stream, of which the first says the most."""
+        self.digest = message.adapter_digest or self.digest
+        if message.HasField("seed"):
+            self.seeds[prompt] = message.seed
 
     def add_end(self, prompt: int, chunk: pb.GenerateStreamResponse) -> None:
         """The last chunk of a completion."""
@@ -129,6 +173,7 @@ class Tally:
         return {
             "adapter_id": job.adapter_id or None,
             "adapter_digest": self.digest or None,
+            "seed": self._seed(),
             "drafted_tokens": self.drafted,
             "accepted_tokens": self.accepted,
             "steps": self.steps,
@@ -138,21 +183,20 @@ class Tally:
             "total_s": self.total_s,
         }
 
+    def _seed(self) -> int | list[int] | None:
+        """One where there is one prompt or one seed; None where nothing was drawn."""
+        seeds = [self.seeds[prompt] for prompt in sorted(self.seeds)]
+        return seeds[0] if len(set(seeds)) == 1 else seeds or None
+
 
 class Logprobs:
     """Logprobs of one choice in OpenAI's two forms; keeps the offset in the text."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, prompt: Sequence[pb.PromptToken] = ()) -> None:
+        """The tokens of `prompt` come first where the job wants an echo; the first of them has no logprob."""
         self._job = job
         self._offset = 0
-        self._prompt: list[tuple[str, float | None, dict[str, float] | None]] = []
-
-    def begin(self, text: str, prompt: Sequence[pb.TokenLogprob], new: Sequence[pb.TokenLogprob]) -> None:
-        """The echoed prompt. Its first token has no logprob, and the wire no row for it: its text is what stands
-        before all others."""
-        rest = "".join(row.text for row in (*prompt, *new))
-        first = text.removesuffix(rest) if text.endswith(rest) else ""
-        self._prompt = [(first, None, None), *(self._row(row) for row in prompt)]
+        self._prompt = prompt if job.echo else ()
 
     def add(self, rows: Sequence[pb.TokenLogprob]) -> dict[str, Any] | None:
         """Of the next tokens; None where none were asked for."""
@@ -161,37 +205,38 @@ class Logprobs:
         if self._job.is_chat:
             return {"content": [self._chat_row(row) for row in rows], "refusal": None}
         found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        prompt, self._prompt = self._prompt, []
-        for text, logprob, top in (*prompt, *(self._row(row) for row in rows)):
-            found["tokens"].append(text)
-            found["token_logprobs"].append(logprob)
+        prompt, self._prompt = self._prompt, ()
+        for row in (*prompt, *rows):
+            name, top = self._name(row), self._top(row)
+            found["tokens"].append(name)
+            found["token_logprobs"].append(None if top is None else top[name])
             found["top_logprobs"].append(top)
             found["text_offset"].append(self._offset)
-            self._offset += len(text)
+            if not row.is_special or self._job.requests[0].output.keep_special_tokens:
+                self._offset += len(row.text)
         return found
 
-    def _row(self, row: pb.TokenLogprob) -> tuple[str, float | None, dict[str, float] | None]:
+    def _top(self, row: pb.TokenLogprob | pb.PromptToken) -> dict[str, float] | None:
+        """The likeliest tokens, and the row's own in any case, which comes last."""
+        if isinstance(row, pb.PromptToken) and not row.HasField("logprob"):
+            return None
         top: dict[str, float] = {}
-        for one in row.top:
+        for one in row.top[: self._job.num_top_logprobs]:
             name = self._name(one)
             top[name] = max(_finite(one.logprob), top.get(name, _MIN_LOGPROB))
         name = self._name(row)
         top.pop(name, None)
-        top[name] = _finite(row.logprob)  # in any case, and last
-        return name, top[name], top
+        top[name] = _finite(row.logprob)
+        return top
 
     def _chat_row(self, row: pb.TokenLogprob) -> dict[str, Any]:
-        return {**self._one(row), "top_logprobs": [self._one(one) for one in row.top]}
+        top = row.top[: self._job.num_top_logprobs]
+        return {**self._one(row), "top_logprobs": [self._one(one) for one in top]}
 
     def _one(self, row: pb.TokenLogprob | pb.TopLogprob) -> dict[str, Any]:
-        is_whole = "\ufffd" not in row.text  # a part of a character has no text
-        return {
-            "token": self._name(row),
-            "logprob": _finite(row.logprob),
-            "bytes": list(row.text.encode()) if is_whole else None,
-        }
+        return {"token": self._name(row), "logprob": _finite(row.logprob), "bytes": list(row.bytes)}
 
-    def _name(self, row: pb.TokenLogprob | pb.TopLogprob) -> str:
+    def _name(self, row: pb.TokenLogprob | pb.TopLogprob | pb.PromptToken) -> str:
         return f"token_id:{row.token_id}" if self._job.tokens_as_ids else row.text
 
 
@@ -206,45 +251,51 @@ class Chunks:
         self._job = job
         self._tally = Tally()
         self._logprobs: dict[int, Logprobs] = {}
-        self._prompt_logprobs: dict[int, Sequence[pb.TokenLogprob]] = {}
+        self._prompts: dict[int, Sequence[pb.PromptToken]] = {}
+        self._num_new_tokens = 0
         self._num_open = job.n * len(job.requests)
         self._has_begun = False
 
     def events(self, prompt: int, raw: bytes) -> Iterator[bytes]:
         """Of one message."""
         message = pb.GenerateStreamResponse.FromString(raw)
-        self._tally.digest = message.adapter_digest or self._tally.digest
+        if self._job.is_prompt_only:
+            _drop_new(message)
+        self._tally.begin(prompt, message)
+        of_prompt: dict[str, Any] = {}
+        if prompt not in self._prompts:
+            self._prompts[prompt] = message.prompt_tokens
+            of_prompt = prompt_fields(self._job, message.prompt_tokens)
         if not self._has_begun:
             self._has_begun = True
             if self._job.is_chat:
                 # All roles come first and in order: clients index choices by what they have seen.
                 for index in range(self._num_open):
-                    yield self._chunk({"index": index, "delta": {"role": "assistant", "content": ""}})
-        if message.prompt_logprobs:
-            self._prompt_logprobs[prompt] = message.prompt_logprobs
+                    yield self._chunk({"index": index, "delta": {"role": "assistant", "content": ""}}, of_prompt)
+                    of_prompt = {}
+        self._num_new_tokens += len(message.token_ids)
         choice = _choice(self._job, prompt, message.index)
+        has_rows = bool(message.logprobs)
         rows = self._logprobs.get(choice["index"])
         if rows is None:
-            rows = self._logprobs[choice["index"]] = Logprobs(self._job)
-            if self._job.echo:
-                rows.begin(message.text_delta, self._prompt_logprobs.get(prompt, ()), message.logprobs)
+            rows = self._logprobs[choice["index"]] = Logprobs(self._job, self._prompts[prompt])
+            has_rows |= self._job.echo
         if self._job.is_chat:
             choice["delta"] = {"content": message.text_delta} if message.text_delta else {}
         else:
             choice["text"] = message.text_delta
-        logprobs = rows.add(message.logprobs) if message.logprobs or message.prompt_logprobs else None
-        choice["logprobs"] = logprobs
+            choice |= of_prompt
+        choice["logprobs"] = rows.add(message.logprobs) if has_rows else None
         _end(choice, message)
         if self._job.with_token_ids:
             choice["token_ids"] = list(message.token_ids)
-        is_last = message.finish_reason != pb.FINISH_REASON_UNSPECIFIED
-        own: dict[str, Any] | None = None
-        if is_last:
+        more: dict[str, Any] = {}
+        if message.finish_reason != pb.FINISH_REASON_UNSPECIFIED:
             self._tally.add_end(prompt, message)
             self._num_open -= 1
             if not self._num_open and not self._job.wants_usage:
-                own = self._tally.own(self._job)
-        yield self._chunk(choice, own)
+                more["loraplex"] = self._tally.own(self._job)
+        yield self._chunk(choice, more)
 
     def end(self) -> Iterator[bytes]:
         """The chunk with usage, where it was asked for."""
@@ -256,15 +307,21 @@ class Chunks:
     def _kind(self) -> str:
         return "chat.completion.chunk" if self._job.is_chat else "text_completion"
 
-    def _chunk(self, choice: dict[str, Any], own: dict[str, Any] | None = None) -> bytes:
+    def _chunk(self, choice: dict[str, Any], more: dict[str, Any]) -> bytes:
         choice.setdefault("logprobs", None)
         choice.setdefault("finish_reason", None)
         chunk = {**_head(self._job, self._kind, self._tally.digest), "choices": [choice]}
         if self._job.wants_usage:
-            chunk["usage"] = None
-        if own is not None:
-            chunk["loraplex"] = own
-        return _event(chunk)
+            chunk["usage"] = self._running_usage() if self._job.wants_running_usage else None
+        return _event({**chunk, **more})
+
+    def _running_usage(self) -> dict[str, int]:
+        num_prompt = sum(map(len, self._prompts.values()))
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": self._num_new_tokens,
+            "total_tokens": num_prompt + self._num_new_tokens,
+        }
 
 
 def _event(content: dict[str, Any]) -> bytes:

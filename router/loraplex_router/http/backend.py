@@ -49,6 +49,11 @@ class Backend:
             raise self.replicas.no_worker()
         return (model_id,)
 
+    def sampling_defaults(self) -> pb.Sampling:
+        """The base model's, as its authors recommend them."""
+        info = self.replicas.model_info
+        return pb.Sampling() if info is None else info.generation_defaults
+
     def handler(self, method: str, body: Callable[[Call, bytes], Awaitable[Any]]) -> Handle:
         """A method of the router, for `ask` and `FanOut`."""
         return self.calls.handler(method, body)

@@ -38,9 +38,14 @@ _PARAMS: Final[Mapping[str, str]] = {
     "input": "prompt",
     "text": "prompt",
     "token_ids.ids": "prompt",
-    "chat.messages": "messages",
-    "chat.messages.role": "messages",
+    "chat": "messages",
+    "chat.tools_json": "tools",
+    "chat.documents_json": "documents",
+    "chat.template_kwargs_json": "chat_template_kwargs",
+    "chat.continue_final_message": "continue_final_message",
     "stopping.include_stop": "include_stop_str_in_output",
+    "truncate_prompt.max_tokens": "truncate_prompt_tokens",
+    "output.keep_special_tokens": "skip_special_tokens",
 }
 
 
@@ -77,7 +82,7 @@ def error_object(error: LoraplexError) -> dict[str, Any]:
     elif isinstance(error, MessageTooLarge):
         kind, code = "invalid_request_error", "request_too_large"
     if param is not None:
-        name = _PARAMS.get(param, param.rpartition(".")[2] if _is_wire_path(param) else param)
+        name = _PARAMS.get(param) or _last_part(param)
         message = message.replace(f"`{param}`", f"`{name}`")
         param = name
     content: dict[str, Any] = {"message": message, "type": kind, "param": param, "code": code}
@@ -86,8 +91,11 @@ def error_object(error: LoraplexError) -> dict[str, Any]:
     return {"error": content}
 
 
-def _is_wire_path(param: str) -> bool:
-    return param.startswith(("sampling.", "stopping.", "output."))
+def _last_part(param: str) -> str:
+    if param.startswith("chat.messages"):
+        return "messages"
+    is_wire_path = param.startswith(("sampling.", "stopping.", "output."))
+    return param.rpartition(".")[2] if is_wire_path else param
 
 
 def error_headers(error: LoraplexError) -> dict[str, str]:

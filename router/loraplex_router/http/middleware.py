@@ -25,6 +25,10 @@ _METHODS: Final[Mapping[str, str]] = {
     "/v1/completions": "/loraplex.v1.InferenceService/Generate",
     "/v1/chat/completions": "/loraplex.v1.InferenceService/Generate",
     "/tokenize": "/loraplex.v1.InferenceService/Tokenize",
+    "/v1/tokenize": "/loraplex.v1.InferenceService/Tokenize",
+    "/detokenize": "/loraplex.v1.InferenceService/Detokenize",
+    "/v1/detokenize": "/loraplex.v1.InferenceService/Detokenize",
+    "/tokenizer_info": "/loraplex.v1.InferenceService/GetTokenizerInfo",
 }
 _ANY_ROLE: Final = "/loraplex.v1.InferenceService/GetInfo"
 _OPEN_PATHS: Final = frozenset({"/health", "/ping", "/version", "/metrics"})

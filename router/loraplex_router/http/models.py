@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Final
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from loraplex_contracts.errors import Unimplemented
-from loraplex_proto.validate import MAX_CHAT_MESSAGES, MAX_COMPLETIONS, MAX_STOP_STRINGS, MAX_TOP_LOGPROBS
+from loraplex_proto.validate import (
+    MAX_CHAT_MESSAGES,
+    MAX_COMPLETIONS,
+    MAX_STOP_STRINGS,
+    MAX_TOOL_CALLS,
+    MAX_TOP_LOGPROBS,
+)
 
 # Field names in the header of ignored fields.
 MAX_IGNORED_NAMES: Final = 16
@@ -47,21 +53,13 @@ REFUSED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
     "early_stopping": ((False,), "texts are sampled"),
     "suffix": (("",), "text is only written behind the prompt"),
     "prompt_embeds": ((), "send text or token ids"),
-    "prompt_logprobs": ((), "use `echo` with `logprobs` on /v1/completions"),
-    "truncate_prompt_tokens": ((), "shorten the prompt"),
-    "truncation_side": ((), "shorten the prompt"),
-    "skip_special_tokens": ((True,), "special tokens are left out of the text"),
     "logits_processors": (([],), "use `logit_bias`, `allowed_token_ids` or `bad_words`"),
     "vllm_xargs": (({},), "it is another server's"),
     "kv_transfer_params": ((), "it is another server's"),
     "thinking_token_budget": ((), "use `max_tokens`"),
-    "reasoning_effort": ((), _NO_TEMPLATES),
     "include_reasoning": ((True,), "reasoning is not told apart from the answer"),
     "verbosity": ((), _NO_TEMPLATES),
     "chat_template": ((), _NO_TEMPLATES),
-    "chat_template_kwargs": (({},), _NO_TEMPLATES),
-    "continue_final_message": ((False,), _NO_TEMPLATES),
-    "documents": (([],), _NO_TEMPLATES),
     "modalities": ((["text"],), "answers are text"),
     "audio": ((), "answers are text"),
     "web_search_options": ((), "nothing is searched"),
@@ -94,7 +92,7 @@ class Generation(Fields):
     """Fields that completions and chat completions have in common."""
 
     model: str | None = None
-    max_tokens: Annotated[int, Field(ge=1, le=(1 << 32) - 1)] | None = None
+    max_tokens: Uint32 | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: Annotated[int, Field(ge=-1, le=(1 << 32) - 1)] | None = None
@@ -122,6 +120,10 @@ class Generation(Fields):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     add_special_tokens: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=(1 << 32) - 1)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
 
 
 class CompletionRequest(Generation):
@@ -132,12 +134,38 @@ class CompletionRequest(Generation):
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
 
+class FunctionCall(Fields):
+    name: str
+    arguments: Any = None
+
+
+class ToolCall(Fields):
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionCall
+
+
 class ChatMessage(Fields):
     role: str
     content: Any = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOL_CALLS)] | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
 
 
-class ChatCompletionRequest(Generation):
+class ChatTemplateInput(Fields):
+    """What a chat template is given, but for the tools."""
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: str | None = None
+
+
+class ChatCompletionRequest(Generation, ChatTemplateInput):
     """Body of POST /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_CHAT_MESSAGES)]
@@ -145,18 +173,26 @@ class ChatCompletionRequest(Generation):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     echo: bool | None = None
-    add_generation_prompt: bool | None = None
 
 
-class TokenizeRequest(Fields):
+class TokenizeRequest(ChatTemplateInput):
     """Body of POST /tokenize: `prompt` or `messages`."""
 
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_CHAT_MESSAGES)] | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
+    tools: list[dict[str, Any]] | None = None
     return_token_strs: bool | None = None
+    return_offsets: bool | None = None
+
+
+class DetokenizeRequest(Fields):
+    """Body of POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[Uint32]
+    skip_special_tokens: bool | None = None
 
 
 def ignored_fields(body: Fields) -> tuple[str, ...]:
@@ -172,14 +208,8 @@ def ignored_fields(body: Fields) -> tuple[str, ...]:
         elif name not in HARMLESS:
             names.append(name)
     if isinstance(body, Generation) and body.stream_options is not None:
-        names += [f"stream_options.{name}" for name in _names(body.stream_options)]
+        names += [f"stream_options.{name}" for name in body.stream_options.extras()]
     return tuple(_for_header(name) for name in names[:MAX_IGNORED_NAMES])
-
-
-def _names(options: StreamOptions) -> Iterator[str]:
-    if options.continuous_usage_stats:
-        yield "continuous_usage_stats"
-    yield from options.extras()
 
 
 def _for_header(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, cast
@@ -13,14 +14,22 @@ from loraplex_router.http.backend import MAX_CHOICES, MAX_PROMPTS, adapter_of, u
 from loraplex_router.http.models import (
     ChatCompletionRequest,
     ChatMessage,
+    ChatTemplateInput,
     CompletionRequest,
+    DetokenizeRequest,
     Generation,
+    StreamOptions,
     TokenizeRequest,
     ignored_fields,
 )
 
 DEFAULT_MAX_TOKENS: Final = 16  # OpenAI's, of completions
+NO_DEFAULTS: Final = pb.Sampling()
 
+_NUMBERS: Final = (
+    *("temperature", "top_p", "min_p", "typical_p"),
+    *("repetition_penalty", "frequency_penalty", "presence_penalty"),
+)
 _MAX_TOKEN_ID: Final = (1 << 32) - 1
 
 
@@ -37,51 +46,82 @@ class Job:
     is_chat: bool
     is_streamed: bool
     wants_usage: bool
+    wants_running_usage: bool  # in each chunk
     num_top_logprobs: int | None  # None: no logprobs
+    num_prompt_logprobs: int | None  # apart from those of an echo
     echo: bool
+    is_prompt_only: bool  # the one token that the wire makes is dropped
     with_token_ids: bool
     tokens_as_ids: bool
     ignored: tuple[str, ...]
 
 
-def completion_job(body: CompletionRequest, base_names: Sequence[str], request_id: str, created: int) -> Job:
-    """Raises InvalidArgument, Unimplemented and AdapterNotFound with the field's name in OpenAI's request."""
+def completion_job(
+    body: CompletionRequest,
+    base_names: Sequence[str],
+    request_id: str,
+    created: int,
+    defaults: pb.Sampling = NO_DEFAULTS,
+) -> Job:
+    """`defaults`: of the base model's authors, for what the request leaves out.
+
+    Raises InvalidArgument, Unimplemented and AdapterNotFound with the field's name in OpenAI's request."""
     ignored = ignored_fields(body)
-    if body.add_special_tokens is False:
-        raise Unimplemented("`add_special_tokens` is not available: send token ids instead", field="add_special_tokens")
-    request = _common(body, base_names)
+    request = _common(body, base_names, defaults)
     request.stopping.max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    is_prompt_only = body.max_tokens == 0
+    if is_prompt_only:
+        if not body.echo and body.prompt_logprobs is None:
+            raise InvalidArgument(
+                "`max_tokens` is 0, which goes with `echo` or `prompt_logprobs` only", field="max_tokens"
+            )
+        # The wire makes at least one token. This one is no part of the text, whatever the tokenizer is.
+        request.sampling.CopyFrom(pb.Sampling(temperature=0, allowed_token_ids=[0]))
+        request.stopping.CopyFrom(pb.Stopping(max_tokens=1, stop_token_ids=[0]))
     if body.logprobs is not None:
-        request.output.logprobs = True
-        request.output.top_logprobs = body.logprobs
+        _ask_logprobs(request.output, body.logprobs)
     if body.echo:
         request.output.echo = True
-        request.output.prompt_logprobs = body.logprobs is not None
+        if body.logprobs is not None:
+            request.output.prompt_tokens = request.output.prompt_logprobs = True
     prompts = _prompts(body.prompt)
-    return _job(body, request, prompts, request_id, created, body.logprobs, ignored=ignored, echo=bool(body.echo))
+    job = _job(body, request, prompts, request_id, created, body.logprobs, ignored=ignored)
+    if body.add_special_tokens is False:
+        for one in job.requests:
+            one.omit_special_tokens = one.HasField("text")  # ids have what they have
+    return replace(job, echo=bool(body.echo), is_prompt_only=is_prompt_only)
 
 
-def chat_job(body: ChatCompletionRequest, base_names: Sequence[str], request_id: str, created: int) -> Job:
+def chat_job(
+    body: ChatCompletionRequest,
+    base_names: Sequence[str],
+    request_id: str,
+    created: int,
+    defaults: pb.Sampling = NO_DEFAULTS,
+) -> Job:
     """As `completion_job`."""
     ignored = ignored_fields(body)
     if body.echo:
         raise Unimplemented("`echo` is not available: chats are not echoed", field="echo")
-    if body.add_special_tokens:
-        raise Unimplemented(
-            "`add_special_tokens` is not available: the chat template writes them", field="add_special_tokens"
-        )
+    _refuse_special_tokens(body.add_special_tokens)
     if body.top_logprobs and not body.logprobs:
         raise InvalidArgument("`top_logprobs` needs `logprobs`: true", field="top_logprobs")
-    request = _common(body, base_names)
+    request = _common(body, base_names, defaults)
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    if limit == 0:
+        raise InvalidArgument("`max_tokens` must be at least 1", field="max_tokens")
     if limit is not None:
         request.stopping.max_tokens = limit
-    if body.logprobs:
-        request.output.logprobs = True
-        request.output.top_logprobs = body.top_logprobs or 0
-    chat = _chat(body.messages, omit_generation_prompt=body.add_generation_prompt is False)
     num_top = (body.top_logprobs or 0) if body.logprobs else None
-    return _job(body, request, (chat,), request_id, created, num_top, ignored=ignored, echo=False)
+    if num_top is not None:
+        _ask_logprobs(request.output, num_top)
+        request.output.token_bytes = True
+    return _job(body, request, (chat_of(body.messages, body),), request_id, created, num_top, ignored=ignored)
+
+
+def _ask_logprobs(output: pb.Output, num_top: int) -> None:
+    output.logprobs = True
+    output.top_logprobs = max(num_top, output.top_logprobs)
 
 
 def with_model(job: Job, model: str) -> Job:
@@ -93,18 +133,29 @@ def tokenize_request(body: TokenizeRequest) -> pb.TokenizeRequest:
     """Raises as `completion_job`."""
     if (body.prompt is None) == (body.messages is None):
         raise InvalidArgument("give `prompt` or `messages`", field="prompt")
-    request = pb.TokenizeRequest()
+    request = pb.TokenizeRequest(offsets=bool(body.return_offsets))
     if body.prompt is not None:
         request.text = unicode_text(body.prompt, "prompt")
         request.omit_special_tokens = body.add_special_tokens is False
     else:
-        if body.add_special_tokens:
-            raise Unimplemented(
-                "`add_special_tokens` is not available: the chat template writes them", field="add_special_tokens"
-            )
-        omitted = body.add_generation_prompt is False
-        request.chat.CopyFrom(_chat(body.messages or [], omit_generation_prompt=omitted))
+        _refuse_special_tokens(body.add_special_tokens)
+        request.chat.CopyFrom(chat_of(body.messages or [], body))
+        if body.tools:
+            request.chat.tools_json = json_text(body.tools, "tools")
     return request
+
+
+def detokenize_request(body: DetokenizeRequest, *, omits_special: bool) -> pb.DetokenizeRequest:
+    """`omits_special`: where the request does not say."""
+    skip = omits_special if body.skip_special_tokens is None else body.skip_special_tokens
+    return pb.DetokenizeRequest(token_ids=body.tokens, omit_special_tokens=skip)
+
+
+def _refuse_special_tokens(is_asked: bool | None) -> None:
+    if is_asked:
+        raise Unimplemented(
+            "`add_special_tokens` is not available: the chat template writes them", field="add_special_tokens"
+        )
 
 
 def _job(
@@ -116,7 +167,6 @@ def _job(
     num_top_logprobs: int | None,
     *,
     ignored: tuple[str, ...],
-    echo: bool,
 ) -> Job:
     n = body.n or 1
     if len(prompts) * n > MAX_CHOICES:
@@ -128,6 +178,15 @@ def _job(
     request_id = request_id if body.request_id is None else check_id(body.request_id, field="request_id")
     if body.stream_options is not None and not body.stream:
         raise InvalidArgument("`stream_options` goes with `stream`: true", field="stream_options")
+    if body.prompt_logprobs is not None:
+        if body.stream:
+            raise InvalidArgument("`prompt_logprobs` does not go with `stream`: true", field="prompt_logprobs")
+        request.output.prompt_tokens = request.output.prompt_logprobs = True
+        request.output.top_logprobs = max(body.prompt_logprobs, request.output.top_logprobs)
+    options = body.stream_options or StreamOptions()
+    wants_running_usage = bool(options.include_usage and options.continuous_usage_stats)
+    if body.return_token_ids or wants_running_usage:
+        request.output.prompt_tokens = True  # their number, too
     requests: list[pb.GenerateRequest] = []
     for index, prompt in enumerate(prompts):
         one = pb.GenerateRequest()
@@ -150,21 +209,34 @@ def _job(
         created=created,
         is_chat=isinstance(body, ChatCompletionRequest),
         is_streamed=bool(body.stream),
-        wants_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
+        wants_usage=bool(options.include_usage),
+        wants_running_usage=wants_running_usage,
         num_top_logprobs=num_top_logprobs,
-        echo=echo,
+        num_prompt_logprobs=body.prompt_logprobs,
+        echo=False,
+        is_prompt_only=False,
         with_token_ids=bool(body.return_token_ids),
         tokens_as_ids=bool(body.return_tokens_as_token_ids),
         ignored=ignored,
     )
 
 
-def _common(body: Generation, base_names: Sequence[str]) -> pb.GenerateRequest:
+def _common(body: Generation, base_names: Sequence[str], defaults: pb.Sampling) -> pb.GenerateRequest:
     request = pb.GenerateRequest(n=body.n or 1)
     sampling, stopping = request.sampling, request.stopping
     request.adapter_id = unicode_text(adapter_of(body.model, base_names), "model")
-    sampling.temperature = 1.0 if body.temperature is None else body.temperature  # the wire's own default is greedy
-    for name in ("top_p", "min_p", "typical_p", "repetition_penalty", "frequency_penalty", "presence_penalty"):
+    sampling.CopyFrom(defaults)
+    if not sampling.HasField("temperature"):
+        sampling.temperature = 1.0  # the wire's own default is greedy
+    for name in (
+        "temperature",
+        "top_p",
+        "min_p",
+        "typical_p",
+        "repetition_penalty",
+        "frequency_penalty",
+        "presence_penalty",
+    ):
         value: float | None = getattr(body, name)
         if value is not None:
             setattr(sampling, name, value)
@@ -183,10 +255,13 @@ def _common(body: Generation, base_names: Sequence[str]) -> pb.GenerateRequest:
         stopping.min_tokens = body.min_tokens
     stopping.ignore_eos = bool(body.ignore_eos)
     stopping.include_stop = bool(body.include_stop_str_in_output)
+    request.output.keep_special_tokens = body.skip_special_tokens is False
+    if body.truncate_prompt_tokens is not None:
+        request.truncate_prompt.CopyFrom(_truncate(body.truncate_prompt_tokens, body.truncation_side))
     request.priority = -(body.priority or 0)  # vLLM serves the lowest first, the wire the highest
     request.cache_salt = unicode_text(body.cache_salt or "", "cache_salt")
     if body.speculation is not None:
-        request.speculation.CopyFrom(_speculation(body.speculation))
+        request.speculation.CopyFrom(speculation_of(body.speculation))
     return request
 
 
@@ -219,20 +294,68 @@ def _ids(ids: list[Any]) -> list[int]:
     return ids
 
 
-def _chat(messages: Iterable[ChatMessage], *, omit_generation_prompt: bool) -> pb.Chat:
-    chat = pb.Chat(omit_generation_prompt=omit_generation_prompt)
+def _truncate(num_tokens: int, side: str | None) -> pb.Truncate:
+    """-1: as many as the context has room for."""
+    if num_tokens == 0:
+        raise InvalidArgument("`truncate_prompt_tokens` must be -1 or at least 1", field="truncate_prompt_tokens")
+    return pb.Truncate(max_tokens=max(0, num_tokens), keep_start=side == "right")
+
+
+def chat_of(messages: Iterable[ChatMessage], given: ChatTemplateInput) -> pb.Chat:
+    if given.continue_final_message and given.add_generation_prompt:
+        raise InvalidArgument(
+            "`continue_final_message` goes on with the last turn, and `add_generation_prompt` opens a new one: leave "
+            "one of them out",
+            field="continue_final_message",
+        )
+    chat = pb.Chat(
+        omit_generation_prompt=given.add_generation_prompt is False,
+        continue_final_message=bool(given.continue_final_message),
+    )
+    arguments = dict(given.chat_template_kwargs or {})
+    if given.reasoning_effort is not None:
+        arguments.setdefault("reasoning_effort", given.reasoning_effort)
+    if arguments:
+        chat.template_kwargs_json = json_text(arguments, "chat_template_kwargs")
+    if given.documents:
+        chat.documents_json = json_text(given.documents, "documents")
     for index, message in enumerate(messages):
-        where = f"messages[{index}]"
-        for name, value in message.extras().items():
-            # An answer that comes back as a message has fields that are empty.
-            if value not in ("", [], {}, False):
-                shown = ascii(name[:40])[1:-1]
-                raise Unimplemented(
-                    f"`{where}.{shown}` is not available: a message has a role and a text", field=f"{where}.{shown}"
-                )
-        role = unicode_text(message.role, f"{where}.role")
-        chat.messages.add(role=role, content=_content(message, f"{where}.content"))
+        chat.messages.append(_message(message, f"messages[{index}]"))
     return chat
+
+
+def _message(message: ChatMessage, where: str) -> pb.ChatMessage:
+    for name, value in message.extras().items():
+        # An answer that comes back as a message has fields that are empty.
+        if value not in ("", [], {}, False):
+            shown = ascii(name[:40])[1:-1]
+            raise Unimplemented(f"`{where}.{shown}` is not available: leave it out", field=f"{where}.{shown}")
+    found = pb.ChatMessage(content=_content(message, f"{where}.content"))
+    texts = {"reasoning": message.reasoning or message.reasoning_content}
+    for name in ("role", "name", "tool_call_id"):
+        texts[name] = getattr(message, name)
+    for name, text in texts.items():
+        setattr(found, name, unicode_text(text or "", f"{where}.{name}"))
+    for number, call in enumerate(message.tool_calls or ()):
+        within = f"{where}.tool_calls[{number}]"
+        arguments = call.function.arguments
+        if not isinstance(arguments, str):  # some clients send what it stands for
+            arguments = "" if arguments is None else json_text(arguments, f"{within}.function.arguments")
+        found.tool_calls.add(
+            id=unicode_text(call.id or "", f"{within}.id"),
+            name=unicode_text(call.function.name, f"{within}.function.name"),
+            arguments_json=unicode_text(arguments, f"{within}.function.arguments"),
+        )
+    return found
+
+
+def json_text(value: Any, name: str) -> str:
+    """Raises InvalidArgument for what is nested too deep, and for lone surrogates."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    except RecursionError as error:
+        raise InvalidArgument(f"`{name}` is nested too deep", field=name) from error
+    return unicode_text(text, name)
 
 
 def _content(message: ChatMessage, where: str) -> str:
@@ -253,7 +376,7 @@ def _content(message: ChatMessage, where: str) -> str:
     raise InvalidArgument(f"`{where}` must be a text or a list of parts", field=where)
 
 
-def _speculation(value: Any) -> pb.Speculation:
+def speculation_of(value: Any) -> pb.Speculation:
     """ "auto", "draft_model:NAME", or {"kind": "prompt_lookup", "max_ngram": 4, "max_draft_tokens": 8}."""
     options: dict[str, Any] = cast("dict[str, Any]", dict(value)) if isinstance(value, dict) else {"kind": value}
     kind: Any = options.pop("kind", None)

@@ -17,7 +17,13 @@ from loraplex_proto.v1 import adapter_pb2, inference_pb2
 from loraplex_router.http import answers, openai
 from loraplex_router.http.backend import Backend, adapter_of, ignored_header, request_id_of
 from loraplex_router.http.errors import error_object, is_missing_model, model_not_found
-from loraplex_router.http.models import ChatCompletionRequest, CompletionRequest, TokenizeRequest, ignored_fields
+from loraplex_router.http.models import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    ignored_fields,
+)
 from loraplex_router.http.openai import Job
 from loraplex_router.http.streaming import EventStream, events_of
 
@@ -30,6 +36,8 @@ class Routes:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._tokenize = backend.handler("Tokenize", backend.relay.tokenize)
+        self._detokenize = backend.handler("Detokenize", backend.relay.detokenize)
+        self._tokenizer_info = backend.handler("GetTokenizerInfo", backend.relay.get_tokenizer_info)
         self._list = backend.handler("ListAdapters", backend.adapters.list)
         self._started = int(time.time())
 
@@ -37,26 +45,29 @@ class Routes:
         app.get("/health")(self.health)
         app.get("/ping")(self.health)
         app.get("/version")(self.version)
+        app.get("/load")(self.load)
         app.get("/metrics")(self.metrics)
         app.get("/v1/models")(self.models)
         app.get("/v1/models/{model_id:path}")(self.model)
         app.post("/v1/completions", response_class=Response)(self.completions)
         app.post("/v1/chat/completions", response_class=Response)(self.chat_completions)
         app.post("/tokenize")(self.tokenize)
+        app.post("/v1/tokenize")(self.tokenize)
+        app.post("/detokenize")(self.detokenize)
+        app.post("/v1/detokenize")(self.detokenize)
+        app.get("/tokenizer_info")(self.tokenizer_info)
 
     # --- generation ------------------------------------------------------------------------------------------------
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
-        names = self._backend.base_names()
-        return await self._answer(
-            openai.completion_job(body, names, request_id_of(request), int(time.time())), names, request
-        )
+        names, defaults = self._backend.base_names(), self._backend.sampling_defaults()
+        job = openai.completion_job(body, names, request_id_of(request), int(time.time()), defaults)
+        return await self._answer(job, names, request)
 
     async def chat_completions(self, body: ChatCompletionRequest, request: Request) -> Response:
-        names = self._backend.base_names()
-        return await self._answer(
-            openai.chat_job(body, names, request_id_of(request), int(time.time())), names, request
-        )
+        names, defaults = self._backend.base_names(), self._backend.sampling_defaults()
+        job = openai.chat_job(body, names, request_id_of(request), int(time.time()), defaults)
+        return await self._answer(job, names, request)
 
     async def _answer(self, job: Job, base_names: Sequence[str], request: Request) -> Response:
         """Runs the job's calls."""
@@ -74,21 +85,50 @@ class Routes:
         events = events_of(calls, first, chunks.events, chunks.end, lambda error: _error_event(error, job))
         return EventStream(calls, events, headers)
 
+    # --- the tokenizer ---------------------------------------------------------------------------------------------
+
     async def tokenize(self, body: TokenizeRequest, request: Request) -> Response:
-        headers = ignored_header(ignored_fields(body))
-        names = self._backend.base_names()
-        if adapter_id := adapter_of(body.model, names):
-            await self._backend.adapter_rows(adapter_id, request)
-        answer = inference_pb2.TokenizeResponse.FromString(
-            await self._backend.ask(self._tokenize, openai.tokenize_request(body).SerializeToString(), request)
-        )
-        content = {
+        headers = await self._check_model(body, request)
+        raw = await self._backend.ask(self._tokenize, openai.tokenize_request(body).SerializeToString(), request)
+        answer = inference_pb2.TokenizeResponse.FromString(raw)
+        content: dict[str, Any] = {
             "count": len(answer.token_ids),
             "max_model_len": self._backend.replicas.max_context_tokens,
             "tokens": list(answer.token_ids),
             "token_strs": list(answer.tokens) if body.return_token_strs else None,
         }
+        if body.return_offsets:
+            content["offsets"] = list(zip(answer.starts, answer.ends, strict=True))
+            content["rendered"] = body.prompt if body.messages is None else answer.rendered
         return JSONResponse(content, headers=headers)
+
+    async def detokenize(self, body: DetokenizeRequest, request: Request) -> Response:
+        """vLLM keeps special tokens unless told otherwise; SGLang, whose path begins with /v1, does not."""
+        headers = await self._check_model(body, request)
+        message = openai.detokenize_request(body, omits_special=request.url.path.startswith("/v1/"))
+        raw = await self._backend.ask(self._detokenize, message.SerializeToString(), request)
+        text = inference_pb2.DetokenizeResponse.FromString(raw).text
+        return JSONResponse({"prompt": text, "text": text}, headers=headers)
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        info = inference_pb2.GetTokenizerInfoResponse.FromString(
+            await self._backend.ask(self._tokenizer_info, b"", request)
+        )
+        named = ("bos", "eos", "pad", "unk")
+        content: dict[str, Any] = {
+            f"{name}_token": getattr(info, name).text if info.HasField(name) else None for name in named
+        }
+        content["additional_special_tokens"] = [one.text for one in info.special_tokens]
+        content["chat_template"] = info.chat_template or None
+        content["model_max_length"] = self._backend.replicas.max_context_tokens
+        return JSONResponse(content)
+
+    async def _check_model(self, body: TokenizeRequest | DetokenizeRequest, request: Request) -> dict[str, str]:
+        """Headers of the answer. All adapters have the base model's tokenizer, but an unknown one is an error."""
+        headers = ignored_header(ignored_fields(body))
+        if adapter_id := adapter_of(body.model, self._backend.base_names()):
+            await self._backend.adapter_rows(adapter_id, request)
+        return headers
 
     # --- models ----------------------------------------------------------------------------------------------------
 
@@ -140,6 +180,10 @@ class Routes:
 
     async def version(self) -> Response:
         return JSONResponse({"version": __version__})
+
+    async def load(self) -> Response:
+        """As vLLM has it: requests that this server has under way."""
+        return JSONResponse({"server_load": len(self._backend.calls)})
 
     async def metrics(self, request: Request) -> Response:
         if self._backend.registry is None:

@@ -301,10 +301,13 @@ def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
 
 
 def generation_defaults(model: PreTrainedModel) -> dict[str, float]:
-    """Sampling options that the model's generation config sets to values which a request could send."""
+    """Sampling options that the model's generation config sets to values which a request could send: temperature 0
+    where it says not to sample."""
     config = getattr(model, "generation_config", None)
     said: dict[str, Any] = {} if config is None else config.to_diff_dict()
     found = {name: said[name] for name in SAMPLING_OPTIONS if isinstance(said.get(name), (int, float))}
+    if said.get("do_sample") is False:
+        found = {name: value for name, value in found.items() if name.endswith("_penalty")} | {"temperature": 0.0}
     return {name: value for name, value in found.items() if value >= 0 and SAMPLING_OPTIONS[name].is_ok(value)}
 
 

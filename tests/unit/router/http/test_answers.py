@@ -24,8 +24,11 @@ def chat(**fields: Any) -> openai.Job:
 
 
 def row(token_id: int, text: str, logprob: float, *top: tuple[int, str, float]) -> pb.TokenLogprob:
-    alternatives = [pb.TopLogprob(token_id=one, text=name, logprob=value) for one, name, value in top]
-    return pb.TokenLogprob(token_id=token_id, text=text, logprob=logprob, top=alternatives)
+    alternatives = [
+        pb.TopLogprob(token_id=one, text=name, logprob=value, bytes=b"\xc3" if name == "\ufffd" else name.encode())
+        for one, name, value in top
+    ]
+    return pb.TokenLogprob(token_id=token_id, text=text, logprob=logprob, top=alternatives, bytes=text.encode())
 
 
 USAGE = pb.Usage(
@@ -44,9 +47,10 @@ def test_an_answer_to_several_prompts() -> None:
                     index=0, text=f"{name}0", token_ids=[2], finish_reason=pb.FINISH_REASON_STOP, stop_string="END"
                 ),
             ],
-            usage=USAGE, adapter_digest="d" * 64, timings=pb.Timings(queue_s=0.5),
+            prompt_tokens=[pb.PromptToken(token_id=ids)], seed=ids, usage=USAGE, adapter_digest="d" * 64,
+            timings=pb.Timings(queue_s=0.5),
         )
-        for name in "ab"
+        for name, ids in (("a", 7), ("b", 1))
     ]  # fmt: skip
     body = answers.response_of(job, found)
     assert [(one["index"], one["text"]) for one in body["choices"]] == [(0, "a0"), (1, "a1"), (2, "b0"), (3, "b1")]
@@ -60,21 +64,81 @@ def test_an_answer_to_several_prompts() -> None:
     assert body["loraplex"]["proposers"] == {"medusa": {"drafted_tokens": 8, "accepted_tokens": 4}}
     assert body["loraplex"]["adapter_digest"] == "d" * 64
     assert body["loraplex"]["queue_s"] == 0.5
+    assert body["loraplex"]["seed"] == [7, 1]
+    assert answers.response_of(completion(), found[:1])["loraplex"]["seed"] == 7
+    assert answers.response_of(completion(), [pb.GenerateResponse()])["loraplex"]["seed"] is None
     assert body["system_fingerprint"].endswith("-dddddddddddd")
     assert (body["id"], body["object"], body["model"]) == ("cmpl-rid", "text_completion", "sql")
 
 
+PROMPT = [
+    pb.PromptToken(token_id=9, text="<s>", is_special=True),
+    pb.PromptToken(token_id=1, text="one", logprob=-2.0, top=[pb.TopLogprob(token_id=5, text="five", logprob=-0.5)]),
+    pb.PromptToken(token_id=2, text=" two", logprob=-1.0, top=[pb.TopLogprob(token_id=2, text=" two", logprob=-1.0)]),
+]
+
+
+def echoed() -> pb.GenerateResponse:
+    rows = [row(3, " three", -0.5, (4, " four", -0.25), (5, " five", -0.75))]
+    return pb.GenerateResponse(
+        completions=[
+            pb.Completion(
+                text="one two three", token_ids=[3], logprobs=rows, finish_reason=pb.FINISH_REASON_STOP,
+                stop_token_id=0, usage=USAGE,
+            )
+        ],
+        prompt_tokens=PROMPT, usage=USAGE,
+    )  # fmt: skip
+
+
 def test_logprobs_with_the_echoed_prompt() -> None:
-    job = completion(echo=True, logprobs=1)
-    answer = pb.GenerateResponse(
-        completions=[pb.Completion(text="one two three", logprobs=[row(3, " three", -0.5, (4, " four", -0.25))])],
-        prompt_logprobs=[row(2, " two", -1.0, (2, " two", -1.0))],
-    )
-    found = answers.response_of(job, [answer])["choices"][0]["logprobs"]
-    assert found["tokens"] == ["one", " two", " three"]
-    assert found["token_logprobs"] == [None, -1.0, -0.5]
-    assert found["top_logprobs"] == [None, {" two": -1.0}, {" four": -0.25, " three": -0.5}]
-    assert found["text_offset"] == [0, 3, 7]
+    found = answers.response_of(completion(echo=True, logprobs=1), [echoed()])["choices"][0]["logprobs"]
+    assert found["tokens"] == ["<s>", "one", " two", " three"]
+    assert found["token_logprobs"] == [None, -2.0, -1.0, -0.5]
+    assert found["top_logprobs"] == [
+        None, {"five": -0.5, "one": -2.0}, {" two": -1.0}, {" four": -0.25, " three": -0.5},
+    ]  # fmt: skip
+    assert found["text_offset"] == [0, 0, 3, 7]
+    job = completion(echo=True, logprobs=1, skip_special_tokens=False, return_tokens_as_token_ids=True)
+    found = answers.response_of(job, [echoed()])["choices"][0]["logprobs"]
+    assert found["text_offset"] == [0, 3, 6, 10]
+    assert found["tokens"] == ["token_id:9", "token_id:1", "token_id:2", "token_id:3"]
+
+
+def test_the_prompt_alone() -> None:
+    body = answers.response_of(completion(echo=True, logprobs=1, max_tokens=0, return_token_ids=True), [echoed()])
+    (choice,) = body["choices"]
+    assert choice["logprobs"]["tokens"] == ["<s>", "one", " two"]
+    assert (choice["finish_reason"], choice["stop_reason"], choice["token_ids"]) == ("length", None, [])
+    assert choice["prompt_token_ids"] == [9, 1, 2]
+    assert (body["usage"]["completion_tokens"], body["usage"]["total_tokens"]) == (0, 3)
+    job = completion(echo=True, logprobs=1, max_tokens=0, stream=True, stream_options={"include_usage": True})
+    message = pb.GenerateStreamResponse(
+        text_delta="one two", token_ids=[0], prompt_tokens=PROMPT, logprobs=[row(0, "!", -9.0)], usage=USAGE,
+        finish_reason=pb.FINISH_REASON_STOP, stop_token_id=0,
+    )  # fmt: skip
+    first, last = events(answers.Chunks(job), (0, message))
+    assert first["choices"][0]["text"] == "one two"
+    assert first["choices"][0]["logprobs"]["tokens"] == ["<s>", "one", " two"]
+    assert (first["choices"][0]["finish_reason"], first["choices"][0]["stop_reason"]) == ("length", None)
+    assert last["usage"]["completion_tokens"] == 0
+
+
+def test_logprobs_of_the_prompt() -> None:
+    rows: list[Any] = [
+        None,
+        {
+            "5": {"logprob": -0.5, "rank": 1, "decoded_token": "five"},
+            "1": {"logprob": -2.0, "rank": None, "decoded_token": "one"},
+        },
+        {"2": {"logprob": -1.0, "rank": 1, "decoded_token": " two"}},
+    ]
+    body = answers.response_of(completion(prompt_logprobs=1), [echoed()])
+    assert body["choices"][0]["prompt_logprobs"] == rows
+    body = answers.response_of(chat(prompt_logprobs=1, return_token_ids=True), [echoed()])
+    assert (body["prompt_logprobs"], body["prompt_token_ids"]) == (rows, [9, 1, 2])
+    body = answers.response_of(completion(prompt_logprobs=0), [echoed()])
+    assert [len(one or ()) for one in body["choices"][0]["prompt_logprobs"]] == [0, 1, 1]
 
 
 def test_logprobs_of_a_chat() -> None:
@@ -84,7 +148,7 @@ def test_logprobs_of_a_chat() -> None:
     assert choice["message"] == {"role": "assistant", "content": "é", "refusal": None}
     (found,) = choice["logprobs"]["content"]
     assert (found["token"], found["logprob"], found["bytes"]) == ("é", -0.5, [0xC3, 0xA9])
-    assert [one["bytes"] for one in found["top_logprobs"]] == [[0xC3, 0xA9], None]
+    assert [one["bytes"] for one in found["top_logprobs"]] == [[0xC3, 0xA9], [0xC3]]
     never = row(1, "x", float("-inf"), (1, "x", float("-inf")))
     cut = pb.GenerateResponse(completions=[pb.Completion(text="x", logprobs=[never])])
     for job in (chat(logprobs=True, top_logprobs=1), completion(logprobs=1)):
@@ -134,4 +198,21 @@ def test_a_stream_of_several_prompts() -> None:
     assert [one["choices"][0]["index"] for one in found] == [3, 3]
     assert [one["choices"][0]["logprobs"]["text_offset"] for one in found] == [[0], [1]]
     assert found[1]["choices"][0]["finish_reason"] == "length"
+    assert "usage" not in found[0]
+
+
+def test_a_stream_with_the_prompts_tokens_and_running_usage() -> None:
+    chunk = pb.GenerateStreamResponse
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    messages = (
+        (0, chunk(text_delta="a", token_ids=[5, 6], prompt_tokens=PROMPT)),
+        (0, chunk(text_delta="b", token_ids=[7], finish_reason=pb.FINISH_REASON_EOS, usage=USAGE)),
+    )
+    found = events(answers.Chunks(chat(stream=True, stream_options=options, return_token_ids=True)), *messages)
+    assert found[0]["prompt_token_ids"] == [9, 1, 2]
+    assert [one["usage"]["completion_tokens"] for one in found] == [0, 2, 3, 2]
+    assert [one["usage"]["prompt_tokens"] for one in found] == [3, 3, 3, 3]
+    assert [one["choices"][0].get("token_ids") for one in found[1:3]] == [[5, 6], [7]]
+    found = events(answers.Chunks(completion(stream=True, return_token_ids=True)), *messages)
+    assert [one["choices"][0].get("prompt_token_ids") for one in found] == [[9, 1, 2], None]
     assert "usage" not in found[0]

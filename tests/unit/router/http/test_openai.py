@@ -17,6 +17,7 @@ from loraplex_router.http.models import (
     REFUSED,
     ChatCompletionRequest,
     CompletionRequest,
+    DetokenizeRequest,
     TokenizeRequest,
     ignored_fields,
 )
@@ -94,7 +95,7 @@ def test_every_field_reaches_the_wire() -> None:
             max_tokens=5, min_tokens=2, stop=["END"], stop_token_ids=[9], ignore_eos=True, include_stop=True
         ),
         speculation=pb.Speculation(off=True),
-        output=pb.Output(logprobs=True, top_logprobs=2, prompt_logprobs=True, echo=True),
+        output=pb.Output(logprobs=True, top_logprobs=2, prompt_logprobs=True, prompt_tokens=True, echo=True),
     )  # fmt: skip
     assert request == expected
     assert wire(top_k=-1).sampling.top_k == 0
@@ -144,9 +145,9 @@ def test_unknown_fields_are_named_fit_for_a_header() -> None:
     assert len(name) == MAX_IGNORED_CHARS
     assert len(completion(**{f"x{number}": 1 for number in range(99)}).ignored) == MAX_IGNORED_NAMES
     body = ChatCompletionRequest.model_validate(
-        {"messages": CHAT, "stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+        {"messages": CHAT, "stream": True, "stream_options": {"include_usage": True, "include_obfuscation": True}}
     )
-    assert ignored_fields(body) == ("stream_options.continuous_usage_stats",)
+    assert ignored_fields(body) == ("stream_options.include_obfuscation",)
 
 
 @pytest.mark.parametrize(
@@ -193,8 +194,8 @@ def test_chat_messages() -> None:
 @pytest.mark.parametrize(
     ("message", "field"),
     [
-        ({"role": "user", "content": "hi", "name": "Ada"}, "messages[0].name"),
-        ({"role": "assistant", "tool_calls": [{"id": "x"}]}, "messages[0].tool_calls"),
+        ({"role": "user", "content": "hi", "name": "\ud800"}, "messages[0].name"),
+        ({"role": "assistant", "content": "hi", "audio": {"id": "x"}}, "messages[0].audio"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "messages[0].content"),
         ({"role": "user", "content": None}, "messages[0].content"),
         ({"role": "user", "content": 5}, "messages[0].content"),
@@ -205,6 +206,91 @@ def test_messages_that_are_not_texts_are_refused(message: Any, field: str) -> No
     with pytest.raises((InvalidArgument, Unimplemented)) as caught:
         chat(messages=[message])
     assert caught.value.field == field
+
+
+def test_chats_reach_the_wire_whole() -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "user", "content": "1+1?", "name": "Ada"},
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "hm"},
+        {"role": "tool", "content": "2", "tool_call_id": "call_1"},
+        {"role": "assistant", "content": "2, I", "reasoning": "so"},
+    ]
+    (request,) = chat(
+        messages=messages, continue_final_message=True, documents=[{"text": "x"}], reasoning_effort="low",
+        chat_template_kwargs={"enable_thinking": False},
+    ).requests  # fmt: skip
+    check_generate(request)
+    assert request.chat == pb.Chat(
+        messages=[
+            pb.ChatMessage(role="user", content="1+1?", name="Ada"),
+            pb.ChatMessage(
+                role="assistant", reasoning="hm",
+                tool_calls=[pb.ToolCall(id="call_1", name="add", arguments_json='{"a": 1}')],
+            ),
+            pb.ChatMessage(role="tool", content="2", tool_call_id="call_1"),
+            pb.ChatMessage(role="assistant", content="2, I", reasoning="so"),
+        ],
+        continue_final_message=True,
+        documents_json='[{"text":"x"}]',
+        template_kwargs_json='{"enable_thinking":false,"reasoning_effort":"low"}',
+    )  # fmt: skip
+    call["function"] = {"name": "add", "arguments": {"a": 1}}  # as some clients send it
+    (request,) = chat(messages=[{"role": "assistant", "tool_calls": [call]}]).requests
+    assert request.chat.messages[0].tool_calls[0].arguments_json == '{"a":1}'
+    with pytest.raises(InvalidArgument, match="continue_final_message"):
+        chat(continue_final_message=True, add_generation_prompt=True)
+    deep: Any = []
+    for _ in range(5000):
+        deep = [deep]
+    with pytest.raises(InvalidArgument, match="nested too deep"):
+        chat(chat_template_kwargs={"x": deep})
+
+
+def test_defaults_of_the_model_stand_for_what_is_left_out() -> None:
+    defaults = pb.Sampling(temperature=0.6, top_p=0.9)
+    body = CompletionRequest(prompt="hi", top_p=0.5)
+    (request,) = openai.completion_job(body, NAMES, "rid", 7, defaults).requests
+    assert request.sampling == pb.Sampling(temperature=0.6, top_p=0.5)
+    assert defaults == pb.Sampling(temperature=0.6, top_p=0.9)
+
+
+def test_the_prompt() -> None:
+    assert wire(truncate_prompt_tokens=-1).truncate_prompt == pb.Truncate()
+    assert wire(truncate_prompt_tokens=-1).HasField("truncate_prompt")
+    assert wire(truncate_prompt_tokens=9).truncate_prompt == pb.Truncate(max_tokens=9)
+    cut = wire(truncate_prompt_tokens=9, truncation_side="right")
+    assert cut.truncate_prompt == pb.Truncate(max_tokens=9, keep_start=True)
+    assert not wire(truncation_side="left").HasField("truncate_prompt")
+    with pytest.raises(InvalidArgument, match="truncate_prompt_tokens"):
+        wire(truncate_prompt_tokens=0)
+    assert wire(skip_special_tokens=False).output.keep_special_tokens
+    assert wire(add_special_tokens=False).omit_special_tokens
+    assert not wire(add_special_tokens=False, prompt=[1]).omit_special_tokens
+    assert wire(return_token_ids=True).output == pb.Output(prompt_tokens=True)
+    usage = {"include_usage": True, "continuous_usage_stats": True}
+    assert wire(stream=True, stream_options=usage).output == pb.Output(prompt_tokens=True)
+
+
+def test_logprobs_of_the_prompt() -> None:
+    request = wire(prompt_logprobs=5, logprobs=2)
+    assert request.output == pb.Output(logprobs=True, top_logprobs=5, prompt_tokens=True, prompt_logprobs=True)
+    with pytest.raises(InvalidArgument, match="prompt_logprobs"):
+        completion(prompt_logprobs=1, stream=True)
+
+
+def test_no_new_token_is_one_that_has_no_text() -> None:
+    job = completion(max_tokens=0, echo=True, logprobs=1, temperature=2, bad_words=["x"], stop="y", min_tokens=0)
+    assert job.is_prompt_only
+    (request,) = job.requests
+    check_generate(request)
+    assert request.sampling == pb.Sampling(temperature=0, allowed_token_ids=[0])
+    assert request.stopping == pb.Stopping(max_tokens=1, stop_token_ids=[0])
+    for fields in ({}, {"logprobs": 1}):
+        with pytest.raises(InvalidArgument, match="max_tokens"):
+            completion(max_tokens=0, **fields)
+    with pytest.raises(InvalidArgument, match="max_tokens"):
+        chat(max_tokens=0)
 
 
 def test_options_that_need_others_are_refused_without_them() -> None:
@@ -219,5 +305,17 @@ def test_tokenize() -> None:
     assert text == pb.TokenizeRequest(text="hi", omit_special_tokens=True)
     asked = openai.tokenize_request(TokenizeRequest.model_validate({"messages": CHAT}))
     assert asked.chat.messages[0].content == "hi"
+    asked = openai.tokenize_request(
+        TokenizeRequest.model_validate({"messages": CHAT, "tools": [{"a": 1}], "return_offsets": True})
+    )
+    assert (asked.chat.tools_json, asked.offsets) == ('[{"a":1}]', True)
     with pytest.raises(InvalidArgument, match="`prompt` or `messages`"):
         openai.tokenize_request(TokenizeRequest())
+
+
+def test_detokenize() -> None:
+    body = DetokenizeRequest(tokens=[1, 2])
+    assert not openai.detokenize_request(body, omits_special=False).omit_special_tokens
+    assert openai.detokenize_request(body, omits_special=True).omit_special_tokens
+    body = DetokenizeRequest(tokens=[1, 2], skip_special_tokens=False)
+    assert openai.detokenize_request(body, omits_special=True) == pb.DetokenizeRequest(token_ids=[1, 2])

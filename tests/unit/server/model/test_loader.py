@@ -292,6 +292,9 @@ def test_what_the_generation_config_recommends() -> None:
     for name, value in {"temperature": 0.6, "top_k": 20, "top_p": 2.0, "min_p": -0.5, "num_beams": 1}.items():
         setattr(model.generation_config, name, value)
     assert generation_defaults(model) == {"temperature": 0.6, "top_k": 20}, "and nothing that a request could not send"
+    model.generation_config.repetition_penalty = 1.1
+    model.generation_config.do_sample = False
+    assert generation_defaults(model) == {"temperature": 0.0, "repetition_penalty": 1.1}
 
 
 def test_loading_from_a_directory_keeps_weights_and_dtype(tmp_path: Path) -> None:
