@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,26 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 RANKS = (2, 4, 8)
+# ChatML, with tools and tool calls as Qwen and Hermes write them.
+CHAT_SPECIALS = ("<|im_start|>", "<|im_end|>")
+CHAT_TEMPLATE = """\
+{%- if tools %}
+{{- '<|im_start|>system\\n# Tools\\n' }}
+{%- for tool in tools %}{{- tool | tojson }}{{- '\\n' }}{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.content %}{{- message.content }}{%- endif %}
+{%- for call in message.tool_calls or [] %}
+{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+{{- call.function.arguments if call.function.arguments is string else call.function.arguments | tojson }}
+{{- '}\\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
 
 
 @dataclass(frozen=True)
@@ -21,20 +42,30 @@ class TinyWorld:
     names: tuple[str, ...]
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Every byte is a token; <s>, </s>, <pad> come behind them."""
+def byte_tokenizer(special_tokens: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """Every byte is a token; <s>, </s>, <pad> and `special_tokens` come behind them."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<s>", "</s>", "<pad>"])
+    tokenizer.add_special_tokens(["<s>", "</s>", "<pad>", *special_tokens])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
 
 
-def make_world(root: Path, num_adapters: int = 4, *, hidden_size: int = 32, num_layers: int = 2) -> TinyWorld:
+def make_world(
+    root: Path,
+    num_adapters: int = 4,
+    *,
+    hidden_size: int = 32,
+    num_layers: int = 2,
+    max_context: int = 512,
+    chat_template: str | None = None,
+    special_tokens: Sequence[str] = (),
+) -> TinyWorld:
     """Writes model and adapters under `root`. Adapters are strong enough that each changes the text."""
     torch.manual_seed(0)
-    tokenizer = byte_tokenizer()
+    tokenizer = byte_tokenizer(special_tokens)
+    tokenizer.chat_template = chat_template
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
@@ -42,7 +73,7 @@ def make_world(root: Path, num_adapters: int = 4, *, hidden_size: int = 32, num_
         num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=512,
+        max_position_embeddings=max_context,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
