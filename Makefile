@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 
 NATIVE := $(BIN)/python -m loraplex_server.backends.cpu.native.build --objects build/native
 
-.PHONY: help install native demo test test-nightly gpu-tests gpu-bench test-slow check format proto wire-baseline serve clean
+.PHONY: help install native demo test test-nightly gpu-tests gpu-bench test-slow conformance conformance-ci check format proto wire-baseline serve clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -53,6 +53,12 @@ test-slow: $(STAMP) native  ## the long suite
 
 test-nightly: $(STAMP) native  ## what is longer than the slow suite allows; by hand
 	$(BIN)/python -m pytest -m 'nightly and not gpu and not network' --timeout 3600
+
+conformance: $(STAMP) native  ## other servers' clients against a live server, each in an environment of its own
+	$(BIN)/python tests/conformance/run.py
+
+conformance-ci: $(STAMP) native  ## the same with fewer clients (six minutes at most)
+	timeout 360 $(BIN)/python tests/conformance/run.py --ci
 
 check: $(STAMP) native  ## exactly what CI runs besides the tests
 	$(BIN)/ruff check .

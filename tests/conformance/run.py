@@ -256,7 +256,7 @@ def _report(client: Client, python: Path, facts: Mapping[str, Any], rows: Sequen
     lines = [(call, *judged(client.name, call, fault, rows)) for call, fault in found.items()]
     lines += [(row.call, "skipped", row.reason) for row in left_out]
     for call, word, why in lines:
-        print(f"{client.name:22} {call:62} {word}{': ' if why else ''}{why}")
+        print(f"{client.name:22} {call:62} {word}{': ' if why else ''}{' '.join(why.split())[:400]}")
     counts = Counter(word for _, word, _ in lines)
     print(f"{client.name:22} {dict(counts)} in {time.monotonic() - start:.0f} s\n", flush=True)
     return counts

@@ -126,20 +126,24 @@ def _() -> None:
 
 @call("NotFoundError: unknown adapter, streamed or not")
 def _() -> None:
-    raises(NotFoundError, client.generate, facts.prompt, adapter_id="nobody", **ASKED)
-    raises(NotFoundError, lambda: list(client.generate_stream(facts.prompt, adapter_id="nobody", **ASKED)))
+    error = raises(NotFoundError, client.generate, facts.prompt, adapter_id="nobody", **ASKED)
+    assert "nobody" in str(error), error
+    error = raises(NotFoundError, lambda: list(client.generate_stream(facts.prompt, adapter_id="nobody", **ASKED)))
+    assert "nobody" in str(error), error
 
 
 @call("async NotFoundError: unknown adapter, streamed or not")
 async def _() -> None:
     other = AsyncClient(facts.url, timeout=60)
-    await raises_async(NotFoundError, other.generate(facts.prompt, adapter_id="nobody", **ASKED))
+    error = await raises_async(NotFoundError, other.generate(facts.prompt, adapter_id="nobody", **ASKED))
+    assert "nobody" in str(error), error
 
     async def stream() -> None:
         async for _ in other.generate_stream(facts.prompt, adapter_id="nobody", **ASKED):
             pass
 
-    await raises_async(NotFoundError, stream())
+    error = await raises_async(NotFoundError, stream())
+    assert "nobody" in str(error), error
 
 
 @call("ValidationError: names the field")
