@@ -1,4 +1,4 @@
-"""Conformance runner: other servers' clients, each in its own environment, against a live router and worker.
+"""Conformance runs: other servers' clients against a live router and worker.
 
 python tests/conformance/run.py [--ci] [CLIENT...]
 """

@@ -1,4 +1,4 @@
-"""huggingface_hub's InferenceClient, 0.36 and 2.x: a URL of an inference endpoint, and OpenAI's base URL."""
+"""huggingface_hub's InferenceClient, 0.36 and 2.x, as endpoint and as OpenAI client."""
 
 from __future__ import annotations
 
