@@ -1,6 +1,7 @@
 """Calls of one client against a live server.
 
-Each call is a function, its result one line of JSON on standard output. Runs in the client's own environment, so that it needs nothing but Python's library.
+Each call is a function, its result one line of JSON on standard output. Runs in the client's own
+environment, so that it needs nothing but Python's library.
 """
 
 from __future__ import annotations
