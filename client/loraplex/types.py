@@ -100,7 +100,7 @@ AnySpeculation = SpeculationKind | Medusa | PromptLookup | DraftModel | Speculat
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """The form that a text must have: exactly one kind. Servers of this version refuse it with Unimplemented."""
+    """The form that a text must have: exactly one kind."""
 
     json_schema: str | Mapping[str, Any] | None = None
     json_object: bool | None = None  # True: any JSON object
@@ -109,7 +109,7 @@ class Grammar:
     lark: str | None = None
     gbnf: str | None = None
     structural_tag: str | Mapping[str, Any] | None = None
-    compact: bool = False  # JSON without whitespace between its parts
+    compact: bool = False  # JSON without spaces between its parts; else there may be one behind `,` and `:`
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,14 +3,15 @@
 A plan is `{sequence: number of tokens}` plus draft tokens. Prefill, chunked prefill, decode and verification of a draft
 are one operation: run `num_tokens` of a sequence from position `start`, sample behind the last `num_samples` of them.
 Spans contain no token ids: the runner keeps every sequence's tokens in its row, so that a plan can be made before the
-tokens of the last step are known on the host. All records are plain data and could be broadcast.
+tokens of the last step are known on the host. All records are plain data and could be broadcast,
+but for the matchers of grammars, which the scheduler advances and the runner reads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from loraplex_contracts.errors import LoraplexError
 from loraplex_contracts.request import OutputParams, PositionLogprobs, Request, SamplingParams
@@ -24,6 +25,39 @@ class AdapterUse:
     weight: float = 1.0
 
 
+class GrammarMatcher(Protocol):
+    """How far a sequence is in its grammar. Owned by the sequence."""
+
+    @property
+    def inner(self) -> Any:
+        """The library's own, for the masks of many at once."""
+        ...
+
+    @property
+    def num_words(self) -> int:
+        """Of a mask, 32 bits each."""
+        ...
+
+    @property
+    def error(self) -> str:
+        """Why it cannot go on, which is beyond its limits; empty while it can."""
+        ...
+
+    def copy(self) -> GrammarMatcher: ...
+
+    def advance(self, token_id: int) -> bool:
+        """Takes in the next token, which is legal and no end-of-sequence token. True where nothing may follow."""
+        ...
+
+    def num_legal(self, draft: Sequence[int]) -> int:
+        """How many tokens of a draft may come next, and leave another one to draw behind them."""
+        ...
+
+    def forced(self) -> Sequence[int]:
+        """Tokens that spell what has to come next."""
+        ...
+
+
 class Candidate(NamedTuple):
     """A running sequence that decodes in the next step, as proposers see it."""
 
@@ -35,6 +69,7 @@ class Candidate(NamedTuple):
     request: Request
     sampling: SamplingParams  # the completion's own, seed included
     adapter_slot: int | None  # of its LoRA
+    matcher: GrammarMatcher | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +96,7 @@ class NewSequence:
     banned_until_min: frozenset[int] = frozenset()
     # The runner keeps its last hidden state after every step, for Medusa heads.
     keeps_hidden: bool = False
+    matcher: GrammarMatcher | None = None  # read only
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,14 @@ class SpeculationParams:
 
 
 @dataclass(frozen=True, slots=True)
+class Grammar:
+    """The form that a text must have."""
+
+    field: str  # of the request, for errors
+    text: str  # as llguidance compiles it
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One accepted request of `n` completions. Times are seconds of `time.monotonic()`, which processes share."""
 
@@ -64,6 +72,7 @@ class Request:
     adapter_id: AdapterId = NO_ADAPTER
     tenant: str = "default"
     cache_salt: str = ""
+    grammar: Grammar | None = None
     n: int = 1
     priority: int = 0
     arrival_s: float = 0.0

@@ -31,6 +31,7 @@ MAX_STOP_TOKEN_IDS: Final = 128
 MAX_CHAT_MESSAGES: Final = 4096
 MAX_TOOL_CALLS: Final = 128  # of one message
 MAX_CHAT_JSON_BYTES: Final = 1 << 20
+MAX_GRAMMAR_BYTES: Final = 1 << 18
 MAX_WATCH_INTERVAL_S: Final = 60.0
 MAX_DRAFT_TOKENS: Final = 64  # per step
 MAX_NGRAM: Final = 64
@@ -78,6 +79,8 @@ HANDLED: Final[dict[str, frozenset[str]]] = {
             *("output.logprobs", "output.top_logprobs", "output.prompt_logprobs", "output.echo"),
             *("output.omit_token_ids", "output.prompt_tokens", "output.keep_special_tokens", "output.token_bytes"),
             *("truncate_prompt.max_tokens", "truncate_prompt.keep_start", "omit_special_tokens"),
+            *("grammar.json_schema", "grammar.json_object", "grammar.regex", "grammar.choice.texts", "grammar.lark"),
+            *("grammar.gbnf", "grammar.structural_tag_json", "grammar.compact"),
         )
     ),
     "TokenizeRequest": frozenset(("text", *_CHAT, "omit_special_tokens", "offsets")),
@@ -99,7 +102,6 @@ HANDLED: Final[dict[str, frozenset[str]]] = {
 NOT_BUILT: Final[dict[str, dict[str, str]]] = {
     "GenerateRequest": {
         "adapters": "mixtures of adapters are not served; name one adapter in `adapter_id`",
-        "grammar": "texts are not constrained; say in the prompt what the answer must look like, and check it",
     },
     "LoadAdapterRequest": {
         "source": "adapters come from the server's adapter root, by their name there",
@@ -223,6 +225,8 @@ def check_generate(request: inference_pb2.GenerateRequest) -> None:
     for bound in _BOUNDS:
         _check_bound(request, *bound)
     _check_stopping(request.stopping)
+    if request.HasField("grammar"):
+        _check_grammar(request)
     _check_sampling(request.sampling)
     _check_speculation(request.speculation)
 
@@ -331,6 +335,26 @@ def _check_stopping(stopping: inference_pb2.Stopping) -> None:
                 f"`stopping.stop` takes strings of 1 to {MAX_STOP_BYTES} bytes; number {index} has {num_bytes}",
                 field="stopping.stop",
             )
+
+
+def _check_grammar(request: inference_pb2.GenerateRequest) -> None:
+    """What the engine need not compile to refuse."""
+    grammar = request.grammar
+    kind = grammar.WhichOneof("kind")
+    if kind is None:
+        raise InvalidArgument("`grammar` has no kind: set one, such as `json_schema`, or leave it out", field="grammar")
+    path = f"grammar.{kind}"
+    if kind == "json_object" and not grammar.json_object:
+        raise InvalidArgument("`grammar.json_object` is true or left out, never false", field=path)
+    if kind == "choice" and not grammar.choice.texts:
+        raise InvalidArgument("`grammar.choice.texts` is empty: give at least one", field=path)
+    if grammar.ByteSize() > MAX_GRAMMAR_BYTES:
+        raise InvalidArgument(f"`{path}` has more than the {MAX_GRAMMAR_BYTES} bytes that a grammar takes", field=path)
+    if request.stopping.ignore_eos:
+        raise InvalidArgument(
+            "`stopping.ignore_eos` would go on behind the end of `grammar`; leave one of them out",
+            field="stopping.ignore_eos",
+        )
 
 
 def _check_sampling(sampling: inference_pb2.Sampling) -> None:

@@ -6,7 +6,7 @@ Not a scheduler: it has no policy, and rolls dice for everything that must not c
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -78,10 +78,11 @@ class RecordingSampler(Sampler):
         rows: Sequence[int] | torch.Tensor,
         positions: Sequence[int] | torch.Tensor,
         tokens: torch.Tensor,
+        drafts: Mapping[int, Sequence[int]] | None = None,
     ) -> Sampled:
         for row, position, values in zip(rows, positions, logits, strict=True):
             self.logits[self.sequence_ids[int(row)], int(position)] = values.clone()
-        return super().sample(logits, rows, positions, tokens)
+        return super().sample(logits, rows, positions, tokens, drafts or {})
 
 
 @dataclass

@@ -25,6 +25,7 @@ from loraplex_server.backends.registry import choose_backend, make_attention
 from loraplex_server.config import AdaptersConfig, EngineConfig, hub_token
 from loraplex_server.engine.engine import Engine
 from loraplex_server.engine.pipe import ModelInfo
+from loraplex_server.grammars.matcher import Grammars
 from loraplex_server.kv.blocks import BlockPool
 from loraplex_server.layers.adapter_slots import AdapterSlots
 from loraplex_server.layers.attention import KvCache, kv_block_bytes
@@ -38,6 +39,7 @@ from loraplex_server.scheduler.scheduler import Scheduler
 from loraplex_server.speculation.build import Target, build_speculator
 from loraplex_server.speculation.medusa import HeadSlots
 from loraplex_server.speculation.step_costs import StepCosts, measure_runner
+from loraplex_server.text.tokenizer import TextTokenizer
 
 log = logging.getLogger(__name__)
 
@@ -148,7 +150,9 @@ def assemble(
         kv_block_tokens=block_size,
         max_device_adapters=config.adapters.num_device_slots,
     )
-    return Engine(info, scheduler, manager, runner, speculator=speculator)
+    tokenizer = TextTokenizer.from_pretrained(served.base, revision=served.revision)
+    grammars = Grammars(tokenizer.serialized(), spec.num_logits, spec.eos_token_ids, notify)
+    return Engine(info, scheduler, manager, runner, speculator=speculator, grammars=grammars)
 
 
 def captured_shapes(config: EngineConfig, backend: Backend) -> list[Shape]:

@@ -11,14 +11,14 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from loraplex_adapters.cache.manager import AdapterManager
 from loraplex_contracts.adapters import AdapterId, AdapterInfo, AdapterKey
 from loraplex_contracts.errors import DeadlineExceeded, Draining, LoraplexError, unexpected
 from loraplex_contracts.load import Forecast, Load
-from loraplex_contracts.plan import StepPlan
-from loraplex_contracts.request import CompletionEnd, Event, Request, RequestFailed, Tokens
+from loraplex_contracts.plan import GrammarMatcher, StepPlan
+from loraplex_contracts.request import CompletionEnd, Event, Grammar, Request, RequestFailed, Tokens
 from loraplex_server.config import SpeculationConfig
 from loraplex_server.engine.pipe import (
     Abandon,
@@ -31,6 +31,7 @@ from loraplex_server.engine.pipe import (
     StopCompletion,
     Submit,
 )
+from loraplex_server.grammars.matcher import Grammars, Matcher
 from loraplex_server.model.runner import Execute, StepHandle, execute_isolated, start_isolated
 from loraplex_server.scheduler.scheduler import Scheduler
 from loraplex_server.speculation.speculator import Speculator
@@ -61,32 +62,34 @@ class _Accepted:
     num_open: int
     adapter_key: AdapterKey | None = None  # held for the request's life, as is `medusa_key`
     medusa_key: AdapterKey | None = None  # of heads that it names apart from its adapter
+    matcher: GrammarMatcher | None = None  # of its grammar, at the beginning; read only
     is_scheduled: bool = False  # False: its adapter is not resolved yet
 
 
-# As AdapterManager.resolve: the key, held once more; None while it is fetched; or a typed error.
-Resolve = Callable[[AdapterId, float], AdapterKey | None]
+Name = TypeVar("Name")
+Found = TypeVar("Found")
 
 
-class PendingAdapters:
-    """Requests whose adapter is still being fetched, by adapter, until its key or the error is known.
+class Pending(Generic[Name, Found]):
+    """Requests that wait for what they name, by name, until it is found or the error is known: an adapter that is
+    fetched, a grammar that is compiled.
 
-    The cache is asked again only when a load has finished, and once for all requests of one adapter.
-    `adapter_id_of`: of a request.
+    `resolve` gives what is found (of an adapter the key, held once more), or None while there is none yet, or raises.
+    It is asked again only when there is news, and once for all requests of one name. `name_of`: of a request.
     """
 
-    def __init__(self, resolve: Resolve, adapter_id_of: Callable[[Request], AdapterId]) -> None:
+    def __init__(self, resolve: Callable[[Name, float], Found | None], name_of: Callable[[Request], Name]) -> None:
         self._resolve = resolve
-        self._adapter_id_of = adapter_id_of
-        # By adapter id, in the order of arrival, and so are their requests.
-        self._groups: dict[AdapterId, dict[str, Request]] = {}
-        self._unasked: dict[AdapterId, None] = {}  # that the cache has not been asked for yet
+        self._name_of = name_of
+        # By name, in the order of arrival, and so are their requests.
+        self._groups: dict[Name, dict[str, Request]] = {}
+        self._unasked: dict[Name, None] = {}  # that `resolve` has not been asked for yet
         self._next_deadline_s = math.inf  # none is earlier
         self.num_requests = 0
         self.num_completions = 0
 
     def add(self, request: Request) -> None:
-        group = self._adapter_id_of(request)
+        group = self._name_of(request)
         if group not in self._groups:
             self._groups[group] = {}
             self._unasked[group] = None
@@ -98,7 +101,7 @@ class PendingAdapters:
 
     def discard(self, request: Request) -> None:
         """Removes the request, if it waits here."""
-        group = self._adapter_id_of(request)
+        group = self._name_of(request)
         waiting = self._groups.get(group, {})
         if waiting.pop(request.request_id, None) is not None:
             self.num_requests -= 1
@@ -123,27 +126,26 @@ class PendingAdapters:
             self.discard(request)
         return expired
 
-    def take_resolved(self, has_loaded: bool, now: float) -> list[tuple[Request, AdapterKey | LoraplexError]]:
-        """Removes and returns those with an outcome, each with its own hold on the key. `has_loaded`: whether
-        AdapterManager.poll has returned true since the last call."""
-        groups, self._unasked = self._groups if has_loaded else self._unasked, {}
+    def take_resolved(self, has_news: bool, now: float) -> list[tuple[Request, Found | LoraplexError]]:
+        """Removes and returns those with an outcome. `has_news`: whether something was found since the last call."""
+        groups, self._unasked = self._groups if has_news else self._unasked, {}
         taken = [outcome for group in list(groups) for outcome in self._ask(self._groups[group], now)]
         for request, _ in taken:
             self.discard(request)
         return taken
 
-    def _ask(self, waiting: dict[str, Request], now: float) -> list[tuple[Request, AdapterKey | LoraplexError]]:
-        taken: list[tuple[Request, AdapterKey | LoraplexError]] = []
+    def _ask(self, waiting: dict[str, Request], now: float) -> list[tuple[Request, Found | LoraplexError]]:
+        taken: list[tuple[Request, Found | LoraplexError]] = []
         for request in waiting.values():
             try:
-                adapter_key = self._resolve(self._adapter_id_of(request), now)
+                found = self._resolve(self._name_of(request), now)
             except Exception as error:
                 # All get the same error: asking again might start another load.
-                typed = error if isinstance(error, LoraplexError) else unexpected(error, "resolving an adapter")
+                typed = error if isinstance(error, LoraplexError) else unexpected(error, "resolving what a request names")
                 return [*taken, *((other, typed) for other in list(waiting.values())[len(taken) :])]
-            if adapter_key is None:
+            if found is None:
                 return taken
-            taken.append((request, adapter_key))
+            taken.append((request, found))
         return taken
 
 
@@ -158,6 +160,7 @@ class Engine:
         runner: Runner,
         clock: Callable[[], float] = time.monotonic,
         speculator: Speculator | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         self.info = info
         # Told before a step runs how many tokens the turn computes, those of a step under way included.
@@ -168,8 +171,14 @@ class Engine:
         self._clock = clock
         self._speculator = speculator or Speculator(SpeculationConfig(), {}, StepCosts({1: 1.0}))
         self._accepted: dict[str, _Accepted] = {}
-        self._pending = PendingAdapters(cache.resolve, lambda request: request.adapter_id)
-        self._pending_heads = PendingAdapters(cache.resolve, lambda request: request.speculation.medusa_id)
+        self._grammars = grammars or Grammars(None)
+        self._pending = Pending[AdapterId, AdapterKey](cache.resolve, lambda request: request.adapter_id)
+        self._pending_heads = Pending[AdapterId, AdapterKey](
+            cache.resolve, lambda request: request.speculation.medusa_id
+        )
+        self._pending_grammars = Pending[Grammar | None, Matcher](
+            self._resolve_grammar, lambda request: request.grammar
+        )
         self._operations: dict[int, AdapterCommand] = {}
         self._events: list[Event] = []
         self._replies: list[Reply] = []
@@ -282,6 +291,7 @@ class Engine:
         return ""
 
     def close(self) -> None:
+        self._grammars.close()
         self._speculator.close()
         self._cache.close()
         self._runner.close()
@@ -291,7 +301,7 @@ class Engine:
     def _submit(self, request: Request) -> None:
         accepted = _Accepted(request, num_open=request.n)
         self._accepted[request.request_id] = accepted
-        if not (request.adapter_id or request.speculation.medusa_id):
+        if not (request.adapter_id or request.speculation.medusa_id or request.grammar):
             self._schedule(accepted)
             return
         try:  # before anything is fetched
@@ -302,10 +312,12 @@ class Engine:
         self._resolve(accepted)
 
     def _resolve(self, accepted: _Accepted) -> None:
-        """Has the cache resolve what the request names: its adapter, then heads apart from it. It does not wait for
-        heads on the device."""
+        """Has its grammar compiled, then the cache resolve what it names: its adapter, and heads apart from it. It does
+        not wait for heads on the device."""
         request = accepted.request
-        if request.adapter_id and accepted.adapter_key is None:
+        if request.grammar and accepted.matcher is None:
+            self._pending_grammars.add(request)
+        elif request.adapter_id and accepted.adapter_key is None:
             self._pending.add(request)
         elif request.speculation.medusa_id and accepted.medusa_key is None:
             self._pending_heads.add(request)
@@ -314,21 +326,33 @@ class Engine:
 
     @property
     def _num_pending(self) -> int:
-        """Requests whose adapter or heads are being fetched. They will stand in the scheduler's queue and count there
-        already."""
-        return self._pending.num_requests + self._pending_heads.num_requests
+        """Requests whose adapter or heads are being fetched, or whose grammar is compiled. They will stand in the
+        scheduler's queue and count there already."""
+        return sum(waiting.num_requests for waiting in self._waiting)
+
+    @property
+    def _waiting(self) -> tuple[Pending[Any, Any], ...]:
+        return self._pending_grammars, self._pending, self._pending_heads
+
+    def _resolve_grammar(self, grammar: Grammar | None, now: float) -> Matcher | None:
+        return None if grammar is None else self._grammars.resolve(grammar)
 
     def _admit_resolved(self, has_news: bool, now: float) -> None:
-        for waiting in (self._pending, self._pending_heads):
+        has_grammar = self._grammars.poll()
+        for waiting in self._waiting:
+            is_grammar = waiting is self._pending_grammars
+            what = "grammar was compiled" if is_grammar else "adapter was being fetched"
             for request in waiting.take_expired(now):
-                error = DeadlineExceeded("the deadline passed while the adapter was being fetched; allow more time")
+                error = DeadlineExceeded(f"the deadline passed while the {what}; allow more time")
                 self._end(request.request_id, error)
-            for request, outcome in waiting.take_resolved(has_news, now):
+            for request, outcome in waiting.take_resolved(has_grammar if is_grammar else has_news, now):
                 accepted = self._accepted[request.request_id]
                 if isinstance(outcome, LoraplexError):
                     self._end(request.request_id, outcome)
                     continue
-                if waiting is self._pending:
+                if is_grammar:
+                    accepted.matcher = outcome
+                elif waiting is self._pending:
                     accepted.adapter_key = outcome
                 else:
                     accepted.medusa_key = outcome
@@ -341,7 +365,12 @@ class Engine:
             self._speculator.begin(request, adapter_key, accepted.medusa_key)
             keeps_hidden = self._speculator.needs_hidden_states(request.request_id)
             self._scheduler.add(
-                request, adapter_key, self._clock(), keeps_hidden=keeps_hidden, num_elsewhere=self._num_pending
+                request,
+                adapter_key,
+                self._clock(),
+                keeps_hidden=keeps_hidden,
+                num_elsewhere=self._num_pending,
+                matcher=accepted.matcher,
             )
         except LoraplexError as error:
             accepted.is_scheduled = False
@@ -372,8 +401,8 @@ class Engine:
                 accepted.num_open = 0
             if accepted.num_open == 0:
                 del self._accepted[event.request_id]
-                self._pending.discard(accepted.request)
-                self._pending_heads.discard(accepted.request)
+                for waiting in self._waiting:
+                    waiting.discard(accepted.request)
                 self._speculator.end(event.request_id)
                 for adapter_key in (accepted.adapter_key, accepted.medusa_key):
                     if adapter_key is not None:
@@ -429,7 +458,7 @@ class Engine:
         load = self._scheduler.load()
         return replace(
             load,
-            num_queued=load.num_queued + self._pending.num_completions + self._pending_heads.num_completions,
+            num_queued=load.num_queued + sum(waiting.num_completions for waiting in self._waiting),
             num_steps=self._num_steps,
             drafted=dict(self._speculator.drafted),
             accepted=dict(self._speculator.accepted),

@@ -200,6 +200,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             await self._tokenizing.off_loop(num_checked, partial(validate.check_for_model, message, self._limits))
             identity = self._gate.admit(*validate.adapters_in(message))
             self._refuse_early(message, identity.tenant, remaining_s)
+            grammar = await self._tokenizing.off_loop(
+                message.grammar.ByteSize(), partial(protobuf.grammar, message.grammar)
+            )
             prompt = await self._prompts.ids(
                 message, self._truncation(message), special=not message.omit_special_tokens
             )
@@ -223,6 +226,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             room=self._info.max_context_tokens - len(prompt),
             arrival_s=arrival_s,
             deadline_s=None if remaining_s is None else arrival_s + remaining_s,
+            grammar=grammar,
         )
         return Accepted(request, echo, tokens)
 

@@ -15,6 +15,7 @@ from loraplex_contracts.adapters import AdapterId, AdapterInfo, CacheUsage
 from loraplex_contracts.errors import InvalidArgument
 from loraplex_contracts.load import Forecast, Load
 from loraplex_contracts.request import (
+    Grammar,
     OutputParams,
     Request,
     SpeculationKind,
@@ -26,6 +27,7 @@ from loraplex_contracts.sampling import SAMPLING_OPTIONS, SamplingParams, Tokeni
 from loraplex_proto.enums import ADAPTER_STATES, ADAPTER_TIERS, FINISH_REASONS
 from loraplex_proto.v1 import adapter_pb2, inference_pb2, worker_pb2
 from loraplex_server.frontend.generation import CompletionSummary, Delta
+from loraplex_server.grammars import source
 from loraplex_server.text.tokenizer import TextTokenizer
 from loraplex_server.text.vocabulary import Vocabulary
 
@@ -51,6 +53,7 @@ def to_request(
     room: int,
     arrival_s: float,
     deadline_s: float | None,
+    grammar: Grammar | None = None,
 ) -> Request:
     """A validated message as the engine's request. `room`: number of new tokens for which the context has space."""
     stopping, output, speculation = message.stopping, message.output, message.speculation
@@ -86,11 +89,34 @@ def to_request(
         adapter_id=AdapterId(message.adapter_id),
         tenant=tenant,
         cache_salt=message.cache_salt,
+        grammar=grammar,
         n=message.n or 1,
         priority=message.priority,
         arrival_s=arrival_s,
         deadline_s=deadline_s,
     )
+
+
+def grammar(message: inference_pb2.Grammar) -> Grammar | None:
+    """None where it is not set. Raises InvalidArgument with the keyword of JSON Schema that cannot be enforced."""
+    compact = message.compact
+    match message.WhichOneof("kind"):
+        case "json_schema":
+            return source.json_schema(message.json_schema, compact=compact)
+        case "json_object":
+            return source.json_object(compact=compact)
+        case "regex":
+            return source.regex(message.regex)
+        case "choice":
+            return source.choice(list(message.choice.texts))
+        case "lark":
+            return source.lark(message.lark)
+        case "gbnf":
+            return source.gbnf(message.gbnf)
+        case "structural_tag_json":
+            return source.structural_tag(message.structural_tag_json, compact=compact)
+        case None:
+            return None
 
 
 def template_input(chat: inference_pb2.Chat) -> dict[str, Any]:

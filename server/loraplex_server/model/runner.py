@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from loraplex_contracts.errors import Internal, InvalidArgument, LoraplexError, NonFinite, OutOfMemory, unexpected
+from loraplex_contracts.errors import FailedPrecondition, Internal, InvalidArgument, LoraplexError, NonFinite, OutOfMemory, unexpected
 from loraplex_contracts.plan import NewSequence, Span, SpanResult, StepPlan, StepResult
 from loraplex_contracts.request import PositionLogprobs
 from loraplex_server.backends.cuda.graphs import Shape, StepGraphs
@@ -332,7 +332,8 @@ class ModelRunner:
                 prompts.append(prompt_logprobs(logits[start:first], following, num_top))
         if len(head_idx) != logits.shape[0]:
             logits = logits.index_select(0, upload(torch.tensor(head_idx, dtype=torch.int64), self._device))
-        sampled = self._sampler.sample(logits, rows, positions, self.mirror.tokens)
+        drafts = {span.row: span.draft for span in staged.spans if span.draft}
+        sampled = self._sampler.sample(logits, rows, positions, self.mirror.tokens, drafts)
         if rows:
             self.mirror.keep_drawn(rows, positions, sampled.token_ids)
         return replace(sampled, others=tuple(prompts)) if prompts else sampled
@@ -361,12 +362,21 @@ def _span_result(
     came = slice(start, start + len(token_ids))
     if any(sampled.is_bad[came]) or any(math.isnan(entry.logprob) for entry in prompt):
         has_none = not sampled.without_token.isdisjoint(range(came.start, came.stop))
-        return SpanResult(num_drafted=num_drafted, error=_no_token() if has_none else _not_finite(row))
+        return SpanResult(num_drafted=num_drafted, error=_no_token(row) if has_none else _not_finite(row))
     logprobs = tuple(entry for entry in sampled.logprobs[came] if entry is not None)
     return SpanResult(token_ids, logprobs, prompt, num_drafted)
 
 
-def _no_token() -> LoraplexError:
+def _no_token(row: Row) -> LoraplexError:
+    matcher = row.sequence.matcher
+    if matcher is not None:
+        if matcher.error:
+            return FailedPrecondition(f"the grammar is too complex to go on in it: {matcher.error}", field="grammar")
+        return FailedPrecondition(
+            "the grammar, the sampling options and `stopping.min_tokens` together leave no token that may come next; "
+            "allow more",
+            field="grammar",
+        )
     return InvalidArgument(
         "the sampling options, and `stopping.min_tokens`, together leave no token that may come next; allow more",
         field="sampling",

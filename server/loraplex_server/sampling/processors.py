@@ -9,14 +9,16 @@ three here only where a warper follows.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, Generic, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from loraplex_contracts.plan import NewSequence
+from loraplex_contracts.plan import GrammarMatcher, NewSequence
+from loraplex_server.grammars.matcher import allowed_tokens
 from loraplex_server.sampling.draw import DrawTable, truncate
 
 # Elements of the table of counts at once. On a CPU several rounds in the cache are faster than one beyond it.
@@ -36,12 +38,14 @@ class Part:
         positions: list[int],  # of the sampled tokens: a history ends before it
         tokens: Tensor,  # [max_rows, max_len] every row's tokens, drafts included
         upload: Callable[[Tensor], Tensor],  # to the device of the scores, without waiting for it
+        drafts: Mapping[int, Sequence[int]],  # by row of the batch, where there are any; on the host
     ) -> None:
         self.scores = scores
         self.members = members
         self.rows = rows
         self.positions = positions
         self.upload = upload
+        self.drafts = drafts
         self._tokens = tokens
 
     @cached_property
@@ -240,6 +244,31 @@ class AllowedTokenIds(Processor[Tensor]):
         part.scores.index_copy_(0, part.idx, removed).index_put_(places, scores)
 
 
+class GrammarMask(Processor[GrammarMatcher]):
+    """Bans the tokens that cannot come next in the grammar. State: the sequence's matcher."""
+
+    bans = True
+
+    def state_of(self, sequence: NewSequence) -> GrammarMatcher | None:
+        return sequence.matcher
+
+    def apply(self, part: Part, states: list[GrammarMatcher]) -> None:
+        # A row's positions follow each other: behind its last token, then behind each of its draft tokens.
+        firsts = [i for i, row in enumerate(part.rows) if i == 0 or row != part.rows[i - 1]]
+        jobs = [(states[first], first, part.drafts.get(part.rows[first], ())) for first in firsts]
+        bits = allowed_tokens(jobs, len(states))
+        if part.scores.device.type == "cpu":
+            unpacked = np.unpackbits(bits.view(np.uint8), axis=1, count=self.vocab_size, bitorder="little")
+            is_allowed = torch.from_numpy(unpacked.view(np.bool_))
+        else:
+            words = part.upload(torch.from_numpy(bits)).unsqueeze(2)
+            shifts = torch.arange(32, dtype=torch.int32, device=words.device)
+            is_allowed = ((words >> shifts) & 1).bool().flatten(1)[:, : self.vocab_size]
+        scores = part.scores.index_select(0, part.idx)
+        removed = scores - torch.inf  # NaN and inf give NaN: a bad row
+        part.scores.index_copy_(0, part.idx, torch.where(is_allowed, scores, removed))
+
+
 class Warper(Processor[tuple[float, float]]):
     """An option on the probabilities after temperature, top-k, top-p and min-p. State: the temperature, the option's
     value."""
@@ -303,5 +332,6 @@ def processors(vocab_size: int, draws: DrawTable) -> tuple[Processor[Any], ...]:
     return (
         *(LogitBias(vocab_size), RepetitionPenalty(vocab_size), CountPenalties(vocab_size)),
         *(BadWords(vocab_size), MinTokens(vocab_size), AllowedTokenIds(vocab_size)),
+        GrammarMask(vocab_size),
         *(Truncation(vocab_size, draws, warpers), *warpers),
     )

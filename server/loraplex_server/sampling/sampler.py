@@ -11,7 +11,7 @@ step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +26,8 @@ from loraplex_server.sampling.processors import Part, Truncation, processors
 _DRAWS, _TRUNCATES, _LOGPROBS, _FIRST_PROCESSOR = 1, 2, 4, 8
 _PROCESSES = -_FIRST_PROCESSOR  # any processor
 _SPECIAL = _DRAWS | _PROCESSES  # more than an argmax over the model's logits
+
+_NO_DRAFTS: Mapping[int, Sequence[int]] = {}
 
 # Elements of logits that are converted at once.
 _MAX_ELEMENTS = 1 << 24
@@ -193,12 +195,18 @@ class Sampler:
         self._features[row] = 0
 
     def sample(
-        self, logits: Tensor, rows: Sequence[int] | Tensor, positions: Sequence[int] | Tensor, tokens: Tensor
+        self,
+        logits: Tensor,
+        rows: Sequence[int] | Tensor,
+        positions: Sequence[int] | Tensor,
+        tokens: Tensor,
+        drafts: Mapping[int, Sequence[int]] = _NO_DRAFTS,
     ) -> Sampled:
         """Samples the token at `positions[i]` of row `rows[i]` from `logits[i]`, which is left unchanged.
 
         `rows` and `positions` are on the host (as lists or tensors). `tokens [max_rows, max_len]` holds every
-        row's tokens: the history of a sample is `tokens[row, :position]`.
+        row's tokens: the history of a sample is `tokens[row, :position]`. `drafts`: the draft tokens among them, by
+        row; a row's samples follow each other then.
         """
         host_rows, host_positions = _as_list(rows), _as_list(positions)
         features = self._features_at(host_rows, host_positions)
@@ -211,7 +219,7 @@ class Sampler:
             best, token_ids = self._argmax(logits)
             bad = ~best.isfinite()
         if special:
-            step = _Step(special, features, host_rows, host_positions, tokens)
+            step = _Step(special, features, host_rows, host_positions, tokens, drafts)
             special_ids, best = self._sample_special(logits, step)
             idx = self._upload(special)
             token_ids.index_copy_(0, idx, special_ids)
@@ -246,7 +254,7 @@ class Sampler:
             for bit, processor in self._processors:
                 if members := _with(step.features, bit):
                     rows, positions = step.select(members)
-                    processor.run(Part(scores, members, rows, positions, step.tokens, self._upload))
+                    processor.run(Part(scores, members, rows, positions, step.tokens, self._upload, step.drafts))
         else:
             scores = scores.to(dtype)
         token_ids = torch.empty(scores.shape[0], dtype=torch.int64, device=self._device)
@@ -288,13 +296,20 @@ class _Step:
     """Samples of a step that need more than an argmax, and their inputs: host lists, `tokens` on the device."""
 
     def __init__(
-        self, samples: list[int], features: list[int], rows: list[int], positions: list[int], tokens: Tensor
+        self,
+        samples: list[int],
+        features: list[int],
+        rows: list[int],
+        positions: list[int],
+        tokens: Tensor,
+        drafts: Mapping[int, Sequence[int]],
     ) -> None:
         self.samples = samples
         self.features = [features[i] for i in samples]
         self._rows = [rows[i] for i in samples]
         self._positions = [positions[i] for i in samples]
         self.tokens = tokens
+        self.drafts = drafts
 
     def select(self, members: list[int]) -> tuple[list[int], list[int]]:
         """Rows and positions of the samples `members`."""

@@ -35,7 +35,7 @@ from loraplex_contracts.errors import (
     QueueFull,
 )
 from loraplex_contracts.load import Forecast, Load
-from loraplex_contracts.plan import Candidate, Draft, Span, SpanResult, StepPlan, StepResult
+from loraplex_contracts.plan import Candidate, Draft, GrammarMatcher, Span, SpanResult, StepPlan, StepResult
 from loraplex_contracts.request import (
     CompletionEnd,
     Event,
@@ -95,15 +95,17 @@ class Scheduler:
         *,
         keeps_hidden: bool = False,
         num_elsewhere: int = 0,
+        matcher: GrammarMatcher | None = None,
     ) -> None:
         """Accepts a request: from here on it gets exactly one terminal event. `adapter_key` is what its
-        adapter_id is bound to. `keeps_hidden` goes to the runner with each of its sequences.
+        adapter_id is bound to. `keeps_hidden` goes to the runner with each of its sequences. `matcher`: of its grammar,
+        at the beginning.
 
         Raises as `check` does, and has not accepted the request then.
         """
         self.check(request, now, num_elsewhere)
         self._num_added += 1
-        state = self._new_state(request, adapter_key)
+        state = self._new_state(request, adapter_key, matcher)
         state.keeps_hidden = keeps_hidden
         state.queued_s = now
         self._table.add(state)
@@ -214,6 +216,7 @@ class Scheduler:
                 request=seq.request.request,
                 sampling=seq.sampling,
                 adapter_slot=seq.adapter_slot,
+                matcher=seq.matcher,
             )
             for seq in self._table.running
             if not seq.num_coming and not seq.is_draft_coming and len(seq.token_ids) - seq.num_computed == 1
@@ -299,7 +302,9 @@ class Scheduler:
             self._blocks.num_blocks * self._blocks.block_size + 1,
         )
 
-    def _new_state(self, request: Request, adapter_key: AdapterKey | None) -> RequestState:
+    def _new_state(
+        self, request: Request, adapter_key: AdapterKey | None, matcher: GrammarMatcher | None
+    ) -> RequestState:
         stopping, num_prompt_tokens = request.stopping, len(request.prompt_token_ids)
         state = RequestState(
             request=request,
@@ -328,6 +333,7 @@ class Scheduler:
                     max_total_tokens=state.max_total_tokens,
                     token_ids=list(request.prompt_token_ids),
                     chain=KeyChain(namespace, self._blocks.block_size) if self._blocks.prefix_caching else None,
+                    matcher=None if matcher is None else matcher.copy(),
                     status=SequenceStatus.HELD if index else SequenceStatus.WAITING,
                 )
             )
@@ -439,6 +445,9 @@ class Scheduler:
             if token_id in seq.request.stop_ids and num_output > stopping.min_tokens:
                 is_eos = token_id in self._eos_token_ids and not stopping.ignore_eos
                 return token_ids[:num_kept], FinishReason.EOS if is_eos else FinishReason.STOP, token_id
+            # Below min_tokens its end is an error: no token may come next then, as the next step finds.
+            if seq.matcher is not None and seq.matcher.advance(token_id) and num_output >= stopping.min_tokens:
+                return token_ids[:num_kept], FinishReason.EOS, None
             if num_tokens + num_kept >= seq.max_total_tokens:
                 return token_ids[:num_kept], FinishReason.LENGTH, None
         return token_ids, None, None
@@ -485,8 +494,8 @@ def _plan_running(table: SequenceTable, step: PlanBuilder, drafts: Mapping[str, 
         # Nothing to plan while its last token, or the verification of its draft, is still to come.
         if seq.is_draft_coming or num_tokens >= seq.max_total_tokens:
             continue
-        # One that speculates waits for its token: a draft follows a token that is known.
-        if seq.num_coming and seq.sequence_id in drafts:
+        # One that speculates waits for its token: a draft follows a token that is known. So does a grammar's mask.
+        if seq.num_coming and (seq.sequence_id in drafts or seq.matcher is not None):
             continue
         (decodes if num_tokens - seq.num_computed == 1 else prefills).append(seq)
     # In order, so that a sequence is preempted before its own turn.

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.load import Flow
-from loraplex_contracts.plan import AdapterUse, BlockCopy, NewSequence, Span, StepPlan
+from loraplex_contracts.plan import AdapterUse, BlockCopy, GrammarMatcher, NewSequence, Span, StepPlan
 from loraplex_contracts.request import PositionLogprobs, Request, SamplingParams
 from loraplex_server.kv.blocks import BlockPool, KeyChain
 
@@ -145,6 +145,7 @@ class SequenceState:
     max_total_tokens: int
     token_ids: list[int]  # prompt and the output known so far
     chain: KeyChain | None  # None: no prefix caching
+    matcher: GrammarMatcher | None = None  # of its grammar; behind the last of `token_ids`
     status: SequenceStatus = SequenceStatus.WAITING
     has_entered: bool = False  # at least once
 
@@ -376,6 +377,7 @@ class SequenceTable:
             min_tokens=min_tokens,
             banned_until_min=seq.request.stop_ids if min_tokens else frozenset(),
             keeps_hidden=seq.request.keeps_hidden,
+            matcher=seq.matcher,
         )
         return entered, copy
 

@@ -217,7 +217,7 @@ class Speculator:
         with self._guarded(name, "could not draft"):
             start_s = self._clock()
             answers = zip(asks, proposer.propose(asks), strict=True)
-            proposed = [self._usable(token_ids, ask.num_tokens) for ask, token_ids in answers]
+            proposed = [self._usable(token_ids, ask) for ask, token_ids in answers]
             self._policy.note_call(name, asked, proposed, self._clock() - start_s)
         drafts: dict[str, Draft] = {}
         for (option, _), token_ids in zip(asked, proposed, strict=bool(proposed)):
@@ -227,15 +227,14 @@ class Speculator:
                 drafts[option.candidate.sequence_id] = Draft(token_ids, proposer.name)
         return drafts
 
-    def _usable(self, token_ids: Sequence[int], num_tokens: int) -> tuple[int, ...]:
-        """As much of a draft as was asked for, up to a token that the target does not have: it cannot even be run."""
-        draft = tuple(token_ids[:num_tokens])
-        if not draft or (min(draft) >= 0 and max(draft) < self._num_token_ids):
-            return draft
-        for idx, token_id in enumerate(draft):
-            if not 0 <= token_id < self._num_token_ids:
-                return draft[:idx]
-        return draft
+    def _usable(self, token_ids: Sequence[int], ask: Ask) -> tuple[int, ...]:
+        """As much of a draft as was asked for, up to a token that the target does not have (it cannot even be run), or
+        that the grammar does not allow."""
+        draft = tuple(token_ids[: ask.num_tokens])
+        if draft and not (min(draft) >= 0 and max(draft) < self._num_token_ids):
+            draft = draft[: next(i for i, one in enumerate(draft) if not 0 <= one < self._num_token_ids)]
+        matcher = ask.candidate.matcher
+        return draft if matcher is None or not draft else draft[: matcher.num_legal(draft)]
 
     @contextmanager
     def _guarded(self, name: str, what: str) -> Generator[None]:

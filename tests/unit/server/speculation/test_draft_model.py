@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -149,11 +149,16 @@ class Recorder(Sampler):
         self.logits: dict[tuple[int, int], Tensor] = {}
 
     def sample(
-        self, logits: Tensor, rows: Sequence[int] | Tensor, positions: Sequence[int] | Tensor, tokens: Tensor
+        self,
+        logits: Tensor,
+        rows: Sequence[int] | Tensor,
+        positions: Sequence[int] | Tensor,
+        tokens: Tensor,
+        drafts: Mapping[int, Sequence[int]] | None = None,
     ) -> Sampled:
         for row, position, values in zip(rows, positions, logits, strict=True):
             self.logits[int(row), int(position)] = values.clone()
-        return super().sample(logits, rows, positions, tokens)
+        return super().sample(logits, rows, positions, tokens, drafts or {})
 
 
 def record(proposer: DraftModelProposer) -> dict[tuple[int, int], Tensor]:

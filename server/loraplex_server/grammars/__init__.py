@@ -1,0 +1,4 @@
+"""Grammars: the forms that texts must have.
+
+Needs neither torch nor gRPC.
+"""

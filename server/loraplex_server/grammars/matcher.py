@@ -1,0 +1,221 @@
+"""Compiled grammars: which tokens may come next.
+
+Grammars are compiled in threads, off the step loop, within limits on time and memory, and kept by content. A
+completion has its own matcher, a copy. The library gives the interpreter's lock back while it compiles or fills masks.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+
+from loraplex_contracts.errors import FailedPrecondition, InvalidArgument, LoraplexError, unexpected
+from loraplex_contracts.plan import GrammarMatcher
+from loraplex_contracts.request import Grammar
+from loraplex_server.grammars.source import refusal
+
+Bits = npt.NDArray[np.int32]
+
+NUM_THREADS: Final = 2
+MAX_COMPILED: Final = 256
+MAX_COMPILED_BYTES: Final = 16 << 20  # of their texts; refusals count as well
+# About 20 ms to build a lexer's expressions, 4 ms for a mask's lexer and 1 ms for its parser; 40 MB of lexer states.
+_LIMITS: Final = {
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 50_000,
+    "step_max_items": 20_000,
+    "max_lexer_states": 20_000,
+    "max_grammar_size": 500_000,
+    "verbose_errors": False,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSet:
+    """The tokens that masks are made of."""
+
+    num_ids: int
+    eos_token_ids: frozenset[int]
+    end_id: int | None  # stands for the end of a text where the model has no such token; no logit belongs to it
+
+    @property
+    def num_words(self) -> int:
+        """Of a mask, 32 bits each."""
+        return -(-self.num_ids // 32)
+
+
+class Matcher:
+    """How far one completion is in its grammar. Not safe to use from several threads at once."""
+
+    def __init__(self, inner: LLMatcher, tokens: TokenSet) -> None:
+        self.inner = inner
+        self._tokens = tokens
+
+    @property
+    def num_words(self) -> int:
+        return self._tokens.num_words
+
+    def copy(self) -> Matcher:
+        return Matcher(self.inner.deep_copy(), self._tokens)
+
+    def advance(self, token_id: int) -> bool:
+        self.inner.consume_token(token_id)
+        return self._is_over()
+
+    def num_legal(self, draft: Sequence[int]) -> int:
+        num_before_eos = next((i for i, one in enumerate(draft) if one in self._tokens.eos_token_ids), len(draft))
+        legal = list(draft[: self.inner.validate_tokens(list(draft[:num_before_eos]))])
+        if not legal:
+            return 0
+        self.inner.consume_tokens(legal)
+        is_over = self._is_over()
+        self.inner.rollback(len(legal))
+        return len(legal) - is_over
+
+    def forced(self) -> Sequence[int]:
+        return self.inner.compute_ff_tokens()
+
+    @property
+    def error(self) -> str:
+        return self.inner.get_error().split("\n", 1)[0]
+
+    def _is_over(self) -> bool:
+        if self.inner.is_stopped():
+            return not self.inner.is_error()
+        end_id = self._tokens.end_id
+        if end_id is None or not self.inner.is_accepting():
+            return False
+        return int.from_bytes(self.inner.compute_bitmask(), "little") == 1 << end_id
+
+
+def allowed_tokens(jobs: Sequence[tuple[GrammarMatcher, int, Sequence[int]]], num_rows: int) -> Bits:
+    """Masks [num_rows, num_words] of the tokens that may come next, a bit for each. `jobs`: matchers, each with the
+    first of its rows and its draft tokens, all of them legal; behind each draft token comes another row."""
+    bits = np.zeros((num_rows, jobs[0][0].num_words), dtype=np.int32)
+    plain = [(matcher.inner, row) for matcher, row, draft in jobs if not draft]
+    drafted = [(matcher.inner, row, list(draft)) for matcher, row, draft in jobs if draft]
+    args = bits.ctypes.data, bits.shape[1] * bits.itemsize, num_rows
+    if plain:
+        _executor().unsafe_compute_mask_ptr(plain, *args)
+    if drafted:
+        _executor().unsafe_compute_mask_ptr_with_draft_token(drafted, *args)
+    for matcher, row, draft in jobs:
+        if matcher.error:
+            bits[row : row + len(draft) + 1] = 0
+    return bits
+
+
+_executors: list[LLExecutor] = []  # made with the first mask
+
+
+def _executor() -> LLExecutor:
+    if not _executors:
+        _executors.append(LLExecutor(min(8, os.cpu_count() or 1)))
+    return _executors[0]
+
+
+class Grammars:
+    """Compiles grammars for one model. Owns the threads and the compiled grammars.
+
+    `serialized`: the tokenizer (`tokenizer.json`); None where there is none. `num_logits`: token ids below it can be
+    drawn. `notify` is called, in a thread, when a grammar has been compiled."""
+
+    def __init__(
+        self,
+        serialized: str | None,
+        num_logits: int = 0,
+        eos_token_ids: Collection[int] = (),
+        notify: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._tokenizer: LLTokenizer | None = None
+        self._notify = notify
+        self._threads: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()  # over all below
+        self._done: OrderedDict[Grammar, Matcher | LoraplexError] = OrderedDict()  # the least recently used first
+        self._num_bytes = 0
+        self._under_way: set[Grammar] = set()
+        self._has_news = False
+        if serialized is not None:
+            num_ids = max(num_logits, _num_tokens(serialized), *(1 + one for one in eos_token_ids))
+            end_id = None if eos_token_ids else num_ids
+            self._tokens = TokenSet(num_ids + (end_id is not None), frozenset(eos_token_ids), end_id)
+            eos = sorted(eos_token_ids) if end_id is None else [end_id]
+            self._tokenizer = LLTokenizer(serialized, n_vocab=self._tokens.num_ids, eos_token=eos)
+
+    def resolve(self, grammar: Grammar, now: float = 0.0) -> Matcher | None:
+        """A matcher at the grammar's beginning; None while it is compiled, which the first call starts. Raises
+        InvalidArgument for a grammar that cannot be enforced, FailedPrecondition without a tokenizer."""
+        if self._tokenizer is None:
+            raise FailedPrecondition(
+                "the base model has no tokenizer that grammars could be written for; leave `grammar` out",
+                field="grammar",
+            )
+        with self._lock:
+            found = self._done.get(grammar)
+            if found is not None:
+                self._done.move_to_end(grammar)
+            elif grammar not in self._under_way:
+                self._under_way.add(grammar)
+                self._threads = self._threads or ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammars")
+                self._threads.submit(self._run, grammar)
+        if isinstance(found, LoraplexError):
+            raise found
+        return found
+
+    def poll(self) -> bool:
+        """Whether a grammar has been compiled, or refused, since the last call."""
+        has_news, self._has_news = self._has_news, False
+        return has_news
+
+    def close(self) -> None:
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def compile(self, grammar: Grammar) -> Matcher:
+        """In this thread. Raises InvalidArgument."""
+        assert self._tokenizer is not None
+        inner = LLMatcher(self._tokenizer, grammar.text, log_level=0, limits=LLParserLimits(**_LIMITS))
+        if inner.is_error():
+            raise refusal(grammar, inner.get_error())
+        # Once here, because the first mask builds a part of the lexer: copies share it.
+        mask = inner.compute_bitmask()
+        if inner.is_error():
+            raise refusal(grammar, inner.get_error())
+        if not any(mask):
+            raise refusal(grammar, "no text fits it")
+        return Matcher(inner, self._tokens)
+
+    def _run(self, grammar: Grammar) -> None:
+        found: Matcher | LoraplexError
+        try:
+            found = self.compile(grammar)
+        except InvalidArgument as error:
+            found = error
+        except Exception as error:
+            found = unexpected(error, "compiling a grammar")
+        with self._lock:
+            self._under_way.discard(grammar)
+            self._done[grammar] = found
+            self._num_bytes += len(grammar.text)
+            while len(self._done) > 1 and (len(self._done) > MAX_COMPILED or self._num_bytes > MAX_COMPILED_BYTES):
+                evicted, _ = self._done.popitem(last=False)
+                self._num_bytes -= len(evicted.text)
+            self._has_news = True
+        self._notify()
+
+
+def _num_tokens(serialized: str) -> int:
+    """Token ids of a tokenizer, those of added tokens included."""
+    from tokenizers import Tokenizer
+
+    ids: Any = Tokenizer.from_str(serialized).get_vocab(with_added_tokens=True).values()
+    return 1 + max(ids, default=-1)

@@ -1,0 +1,199 @@
+"""Grammars as requests write them, to the text that llguidance compiles.
+
+Runs in the front end. A JSON schema is checked for what llguidance would pass over in silence; what it refuses itself
+is refused when it is compiled (matcher.py). Strings are written without escapes that have a shorter form, because
+`"\\u0061"` would be another spelling of the property `"a"`, which a schema's other rules do not see.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, cast
+
+from llguidance import LLMatcher, StructTag
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+from loraplex_contracts.errors import InvalidArgument
+from loraplex_contracts.request import Grammar
+
+MAX_REASON_CHARS: Final = 300
+
+# Of llguidance's compiler. One space at most between parts, none where compact: whitespace would never end.
+_OPTIONS: Final[Mapping[str, Any]] = {
+    "whitespace_flexible": False,
+    "whitespace_pattern": None,
+    "lenient": False,
+    "coerce_one_of": False,
+    "json_allowed_escapes": '"\\bfnrt',
+    "json_allow_general_unicode_escapes": False,
+}
+_SPACED: Final = {"item_separator": ", ?", "key_separator": ": ?"}
+_COMPACT: Final = {"item_separator": ",", "key_separator": ":"}
+
+# Keywords whose values are schemas, by the form of the value.
+_SCHEMA_MAPS: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_SCHEMA_LISTS: Final = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_SCHEMAS: Final = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains")
+# Of JSON Schema before draft 4: llguidance takes them for comments.
+_OLD_KEYWORDS: Final = ("disallow", "divisibleBy", "extends")
+# Without a short escape: llguidance would drop them.
+_CONTROL: Final = re.compile("[\x00-\x07\x0b\x0e-\x1f\x7f]")
+
+
+def json_schema(text: str, *, compact: bool = False, field: str = "grammar.json_schema") -> Grammar:
+    """A value of a JSON Schema. Raises InvalidArgument, with the keyword that cannot be enforced."""
+    return Grammar(field, LLMatcher.grammar_from_json_schema(_checked_schema(_parsed(text, field), compact, field)))
+
+
+def json_object(*, compact: bool = False) -> Grammar:
+    """Any JSON object."""
+    return json_schema('{"type": "object"}', compact=compact, field="grammar.json_object")
+
+
+def regex(text: str) -> Grammar:
+    """A text that the whole expression matches."""
+    return Grammar("grammar.regex", LLMatcher.grammar_from_regex(text))
+
+
+def choice(texts: list[str]) -> Grammar:
+    """One of these texts."""
+    options = " | ".join(json.dumps(text, ensure_ascii=False) for text in dict.fromkeys(texts))
+    return Grammar("grammar.choice", LLMatcher.grammar_from_lark(f"start: {options}"))
+
+
+def lark(text: str) -> Grammar:
+    """llguidance's form of Lark."""
+    return Grammar("grammar.lark", LLMatcher.grammar_from_lark(text))
+
+
+def gbnf(text: str) -> Grammar:
+    """llama.cpp's form of BNF. Raises InvalidArgument."""
+    try:
+        return Grammar("grammar.gbnf", LLMatcher.grammar_from_lark(gbnf_to_lark(text)))
+    except (ValueError, RecursionError) as error:
+        raise _refused("grammar.gbnf", str(error) or "nested too deeply") from error
+
+
+def structural_tag(text: str, *, compact: bool = False) -> Grammar:
+    """Free text, in which each trigger begins one of the structures `{"begin", "schema", "end"}`. Raises
+    InvalidArgument."""
+    field = "grammar.structural_tag_json"
+    given = _parsed(text, field)
+    if unknown := sorted(given.keys() - {"type", "structures", "triggers"}):
+        raise _refused(field, f"`{unknown[0]}` is not known; it has `structures` and `triggers`")
+    structures, triggers = given.get("structures"), given.get("triggers")
+    if not _is_list(structures, dict) or not _is_list(triggers, str) or not structures or not all(triggers):
+        raise _refused(field, "it needs `structures`, a list of objects, and `triggers`, a list of texts")
+    tags = [_tag(structure, triggers, compact, field) for structure in structures]
+    return Grammar(field, LLMatcher.grammar_from_lark(StructTag.to_grammar(tags, assume_special=False)))
+
+
+def refusal(grammar: Grammar, reason: str) -> InvalidArgument:
+    """The error for what llguidance says of a grammar, with the keyword of JSON Schema that is at fault."""
+    for pattern, keyword in _KEYWORDS:
+        if re.match(pattern, reason):
+            reason = f"`{keyword}` cannot be enforced: {reason}"
+            break
+    return _refused(grammar.field, reason)
+
+
+# The beginning of what llguidance says, and the keyword.
+_KEYWORDS: Final = (
+    ("regex parse error", "pattern"),
+    ("(?i)(unknown|unsupported) format", "format"),
+    ("Pointer |Resource |.*\\$ref", "$ref"),
+    ("Invalid type", "type"),
+)
+
+
+def _refused(field: str, reason: str) -> InvalidArgument:
+    reason = " ".join(reason.split())[:MAX_REASON_CHARS]
+    return InvalidArgument(f"`{field}` is refused: {reason}", field=field)
+
+
+def _parsed(text: str, field: str) -> dict[str, Any]:
+    try:
+        found: Any = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise _refused(field, f"not JSON: {reason}") from error
+    if not isinstance(found, dict):
+        raise _refused(field, "it must be an object")
+    return cast("dict[str, Any]", found)
+
+
+def _checked_schema(schema: dict[str, Any], compact: bool, field: str) -> str:
+    """The schema with our options, as JSON. Raises InvalidArgument."""
+    try:
+        for part in _schemas(schema):
+            if reason := _unenforced(part):
+                raise _refused(field, reason)
+        given = json.dumps({**schema, "x-guidance": _options(compact)})
+        LLMatcher.grammar_from_json_schema(given)
+    except RecursionError as error:
+        raise _refused(field, "nested too deeply") from error
+    except ValueError as error:
+        raise _refused(field, str(error)) from error
+    return given
+
+
+def _options(compact: bool) -> dict[str, Any]:
+    return {**_OPTIONS, **(_COMPACT if compact else _SPACED)}
+
+
+def _schemas(schema: Any) -> Iterator[dict[str, Any]]:
+    """A schema and all those in it."""
+    if not isinstance(schema, dict):
+        return
+    found = cast("dict[str, Any]", schema)
+    yield found
+    inner = [found.get(name) for name in _SCHEMAS]
+    for name in _SCHEMA_MAPS:
+        inner += found[name].values() if isinstance(found.get(name), dict) else ()
+    for name in _SCHEMA_LISTS:
+        inner += found[name] if isinstance(found.get(name), list) else ()
+    for one in inner:
+        yield from _schemas(one)
+
+
+def _unenforced(schema: dict[str, Any]) -> str:
+    """Why a schema, apart from those in it, cannot be enforced though llguidance accepts it; empty if it can."""
+    for name in _OLD_KEYWORDS:
+        if name in schema:
+            return f"`{name}` cannot be enforced"
+    least = schema.get("minProperties", 0)
+    if isinstance(least, int | float) and least > 1:
+        return "`minProperties` above 1 cannot be enforced, because a property could be repeated"
+    for name in ("const", "enum", "required", "properties"):
+        if name in schema and any(map(_CONTROL.search, _texts(schema[name], deep=name in ("const", "enum")))):
+            return f"`{name}` cannot be enforced with control characters in it"
+    return ""
+
+
+def _texts(value: Any, *, deep: bool) -> Iterator[str]:
+    """The texts in a JSON value, keys included; without `deep` not those in an object's values."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from value
+        value = list(value.values()) if deep else []
+    if isinstance(value, list):
+        for one in cast("list[Any]", value):
+            yield from _texts(one, deep=deep)
+
+
+def _tag(structure: dict[str, Any], triggers: list[str], compact: bool, field: str) -> StructTag:
+    begin, end, schema = (structure.get(name) for name in ("begin", "end", "schema"))
+    if not isinstance(begin, str) or not isinstance(end, str) or not isinstance(schema, dict):
+        raise _refused(field, "each structure needs the texts `begin` and `end`, and an object `schema`")
+    trigger = next((one for one in triggers if begin.startswith(one)), None)
+    if trigger is None:
+        raise _refused(field, f"`begin` {begin[:40]!a} starts with none of the `triggers`")
+    checked = _checked_schema(cast("dict[str, Any]", schema), compact, field)
+    return StructTag(trigger=trigger, begin=begin, grammar=checked, end=end)
+
+
+def _is_list(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and all(isinstance(one, kind) for one in cast("list[Any]", value))
