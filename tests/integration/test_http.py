@@ -224,7 +224,7 @@ async def test_errors_before_and_after_the_first_token() -> None:
         ({"cache_salt": "a b"}, "cache_salt"),
         ({"request_id": "a b"}, "request_id"),
         ({"best_of": 2}, "best_of"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "frog"}}, "response_format.type"),
         ({"tools": [{"type": "function"}]}, "tools"),
     ],
 )

@@ -15,6 +15,7 @@ from loraplex_proto.validate import (
     MAX_TOOL_CALLS,
     MAX_TOP_LOGPROBS,
 )
+from loraplex_router.http.grammars import GRAMMAR_FIELDS
 
 # Field names in the header of ignored fields.
 MAX_IGNORED_NAMES: Final = 16
@@ -30,18 +31,11 @@ HARMLESS: Final = frozenset(
     }
 )
 
-_GRAMMAR_FIELDS: Final = (
-    *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "json_schema"),
-    *("guided_json_object", "guided_decoding_backend", "guided_whitespace_pattern", "regex", "ebnf"),
-)
-_NO_GRAMMARS: Final = "answers are not constrained by grammars yet"
 _NO_TOOLS: Final = "tools are not available yet"
 _NO_TEMPLATES: Final = "the base model's chat template is used as it is"
 _BY_MODEL: Final = "name the adapter in `model`"
 # Fields that would change the answer and are not available: the values that change nothing, and what to do instead.
 REFUSED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
-    "response_format": (({"type": "text"},), _NO_GRAMMARS),
-    **dict.fromkeys(_GRAMMAR_FIELDS, ((), _NO_GRAMMARS)),
     "stop_regex": ((), "use `stop`"),
     "tools": (([],), _NO_TOOLS),
     "tool_choice": (("none", "auto"), _NO_TOOLS),
@@ -205,7 +199,7 @@ def ignored_fields(body: Fields) -> tuple[str, ...]:
             neutral, instead = REFUSED[name]
             if value not in neutral:
                 raise Unimplemented(f"`{name}` is not available: {instead}", field=name)
-        elif name not in HARMLESS:
+        elif name not in HARMLESS and name not in GRAMMAR_FIELDS:
             names.append(name)
     if isinstance(body, Generation) and body.stream_options is not None:
         names += [f"stream_options.{name}" for name in body.stream_options.extras()]

@@ -11,6 +11,7 @@ from loraplex_contracts.adapters import check_id
 from loraplex_contracts.errors import InvalidArgument, Unimplemented
 from loraplex_proto.v1 import inference_pb2 as pb
 from loraplex_router.http.backend import MAX_CHOICES, MAX_PROMPTS, adapter_of, unicode_text
+from loraplex_router.http.grammars import grammar_of
 from loraplex_router.http.models import (
     ChatCompletionRequest,
     ChatMessage,
@@ -258,6 +259,8 @@ def _common(body: Generation, base_names: Sequence[str], defaults: pb.Sampling) 
     request.output.keep_special_tokens = body.skip_special_tokens is False
     if body.truncate_prompt_tokens is not None:
         request.truncate_prompt.CopyFrom(_truncate(body.truncate_prompt_tokens, body.truncation_side))
+    if (grammar := grammar_of(body.extras())) is not None:
+        request.grammar.CopyFrom(grammar)
     request.priority = -(body.priority or 0)  # vLLM serves the lowest first, the wire the highest
     request.cache_salt = unicode_text(body.cache_salt or "", "cache_salt")
     if body.speculation is not None:

@@ -141,7 +141,7 @@ class Pending(Generic[Name, Found]):
                 found = self._resolve(self._name_of(request), now)
             except Exception as error:
                 # All get the same error: asking again might start another load.
-                typed = error if isinstance(error, LoraplexError) else unexpected(error, "resolving what a request names")
+                typed = error if isinstance(error, LoraplexError) else unexpected(error, "resolving an adapter")
                 return [*taken, *((other, typed) for other in list(waiting.values())[len(taken) :])]
             if found is None:
                 return taken

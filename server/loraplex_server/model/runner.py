@@ -23,7 +23,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from loraplex_contracts.errors import FailedPrecondition, Internal, InvalidArgument, LoraplexError, NonFinite, OutOfMemory, unexpected
+from loraplex_contracts.errors import (
+    FailedPrecondition,
+    Internal,
+    InvalidArgument,
+    LoraplexError,
+    NonFinite,
+    OutOfMemory,
+    unexpected,
+)
 from loraplex_contracts.plan import NewSequence, Span, SpanResult, StepPlan, StepResult
 from loraplex_contracts.request import PositionLogprobs
 from loraplex_server.backends.cuda.graphs import Shape, StepGraphs
