@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from loraplex import Chunk, Client, GenerateOptions, Generation, InvalidArgument, Timings, Usage
+from loraplex import Chunk, Client, GenerateOptions, Generation, Grammar, InvalidArgument, Timings, Usage
 from loraplex.cli import terminal
 from loraplex.cli.options import DEFAULT_SERVER, Connection, Drafting, JsonOption, Sampling, ServerOption, options_of
 from loraplex_runtime.flags import option, with_flags
@@ -37,6 +38,31 @@ class Wanted:
             raise InvalidArgument("-n must be at least 1", field="-n")
 
 
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The form that the text must have; one of these at most."""
+
+    json_schema: str = option("", "Write a JSON value that follows the schema in this file.", "--json-schema")
+    json_object: bool = option(False, "Write a JSON object.", "--json-object")
+    regex: str = option("", "Write a text that matches this regular expression.", "--regex")
+    choice: tuple[str, ...] = option((), "Write one of these texts. May be given several times.", "--choice")
+    lark: str = option("", "Write a text of the Lark grammar in this file.", "--lark")
+
+    def grammar(self) -> Grammar | None:
+        """Raises InvalidArgument for more than one, or for a file that cannot be read."""
+        said = {one.name: getattr(self, one.name) for one in fields(self) if getattr(self, one.name)}
+        if len(said) > 1:
+            flags = " and ".join(f"--{name.replace('_', '-')}" for name in said)
+            raise InvalidArgument(f"a text has one form; give one of {flags}", field="grammar")
+        for name in said.keys() & {"json_schema", "lark"}:
+            try:
+                said[name] = Path(said[name]).read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                flag = f"--{name.replace('_', '-')}"
+                raise InvalidArgument(f"the file of {flag} cannot be read: {error}", field=flag) from error
+        return Grammar(**said) if said else None
+
+
 @with_flags
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to go on from; `-` reads it from standard input.")],
@@ -49,6 +75,7 @@ def generate(
         bool | None, typer.Option("--stream/--no-stream", help="Print as it is made. Default: on a terminal.")
     ] = None,
     as_json: JsonOption = False,
+    form: Form,
     sampling: Sampling,
     drafting: Drafting,
     connection: Connection,
@@ -65,6 +92,8 @@ def generate(
         raise InvalidArgument("--logprobs has nowhere to go; add --json", field="--logprobs")
     text: str | None = _read(prompt)
     options = options_of(wanted, sampling, drafting)
+    if (grammar := form.grammar()) is not None:
+        options["grammar"] = grammar
     if chat or system is not None:
         before = [] if system is None else [("system", system)]
         options["messages"] = [{"role": role, "content": said} for role, said in (*before, ("user", text))]

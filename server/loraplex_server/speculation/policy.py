@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.plan import Candidate
 from loraplex_server.speculation.prompt_lookup import STARTS, Piece, PromptLookupProposer, Source
-from loraplex_server.speculation.proposer import MEDUSA, PROMPT_LOOKUP, Choice, Proposer
+from loraplex_server.speculation.proposer import GRAMMAR, MEDUSA, PROMPT_LOOKUP, Choice, Proposer, forced_tokens
 from loraplex_server.speculation.step_costs import StepCosts
 
 # Acceptance rates before anything is known, by level; the last one holds for all levels beyond. Hopeful: a proposer
@@ -422,7 +422,7 @@ class Policy:
     ) -> None:
         """A call for so many tokens of each gave these drafts. A prompt that is read for the first time is not what
         drafting costs, and neither are heads on their way, which give nothing."""
-        if name == PROMPT_LOOKUP:
+        if name in (PROMPT_LOOKUP, GRAMMAR):
             return  # made before it is asked
         behind = [one for one, _ in asked if one.num_behind]
         num_read = sum(one.num_behind - self._proposers[name].num_behind(one.candidate) for one in behind)
@@ -508,6 +508,8 @@ class Policy:
             if not pieces:
                 return None
         else:
+            if name == GRAMMAR and not (num_tokens := min(num_tokens, len(forced_tokens(candidate)))):
+                return None
             if name == MEDUSA and medusa_key is not None:
                 num_tokens = min(num_tokens, self._num_heads.get(medusa_key, num_tokens))
             pieces = (Piece("own", num_tokens),)

@@ -19,6 +19,7 @@ MEDUSA = "medusa"
 PROMPT_LOOKUP = "prompt_lookup"
 DRAFT_MODEL = "draft_model"
 UNIVERSAL = "universal"
+GRAMMAR = "grammar"
 
 
 class Ask(NamedTuple):
@@ -60,6 +61,29 @@ class Proposer(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class ForcedTokenProposer:
+    """What a grammar leaves no choice about, such as the keys of an object."""
+
+    name = GRAMMAR
+
+    def propose(self, asks: Sequence[Ask]) -> Sequence[tuple[int, ...]]:
+        return [forced_tokens(ask.candidate)[: ask.num_tokens] for ask in asks]
+
+    def num_behind(self, candidate: Candidate) -> int:
+        return 0
+
+    def suspend(self, sequence_id: str) -> None: ...
+
+    def end(self, sequence_id: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def forced_tokens(candidate: Candidate) -> tuple[int, ...]:
+    """None without a grammar."""
+    return () if candidate.matcher is None else tuple(candidate.matcher.forced())
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,10 +22,12 @@ from loraplex_server.speculation.history import History
 from loraplex_server.speculation.policy import DraftedSequence, LeastCost, Option, Policy
 from loraplex_server.speculation.prompt_lookup import PromptLookupProposer
 from loraplex_server.speculation.proposer import (
+    GRAMMAR,
     MEDUSA,
     PROMPT_LOOKUP,
     Ask,
     Choice,
+    ForcedTokenProposer,
     Proposer,
     draft_key,
 )
@@ -57,7 +59,11 @@ class Speculator:
         default heads. `num_token_ids`: token ids below it can go into the target and come out of it."""
         self._config = config
         self._lookup = PromptLookupProposer(history=History(config.lookup_history))
-        self._proposers: dict[str, Proposer] = {**proposers, PROMPT_LOOKUP: self._lookup}
+        self._proposers: dict[str, Proposer] = {
+            **proposers,
+            PROMPT_LOOKUP: self._lookup,
+            GRAMMAR: ForcedTokenProposer(),
+        }
         self._policy = Policy(
             self._proposers, self._lookup, step_costs, least_costs or {}, max_step_tokens, clock, self._note_failure
         )
@@ -77,7 +83,8 @@ class Speculator:
     @property
     def kinds(self) -> tuple[str, ...]:
         """What a request may ask for, for GetInfo."""
-        return (MEDUSA, PROMPT_LOOKUP, *(name for name in self._proposers if name not in (MEDUSA, PROMPT_LOOKUP)))
+        named = (MEDUSA, PROMPT_LOOKUP)
+        return (*named, *(name for name in self._proposers if name not in (*named, GRAMMAR)))
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -295,6 +302,7 @@ def choose(
             proposers = (draft_key(_draft_name(params, draft_names)),)
         case _:
             proposers = (
+                *((GRAMMAR,) if request.grammar is not None else ()),
                 *((MEDUSA,) if medusa_key is not None else ()),
                 PROMPT_LOOKUP,
                 *(draft_key(name) for name in draft_names),
