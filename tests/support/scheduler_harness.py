@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from loraplex_contracts.adapters import AdapterKey
 from loraplex_contracts.errors import LoraplexError
-from loraplex_contracts.plan import Draft, StepPlan
+from loraplex_contracts.plan import Draft, GrammarMatcher, StepPlan
 from loraplex_contracts.request import (
     Admitted,
     CompletionEnd,
@@ -151,8 +151,8 @@ class Harness:
         request_id = sequence_id.rsplit("#", 1)[0]
         return self.logs[request_id].request, self._keys[request_id]
 
-    def add(self, request: Request, key: AdapterKey | None = None) -> RequestLog:
-        self.scheduler.add(request, key, self.now)
+    def add(self, request: Request, key: AdapterKey | None = None, matcher: GrammarMatcher | None = None) -> RequestLog:
+        self.scheduler.add(request, key, self.now, matcher=matcher)
         self.logs[request.request_id] = RequestLog(request)
         self._keys[request.request_id] = key
         return self.logs[request.request_id]

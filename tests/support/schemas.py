@@ -108,5 +108,6 @@ def _object(dice: random.Random, depth: int) -> dict[str, Any]:
     }
     if dice.random() < 0.2:
         found["additionalProperties"] = random_schema(dice, 0)
+        found["required"] = names  # else there can be no bound on their number
         found["maxProperties"] = len(names) + 1
     return found

@@ -6,6 +6,8 @@ completion has its own matcher, a copy. The library gives the interpreter's lock
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import threading
 from collections import OrderedDict
@@ -17,15 +19,20 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from loraplex_contracts.errors import FailedPrecondition, InvalidArgument, LoraplexError, unexpected
 from loraplex_contracts.plan import GrammarMatcher
 from loraplex_contracts.request import Grammar
 from loraplex_server.grammars.source import refusal
 
+log = logging.getLogger(__name__)
+
 Bits = npt.NDArray[np.int32]
 
 NUM_THREADS: Final = 2
+# Others add spaces between tokens.
+_PLAIN_DECODERS: Final = frozenset({"ByteLevel", "Replace", "ByteFallback", "Fuse", "Strip"})
 MAX_COMPILED: Final = 256
 MAX_COMPILED_BYTES: Final = 16 << 20  # of their texts; refusals count as well
 # About 20 ms to build a lexer's expressions, 4 ms for a mask's lexer and 1 ms for its parser; 40 MB of lexer states.
@@ -45,7 +52,7 @@ class TokenSet:
 
     num_ids: int
     eos_token_ids: frozenset[int]
-    end_id: int | None  # stands for the end of a text where the model has no such token; no logit belongs to it
+    end_id: int | None  # stands for the end of a text where the model has no token for it
 
     @property
     def num_words(self) -> int:
@@ -145,18 +152,17 @@ class Grammars:
         self._under_way: set[Grammar] = set()
         self._has_news = False
         if serialized is not None:
-            num_ids = max(num_logits, _num_tokens(serialized), *(1 + one for one in eos_token_ids))
-            end_id = None if eos_token_ids else num_ids
-            self._tokens = TokenSet(num_ids + (end_id is not None), frozenset(eos_token_ids), end_id)
-            eos = sorted(eos_token_ids) if end_id is None else [end_id]
-            self._tokenizer = LLTokenizer(serialized, n_vocab=self._tokens.num_ids, eos_token=eos)
+            try:
+                self._tokens, self._tokenizer = _tokenizer(serialized, num_logits, eos_token_ids)
+            except Exception as error:  # whatever the library raises on kinds that it does not know
+                log.warning("there are no grammars with this model's tokenizer: %s", error)
 
     def resolve(self, grammar: Grammar, now: float = 0.0) -> Matcher | None:
         """A matcher at the grammar's beginning; None while it is compiled, which the first call starts. Raises
         InvalidArgument for a grammar that cannot be enforced, FailedPrecondition without a tokenizer."""
         if self._tokenizer is None:
             raise FailedPrecondition(
-                "the base model has no tokenizer that grammars could be written for; leave `grammar` out",
+                "the base model has no tokenizer that grammars could be enforced with; leave `grammar` out",
                 field="grammar",
             )
         with self._lock:
@@ -213,9 +219,25 @@ class Grammars:
         self._notify()
 
 
-def _num_tokens(serialized: str) -> int:
-    """Token ids of a tokenizer, those of added tokens included."""
-    from tokenizers import Tokenizer
+def _tokenizer(serialized: str, num_logits: int, eos_token_ids: Collection[int]) -> tuple[TokenSet, LLTokenizer]:
+    """Raises ValueError for a tokenizer that does not spell a text by putting its tokens' bytes together."""
+    decoder: Any = json.loads(serialized)["decoder"] or {"type": None}
+    steps = {one["type"] for one in decoder.get("decoders", [decoder])}
+    if not steps <= _PLAIN_DECODERS:
+        raise ValueError(f"its decoder is {', '.join(sorted(map(str, steps)))}")
+    tokenizer = Tokenizer.from_str(serialized)
+    num_tokens = _num_tokens(tokenizer)
+    eos = {token_id for token_id in eos_token_ids if token_id < num_tokens}
+    end_id = None
+    if not eos:  # the library wants one
+        tokenizer.add_special_tokens([AddedToken("<|end of grammar|>", special=True)])
+        end_id = num_tokens
+        eos, num_tokens = {end_id}, _num_tokens(tokenizer)
+    tokens = TokenSet(max(num_logits, num_tokens), frozenset((*eos, *eos_token_ids)), end_id)
+    return tokens, LLTokenizer(tokenizer.to_str(), n_vocab=tokens.num_ids, eos_token=sorted(eos))
 
-    ids: Any = Tokenizer.from_str(serialized).get_vocab(with_added_tokens=True).values()
+
+def _num_tokens(tokenizer: Tokenizer) -> int:
+    """Token ids of a tokenizer, those of added tokens included."""
+    ids: Any = tokenizer.get_vocab(with_added_tokens=True).values()
     return 1 + max(ids, default=-1)

@@ -72,8 +72,8 @@ def gbnf(text: str) -> Grammar:
     """llama.cpp's form of BNF. Raises InvalidArgument."""
     try:
         return Grammar("grammar.gbnf", LLMatcher.grammar_from_lark(gbnf_to_lark(text)))
-    except (ValueError, RecursionError) as error:
-        raise _refused("grammar.gbnf", str(error) or "nested too deeply") from error
+    except Exception as error:  # a parser in Python, which raises anything
+        raise _refused("grammar.gbnf", str(error) or type(error).__name__) from error
 
 
 def structural_tag(text: str, *, compact: bool = False) -> Grammar:
@@ -92,6 +92,9 @@ def structural_tag(text: str, *, compact: bool = False) -> Grammar:
 
 def refusal(grammar: Grammar, reason: str) -> InvalidArgument:
     """The error for what llguidance says of a grammar, with the keyword of JSON Schema that is at fault."""
+    reason = reason.replace("<non-verbose/>", "")
+    if reason.startswith("NoExtension"):
+        reason = "no text fits it"
     for pattern, keyword in _KEYWORDS:
         if re.match(pattern, reason):
             reason = f"`{keyword}` cannot be enforced: {reason}"

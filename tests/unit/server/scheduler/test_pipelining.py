@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import pytest
 from support.scheduler_fakes import VOCAB_SIZE, adapter
 from support.scheduler_harness import Harness, make_request
 
 from loraplex_contracts.errors import Cancelled, OutOfMemory
 from loraplex_contracts.plan import StepPlan
+from loraplex_contracts.request import FinishReason
 
 A = adapter("a")
 
@@ -132,3 +137,47 @@ def test_only_those_that_speculate_wait() -> None:
     assert num_steps["waits"] < num_steps["ahead"] == 6
     harness.run()
     harness.check_outputs()
+
+
+@dataclass
+class FakeMatcher:
+    """Over after some tokens."""
+
+    num_left: int
+    inner: object = None
+    num_words: int = 1
+    error: str = ""
+
+    def copy(self) -> FakeMatcher:
+        return replace(self)
+
+    def advance(self, token_id: int) -> bool:
+        self.num_left -= 1
+        return self.num_left == 0
+
+    def num_legal(self, draft: Sequence[int]) -> int:
+        return len(draft)
+
+    def forced(self) -> Sequence[int]:
+        return ()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_row_with_a_grammar_waits_for_its_token_and_ends_with_the_grammar(depth: int) -> None:
+    harness = Harness(depth=depth)
+    ahead = harness.add(make_request("ahead", max_tokens=9))
+    harness.add(make_request("waits", max_tokens=9), matcher=FakeMatcher(9))
+    both = harness.add(make_request("both", max_tokens=9, n=2), matcher=FakeMatcher(4))
+    exact = harness.add(make_request("exact", max_tokens=4), matcher=FakeMatcher(4))
+    for _ in range(6):
+        harness.turn()
+    num_steps = {name: sum(bool(spans_of(p, name)) for p in harness.plans) for name in ("ahead", "waits")}
+    assert num_steps["ahead"] == 6
+    assert (num_steps["waits"] < 6) == (depth == 2)
+    while harness.has_work:
+        harness.turn()
+    assert {index: len(ids) for index, ids in both.tokens.items()} == {0: 4, 1: 4}
+    assert {end.reason for end in both.ends.values()} == {FinishReason.EOS}
+    assert exact.ends[0].reason == FinishReason.EOS
+    assert len(ahead.tokens[0]) == 9
+    harness.check_idle()

@@ -1,0 +1,228 @@
+"""Compiled grammars against texts drawn at random from their masks."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from jsonschema import validate
+from support.schemas import random_schema, refused_schema
+from support.tiny_tokenizers import tiny_tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from loraplex_contracts.errors import FailedPrecondition, InvalidArgument
+from loraplex_contracts.request import Grammar
+from loraplex_server.grammars import matcher as module
+from loraplex_server.grammars import source
+from loraplex_server.grammars.matcher import Grammars, Matcher, allowed_tokens
+
+EOS = 256
+LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
+WORDS = ['{"', '":', "},", "tr", "ue"]
+
+
+def tokenizer() -> Tokenizer:
+    """Every byte is a token; then an end-of-sequence token, and tokens of several bytes."""
+    vocabulary = {char: idx for idx, char in enumerate([*LETTERS, "</s>", *WORDS])}
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(["</s>"])
+    return made
+
+
+TOKENIZER = tokenizer()
+NUM_LOGITS = 270  # more than there are tokens
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    return Grammars(TOKENIZER.to_str(), NUM_LOGITS, [EOS])
+
+
+def ids(text: str) -> list[int]:
+    return TOKENIZER.encode(text).ids
+
+
+def text_of(token_ids: Sequence[int]) -> str:
+    return TOKENIZER.decode(list(token_ids))
+
+
+def allowed(matcher: Matcher, draft: Sequence[int] = ()) -> list[list[int]]:
+    bits = allowed_tokens([(matcher, 0, draft)], len(draft) + 1)
+    unpacked = np.unpackbits(bits.view(np.uint8), axis=1, count=NUM_LOGITS, bitorder="little")
+    return [np.flatnonzero(row).tolist() for row in unpacked]
+
+
+def draw(matcher: Matcher, dice: random.Random, num_tokens: int = 400) -> tuple[list[int], bool]:
+    """Random tokens, and whether they came to the end."""
+    drawn: list[int] = []
+    for _ in range(num_tokens):
+        token_id = dice.choice(allowed(matcher)[0])
+        if token_id == EOS:
+            return drawn, True
+        drawn.append(token_id)
+        if matcher.advance(token_id):
+            return drawn, True
+    return drawn, False
+
+
+def check(grammars: Grammars, seed: int) -> bool:
+    dice = random.Random(seed)
+    schema = random_schema(dice)
+    grammar = source.json_schema(json.dumps(schema), compact=bool(seed % 2))
+    drawn, is_over = draw(grammars.compile(grammar).copy(), dice)
+    if is_over:
+        validate(json.loads(text_of(drawn)), schema)
+    return is_over
+
+
+def test_texts_follow_generated_schemas(grammars: Grammars) -> None:
+    assert sum(check(grammars, seed) for seed in range(60)) > 40
+
+
+@pytest.mark.slow
+def test_texts_follow_many_generated_schemas(grammars: Grammars) -> None:
+    assert sum(check(grammars, seed) for seed in range(1000, 5000)) > 3000
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_refusals_name_the_keyword(grammars: Grammars, seed: int) -> None:
+    schema, keyword = refused_schema(random.Random(seed))
+    with pytest.raises(InvalidArgument) as caught:
+        grammars.compile(source.json_schema(json.dumps(schema)))
+    assert f"{keyword}" in caught.value.message
+    assert caught.value.field == "grammar.json_schema"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_drafts_are_cut_to_what_is_legal(grammars: Grammars, seed: int) -> None:
+    """A draft's legal part, then masks at each of its positions, equal a way through the grammar token by token."""
+    dice = random.Random(seed)
+    grammar = source.json_schema(json.dumps(random_schema(dice)))
+    matcher = grammars.compile(grammar).copy()
+    drawn, is_over = draw(matcher.copy(), dice)
+    at = dice.randrange(len(drawn))
+    for token_id in drawn[:at]:
+        matcher.advance(token_id)
+    for draft in (drawn[at : at + 9], [*drawn[at : at + 4], EOS, EOS], [EOS], [*drawn[at : at + 3], 0, 1, 2], []):
+        num = matcher.num_legal(draft)
+        plain, wanted = matcher.copy(), [allowed(matcher)[0]]
+        for token_id in draft[:num]:
+            assert token_id in wanted[-1]
+            assert not plain.advance(token_id)
+            wanted.append(allowed(plain)[0])
+        assert allowed(matcher, draft[:num]) == wanted
+        if num < len(draft) and draft[num] in wanted[-1] and draft[num] != EOS:
+            assert plain.advance(draft[num]), "only what ends the text is left out"
+        assert not matcher.error
+    assert matcher.num_legal(drawn[at:]) == len(drawn) - at - is_over * _ends(grammars, grammar, drawn)
+
+
+def _ends(grammars: Grammars, grammar: Grammar, drawn: Sequence[int]) -> bool:
+    """Whether nothing may follow, or only an end-of-sequence token was drawn."""
+    matcher = grammars.compile(grammar)
+    return [matcher.advance(token_id) for token_id in drawn][-1]
+
+
+def test_masks_of_many_rows_at_once(grammars: Grammars) -> None:
+    matchers = [grammars.compile(source.regex(text)).copy() for text in ("abc", "a|b", "xyz")]
+    jobs = [(matchers[0], 0, ids("ab")), (matchers[1], 3, []), (matchers[2], 4, ids("x"))]
+    bits = allowed_tokens(jobs, 6)
+    unpacked = np.unpackbits(bits.view(np.uint8), axis=1, count=NUM_LOGITS, bitorder="little")
+    found = [text_of(np.flatnonzero(row)) for row in unpacked]
+    assert found == ["a", "b", "c", "ab", "x", "y"]
+
+
+def test_ends_are_allowed_where_the_text_may_end(grammars: Grammars) -> None:
+    matcher = grammars.compile(source.regex("ab?"))
+    assert EOS not in allowed(matcher)[0]
+    assert not matcher.advance(ids("a")[0])
+    assert sorted(allowed(matcher)[0]) == sorted([EOS, *ids("b")])
+    assert matcher.advance(ids("b")[0])
+    assert allowed(matcher)[0] == [EOS]
+
+
+def test_a_model_without_an_end_of_sequence_token() -> None:
+    grammars = Grammars(TOKENIZER.to_str(), NUM_LOGITS, [])
+    matcher = grammars.compile(source.choice(["yes", "no"]))
+    assert [matcher.advance(token_id) for token_id in ids("yes")] == [False, False, True]
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "llama_bpe", "gemma_bpe"])
+def test_tokenizers_of_every_kind(kind: str) -> None:
+    """Texts are those that the tokenizer decodes."""
+    made = tiny_tokenizer(kind)
+    backend = made.backend_tokenizer
+    grammars = Grammars(backend.to_str(), len(made) + 3, [made.eos_token_id])
+    matcher = grammars.compile(source.choice(["a b", 'né "x"']))
+    dice, drawn = random.Random(3), list[int]()
+    while True:
+        bits = allowed_tokens([(matcher, 0, ())], 1)
+        unpacked = np.unpackbits(bits.view(np.uint8), count=len(made) + 3, bitorder="little")
+        token_id = dice.choice(np.flatnonzero(unpacked).tolist())
+        drawn.append(token_id)
+        if matcher.advance(token_id):
+            break
+    before = backend.encode(":", add_special_tokens=False).ids
+    text = backend.decode([*before, *drawn])
+    assert text.removeprefix(backend.decode(before)) in ("a b", 'né "x"')
+
+
+@pytest.mark.parametrize("kind", ["metaspace", "wordpiece", "suffix_bpe"])
+def test_tokenizers_that_join_tokens_with_spaces_have_no_grammars(kind: str) -> None:
+    serialized = tiny_tokenizer(kind).backend_tokenizer.to_str()
+    with pytest.raises(FailedPrecondition, match="tokenizer"):
+        Grammars(serialized, 500, [2]).resolve(source.regex("a"))
+
+
+def test_what_is_forced(grammars: Grammars) -> None:
+    matcher = grammars.compile(source.json_schema('{"type": "object", "properties": {"key": {}}, "required": ["key"]}'))
+    forced = matcher.forced()
+    assert text_of(forced).startswith('{"')
+    assert matcher.num_legal(forced) == len(forced)
+    assert list(grammars.compile(source.regex("a|b")).forced()) == []
+
+
+def test_copies_go_their_own_way(grammars: Grammars) -> None:
+    first = grammars.compile(source.regex("aa|bb"))
+    second = first.copy()
+    first.advance(ids("a")[0])
+    second.advance(ids("b")[0])
+    assert [text_of(allowed(one)[0]) for one in (first, second)] == ["a", "b"]
+
+
+def resolved(grammars: Grammars, grammar: Grammar, done: threading.Event) -> Matcher:
+    done.clear()
+    while (found := grammars.resolve(grammar)) is None:
+        assert done.wait(10)
+        done.clear()
+    return found
+
+
+def test_grammars_are_compiled_once_and_kept_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_COMPILED", 3)
+    done = threading.Event()
+    grammars = Grammars(TOKENIZER.to_str(), NUM_LOGITS, [EOS], done.set)
+    assert not grammars.poll()
+    texts = [source.regex(f"a{number}") for number in range(4)]
+    first = resolved(grammars, texts[0], done)
+    assert grammars.poll()
+    assert not grammars.poll()
+    assert resolved(grammars, texts[0], done) is first
+    for grammar in texts[1:]:
+        resolved(grammars, grammar, done)
+    assert grammars.resolve(texts[0]) is None, "the least recently used one has gone"
+    for _ in range(2):
+        with pytest.raises(InvalidArgument, match="regex"):
+            resolved(grammars, source.regex("(a"), done)
+    grammars.close()
+
+
+def test_without_a_tokenizer() -> None:
+    with pytest.raises(FailedPrecondition, match="tokenizer"):
+        Grammars(None).resolve(source.regex("a"))
