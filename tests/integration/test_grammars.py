@@ -203,7 +203,11 @@ def nested(depth: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("grammar", "words"),
     [
-        *((Grammar(json_schema={name: value}), re.escape(name)) for name, value in REFUSED.items() if name not in TYPED),
+        *(
+            (Grammar(json_schema={name: value}), re.escape(name))
+            for name, value in REFUSED.items()
+            if name not in TYPED
+        ),
         *((Grammar(json_schema={"type": kind, name: REFUSED[name]}), name) for name, kind in TYPED.items()),
         (Grammar(json_schema={"oneOf": [{"type": "integer"}, {"type": "number"}]}), "oneOf"),
         (Grammar(json_schema={"type": "frog"}), "type"),

@@ -36,14 +36,14 @@ _PLAIN_DECODERS: Final = frozenset({"ByteLevel", "Replace", "ByteFallback", "Fus
 MAX_COMPILED: Final = 256
 MAX_COMPILED_BYTES: Final = 16 << 20  # of their texts; refusals count as well
 # About 20 ms to build a lexer's expressions, 4 ms for a mask's lexer and 1 ms for its parser; 40 MB of lexer states.
-_LIMITS: Final = {
-    "initial_lexer_fuel": 1_000_000,
-    "step_lexer_fuel": 50_000,
-    "step_max_items": 20_000,
-    "max_lexer_states": 20_000,
-    "max_grammar_size": 500_000,
-    "verbose_errors": False,
-}
+_LIMITS: Final = LLParserLimits(
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=50_000,
+    step_max_items=20_000,
+    max_lexer_states=20_000,
+    max_grammar_size=500_000,
+    verbose_errors=False,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +189,7 @@ class Grammars:
     def compile(self, grammar: Grammar) -> Matcher:
         """In this thread. Raises InvalidArgument."""
         assert self._tokenizer is not None
-        inner = LLMatcher(self._tokenizer, grammar.text, log_level=0, limits=LLParserLimits(**_LIMITS))
+        inner = LLMatcher(self._tokenizer, grammar.text, log_level=0, limits=_LIMITS)
         if inner.is_error():
             raise refusal(grammar, inner.get_error())
         # Once here, because the first mask builds a part of the lexer: copies share it.

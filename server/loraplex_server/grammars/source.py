@@ -83,8 +83,9 @@ def structural_tag(text: str, *, compact: bool = False) -> Grammar:
     given = _parsed(text, field)
     if unknown := sorted(given.keys() - {"type", "structures", "triggers"}):
         raise _refused(field, f"`{unknown[0]}` is not known; it has `structures` and `triggers`")
-    structures, triggers = given.get("structures"), given.get("triggers")
-    if not _is_list(structures, dict) or not _is_list(triggers, str) or not structures or not all(triggers):
+    structures: list[Any] = _list_of(given.get("structures"), dict)
+    triggers: list[str] = _list_of(given.get("triggers"), str)
+    if not structures or not all(triggers):
         raise _refused(field, "it needs `structures`, a list of objects, and `triggers`, a list of texts")
     tags = [_tag(structure, triggers, compact, field) for structure in structures]
     return Grammar(field, LLMatcher.grammar_from_lark(StructTag.to_grammar(tags, assume_special=False)))
@@ -198,5 +199,7 @@ def _tag(structure: dict[str, Any], triggers: list[str], compact: bool, field: s
     return StructTag(trigger=trigger, begin=begin, grammar=checked, end=end)
 
 
-def _is_list(value: Any, kind: type) -> bool:
-    return isinstance(value, list) and all(isinstance(one, kind) for one in cast("list[Any]", value))
+def _list_of(value: Any, kind: type) -> list[Any]:
+    """Empty where it is none."""
+    found = cast("list[Any]", value) if isinstance(value, list) else []
+    return found if all(isinstance(one, kind) for one in found) else []

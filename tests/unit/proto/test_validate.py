@@ -317,6 +317,12 @@ def beside(**values: str) -> GenerateRequest:
 BAD: list[tuple[str, GenerateRequest]] = [
     ("input", GenerateRequest()),
     ("token_ids.ids", GenerateRequest(token_ids=TokenIds())),
+    ("grammar", GenerateRequest(text="a", grammar={})),
+    ("grammar", GenerateRequest(text="a", grammar={"compact": True})),
+    ("grammar.json_object", GenerateRequest(text="a", grammar={"json_object": False})),
+    ("grammar.choice", GenerateRequest(text="a", grammar={"choice": {}})),
+    ("grammar.lark", GenerateRequest(text="a", grammar={"lark": "a" * (validate.MAX_GRAMMAR_BYTES + 1)})),
+    ("stopping.ignore_eos", GenerateRequest(text="a", grammar={"regex": "a"}, stopping=Stopping(ignore_eos=True))),
     ("chat.messages", GenerateRequest(chat=Chat())),
     ("chat.messages", GenerateRequest(chat=Chat(messages=[ChatMessage(role="user")] * 4097))),
     ("chat.messages.role", GenerateRequest(chat=Chat(messages=[ChatMessage(content="no role")]))),
