@@ -1,4 +1,4 @@
-"""Grammars over gRPC: texts have the form that a request asks for, whatever drafts, and whoever is beside them."""
+"""Grammars over gRPC: texts have the form that a request asks for."""
 
 from __future__ import annotations
 

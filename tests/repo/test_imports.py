@@ -46,7 +46,7 @@ COMMAND_EXCEPTIONS = {
 ORDER = {
     "loraplex_adapters": ("io", "weights", "formats", "sources", "store", "cache"),
     "loraplex_server": (
-        *("config", "text", "kv", "layers", "sampling", "backends", "model", "scheduler", "speculation"),
+        *("config", "text", "grammars", "kv", "layers", "sampling", "backends", "model", "scheduler", "speculation"),
         *("engine", "frontend", "grpc", "cli"),
     ),
 }
