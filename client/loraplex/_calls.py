@@ -28,16 +28,24 @@ from loraplex.types import (
     CallOptions,
     ChatOptions,
     Chunk,
+    Classification,
+    Classifications,
     Completion,
     DraftModel,
+    Embeddings,
     GenerateOptions,
     Generation,
     Grammar,
     Medusa,
     Message,
+    PoolingInputs,
+    PoolingKind,
+    PoolingOptions,
     PromptLookup,
     PromptToken,
     ProposerUsage,
+    ScoreMethod,
+    Scores,
     ServerInfo,
     SpecialToken,
     Speculation,
@@ -63,12 +71,14 @@ from loraplex_contracts.errors import (
 from loraplex_contracts.sampling import SAMPLING_OPTIONS
 from loraplex_proto.enums import ADAPTER_STATES, ADAPTER_TIERS, FINISH_REASONS
 from loraplex_proto.status import from_rpc_error
-from loraplex_proto.v1 import adapter_pb2, inference_pb2
+from loraplex_proto.v1 import adapter_pb2, inference_pb2, pooling_pb2
 
 _Answer = TypeVar("_Answer")
 _AboutAdapter = TypeVar(
     "_AboutAdapter", adapter_pb2.LoadAdapterRequest, adapter_pb2.UnloadAdapterRequest, adapter_pb2.GetAdapterRequest
 )
+
+_Pooling = TypeVar("_Pooling", pooling_pb2.EmbedRequest, pooling_pb2.ClassifyRequest, pooling_pb2.ScoreRequest)
 
 DEFAULT_PORT: Final = 50051
 DEFAULT_TIMEOUT_S: Final = 120.0
@@ -77,6 +87,7 @@ CLOCK_SLACK_S: Final = 0.05  # both sides end a call at its deadline, each by it
 MAX_PAGE_SIZE: Final = 1000  # the largest that servers give
 
 _INFERENCE: Final = "/loraplex.v1.InferenceService/"
+_POOLING: Final = "/loraplex.v1.PoolingService/"
 _ADAPTERS: Final = "/loraplex.v1.AdapterService/"
 _BARE_HOST = re.compile(r"[A-Za-z0-9._-]+\Z")
 _WEB_ADDRESS = re.compile(r"(https?|grpcs?|wss?)://", re.IGNORECASE)
@@ -131,6 +142,14 @@ _OTHER_OPTIONS: Final = _CHAT_OPTIONS | frozenset(
 _FINISH_REASONS: Final = {number: reason for reason, number in FINISH_REASONS.items()}
 _STATES: Final[dict[int, AdapterState]] = {number: state for state, number in ADAPTER_STATES.items()}
 _TIERS: Final[dict[int, AdapterTier]] = {number: tier for tier, number in ADAPTER_TIERS.items()}
+
+_POOLING_KINDS: Final = {"last_token": pooling_pb2.POOLING_LAST_TOKEN, "mean": pooling_pb2.POOLING_MEAN}
+_SCORE_METHODS: Final = {
+    "classifier": pooling_pb2.SCORE_METHOD_CLASSIFIER,
+    "cosine": pooling_pb2.SCORE_METHOD_COSINE,
+    "next_token": pooling_pb2.SCORE_METHOD_NEXT_TOKEN,
+}
+_POOLING_FIELDS: Final = ("adapter_id", "omit_special_tokens", "priority", "request_id", "cache_salt")
 
 # Class of parameters -> field of the message, with fields of the same names.
 _PROPOSERS: Final[dict[type, str]] = {Medusa: "medusa", PromptLookup: "prompt_lookup", DraftModel: "draft_model"}
@@ -278,6 +297,42 @@ class Calls:
         request = generate_request(prompt, options)
         return self._call(_INFERENCE + "GenerateStream", request, ChunkReader(request.request_id).read, options)
 
+    def embed(
+        self,
+        inputs: PoolingInputs,
+        pooling: PoolingKind | None,
+        dimensions: int,
+        normalize: bool,
+        options: PoolingOptions,
+    ) -> Call[Embeddings]:
+        request = pooling_request(pooling_pb2.EmbedRequest(), inputs, options)
+        _assign(request, "dimensions", dimensions)
+        request.omit_normalization = not normalize
+        _put_choice(request, "pooling", pooling, _POOLING_KINDS)
+        return self._call(_POOLING + "Embed", request, embeddings, options)
+
+    def classify(self, inputs: PoolingInputs, logits: bool, options: PoolingOptions) -> Call[Classifications]:
+        request = pooling_request(pooling_pb2.ClassifyRequest(), inputs, options)
+        _assign(request, "logits", logits)
+        return self._call(_POOLING + "Classify", request, classifications, options)
+
+    def score(
+        self,
+        query: str | Sequence[int],
+        documents: PoolingInputs,
+        method: ScoreMethod | None,
+        pooling: PoolingKind | None,
+        how: Mapping[str, Any],
+        options: PoolingOptions,
+    ) -> Call[Scores]:
+        request = pooling_request(pooling_pb2.ScoreRequest(), documents, options)
+        _put_input(request.query, query, "query")
+        for name, value in how.items():
+            _assign(request, name, value)
+        _put_choice(request, "method", method, _SCORE_METHODS)
+        _put_choice(request, "pooling", pooling, _POOLING_KINDS)
+        return self._call(_POOLING + "Score", request, scores, options)
+
     def tokenize(
         self,
         text: str | None,
@@ -338,7 +393,7 @@ class Calls:
         path: str,
         request: ProtobufMessage,
         read: Callable[[bytes], _Answer],
-        options: CallOptions | GenerateOptions,
+        options: CallOptions | GenerateOptions | PoolingOptions,
     ) -> Call[_Answer]:
         return Call(
             path=path,
@@ -411,12 +466,7 @@ def generate_request(prompt: str | None, options: GenerateOptions) -> inference_
         _assign(entry, "weight", weight, shown_as="adapters.weight")
     if "grammar" in given:
         _put_grammar(request.grammar, given["grammar"])
-    if "truncate_prompt" in given:
-        wanted = given["truncate_prompt"]
-        truncate = wanted if isinstance(wanted, Truncate) else Truncate(wanted)
-        request.truncate_prompt.SetInParent()
-        for one in fields(truncate):
-            _assign(request, f"truncate_prompt.{one.name}", getattr(truncate, one.name))
+    _put_truncation(request, given)
     if "speculation" in given:
         _put_speculation(request.speculation, given["speculation"])
     if request.adapter_id:
@@ -424,6 +474,52 @@ def generate_request(prompt: str | None, options: GenerateOptions) -> inference_
     if not request.request_id:
         request.request_id = uuid.uuid4().hex  # known even when no answer comes
     return request
+
+
+def pooling_request(request: _Pooling, inputs: PoolingInputs, options: PoolingOptions) -> _Pooling:
+    """The request with the fields that all have. Raises InvalidArgument, TypeError for an unknown option."""
+    given = _given(options, frozenset({*_POOLING_FIELDS, "truncate_prompt", "timeout_s"}))
+    several: Any = inputs
+    if isinstance(several, str) or (isinstance(several, Sequence) and several and isinstance(several[0], int)):
+        several = [several]
+    if not isinstance(several, Iterable):
+        raise InvalidArgument(f"`inputs` takes texts or lists of token ids, not {_shown(inputs)}", field="inputs")
+    for one in cast("Iterable[Any]", several):
+        _put_input(request.inputs.add(), one, "inputs")
+    for name in _POOLING_FIELDS:
+        if name in given:
+            _assign(request, name, given[name])
+    _put_truncation(request, given)
+    if request.adapter_id:
+        check_adapter_id(request.adapter_id)  # it also goes into a header
+    if not request.request_id:
+        request.request_id = uuid.uuid4().hex
+    return request
+
+
+def _put_input(message: pooling_pb2.PoolingInput, given: Any, field: str) -> None:
+    if isinstance(given, str):
+        _assign(message, "text", given, shown_as=field)
+    else:
+        message.token_ids.SetInParent()
+        _assign(message, "token_ids.ids", given, shown_as=f"{field}.token_ids.ids")
+
+
+def _put_choice(request: Any, field: str, given: Any, known: Mapping[str, Any]) -> None:
+    if given is None:
+        return
+    if given not in known:
+        raise InvalidArgument(f"`{field}` must be one of {', '.join(known)}; it is {_shown(given)}", field=field)
+    setattr(request, field, known[given])
+
+
+def _put_truncation(request: Any, given: Mapping[str, Any]) -> None:
+    if "truncate_prompt" in given:
+        wanted = given["truncate_prompt"]
+        truncate = wanted if isinstance(wanted, Truncate) else Truncate(wanted)
+        request.truncate_prompt.SetInParent()
+        for one in fields(truncate):
+            _assign(request, f"truncate_prompt.{one.name}", getattr(truncate, one.name))
 
 
 def tokenize_request(
@@ -480,7 +576,7 @@ def call_options(options: CallOptions) -> CallOptions:
     return options
 
 
-def _given(options: GenerateOptions | CallOptions, known: frozenset[str]) -> dict[str, Any]:
+def _given(options: GenerateOptions | CallOptions | PoolingOptions, known: frozenset[str]) -> dict[str, Any]:
     for name in options:
         if name not in known:
             raise TypeError(f"there is no option {name!r}; there are {', '.join(sorted(known))}")
@@ -688,6 +784,37 @@ class ChunkReader:
             timings=_record(Timings, message.timings) if message.HasField("timings") else None,
             seed=self.seed,
         )
+
+
+def embeddings(raw: bytes) -> Embeddings:
+    message = pooling_pb2.EmbedResponse.FromString(raw)
+    return Embeddings(tuple(tuple(one.values) for one in message.embeddings), **_pooled(message))
+
+
+def classifications(raw: bytes) -> Classifications:
+    message = pooling_pb2.ClassifyResponse.FromString(raw)
+    inputs = tuple(
+        Classification(tuple(tuple(row.probabilities) for row in one.rows), tuple(one.starts), tuple(one.ends))
+        for one in message.classifications
+    )
+    return Classifications(tuple(message.labels), inputs, message.per_token, **_pooled(message))
+
+
+def scores(raw: bytes) -> Scores:
+    message = pooling_pb2.ScoreResponse.FromString(raw)
+    return Scores(tuple(message.scores), **_pooled(message))
+
+
+def _pooled(
+    message: pooling_pb2.EmbedResponse | pooling_pb2.ClassifyResponse | pooling_pb2.ScoreResponse,
+) -> dict[str, Any]:
+    """What all answers of PoolingService have."""
+    return {
+        "usage": _usage(message.usage),
+        "timings": _record(Timings, message.timings),
+        "adapter_digest": message.adapter_digest,
+        "request_id": message.request_id,
+    }
 
 
 def tokenization(raw: bytes) -> Tokenization:

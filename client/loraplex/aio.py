@@ -20,9 +20,16 @@ from loraplex.types import (
     CallOptions,
     ChatOptions,
     Chunk,
+    Classifications,
+    Embeddings,
     GenerateOptions,
     Generation,
     Message,
+    PoolingInputs,
+    PoolingKind,
+    PoolingOptions,
+    ScoreMethod,
+    Scores,
     ServerInfo,
     Tls,
     Tokenization,
@@ -66,6 +73,43 @@ class AsyncClient:
         """Tokens as they are made. Takes what `generate` takes; closing the iterator ends the work on the server."""
         call = self._calls.stream(prompt, options)
         return AsyncStream(call, call.start(self._open().unary_stream))
+
+    async def embed(
+        self,
+        inputs: PoolingInputs,
+        *,
+        pooling: PoolingKind | None = None,
+        dimensions: int = 0,
+        normalize: bool = True,
+        **options: Unpack[PoolingOptions],
+    ) -> Embeddings:
+        """A vector for each input. `dimensions`: the first so many values, 0 for all."""
+        return await self._unary(self._calls.embed(inputs, pooling, dimensions, normalize, options))
+
+    async def classify(
+        self, inputs: PoolingInputs, *, logits: bool = False, **options: Unpack[PoolingOptions]
+    ) -> Classifications:
+        """The probability of each label of the adapter's classifier, or its logits."""
+        return await self._unary(self._calls.classify(inputs, logits, options))
+
+    async def score(
+        self,
+        query: str | Sequence[int],
+        documents: PoolingInputs,
+        *,
+        method: ScoreMethod | None = None,
+        template: str = "",
+        true_token: str = "",
+        false_token: str = "",
+        logits: bool = False,
+        pooling: PoolingKind | None = None,
+        **options: Unpack[PoolingOptions],
+    ) -> Scores:
+        """How well each document answers the query: by the adapter's classifier of one label, by the cosine of
+        embeddings (the default without a classifier), or by how likely `true_token` is behind both, against
+        `false_token`. `template` is the text of both together, with {query} and {document} in it."""
+        how = {"template": template, "true_token": true_token, "false_token": false_token, "logits": logits}
+        return await self._unary(self._calls.score(query, documents, method, pooling, how, options))
 
     async def tokenize(
         self,

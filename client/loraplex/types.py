@@ -127,6 +127,23 @@ class CallOptions(TypedDict, total=False):
     """Seconds until the call ends with DeadlineExceeded; None: no deadline. Default: the client's."""
 
 
+PoolingKind = Literal["last_token", "mean"]
+ScoreMethod = Literal["classifier", "cosine", "next_token"]
+# One text, its token ids, or a list of either.
+PoolingInputs = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
+
+
+class PoolingOptions(CallOptions, total=False):
+    """Options of `embed`, `classify` and `score`; each may be left out. Those of `generate` with the same names."""
+
+    adapter_id: str
+    truncate_prompt: Truncate | int | None
+    omit_special_tokens: bool | None
+    priority: int | None
+    request_id: str | None
+    cache_salt: str | None
+
+
 class ChatOptions(CallOptions, total=False):
     """Options of calls with `messages`: what the chat template is told beside them."""
 
@@ -345,6 +362,61 @@ class Chunk:
     usage: Usage | None = None
     timings: Timings | None = None
     seed: int | None = None  # on every chunk, as in a Generation
+
+
+@dataclass(frozen=True, slots=True)
+class Embeddings:
+    """The answer of `embed`: a vector for each input."""
+
+    vectors: tuple[tuple[float, ...], ...]
+    usage: Usage
+    timings: Timings
+    adapter_digest: str
+    request_id: str
+
+    @property
+    def vector(self) -> tuple[float, ...]:
+        """Of the first input."""
+        return self.vectors[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Classification:
+    """One input. `rows` has the values of all labels: one row of a text, one for each token of a token classifier."""
+
+    rows: tuple[tuple[float, ...], ...]
+    # Of a token classifier, where the input is text: begin and end of each token, in characters.
+    starts: tuple[int, ...] = ()
+    ends: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Classifications:
+    """The answer of `classify`."""
+
+    labels: tuple[str, ...]
+    inputs: tuple[Classification, ...]
+    per_token: bool
+    usage: Usage
+    timings: Timings
+    adapter_digest: str
+    request_id: str
+
+    @property
+    def best(self) -> tuple[str, ...]:
+        """The likeliest label of each input. Of a token classifier: of its first token."""
+        return tuple(self.labels[max(range(len(one.rows[0])), key=one.rows[0].__getitem__)] for one in self.inputs)
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """The answer of `score`: one for each document, in their order."""
+
+    scores: tuple[float, ...]
+    usage: Usage
+    timings: Timings
+    adapter_digest: str
+    request_id: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,13 @@ but for the matchers of grammars, which the scheduler advances and the runner re
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from loraplex_contracts.errors import LoraplexError
-from loraplex_contracts.request import OutputParams, PositionLogprobs, Request, SamplingParams
+from loraplex_contracts.request import OutputParams, PoolingParams, PositionLogprobs, Request, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,7 @@ class NewSequence:
     # The runner keeps its last hidden state after every step, for Medusa heads.
     keeps_hidden: bool = False
     matcher: GrammarMatcher | None = None  # read only
+    pooling: PoolingParams | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +128,12 @@ class Span:
     proposer: str = ""  # of the draft
     # Logprobs of all the span's positions that have a next prompt token.
     prompt_logprobs: bool = False
+    # The last piece of a sequence with `pooling`: its values come with the result. No span of it is sampled.
+    ends_pooling: bool = False
+
+    @property
+    def has_output(self) -> bool:
+        return self.num_samples > 0 or self.ends_pooling
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +152,12 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class PooledValues:
+    values: array[float]  # [num_rows, num_columns] float64
+    num_columns: int
+
+
+@dataclass(frozen=True, slots=True)
 class SpanResult:
     """Result of one span. With a draft: the accepted tokens and the one sampled behind them."""
 
@@ -151,6 +165,7 @@ class SpanResult:
     logprobs: tuple[PositionLogprobs, ...] = ()  # one per token_id, when asked for
     prompt_logprobs: tuple[PositionLogprobs, ...] = ()  # of prompt positions start+1 .. start+num_tokens
     num_drafted: int = 0
+    pooled: PooledValues | None = None  # of a span that ends pooling
     error: LoraplexError | None = None  # of this sequence alone
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
@@ -11,6 +12,8 @@ from loraplex_contracts.errors import LoraplexError
 from loraplex_contracts.sampling import SamplingParams
 
 SpeculationKind = Literal["off", "auto", "medusa", "prompt_lookup", "draft_model"]
+PoolingTask = Literal["embed", "classify", "next_token"]
+PooledPositions = Literal["last", "mean", "each"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +63,24 @@ class Grammar:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolingParams:
+    """A request for values instead of tokens: of the prompt's hidden states behind the last norm, of what the adapter's
+    classifier makes of them, or of the logits of some next tokens."""
+
+    task: PoolingTask
+    positions: PooledPositions = "last"  # hidden states that count; of a classifier as its adapter says
+    token_ids: tuple[int, ...] = ()  # of "next_token"
+
+    @property
+    def needs_all(self) -> bool:
+        """Whether each of the prompt's tokens has to run: the prefix cache holds no hidden states."""
+        return self.positions != "last"
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
-    """One accepted request of `n` completions. Times are seconds of `time.monotonic()`, which processes share."""
+    """One accepted request of `n` completions, or for pooled values. Times are seconds of `time.monotonic()`, which
+    processes share."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -69,6 +88,7 @@ class Request:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     output: OutputParams = field(default_factory=OutputParams)
     speculation: SpeculationParams = field(default_factory=SpeculationParams)
+    pooling: PoolingParams | None = None  # it makes no tokens then, and `n` is 1
     adapter_id: AdapterId = NO_ADAPTER
     tenant: str = "default"
     cache_salt: str = ""
@@ -167,6 +187,16 @@ class PromptLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class Pooled:
+    """The answer of a request with `pooling`, before its end. `values` [num_rows, num_columns] are float64."""
+
+    request_id: str
+    values: array[float]
+    num_columns: int
+    labels: tuple[str, ...] = ()  # of a classifier's columns
+
+
+@dataclass(frozen=True, slots=True)
 class CompletionEnd:
     """The completion ended without an error. The last one of a request is its terminal event."""
 
@@ -186,4 +216,4 @@ class RequestFailed:
     error: LoraplexError
 
 
-Event = Admitted | Tokens | PromptLogprobs | CompletionEnd | RequestFailed
+Event = Admitted | Tokens | PromptLogprobs | Pooled | CompletionEnd | RequestFailed

@@ -30,6 +30,7 @@ MAX_STOP_BYTES: Final = 256
 MAX_STOP_TOKEN_IDS: Final = 128
 MAX_CHAT_MESSAGES: Final = 4096
 MAX_TOOL_CALLS: Final = 128  # of one message
+MAX_POOLING_INPUTS: Final = 2048
 MAX_CHAT_JSON_BYTES: Final = 1 << 20
 MAX_GRAMMAR_BYTES: Final = 1 << 18
 MAX_WATCH_INTERVAL_S: Final = 60.0
@@ -65,6 +66,11 @@ _CHAT: Final = (
     *("chat.omit_generation_prompt", "chat.continue_final_message"),
     *("chat.tools_json", "chat.documents_json", "chat.template_kwargs_json"),
 )
+_POOLING: Final = (
+    *("inputs.text", "inputs.token_ids.ids", *(f"inputs.{path}" for path in _CHAT)),
+    *("adapter_id", "truncate_prompt.max_tokens", "truncate_prompt.keep_start", "omit_special_tokens"),
+    *("priority", "request_id", "cache_salt"),
+)
 HANDLED: Final[dict[str, frozenset[str]]] = {
     "GenerateRequest": frozenset(
         (
@@ -91,7 +97,7 @@ HANDLED: Final[dict[str, frozenset[str]]] = {
     "GetAdapterRequest": frozenset({"adapter_id"}),
     "ListAdaptersRequest": frozenset({"include_unloaded", "page_size", "page_token", "prefix", "state"}),
     "WatchLoadRequest": frozenset({"min_interval_s"}),
-    "EmbedRequest": frozenset(),
+    "EmbedRequest": frozenset((*_POOLING, "pooling", "dimensions", "omit_normalization")),
     "ClassifyRequest": frozenset(),
     "ScoreRequest": frozenset(),
     "GetInfoRequest": frozenset(),
@@ -112,7 +118,6 @@ NOT_BUILT: Final[dict[str, dict[str, str]]] = {
     **{
         message.DESCRIPTOR.name: dict.fromkeys(message.DESCRIPTOR.fields_by_name, sentence)
         for message, sentence in (
-            (pooling_pb2.EmbedRequest, "embeddings are not computed"),
             (pooling_pb2.ClassifyRequest, "texts are not classified"),
             (pooling_pb2.ScoreRequest, "texts are not scored"),
         )
@@ -435,6 +440,54 @@ def _check_omits_special(request: inference_pb2.GenerateRequest | inference_pb2.
         )
 
 
+def check_pooling(request: PoolingRequest) -> None:
+    """All checks that need no model. Raises InvalidArgument or Unimplemented with the field's path."""
+    num_inputs = len(request.inputs)
+    if num_inputs > MAX_POOLING_INPUTS:  # before any code looks at each
+        raise InvalidArgument(f"`inputs` takes {MAX_POOLING_INPUTS} inputs; there are {num_inputs}", field="inputs")
+    refuse_unhandled(request)
+    _check_pooling_names(request)
+    if not num_inputs:
+        raise InvalidArgument("`inputs` is empty: give at least one input", field="inputs")
+    if request.cache_salt:
+        check_id(request.cache_salt, field="cache_salt")
+    for path, least, most, beside in _BOUNDS:
+        if path in ("priority", "truncate_prompt.max_tokens"):
+            _check_bound(request, path, least, most, beside)
+    for one in request.inputs:
+        check_pooling_input(one, "inputs")
+
+
+def check_pooling_input(one: pooling_pb2.PoolingInput, field: str) -> None:
+    """Raises InvalidArgument for an input without content, or a chat that no template takes."""
+    kind = one.WhichOneof("input")
+    if kind is None:
+        raise InvalidArgument(f"an input of `{field}` has none of `text`, `token_ids` and `chat`", field=field)
+    if kind == "token_ids" and not one.token_ids.ids:
+        raise InvalidArgument(f"`{field}.token_ids.ids` is empty: give a token", field=f"{field}.token_ids.ids")
+    if kind == "chat":
+        _check_num_messages(one.chat)
+        _check_chat(one.chat)
+
+
+def check_pooling_names(request: PoolingRequest) -> None:
+    """The part that a router checks, as `check_names`. Raises InvalidArgument or Unimplemented with the field."""
+    refuse_unknown(request)
+    _check_pooling_names(request)
+
+
+def pooling_adapters_in(request: PoolingRequest) -> tuple[str, ...]:
+    """As `adapters_in`."""
+    return (request.adapter_id,) if request.adapter_id else ()
+
+
+def _check_pooling_names(request: PoolingRequest) -> None:
+    if request.adapter_id:
+        check_adapter_id(request.adapter_id)
+    if request.request_id:
+        check_id(request.request_id, field="request_id")
+
+
 def refuse_pooling(request: PoolingRequest) -> NoReturn:
     """Raises Unimplemented: of these requests no field is acted on."""
     refuse_unhandled(request)
@@ -503,15 +556,19 @@ def check_token_ids(token_ids: Any, path: str, limits: ModelLimits) -> None:
         )
 
 
-def check_prompt_length(num_prompt_tokens: int, limits: ModelLimits, *, field: str = "input") -> None:
-    """A prompt needs a token to start from and room for one new token. May raise ContextLengthExceeded."""
+def check_prompt_length(
+    num_prompt_tokens: int, limits: ModelLimits, *, field: str = "input", makes_tokens: bool = True
+) -> None:
+    """A prompt needs a token to start from and, where it makes tokens, room for one. May raise
+    ContextLengthExceeded."""
     if num_prompt_tokens == 0:
         raise InvalidArgument(
             "the prompt has no tokens, and this model's tokenizer adds none of its own: give some text", field=field
         )
-    if num_prompt_tokens >= limits.max_context_tokens:
+    if num_prompt_tokens > limits.max_context_tokens - makes_tokens:
+        at_least = ", at least one of them new" if makes_tokens else ""
         raise ContextLengthExceeded(
-            f"the prompt has {num_prompt_tokens} tokens; this model's context holds {limits.max_context_tokens}, at "
-            "least one of them new: shorten the prompt",
+            f"the prompt has {num_prompt_tokens} tokens; this model's context holds {limits.max_context_tokens}"
+            f"{at_least}: shorten the prompt",
             field=field,
         )

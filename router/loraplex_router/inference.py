@@ -16,13 +16,13 @@ from typing import Final, TypeVar
 
 from loraplex_contracts.errors import LoraplexError, Overloaded
 from loraplex_proto import validate
-from loraplex_proto.v1 import inference_pb2
+from loraplex_proto.v1 import inference_pb2, pooling_pb2
 from loraplex_proto.validate import MAX_CHAT_MESSAGES, MAX_COMPLETIONS, adapters_in, check_names, parse
 from loraplex_router.calls import Call, RouterMetrics
 from loraplex_router.config import RouterConfig
 from loraplex_router.policy import Route, choose, routing_key
 from loraplex_router.replicas import Flight, Replicas
-from loraplex_router.upstream import INFERENCE, FailureKind, Upstream, UpstreamFailure, passed_on
+from loraplex_router.upstream import INFERENCE, POOLING, FailureKind, Upstream, UpstreamFailure, passed_on
 from loraplex_runtime.auth import Identity, current_identity
 
 log = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ def _num_prompt_tokens(request: inference_pb2.GenerateRequest) -> int:
     return min(_num_given_tokens(request), most) if most else _num_given_tokens(request)
 
 
-def _num_given_tokens(request: inference_pb2.GenerateRequest) -> int:
+def _num_given_tokens(request: inference_pb2.GenerateRequest | pooling_pb2.PoolingInput) -> int:
     match request.WhichOneof("input"):
         case "token_ids":
             return len(request.token_ids.ids)
@@ -100,9 +100,25 @@ def _num_given_tokens(request: inference_pb2.GenerateRequest) -> int:
     return num_chars // BYTES_PER_TOKEN + 1
 
 
-async def refuse_pooling(cls: type[validate.PoolingRequest], call: Call, raw: bytes) -> bytes:
-    """Raises Unimplemented, as each worker would."""
-    validate.refuse_pooling(parse(cls, raw))
+def admit_pooling(cls: type[validate.PoolingRequest], raw: bytes, identity: Identity) -> RelayedRequest:
+    """As `admit_generate`, for a request of PoolingService."""
+    request = parse(cls, raw)
+    validate.check_pooling_names(request)
+    adapter_ids = validate.pooling_adapters_in(request)
+    identity.check_adapters(adapter_ids)
+    request_id = request.request_id
+    if not request_id:
+        request_id = uuid.uuid4().hex
+        raw += cls(request_id=request_id).SerializeToString()
+    num_prompt_tokens = sum(map(_num_given_tokens, request.inputs[: validate.MAX_POOLING_INPUTS]))
+    return RelayedRequest(
+        raw=raw,
+        request_id=request_id,
+        adapter_ids=adapter_ids,
+        num_prompt_tokens=num_prompt_tokens,
+        adapter_id=request.adapter_id,
+        priority=request.priority,
+    )
 
 
 class InferenceRelay:
@@ -140,6 +156,20 @@ class InferenceRelay:
         info.role = "router"
         return info.SerializeToString()
 
+    async def embed(self, call: Call, raw: bytes) -> bytes:
+        return await self._pool(call, raw, "Embed", pooling_pb2.EmbedRequest)
+
+    async def classify(self, call: Call, raw: bytes) -> bytes:
+        return await self._pool(call, raw, "Classify", pooling_pb2.ClassifyRequest)
+
+    async def score(self, call: Call, raw: bytes) -> bytes:
+        return await self._pool(call, raw, "Score", pooling_pb2.ScoreRequest)
+
+    async def _pool(self, call: Call, raw: bytes, method: str, cls: type[validate.PoolingRequest]) -> bytes:
+        request = admit_pooling(cls, raw, current_identity())
+        call.request_id = request.request_id
+        return await self._ask(call, method, request, service=POOLING)
+
     # --- one request -----------------------------------------------------------------------------------------------
 
     def _admit(self, call: Call, raw: bytes) -> RelayedRequest:
@@ -149,8 +179,8 @@ class InferenceRelay:
             call.num_tokens_sent = None
         return request
 
-    async def _ask(self, call: Call, method: str, request: RelayedRequest) -> bytes:
-        path = f"/{INFERENCE}/{method}"
+    async def _ask(self, call: Call, method: str, request: RelayedRequest, *, service: str = INFERENCE) -> bytes:
+        path = f"/{service}/{method}"
         return await self._try_workers(call, request, lambda worker, flight: call.ask(worker, path, request.raw))
 
     async def _try_workers(

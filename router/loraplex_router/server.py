@@ -10,16 +10,14 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import grpc
 
-from loraplex_proto.v1 import pooling_pb2
 from loraplex_router.adapters import AdapterFanOut
 from loraplex_router.calls import Call, Calls, RouterMetrics
 from loraplex_router.config import RouterConfig, ServerOptions
-from loraplex_router.inference import InferenceRelay, refuse_pooling
+from loraplex_router.inference import InferenceRelay
 from loraplex_router.replicas import Replicas, WorkersCollector
 from loraplex_router.upstream import ADAPTERS, INFERENCE, POOLING, Upstream, follow_worker_credentials
 from loraplex_router.watch import Watcher
@@ -197,9 +195,9 @@ def _handlers(calls: Calls, relay: InferenceRelay, adapters: AdapterFanOut) -> l
             "GetInfo": relay.get_info,
         },
         POOLING: {
-            "Embed": partial(refuse_pooling, pooling_pb2.EmbedRequest),
-            "Classify": partial(refuse_pooling, pooling_pb2.ClassifyRequest),
-            "Score": partial(refuse_pooling, pooling_pb2.ScoreRequest),
+            "Embed": relay.embed,
+            "Classify": relay.classify,
+            "Score": relay.score,
         },
         ADAPTERS: {
             "LoadAdapter": adapters.load,

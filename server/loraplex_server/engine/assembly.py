@@ -149,6 +149,7 @@ def assemble(
         generation_defaults=generation_defaults(loaded.model),
         kv_block_tokens=block_size,
         max_device_adapters=config.adapters.num_device_slots,
+        hidden_size=spec.hidden_size,
     )
     tokenizer = TextTokenizer.from_pretrained(served.base, revision=served.revision)
     grammars = Grammars(tokenizer.serialized(), spec.num_logits, spec.eos_token_ids, notify)

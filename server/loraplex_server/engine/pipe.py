@@ -109,6 +109,7 @@ class ModelInfo:
     generation_defaults: Mapping[str, float] = field(default_factory=dict[str, float])
     kv_block_tokens: int = 0
     max_device_adapters: int = 0
+    hidden_size: int = 0  # values of an embedding
 
 
 @dataclass(frozen=True, slots=True)

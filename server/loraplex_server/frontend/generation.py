@@ -16,6 +16,7 @@ from loraplex_contracts.request import (
     CompletionEnd,
     Event,
     FinishReason,
+    Pooled,
     PositionLogprobs,
     PromptLogprobs,
     Request,
@@ -241,6 +242,8 @@ def _take(
                 progress.prompt_logprobs = tuple(assemblers[0].with_text(one) for one in event.logprobs)
             case RequestFailed():
                 pass  # always the last; `generate` raises it
+            case Pooled():
+                pass  # of other requests
     return deltas
 
 

@@ -24,13 +24,12 @@ from loraplex_server.frontend.generation import Delta, Progress, generate
 from loraplex_server.frontend.tokenizing import Tokenizing
 from loraplex_server.grpc import protobuf
 from loraplex_server.grpc.middleware import RequestGate, begin_request, handles_errors, handles_stream_errors
-from loraplex_server.grpc.prompts import Prompts, copied_ids, seconds_left, within
+from loraplex_server.grpc.prompts import TOKEN_CHARS, Prompts, copied_ids, seconds_left, within
 from loraplex_server.text.tokenizer import Truncation
 
 Context = Any  # grpc.aio.ServicerContext, which is generic over messages in its stubs
 
-TOKEN_CHARS = 4
-TASKS = ("generate",)
+TASKS = ("generate", "embed")
 
 
 @dataclass(slots=True)

@@ -135,7 +135,7 @@ def _serve(
     tokenizing = Tokenizing(tokenizer, ModelLimits(info.vocab_size, info.max_context_tokens))
     servicers = (
         InferenceServicer(engine, info, tokenizing, gate),
-        PoolingServicer(gate),
+        PoolingServicer(engine, info, tokenizing, gate),
         AdapterServicer(engine, gate, AdapterListing(lambda: engine.state.listing, source, info.own_adapters)),
         WorkerServicer(engine, gate),
     )

@@ -25,7 +25,15 @@ class MergedOutput(NamedTuple):
 class StepContext:
     """The current step. The runner owns and writes it; modules write `head_input` and `merged` only."""
 
-    __slots__ = ("attention", "capture_head_input", "head_input", "head_segments", "merged", "token_segments")
+    __slots__ = (
+        "attention",
+        "capture_head_input",
+        "head_input",
+        "head_segments",
+        "merged",
+        "num_logit_rows",
+        "token_segments",
+    )
 
     def __init__(self) -> None:
         # Adapter segments of the step's token rows, and of the rows that reach the head. None: no row has an adapter.
@@ -36,6 +44,8 @@ class StepContext:
         # Post-norm hidden states of the head's rows [num_head_rows, hidden], for proposers that draft from them.
         self.capture_head_input = False
         self.head_input: Tensor | None = None
+        # The first of the head's rows, those with logits; None: all of them. The others are only captured.
+        self.num_logit_rows: int | None = None
         # Pending output of a merged linear.
         self.merged: MergedOutput | None = None
 
@@ -46,4 +56,5 @@ class StepContext:
         self.attention = None
         self.capture_head_input = False
         self.head_input = None
+        self.num_logit_rows = None
         self.merged = None

@@ -126,6 +126,8 @@ class AdaptedHead(AdaptedLinear):
     def forward(self, x: Tensor) -> Tensor:
         if self.context.capture_head_input:
             self.context.head_input = x.reshape(-1, self.in_features)
+            if self.context.num_logit_rows is not None:
+                x = x[:, : self.context.num_logit_rows]
         return super().forward(x)
 
 

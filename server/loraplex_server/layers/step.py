@@ -27,6 +27,15 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
+class PooledSpan:
+    """A span whose hidden states are pooled: `num_rows` rows of the head's input from `start` on."""
+
+    span_idx: int
+    start: int
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True)
 class StagedStep:
     """A step's inputs, on the host. Spans are in the order of the flattened row."""
 
@@ -44,10 +53,16 @@ class StagedStep:
     head_starts: tuple[int, ...]
     num_prompt_rows: tuple[int, ...]
     fresh_blocks: tuple[int, ...]  # attached by this step, without content yet
+    pooled: tuple[PooledSpan, ...] = ()  # their rows are the last of `head_rows`
 
     @property
     def num_tokens(self) -> int:
         return self.tokens.shape[1]
+
+    @property
+    def num_logit_rows(self) -> int:
+        """Of `head_rows`, in front of those that are pooled."""
+        return len(self.head_rows) - sum(one.num_rows for one in self.pooled)
 
     def attention(self, slots: Tensor) -> AttentionBatch:
         """The step as attention sees it, with its slots on the host or on the device."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from loraplex_contracts.plan import NewSequence, Span
 from loraplex_server.layers.attention import AttentionBatch
 from loraplex_server.layers.lora import Segment
-from loraplex_server.layers.step import Ints, Row, StagedStep
+from loraplex_server.layers.step import Ints, PooledSpan, Row, StagedStep
 from loraplex_server.layers.transfer import upload
 
 
@@ -44,10 +44,12 @@ class BatchMirror:
         self._on_host: Ints | None = self.tokens.view(-1).numpy() if device.type == "cpu" else None
         self._block_tables: Ints = np.zeros((max_rows, -(-max_len // block_size)), dtype=np.int64)
         self._rows: list[Row | None] = [None] * max_rows
+        self._pooling_rows: set[int] = set()
 
     def release(self, row: int) -> None:
         """Harmless to repeat."""
         self._rows[row] = None
+        self._pooling_rows.discard(row)
 
     def enter(self, sequence: NewSequence) -> None:
         """A sequence enters, or re-enters after a preemption, without blocks. Harmless to repeat."""
@@ -57,6 +59,8 @@ class BatchMirror:
         ids = torch.tensor(sequence.token_ids, dtype=torch.int64)
         self.tokens[sequence.row, :num_tokens] = upload(ids, self.device)
         self._rows[sequence.row] = Row(sequence, num_tokens, 0)
+        if sequence.pooling is not None:
+            self._pooling_rows.add(sequence.row)
 
     def row(self, span: Span) -> Row:
         """The row of a span. Raises ValueError when another sequence, or none, is there."""
@@ -87,6 +91,9 @@ class BatchMirror:
         slots = blocks * self.block_size + positions % self.block_size
         max_blocks = int((starts + lens - 1).max()) // self.block_size + 1
         head_starts, num_prompt_rows, num_head_rows, head_rows = self._head(spans, first)
+        pooled, pooled_rows = self._pooled(spans, first, len(head_rows)) if self._pooling_rows else ((), [])
+        if pooled:
+            head_rows = np.concatenate([head_rows, *pooled_rows])
         return StagedStep(
             spans=tuple(spans),
             rows=tuple(self.row(span) for span in spans),
@@ -101,6 +108,7 @@ class BatchMirror:
             head_starts=tuple(head_starts),
             num_prompt_rows=tuple(num_prompt_rows),
             fresh_blocks=fresh,
+            pooled=pooled,
         )
 
     def inputs(self, staged: StagedStep) -> StepInputs:
@@ -182,11 +190,32 @@ class BatchMirror:
                 num_prompt = max(0, min(span.num_tokens, self.row(span).sequence.num_prompt_tokens - 1 - span.start))
             starts.append(total)
             num_prompt_rows.append(num_prompt)
-            num_rows.append(num_prompt + span.num_samples)
+            num_last = span.num_samples
+            if span.ends_pooling and _wants_logits(self.row(span)):
+                num_last = 1
+            num_rows.append(num_prompt + num_last)
             end = begin + span.num_tokens
-            pieces += [np.arange(begin, begin + num_prompt), np.arange(end - span.num_samples, end)]
-            total += num_prompt + span.num_samples
+            pieces += [np.arange(begin, begin + num_prompt), np.arange(end - num_last, end)]
+            total += num_prompt + num_last
         return starts, num_prompt_rows, num_rows, np.concatenate(pieces).astype(np.int64)
+
+    def _pooled(
+        self, spans: Sequence[Span], first: Ints, num_logit_rows: int
+    ) -> tuple[tuple[PooledSpan, ...], list[Ints]]:
+        """The tokens whose hidden states are pooled, as rows of the head behind those with logits."""
+        found: list[PooledSpan] = []
+        pieces: list[Ints] = []
+        start = num_logit_rows
+        for idx, span in enumerate(spans):
+            pooling = self.row(span).sequence.pooling
+            if pooling is None or pooling.task == "next_token" or not (pooling.needs_all or span.ends_pooling):
+                continue
+            end = int(first[idx]) + span.num_tokens
+            num_rows = span.num_tokens if pooling.needs_all else 1
+            found.append(PooledSpan(idx, start, num_rows))
+            pieces.append(np.arange(end - num_rows, end, dtype=np.int64))
+            start += num_rows
+        return tuple(found), pieces
 
     # --- after a step -------------------------------------------------------------------------------------------------
 
@@ -241,3 +270,8 @@ class BatchMirror:
         elif places:
             packed = upload(torch.tensor([places, values], dtype=torch.int64), self.device)
             self.tokens.view(-1).index_copy_(0, packed[0], packed[1])
+
+
+def _wants_logits(row: Row) -> bool:
+    pooling = row.sequence.pooling
+    return pooling is not None and pooling.task == "next_token"

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -32,7 +33,7 @@ from loraplex_contracts.errors import (
     OutOfMemory,
     unexpected,
 )
-from loraplex_contracts.plan import NewSequence, Span, SpanResult, StepPlan, StepResult
+from loraplex_contracts.plan import NewSequence, PooledValues, Span, SpanResult, StepPlan, StepResult
 from loraplex_contracts.request import PositionLogprobs
 from loraplex_server.backends.cuda.graphs import Shape, StepGraphs
 from loraplex_server.layers.adapter_slots import AdapterSlots, as_if_installed
@@ -67,6 +68,15 @@ class FinishedStep:
 
 
 @dataclass(frozen=True, slots=True)
+class _Pooled:
+    """The pooled values of a step's spans."""
+
+    sums: dict[int, Tensor]  # by row: of the hidden states of a prompt so far [hidden], float64
+    shapes: dict[str, tuple[int, int]]  # by sequence id, of those that end: rows and columns
+    values: Download  # of theirs, one after the other
+
+
+@dataclass(frozen=True, slots=True)
 class _Launched:
     """A launched step, with what is needed to read its results."""
 
@@ -74,7 +84,8 @@ class _Launched:
     samples: Sampled
     values: Download  # of `samples`
     keepers: list[int]  # spans whose hidden state is kept
-    hidden: Tensor | None  # [num_head_rows, hidden], where there are keepers
+    hidden: Tensor | None  # [num_head_rows, hidden], where there are keepers or pooled spans
+    pooled: _Pooled | None = None
 
 
 class StepUnderWay:
@@ -127,6 +138,7 @@ class ModelRunner:
         # By row, what its latest token was sampled from: post-norm hidden states of a step [num_head_rows, hidden], and
         # which one. None where it is not kept.
         self._hidden: list[tuple[Tensor, int] | None] = [None] * max_rows
+        self._sums: dict[int, Tensor] = {}  # by row, of prompts whose mean is wanted
         # Sequences that could not enter; their spans answer with this.
         self._refused: dict[int, LoraplexError] = {}
         loaded.bind_kv(cache, attention)
@@ -163,13 +175,18 @@ class ModelRunner:
             if spans:
                 launched = self._launch(spans)
                 if self.overlaps:
-                    self.mirror.commit(launched.staged)
+                    self._commit(launched)
                     return StepUnderWay(self, plan.step, results, launched)
                 found = self._results(launched)
-                self.mirror.commit(launched.staged)
+                self._commit(launched)
                 self._settle(launched, found)
                 results |= found
         return FinishedStep(StepResult(plan.step, results))
+
+    def _commit(self, launched: _Launched) -> None:
+        self.mirror.commit(launched.staged)
+        if launched.pooled is not None:
+            self._sums |= launched.pooled.sums
 
     def finish(self, launched: _Launched) -> dict[str, SpanResult]:
         """Waits for a step that is under way. For its handle."""
@@ -243,6 +260,7 @@ class ModelRunner:
         self.mirror.release(row)
         self._sampler.clear_row(row)
         self._hidden[row] = None
+        self._sums.pop(row, None)
         self._refused.pop(row, None)
 
     def _enter(self, sequence: NewSequence) -> None:
@@ -271,9 +289,40 @@ class ModelRunner:
         if self._attention.needs_clean_blocks:
             self._cache.clear_blocks(staged.fresh_blocks)
         keepers = [i for i, row in enumerate(staged.rows) if row.sequence.keeps_hidden and staged.spans[i].num_samples]
-        logits, hidden = self._replay(staged, keepers) or self._forward(staged, capture=bool(keepers))
+        pools = bool(staged.pooled) or any(span.ends_pooling for span in spans)
+        logits, hidden = (None if pools else self._replay(staged, keepers)) or self._forward(
+            staged, capture=bool(keepers or staged.pooled)
+        )
         samples = self._sample(staged, logits)
-        return _Launched(staged, samples, self._fetch(samples.pack()), keepers, hidden)
+        pooled = self._pool(staged, logits, hidden) if pools else None
+        return _Launched(staged, samples, self._fetch(samples.pack()), keepers, hidden, pooled)
+
+    def _pool(self, staged: StagedStep, logits: Tensor, hidden: Tensor | None) -> _Pooled:
+        """The values of spans that end pooling; sums of those that go on."""
+        sums: dict[int, Tensor] = {}
+        values: dict[str, Tensor] = {}  # [rows, columns] each
+        for one in staged.pooled:
+            row, span = staged.rows[one.span_idx], staged.spans[one.span_idx]
+            assert hidden is not None, "hidden states of pooled rows are captured"
+            states = hidden[one.start : one.start + one.num_rows]
+            pooling = row.sequence.pooling
+            assert pooling is not None
+            if pooling.positions == "mean":
+                total = states.to(torch.float64).sum(dim=0)
+                total += self._sums.get(span.row, 0.0)
+                sums[span.row] = total
+                states = (total / (span.start + span.num_tokens)).unsqueeze(0)
+            if span.ends_pooling:
+                values[span.sequence_id] = states
+        for row, span, start in zip(staged.rows, staged.spans, staged.head_starts, strict=True):
+            pooling = row.sequence.pooling
+            if span.ends_pooling and pooling is not None and pooling.task == "next_token":
+                ids = upload(torch.tensor(pooling.token_ids, dtype=torch.int64), self._device)
+                values[span.sequence_id] = logits[start : start + 1].index_select(1, ids)
+        shapes = {sequence_id: (one.shape[0], one.shape[1]) for sequence_id, one in values.items()}
+        flat = [one.reshape(-1).to(torch.float64) for one in values.values()]
+        packed = torch.cat(flat) if flat else torch.empty(0, dtype=torch.float64, device=self._device)
+        return _Pooled(sums, shapes, self._fetch(packed))
 
     def _settle(self, launched: _Launched, results: Mapping[str, SpanResult]) -> None:
         """Applies how much of each draft was accepted, which is known once the host has the tokens."""
@@ -301,8 +350,9 @@ class ModelRunner:
         inputs = self.mirror.inputs(staged)
         try:
             context.capture_head_input = capture
+            context.num_logit_rows = staged.num_logit_rows if staged.pooled else None
             context.token_segments = self._prepare(staged.token_segments, staged.num_tokens)
-            context.head_segments = self._prepare(staged.head_segments, len(staged.head_rows))
+            context.head_segments = self._prepare(staged.head_segments, staged.num_logit_rows)
             context.attention = self._attention.plan(inputs.attention, self._cache.dtype, self._device)
             out = self._model(
                 input_ids=inputs.input_ids,
@@ -358,6 +408,8 @@ class ModelRunner:
             end = start + span.num_samples
             results[span.sequence_id] = _span_result(row, span, sampled, start, end, prompt)
             start = end
+        if launched.pooled is not None:
+            results |= _pooled_results(staged, launched.pooled)
         return results
 
 
@@ -373,6 +425,23 @@ def _span_result(
         return SpanResult(num_drafted=num_drafted, error=_no_token(row) if has_none else _not_finite(row))
     logprobs = tuple(entry for entry in sampled.logprobs[came] if entry is not None)
     return SpanResult(token_ids, logprobs, prompt, num_drafted)
+
+
+def _pooled_results(staged: StagedStep, pooled: _Pooled) -> dict[str, SpanResult]:
+    rows = {span.sequence_id: row for row, span in zip(staged.rows, staged.spans, strict=True)}
+    packed: array[float] = array("d", pooled.values.wait().numpy().tobytes())
+    results: dict[str, SpanResult] = {}
+    start = 0
+    for sequence_id, (num_rows, num_columns) in pooled.shapes.items():
+        values = packed[start : start + num_rows * num_columns]
+        start += len(values)
+        is_finite = all(map(math.isfinite, values))
+        results[sequence_id] = (
+            SpanResult(pooled=PooledValues(values, num_columns))
+            if is_finite
+            else SpanResult(error=_not_finite(rows[sequence_id]))
+        )
+    return results
 
 
 def _no_token(row: Row) -> LoraplexError:

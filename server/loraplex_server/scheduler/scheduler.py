@@ -40,6 +40,7 @@ from loraplex_contracts.request import (
     CompletionEnd,
     Event,
     FinishReason,
+    Pooled,
     PromptLogprobs,
     Request,
     RequestFailed,
@@ -124,7 +125,8 @@ class Scheduler:
         DeadlineExceeded, QueueFull when no more requests may wait, or Overloaded when this one would wait for too long.
         `num_elsewhere`: requests that are still to be added, which count as queued."""
         num_prompt_tokens, max_tokens = len(request.prompt_token_ids), request.stopping.max_tokens
-        if not 1 <= num_prompt_tokens < self._config.max_context_tokens or max_tokens < 1 or request.n < 1:
+        most = self._config.max_context_tokens - (request.pooling is None)  # a token of output needs a position
+        if not 1 <= num_prompt_tokens <= most or max_tokens < 1 or request.n < 1:
             raise Internal(
                 f"a request for {request.n} completions of {max_tokens} tokens behind a prompt of {num_prompt_tokens} "
                 "reached the engine; please report this"
@@ -295,7 +297,9 @@ class Scheduler:
 
     def _max_total_tokens(self, request: Request) -> int:
         """The last token is sampled and never run, so it needs no K/V. With this bound a sequence that is alone always
-        has room, and where a completion ends does not depend on who else is there."""
+        has room, and where a completion ends does not depend on who else is there. Pooled values count as a token."""
+        if request.pooling is not None:
+            return len(request.prompt_token_ids) + 1
         return min(
             len(request.prompt_token_ids) + request.stopping.max_tokens,
             self._config.max_context_tokens,
@@ -320,6 +324,7 @@ class Scheduler:
             tenant=request.tenant,
             cache_salt=request.cache_salt,
         ).digest()
+        is_cached = self._blocks.prefix_caching and not (request.pooling is not None and request.pooling.needs_all)
         for index in range(request.n):
             state.sequences.append(
                 SequenceState(
@@ -332,7 +337,7 @@ class Scheduler:
                     num_prompt_tokens=num_prompt_tokens,
                     max_total_tokens=state.max_total_tokens,
                     token_ids=list(request.prompt_token_ids),
-                    chain=KeyChain(namespace, self._blocks.block_size) if self._blocks.prefix_caching else None,
+                    chain=KeyChain(namespace, self._blocks.block_size) if is_cached else None,
                     matcher=None if matcher is None else matcher.copy(),
                     status=SequenceStatus.HELD if index else SequenceStatus.WAITING,
                 )
@@ -368,7 +373,7 @@ class Scheduler:
             seq.num_computed = span.start + span.num_tokens
             if span.draft:
                 seq.is_draft_coming = True
-            elif span.num_samples:
+            elif span.has_output:
                 seq.num_coming += 1
             if seq.request.leader is seq and seq.num_computed >= seq.num_prompt_tokens:
                 self._table.on_prompt_planned(seq.request)
@@ -383,7 +388,7 @@ class Scheduler:
                 seq.last_plan = None
             if span.draft:
                 seq.is_draft_coming = False
-            elif span.num_samples:
+            elif span.has_output:
                 seq.num_coming -= 1
             if seq.status is SequenceStatus.FINISHED:
                 continue
@@ -399,7 +404,7 @@ class Scheduler:
     def _finish(self, seq: SequenceState, reason: FinishReason, stop_token_id: int | None) -> None:
         """Ends a completion well; the request's last one ends the request."""
         request = seq.request
-        if seq.num_left:
+        if seq.num_left and request.request.pooling is None:
             self._speed.on_early_end()
         self._table.finish(seq)
         self._events.append(
@@ -431,6 +436,10 @@ class Scheduler:
             self._publish(seq, min(span.start + span.num_tokens - num_rejected, len(seq.token_ids)))
         if kept:
             self._emit_tokens(seq, span, out, kept, num_accepted)
+        if out.pooled is not None:
+            request_id, pooled = seq.request.request.request_id, out.pooled
+            self._events.append(Pooled(request_id, pooled.values, pooled.num_columns))
+            reason = FinishReason.LENGTH
         if reason is not None:
             self._finish(seq, reason, stop_token_id)
 
@@ -566,17 +575,19 @@ def _span(seq: SequenceState, num_tokens: int, chosen: Draft | None) -> Span:
     draft, proposer = (chosen.token_ids, chosen.proposer) if chosen is not None else ((), "")
     start = seq.num_computed
     is_last_piece = start + num_tokens == seq.num_tokens
+    pools = seq.request.request.pooling is not None
     wants_prompt_logprobs = start < seq.num_prompt_tokens - 1 and seq.request.wants_prompt_logprobs
     return Span(
         sequence_id=seq.sequence_id,
         row=seq.row,
         start=start,
         num_tokens=num_tokens + len(draft),
-        num_samples=1 + len(draft) if is_last_piece else 0,
+        num_samples=1 + len(draft) if is_last_piece and not pools else 0,
         new_block_ids=tuple(seq.block_ids[seq.num_sent_blocks :]) if len(seq.block_ids) > seq.num_sent_blocks else (),
         draft=draft,
         proposer=proposer,
         prompt_logprobs=wants_prompt_logprobs,
+        ends_pooling=is_last_piece and pools,
     )
 
 
@@ -591,6 +602,8 @@ def _take_prompt_logprobs(request: RequestState, span: Span, out: SpanResult) ->
 
 def _broken_contract(span: Span, out: SpanResult) -> LoraplexError | None:
     """The error of a span with no token where it sampled, or with more tokens than it sampled; else None."""
+    if span.ends_pooling is not (out.pooled is not None):
+        return Internal("a step gave no pooled values where they were wanted; please report this")
     num_wanted = 1 if span.num_samples else 0
     if num_wanted <= len(out.token_ids) <= span.num_samples:
         return None

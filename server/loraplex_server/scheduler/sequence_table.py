@@ -378,6 +378,7 @@ class SequenceTable:
             banned_until_min=seq.request.stop_ids if min_tokens else frozenset(),
             keeps_hidden=seq.request.keeps_hidden,
             matcher=seq.matcher,
+            pooling=request.pooling,
         )
         return entered, copy
 

@@ -1,0 +1,93 @@
+"""Pooled values: requests to the engine that are answered with values instead of tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loraplex_contracts.errors import Cancelled, Internal
+from loraplex_contracts.request import Admitted, CompletionEnd, Pooled, Request, RequestFailed
+
+if TYPE_CHECKING:  # tests of this module need no torch
+    from loraplex_server.engine.client import EngineClient, RequestStream
+
+Floats = NDArray[np.float64]
+
+# Requests of one call that the engine has at a time: enough to fill its steps, few beside other callers'.
+MAX_AT_ONCE = 32
+MIN_LENGTH = 1e-12  # of a vector that is divided by its length, as in torch.nn.functional.normalize
+
+
+@dataclass(frozen=True, slots=True)
+class PooledAnswer:
+    """The values of one request, and what they took."""
+
+    values: Floats  # [num_rows, num_columns]
+    labels: tuple[str, ...]  # of a classifier's columns
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    adapter_digest: str
+    queue_s: float
+
+
+async def pool_all(engine: EngineClient, requests: Sequence[Request]) -> list[PooledAnswer]:
+    """The answers in the order of the requests. Raises the first typed error of one, and ends the others then."""
+    turns = asyncio.Semaphore(MAX_AT_ONCE)
+
+    async def one(request: Request) -> PooledAnswer:
+        async with turns:
+            return await _pool(engine, request)
+
+    tasks = [asyncio.ensure_future(one(request)) for request in requests]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+async def _pool(engine: EngineClient, request: Request) -> PooledAnswer:
+    stream = engine.submit(request)
+    try:
+        return await _read(stream)
+    finally:
+        if not stream.is_over:
+            engine.cancel(stream, Cancelled("the client went away"))
+
+
+async def _read(stream: RequestStream) -> PooledAnswer:
+    pooled: Pooled | None = None
+    digest, queue_s = "", 0.0
+    while True:
+        for event in await stream.next():
+            match event:
+                case Admitted():
+                    digest, queue_s = event.adapter_digest, event.queue_s
+                case Pooled():
+                    pooled = event
+                case RequestFailed(_, error):
+                    raise error
+                case CompletionEnd():
+                    if pooled is None:
+                        raise Internal("a request for pooled values ended without them; please report this")
+                    values = np.frombuffer(pooled.values, dtype=np.float64).reshape(-1, pooled.num_columns)
+                    return PooledAnswer(
+                        values, pooled.labels, event.num_prompt_tokens, event.num_cached_tokens, digest, queue_s
+                    )
+                case _:
+                    pass  # requests for values get no tokens
+
+
+def embedding(values: Floats, dimensions: int, *, normalizes: bool) -> Floats:
+    """The first `dimensions` of `values` [num_columns] (0: all), and their length made 1."""
+    kept = values[:dimensions] if dimensions else values
+    if not normalizes:
+        return kept
+    return kept / max(float(np.linalg.norm(kept)), MIN_LENGTH)
