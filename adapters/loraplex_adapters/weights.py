@@ -52,6 +52,7 @@ class BaseTargets:
     max_rank: int
     hidden_size: int  # at the language modelling head's input, where Medusa heads read
     vocab_size: int  # the head's rows: token ids that may come out
+    backbone: str = ""  # path of the model without its head: adapters of that model leave it out of their names
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ from loraplex_contracts.errors import (
     DeadlineExceeded,
     Draining,
     EngineLost,
+    InvalidAdapterId,
     InvalidArgument,
     LoraplexError,
     MessageTooLarge,
@@ -236,12 +237,18 @@ async def test_small_questions() -> None:
         assert isinstance(await error_of(stub(c.channel).Tokenize(inference_pb2.TokenizeRequest())), InvalidArgument)
 
 
-async def test_pooling_is_refused_by_name() -> None:
-    async with cluster(1) as c:
+async def test_embeddings_are_relayed_to_the_home_of_their_adapter() -> None:
+    async with cluster(3) as c:
         pooling = pooling_pb2_grpc.PoolingServiceStub(c.channel)
-        error = await error_of(pooling.Embed(pooling_pb2.EmbedRequest(inputs=[pooling_pb2.PoolingInput(text="x")])))
-        assert isinstance(error, Unimplemented)
-        assert error.field == "inputs"
+        inputs = [pooling_pb2.PoolingInput(text="abc"), pooling_pb2.PoolingInput(text="a")]
+        for number in range(4):
+            adapter_id = f"adapter-{number}"
+            answer = await pooling.Embed(pooling_pb2.EmbedRequest(inputs=inputs, adapter_id=adapter_id))
+            assert [list(one.values) for one in answer.embeddings] == [[3.0, 0.5], [1.0, 0.5]]
+            home = rendezvous_order(adapter_id, [w.address for w in c.workers])[0]
+            assert c.by_address(home).pooling[-1].request_id == answer.request_id != ""
+        error = await error_of(pooling.Embed(pooling_pb2.EmbedRequest(inputs=inputs, adapter_id="../x")))
+        assert isinstance(error, InvalidAdapterId)
 
 
 # --- routing ------------------------------------------------------------------------------------------------------

@@ -440,7 +440,6 @@ def test_what_is_not_built_is_refused_by_name(stub: Any, worker: Worker) -> None
     with grpc.insecure_channel(worker.address) as channel:
         pooling = pooling_pb2_grpc.PoolingServiceStub(channel)
         for call, request in (
-            (pooling.Embed, pooling_pb2.EmbedRequest(adapter_id="a000")),
             (pooling.Classify, pooling_pb2.ClassifyRequest()),
             (pooling.Score, pooling_pb2.ScoreRequest()),
         ):

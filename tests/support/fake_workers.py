@@ -18,7 +18,7 @@ from loraplex_contracts.errors import AdapterNotFound, LoraplexError
 from loraplex_proto import validate
 from loraplex_proto.paging import ListQuery, Page, list_query
 from loraplex_proto.status import abort
-from loraplex_proto.v1 import adapter_pb2, inference_pb2, worker_pb2
+from loraplex_proto.v1 import adapter_pb2, inference_pb2, pooling_pb2, worker_pb2
 from loraplex_router.config import RouterConfig, WatchConfig
 from loraplex_router.server import Router, start_router
 from loraplex_runtime.auth import ServerInterceptor, follow_credentials, recheck_identity
@@ -109,6 +109,7 @@ class FakeWorker:
         self.remaining_s: list[float | None] = []
         self.calls: list[str] = []
         self.queries: list[ListQuery] = []  # of ListAdapters
+        self.pooling: list[Any] = []  # requests of PoolingService
         self.num_ended = 0  # streams that are over, whatever the way
         self.ended = asyncio.Event()
         self.started = asyncio.Event()
@@ -138,6 +139,7 @@ class FakeWorker:
                 name: unary(self._adapters(name))
                 for name in ("LoadAdapter", "UnloadAdapter", "GetAdapter", "ListAdapters")
             },
+            "PoolingService": {"Embed": unary(self._embed)},
             "WorkerService": {"WatchLoad": stream(self._watch_load)},
         }
         for service, handlers in services.items():
@@ -216,6 +218,18 @@ class FakeWorker:
     async def _detokenize(self, raw: bytes, context: Any) -> bytes:
         request = await _checked(inference_pb2.DetokenizeRequest, validate.refuse_unhandled, raw, context)
         return inference_pb2.DetokenizeResponse(text=bytes(request.token_ids).decode()).SerializeToString()
+
+    async def _embed(self, raw: bytes, context: Any) -> bytes:
+        """Of each input its length, and a half."""
+        request = await _checked(pooling_pb2.EmbedRequest, validate.check_pooling, raw, context)
+        self.pooling.append(request)
+        lengths = [len(one.token_ids.ids) or len(one.text) for one in request.inputs]
+        return pooling_pb2.EmbedResponse(
+            request_id=request.request_id,
+            embeddings=[pooling_pb2.Embedding(values=[num, 0.5], prompt_tokens=num) for num in lengths],
+            usage=inference_pb2.Usage(prompt_tokens=sum(lengths)),
+            adapter_digest="d" if request.adapter_id else "",
+        ).SerializeToString()
 
     async def _get_tokenizer_info(self, raw: bytes, context: Any) -> bytes:
         await _checked(inference_pb2.GetTokenizerInfoRequest, validate.refuse_unhandled, raw, context)

@@ -365,18 +365,20 @@ class _Found:
 def plan_lora(config: PeftLoraConfig, tensors: Mapping[str, TensorInfo], targets: BaseTargets) -> LoraPlan:
     """Raises AdapterInvalid or one of its kinds (AdapterUnsupported, BaseMismatch, ShapeMismatch, RankLimit)."""
     found: dict[str, _Found] = {}
-    base_copies: list[tuple[TensorInfo, TargetModule]] = []
+    others: list[TensorInfo] = []
     for tensor in tensors.values():
         checkpoint()
         path, part, rest = _parts(tensor)
         if part in _FACTORS and rest != "bias":
             _take(found, path, part, tensor)
         else:
-            base_copies.append((tensor, _base_copy(tensor, targets)))
+            others.append(tensor)
+    above = _above(found, targets)
+    base_copies = [(tensor, _base_copy(tensor, above, targets)) for tensor in others]
     if not found:
         raise AdapterInvalid(f"{WEIGHTS_NAME} has no LoRA tensors")
     budget = match_budget()
-    modules = [_module(path, entry, config, targets, budget) for path, entry in found.items()]
+    modules = [_module(path, above, entry, config, targets, budget) for path, entry in found.items()]
     modules.sort(key=lambda module: module.shape)
     return LoraPlan(tuple(modules), tuple(base_copies), tuple(_warnings(config, targets, found)))
 
@@ -415,7 +417,15 @@ def _take(found: dict[str, _Found], path: str, part: str, tensor: TensorInfo) ->
         entry.b = tensor
 
 
-def _base_copy(tensor: TensorInfo, targets: BaseTargets) -> TargetModule:
+def _above(found: Mapping[str, _Found], targets: BaseTargets) -> str:
+    """What stands before the adapter's paths in the base model: an adapter of a model without a head
+    (FEATURE_EXTRACTION) leaves out where that model is in the one with its head."""
+    backbone = f"{targets.backbone}."
+    is_headless = not any(path in targets.modules for path in found)
+    return backbone if is_headless and any(backbone + path in targets.modules for path in found) else ""
+
+
+def _base_copy(tensor: TensorInfo, above: str, targets: BaseTargets) -> TargetModule:
     """The base model's module of a tensor that is not a factor. Such a tensor is served only where it is a copy of the
     module's own weight, which PEFT saves beside a LoRA on embeddings; that is checked when it is read."""
     name = tensor.name.removeprefix(_PREFIX)
@@ -425,7 +435,7 @@ def _base_copy(tensor: TensorInfo, targets: BaseTargets) -> TargetModule:
     if name.endswith(".bias"):
         raise AdapterUnsupported(f"{tensor.where} is a bias saved with the adapter, which is not served")
     path, _, last = name.rpartition(".")
-    module = targets.modules.get(path.removesuffix(".base_layer"))
+    module = targets.modules.get(above + path.removesuffix(".base_layer"))
     if last != "weight" or module is None:
         raise AdapterUnsupported(
             f"{tensor.where} is not part of a plain LoRA on {targets.model_id!a}, and no tensor is left out silently"
@@ -442,13 +452,15 @@ def _base_copy(tensor: TensorInfo, targets: BaseTargets) -> TargetModule:
     return module
 
 
-def _module(path: str, entry: _Found, config: PeftLoraConfig, targets: BaseTargets, budget: Budget) -> PlannedModule:
+def _module(
+    path: str, above: str, entry: _Found, config: PeftLoraConfig, targets: BaseTargets, budget: Budget
+) -> PlannedModule:
     tensor = entry.a or entry.b
     assert tensor is not None
     if entry.a is None or entry.b is None:
         other = "B" if entry.b is None else "A"
         raise AdapterInvalid(f"{tensor.where} has no lora_{other} beside it")
-    module = targets.modules.get(path)
+    module = targets.modules.get(above + path)
     if module is None:
         raise _no_such_module(path, tensor, targets)
     if entry.is_embedding is not (module.kind == "embedding"):
@@ -466,7 +478,7 @@ def _module(path: str, entry: _Found, config: PeftLoraConfig, targets: BaseTarge
     _check_shape(entry.b, (module.out_features, rank))
     check_float(entry.a)
     check_float(entry.b)
-    shape = FactorShape(path, rank, module.in_features, module.out_features, scale)
+    shape = FactorShape(module.path, rank, module.in_features, module.out_features, scale)
     return PlannedModule(shape, entry.a, entry.b)
 
 

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from loraplex_contracts.adapters import check_id
 from loraplex_contracts.errors import InvalidArgument, LoraplexError, MessageTooLarge, RequestTimeout, unexpected
+from loraplex_router.http import pooling
 from loraplex_router.http.errors import error_headers, error_object, status_of
 from loraplex_runtime.auth import Credentials, admit
 
@@ -29,6 +30,7 @@ _METHODS: Final[Mapping[str, str]] = {
     "/detokenize": "/loraplex.v1.InferenceService/Detokenize",
     "/v1/detokenize": "/loraplex.v1.InferenceService/Detokenize",
     "/tokenizer_info": "/loraplex.v1.InferenceService/GetTokenizerInfo",
+    **pooling.METHODS,
 }
 _ANY_ROLE: Final = "/loraplex.v1.InferenceService/GetInfo"
 _OPEN_PATHS: Final = frozenset({"/health", "/ping", "/version", "/metrics"})

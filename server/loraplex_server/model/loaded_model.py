@@ -65,7 +65,15 @@ class LoadedModel:
                 digests[weight.data_ptr()] = digest
             modules[path] = TargetModule(path, kind, module.in_features, module.out_features, is_conv1d, digest)
         spec = self.spec
-        return BaseTargets(modules, self.model_id, self.dtype_name, max_rank, spec.hidden_size, spec.num_logits)
+        return BaseTargets(
+            modules,
+            self.model_id,
+            self.dtype_name,
+            max_rank,
+            spec.hidden_size,
+            spec.num_logits,
+            backbone=self.model.base_model_prefix,
+        )
 
     def bind_kv(self, cache: KvCache, backend: PagedAttention) -> None:
         """Connects the attention layers to their pages."""

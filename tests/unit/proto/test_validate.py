@@ -52,7 +52,7 @@ CHECKS: dict[str, Any] = {
     "TokenizeRequest": validate.check_tokenize,
     "DetokenizeRequest": validate.refuse_unhandled,
     "GetTokenizerInfoRequest": validate.refuse_unhandled,
-    "EmbedRequest": validate.refuse_pooling,
+    "EmbedRequest": validate.check_pooling,
     "ClassifyRequest": validate.refuse_pooling,
     "ScoreRequest": validate.refuse_pooling,
     "ListAdaptersRequest": validate.check_list_adapters,
@@ -136,10 +136,30 @@ def test_what_is_not_built_says_so(name: str, path: str) -> None:
     assert path in caught.value.message
 
 
-@pytest.mark.parametrize("name", ["EmbedRequest", "ClassifyRequest", "ScoreRequest"])
+@pytest.mark.parametrize("name", ["ClassifyRequest", "ScoreRequest"])
 def test_calls_that_are_not_built_say_so_whatever_is_in_them(name: str) -> None:
     with pytest.raises(Unimplemented, match="not available in this version"):
         check(REQUESTS[name]())
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({}, "inputs"),
+        ({"inputs": [{}]}, "inputs"),
+        ({"inputs": [{"token_ids": {}}]}, "inputs.token_ids.ids"),
+        ({"inputs": [{"chat": {}}]}, "chat.messages"),
+        ({"inputs": [{"text": "x"}] * (validate.MAX_POOLING_INPUTS + 1)}, "inputs"),
+        ({"inputs": [{"text": "x"}], "adapter_id": "../x"}, "adapter_id"),
+        ({"inputs": [{"text": "x"}], "request_id": "a b"}, "request_id"),
+        ({"inputs": [{"text": "x"}], "cache_salt": "a b"}, "cache_salt"),
+        ({"inputs": [{"text": "x"}], "priority": 101}, "priority"),
+    ],
+)
+def test_inputs_that_cannot_be_pooled(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        validate.check_pooling(pooling_pb2.EmbedRequest(**fields))
+    assert caught.value.field == field
 
 
 def test_an_empty_message_counts_as_set(monkeypatch: pytest.MonkeyPatch) -> None:
