@@ -12,9 +12,10 @@ from starlette.types import ASGIApp
 
 from loraplex_contracts.errors import InvalidArgument, LoraplexError
 from loraplex_proto import __version__
+from loraplex_router.http import pooling
 from loraplex_router.http.backend import Backend
+from loraplex_router.http.errors import PARAMS
 from loraplex_router.http.middleware import Middleware, error_response
-from loraplex_router.http.pooling import PoolingRoutes
 from loraplex_router.http.routes import Routes
 
 
@@ -23,10 +24,10 @@ def make_app(backend: Backend) -> ASGIApp:
     # Documents that load scripts from elsewhere stay off.
     app = FastAPI(title="Loraplex", version=__version__, docs_url=None, redoc_url=None)
     Routes(backend).add_to(app)
-    PoolingRoutes(backend).add_to(app)
+    pooling.PoolingRoutes(backend).add_to(app)
 
-    async def on_error(_: Request, error: Exception) -> Response:
-        return error_response(error)
+    async def on_error(request: Request, error: Exception) -> Response:
+        return error_response(error, pooling.PARAMS if request.url.path in pooling.METHODS else PARAMS)
 
     async def on_invalid(_: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)

@@ -33,7 +33,7 @@ _BY_CODE: Final[Mapping[Code, tuple[int, str, str]]] = {
 _INTERNAL: Final = (500, "server_error", "internal_error")
 
 # Fields of the wire that have another name in OpenAI's requests; of all others the last part of the path is the name.
-_PARAMS: Final[Mapping[str, str]] = {
+PARAMS: Final[Mapping[str, str]] = {
     "adapter_id": "model",
     "input": "prompt",
     "text": "prompt",
@@ -71,8 +71,8 @@ def status_of(error: LoraplexError) -> int:
             return _BY_CODE.get(error.code, _INTERNAL)[0]
 
 
-def error_object(error: LoraplexError) -> dict[str, Any]:
-    """`{"error": {message, type, param, code}}`, with names of fields as OpenAI's requests have them."""
+def error_object(error: LoraplexError, params: Mapping[str, str] = PARAMS) -> dict[str, Any]:
+    """`{"error": {message, type, param, code}}`, with names of fields as the route's requests have them."""
     _, kind, code = _BY_CODE.get(error.code, _INTERNAL)
     message, param = error.message, error.field
     if isinstance(error, ContextLengthExceeded):
@@ -82,7 +82,7 @@ def error_object(error: LoraplexError) -> dict[str, Any]:
     elif isinstance(error, MessageTooLarge):
         kind, code = "invalid_request_error", "request_too_large"
     if param is not None:
-        name = _PARAMS.get(param) or _last_part(param)
+        name = params.get(param) or _last_part(param)
         message = message.replace(f"`{param}`", f"`{name}`")
         param = name
     content: dict[str, Any] = {"message": message, "type": kind, "param": param, "code": code}

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from loraplex_contracts.adapters import check_id
 from loraplex_contracts.errors import InvalidArgument, LoraplexError, MessageTooLarge, RequestTimeout, unexpected
 from loraplex_router.http import pooling
-from loraplex_router.http.errors import error_headers, error_object, status_of
+from loraplex_router.http.errors import PARAMS, error_headers, error_object, status_of
 from loraplex_runtime.auth import Credentials, admit
 
 MAX_BODY_BYTES: Final = 8 << 20
@@ -113,6 +113,6 @@ def _id_in(headers: Headers) -> str:
     return uuid.uuid4().hex
 
 
-def error_response(error: Exception) -> Response:
+def error_response(error: Exception, params: Mapping[str, str] = PARAMS) -> Response:
     typed = error if isinstance(error, LoraplexError) else unexpected(error, "answering an HTTP request")
-    return JSONResponse(error_object(typed), status_of(typed), headers=error_headers(typed))
+    return JSONResponse(error_object(typed, params), status_of(typed), headers=error_headers(typed))

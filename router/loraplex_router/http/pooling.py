@@ -27,6 +27,11 @@ METHODS: Final[Mapping[str, str]] = {
     "/v1/embeddings": _SERVICE + "Embed",
     "/embed": _SERVICE + "Embed",
 }
+# Fields of the wire that have another name here.
+PARAMS: Final[Mapping[str, str]] = {
+    "adapter_id": "model",
+    "truncate_prompt.max_tokens": "truncate_prompt_tokens",
+}
 # LoRAX's names of the base model, beside its id.
 _LORAX_BASE: Final = ("", "__base_model__")
 _MAX_TOKEN_ID: Final = (1 << 32) - 1
