@@ -104,3 +104,10 @@ def test_engines_that_take_turns(inputs: Path) -> None:
     (row,) = lines(run("speculation_paired.py", str(inputs), "--proposers", "lookup", "--batch", "2", "--output", "6"))
     assert (row["case"], row["batch"]) == ("lookup", 2)
     assert row["ratio"] > 0
+
+
+def test_grammars(inputs: Path) -> None:
+    flags = ["--device", "cpu", "--kv-memory", "64MiB", "--threads", "1"]
+    sizes = ["--rows", "4", "--grammar-rows", "2", "--steps", "4", "--rounds", "1"]
+    rows = lines(run("grammars.py", str(inputs / "model"), *sizes, *flags))
+    assert [row["measured"] for row in rows] == ["step", "first token"]

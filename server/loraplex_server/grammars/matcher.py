@@ -11,20 +11,21 @@ import logging
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from tokenizers import AddedToken, Tokenizer
 
 from loraplex_contracts.errors import FailedPrecondition, InvalidArgument, LoraplexError, unexpected
 from loraplex_contracts.plan import GrammarMatcher
 from loraplex_contracts.request import Grammar
-from loraplex_server.grammars.source import refusal
+
+if TYPE_CHECKING:  # imported late: an engine runs without it, and then has no grammars
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 log = logging.getLogger(__name__)
 
@@ -36,14 +37,13 @@ _PLAIN_DECODERS: Final = frozenset({"ByteLevel", "Replace", "ByteFallback", "Fus
 MAX_COMPILED: Final = 256
 MAX_COMPILED_BYTES: Final = 16 << 20  # of their texts; refusals count as well
 # About 20 ms to build a lexer's expressions, 4 ms for a mask's lexer and 1 ms for its parser; 40 MB of lexer states.
-_LIMITS: Final = LLParserLimits(
-    initial_lexer_fuel=1_000_000,
-    step_lexer_fuel=50_000,
-    step_max_items=20_000,
-    max_lexer_states=20_000,
-    max_grammar_size=500_000,
-    verbose_errors=False,
-)
+_LIMITS: Final[Mapping[str, int]] = {
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 50_000,
+    "step_max_items": 20_000,
+    "max_lexer_states": 20_000,
+    "max_grammar_size": 500_000,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +126,8 @@ _executors: list[LLExecutor] = []  # made with the first mask
 
 def _executor() -> LLExecutor:
     if not _executors:
+        from llguidance import LLExecutor
+
         _executors.append(LLExecutor(min(8, os.cpu_count() or 1)))
     return _executors[0]
 
@@ -154,7 +156,7 @@ class Grammars:
         if serialized is not None:
             try:
                 self._tokens, self._tokenizer = _tokenizer(serialized, num_logits, eos_token_ids)
-            except Exception as error:  # whatever the library raises on kinds that it does not know
+            except Exception as error:  # no library, or whatever it raises on kinds that it does not know
                 log.warning("there are no grammars with this model's tokenizer: %s", error)
 
     def resolve(self, grammar: Grammar, now: float = 0.0) -> Matcher | None:
@@ -188,8 +190,14 @@ class Grammars:
 
     def compile(self, grammar: Grammar) -> Matcher:
         """In this thread. Raises InvalidArgument."""
+        from llguidance import LLMatcher, LLParserLimits
+
+        from loraplex_server.grammars.source import refusal
+
         assert self._tokenizer is not None
-        inner = LLMatcher(self._tokenizer, grammar.text, log_level=0, limits=_LIMITS)
+        inner = LLMatcher(
+            self._tokenizer, grammar.text, log_level=0, limits=LLParserLimits(**_LIMITS, verbose_errors=False)
+        )
         if inner.is_error():
             raise refusal(grammar, inner.get_error())
         # Once here, because the first mask builds a part of the lexer: copies share it.
@@ -221,6 +229,8 @@ class Grammars:
 
 def _tokenizer(serialized: str, num_logits: int, eos_token_ids: Collection[int]) -> tuple[TokenSet, LLTokenizer]:
     """Raises ValueError for a tokenizer that does not spell a text by putting its tokens' bytes together."""
+    from llguidance import LLTokenizer
+
     decoder: Any = json.loads(serialized)["decoder"] or {"type": None}
     steps = {one["type"] for one in decoder.get("decoders", [decoder])}
     if not steps <= _PLAIN_DECODERS:

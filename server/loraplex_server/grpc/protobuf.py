@@ -27,7 +27,6 @@ from loraplex_contracts.sampling import SAMPLING_OPTIONS, SamplingParams, Tokeni
 from loraplex_proto.enums import ADAPTER_STATES, ADAPTER_TIERS, FINISH_REASONS
 from loraplex_proto.v1 import adapter_pb2, inference_pb2, worker_pb2
 from loraplex_server.frontend.generation import CompletionSummary, Delta
-from loraplex_server.grammars import source
 from loraplex_server.text.tokenizer import TextTokenizer
 from loraplex_server.text.vocabulary import Vocabulary
 
@@ -99,6 +98,8 @@ def to_request(
 
 def grammar(message: inference_pb2.Grammar) -> Grammar | None:
     """None where it is not set. Raises InvalidArgument with the keyword of JSON Schema that cannot be enforced."""
+    from loraplex_server.grammars import source  # late: most requests have none
+
     compact = message.compact
     match message.WhichOneof("kind"):
         case "json_schema":
