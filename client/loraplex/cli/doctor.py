@@ -32,6 +32,7 @@ EXTRAS: Final[dict[str, dict[str, str]]] = {
         "google-re2": "re2",
         "huggingface-hub": "huggingface_hub",
         "jinja2": "jinja2",
+        "llguidance": "llguidance",
         "numpy": "numpy",
         "peft": "peft",
         "safetensors": "safetensors",
