@@ -1,4 +1,4 @@
-"""Benchmark of grammars: steps of batches in which some rows have one, and times to the first token.
+"""Benchmark of grammars: steps beside free rows, and first tokens.
 
     python benchmarks/grammars.py MODEL [--rows 32] [--grammar-rows 8] [--steps 64] [--rounds 5] [--json FILE] [FLAG]
 
