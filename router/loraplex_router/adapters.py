@@ -130,7 +130,7 @@ class AdapterFanOut:
         for failure in answers.failures:
             if failure.kind is FailureKind.ANSWERED and not isinstance(failure.typed, AdapterNotFound):
                 raise failure
-        found = {row.worker for row in answers.rows if _is_bound(row)}
+        found = {row.worker for row in answers.rows if is_bound(row)}
         gone = {failure.worker_id for failure in answers.failures if failure.may_retry}
         return [one for one, view in views.items() if one in found or (one in gone and adapter_id in view.tiers)]
 
@@ -181,7 +181,7 @@ def _named(cls: type[Named], raw: bytes) -> str:
     return request.adapter_id
 
 
-def _is_bound(row: adapter_pb2.Adapter) -> bool:
+def is_bound(row: adapter_pb2.Adapter) -> bool:
     """True when the worker has bound the name, to a failure too; files of that name in its source do not count."""
     return row.state != adapter_pb2.ADAPTER_STATE_KNOWN or row.tier != adapter_pb2.ADAPTER_TIER_SOURCE
 

@@ -41,6 +41,16 @@ class RouterMetrics(RequestMetrics):
         )
         self._relayed = Counter(f"{PREFIX}router_relayed_messages", "Messages of streams relayed.", registry=registry)
 
+        self._ignored_fields = Counter(
+            f"{PREFIX}http_ignored_fields",
+            "Fields of HTTP requests that were ignored, by name where it is a known one.",
+            ["field"],
+            registry=registry,
+        )
+
+    def ignored_field(self, name: str) -> None:
+        self._ignored_fields.labels(name).inc()
+
     def retried(self, cause: str) -> None:
         self._retries.labels(cause).inc()
 

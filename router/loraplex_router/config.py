@@ -66,6 +66,40 @@ class ServerOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class HttpOptions:
+    """What the HTTP port lets its clients do."""
+
+    base_aliases: bool = option(
+        True,
+        "Take the models '', 'tgi' and 'dummy' for the base model where no adapter has that name.",
+        "--base-aliases",
+    )
+    strict: bool = option(False, "Refuse HTTP requests with unknown fields.", "--strict-requests")
+    allowed_hosts: tuple[str, ...] = option(
+        (),
+        "Host name that HTTP requests may be sent to; repeat it for more, '*' for any. Default: localhost and "
+        "addresses where the port is open to this machine only, else any.",
+        "--allowed-host",
+    )
+    admin: bool = option(False, "Load and unload adapters over HTTP without --auth-file, too.", "--http-admin")
+    shows_metrics: bool = option(True, "Serve /metrics on the HTTP port; it shows adapters' names.", "--http-metrics")
+    metrics_names: Literal["loraplex", "vllm"] = option(
+        "loraplex", "vllm: give the gauges that endpoint pickers read under vLLM's names, too.", "--metrics-names"
+    )
+    # That of the workers, whose folders requests to load an adapter may name.
+    adapter_root: Path | None = option(
+        None, "The workers' --adapters: folders in it may be given as lora_path.", "--adapter-root"
+    )
+
+    def __post_init__(self) -> None:
+        _check(
+            self.metrics_names in ("loraplex", "vllm"),
+            "--metrics-names",
+            f"takes loraplex or vllm, not {self.metrics_names!a}",
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class RouterConfig:
     """Everything about one router."""
 
@@ -112,6 +146,7 @@ class RouterConfig:
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     watch: WatchConfig = field(default_factory=WatchConfig)
     server: ServerOptions = field(default_factory=ServerOptions)
+    http: HttpOptions = field(default_factory=HttpOptions)
 
     def __post_init__(self) -> None:
         _check(bool(self.workers), "--worker", "must be given at least once, as host:port")

@@ -53,6 +53,8 @@ class Replica:
     last_error: str = "not connected yet"
     load: Load = field(default_factory=Load)  # as it last reported
     tiers: Mapping[str, int] = field(default_factory=dict[str, int])  # of adapters, by id
+    max_device_adapters: int = 0
+    waiting_adapters: tuple[str, ...] = ()
     num_in_flight: int = 0
     # Sent after the last report, oldest first: that report does not count them.
     unreported: deque[Flight] = field(default_factory=deque[Flight])
@@ -182,6 +184,8 @@ class Replicas:
         replica.last_error = ""
         replica.load = _load(report)
         replica.tiers = {adapter.adapter_id: adapter.tier for adapter in report.adapters}
+        replica.max_device_adapters = report.max_device_adapters
+        replica.waiting_adapters = tuple(report.waiting_adapter_ids)
         replica.ended_tokens = 0
         while replica.unreported and replica.unreported[0].started_s <= now_s - REPORT_LAG_S:
             replica.unreported_tokens -= replica.unreported.popleft().work_tokens
@@ -198,6 +202,7 @@ class Replicas:
         replica.last_error = why
         # Nothing of what it held is known to be there when it comes back.
         replica.load, replica.tiers, replica.ended_tokens = Load(), {}, 0
+        replica.max_device_adapters, replica.waiting_adapters = 0, ()
         if was_routable:
             self.on_change()
 
@@ -207,6 +212,10 @@ def _load(message: worker_pb2.Load) -> Load:
         num_running=message.running_requests,
         num_queued=message.queued_requests,
         pending_tokens=message.pending_tokens,
+        num_blocks=message.total_kv_blocks,
+        num_free_blocks=message.free_kv_blocks,
+        block_tokens=message.kv_block_tokens,
+        max_running=message.max_running_requests,
         forecast=_forecast(message.forecast) if message.HasField("forecast") else None,
     )
 

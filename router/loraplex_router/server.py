@@ -23,8 +23,11 @@ from loraplex_router.upstream import ADAPTERS, INFERENCE, POOLING, Upstream, fol
 from loraplex_router.watch import Watcher
 from loraplex_runtime.listener import ListenConfig, Listener, exposure_warnings, server_options
 from loraplex_runtime.shutdown import HOW_TO_HURRY, Ending
+from loraplex_runtime.telemetry import new_registry
 
 if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
     from loraplex_router.http.server import HttpServer
 
 log = logging.getLogger(__name__)
@@ -117,13 +120,13 @@ async def start_router(
             listener.files, config.worker_token or config.worker_token_file, config.worker_ca
         )
         upstreams |= {worker_id: Upstream(worker_id, config.server, shown) for worker_id in config.workers}
-        metrics = RouterMetrics(listener.registry)
+        registry = listener.registry or new_registry()
+        metrics = RouterMetrics(registry)
         calls = Calls(config.max_in_flight, metrics)
         relay = InferenceRelay(config, replicas, upstreams, metrics)
         adapters = AdapterFanOut(config.policy, replicas, upstreams)
         handlers = _handlers(calls, relay, adapters)
-        if listener.registry is not None:
-            WorkersCollector(listener.registry, replicas)
+        WorkersCollector(registry, replicas)
         http_socket = http_socket or bind_http_port(config)
     except BaseException:
         for upstream in upstreams.values():
@@ -137,7 +140,7 @@ async def start_router(
     router = Router(config, replicas, calls, listener, watcher, upstreams)
     if http_socket is not None:
         try:
-            router.http = await _start_http(router, relay, adapters, http_socket)
+            router.http = await _start_http(router, relay, adapters, registry, http_socket)
         except BaseException:
             await router.drain(0.0)
             raise
@@ -145,10 +148,15 @@ async def start_router(
 
 
 async def _start_http(
-    router: Router, relay: InferenceRelay, adapters: AdapterFanOut, http_socket: socket.socket
+    router: Router,
+    relay: InferenceRelay,
+    adapters: AdapterFanOut,
+    registry: CollectorRegistry,
+    http_socket: socket.socket,
 ) -> HttpServer:
     from loraplex_router.http.app import make_app
     from loraplex_router.http.backend import Backend
+    from loraplex_router.http.middleware import HostNames
     from loraplex_router.http.server import HttpServer
 
     config, listener = router.config, router.listener
@@ -159,8 +167,9 @@ async def _start_http(
         replicas=router.replicas,
         is_ready=lambda: listener.health.is_ready,
         credentials=listener.credentials,
-        registry=listener.registry,
+        registry=registry,
         served_names=config.served_model_names,
+        options=config.http,
     )
     tls = None if config.tls_cert is None or config.tls_key is None else (config.tls_cert, config.tls_key)
     host = config.http_host or config.host
@@ -169,7 +178,8 @@ async def _start_http(
             host, asks_credentials=config.auth_file is not None, has_tls=config.tls_cert is not None
         ):
             log.warning("%s", sentence)
-    return await HttpServer.start(make_app(backend), http_socket, host, listener.files, tls)
+    allowed_hosts = HostNames(config.http.allowed_hosts, host)
+    return await HttpServer.start(make_app(backend, allowed_hosts), http_socket, host, listener.files, tls)
 
 
 async def run_router(config: RouterConfig, on_ready: Callable[[Router], None]) -> None:

@@ -13,36 +13,30 @@ import httpx2
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.fake_workers import Chunk, Cluster, Generate, blocks, chunks, cluster, fails, until
+from support.fake_workers import Chunk, Cluster, Generate, blocks, chunks, fails, until
+from support.http import Http, http_cluster
 
 from loraplex_contracts.errors import AdapterNotFound, EngineLost, LoraplexError, Overloaded
 from loraplex_proto.status import abort
 from loraplex_proto.v1 import adapter_pb2, inference_pb2
-from loraplex_router.config import RouterConfig
+from loraplex_router.config import HttpOptions, RouterConfig
 from loraplex_router.http import middleware as http_middleware
 from loraplex_router.http import server as http_server
-from loraplex_router.http.models import REFUSED, ChatCompletionRequest, CompletionRequest
+from loraplex_router.http.admin import LoadRequest, UnloadRequest
+from loraplex_router.http.models import (
+    REFUSED,
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Fields,
+    TokenizeRequest,
+)
+from loraplex_router.http.responses import ResponsesRequest
 from loraplex_router.server import start_router
 from loraplex_runtime.auth import token_digest
 
 CHAT = [{"role": "user", "content": "hi"}]
 COMPLETIONS = "/v1/completions"
-
-
-class Http(httpx2.AsyncClient):
-    """A client of the cluster's HTTP port."""
-
-    async def complete(self, **fields: Any) -> httpx2.Response:
-        return await self.post(COMPLETIONS, json={"prompt": "hi", **fields})
-
-
-@contextlib.asynccontextmanager
-async def http_cluster(num_workers: int = 1, **options: Any) -> AsyncIterator[tuple[Cluster, Http]]:
-    async with cluster(num_workers, http_port=0, **options) as c:
-        assert c.router.http is not None
-        await until(lambda: c.router.replicas.num_routable == num_workers)
-        async with Http(base_url=f"http://{c.router.http.address}", timeout=20, trust_env=False) as client:
-            yield c, client
 
 
 def adapters_of(c: Cluster, *names: str) -> None:
@@ -120,6 +114,54 @@ async def test_a_chat() -> None:
         assert c.workers[0].requests[0].adapter_id == "sql"
 
 
+async def test_a_response() -> None:
+    async with http_cluster() as (c, http):
+        c.workers[0].unary = no_tokens
+        asked = {"input": "hi", "model": "sql", "instructions": "be brief", "store": True}
+        body = (await http.post("/v1/responses", json=asked)).json()
+        assert (body["object"], body["status"], body["model"]) == ("response", "completed", "sql")
+        assert body["output"][0]["content"][0]["text"] == "hello"
+        assert [one.content for one in c.workers[0].requests[0].chat.messages] == ["be brief", "hi"]
+        answer = await http.post("/v1/responses", json={**asked, "stream": True})
+        parts = [part.split("\n") for part in answer.text.split("\n\n") if part]
+        found = [json.loads(data.removeprefix("data: ")) for _, data in parts]
+        assert [name.removeprefix("event: ") for name, _ in parts] == [one["type"] for one in found]
+        assert [one["type"].removeprefix("response.") for one in found] == [
+            "created", "in_progress", "output_item.added", "content_part.added", *["output_text.delta"] * 3,
+            "output_text.done", "content_part.done", "output_item.done", "incomplete",
+        ]  # fmt: skip
+        assert [one["sequence_number"] for one in found] == list(range(len(found)))
+        assert found[-1]["response"]["output"][0]["content"][0]["text"] == "t0 t1 t2 "
+        assert found[-1]["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
+        c.workers[0].stream = fails(EngineLost("the engine ended"), after=1)
+        text = (await http.post("/v1/responses", json={**asked, "stream": True})).text
+        assert json.loads(text.split("data: ")[-1])["code"] == "unavailable"
+        for wrong in (
+            {"previous_response_id": "x"},
+            {"background": True},
+            {"n": 2},
+            {"tools": [{"type": "web_search"}]},
+        ):
+            answer = await http.post("/v1/responses", json={**asked, **wrong})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, *wrong), wrong
+        for stream in (False, True):
+            c.workers[0].stream = fails(AdapterNotFound("no", resource="x"))
+            c.workers[0].unary = missing
+            answer = await http.post("/v1/responses", json={**asked, "stream": stream})
+            assert answer.status_code == 404
+
+
+async def no_tokens(request: Generate, context: Any) -> bytes:
+    answer = inference_pb2.GenerateResponse()
+    answer.completions.add(text="hello", finish_reason=inference_pb2.FINISH_REASON_EOS)
+    return answer.SerializeToString()
+
+
+async def missing(request: Generate, context: Any) -> bytes:
+    await abort(context, AdapterNotFound("no such adapter", resource=request.adapter_id))
+    return b""
+
+
 async def test_models_begin_with_the_base() -> None:
     async with http_cluster(2) as (c, http):
         adapters_of(c, "json", "sql")
@@ -139,6 +181,68 @@ async def test_names_of_the_base_model() -> None:
             assert (await http.complete(model=name)).status_code == 200
         assert [one.adapter_id for one in c.workers[0].requests] == ["", "", "sql"]
         assert (await http.get("/v1/models")).json()["data"][0]["id"] == "prod"
+
+
+async def test_aliases_of_the_base_model() -> None:
+    """An adapter that has such a name wins."""
+    async with http_cluster() as (c, http):
+        adapters_of(c, "dummy")
+        for model in (None, "", "tgi", "dummy", "tiny"):
+            assert (await http.complete(model=model)).status_code == 200
+        assert [one.adapter_id for one in c.workers[0].requests] == ["", "", "", "dummy", ""]
+        assert (await http.complete(model="")).json()["model"] == "tiny"
+        assert (await http.complete(model="tgi")).json()["model"] == "tgi"
+        assert (await http.get("/v1/models/tgi")).json()["parent"] is None
+    async with http_cluster(http=HttpOptions(base_aliases=False)) as (c, http):
+        assert (await http.complete(model="")).status_code == 404
+        assert (await http.complete()).status_code == (await http.complete(model="tgi")).status_code == 200
+        assert [one.adapter_id for one in c.workers[0].requests] == ["", "tgi"]
+
+
+async def test_the_adapter_in_other_servers_fields() -> None:
+    async with http_cluster() as (c, http):
+        for fields in (
+            {"lora_path": "sql"},
+            {"adapter_id": "sql", "model": "tiny"},
+            {"model": "sql", "lora_path": "sql"},
+        ):
+            assert (await http.complete(**fields)).status_code == 200
+        assert [one.adapter_id for one in c.workers[0].requests] == ["sql"] * 3
+        answer = await http.complete(model="sql", lora_path="json")
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "lora_path")
+
+
+async def test_unknown_fields_are_counted_or_refused() -> None:
+    async with http_cluster() as (_, http):
+        answer = await http.complete(user="me", foo=1, bar=2)
+        assert answer.headers["x-loraplex-ignored"] == "foo,bar"
+        page = (await http.get("/metrics")).text
+        assert 'loraplex:http_ignored_fields_total{field="user"} 1.0' in page
+        assert 'loraplex:http_ignored_fields_total{field="other"} 2.0' in page
+    async with http_cluster(http=HttpOptions(strict=True)) as (_, http):
+        assert (await http.complete(user="me")).status_code == 200
+        answer = await http.complete(foo=1)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "foo")
+        assert (await http.post("/tokenize", json={"prompt": "a", "foo": 1})).status_code == 400
+
+
+async def test_what_browsers_are_told() -> None:
+    async with http_cluster() as (_, http):
+        for answer in (await http.complete(), await http.complete(stream=True), await http.get("/nothing")):
+            assert answer.headers["content-security-policy"] == "default-src 'none'; frame-ancestors 'none'"
+            assert answer.headers["x-content-type-options"] == "nosniff"
+            assert not [name for name in answer.headers if name.startswith("access-control")]
+        preflight = {"origin": "http://evil.example", "access-control-request-method": "POST"}
+        assert (await http.options(COMPLETIONS, headers=preflight)).status_code == 405
+        for host in ("evil.example", "evil.example:80"):
+            for answer in (
+                await http.get("/v1/models", headers={"host": host}),
+                await http.get("/health", headers={"host": host}),
+            ):
+                assert (answer.status_code, answer.json()["error"]["param"]) == (400, "host")
+    async with http_cluster(http=HttpOptions(allowed_hosts=("api.example",))) as (_, http):
+        assert (await http.get("/v1/models", headers={"host": "API.example:80"})).status_code == 200
+        assert (await http.get("/v1/models")).status_code == 400
 
 
 async def test_tokenize_health_version_metrics() -> None:
@@ -167,7 +271,7 @@ async def test_tokenize_health_version_metrics() -> None:
         assert (await http.get("/health")).status_code == 503
         answer = await http.complete()
         assert (answer.status_code, "retry-after" in answer.headers) == (503, True)
-    async with http_cluster() as (_, http):
+    async with http_cluster(http=HttpOptions(shows_metrics=False)) as (_, http):
         assert (await http.get("/metrics")).status_code == 404
 
 
@@ -240,8 +344,20 @@ async def test_wrong_fields_are_400_by_name(body: dict[str, Any], param: str) ->
 
 async def test_bodies_that_are_not_json_objects() -> None:
     deep = b"[" * 100_000
+    twice = b'{"prompt": "hi", "model": "sql", "model": "tiny"}'
     async with http_cluster() as (_, http):
-        for body in (b"", b"{", b"[]", b"5", b"null", deep, b'{"prompt":' + b"9" * 9999 + b"}", b"\xff", b'{"n": NaN}'):
+        for body in (
+            b"",
+            b"{",
+            b"[]",
+            b"5",
+            b"null",
+            deep,
+            b'{"prompt":' + b"9" * 9999 + b"}",
+            b"\xff",
+            b'{"n": NaN}',
+            twice,
+        ):
             answer = await http.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
             assert (answer.status_code, "error" in answer.json()) == (400, True), body[:20]
         answer = await http.post(COMPLETIONS, content=b'{"prompt": "hi"}', headers={"content-type": "text/plain"})
@@ -257,25 +373,52 @@ ANYTHING = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    st.dictionaries(
-        st.sampled_from(sorted({*CompletionRequest.model_fields, *ChatCompletionRequest.model_fields, *REFUSED}))
-        | st.text(max_size=9),
-        ANYTHING,
-        max_size=4,
-    )
-)
-def test_no_body_is_a_server_error(body: dict[str, Any]) -> None:
+# Of each route that reads a body: fields that make a request, and the model of the others.
+BODIES: dict[str, tuple[dict[str, Any], type[Fields]]] = {
+    COMPLETIONS: ({"prompt": "hi"}, CompletionRequest),
+    "/v1/chat/completions": ({"messages": CHAT}, ChatCompletionRequest),
+    "/v1/responses": ({"input": "hi"}, ResponsesRequest),
+    "/tokenize": ({"prompt": "hi"}, TokenizeRequest),
+    "/detokenize": ({"tokens": [97]}, DetokenizeRequest),
+    "/v1/load_lora_adapter": ({"lora_name": "sql", "lora_path": "sql"}, LoadRequest),
+    "/v1/unload_lora_adapter": ({"lora_name": "sql"}, UnloadRequest),
+    "/load_lora_adapter": ({"lora_name": "sql", "lora_path": "sql"}, LoadRequest),
+    "/unload_lora_adapter": ({"lora_name": "sql"}, UnloadRequest),
+}
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[*HealthCheck])
+@given(st.data(), st.sampled_from(sorted(BODIES)))
+def test_no_body_is_a_server_error(data: st.DataObject, path: str) -> None:
     """Values of any kind in any field: the request is answered, or refused with 4xx."""
+    least, model = BODIES[path]
+    names = st.sampled_from(sorted({*model.model_fields, *REFUSED})) | st.text(max_size=9)
+    text = json.dumps({**least, **data.draw(st.dictionaries(names, ANYTHING, max_size=4))})
 
-    async def both() -> None:
-        for path, more in ((COMPLETIONS, {"prompt": "hi"}), ("/v1/chat/completions", {"messages": CHAT})):
-            text = json.dumps({**more, **body})
-            answer = await SHARED["http"].post(path, content=text, headers={"content-type": "application/json"})
-            assert answer.status_code < 500, (text, answer.text)
+    async def ask() -> None:
+        answer = await SHARED["http"].post(path, content=text, headers={"content-type": "application/json"})
+        assert answer.status_code < 500, (text, answer.text)
 
-    SHARED["runner"].run(both())
+    SHARED["runner"].run(ask())
+
+
+def test_depth_is_no_server_error() -> None:
+    """In each field of each route, a value that is nested as deep as JSON's reader takes it, and deeper."""
+
+    async def ask() -> None:
+        for path, (least, model) in BODIES.items():
+            for name in {*model.model_fields, "unheard_of", *REFUSED}:
+                for depth in (400, 900, 10_000):
+                    for value in ("[" * depth + "]" * depth, '{"a":' * depth + "1" + "}" * depth):
+                        text = json.dumps({**least, name: None})[:-5] + value + "}"
+                        if name in least:
+                            text = f'{{"{name}": {value}}}'
+                        answer = await SHARED["http"].post(
+                            path, content=text, headers={"content-type": "application/json"}
+                        )
+                        assert answer.status_code < 500, (path, name, depth, answer.text)
+
+    SHARED["runner"].run(ask())
 
 
 SHARED: dict[str, Any] = {}
@@ -284,13 +427,13 @@ SHARED: dict[str, Any] = {}
 @pytest.fixture(autouse=True)
 def shared(request: pytest.FixtureRequest) -> Any:
     """One cluster for all examples of the property test."""
-    if request.function is not test_no_body_is_a_server_error:
+    if request.function not in (test_no_body_is_a_server_error, test_depth_is_no_server_error):
         yield
         return
     with asyncio.Runner() as runner:
         stack = contextlib.AsyncExitStack()
         SHARED["runner"] = runner
-        _, SHARED["http"] = runner.run(stack.enter_async_context(http_cluster()))
+        _, SHARED["http"] = runner.run(stack.enter_async_context(http_cluster(http=HttpOptions(admin=True))))
         yield
         runner.run(stack.aclose())
 
@@ -321,12 +464,12 @@ async def test_credentials_hold_on_every_route(tmp_path: Path) -> None:
         for path in ("/v1/models", "/v1/models/acme/sql", "/openapi.json", "/nothing", "//health"):
             assert (await http.get(path)).status_code == 401, path
         assert (await http.get("/tokenizer_info")).status_code == (await http.get("/load")).status_code == 401
-        for path in (COMPLETIONS, "/v1/chat/completions", "/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize"):
+        for path in (*BODIES, "/v1/tokenize", "/v1/detokenize"):
             answer = await http.post(path, json={"prompt": "hi"})
             assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key"), path
             answer = await http.post(path, content=b"{", headers={"authorization": "Bearer nobody"})
             assert answer.status_code == 401
-        for path, status in (("/health", 200), ("/ping", 200), ("/version", 200), ("/metrics", 404)):
+        for path, status in (("/health", 200), ("/ping", 200), ("/version", 200), ("/metrics", 200)):
             assert (await http.get(path)).status_code == status
         alice, root = ({"authorization": f"Bearer {token}"} for token in ("alice", "root"))
         cards = (await http.get("/v1/models", headers=alice)).json()["data"]
@@ -351,10 +494,8 @@ async def connect(http: Http) -> tuple[asyncio.StreamReader, asyncio.StreamWrite
 
 def raw_request(**fields: Any) -> bytes:
     body = json.dumps({"prompt": "hi", **fields}).encode()
-    head = (
-        f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
-    )
-    return head.encode() + b"\r\n" + body
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
@@ -421,7 +562,7 @@ async def test_bodies_are_bounded() -> None:
         assert (await http.complete()).status_code == 200
         assert c.num_requests == [1]
         reader, writer = await connect(http)
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999999\r\n\r\n")
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99999999999\r\n\r\n")
         assert (await reader.readline()).split()[1] == b"413"
         writer.close()
 
@@ -430,7 +571,7 @@ async def test_heads_are_bounded_in_size_and_time(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(http_server, "HEAD_TIMEOUT_S", 0.2)
     monkeypatch.setattr(http_middleware, "BODY_TIMEOUT_S", 0.2)
     async with http_cluster() as (_, http):
-        for sent in (b"", b"GET /health HTTP/1.1\r\nhost: x\r\n", b"GET /" + b"x" * 200_000, b"G\r\n\r\n"):
+        for sent in (b"", b"GET /health HTTP/1.1\r\nhost: localhost\r\n", b"GET /" + b"x" * 200_000, b"G\r\n\r\n"):
             reader, writer = await connect(http)
             with contextlib.suppress(ConnectionError):
                 writer.write(sent)

@@ -75,7 +75,9 @@ def test_the_prompt_with_its_logprobs(http: httpx2.Client) -> None:
         assert all(isinstance(one, float) for one in logprobs["token_logprobs"][1:])
         for token, top in zip(logprobs["tokens"][1:], logprobs["top_logprobs"][1:], strict=True):
             assert token in top
-        assert "".join(logprobs["tokens"]) == choice["text"]
+        assert logprobs["tokens"][0] == "<s>"
+        assert "".join(logprobs["tokens"][1:]) == choice["text"]
+        assert logprobs["text_offset"][:2] == [0, 0]
     rows: dict[int, list[float | None]] = {0: [], 1: []}
     for chunk in streamed(http.post("/v1/completions", json={**body, "stream": True})):
         (choice,) = chunk["choices"]
@@ -93,39 +95,31 @@ def test_the_prompt_alone(http: httpx2.Client) -> None:
         assert values == more["logprobs"][name][: len(values)], name
     num_prompt = len(choice["prompt_token_ids"])
     assert len(choice["logprobs"]["tokens"]) == num_prompt == len(more["logprobs"]["tokens"]) - 1
-    assert none["usage"] == {
-        **one["usage"],
-        "completion_tokens": 0,
-        "total_tokens": num_prompt,
-        "prompt_tokens_details": none["usage"]["prompt_tokens_details"],
-    }
-    *chunks, last = streamed(
-        http.post(
-            "/v1/completions", json={**body, "max_tokens": 0, "stream": True, "stream_options": {"include_usage": True}}
-        )
-    )
+    assert (none["usage"]["prompt_tokens"], none["usage"]["completion_tokens"]) == (num_prompt, 0)
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    *chunks, last = streamed(http.post("/v1/completions", json={**body, "max_tokens": 0, **options}))
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == PROMPT
     assert chunks[0]["choices"][0]["prompt_token_ids"] == choice["prompt_token_ids"]
     assert (chunks[-1]["choices"][0]["finish_reason"], last["usage"]["completion_tokens"]) == ("length", 0)
-    apart = http.post(
-        "/v1/completions", json={"prompt": PROMPT, "model": "json", "max_tokens": 1, "prompt_logprobs": 1}
-    )
-    rows = apart.json()["choices"][0]["prompt_logprobs"]
-    ids = choice["prompt_token_ids"]
+    body = {"prompt": PROMPT, "model": "json", "max_tokens": 1, "prompt_logprobs": 1}
+    rows = http.post("/v1/completions", json=body).json()["choices"][0]["prompt_logprobs"]
     assert rows[0] is None
-    assert [row[str(one)]["logprob"] for row, one in zip(rows[1:], ids[1:], strict=True)] == choice["logprobs"][
-        "token_logprobs"
-    ][1:]
+    own = [
+        row[str(token_id)]["logprob"] for row, token_id in zip(rows[1:], choice["prompt_token_ids"][1:], strict=True)
+    ]
+    assert own == choice["logprobs"]["token_logprobs"][1:]
 
 
 def test_the_tokenizer(http: httpx2.Client) -> None:
     found = http.post("/tokenize", json={"prompt": "Grüße", "return_offsets": True, "return_token_strs": True}).json()
     assert found["rendered"] == "Grüße"
     assert [len(found[name]) for name in ("tokens", "token_strs", "offsets")] == [found["count"]] * 3
-    assert http.post("/detokenize", json={"tokens": found["tokens"]}).json()["prompt"] == "Grüße"
+    assert http.post("/detokenize", json={"tokens": found["tokens"]}).json()["prompt"] == "<s>Grüße"
+    assert http.post("/v1/detokenize", json={"tokens": found["tokens"]}).json()["text"] == "Grüße"
     cut = {"prompt": PROMPT, "max_tokens": 1, "truncate_prompt_tokens": 3, "return_token_ids": True}
     (choice,) = http.post("/v1/completions", json=cut).json()["choices"]
-    assert choice["prompt_token_ids"] == http.post("/tokenize", json={"prompt": PROMPT}).json()["tokens"][-3:]
+    bos, *ids = http.post("/tokenize", json={"prompt": PROMPT}).json()["tokens"]
+    assert choice["prompt_token_ids"] == [bos, *ids[-2:]]
     assert {"eos_token", "bos_token", "pad_token", "chat_template"} <= set(http.get("/tokenizer_info").json())
 
 

@@ -258,6 +258,14 @@ class Chunks:
 
     def events(self, prompt: int, raw: bytes) -> Iterator[bytes]:
         """Of one message."""
+        return map(_event, self.chunks(prompt, raw))
+
+    def end(self) -> Iterator[bytes]:
+        """The event with usage, where it was asked for."""
+        return map(_event, self.end_chunks())
+
+    def chunks(self, prompt: int, raw: bytes) -> Iterator[dict[str, Any]]:
+        """Of one message."""
         message = pb.GenerateStreamResponse.FromString(raw)
         if self._job.is_prompt_only:
             _drop_new(message)
@@ -297,23 +305,22 @@ class Chunks:
                 more["loraplex"] = self._tally.own(self._job)
         yield self._chunk(choice, more)
 
-    def end(self) -> Iterator[bytes]:
-        """The chunk with usage, where it was asked for."""
+    def end_chunks(self) -> Iterator[dict[str, Any]]:
         if self._job.wants_usage:
             head = _head(self._job, self._kind, self._tally.digest)
-            yield _event({**head, "choices": [], "usage": self._tally.usage(), "loraplex": self._tally.own(self._job)})
+            yield {**head, "choices": [], "usage": self._tally.usage(), "loraplex": self._tally.own(self._job)}
 
     @property
     def _kind(self) -> str:
         return "chat.completion.chunk" if self._job.is_chat else "text_completion"
 
-    def _chunk(self, choice: dict[str, Any], more: dict[str, Any]) -> bytes:
+    def _chunk(self, choice: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
         choice.setdefault("logprobs", None)
         choice.setdefault("finish_reason", None)
         chunk = {**_head(self._job, self._kind, self._tally.digest), "choices": [choice]}
         if self._job.wants_usage:
             chunk["usage"] = self._running_usage() if self._job.wants_running_usage else None
-        return _event({**chunk, **more})
+        return {**chunk, **more}
 
     def _running_usage(self) -> dict[str, int]:
         num_prompt = sum(map(len, self._prompts.values()))

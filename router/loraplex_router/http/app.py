@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
@@ -13,18 +16,49 @@ from starlette.types import ASGIApp
 from loraplex_contracts.errors import InvalidArgument, LoraplexError
 from loraplex_proto import __version__
 from loraplex_router.http import pooling
+from loraplex_router.http.admin import AdminRoutes
 from loraplex_router.http.backend import Backend
 from loraplex_router.http.errors import PARAMS
-from loraplex_router.http.middleware import Middleware, error_response
+from loraplex_router.http.middleware import HostNames, Middleware, error_response
 from loraplex_router.http.routes import Routes
 
 
-def make_app(backend: Backend) -> ASGIApp:
+class _StrictRequest(Request):
+    async def json(self) -> Any:
+        """Raises ValueError for what is not JSON, and InvalidArgument for an object with the same key twice: what
+        stands in front of this server may have read the other one."""
+        if not hasattr(self, "_json"):
+            self._json = json.loads(await self.body(), object_pairs_hook=_unique)
+        return self._json
+
+
+class StrictRoute(APIRoute):
+    """A route whose JSON bodies have each key once."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def strict(request: Request) -> Response:
+            return await handle(_StrictRequest(request.scope, request.receive))
+
+        return strict
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise InvalidArgument("the body has an object with the same key twice", field="body")
+    return found
+
+
+def make_app(backend: Backend, allowed_hosts: HostNames | None = None) -> ASGIApp:
     """The ASGI application of the port."""
     # Documents that load scripts from elsewhere stay off.
     app = FastAPI(title="Loraplex", version=__version__, docs_url=None, redoc_url=None)
+    app.router.route_class = StrictRoute
     Routes(backend).add_to(app)
     pooling.PoolingRoutes(backend).add_to(app)
+    AdminRoutes(backend).add_to(app)
 
     async def on_error(request: Request, error: Exception) -> Response:
         return error_response(error, pooling.PARAMS if request.url.path in pooling.METHODS else PARAMS)
@@ -45,7 +79,7 @@ def make_app(backend: Backend) -> ASGIApp:
     app.add_exception_handler(LoraplexError, on_error)
     app.add_exception_handler(RequestValidationError, on_invalid)
     app.add_exception_handler(HTTPException, on_http)
-    return Middleware(app, backend.credentials)
+    return Middleware(app, backend.credentials, allowed_hosts or HostNames())
 
 
 def _invalid(error: RequestValidationError) -> InvalidArgument:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -15,6 +15,7 @@ from loraplex_proto.v1 import adapter_pb2
 from loraplex_proto.v1 import inference_pb2 as pb
 from loraplex_router.adapters import AdapterFanOut
 from loraplex_router.calls import Call, Calls
+from loraplex_router.config import HttpOptions
 from loraplex_router.http.errors import model_not_found
 from loraplex_router.http.streaming import FanOut, Handle, metadata_of, while_connected
 from loraplex_router.inference import InferenceRelay
@@ -24,6 +25,8 @@ from loraplex_runtime.auth import Credentials
 # Prompts of one request, and texts that they ask for together.
 MAX_PROMPTS: Final = 128
 MAX_CHOICES: Final = 512
+# Models that clients of TGI and huggingface_hub name who mean the only one.
+BASE_ALIASES: Final = frozenset({"", "tgi", "dummy"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +39,9 @@ class Backend:
     replicas: Replicas
     is_ready: Callable[[], bool]
     credentials: Callable[[], Credentials] | None
-    registry: CollectorRegistry | None
+    registry: CollectorRegistry
     served_names: tuple[str, ...] = ()
+    options: HttpOptions = HttpOptions()  # frozen
 
     def base_names(self) -> tuple[str, ...]:
         """Names of the base model, the one for listings first: those that the operator gave, else its id. A shorter
@@ -48,6 +52,32 @@ class Backend:
         if model_id is None:
             raise self.replicas.no_worker()
         return (model_id,)
+
+    async def names_for(self, model: str | None, request: Request) -> tuple[str, ...]:
+        """Names of the base model for a request that names `model`: with that where it is an alias, and no adapter has
+        the name. Raises AdapterNotFound for "" where aliases are off."""
+        names = self.base_names()
+        if model not in BASE_ALIASES or model in names:
+            return names
+        if not self.options.base_aliases:
+            if not model:
+                raise model_not_found(model)
+            return names
+        if model:
+            try:
+                await self.adapter_rows(model, request)
+            except AdapterNotFound:
+                return (*names, model)
+        return names
+
+    def ignored(self, names: Sequence[str], harmless: Iterable[str] = ()) -> dict[str, str]:
+        """Counts fields of a request that are ignored, and returns the header that names them. `harmless` ones are
+        known and not named. Raises InvalidArgument for the others where requests are checked strictly."""
+        if names and self.options.strict:
+            raise InvalidArgument(f"`{names[0]}` is not a known field; leave it out", field=names[0])
+        for name in (*harmless, *["other"] * len(names)):
+            self.calls.metrics.ignored_field(name)
+        return ignored_header(names)
 
     def sampling_defaults(self) -> pb.Sampling:
         """The base model's, as its authors recommend them."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -25,23 +26,74 @@ BODY_TIMEOUT_S: Final = 60.0
 _METHODS: Final[Mapping[str, str]] = {
     "/v1/completions": "/loraplex.v1.InferenceService/Generate",
     "/v1/chat/completions": "/loraplex.v1.InferenceService/Generate",
+    "/v1/responses": "/loraplex.v1.InferenceService/Generate",
     "/tokenize": "/loraplex.v1.InferenceService/Tokenize",
     "/v1/tokenize": "/loraplex.v1.InferenceService/Tokenize",
     "/detokenize": "/loraplex.v1.InferenceService/Detokenize",
     "/v1/detokenize": "/loraplex.v1.InferenceService/Detokenize",
     "/tokenizer_info": "/loraplex.v1.InferenceService/GetTokenizerInfo",
     **pooling.METHODS,
+    "/v1/load_lora_adapter": "/loraplex.v1.AdapterService/LoadAdapter",
+    "/load_lora_adapter": "/loraplex.v1.AdapterService/LoadAdapter",
+    "/v1/unload_lora_adapter": "/loraplex.v1.AdapterService/UnloadAdapter",
+    "/unload_lora_adapter": "/loraplex.v1.AdapterService/UnloadAdapter",
 }
 _ANY_ROLE: Final = "/loraplex.v1.InferenceService/GetInfo"
 _OPEN_PATHS: Final = frozenset({"/health", "/ping", "/version", "/metrics"})
 
 
-class Middleware:
-    """Request id, credentials, bounds on the body; every exception becomes an answer."""
+# Answers are data: a browser that is shown one runs nothing of it. A page sends a policy of its own.
+_HEADERS: Final = {
+    "content-security-policy": "default-src 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+}
 
-    def __init__(self, app: ASGIApp, credentials: Callable[[], Credentials] | None) -> None:
+
+class HostNames:
+    """Names that requests may be sent to. A page in a browser can have its own name lead to this machine, but not
+    send requests with another one."""
+
+    def __init__(self, names: Sequence[str] = (), listens_on: str = "") -> None:
+        """Without `names`: localhost and addresses where `listens_on` is an address of this machine only, else any."""
+        self._names = frozenset(name.lower() for name in names)
+        self._allows_any = "*" in self._names or (not names and not _is_local(listens_on))
+
+    def check(self, host: str | None) -> None:
+        """`host` is the header's value. Raises InvalidArgument."""
+        if self._allows_any or host is None:
+            return
+        name = _without_port(host).lower()
+        if name not in self._names if self._names else not _is_address_or_local(name):
+            raise InvalidArgument("this server is not asked for under that name; see --allowed-host", field="host")
+
+
+def _without_port(host: str) -> str:
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.rpartition(":")[0] if host.count(":") == 1 else host
+
+
+def _is_local(name: str) -> bool:
+    name = _without_port(name)
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(name).is_loopback
+    return name == "localhost"
+
+
+def _is_address_or_local(name: str) -> bool:
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(name)
+        return True
+    return name in ("", "localhost") or name.endswith(".localhost")
+
+
+class Middleware:
+    """Request id, host names, credentials, bounds on the body; every exception becomes an answer."""
+
+    def __init__(self, app: ASGIApp, credentials: Callable[[], Credentials] | None, allowed_hosts: HostNames) -> None:
         self._app = app
         self._credentials = credentials
+        self._allowed_hosts = allowed_hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -55,10 +107,13 @@ class Middleware:
             nonlocal has_begun
             if message["type"] == "http.response.start":
                 has_begun = True
-                MutableHeaders(scope=message).setdefault("x-request-id", request_id)
+                sent = MutableHeaders(scope=message)
+                for name, value in {"x-request-id": request_id, **_HEADERS}.items():
+                    sent.setdefault(name, value)
             await send(message)
 
         try:
+            self._allowed_hosts.check(headers.get("host"))
             self._admit(scope)
             await self._app(scope, _bounded(headers, receive), send_with_id)
         except Exception as error:

@@ -61,8 +61,6 @@ REFUSED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
     "watermark": ((False,), "texts have no watermark"),
     "adapters": (([],), "mixtures of adapters are not served; name one adapter in `model`"),
     "merged_adapters": ((), "mixtures of adapters are not served; name one adapter in `model`"),
-    "lora_path": ((), _BY_MODEL),
-    "adapter_id": ((), _BY_MODEL),
     "adapter_source": ((), _BY_MODEL),
 }
 
@@ -86,6 +84,8 @@ class Generation(Fields):
     """Fields that completions and chat completions have in common."""
 
     model: str | None = None
+    lora_path: str | None = None
+    adapter_id: str | None = None
     max_tokens: Uint32 | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -187,6 +187,11 @@ class DetokenizeRequest(Fields):
     model: str | None = None
     tokens: list[Uint32]
     skip_special_tokens: bool | None = None
+
+
+def harmless_fields(body: Fields) -> tuple[str, ...]:
+    """Those that are given and need no effect."""
+    return tuple(name for name in body.extras() if name in HARMLESS)
 
 
 def ignored_fields(body: Fields) -> tuple[str, ...]:

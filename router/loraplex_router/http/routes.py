@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from fastapi import FastAPI, Request
@@ -14,17 +15,21 @@ from starlette.responses import JSONResponse, Response
 from loraplex_contracts.errors import LoraplexError
 from loraplex_proto import __version__
 from loraplex_proto.v1 import adapter_pb2, inference_pb2
-from loraplex_router.http import answers, openai
-from loraplex_router.http.backend import Backend, adapter_of, ignored_header, request_id_of
+from loraplex_router.http import answers, openai, responses
+from loraplex_router.http.backend import Backend, adapter_of, request_id_of
 from loraplex_router.http.errors import error_object, is_missing_model, model_not_found
+from loraplex_router.http.metrics import EngineMetrics
 from loraplex_router.http.models import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
+    Fields,
     TokenizeRequest,
+    harmless_fields,
     ignored_fields,
 )
 from loraplex_router.http.openai import Job
+from loraplex_router.http.responses import ResponsesRequest
 from loraplex_router.http.streaming import EventStream, events_of
 
 PAGE_SIZE: Final = 500
@@ -39,6 +44,8 @@ class Routes:
         self._detokenize = backend.handler("Detokenize", backend.relay.detokenize)
         self._tokenizer_info = backend.handler("GetTokenizerInfo", backend.relay.get_tokenizer_info)
         self._list = backend.handler("ListAdapters", backend.adapters.list)
+        with_vllm = backend.options.metrics_names == "vllm"
+        self._metrics = EngineMetrics(backend.registry, backend.replicas, with_vllm=with_vllm)
         self._started = int(time.time())
 
     def add_to(self, app: FastAPI) -> None:
@@ -51,6 +58,7 @@ class Routes:
         app.get("/v1/models/{model_id:path}")(self.model)
         app.post("/v1/completions", response_class=Response)(self.completions)
         app.post("/v1/chat/completions", response_class=Response)(self.chat_completions)
+        app.post("/v1/responses", response_class=Response)(self.responses)
         app.post("/tokenize")(self.tokenize)
         app.post("/v1/tokenize")(self.tokenize)
         app.post("/detokenize")(self.detokenize)
@@ -60,18 +68,35 @@ class Routes:
     # --- generation ------------------------------------------------------------------------------------------------
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
-        names, defaults = self._backend.base_names(), self._backend.sampling_defaults()
+        names, defaults = await self._backend.names_for(body.model, request), self._backend.sampling_defaults()
         job = openai.completion_job(body, names, request_id_of(request), int(time.time()), defaults)
-        return await self._answer(job, names, request)
+        return await self._answer(job, body, names, request)
 
     async def chat_completions(self, body: ChatCompletionRequest, request: Request) -> Response:
-        names, defaults = self._backend.base_names(), self._backend.sampling_defaults()
+        names, defaults = await self._backend.names_for(body.model, request), self._backend.sampling_defaults()
         job = openai.chat_job(body, names, request_id_of(request), int(time.time()), defaults)
-        return await self._answer(job, names, request)
+        return await self._answer(job, body, names, request)
 
-    async def _answer(self, job: Job, base_names: Sequence[str], request: Request) -> Response:
+    async def responses(self, body: ResponsesRequest, request: Request) -> Response:
+        chat = responses.chat_request(body)
+        names, defaults = await self._backend.names_for(body.model, request), self._backend.sampling_defaults()
+        job = openai.chat_job(chat, names, request_id_of(request), int(time.time()), defaults)
+        job = replace(job, model=job.model or names[0], wants_usage=True)
+        headers = {"x-request-id": job.request_id, **self._backend.ignored(job.ignored, harmless_fields(chat))}
+        try:
+            if not job.is_streamed:
+                found = await self._backend.generate(job.requests, request)
+                return JSONResponse(responses.response_of(body, job, answers.response_of(job, found)), headers=headers)
+            calls, first = await self._backend.generate_stream(job.requests, request)
+        except LoraplexError as error:
+            raise _named(error, job.model) from error
+        events = responses.Events(body, job)
+        of_error = lambda error: events.error(_named(error, job.model))  # noqa: E731
+        return EventStream(calls, events_of(calls, first, events.events, events.end, of_error, done=b""), headers)
+
+    async def _answer(self, job: Job, body: Fields, base_names: Sequence[str], request: Request) -> Response:
         """Runs the job's calls."""
-        headers = {"x-request-id": job.request_id, **ignored_header(job.ignored)}
+        headers = {"x-request-id": job.request_id, **self._backend.ignored(job.ignored, harmless_fields(body))}
         if not job.model:
             job = openai.with_model(job, base_names[0])
         try:
@@ -125,8 +150,8 @@ class Routes:
 
     async def _check_model(self, body: TokenizeRequest | DetokenizeRequest, request: Request) -> dict[str, str]:
         """Headers of the answer. All adapters have the base model's tokenizer, but an unknown one is an error."""
-        headers = ignored_header(ignored_fields(body))
-        if adapter_id := adapter_of(body.model, self._backend.base_names()):
+        headers = self._backend.ignored(ignored_fields(body), harmless_fields(body))
+        if adapter_id := adapter_of(body.model, await self._backend.names_for(body.model, request)):
             await self._backend.adapter_rows(adapter_id, request)
         return headers
 
@@ -148,9 +173,9 @@ class Routes:
                 return JSONResponse({"object": "list", "data": cards})
 
     async def model(self, model_id: str, request: Request) -> Response:
-        names = self._backend.base_names()
         if not model_id:
             raise model_not_found(model_id)
+        names = await self._backend.names_for(model_id, request)
         adapter_id = adapter_of(model_id, names)
         if not adapter_id:
             return JSONResponse(self._card(model_id, parent=None))
@@ -186,10 +211,11 @@ class Routes:
         return JSONResponse({"server_load": len(self._backend.calls)})
 
     async def metrics(self, request: Request) -> Response:
-        if self._backend.registry is None:
+        if not self._backend.options.shows_metrics:
             raise HTTPException(404)
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        return Response(encode(self._backend.registry), headers={"content-type": content_type})
+        page: Any = self._metrics  # the encoder needs no more of a registry than `collect`
+        return Response(encode(page), headers={"content-type": content_type})
 
 
 def _named(error: LoraplexError, model: str) -> LoraplexError:

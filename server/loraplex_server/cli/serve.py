@@ -11,14 +11,15 @@ import secrets
 import sys
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from loraplex_contracts.errors import InvalidArgument, LoraplexError
-from loraplex_runtime.flags import with_raw_flags
+from loraplex_router.config import HttpOptions
+from loraplex_runtime.flags import configure, flags_of, with_raw_flags
 from loraplex_runtime.shutdown import Ending
 from loraplex_server.cli.child_processes import Children, ChildSpec
 from loraplex_server.cli.report import Report
@@ -36,8 +37,11 @@ class Http:
     port: int | None = None
     host: str | None = None
     names: tuple[str, ...] = ()
+    options: HttpOptions = HttpOptions()  # frozen
 
 
+# The workers' --adapters is the root of paths in requests.
+HTTP_FLAGS = [flag for flag in flags_of(HttpOptions) if flag.path != ("adapter_root",)]
 NO_HTTP = Http()
 
 
@@ -145,10 +149,11 @@ def _router_config(config: WorkerConfig, addresses: list[str], worker_token: str
         http_port=http.port,
         http_host=http.host,
         served_model_names=http.names,
+        http=replace(http.options, adapter_root=config.engine.adapters.root),
     )
 
 
-@with_raw_flags(FLAGS)
+@with_raw_flags([*FLAGS, *HTTP_FLAGS])
 def serve(
     model: ModelArgument,
     workers: Annotated[
@@ -177,8 +182,7 @@ def serve(
         list[str] | None,
         typer.Option(
             "--served-model-name",
-            help="Name of the base model over HTTP; repeat it for more, the first one is listed. Default: MODEL and "
-            "the last part of it.",
+            help="Name of the base model over HTTP; repeat it for more, the first one is listed. Default: MODEL.",
         ),
     ] = None,
     json: JsonFlag = False,
@@ -189,8 +193,9 @@ def serve(
     Example: loraplex serve Qwen/Qwen2.5-0.5B --adapters ./adapters
     """
     report = Report("server", as_json=json)
-    http = Http(http_port, http_host, tuple(served_model_name or ()))
     try:
+        options = configure(HttpOptions, HTTP_FLAGS, given, {})
+        http = Http(http_port, http_host, tuple(served_model_name or ()), options)
         config = worker_config(model, given)
         if workers > 1 and config.engine.adapters.store_dir is not None:
             raise InvalidArgument("--adapter-store belongs to one worker; leave it out with --workers above 1")

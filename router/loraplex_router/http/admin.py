@@ -1,0 +1,182 @@
+"""Routes that load and unload adapters, as vLLM and SGLang have them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+from loraplex_contracts.adapters import check_adapter_id
+from loraplex_contracts.errors import (
+    AdapterNotFound,
+    InvalidArgument,
+    LoraplexError,
+    PermissionDenied,
+    Unimplemented,
+)
+from loraplex_proto.v1 import adapter_pb2
+from loraplex_router.adapters import is_bound
+from loraplex_router.http.backend import Backend
+from loraplex_router.http.errors import status_of
+from loraplex_router.http.models import Fields, harmless_fields, ignored_fields
+from loraplex_router.http.streaming import Handle
+
+
+class LoadRequest(Fields):
+    """Body of both servers' routes to load one; `load_inplace` and `base_model_name` are vLLM's, `pinned` SGLang's."""
+
+    lora_name: str | None = None
+    lora_path: str | None = None
+    load_inplace: bool | None = None
+    base_model_name: str | None = None
+    pinned: bool | None = None
+
+
+class UnloadRequest(Fields):
+    lora_name: str | None = None
+    lora_int_id: int | None = None  # vLLM's, and not needed there either
+
+
+class AdminRoutes:
+    """The handlers, over one router."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._load = backend.handler("LoadAdapter", backend.adapters.load)
+        self._unload = backend.handler("UnloadAdapter", backend.adapters.unload)
+        self._list = backend.handler("ListAdapters", backend.adapters.list)
+
+    def add_to(self, app: FastAPI) -> None:
+        app.post("/v1/load_lora_adapter", response_class=PlainTextResponse)(self.load)
+        app.post("/v1/unload_lora_adapter", response_class=PlainTextResponse)(self.unload)
+        app.post("/load_lora_adapter")(self.load_as_sglang)
+        app.post("/unload_lora_adapter")(self.unload_as_sglang)
+
+    # --- vLLM's ----------------------------------------------------------------------------------------------------
+
+    async def load(self, body: LoadRequest, request: Request) -> Response:
+        headers = self._begin(body)
+        name = await self._load_one(body, request, again=bool(body.load_inplace))
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.", headers=headers)
+
+    async def unload(self, body: UnloadRequest, request: Request) -> Response:
+        headers = self._begin(body)
+        name = await self._unload_one(body, request)
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.", headers=headers)
+
+    # --- SGLang's --------------------------------------------------------------------------------------------------
+
+    async def load_as_sglang(self, body: LoadRequest, request: Request) -> Response:
+        headers = self._begin(body)
+        try:
+            await self._load_one(body, request, again=False)
+        except LoraplexError as error:
+            return await self._failed(error, request)
+        return await self._loaded(request, headers)
+
+    async def unload_as_sglang(self, body: UnloadRequest, request: Request) -> Response:
+        headers = self._begin(body)
+        try:
+            await self._unload_one(body, request)
+        except LoraplexError as error:
+            return await self._failed(error, request)
+        return await self._loaded(request, headers)
+
+    async def _failed(self, error: LoraplexError, request: Request) -> Response:
+        """400 for whatever is wrong with the adapter, as SGLang has it."""
+        if status_of(error) not in (400, 404):
+            raise error
+        content = {"success": False, "error_message": error.message, "loaded_adapters": await self._names(request)}
+        return JSONResponse(content, 400)
+
+    async def _loaded(self, request: Request, headers: dict[str, str]) -> Response:
+        content = {"success": True, "error_message": "", "loaded_adapters": await self._names(request)}
+        return JSONResponse(content, headers=headers)
+
+    async def _names(self, request: Request) -> dict[str, str]:
+        """Adapters that are loaded, by name, with what `lora_path` may be for them."""
+        found: dict[str, str] = {}
+        token = ""
+        while True:
+            question = adapter_pb2.ListAdaptersRequest(page_size=500, page_token=token).SerializeToString()
+            page = adapter_pb2.ListAdaptersResponse.FromString(await self._backend.ask(self._list, question, request))
+            found |= {row.adapter_id: row.adapter_id for row in page.adapters if _is_loaded(row)}
+            token = page.next_page_token
+            if not token:
+                return found
+
+    # --- both ------------------------------------------------------------------------------------------------------
+
+    def _begin(self, body: Fields) -> dict[str, str]:
+        """Headers of the answer. Raises PermissionDenied where nobody is asked for a credential."""
+        if self._backend.credentials is None and not self._backend.options.admin:
+            raise PermissionDenied(
+                "adapters are loaded and unloaded over HTTP where a credential is asked for: start the server with "
+                "--auth-file, or with --http-admin to let every client do it"
+            )
+        return self._backend.ignored(ignored_fields(body), harmless_fields(body))
+
+    async def _load_one(self, body: LoadRequest, request: Request, *, again: bool) -> str:
+        """The adapter's name. Raises what the workers raise, and InvalidArgument for one that is loaded, unless it is
+        to be loaded `again`."""
+        if not body.lora_name or not body.lora_path:
+            raise InvalidArgument(
+                "Both 'lora_name' and 'lora_path' must be provided.",
+                field="lora_path" if body.lora_name else "lora_name",
+            )
+        name = self._name_of(body.lora_name)
+        self._check_path(name, body.lora_path)
+        if not again and any(_is_loaded(row) for row in await self._rows(name, request)):
+            raise InvalidArgument(
+                f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, set "
+                "'load_inplace' to True.",
+                field="lora_name",
+            )
+        await self._ask(self._load, adapter_pb2.LoadAdapterRequest(adapter_id=name, pin=bool(body.pinned)), request)
+        return name
+
+    async def _unload_one(self, body: UnloadRequest, request: Request) -> str:
+        if not body.lora_name:
+            raise InvalidArgument("'lora_name' must be provided.", field="lora_name")
+        name = self._name_of(body.lora_name)
+        await self._ask(self._unload, adapter_pb2.UnloadAdapterRequest(adapter_id=name), request)
+        return name
+
+    def _name_of(self, name: str) -> str:
+        if name in self._backend.base_names():
+            raise InvalidArgument(f"'{name}' is the base model's name", field="lora_name")
+        return check_adapter_id(name, field="lora_name")
+
+    def _check_path(self, name: str, path: str) -> None:
+        """Raises Unimplemented unless the path is the folder of that name below the workers' --adapters, which workers
+        look into by the name alone."""
+        root = self._backend.options.adapter_root
+        folder = None if root is None else f"{root.absolute()}/{name}"
+        if path != name and path.rstrip("/") != folder:
+            where = "is the folder of that name in the workers' --adapters" if folder is None else f"must be {folder!a}"
+            raise Unimplemented(
+                f"`lora_path` {where}, or the name itself: adapters come from there, under the name that they have",
+                field="lora_path",
+            )
+
+    async def _rows(self, name: str, request: Request) -> list[adapter_pb2.Adapter]:
+        try:
+            return list(await self._backend.adapter_rows(name, request))
+        except AdapterNotFound:
+            return []
+
+    async def _ask(self, handle: Handle, message: Any, request: Request) -> None:
+        try:
+            await self._backend.ask(handle, message.SerializeToString(), request)
+        except LoraplexError as error:
+            if type(error) is AdapterNotFound:
+                raise AdapterNotFound(
+                    f"The lora adapter '{message.adapter_id}' cannot be found.", field="lora_name"
+                ) from error
+            error.field = "lora_name" if error.field == "adapter_id" else error.field
+            raise
+
+
+def _is_loaded(row: adapter_pb2.Adapter) -> bool:
+    return is_bound(row) and row.state != adapter_pb2.ADAPTER_STATE_FAILED

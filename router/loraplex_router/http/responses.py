@@ -1,0 +1,349 @@
+"""OpenAI's Responses API without stored state: requests as chats, answers of chats as responses. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Annotated, Any, Final, Literal, cast
+
+from pydantic import Field, ValidationError
+
+from loraplex_contracts.errors import InvalidArgument, LoraplexError, Unimplemented
+from loraplex_proto.validate import MAX_CHAT_MESSAGES, MAX_TOP_LOGPROBS
+from loraplex_router.http.answers import Chunks
+from loraplex_router.http.errors import error_object
+from loraplex_router.http.models import ChatCompletionRequest, Fields, StreamOptions
+from loraplex_router.http.openai import Job
+
+# Fields that need state which this server does not keep, and the values that need none.
+_STATE: Final[Mapping[str, tuple[Any, ...]]] = {
+    "previous_response_id": (),
+    "conversation": (),
+    "prompt": (),
+    "background": (False,),
+    "context_management": ([],),
+    "max_tool_calls": (),
+    "n": (1,),
+}
+_LOGPROBS: Final = "message.output_text.logprobs"
+_TEXT_PARTS: Final = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+
+
+class ResponsesRequest(Fields):
+    """Body of POST /v1/responses. Other fields go to the chat that it becomes."""
+
+    model: str | None = None
+    input: str | Annotated[list[dict[str, Any]], Field(max_length=MAX_CHAT_MESSAGES)]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, le=(1 << 32) - 1)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    include: list[str] | None = None
+    reasoning: dict[str, Any] | None = None
+    text: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    truncation: Literal["auto", "disabled"] | None = None
+    metadata: dict[str, Any] | None = None
+
+
+# --- requests -------------------------------------------------------------------------------------------------------
+
+
+def chat_request(body: ResponsesRequest) -> ChatCompletionRequest:
+    """Raises InvalidArgument and Unimplemented with the field's name."""
+    fields = body.extras()
+    for name, neutral in _STATE.items():
+        if name in fields and fields.pop(name) not in neutral:
+            raise Unimplemented(f"`{name}` is not available: one answer is made, and none is kept", field=name)
+    fields |= {"model": body.model, "stream": body.stream}
+    fields["messages"] = list(_messages(body))
+    if body.max_output_tokens is not None:
+        fields["max_completion_tokens"] = body.max_output_tokens
+    if _LOGPROBS in (body.include or ()) or body.top_logprobs:
+        fields |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
+    if effort := (body.reasoning or {}).get("effort"):
+        fields["reasoning_effort"] = effort
+    if body.truncation == "auto":
+        fields["truncate_prompt_tokens"] = -1
+    fields["verbosity"] = (body.text or {}).get("verbosity")
+    text_format: Any = (body.text or {}).get("format")
+    if isinstance(text_format, dict):
+        fields["response_format"] = _response_format(cast("dict[str, Any]", text_format))
+    if body.tools:
+        fields["tools"] = [_tool(tool) for tool in body.tools]
+    if body.tool_choice is not None:
+        fields["tool_choice"] = _tool_choice(body.tool_choice)
+    try:
+        return ChatCompletionRequest.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ascii(str(first["loc"][0])[:60])[1:-1] if first["loc"] else "body"
+        name = "input" if name == "messages" else name
+        raise InvalidArgument(f"`{name}` is not valid: {first['msg']}", field=name) from error
+
+
+def _messages(body: ResponsesRequest) -> Iterator[dict[str, Any]]:
+    if body.instructions:
+        yield {"role": "system", "content": body.instructions}
+    if isinstance(body.input, str):
+        yield {"role": "user", "content": body.input}
+        return
+    turn: dict[str, Any] | None = None  # of the assistant: what it thought, said and called is one message
+    for index, item in enumerate(body.input):
+        kind = item.get("type", "message")
+        where = f"input[{index}]"
+        if kind in ("reasoning", "function_call") or (kind == "message" and item.get("role") == "assistant"):
+            if turn is None or (kind == "message" and ("content" in turn or "tool_calls" in turn)):
+                if turn is not None:
+                    yield turn
+                turn = {"role": "assistant"}
+            _add_to_turn(turn, kind, item, where)
+            continue
+        if turn is not None:
+            yield turn
+            turn = None
+        if kind == "message":
+            yield {"role": item.get("role"), "content": _content(item.get("content"), where)}
+        elif kind == "function_call_output":
+            output = _content(item.get("output"), f"{where}.output")
+            yield {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
+        else:
+            raise Unimplemented(f"`{where}` has a type that is not available: send messages and calls", field=where)
+    if turn is not None:
+        yield turn
+
+
+def _add_to_turn(turn: dict[str, Any], kind: Any, item: dict[str, Any], where: str) -> None:
+    if kind == "message":
+        turn["content"] = _content(item.get("content"), where)
+    elif kind == "function_call":
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        turn.setdefault("tool_calls", []).append({"id": item.get("call_id"), "type": "function", "function": function})
+    else:
+        parts = item.get("content") or item.get("summary") or []
+        turn["reasoning"] = turn.get("reasoning", "") + "".join(_texts(parts, where))
+
+
+def _content(content: Any, where: str) -> str:
+    return content if isinstance(content, str) else "".join(_texts(content, where))
+
+
+def _texts(parts: Any, where: str) -> Iterator[str]:
+    for part in cast("list[Any]", parts if isinstance(parts, list) else [None]):
+        known = cast("dict[str, Any]", part) if isinstance(part, dict) else {}
+        kind, text = known.get("type"), known.get("text")
+        if kind not in _TEXT_PARTS or not isinstance(text, str):
+            raise InvalidArgument(f"`{where}` takes a text, or parts of type text only", field=where)
+        yield text
+
+
+def _response_format(text_format: dict[str, Any]) -> dict[str, Any]:
+    if text_format.get("type") != "json_schema":
+        return text_format
+    return {"type": "json_schema", "json_schema": {key: one for key, one in text_format.items() if key != "type"}}
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        raise Unimplemented("`tools` takes functions: this server runs no tools itself", field="tools")
+    return {"type": "function", "function": {key: one for key, one in tool.items() if key != "type"}}
+
+
+def _tool_choice(choice: Any) -> Any:
+    if isinstance(choice, dict) and (named := cast("dict[str, Any]", choice)).get("type") == "function":
+        return {"type": "function", "function": {"name": named.get("name")}}
+    return choice
+
+
+# --- answers --------------------------------------------------------------------------------------------------------
+
+
+def response_of(body: ResponsesRequest, job: Job, answer: Mapping[str, Any]) -> dict[str, Any]:
+    """`answer`: of the chat."""
+    (choice,) = answer["choices"]
+    message: dict[str, Any] = choice["message"]
+    output = Output(job.request_id)
+    for _ in output.add(message | {"logprobs": choice["logprobs"]}):
+        pass
+    for _ in output.close():
+        pass
+    return _response(body, job, output.items, choice["finish_reason"], answer)
+
+
+def _response(
+    body: ResponsesRequest,
+    job: Job,
+    items: list[dict[str, Any]],
+    finish_reason: str | None,
+    answer: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Without a finish reason, one that has only begun."""
+    is_cut = finish_reason == "length"
+    sampling = job.requests[0].sampling
+    return {
+        "id": f"resp_{job.request_id}",
+        "object": "response",
+        "created_at": job.created,
+        "status": "in_progress" if finish_reason is None else "incomplete" if is_cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+        "error": None,
+        "background": False,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "model": job.model,
+        "output": items,
+        "parallel_tool_calls": True,
+        "previous_response_id": None,
+        "reasoning": body.reasoning or {"effort": None, "summary": None},
+        "store": False,
+        "temperature": sampling.temperature,
+        "text": body.text or {"format": {"type": "text"}},
+        "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
+        "tools": body.tools or [],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": sampling.top_p if sampling.HasField("top_p") else 1.0,
+        "truncation": body.truncation or "disabled",
+        "usage": _usage(answer["usage"]) if "usage" in answer else None,
+        **{name: answer[name] for name in ("system_fingerprint", "loraplex") if name in answer},
+    }
+
+
+def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
+    details: Mapping[str, Any] = usage.get("completion_tokens_details") or {}
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": usage["prompt_tokens_details"],
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": details.get("reasoning_tokens", 0)},
+        "total_tokens": usage["total_tokens"],
+    }
+
+
+class Output:
+    """Items of a response's output, from a chat's message or its deltas, with the events that tell of them."""
+
+    def __init__(self, request_id: str) -> None:
+        self.items: list[dict[str, Any]] = []
+        self._request_id = request_id
+        self._is_open = False  # the last item
+
+    def add(self, delta: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """A delta of a chat, or a whole message."""
+        if thought := delta.get("reasoning"):
+            yield from self._extend("reasoning", thought, [])
+        if text := delta.get("content"):
+            logprobs = (delta.get("logprobs") or {}).get("content") or []
+            yield from self._extend("message", text, logprobs)
+        for call in delta.get("tool_calls") or ():
+            yield from self._call(call)
+
+    def close(self) -> Iterator[dict[str, Any]]:
+        """Ends the last item."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        item = self.items[-1]
+        item["status"] = "completed"
+        at = {"item_id": item["id"], "output_index": len(self.items) - 1}
+        match item["type"]:
+            case "function_call":
+                arguments = item["arguments"]
+                yield {
+                    "type": "response.function_call_arguments.done",
+                    **at,
+                    "name": item["name"],
+                    "arguments": arguments,
+                }
+            case kind:
+                part = item["content"][0]
+                name = "output_text" if kind == "message" else "reasoning_text"
+                more = {"logprobs": part["logprobs"]} if kind == "message" else {}
+                yield {"type": f"response.{name}.done", **at, "content_index": 0, "text": part["text"], **more}
+                yield {"type": "response.content_part.done", **at, "content_index": 0, "part": part}
+        yield {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": item}
+
+    def _extend(self, kind: str, text: str, logprobs: list[Any]) -> Iterator[dict[str, Any]]:
+        if not (self._is_open and self.items[-1]["type"] == kind):
+            if kind == "message":
+                part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+                item = {"type": kind, "role": "assistant", "content": [part]}
+            else:
+                part = {"type": "reasoning_text", "text": ""}
+                item = {"type": kind, "summary": [], "content": [part]}
+            yield from self._open(item, "msg" if kind == "message" else "rs", shown={"content": []})
+            at = {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, "content_index": 0}
+            yield {"type": "response.content_part.added", **at, "part": dict(part)}
+        item = self.items[-1]
+        part = item["content"][0]
+        part["text"] += text
+        at = {"item_id": item["id"], "output_index": len(self.items) - 1, "content_index": 0}
+        if kind == "message":
+            part["logprobs"] = [*part["logprobs"], *logprobs]
+            yield {"type": "response.output_text.delta", **at, "delta": text, "logprobs": logprobs}
+        else:
+            yield {"type": "response.reasoning_text.delta", **at, "delta": text}
+
+    def _call(self, call: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        function: Mapping[str, Any] = call.get("function") or {}
+        if call.get("id"):
+            item = {"type": "function_call", "call_id": call["id"], "name": function.get("name"), "arguments": ""}
+            yield from self._open(item, "fc", shown={})
+        if fragment := function.get("arguments"):
+            item = self.items[-1]
+            item["arguments"] += fragment
+            at = {"item_id": item["id"], "output_index": len(self.items) - 1}
+            yield {"type": "response.function_call_arguments.delta", **at, "delta": fragment}
+
+    def _open(self, item: dict[str, Any], prefix: str, shown: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        yield from self.close()
+        item |= {"id": f"{prefix}_{self._request_id}_{len(self.items)}", "status": "in_progress"}
+        self.items.append(item)
+        self._is_open = True
+        yield {"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": {**item, **shown}}
+
+
+class Events:
+    """Server-sent events of one streamed response, from the chunks of its chat."""
+
+    def __init__(self, body: ResponsesRequest, job: Job) -> None:
+        self._body = body
+        self._job = job
+        self._chunks = Chunks(job)
+        self._output = Output(job.request_id)
+        self._finish_reason: str | None = None
+        self._last: dict[str, Any] = {}
+        self._number = -1
+
+    def events(self, prompt: int, raw: bytes) -> Iterator[bytes]:
+        """Of one message."""
+        if self._number < 0:
+            begun = _response(self._body, self._job, [], None, {})
+            yield self._event({"type": "response.created", "response": begun})
+            yield self._event({"type": "response.in_progress", "response": begun})
+        for chunk in self._chunks.chunks(prompt, raw):
+            yield from self._of_chunk(chunk)
+
+    def end(self) -> Iterator[bytes]:
+        for chunk in self._chunks.end_chunks():
+            yield from self._of_chunk(chunk)
+        yield from map(self._event, self._output.close())
+        response = _response(self._body, self._job, self._output.items, self._finish_reason or "stop", self._last)
+        yield self._event({"type": f"response.{response['status']}", "response": response})
+
+    def error(self, error: LoraplexError) -> bytes:
+        content = error_object(error)["error"]
+        return self._event({"type": "error", **{name: content[name] for name in ("code", "message", "param")}})
+
+    def _of_chunk(self, chunk: dict[str, Any]) -> Iterator[bytes]:
+        self._last = chunk
+        for choice in cast("Iterable[dict[str, Any]]", chunk["choices"]):
+            yield from map(self._event, self._output.add(choice["delta"] | {"logprobs": choice["logprobs"]}))
+            self._finish_reason = choice["finish_reason"] or self._finish_reason
+
+    def _event(self, content: dict[str, Any]) -> bytes:
+        self._number += 1
+        text = json.dumps({**content, "sequence_number": self._number}, ensure_ascii=False, separators=(",", ":"))
+        return f"event: {content['type']}\ndata: {text}\n\n".encode()

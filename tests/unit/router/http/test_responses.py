@@ -1,0 +1,135 @@
+"""Translation of the Responses API."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from loraplex_contracts.errors import InvalidArgument, LoraplexError, Unimplemented
+from loraplex_proto.v1 import inference_pb2 as pb
+from loraplex_proto.validate import check_generate
+from loraplex_router.http import answers, openai, responses
+from loraplex_router.http.responses import ResponsesRequest
+
+
+def request(**fields: Any) -> ResponsesRequest:
+    return ResponsesRequest.model_validate({"input": "hi", **fields})
+
+
+def job_of(body: ResponsesRequest) -> openai.Job:
+    job = openai.chat_job(responses.chat_request(body), ("base",), "rid", 7)
+    check_generate(job.requests[0])
+    return job
+
+
+def messages(**fields: Any) -> list[tuple[str, str]]:
+    return [(one.role, one.content) for one in job_of(request(**fields)).requests[0].chat.messages]
+
+
+def test_inputs_become_messages() -> None:
+    assert messages() == [("user", "hi")]
+    assert messages(instructions="brief") == [("system", "brief"), ("user", "hi")]
+    parts = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
+    assert messages(input=[{"role": "user", "content": parts}, {"role": "assistant", "content": "c"}]) == [
+        ("user", "ab"), ("assistant", "c"),
+    ]  # fmt: skip
+
+
+def test_an_answer_with_a_call_comes_back_as_one_message() -> None:
+    items = [
+        {"role": "user", "content": "1+1?"},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "function_call", "call_id": "c1", "name": "add", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "2"},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "2", "annotations": []}]},
+        {"role": "user", "content": "sure?"},
+    ]
+    found = list(job_of(request(input=items)).requests[0].chat.messages)
+    assert [one.role for one in found] == ["user", "assistant", "tool", "assistant", "user"]
+    assert (found[1].reasoning, found[1].tool_calls[0].name, found[1].tool_calls[0].id) == ("hm", "add", "c1")
+    assert (found[2].tool_call_id, found[2].content) == ("c1", "2")
+
+
+def test_options() -> None:
+    body = request(
+        max_output_tokens=9, temperature=0.5, top_p=0.9, truncation="auto", reasoning={"effort": "low"}, model="sql",
+        include=["message.output_text.logprobs"], top_logprobs=2, stream=True, speculation="off",
+    )  # fmt: skip
+    job = job_of(body)
+    (one,) = job.requests
+    assert (one.stopping.max_tokens, one.sampling.temperature, one.sampling.top_p) == (9, 0.5, 0.9)
+    assert (one.adapter_id, one.output.top_logprobs, one.speculation.off, job.is_streamed) == ("sql", 2, True, True)
+    assert one.HasField("truncate_prompt")
+    assert json.loads(one.chat.template_kwargs_json) == {"reasoning_effort": "low"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"previous_response_id": "x"}, "previous_response_id"), ({"n": 2}, "n"),
+        ({"text": {"verbosity": "low"}}, "verbosity"),
+        ({"input": []}, "input"), ({"input": [{"role": "user"}]}, "input[0]"),
+        ({"input": [{"role": 5, "content": "x"}]}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": ["text"], "text": "x"}]}]}, "input[0]"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"), ({"input": [{"type": ["x"]}]}, "input[0]"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0]"),
+        ({"input": [{"type": "function_call", "name": 5}]}, "input"), ({"temperature": "hot"}, "temperature"),
+        ({"tools": [{"type": "web_search"}]}, "tools"), ({"reasoning": {"effort": 5}}, "reasoning_effort"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(fields: dict[str, Any], name: str) -> None:
+    with pytest.raises((InvalidArgument, Unimplemented)) as caught:
+        job_of(request(**fields))
+    assert caught.value.field == name
+
+
+def test_an_answer() -> None:
+    body = request(instructions="brief", max_output_tokens=5, metadata={"a": "b"})
+    job = job_of(body)
+    usage = pb.Usage(prompt_tokens=3, completion_tokens=2, cached_tokens=1)
+    completion = pb.Completion(text="hello", finish_reason=pb.FINISH_REASON_LENGTH, usage=usage)
+    chat = answers.response_of(job, [pb.GenerateResponse(completions=[completion], usage=usage)])
+    found = responses.response_of(body, job, chat)
+    assert (found["id"], found["status"]) == ("resp_rid", "incomplete")
+    assert found["incomplete_details"] == {"reason": "max_output_tokens"}
+    (item,) = found["output"]
+    assert (item["type"], item["role"], item["status"]) == ("message", "assistant", "completed")
+    assert item["content"] == [{"type": "output_text", "text": "hello", "annotations": [], "logprobs": []}]
+    assert found["usage"] == {
+        "input_tokens": 3, "input_tokens_details": {"cached_tokens": 1}, "output_tokens": 2,
+        "output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": 5,
+    }  # fmt: skip
+    assert (found["store"], found["metadata"], found["temperature"]) == (False, {"a": "b"}, 1.0)
+
+
+def test_thoughts_calls_and_texts_are_items() -> None:
+    output = responses.Output("rid")
+    deltas: list[dict[str, Any]] = [
+        {"role": "assistant", "content": ""},
+        {"reasoning": "h"}, {"reasoning": "m"}, {"content": "a"}, {"content": "b"},
+        {"tool_calls": [{"index": 0, "id": "c1", "type": "function", "function": {"name": "add", "arguments": ""}}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": "{}"}}]},
+    ]  # fmt: skip
+    found = [event["type"].removeprefix("response.") for delta in deltas for event in output.add(delta)]
+    found += [event["type"].removeprefix("response.") for event in output.close()]
+    assert found == [
+        "output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.delta",
+        "reasoning_text.done", "content_part.done", "output_item.done",
+        "output_item.added", "content_part.added", "output_text.delta", "output_text.delta",
+        "output_text.done", "content_part.done", "output_item.done",
+        "output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done",
+    ]  # fmt: skip
+    assert [item["type"] for item in output.items] == ["reasoning", "message", "function_call"]
+    assert output.items[1]["content"][0]["text"] == "ab"
+    assert output.items[2] == {
+        "type": "function_call", "call_id": "c1", "name": "add", "arguments": "{}", "id": "fc_rid_2",
+        "status": "completed",
+    }  # fmt: skip
+
+
+def test_an_error_in_a_stream_is_its_last_event() -> None:
+    body = request(stream=True)
+    event = responses.Events(body, job_of(body)).error(LoraplexError("x"))
+    assert event.startswith(b"event: error\ndata: {")
