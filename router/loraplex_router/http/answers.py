@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -40,7 +41,7 @@ def response_of(job: Job, answers: Sequence[pb.GenerateResponse]) -> dict[str, A
                 _drop_new(completion)
         tally.add_answer(answer)
         of_prompt = prompt_fields(job, answer.prompt_tokens)
-        for completion in sorted(answer.completions, key=lambda one: one.index):
+        for completion in _best(answer.completions, job.n):
             choice = _choice(job, prompt, completion.index)
             if job.is_chat:
                 choice["message"] = {"role": "assistant", "content": completion.text, "refusal": None}
@@ -58,6 +59,23 @@ def response_of(job: Job, answers: Sequence[pb.GenerateResponse]) -> dict[str, A
     return {**head, "choices": choices, "usage": tally.usage(), **body, "loraplex": tally.own(job)}
 
 
+def _best(completions: Iterable[pb.Completion], n: int) -> list[pb.Completion]:
+    """As many as were asked for, in the order of their index; of more, the likeliest per token, these first."""
+    found = sorted(completions, key=lambda one: one.index)
+    if len(found) <= n:
+        return found
+    best = sorted(found, key=mean_logprob, reverse=True)[:n]
+    for index, completion in enumerate(best):
+        completion.index = index
+    return best
+
+
+def mean_logprob(completion: pb.Completion) -> float:
+    """Minus infinity where there are no logprobs."""
+    rows = completion.logprobs
+    return sum(row.logprob for row in rows) / len(rows) if rows else -math.inf
+
+
 def prompt_fields(job: Job, tokens: Sequence[pb.PromptToken]) -> dict[str, Any]:
     """Ids and logprobs of a prompt's tokens, as far as they were asked for."""
     found: dict[str, Any] = {}
@@ -72,7 +90,7 @@ def _prompt_row(token: pb.PromptToken, num_top: int) -> dict[str, Any] | None:
     """As vLLM has it: the token's own row and the likeliest ones, by token id; nothing for the first token."""
     if not token.HasField("logprob"):
         return None
-    rows = {
+    rows: dict[str, Any] = {
         str(one.token_id): {"logprob": _finite(one.logprob), "rank": rank, "decoded_token": one.text}
         for rank, one in enumerate(token.top[:num_top], start=1)
     }

@@ -41,7 +41,6 @@ REFUSED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
     "tool_choice": (("none", "auto"), _NO_TOOLS),
     "functions": (([],), _NO_TOOLS),
     "function_call": (("none", "auto"), _NO_TOOLS),
-    "best_of": ((1,), "use `n`"),
     "use_beam_search": ((False,), "texts are sampled"),
     "length_penalty": ((1,), "texts are sampled"),
     "early_stopping": ((False,), "texts are sampled"),
@@ -124,6 +123,7 @@ class CompletionRequest(Generation):
     """Body of POST /v1/completions."""
 
     prompt: Any = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_COMPLETIONS)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 

@@ -85,6 +85,8 @@ def completion_job(
         request.output.echo = True
         if body.logprobs is not None:
             request.output.prompt_tokens = request.output.prompt_logprobs = True
+    if body.best_of is not None:
+        _ask_best_of(request, body.best_of, is_streamed=bool(body.stream))
     prompts = _prompts(body.prompt)
     job = _job(body, request, prompts, request_id, created, body.logprobs, ignored=ignored)
     if body.add_special_tokens is False:
@@ -118,6 +120,17 @@ def chat_job(
         _ask_logprobs(request.output, num_top)
         request.output.token_bytes = True
     return _job(body, request, (chat_of(body.messages, body),), request_id, created, num_top, ignored=ignored)
+
+
+def _ask_best_of(request: pb.GenerateRequest, best_of: int, *, is_streamed: bool) -> None:
+    """Has as many texts made, with what they are ranked by."""
+    if best_of < request.n:
+        raise InvalidArgument(f"`best_of` is {best_of} and below `n`, {request.n}", field="best_of")
+    if best_of > request.n:
+        if is_streamed:
+            raise InvalidArgument("`best_of` above `n` does not go with `stream`: true", field="best_of")
+        request.n = best_of
+        request.output.logprobs = True
 
 
 def _ask_logprobs(output: pb.Output, num_top: int) -> None:
@@ -170,10 +183,10 @@ def _job(
     ignored: tuple[str, ...],
 ) -> Job:
     n = body.n or 1
-    if len(prompts) * n > MAX_CHOICES:
+    if len(prompts) * request.n > MAX_CHOICES:
         raise InvalidArgument(
-            f"the request asks for {len(prompts) * n} texts (prompts times `n`), and at most {MAX_CHOICES} are "
-            "written for one request",
+            f"the request asks for {len(prompts) * request.n} texts (prompts times `n` or `best_of`), and at most "
+            f"{MAX_CHOICES} are written for one request",
             field="n",
         )
     request_id = request_id if body.request_id is None else check_id(body.request_id, field="request_id")

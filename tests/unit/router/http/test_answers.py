@@ -124,6 +124,18 @@ def test_the_prompt_alone() -> None:
     assert last["usage"]["completion_tokens"] == 0
 
 
+def test_the_best_of_several() -> None:
+    job = completion(n=2, best_of=3)
+    assert (job.n, job.requests[0].n, job.requests[0].output.logprobs) == (2, 3, True)
+    logprobs = {"a": [-1.0, -1.0], "b": [-0.5], "c": [-0.1, -0.1, -0.4]}
+    texts = [
+        pb.Completion(index=index, text=text, logprobs=[row(1, text, one) for one in of_text], usage=USAGE)
+        for index, (text, of_text) in enumerate(logprobs.items())
+    ]
+    found = answers.response_of(job, [pb.GenerateResponse(completions=texts)])["choices"]
+    assert [(one["index"], one["text"], one["logprobs"]) for one in found] == [(0, "c", None), (1, "b", None)]
+
+
 def test_logprobs_of_the_prompt() -> None:
     rows: list[Any] = [
         None,

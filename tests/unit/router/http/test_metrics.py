@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -48,7 +49,7 @@ def pick(page: str, prefix: str, kv_usage: str) -> Picked:
     )
 
 
-def report(waiting: list[str], tiers: dict[str, int], **fields: int) -> worker_pb2.Load:
+def report(waiting: list[str], tiers: dict[str, int], **fields: Any) -> worker_pb2.Load:
     load = worker_pb2.Load(waiting_adapter_ids=waiting, max_device_adapters=4, kv_block_tokens=16, **fields)
     for name, tier in tiers.items():
         load.adapters.add(adapter_id=name, tier=tier)

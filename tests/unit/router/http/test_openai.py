@@ -209,7 +209,7 @@ def test_messages_that_are_not_texts_are_refused(message: Any, field: str) -> No
 
 
 def test_chats_reach_the_wire_whole() -> None:
-    call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    call: dict[str, Any] = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     messages = [
         {"role": "user", "content": "1+1?", "name": "Ada"},
         {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "hm"},
@@ -291,6 +291,15 @@ def test_no_new_token_is_one_that_has_no_text() -> None:
             completion(max_tokens=0, **fields)
     with pytest.raises(InvalidArgument, match="max_tokens"):
         chat(max_tokens=0)
+
+
+def test_best_of() -> None:
+    assert completion(best_of=1, stream=True).requests[0].n == 1
+    for fields in ({"n": 3, "best_of": 2}, {"best_of": 2, "stream": True}):
+        with pytest.raises(InvalidArgument, match="best_of"):
+            completion(**fields)
+    with pytest.raises(InvalidArgument, match="at most 512"):
+        completion(prompt=["a"] * 128, best_of=64)
 
 
 def test_options_that_need_others_are_refused_without_them() -> None:
