@@ -23,6 +23,7 @@ from loraplex_router.config import HttpOptions, RouterConfig
 from loraplex_router.http import middleware as http_middleware
 from loraplex_router.http import server as http_server
 from loraplex_router.http.admin import LoadRequest, UnloadRequest
+from loraplex_router.http.grammars import GRAMMAR_FIELDS
 from loraplex_router.http.models import (
     REFUSED,
     ChatCompletionRequest,
@@ -392,7 +393,7 @@ BODIES: dict[str, tuple[dict[str, Any], type[Fields]]] = {
 def test_no_body_is_a_server_error(data: st.DataObject, path: str) -> None:
     """Values of any kind in any field: the request is answered, or refused with 4xx."""
     least, model = BODIES[path]
-    names = st.sampled_from(sorted({*model.model_fields, *REFUSED})) | st.text(max_size=9)
+    names = st.sampled_from(sorted({*model.model_fields, *REFUSED, *GRAMMAR_FIELDS})) | st.text(max_size=9)
     text = json.dumps({**least, **data.draw(st.dictionaries(names, ANYTHING, max_size=4))})
 
     async def ask() -> None:
@@ -407,7 +408,7 @@ def test_depth_is_no_server_error() -> None:
 
     async def ask() -> None:
         for path, (least, model) in BODIES.items():
-            for name in {*model.model_fields, "unheard_of", *REFUSED}:
+            for name in {*model.model_fields, "unheard_of", *REFUSED, *GRAMMAR_FIELDS}:
                 for depth in (400, 900, 10_000):
                     for value in ("[" * depth + "]" * depth, '{"a":' * depth + "1" + "}" * depth):
                         text = json.dumps({**least, name: None})[:-5] + value + "}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, Final
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -22,13 +22,20 @@ from loraplex_router.http.errors import PARAMS
 from loraplex_router.http.middleware import HostNames, Middleware, error_response
 from loraplex_router.http.routes import Routes
 
+# Of lists and objects in each other: what has been read can be written again, whatever calls it.
+MAX_JSON_DEPTH: Final = 500
+
 
 class _StrictRequest(Request):
     async def json(self) -> Any:
-        """Raises ValueError for what is not JSON, and InvalidArgument for an object with the same key twice: what
-        stands in front of this server may have read the other one."""
+        """Raises ValueError for what is not JSON, and InvalidArgument for what is nested too deep or has an object with
+        one key twice: what stands in front of this server may have read the other one."""
         if not hasattr(self, "_json"):
-            self._json = json.loads(await self.body(), object_pairs_hook=_unique)
+            body = await self.body()
+            found = json.loads(body, object_pairs_hook=_unique)
+            if body.count(b"[") + body.count(b"{") > MAX_JSON_DEPTH and _is_deep(found):
+                raise InvalidArgument("the body is nested too deep", field="body")
+            self._json = found
         return self._json
 
 
@@ -42,6 +49,16 @@ class StrictRoute(APIRoute):
             return await handle(_StrictRequest(request.scope, request.receive))
 
         return strict
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(MAX_JSON_DEPTH):
+        inner = (child for one in level for child in (one.values() if isinstance(one, dict) else one))
+        level = [child for child in inner if isinstance(child, (dict, list))]
+        if not level:
+            return False
+    return True
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

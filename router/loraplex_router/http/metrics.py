@@ -1,4 +1,4 @@
-"""Prometheus gauges of the router's workers together, for endpoint pickers that scrape the HTTP port.
+"""Prometheus gauges of all workers together, for endpoint pickers that scrape the HTTP port.
 
 Names, labels and meaning are those that the Gateway API Inference Extension reads.
 """

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API without stored state: requests as chats, answers of chats as responses. Pure."""
+"""OpenAI's Responses API: requests as chats, chats' answers as responses. Nothing is kept. Pure."""
 
 from __future__ import annotations
 
