@@ -15,7 +15,7 @@
 
 namespace lp {
 
-// Raise it when a function changes its arguments or meaning, together with ABI_VERSION in prototypes.py.
+// Raise it when a function changes its arguments or meaning, together with ABI_VERSION in library.py.
 constexpr int kAbiVersion = 3;
 
 // Levels, each including those below it. 0 is a CPU that none of the variants runs on.
