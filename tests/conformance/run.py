@@ -13,6 +13,7 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 import tomllib
@@ -49,6 +50,7 @@ class Client:
     probe: Path
     requirements: Path
     is_in_ci: bool
+    has_torch: bool  # sees the packages of this environment, torch among them, which would be gigabytes a second time
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,13 @@ def clients() -> list[Client]:
     with (HERE / "clients.toml").open("rb") as file:
         rows: dict[str, dict[str, Any]] = tomllib.load(file)
     return [
-        Client(name, HERE / "probes" / row["probe"], HERE / "requirements" / row["requirements"], row.get("ci", False))
+        Client(
+            name,
+            HERE / "probes" / row["probe"],
+            HERE / "requirements" / row["requirements"],
+            row.get("ci", False),
+            row.get("torch", False),
+        )
         for name, row in rows.items()
     ]
 
@@ -97,6 +105,9 @@ def environment(client: Client) -> Path:
     _run([sys.executable, "-m", "venv", "--without-pip", "--clear", str(folder)])
     pip = [sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check", "--retries", "1"]
     _run([*pip, "install", "--quiet", "--no-deps", "--requirement", str(client.requirements)])
+    if client.has_torch:
+        packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
+        (packages / "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")
     stamp.write_text(wanted)
     return python
 
@@ -135,7 +146,8 @@ def served(folder: Path) -> Iterator[dict[str, Any]]:
         to_worker = ("router", "--worker", worker.address, "--port", "0", "--http-port", "0", *names)
         router = stack.enter_context(loraplex(*to_worker))
         guarded = stack.enter_context(loraplex(*to_worker, *guard))
-        yield facts_of(router.address, _http_url(router.output), _http_url(guarded.output), world.names)
+        facts = facts_of(router.address, _http_url(router.output), _http_url(guarded.output), world.names)
+        yield {**facts, "model_folder": str(world.model), "adapters_folder": str(world.adapters)}
 
 
 def _http_url(output: str) -> str:
