@@ -367,6 +367,34 @@ async def test_bodies_that_are_not_json_objects() -> None:
         assert (await http.get(COMPLETIONS)).status_code == 405
 
 
+async def test_no_route_fails_on_odd_bodies() -> None:
+    odd: list[Any] = [
+        None,
+        5,
+        "x",
+        [],
+        {},
+        {"": {}},
+        {"model": 5},
+        {"inputs": [None]},
+        {"input": {"a": []}},
+        {"prompt": "\ud800"},
+    ]
+    bodies = [json.dumps(one) for one in odd] + [
+        "",
+        "{",
+        "\0",
+        '{"a": 1, "a": 2}',
+        '{"x":' + "[" * 10_000 + "]" * 10_000 + "}",
+    ]
+    async with http_cluster(http=HttpOptions(admin=True)) as (_, http):
+        paths: dict[str, Any] = (await http.get("/openapi.json")).json()["paths"]
+        for path, methods in paths.items():
+            for body in bodies if "post" in methods else ():
+                answer = await http.post(path, content=body, headers={"content-type": "application/json"})
+                assert answer.status_code < 500, (path, body[:40], answer.text)
+
+
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9) | st.just("\ud800"),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3),
@@ -484,6 +512,18 @@ async def test_credentials_hold_on_every_route(tmp_path: Path) -> None:
         assert answer.status_code == 403
         twice = [("authorization", "Bearer alice"), ("authorization", "Bearer root")]
         assert (await http.get("/v1/models", headers=twice)).status_code == 401
+
+
+async def test_no_other_route_answers_without_a_key(tmp_path: Path) -> None:
+    async with http_cluster(auth_file=auth_file(tmp_path), worker_token="w") as (_, http):
+        alice = {"authorization": "Bearer alice"}
+        paths: dict[str, Any] = (await http.get("/openapi.json", headers=alice)).json()["paths"]
+        assert {COMPLETIONS, "/v1/responses", "/load", "/v1/load_lora_adapter"} <= set(paths)
+        for path, methods in paths.items():
+            for method in methods:
+                answer = await http.request(method, path.replace("{model_id}", "sql"), json={})
+                is_open = path in ("/health", "/ping", "/version", "/metrics")
+                assert (answer.status_code == 401) != is_open, (method, path)
 
 
 # --- hostile and absent clients -------------------------------------------------------------------------------------

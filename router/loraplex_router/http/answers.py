@@ -338,7 +338,7 @@ class Chunks:
         chunk = {**_head(self._job, self._kind, self._tally.digest), "choices": [choice]}
         if self._job.wants_usage:
             chunk["usage"] = self._running_usage() if self._job.wants_running_usage else None
-        return {**chunk, **more}
+        return {**chunk, **more} if more else chunk
 
     def _running_usage(self) -> dict[str, int]:
         num_prompt = sum(map(len, self._prompts.values()))

@@ -79,6 +79,7 @@ def completion_job(
         # The wire makes at least one token. This one is no part of the text, whatever the tokenizer is.
         request.sampling.CopyFrom(pb.Sampling(temperature=0, allowed_token_ids=[0]))
         request.stopping.CopyFrom(pb.Stopping(max_tokens=1, stop_token_ids=[0]))
+        request.ClearField("grammar")
     if body.logprobs is not None:
         _ask_logprobs(request.output, body.logprobs)
     if body.echo:

@@ -280,12 +280,13 @@ def test_logprobs_of_the_prompt() -> None:
 
 
 def test_no_new_token_is_one_that_has_no_text() -> None:
-    job = completion(max_tokens=0, echo=True, logprobs=1, temperature=2, bad_words=["x"], stop="y", min_tokens=0)
+    job = completion(max_tokens=0, echo=True, logprobs=1, temperature=2, bad_words=["x"], stop="y", guided_regex="a")
     assert job.is_prompt_only
     (request,) = job.requests
     check_generate(request)
     assert request.sampling == pb.Sampling(temperature=0, allowed_token_ids=[0])
     assert request.stopping == pb.Stopping(max_tokens=1, stop_token_ids=[0])
+    assert not request.HasField("grammar")
     for fields in ({}, {"logprobs": 1}):
         with pytest.raises(InvalidArgument, match="max_tokens"):
             completion(max_tokens=0, **fields)
