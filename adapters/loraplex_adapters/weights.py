@@ -1,9 +1,9 @@
 """Weights of one adapter: one flat allocation, its layout, and views.
 
 A single allocation makes a move between tiers one copy, and its size the number that budgets count. The layout is the
-same on disk, host and device: LoRA factors, then Medusa heads. Offsets follow from the shapes, so only shapes and
-scales are written down. Everything lies at multiples of 64 bytes, row-major, in the base model's dtype (token ids
-apart).
+same on disk, host and device: LoRA factors, then Medusa heads, then a classifier. Offsets follow from the shapes, so
+only shapes and scales are written down. Everything lies at multiples of 64 bytes, row-major, in the base model's dtype
+(token ids apart).
 
 LoRA: modules in the order of their paths; of each, A [rank, in] then B [out, rank]. The layout of a LoRA alone is
 written down as it was before there were heads, so old stores stay readable.
@@ -11,13 +11,15 @@ written down as it was before there were heads, so old stores stay readable.
 Heads: the same tensor of all heads is one region, so a set of heads is also one stacked matrix: for each layer the
 weights [num_heads, hidden, hidden] and the biases [num_heads, hidden], then the token ids [num_rows] (int64), then the
 projections [num_projections, num_rows, hidden].
+
+Classifier: the weight [num_labels, hidden], then the bias [num_labels].
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -25,7 +27,7 @@ from torch import Tensor
 
 from loraplex_adapters.io.safetensors import DTYPES
 from loraplex_adapters.io.throttle import checkpoint
-from loraplex_contracts.adapters import AdapterKey, AdapterKind
+from loraplex_contracts.adapters import AdapterKey, AdapterKind, ClassifierInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,15 @@ class MedusaHead:
 
 
 @dataclass(frozen=True, slots=True)
+class Classifier:
+    """A linear from the post-norm hidden state of a position to a logit for each label."""
+
+    info: ClassifierInfo
+    weight: Tensor  # [num_labels, hidden]
+    bias: Tensor | None  # [num_labels]
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterWeights:
     """All tensors are views into `storage`, of the base model's dtype (token ids apart)."""
 
@@ -96,6 +107,7 @@ class AdapterWeights:
     storage: Tensor  # uint8 [num_bytes]
     factors: Mapping[str, LoraFactors]  # by module path (TargetModule.path); empty of heads alone
     heads: tuple[MedusaHead, ...] = ()  # empty of a LoRA alone
+    classifier: Classifier | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -190,6 +202,50 @@ class HeadsShape:
 
 
 @dataclass(frozen=True, slots=True)
+class ClassifierShape:
+    """Shape of a classifier, and its labels."""
+
+    info: ClassifierInfo
+    hidden_size: int
+    has_bias: bool = False
+
+    @property
+    def num_labels(self) -> int:
+        return len(self.info.labels)
+
+    def to_json(self) -> dict[str, Any]:
+        """Canonical: part of the adapter's digest."""
+        return {
+            "labels": list(self.info.labels),
+            "per_token": self.info.per_token,
+            "hidden": self.hidden_size,
+            "bias": self.has_bias,
+        }
+
+    @staticmethod
+    def from_json(value: Any) -> ClassifierShape:
+        """Raises ValueError on anything that `to_json` did not write."""
+        if not isinstance(value, dict):
+            raise ValueError("not the layout of a classifier")
+        labels, hidden_size = value.get("labels"), value.get("hidden")
+        flags = (value.get("per_token"), value.get("bias"))
+        is_list = isinstance(labels, list) and labels and all(isinstance(one, str) for one in labels)
+        is_size = type(hidden_size) is int and 0 < hidden_size < MAX_DIM
+        if not is_list or not is_size or not all(type(flag) is bool for flag in flags):
+            raise ValueError("not the layout of a classifier")
+        return ClassifierShape(ClassifierInfo(tuple(labels), flags[0]), hidden_size, flags[1])
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedClassifier:
+    """A classifier and the places of its tensors, in bytes from the beginning."""
+
+    shape: ClassifierShape
+    weight: int
+    bias: int
+
+
+@dataclass(frozen=True, slots=True)
 class PlacedHeads:
     """A set of heads and the places of its regions, in bytes from the beginning."""
 
@@ -208,6 +264,7 @@ class AdapterLayout:
     factors: tuple[PlacedFactors, ...]
     heads: PlacedHeads | None
     num_bytes: int
+    classifier: PlacedClassifier | None = None
 
     @property
     def max_rank(self) -> int:
@@ -225,8 +282,15 @@ class AdapterLayout:
 
     def to_json(self) -> dict[str, Any]:
         """Canonical: part of the adapter's digest."""
-        lora = {"dtype": self.dtype, "factors": [placed.shape.to_json() for placed in self.factors]}
-        return lora if self.heads is None else lora | {"medusa": self.heads.shape.to_json()}
+        found: dict[str, Any] = {
+            "dtype": self.dtype,
+            "factors": [placed.shape.to_json() for placed in self.factors],
+        }
+        if self.heads is not None:
+            found["medusa"] = self.heads.shape.to_json()
+        if self.classifier is not None:
+            found["classifier"] = self.classifier.shape.to_json()
+        return found
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> AdapterLayout:
@@ -235,11 +299,28 @@ class AdapterLayout:
         if value.get("dtype") not in DTYPES or not isinstance(factors, list):
             raise ValueError("not the layout of a LoRA")
         heads = None if medusa is None else HeadsShape.from_json(medusa)
-        return place_adapter(value["dtype"], map(FactorShape.from_json, factors), heads)
+        classifier = None if value.get("classifier") is None else ClassifierShape.from_json(value["classifier"])
+        return place_adapter(value["dtype"], map(FactorShape.from_json, factors), heads, classifier)
 
 
-def place_adapter(dtype: str, factors: Iterable[FactorShape], heads: HeadsShape | None = None) -> AdapterLayout:
+def place_adapter(
+    dtype: str,
+    factors: Iterable[FactorShape],
+    heads: HeadsShape | None = None,
+    classifier: ClassifierShape | None = None,
+) -> AdapterLayout:
     """Gives every tensor its place."""
+    layout = _place_lora_and_heads(dtype, factors, heads)
+    if classifier is None:
+        return layout
+    itemsize = DTYPES[dtype].itemsize
+    weight = _aligned(layout.num_bytes)
+    bias = _aligned(weight + classifier.num_labels * classifier.hidden_size * itemsize)
+    end = _aligned(bias + classifier.num_labels * itemsize) if classifier.has_bias else bias
+    return replace(layout, num_bytes=end, classifier=PlacedClassifier(classifier, weight, bias))
+
+
+def _place_lora_and_heads(dtype: str, factors: Iterable[FactorShape], heads: HeadsShape | None) -> AdapterLayout:
     itemsize = DTYPES[dtype].itemsize
     placed: list[PlacedFactors] = []
     position = 0
@@ -275,7 +356,8 @@ def weights_at(key: AdapterKey, layout: AdapterLayout, storage: Tensor) -> Adapt
     """The adapter whose bytes are in `storage` (uint8 [num_bytes], contiguous, aligned). Copies nothing."""
     assert storage.numel() == layout.num_bytes, "an adapter's storage is exactly as large as its layout"
     heads = () if layout.heads is None else _heads_at(layout.heads, DTYPES[layout.dtype], storage)
-    return AdapterWeights(key, storage, _factors_at(layout, storage), heads)
+    classifier = None if layout.classifier is None else _classifier_at(layout.classifier, DTYPES[layout.dtype], storage)
+    return AdapterWeights(key, storage, _factors_at(layout, storage), heads, classifier)
 
 
 def _factors_at(layout: AdapterLayout, storage: Tensor) -> dict[str, LoraFactors]:
@@ -291,6 +373,14 @@ def _factors_at(layout: AdapterLayout, storage: Tensor) -> dict[str, LoraFactors
         b = flat.as_strided((shape.out_features, rank), (rank, 1), placed.b_offset // itemsize)  # [out, rank]
         factors[shape.path] = LoraFactors(a, b, shape.scale)
     return factors
+
+
+def _classifier_at(placed: PlacedClassifier, dtype: torch.dtype, storage: Tensor) -> Classifier:
+    shape, flat = placed.shape, storage.view(dtype)
+    first, size = placed.weight // dtype.itemsize, shape.num_labels * shape.hidden_size
+    weight = flat[first : first + size].view(shape.num_labels, shape.hidden_size)
+    first = placed.bias // dtype.itemsize
+    return Classifier(shape.info, weight, flat[first : first + shape.num_labels] if shape.has_bias else None)
 
 
 def _heads_at(placed: PlacedHeads, dtype: torch.dtype, storage: Tensor) -> tuple[MedusaHead, ...]:

@@ -34,6 +34,14 @@ class AdapterKey:
 
 
 @dataclass(frozen=True, slots=True)
+class ClassifierInfo:
+    """What an adapter's classifier tells apart: texts, or each of their tokens."""
+
+    labels: tuple[str, ...]  # in the order of its rows
+    per_token: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterInfo:
     """One row of a listing."""
 
@@ -49,6 +57,7 @@ class AdapterInfo:
     error: str = ""
     error_reason: str = ""
     num_heads: int = 0  # Medusa heads
+    classifier: ClassifierInfo | None = None
 
 
 # Changed rows by adapter key, or by adapter id while it has no key. An empty tuple removes the rows.

@@ -142,6 +142,14 @@ class NoChatTemplate(FailedPrecondition, reason="NO_CHAT_TEMPLATE"):
     """The base model's tokenizer has no chat template."""
 
 
+class NoClassifier(FailedPrecondition, reason="NO_CLASSIFIER"):
+    """The adapter, or the base model, has no classifier."""
+
+
+class ClassifiesOnly(FailedPrecondition, reason="CLASSIFIES_ONLY"):
+    """The adapter was trained to classify, and is asked for a text."""
+
+
 class UnsupportedModel(FailedPrecondition, reason="UNSUPPORTED_MODEL"):
     """A base model that cannot be served correctly; raised while loading it."""
 

@@ -70,6 +70,7 @@ class PoolingParams:
     task: PoolingTask
     positions: PooledPositions = "last"  # hidden states that count; of a classifier as its adapter says
     token_ids: tuple[int, ...] = ()  # of "next_token"
+    labels: tuple[str, ...] = ()  # of a classifier, as its adapter says
 
     @property
     def needs_all(self) -> bool:
@@ -194,6 +195,7 @@ class Pooled:
     values: array[float]
     num_columns: int
     labels: tuple[str, ...] = ()  # of a classifier's columns
+    per_token: bool = False
 
 
 @dataclass(frozen=True, slots=True)

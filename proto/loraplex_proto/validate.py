@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
@@ -98,8 +98,14 @@ HANDLED: Final[dict[str, frozenset[str]]] = {
     "ListAdaptersRequest": frozenset({"include_unloaded", "page_size", "page_token", "prefix", "state"}),
     "WatchLoadRequest": frozenset({"min_interval_s"}),
     "EmbedRequest": frozenset((*_POOLING, "pooling", "dimensions", "omit_normalization")),
-    "ClassifyRequest": frozenset(),
-    "ScoreRequest": frozenset(),
+    "ClassifyRequest": frozenset((*_POOLING, "logits")),
+    "ScoreRequest": frozenset(
+        (
+            *_POOLING,
+            *("query.text", "query.token_ids.ids", *(f"query.{path}" for path in _CHAT)),
+            *("method", "logits", "template", "true_token", "false_token", "pooling"),
+        )
+    ),
     "GetInfoRequest": frozenset(),
     "GetLoadRequest": frozenset(),
 }
@@ -114,13 +120,6 @@ NOT_BUILT: Final[dict[str, dict[str, str]]] = {
         "revision": "adapters are loaded as they are in the server's adapter root",
         "expected_digest": "digests are not checked; compare `digest` in the answer",
         "if_absent": "a load binds the name to the files as they are now; look with GetAdapter first",
-    },
-    **{
-        message.DESCRIPTOR.name: dict.fromkeys(message.DESCRIPTOR.fields_by_name, sentence)
-        for message, sentence in (
-            (pooling_pb2.ClassifyRequest, "texts are not classified"),
-            (pooling_pb2.ScoreRequest, "texts are not scored"),
-        )
     },
 }
 
@@ -488,11 +487,26 @@ def _check_pooling_names(request: PoolingRequest) -> None:
         check_id(request.request_id, field="request_id")
 
 
-def refuse_pooling(request: PoolingRequest) -> NoReturn:
-    """Raises Unimplemented: of these requests no field is acted on."""
-    refuse_unhandled(request)
-    table = NOT_BUILT[request.DESCRIPTOR.name]
-    raise _not_built(next(iter(table)), table)
+def check_score(request: pooling_pb2.ScoreRequest) -> None:
+    """As `check_pooling`, with what only this call has."""
+    check_pooling(request)
+    if not request.HasField("query"):
+        raise InvalidArgument("the request has no `query`: say what the documents are scored against", field="query")
+    check_pooling_input(request.query, "query")
+    kinds = {one.WhichOneof("input") for one in (request.query, *request.inputs)}
+    if request.method != pooling_pb2.SCORE_METHOD_COSINE and ("chat" in kinds or len(kinds) > 1):
+        raise InvalidArgument(
+            "query and documents are one text where they are scored together: give all as `text`, or all as "
+            "`token_ids`; chats only with `method` cosine",
+            field="inputs",
+        )
+    if not request.template:
+        return
+    if kinds != {"text"}:
+        raise InvalidArgument("`template` goes with `text`: token ids are put together as they are", field="template")
+    for name in ("{query}", "{document}"):
+        if request.template.count(name) != 1:
+            raise InvalidArgument(f"`template` must have {name} in it, once", field="template")
 
 
 def check_adapter_request(request: AdapterRequest) -> AdapterId:

@@ -1,4 +1,4 @@
-"""Routes of embeddings in front of scripted workers: dialects, errors, credentials."""
+"""Routes of PoolingService in front of scripted workers: dialects, errors, credentials."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 from support.fake_workers import Cluster, cluster, until
 
 from loraplex_proto.v1 import pooling_pb2
+from loraplex_router.http.pooling import METHODS
 from loraplex_runtime.auth import token_digest
 
 
@@ -78,6 +79,73 @@ async def test_lorax_and_tei(fields: dict[str, Any], expected: Any, adapter_id: 
         assert request.truncate_prompt.keep_start is bool(fields.get("truncate"))
 
 
+async def test_labels_of_texts() -> None:
+    async with http_cluster() as (c, http):
+        answer = await http.post("/classify", json={"model": "cls", "input": ["x", "y"]})
+        body = answer.json()
+        assert [(one["index"], one["label"], one["num_classes"]) for one in body["data"]] == [(0, "b", 3), (1, "b", 3)]
+        assert body["data"][0]["probs"] == [0.25, 0.5, 0.25]
+        assert body["loraplex"]["labels"] == ["a", "b", "c"]
+        lorax = {"inputs": "text", "parameters": {"adapter_id": "cls"}}
+        row = {"entity_group": "b", "score": 0.5, "word": "text", "start": 0, "end": 4}
+        assert (await http.post("/classify", json=lorax)).json() == [row]
+        assert [one.adapter_id for one in c.workers[0].pooling] == ["cls", "cls"]
+        await http.post("/classify", json={"input": "x", "use_activation": False})
+        assert c.workers[0].pooling[-1].logits
+
+
+async def test_entities_of_tokens() -> None:
+    def row(word: str, start: int, end: int) -> dict[str, Any]:
+        return {"entity_group": "PER", "score": pytest.approx(0.8), "word": word, "start": start, "end": end}
+
+    async with http_cluster() as (_, http):
+        lorax = {"inputs": "as ADA and BO", "parameters": {"adapter_id": "ner"}}
+        rows = [row("ADA", 3, 6), row("BO", 11, 13)]
+        assert (await http.post("/classify", json=lorax)).json() == rows
+        many = {**lorax, "inputs": ["as ADA and BO", "nobody"]}
+        assert (await http.post("/classify_batch", json=many)).json() == [rows, []]
+        answer = await http.post("/classify", json={"model": "ner", "input": "x"})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input")
+
+
+@pytest.mark.parametrize("path", ["/score", "/v1/score"])
+async def test_scores(path: str) -> None:
+    async with http_cluster() as (c, http):
+        for fields in ({"text_1": "q", "text_2": ["a", "abc"]}, {"queries": "q", "documents": ["a", "abc"]}):
+            body = (await http.post(path, json={"model": "rank", **fields})).json()
+            assert [(one["index"], one["object"], one["score"]) for one in body["data"]] == [
+                (0, "score", 1001.0),
+                (1, "score", 1003.0),
+            ]
+        body = (await http.post(path, json={"text_1": ["q", "qq"], "text_2": ["a", "abc"]})).json()
+        assert [one["score"] for one in body["data"]] == [1001.0, 2003.0]
+        how = {"method": "next_token", "true_token": "ja", "false_token": "nein", "template": "{query}|{document}"}
+        await http.post(path, json={"text_1": "q", "text_2": "a", "activation": False, **how})
+        request = c.workers[0].pooling[-1]
+        assert (request.method, request.true_token, request.false_token) == (3, "ja", "nein")
+        assert (request.template, request.logits) == ("{query}|{document}", True)
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
+async def test_reranking(path: str) -> None:
+    async with http_cluster() as (c, http):
+        documents = ["a", {"text": "abc"}, "ab"]
+        body = (await http.post(path, json={"query": "q", "documents": documents, "top_n": 2})).json()
+        assert [(one["index"], one["relevance_score"]) for one in body["results"]] == [(1, 1003.0), (2, 1002.0)]
+        assert body["results"][0]["document"] == {"text": "abc"}
+        fields = {"query": "q", "documents": documents, "return_documents": False}
+        assert "document" not in (await http.post(path, json=fields)).json()["results"][0]
+        tei = {"query": "q", "texts": ["a", "abc"], "raw_scores": True, "truncate": True}
+        assert (await http.post(path, json=tei)).json() == [
+            {"index": 1, "score": 1003.0},
+            {"index": 0, "score": 1001.0},
+        ]
+        request = c.workers[0].pooling[-1]
+        assert (request.logits, request.truncate_prompt.keep_start) == (True, True)
+        tei = {"query": "q", "texts": ["a"], "return_text": True}
+        assert (await http.post(path, json=tei)).json() == [{"index": 0, "score": 1001.0, "text": "a"}]
+
+
 @pytest.mark.parametrize(
     ("path", "fields", "status", "param"),
     [
@@ -96,6 +164,16 @@ async def test_lorax_and_tei(fields: dict[str, Any], expected: Any, adapter_id: 
         ("/embed", {"inputs": None}, 400, "inputs"),
         ("/embed", {"inputs": "a", "parameters": {"merged_adapters": {"ids": ["a"]}}}, 400, "merged_adapters"),
         ("/embed", {"inputs": "a", "prompt_name": "query"}, 400, "prompt_name"),
+        ("/classify", {}, 400, "input"),
+        ("/classify", {"inputs": ["a", "b"]}, 400, "inputs"),
+        ("/classify_batch", {"inputs": "a"}, 400, "inputs"),
+        ("/score", {"text_2": "a"}, 400, "text_1"),
+        ("/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, 400, "text_1"),
+        ("/score", {"text_1": "a", "text_2": "b", "method": "guess"}, 400, "method"),
+        ("/rerank", {"documents": ["a"]}, 400, "query"),
+        ("/rerank", {"query": "a"}, 400, "documents"),
+        ("/rerank", {"query": "a", "documents": [{"title": "a"}]}, 400, "documents"),
+        ("/rerank", {"query": "a", "texts": [5]}, 400, "texts"),
     ],
 )
 async def test_mistakes_are_named(path: str, fields: dict[str, Any], status: int, param: str) -> None:
@@ -114,7 +192,7 @@ async def test_credentials_and_another_tenants_adapter(tmp_path: Path) -> None:
     ]
     auth.write_text(json.dumps({"credentials": rows}))
     async with http_cluster(auth_file=auth, worker_token="w") as (_, http):
-        for path in ("/v1/embeddings", "/embed"):
+        for path in METHODS:
             assert (await http.post(path, json={})).status_code == 401
             admin = {"authorization": "Bearer admin"}
             assert (await http.post(path, json={}, headers=admin)).status_code == 403

@@ -8,7 +8,6 @@ import logging
 import math
 import shutil
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +40,6 @@ from loraplex_proto.v1 import (
     adapter_pb2,
     inference_pb2,
     inference_pb2_grpc,
-    pooling_pb2,
-    pooling_pb2_grpc,
     worker_pb2,
     worker_pb2_grpc,
 )
@@ -437,13 +434,6 @@ def test_what_is_not_built_is_refused_by_name(stub: Any, worker: Worker) -> None
     error = error_of(lambda: stub.Generate(mixture))
     assert isinstance(error, Unimplemented)
     assert "`adapters`" in error.message
-    with grpc.insecure_channel(worker.address) as channel:
-        pooling = pooling_pb2_grpc.PoolingServiceStub(channel)
-        for call, request in (
-            (pooling.Classify, pooling_pb2.ClassifyRequest()),
-            (pooling.Score, pooling_pb2.ScoreRequest()),
-        ):
-            assert isinstance(error_of(partial(call, request)), Unimplemented)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
-"""Embeddings in mixed batches equal Transformers' and PEFT's hidden states."""
+"""Embeddings and classifiers in mixed batches equal Transformers and PEFT."""
 
 from __future__ import annotations
 
 import copy
+import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,9 +16,10 @@ from support.dense import greedy, make_dense
 from support.peft_files import SPECS, linear_names, save_adapter
 from support.zoo import VOCAB_SIZE, random_model
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, PreTrainedModel
 
 from loraplex_contracts.adapters import AdapterId
+from loraplex_contracts.errors import ClassifiesOnly, Code, NoClassifier
 from loraplex_contracts.request import (
     CompletionEnd,
     Event,
@@ -99,6 +101,35 @@ def feature_extraction(base: PreTrainedModel, folder: Path) -> PeftModel:
     return peft.eval()
 
 
+def classifier(base: PreTrainedModel, folder: Path, num_labels: int, *, per_token: bool = False) -> PeftModel:
+    """PEFT's model over the base model with a classifier in the place of its head."""
+    torch.manual_seed(num_labels)
+    config = copy.deepcopy(base.config)
+    config.num_labels = num_labels
+    kind = AutoModelForTokenClassification if per_token else AutoModelForSequenceClassification
+    model = kind.from_config(config).to(torch.float64)
+    prefix = base.base_model_prefix
+    getattr(model, prefix).load_state_dict(getattr(base, prefix).state_dict())
+    lora = LoraConfig(
+        task_type=TaskType.TOKEN_CLS if per_token else TaskType.SEQ_CLS,
+        r=2,
+        target_modules=linear_names(base)[0],
+        init_lora_weights=False,
+        fan_in_fan_out=base.config.model_type == "gpt2",
+    )
+    peft = get_peft_model(model, lora)
+    peft.save_pretrained(folder)
+    return peft.eval()
+
+
+def engine_for(base: PreTrainedModel, root: Path, *, num_slots: int) -> Engine:
+    adapters = AdaptersConfig(
+        root=root, device_bytes=1 << 20, host_bytes=1 << 20, disk_bytes=1 << 20, num_device_slots=num_slots
+    )
+    config = EngineConfig(CONFIG.model, CONFIG.kv, CONFIG.batch, adapters)
+    return assemble(adopt_model(copy.deepcopy(base)), config, lambda text: None, lambda: None)
+
+
 @pytest.fixture(params=["llama", "gpt2"])
 def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Engine, dict[str, nn.Module]]]:
     base = make_dense(random_model(request.param))
@@ -106,12 +137,7 @@ def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Engi
     for seed, spec in enumerate(SPECS[:2]):
         models[spec.name] = save_adapter(base, spec, tmp_path / spec.name, seed)
     models["features"] = feature_extraction(base, tmp_path / "features")
-    # Two slots for three adapters: each is evicted and comes back.
-    adapters = AdaptersConfig(
-        root=tmp_path, device_bytes=1 << 20, host_bytes=1 << 20, disk_bytes=1 << 20, num_device_slots=2
-    )
-    config = EngineConfig(CONFIG.model, CONFIG.kv, CONFIG.batch, adapters)
-    engine = assemble(adopt_model(copy.deepcopy(base)), config, lambda text: None, lambda: None)
+    engine = engine_for(base, tmp_path, num_slots=2)  # for three adapters: each is evicted and comes back
     yield engine, models
     assert engine.integrity_report() == ""
     engine.close()
@@ -160,3 +186,79 @@ def test_embeddings_beside_generation(world: tuple[Engine, dict[str, nn.Module]]
                 assert not np.allclose(want, hidden_states(models[""], prompt)[-1], atol=1e-3)
         assert (num_cached > 0) is (repeat > 0)
     assert engine._cache.usage().device_evictions > 0  # pyright: ignore[reportPrivateUsage]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
+def test_classifiers_beside_generation_and_embeddings(family: str, tmp_path: Path) -> None:
+    """Three of texts with 2, 3 and 7 labels and one of tokens, in two slots: before and after eviction."""
+    base = make_dense(random_model(family))
+    models: dict[str, nn.Module] = {}
+    for number in (2, 3, 7):
+        models[f"cls-{number}"] = classifier(base, tmp_path / f"cls-{number}", number)
+    models["tokens"] = classifier(base, tmp_path / "tokens", 5, per_token=True)
+    models["lora"] = save_adapter(base, SPECS[1], tmp_path / "lora")
+    config_path = tmp_path / "cls-3" / "adapter_config.json"
+    fields = json.loads(config_path.read_text()) | {"id2label": {"0": "red", "1": "green", "2": "blue"}}
+    config_path.write_text(json.dumps(fields))
+    engine = engine_for(base, tmp_path, num_slots=2)
+    dice = np.random.default_rng(5)
+    for _ in range(2):
+        names = ["cls-2", "lora", "tokens", "cls-7", "cls-3", "lora", "cls-2", "tokens", "cls-3", "cls-7"]
+        prompts = [dice.integers(2, VOCAB_SIZE, int(dice.integers(1, 30))).tolist() for _ in names]
+        requests = [
+            generation(f"{i}", prompt, name)
+            if name == "lora"
+            else pooling(f"{i}", prompt, name, PoolingParams("classify"))
+            for i, (name, prompt) in enumerate(zip(names, prompts, strict=True))
+        ]
+        requests.append(pooling("embed", prompts[0], "cls-2", PoolingParams("embed", "mean")))
+        events = run(engine, requests)
+        for i, (name, prompt) in enumerate(zip(names, prompts, strict=True)):
+            found = events[f"{i}"]
+            assert isinstance(found[-1], CompletionEnd), found[-1]
+            if name == "lora":
+                tokens = [t for event in found if isinstance(event, Tokens) for t in event.token_ids]
+                assert tokens == greedy(models[name], prompt, NUM_TOKENS)
+                continue
+            with torch.no_grad():
+                want = models[name](input_ids=torch.tensor([prompt])).logits.numpy()
+            np.testing.assert_allclose(
+                values_of(found), want[0] if name == "tokens" else want, rtol=1e-9, atol=1e-9, err_msg=name
+            )
+            (pooled,) = [event for event in found if isinstance(event, Pooled)]
+            assert pooled.per_token is (name == "tokens")
+            labels = ("red", "green", "blue") if name == "cls-3" else tuple(f"LABEL_{n}" for n in range(want.shape[-1]))
+            assert pooled.labels == labels
+        base_of = models["cls-2"].get_base_model()
+        with torch.no_grad():
+            states = getattr(base_of, base.base_model_prefix)(input_ids=torch.tensor([prompts[0]])).last_hidden_state
+        np.testing.assert_allclose(values_of(events["embed"])[0], states[0].mean(dim=0).numpy(), rtol=1e-9, atol=1e-9)
+    assert engine._cache.usage().device_evictions > 2  # pyright: ignore[reportPrivateUsage]
+    assert engine.integrity_report() == ""
+    engine.close()
+
+
+def test_adapters_are_not_asked_for_what_they_cannot_do(tmp_path: Path) -> None:
+    base = make_dense(random_model("llama"))
+    classifier(base, tmp_path / "cls", 3)
+    save_adapter(base, SPECS[1], tmp_path / "lora")
+    engine = engine_for(base, tmp_path, num_slots=2)
+    classify, next_token = PoolingParams("classify"), PoolingParams("next_token", token_ids=(5,))
+    requests = [
+        generation("text", [5, 6], "cls"),
+        pooling("next", [5, 6], "cls", next_token),
+        pooling("lora", [5, 6], "lora", classify),
+        pooling("base", [5, 6], "", classify),
+        pooling("fine", [5, 6], "cls", classify),
+    ]
+    events = run(engine, requests)
+    errors = {name: found[-1].error for name, found in events.items() if isinstance(found[-1], RequestFailed)}
+    assert {name: type(error) for name, error in errors.items()} == {
+        "text": ClassifiesOnly,
+        "next": ClassifiesOnly,
+        "lora": NoClassifier,
+        "base": NoClassifier,
+    }
+    assert all(error.code is Code.FAILED_PRECONDITION for error in errors.values())
+    assert engine.integrity_report() == ""
+    engine.close()

@@ -76,6 +76,9 @@ class FakeCache:
         self.holds[key] = self.holds.get(key, 0) + 1
         return key
 
+    def classifier(self, key: AdapterKey) -> None:
+        return None
+
     def drop_hold(self, key: AdapterKey) -> None:
         self.holds[key] -= 1
 

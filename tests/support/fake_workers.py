@@ -139,7 +139,11 @@ class FakeWorker:
                 name: unary(self._adapters(name))
                 for name in ("LoadAdapter", "UnloadAdapter", "GetAdapter", "ListAdapters")
             },
-            "PoolingService": {"Embed": unary(self._embed)},
+            "PoolingService": {
+                "Embed": unary(self._embed),
+                "Classify": unary(self._classify),
+                "Score": unary(self._score),
+            },
             "WorkerService": {"WatchLoad": stream(self._watch_load)},
         }
         for service, handlers in services.items():
@@ -229,6 +233,35 @@ class FakeWorker:
             embeddings=[pooling_pb2.Embedding(values=[num, 0.5], prompt_tokens=num) for num in lengths],
             usage=inference_pb2.Usage(prompt_tokens=sum(lengths)),
             adapter_digest="d" if request.adapter_id else "",
+        ).SerializeToString()
+
+    async def _classify(self, raw: bytes, context: Any) -> bytes:
+        """Of texts three labels, the second the likeliest; of the adapter `ner` a label for each character."""
+        request = await _checked(pooling_pb2.ClassifyRequest, validate.check_pooling, raw, context)
+        self.pooling.append(request)
+        answer = pooling_pb2.ClassifyResponse(request_id=request.request_id, per_token=request.adapter_id == "ner")
+        answer.labels.extend(["O", "B-PER", "I-PER"] if answer.per_token else ["a", "b", "c"])
+        for one in request.inputs:
+            found = answer.classifications.add()
+            if not answer.per_token:
+                found.rows.add(probabilities=[0.25, 0.5, 0.25])
+                continue
+            before = " "
+            for idx, char in enumerate(one.text):
+                label = 0 if char.islower() or char == " " else 2 if before.isupper() else 1
+                found.rows.add(probabilities=[0.8 if label == other else 0.1 for other in range(3)])
+                found.starts.append(idx)
+                found.ends.append(idx + 1)
+                before = char
+        return answer.SerializeToString()
+
+    async def _score(self, raw: bytes, context: Any) -> bytes:
+        """Of each document its length, and that of the query a thousand times."""
+        request = await _checked(pooling_pb2.ScoreRequest, validate.check_score, raw, context)
+        self.pooling.append(request)
+        scores = [1000 * len(request.query.text) + len(one.text) for one in request.inputs]
+        return pooling_pb2.ScoreResponse(
+            request_id=request.request_id, scores=scores, usage=inference_pb2.Usage(prompt_tokens=len(scores))
         ).SerializeToString()
 
     async def _get_tokenizer_info(self, raw: bytes, context: Any) -> bytes:

@@ -48,6 +48,7 @@ def key_row(record: KeyRecord, adapter_id: str) -> AdapterInfo:
         num_bytes=record.num_bytes,
         rank=record.rank,
         num_heads=record.num_heads,
+        classifier=record.classifier,
         num_running=record.num_leases,
         pinned=adapter_id in record.pinned_names,
         error=str(record.error or ""),

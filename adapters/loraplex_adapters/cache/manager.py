@@ -31,7 +31,7 @@ from loraplex_adapters.io.source_files import AdapterSource
 from loraplex_adapters.io.throttle import Throttle, throttled
 from loraplex_adapters.store import AdapterStore
 from loraplex_adapters.weights import AdapterWeights, BaseTargets
-from loraplex_contracts.adapters import AdapterId, AdapterInfo, AdapterKey, CacheUsage, ListingChanges
+from loraplex_contracts.adapters import AdapterId, AdapterInfo, AdapterKey, CacheUsage, ClassifierInfo, ListingChanges
 from loraplex_contracts.errors import AdapterMemoryFull, DiskFull, LoraplexError, SourceUnavailable, unexpected
 
 log = logging.getLogger(__name__)
@@ -151,6 +151,10 @@ class AdapterManager:
         key = self._table.resolve(adapter_id, now)
         self._start_fetches()
         return key
+
+    def classifier(self, key: AdapterKey) -> ClassifierInfo | None:
+        """The classifier of an adapter that is held; None where it has none."""
+        return self._residency.records[key].classifier
 
     def drop_hold(self, key: AdapterKey) -> None:
         """The request that resolved it has ended."""
@@ -287,10 +291,9 @@ class AdapterManager:
     def _take_fetched(self, fetch: Fetch, found: HostCopy, started_s: float, now: float) -> None:
         self._count(started_s, 0)
         if isinstance(fetch, FetchName):
-            layout = found.layout
-            self._table.name_fetched(
-                fetch.name, fetch.ticket, found.key, layout.num_bytes, layout.max_rank, now, layout.num_heads
-            )
+            layout, key = found.layout, found.key
+            beside = layout.num_heads, None if layout.classifier is None else layout.classifier.shape.info
+            self._table.name_fetched(fetch.name, fetch.ticket, key, layout.num_bytes, layout.max_rank, now, *beside)
         else:
             self._residency.refetched(fetch.key, found.key, now)
 

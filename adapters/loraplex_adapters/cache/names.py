@@ -21,7 +21,7 @@ from loraplex_adapters.cache.states import (
     NameState,
     remembered_s,
 )
-from loraplex_contracts.adapters import AdapterInfo, AdapterKey, ListingChanges
+from loraplex_contracts.adapters import AdapterInfo, AdapterKey, ClassifierInfo, ListingChanges
 from loraplex_contracts.errors import AdapterLoadsBusy, AdapterMemoryFull, AdapterNotFound, adapter_not_found
 
 MAX_REMEMBERED_FAILURES = 1024  # any name can be asked for; bounds their memory
@@ -103,7 +103,15 @@ class AdapterTable:
     # --- outcomes -------------------------------------------------------------------------------------------------
 
     def name_fetched(
-        self, name: str, ticket: int, key: AdapterKey, num_bytes: int, rank: int, now: float, num_heads: int = 0
+        self,
+        name: str,
+        ticket: int,
+        key: AdapterKey,
+        num_bytes: int,
+        rank: int,
+        now: float,
+        num_heads: int = 0,
+        classifier: ClassifierInfo | None = None,
     ) -> None:
         self.num_fetching -= 1
         record = self.names.get(name)
@@ -116,7 +124,7 @@ class AdapterTable:
                 self._fail(record, refusal, now)
                 return
         record.step(NameEvent.FETCHED)
-        self._bind(record, key, num_bytes, rank, num_heads)
+        self._bind(record, key, num_bytes, rank, num_heads, classifier)
         self.residency.prefetch(key)  # it is about to be used
         if operation is None or operation.ended_s is not None:
             return
@@ -260,11 +268,19 @@ class AdapterTable:
             )
         return None
 
-    def _bind(self, record: NameRecord, key: AdapterKey, num_bytes: int, rank: int, num_heads: int) -> None:
+    def _bind(
+        self,
+        record: NameRecord,
+        key: AdapterKey,
+        num_bytes: int,
+        rank: int,
+        num_heads: int,
+        classifier: ClassifierInfo | None,
+    ) -> None:
         previous = record.key
         record.key = key
         self.changed.add(record.name)
-        self.residency.bind(key, record.name, num_bytes, rank, num_heads)
+        self.residency.bind(key, record.name, num_bytes, rank, num_heads, classifier)
         if previous is not None and previous != key:
             self.residency.unbind(previous, record.name)
 

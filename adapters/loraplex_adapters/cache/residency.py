@@ -34,7 +34,7 @@ from loraplex_adapters.cache.states import (
     Stage,
     remembered_s,
 )
-from loraplex_contracts.adapters import AdapterKey
+from loraplex_contracts.adapters import AdapterKey, ClassifierInfo
 from loraplex_contracts.errors import AdapterMemoryFull, FailedPrecondition, InvalidArgument, SourceUnavailable
 
 RETRY_AFTER_S = 1.0
@@ -98,9 +98,17 @@ class ResidencyTable:
 
     # --- names and holders ----------------------------------------------------------------------------------------
 
-    def bind(self, key: AdapterKey, name: str, num_bytes: int, rank: int, num_heads: int = 0) -> None:
+    def bind(
+        self,
+        key: AdapterKey,
+        name: str,
+        num_bytes: int,
+        rank: int,
+        num_heads: int = 0,
+        classifier: ClassifierInfo | None = None,
+    ) -> None:
         """The store has fresh bytes of `key`, under `name`."""
-        record = self.records.setdefault(key, KeyRecord(key, num_bytes, rank, num_heads))
+        record = self.records.setdefault(key, KeyRecord(key, num_bytes, rank, num_heads, classifier))
         record.names.add(name)
         record.last_name = name
         self.changed.add(key)

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from loraplex_adapters.formats.adapter import AdapterPlan, plan_adapter
 from loraplex_adapters.formats.medusa import without_base_head, write_heads
-from loraplex_adapters.formats.peft import check_base_copies, write_lora
+from loraplex_adapters.formats.peft import check_base_copies, write_classifier, write_lora
 from loraplex_adapters.io.safetensors import PieceReader, PieceWriter, WriteFn, bytes_of
 from loraplex_adapters.io.source_files import AdapterSource
 from loraplex_adapters.io.throttle import checkpoint
@@ -268,6 +268,8 @@ def import_adapter(
                 write_lora(plan.lora, layout, out, reader)
             if plan.heads is not None:
                 write_heads(plan.heads, layout, targets.vocab_size, out, reader)
+            if plan.lora is not None and plan.lora.classifier is not None:
+                write_classifier(plan.lora.classifier, layout, out, reader)
             out.pad_to(layout.num_bytes)
             files.check_unchanged()
 

@@ -13,14 +13,22 @@ from dataclasses import dataclass, replace
 from loraplex_adapters.formats.files import (
     CONFIG_NAME,
     MEDUSA_WEIGHTS_NAME,
+    MODEL_CONFIG_NAME,
     WEIGHTS_NAME,
     detect_kind,
     ignored_template,
 )
 from loraplex_adapters.formats.medusa import HeadsPlan, model_tensors, plan_heads, read_medusa_config, split_heads
-from loraplex_adapters.formats.peft import MAX_CONFIG_BYTES, LoraPlan, PlannedModule, parse_peft_config, plan_lora
+from loraplex_adapters.formats.peft import (
+    MAX_CONFIG_BYTES,
+    LoraPlan,
+    PlannedModule,
+    parse_labels,
+    parse_peft_config,
+    plan_lora,
+)
 from loraplex_adapters.io.safetensors import TensorInfo, read_header
-from loraplex_adapters.io.source_files import AdapterFiles, read_all
+from loraplex_adapters.io.source_files import AdapterFiles, parse_object, read_all
 from loraplex_adapters.weights import AdapterLayout, BaseTargets, place_adapter
 from loraplex_contracts.errors import AdapterInvalid, AdapterUnsupported
 
@@ -66,7 +74,8 @@ def plan_adapter(files: AdapterFiles, targets: BaseTargets) -> AdapterPlan:
 
 def _layout(dtype: str, lora: LoraPlan | None, heads: HeadsPlan | None) -> AdapterLayout:
     factors = [] if lora is None else [module.shape for module in lora.modules]
-    return place_adapter(dtype, factors, None if heads is None else heads.shape)
+    classifier = None if lora is None or lora.classifier is None else lora.classifier.shape
+    return place_adapter(dtype, factors, None if heads is None else heads.shape, classifier)
 
 
 def _plan_lora(files: AdapterFiles, tensors: Sequence[TensorInfo], targets: BaseTargets) -> LoraPlan:
@@ -83,4 +92,8 @@ def _plan_lora(files: AdapterFiles, tensors: Sequence[TensorInfo], targets: Base
             f"{stranger.where} is not a tensor of a Medusa head; a LoRA's tensors must lie in one file"
         )
     config = parse_peft_config(read_all(files.open(CONFIG_NAME), MAX_CONFIG_BYTES))
+    if config.classifies != "no" and not config.labels and MODEL_CONFIG_NAME in files.names:
+        data = read_all(files.open(MODEL_CONFIG_NAME), MAX_CONFIG_BYTES)
+        beside = parse_object(data, MODEL_CONFIG_NAME, MAX_CONFIG_BYTES)
+        config = replace(config, labels=parse_labels(beside, MODEL_CONFIG_NAME))
     return plan_lora(config, {tensor.name: tensor for tensor in tensors}, targets)

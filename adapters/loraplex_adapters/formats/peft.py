@@ -1,4 +1,4 @@
-r"""PEFT LoRA: configuration, rank patterns, plan against the base model, and bytes.
+r"""PEFT LoRA: configuration, rank patterns, classifier, plan against the base model, and bytes.
 
 The plan is made of the configuration (`adapter_config.json`) and the file's header. Every field that changes the
 mathematics is either carried out or refused by name; an unknown field is refused too, unless it is empty: it may belong
@@ -21,7 +21,7 @@ import string
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 from loraplex_adapters.formats.files import CONFIG_NAME, WEIGHTS_NAME
 from loraplex_adapters.io.safetensors import (
@@ -34,7 +34,8 @@ from loraplex_adapters.io.safetensors import (
 )
 from loraplex_adapters.io.source_files import parse_object
 from loraplex_adapters.io.throttle import checkpoint
-from loraplex_adapters.weights import AdapterLayout, BaseTargets, FactorShape, TargetModule
+from loraplex_adapters.weights import AdapterLayout, BaseTargets, ClassifierShape, FactorShape, TargetModule
+from loraplex_contracts.adapters import ClassifierInfo
 from loraplex_contracts.errors import (
     AdapterInvalid,
     AdapterUnsupported,
@@ -51,13 +52,17 @@ MAX_PATTERNS = 4096
 MAX_TARGETS = 4096
 MAX_RANK = 1 << 16
 MAX_ALPHA = float(1 << 16)
+MAX_LABELS = 4096
+MAX_LABEL_CHARS = 256
+# What Transformers calls a classifier on top of a model.
+CLASSIFIER_NAMES = ("score", "classifier")
+_CLASSIFIERS: Mapping[str, Literal["texts", "tokens"]] = {"SEQ_CLS": "texts", "TOKEN_CLS": "tokens"}
 
 # Empty (null, false, [], {}) is fine; anything else changes what the adapter computes.
 _REFUSED: Mapping[str, str] = {
     "use_dora": "DoRA",
     "alora_invocation_tokens": "activated LoRA (aLoRA)",
     "lora_bias": "a bias on lora_B",
-    "modules_to_save": "whole modules saved with the adapter",
     "layer_replication": "layers repeated by the adapter",
     "target_parameters": "LoRA on parameters, such as the experts of a mixture",
     "trainable_token_indices": "token rows trained with the adapter",
@@ -75,7 +80,7 @@ _CLEAN_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica"})
 _BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga", "lora-ga")
 # Only training depends on these, or the choice of modules, which the tensors show anyway.
 _WITHOUT_EFFECT = frozenset({
-    "task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "lora_dropout", "exclude_modules",
+    "auto_mapping", "peft_version", "revision", "inference_mode", "lora_dropout", "exclude_modules",
     "layers_to_transform", "layers_pattern", "megatron_core", "loftq_config", "eva_config", "corda_config",
     "lora_ga_config", "qalora_group_size", "runtime_config", "ensure_weight_tying", "merge_weights",
     # fan_in_fan_out says how the base stores its weight; the factors have one orientation in any case.
@@ -85,7 +90,7 @@ _WITHOUT_EFFECT = frozenset({
 })  # fmt: skip
 _USED = frozenset({
     "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights",
-    "target_modules", "base_model_name_or_path",
+    "target_modules", "base_model_name_or_path", "modules_to_save", "task_type", "id2label",
 })  # fmt: skip
 
 
@@ -100,6 +105,8 @@ class PeftLoraConfig:
     alpha_pattern: tuple[tuple[ModulePattern, float], ...]
     target_modules: frozenset[str] | None  # None: a pattern or a shorthand; the tensors decide
     base_model: str  # informative only: shapes decide
+    classifies: Literal["no", "texts", "tokens"] = "no"  # by a module that is saved with the adapter
+    labels: tuple[str, ...] = ()  # empty where the configuration has none
 
     def rank_and_scale(self, path: str, budget: Budget) -> tuple[int, float]:
         """Of one module. As in PEFT: the first pattern that matches, else the common value; the scale comes from the
@@ -128,6 +135,8 @@ def parse_peft_config(data: bytes) -> PeftLoraConfig:
     if peft_type != "LORA":
         raise AdapterUnsupported(f"{CONFIG_NAME}: peft_type {_shown(peft_type)} is not served; LORA is")
     _refuse_variants(fields)
+    classifies = _CLASSIFIERS.get(str(fields.get("task_type")), "no")
+    _check_saved_modules(fields, classifies)
     _check_init(fields.get("init_lora_weights", True))
     budget = compile_budget()
     rank_pattern = _patterns(fields, "rank_pattern", budget)
@@ -142,7 +151,35 @@ def parse_peft_config(data: bytes) -> PeftLoraConfig:
         # With tied weights PEFT saves factors for modules that it has taken off the list.
         target_modules=None if fields.get("ensure_weight_tying") else _targets(fields.get("target_modules")),
         base_model=base_model[:256] if isinstance(base_model, str) else "",
+        classifies=classifies,
+        labels=() if classifies == "no" else parse_labels(fields, CONFIG_NAME),
     )
+
+
+def _check_saved_modules(fields: Mapping[str, Any], classifies: str) -> None:
+    """Modules that are saved whole are served where they are a classifier, which PEFT calls by either name."""
+    names = fields.get("modules_to_save")
+    if not names or (classifies != "no" and isinstance(names, list) and set(map(str, names)) <= set(CLASSIFIER_NAMES)):
+        return
+    raise AdapterUnsupported(
+        f"{CONFIG_NAME}: modules_to_save (whole modules saved with the adapter) is not served, but for "
+        f"{' and '.join(CLASSIFIER_NAMES)} of a classifier (task_type SEQ_CLS or TOKEN_CLS)"
+    )
+
+
+def parse_labels(fields: Mapping[str, Any], file_name: str) -> tuple[str, ...]:
+    """The labels in `id2label`, in their order; none where there is no such field. Raises AdapterInvalid."""
+    found: Any = fields.get("id2label")
+    if not found:
+        return ()
+    numbers = {str(number) for number in range(len(found))} if isinstance(found, dict) else set[str]()
+    is_whole = isinstance(found, dict) and found.keys() == numbers and len(found) <= MAX_LABELS
+    if not is_whole or not all(isinstance(one, str) and 0 < len(one) <= MAX_LABEL_CHARS for one in found.values()):
+        raise AdapterInvalid(
+            f"{file_name}: id2label must give a name of at most {MAX_LABEL_CHARS} characters to each number from 0 on, "
+            f"{MAX_LABELS} at most"
+        )
+    return tuple(found[str(number)] for number in range(len(found)))
 
 
 def _refuse_variants(fields: Mapping[str, Any]) -> None:
@@ -345,12 +382,22 @@ class PlannedModule:
 
 
 @dataclass(frozen=True, slots=True)
+class PlannedClassifier:
+    """A classifier's tensors in the file, checked."""
+
+    shape: ClassifierShape
+    weight: TensorInfo
+    bias: TensorInfo | None
+
+
+@dataclass(frozen=True, slots=True)
 class LoraPlan:
     """The tensors to read. `modules` are in the layout's order."""
 
     modules: tuple[PlannedModule, ...]
     base_copies: tuple[tuple[TensorInfo, TargetModule], ...]  # must equal the base model's own weight
     warnings: tuple[str, ...]
+    classifier: PlannedClassifier | None = None
 
 
 @dataclass(slots=True)
@@ -366,11 +413,15 @@ def plan_lora(config: PeftLoraConfig, tensors: Mapping[str, TensorInfo], targets
     """Raises AdapterInvalid or one of its kinds (AdapterUnsupported, BaseMismatch, ShapeMismatch, RankLimit)."""
     found: dict[str, _Found] = {}
     others: list[TensorInfo] = []
+    saved: dict[str, TensorInfo] = {}  # of a classifier
     for tensor in tensors.values():
         checkpoint()
         path, part, rest = _parts(tensor)
         if part in _FACTORS and rest != "bias":
             _take(found, path, part, tensor)
+        elif config.classifies != "no" and (name := _name_in_classifier(tensor)):
+            if saved.setdefault(name, tensor) is not tensor:
+                raise AdapterInvalid(f"{tensor.where} is a second {name} of a classifier")
         else:
             others.append(tensor)
     above = _above(found, targets)
@@ -380,7 +431,41 @@ def plan_lora(config: PeftLoraConfig, tensors: Mapping[str, TensorInfo], targets
     budget = match_budget()
     modules = [_module(path, above, entry, config, targets, budget) for path, entry in found.items()]
     modules.sort(key=lambda module: module.shape)
-    return LoraPlan(tuple(modules), tuple(base_copies), tuple(_warnings(config, targets, found)))
+    return LoraPlan(
+        tuple(modules),
+        tuple(base_copies),
+        tuple(_warnings(config, targets, found)),
+        None if config.classifies == "no" else _classifier(config, saved, targets),
+    )
+
+
+def _name_in_classifier(tensor: TensorInfo) -> str:
+    """`weight` or `bias`; empty for a tensor that is not a classifier's."""
+    module, _, name = tensor.name.removeprefix(_PREFIX).partition(".")
+    name = name.removeprefix("modules_to_save.").removeprefix("default.")
+    return name if module in CLASSIFIER_NAMES and name in ("weight", "bias") else ""
+
+
+def _classifier(config: PeftLoraConfig, saved: Mapping[str, TensorInfo], targets: BaseTargets) -> PlannedClassifier:
+    weight, bias = saved.get("weight"), saved.get("bias")
+    if weight is None:
+        raise AdapterInvalid(
+            f"{CONFIG_NAME} says that the adapter classifies {config.classifies}, but {WEIGHTS_NAME} has no "
+            f"{' or '.join(f'{name}.weight' for name in CLASSIFIER_NAMES)}: save it with modules_to_save"
+        )
+    num_labels = weight.shape[0] if len(weight.shape) == 2 else 0
+    if not 1 <= num_labels <= MAX_LABELS:
+        raise ShapeMismatch(f"{weight.where} has shape {list(weight.shape)}; a classifier has 1 to {MAX_LABELS} labels")
+    _check_shape(weight, (num_labels, targets.hidden_size))
+    check_float(weight)
+    if bias is not None:
+        _check_shape(bias, (num_labels,))
+        check_float(bias)
+    labels = config.labels or tuple(f"LABEL_{number}" for number in range(num_labels))
+    if len(labels) != num_labels:
+        raise AdapterInvalid(f"{CONFIG_NAME}: id2label has {len(labels)} labels; {weight.where} has {num_labels} rows")
+    info = ClassifierInfo(labels, config.classifies == "tokens")
+    return PlannedClassifier(ClassifierShape(info, targets.hidden_size, bias is not None), weight, bias)
 
 
 def _parts(tensor: TensorInfo) -> tuple[str, str, str]:
@@ -491,7 +576,7 @@ def _no_such_module(path: str, tensor: TensorInfo, targets: BaseTargets) -> Adap
     )
 
 
-def _check_shape(tensor: TensorInfo, expected: tuple[int, int]) -> None:
+def _check_shape(tensor: TensorInfo, expected: tuple[int, ...]) -> None:
     if tensor.shape != expected:
         raise ShapeMismatch(
             f"{tensor.where} has shape {list(tensor.shape)}; base model and {CONFIG_NAME} make it {list(expected)}"
@@ -522,6 +607,17 @@ def write_lora(plan: LoraPlan, layout: AdapterLayout, out: PieceWriter, reader: 
                 for _ in reader.pieces(tensor):
                     pass
             raise
+
+
+def write_classifier(plan: PlannedClassifier, layout: AdapterLayout, out: PieceWriter, reader: PieceReader) -> None:
+    """Writes the classifier at its place. Raises NonFinite, or what the file raises."""
+    placed = layout.classifier
+    assert placed is not None, "a classifier has its place in the layout"
+    for tensor, place in ((plan.weight, placed.weight), (plan.bias, placed.bias)):
+        if tensor is not None:
+            out.pad_to(place)
+            for piece in reader.pieces(tensor):
+                out.write(piece)
 
 
 def check_base_copies(plan: LoraPlan, reader: PieceReader) -> None:

@@ -1,10 +1,11 @@
-"""Embeddings over HTTP: routes of OpenAI, LoRAX and Text Embeddings Inference (TEI)."""
+"""Embeddings, classes and scores over HTTP, as OpenAI, vLLM, LoRAX, TEI and Jina have them."""
 
 from __future__ import annotations
 
 import base64
 import struct
-from collections.abc import Awaitable, Callable, Mapping
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal, TypeVar, cast
 
 from fastapi import FastAPI, Request
@@ -17,15 +18,25 @@ from loraplex_contracts.errors import InvalidArgument, LoraplexError, Unimplemen
 from loraplex_proto.v1 import inference_pb2, pooling_pb2
 from loraplex_proto.validate import MAX_POOLING_INPUTS
 from loraplex_router.calls import Call
-from loraplex_router.http.backend import Backend, adapter_of, ignored_header, request_id_of, unicode_text
+from loraplex_router.http.backend import (
+    MAX_PROMPTS,
+    Backend,
+    adapter_of,
+    ignored_header,
+    request_id_of,
+    unicode_text,
+)
 from loraplex_router.http.errors import is_missing_model, model_not_found
-from loraplex_router.http.models import Fields, ignored_fields
+from loraplex_router.http.models import Fields, Uint32, ignored_fields
+from loraplex_router.http.streaming import FanOut, metadata_of, while_connected
 
 _SERVICE: Final = "/loraplex.v1.PoolingService/"
 # The method of gRPC whose roles a route asks for.
 METHODS: Final[Mapping[str, str]] = {
     "/v1/embeddings": _SERVICE + "Embed",
     "/embed": _SERVICE + "Embed",
+    **dict.fromkeys(("/classify", "/classify_batch"), _SERVICE + "Classify"),
+    **dict.fromkeys(("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"), _SERVICE + "Score"),
 }
 # Fields of the wire that have another name here.
 PARAMS: Final[Mapping[str, str]] = {
@@ -34,6 +45,16 @@ PARAMS: Final[Mapping[str, str]] = {
 }
 # LoRAX's names of the base model, beside its id.
 _LORAX_BASE: Final = ("", "__base_model__")
+_POOLINGS: Final[Mapping[str | None, pooling_pb2.Pooling.ValueType]] = {
+    None: pooling_pb2.POOLING_UNSPECIFIED,
+    "last_token": pooling_pb2.POOLING_LAST_TOKEN,
+    "mean": pooling_pb2.POOLING_MEAN,
+}
+_METHODS_OF_SCORES: Final[Mapping[str, pooling_pb2.ScoreMethod.ValueType]] = {
+    "classifier": pooling_pb2.SCORE_METHOD_CLASSIFIER,
+    "cosine": pooling_pb2.SCORE_METHOD_COSINE,
+    "next_token": pooling_pb2.SCORE_METHOD_NEXT_TOKEN,
+}
 _MAX_TOKEN_ID: Final = (1 << 32) - 1
 
 _PoolingRequest = TypeVar(
@@ -86,6 +107,57 @@ class EmbedBody(Fields):
     prompt_name: str | None = None
 
 
+class ClassifyBody(PoolingFields):
+    """Body of POST /classify and /classify_batch: vLLM's `input`, or LoRAX's `inputs`."""
+
+    input: Any = None
+    inputs: Any = None
+    parameters: Parameters | None = None
+    activation: bool | None = None
+    use_activation: bool | None = None
+    softmax: bool | None = None
+    stream: bool | None = None
+
+
+class ScoringFields(PoolingFields):
+    """Fields that /score and /rerank have in common; `method` and what belongs to it are ours."""
+
+    method: Literal["classifier", "cosine", "next_token"] | None = None
+    template: str | None = None
+    true_token: str | None = None
+    false_token: str | None = None
+    pooling: Literal["last_token", "mean"] | None = None
+    activation: bool | None = None
+    use_activation: bool | None = None
+
+
+class ScoreBody(ScoringFields):
+    """Body of POST /score."""
+
+    text_1: Any = None
+    text_2: Any = None
+    queries: Any = None
+    documents: Any = None
+    items: Any = None
+    data_1: Any = None
+    data_2: Any = None
+
+
+class RerankBody(ScoringFields):
+    """Body of POST /rerank: Jina's and Cohere's `documents`, or TEI's `texts`."""
+
+    query: Any = None
+    documents: Any = None
+    texts: Any = None
+    top_n: Annotated[int, Field(ge=0, le=(1 << 32) - 1)] | None = None
+    return_documents: bool | None = None
+    return_text: bool | None = None
+    raw_scores: bool | None = None
+    truncate: bool | None = None
+    truncation_direction: Literal["left", "right", "Left", "Right"] | None = None
+    max_tokens_per_doc: Uint32 | None = None
+
+
 # --- routes ---------------------------------------------------------------------------------------------------------
 
 
@@ -98,6 +170,12 @@ class PoolingRoutes:
     def add_to(self, app: FastAPI) -> None:
         app.post("/v1/embeddings", response_class=Response)(self.embeddings)
         app.post("/embed", response_class=Response)(self.embed)
+        app.post("/classify", response_class=Response)(self.classify)
+        app.post("/classify_batch", response_class=Response)(self.classify_batch)
+        for path in ("/score", "/v1/score"):
+            app.post(path, response_class=Response)(self.score)
+        for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+            app.post(path, response_class=Response)(self.rerank)
 
     async def embeddings(self, body: EmbeddingsRequest, request: Request) -> Response:
         ignored = ignored_fields(body)
@@ -105,7 +183,7 @@ class PoolingRoutes:
         self._put_fields(message, body, request)
         message.dimensions = body.dimensions or 0
         message.omit_normalization = body.normalize is False
-        message.pooling = pooling_pb2.POOLING_MEAN if body.pooling == "mean" else pooling_pb2.POOLING_UNSPECIFIED
+        message.pooling = _POOLINGS[body.pooling]
         answer = await self._embed(message, body.model, request)
         to_json = _base64 if body.encoding_format == "base64" else _floats
         data = [
@@ -139,12 +217,167 @@ class PoolingRoutes:
         is_tei = not isinstance(body.inputs, str) or any(one is not None for one in of_tei)
         return JSONResponse(rows if is_tei else {"embeddings": rows[0]}, headers=_headers(message, ignored))
 
+    async def classify(self, body: ClassifyBody, request: Request) -> Response:
+        """vLLM's form with `input`: the likeliest label of each input. LoRAX's with `inputs`: the entities of a text by
+        a token classifier, the label of a text by another."""
+        message, answer, ignored = await self._classify(body, request, of_many=False)
+        if body.inputs is not None:
+            return JSONResponse(_entities(message, answer, 0), headers=_headers(message, ignored))
+        if answer.per_token:
+            raise InvalidArgument(
+                "the adapter classifies tokens: send a text as `inputs`, and get its entities", field="input"
+            )
+        data: list[dict[str, Any]] = []
+        for index, one in enumerate(answer.classifications):
+            values = list(one.rows[0].probabilities)
+            best = max(range(len(values)), key=values.__getitem__)
+            label = answer.labels[best]
+            data.append({"index": index, "label": label, "probs": values, "num_classes": len(values)})
+        content = {
+            "id": f"classify-{message.request_id}",
+            "object": "list",
+            "created": int(time.time()),
+            "model": body.model or self._backend.base_names()[0],
+            "data": data,
+            "usage": usage_of(answer.usage),
+            "loraplex": _own(message.adapter_id, answer) | {"labels": list(answer.labels)},
+        }
+        return JSONResponse(content, headers=_headers(message, ignored))
+
+    async def classify_batch(self, body: ClassifyBody, request: Request) -> Response:
+        """LoRAX's form: the entities of each text."""
+        message, answer, ignored = await self._classify(body, request, of_many=True)
+        found = [_entities(message, answer, index) for index in range(len(answer.classifications))]
+        return JSONResponse(found, headers=_headers(message, ignored))
+
+    async def _classify(
+        self, body: ClassifyBody, request: Request, *, of_many: bool
+    ) -> tuple[pooling_pb2.ClassifyRequest, pooling_pb2.ClassifyResponse, tuple[str, ...]]:
+        ignored = ignored_fields(body)
+        name = "input" if body.inputs is None and not of_many else "inputs"
+        given = body.input if name == "input" else body.inputs
+        if name == "inputs" and isinstance(given, str) is of_many:
+            form = "a list of texts" if of_many else "one text; /classify_batch takes several"
+            raise InvalidArgument(f"`inputs` must be {form}", field="inputs")
+        message = pooling_pb2.ClassifyRequest(inputs=inputs_of(given, name))
+        self._put_fields(message, body, request)
+        if body.parameters is not None:
+            message.adapter_id = lorax_adapter(body.parameters, self._backend)
+        message.logits = False in (body.activation, body.use_activation, body.softmax)
+        relay = self._backend.relay.classify
+        model = body.model or message.adapter_id
+        return (
+            message,
+            await self._ask("Classify", relay, message, pooling_pb2.ClassifyResponse, model, request),
+            ignored,
+        )
+
+    async def score(self, body: ScoreBody, request: Request) -> Response:
+        """One query to all documents, or as many queries as documents, pair by pair."""
+        ignored = ignored_fields(body)
+        first, queries = _first(text_1=body.text_1, queries=body.queries, data_1=body.data_1)
+        second, documents = _first(text_2=body.text_2, documents=body.documents, items=body.items, data_2=body.data_2)
+        left, right = inputs_of(queries, first), inputs_of(documents, second)
+        if len(left) not in (1, len(right)):
+            raise InvalidArgument(
+                f"`{first}` has {len(left)} texts for the {len(right)} of `{second}`: give one, or as many", field=first
+            )
+        pairs = (
+            [(left[0], right)] if len(left) == 1 else [(one, [other]) for one, other in zip(left, right, strict=True)]
+        )
+        if len(pairs) > MAX_PROMPTS:
+            raise InvalidArgument(f"`{first}` takes {MAX_PROMPTS} texts; there are {len(pairs)}", field=first)
+        messages = [self._score_request(body, query, several, request) for query, several in pairs]
+        answers = await self._scores(messages, body.model, request)
+        scores = [score for answer in answers for score in answer.scores]
+        usage = inference_pb2.Usage(
+            prompt_tokens=sum(one.usage.prompt_tokens for one in answers),
+            cached_tokens=sum(one.usage.cached_tokens for one in answers),
+        )
+        content = {
+            "id": f"score-{messages[0].request_id}",
+            "object": "list",
+            "created": int(time.time()),
+            "model": body.model or self._backend.base_names()[0],
+            "data": [{"index": index, "object": "score", "score": one} for index, one in enumerate(scores)],
+            "usage": usage_of(usage),
+            "loraplex": _own(messages[0].adapter_id, answers[0]),
+        }
+        return JSONResponse(content, headers=_headers(messages[0], ignored))
+
+    async def rerank(self, body: RerankBody, request: Request) -> Response:
+        """The documents, the best first."""
+        ignored = ignored_fields(body)
+        name, documents = _first(documents=body.documents, texts=body.texts)
+        if not isinstance(documents, list) or not documents:
+            raise InvalidArgument(f"`{name}` must be a list of texts", field=name)
+        texts = [_document(one, name) for one in cast("list[Any]", documents)]
+        message = self._score_request(body, input_of(body.query, "query"), inputs_of(texts, name), request)
+        message.logits = message.logits or bool(body.raw_scores)
+        if body.truncate or body.max_tokens_per_doc:
+            message.truncate_prompt.max_tokens = body.max_tokens_per_doc or 0
+            message.truncate_prompt.keep_start = (body.truncation_direction or "right").lower() == "right"
+        (answer,) = await self._scores([message], body.model, request)
+        order = sorted(range(len(texts)), key=lambda index: -answer.scores[index])
+        headers = _headers(message, ignored)
+        if name == "texts":
+            rows = [
+                {"index": index, "score": answer.scores[index]}
+                | ({"text": texts[index]} if body.return_text or body.return_documents else {})
+                for index in order
+            ]
+            return JSONResponse(rows[: body.top_n or None], headers=headers)
+        results = [
+            {"index": index, "relevance_score": answer.scores[index]}
+            | ({} if body.return_documents is False else {"document": {"text": texts[index]}})
+            for index in order[: body.top_n or None]
+        ]
+        content = {
+            "id": f"rerank-{message.request_id}",
+            "model": body.model or self._backend.base_names()[0],
+            "usage": usage_of(answer.usage),
+            "results": results,
+            "loraplex": _own(message.adapter_id, answer),
+        }
+        return JSONResponse(content, headers=headers)
+
+    def _score_request(
+        self,
+        body: ScoringFields,
+        query: pooling_pb2.PoolingInput,
+        documents: list[pooling_pb2.PoolingInput],
+        request: Request,
+    ) -> pooling_pb2.ScoreRequest:
+        message = pooling_pb2.ScoreRequest(query=query, inputs=documents)
+        self._put_fields(message, body, request)
+        if body.method is not None:
+            message.method = _METHODS_OF_SCORES[body.method]
+        for name in ("template", "true_token", "false_token"):
+            setattr(message, name, unicode_text(getattr(body, name) or "", name))
+        message.logits = False in (body.activation, body.use_activation)
+        message.pooling = _POOLINGS[body.pooling]
+        return message
+
     # --- calls -----------------------------------------------------------------------------------------------------
 
     async def _embed(
         self, message: pooling_pb2.EmbedRequest, model: str | None, request: Request
     ) -> pooling_pb2.EmbedResponse:
         return await self._ask("Embed", self._backend.relay.embed, message, pooling_pb2.EmbedResponse, model, request)
+
+    async def _scores(
+        self, messages: Sequence[pooling_pb2.ScoreRequest], model: str | None, request: Request
+    ) -> list[pooling_pb2.ScoreResponse]:
+        """The answers in the order of the requests, or the first error."""
+        handle = self._backend.handler("Score", self._backend.relay.score)
+        calls = FanOut(handle, [one.SerializeToString() for one in messages], metadata_of(request))
+        try:
+            found = await while_connected(request.receive, calls.answers())
+        except LoraplexError as error:
+            raise _named(error, model) from error
+        finally:
+            calls.cancel()
+        return [pooling_pb2.ScoreResponse.FromString(raw) for raw in found]
 
     async def _ask(
         self,
@@ -160,9 +393,7 @@ class PoolingRoutes:
         try:
             return cls.FromString(await self._backend.ask(handle, message.SerializeToString(), request))
         except LoraplexError as error:
-            if is_missing_model(error):
-                raise model_not_found(model or "") from error
-            raise
+            raise _named(error, model) from error
 
     def _put_fields(self, message: _PoolingRequest, body: PoolingFields, request: Request) -> None:
         message.adapter_id = adapter_of(body.model, self._backend.base_names())
@@ -204,6 +435,60 @@ def input_of(given: Any, name: str) -> pooling_pb2.PoolingInput:
     if not ids or not all(type(one) is int and 0 <= one <= _MAX_TOKEN_ID for one in ids):
         raise InvalidArgument(f"`{name}` must be a text, a list of token ids, or a list of either", field=name)
     return pooling_pb2.PoolingInput(token_ids=inference_pb2.TokenIds(ids=ids))
+
+
+def _named(error: LoraplexError, model: str | None) -> LoraplexError:
+    return model_not_found(model or "") if is_missing_model(error) else error
+
+
+def _first(**given: Any) -> tuple[str, Any]:
+    """The first of these fields that is there, with its name."""
+    return next(((name, value) for name, value in given.items() if value is not None), next(iter(given.items())))
+
+
+def _document(given: Any, name: str) -> str:
+    """A text, or an object with one. Raises InvalidArgument."""
+    text = cast("dict[str, Any]", given).get("text") if isinstance(given, dict) else given
+    if not isinstance(text, str):
+        raise InvalidArgument(f"`{name}` takes texts, or objects with `text`", field=name)
+    return text
+
+
+def _entities(
+    message: pooling_pb2.ClassifyRequest, answer: pooling_pb2.ClassifyResponse, index: int
+) -> list[dict[str, Any]]:
+    """LoRAX's rows. Neighbouring tokens of one label are one entity: tags like `B-PER` and `I-PER` are the label `PER`,
+    of which `B` begins another one; tokens of `O` are none. Of a text's classifier the one row is the whole text."""
+    one, text = answer.classifications[index], message.inputs[index].text
+    if not answer.per_token:
+        values = one.rows[0].probabilities
+        best = max(range(len(values)), key=values.__getitem__)
+        row = {"entity_group": answer.labels[best], "score": values[best], "word": text, "start": 0, "end": len(text)}
+        return [row]
+    found: list[dict[str, Any]] = []
+    scores: list[float] = []
+    group = ""
+    for row, start, end in zip(one.rows, one.starts, one.ends, strict=True):
+        if start == end:  # special, or a part of a character
+            continue
+        best = max(range(len(row.probabilities)), key=row.probabilities.__getitem__)
+        tag, label = split_tag(answer.labels[best])
+        if label == "O":
+            group = ""
+            continue
+        if tag == "B" or label != group:
+            group, scores = label, []
+            found.append({"entity_group": label, "score": 0.0, "word": "", "start": start, "end": end})
+        scores.append(row.probabilities[best])
+        entity = found[-1]
+        entity |= {"end": end, "score": sum(scores) / len(scores)}
+        entity["word"] = text[entity["start"] : end].strip()
+    return found
+
+
+def split_tag(label: str) -> tuple[str, str]:
+    """`B` or `I` and the label of `B-PER` and `I-PER`; no tag and the label of others."""
+    return (label[0], label[2:]) if label[:2] in ("B-", "I-") and len(label) > 2 else ("", label)
 
 
 def lorax_adapter(parameters: Parameters | None, backend: Backend) -> str:

@@ -15,7 +15,14 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from loraplex_adapters.cache.manager import AdapterManager
 from loraplex_contracts.adapters import AdapterId, AdapterInfo, AdapterKey
-from loraplex_contracts.errors import DeadlineExceeded, Draining, LoraplexError, unexpected
+from loraplex_contracts.errors import (
+    ClassifiesOnly,
+    DeadlineExceeded,
+    Draining,
+    LoraplexError,
+    NoClassifier,
+    unexpected,
+)
 from loraplex_contracts.load import Forecast, Load
 from loraplex_contracts.plan import GrammarMatcher, StepPlan
 from loraplex_contracts.request import CompletionEnd, Event, Grammar, Request, RequestFailed, Tokens
@@ -359,9 +366,10 @@ class Engine:
                 self._resolve(accepted)
 
     def _schedule(self, accepted: _Accepted) -> None:
-        request, adapter_key = accepted.request, accepted.adapter_key
+        adapter_key = accepted.adapter_key
         accepted.is_scheduled = True
         try:
+            request = self._with_classifier(accepted.request, adapter_key)
             self._speculator.begin(request, adapter_key, accepted.medusa_key)
             keeps_hidden = self._speculator.needs_hidden_states(request.request_id)
             self._scheduler.add(
@@ -375,6 +383,29 @@ class Engine:
         except LoraplexError as error:
             accepted.is_scheduled = False
             self._end(accepted.request.request_id, error)
+
+    def _with_classifier(self, request: Request, adapter_key: AdapterKey | None) -> Request:
+        """The request with what its adapter's classifier says about it. Raises NoClassifier, or ClassifiesOnly where an
+        adapter with a classifier is asked for a text."""
+        classifier = None if adapter_key is None else self._cache.classifier(adapter_key)
+        pooling = request.pooling
+        if pooling is not None and pooling.task == "classify":
+            if classifier is None:
+                name = f"adapter {request.adapter_id!a}" if adapter_key is not None else "the base model"
+                raise NoClassifier(
+                    f"{name} has no classifier: name an adapter that was trained to classify (task_type SEQ_CLS or "
+                    "TOKEN_CLS), or ask for embeddings or a text",
+                    field="adapter_id",
+                )
+            positions = "each" if classifier.per_token else "last"
+            return replace(request, pooling=replace(pooling, positions=positions, labels=classifier.labels))
+        if classifier is not None and (pooling is None or pooling.task == "next_token"):
+            raise ClassifiesOnly(
+                f"adapter {request.adapter_id!a} was trained to classify and writes no text: ask Classify (over HTTP "
+                "/classify) for its labels, or name another adapter",
+                field="adapter_id",
+            )
+        return request
 
     def _end(self, request_id: str, error: LoraplexError) -> None:
         """Ends a request with `error`, wherever it is; a request that has ended already is left alone."""

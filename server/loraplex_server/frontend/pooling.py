@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -29,6 +30,7 @@ class PooledAnswer:
 
     values: Floats  # [num_rows, num_columns]
     labels: tuple[str, ...]  # of a classifier's columns
+    per_token: bool
     num_prompt_tokens: int
     num_cached_tokens: int
     adapter_digest: str
@@ -79,7 +81,13 @@ async def _read(stream: RequestStream) -> PooledAnswer:
                         raise Internal("a request for pooled values ended without them; please report this")
                     values = np.frombuffer(pooled.values, dtype=np.float64).reshape(-1, pooled.num_columns)
                     return PooledAnswer(
-                        values, pooled.labels, event.num_prompt_tokens, event.num_cached_tokens, digest, queue_s
+                        values=values,
+                        labels=pooled.labels,
+                        per_token=pooled.per_token,
+                        num_prompt_tokens=event.num_prompt_tokens,
+                        num_cached_tokens=event.num_cached_tokens,
+                        adapter_digest=digest,
+                        queue_s=queue_s,
                     )
                 case _:
                     pass  # requests for values get no tokens
@@ -91,3 +99,17 @@ def embedding(values: Floats, dimensions: int, *, normalizes: bool) -> Floats:
     if not normalizes:
         return kept
     return kept / max(float(np.linalg.norm(kept)), MIN_LENGTH)
+
+
+def probabilities(logits: Floats) -> Floats:
+    """Of the labels in each row [num_rows, num_labels]; a single label is a yes or no."""
+    if logits.shape[1] == 1:
+        return np.vectorize(sigmoid, otypes=[np.float64])(logits)
+    powers = np.exp(logits - logits.max(axis=1, keepdims=True))
+    return powers / powers.sum(axis=1, keepdims=True)
+
+
+def sigmoid(logit: float) -> float:
+    """The probability of a yes, without overflow."""
+    power = math.exp(-abs(logit))
+    return 1 / (1 + power) if logit >= 0 else power / (1 + power)

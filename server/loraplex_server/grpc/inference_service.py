@@ -29,7 +29,7 @@ from loraplex_server.text.tokenizer import Truncation
 
 Context = Any  # grpc.aio.ServicerContext, which is generic over messages in its stubs
 
-TASKS = ("generate", "embed")
+TASKS = ("generate", "embed", "classify", "score")
 
 
 @dataclass(slots=True)

@@ -1,27 +1,27 @@
-"""PoolingService of a worker: embeddings, and typed refusals of what is not built."""
+"""PoolingService of a worker: embeddings, classes, scores."""
 
 from __future__ import annotations
 
 import itertools
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from loraplex_contracts.adapters import AdapterId
-from loraplex_contracts.errors import InvalidArgument
+from loraplex_contracts.errors import FailedPrecondition, InvalidArgument, NoClassifier
 from loraplex_contracts.request import PoolingParams, Request, SpeculationParams, StoppingParams
 from loraplex_proto import validate
 from loraplex_proto.v1 import inference_pb2, pooling_pb2, pooling_pb2_grpc
 from loraplex_server.engine.client import EngineClient
 from loraplex_server.engine.pipe import ModelInfo
-from loraplex_server.frontend.pooling import PooledAnswer, embedding, pool_all
+from loraplex_server.frontend.pooling import PooledAnswer, embedding, pool_all, probabilities, sigmoid
 from loraplex_server.frontend.tokenizing import Tokenizing
 from loraplex_server.grpc.middleware import RequestGate, begin_request, handles_errors
 from loraplex_server.grpc.prompts import TOKEN_CHARS, PoolingRequest, Prompts, seconds_left, within
-from loraplex_server.text.tokenizer import Truncation
 
 Context = Any
 
@@ -47,9 +47,7 @@ class PoolingServicer(pooling_pb2_grpc.PoolingServiceServicer):
             raise InvalidArgument(
                 f"`dimensions` is {request.dimensions}; this model's embeddings have {size} values", field="dimensions"
             )
-        params = PoolingParams("embed", "mean" if request.pooling == pooling_pb2.POOLING_MEAN else "last")
-        requests = await self._accept(request, request_id, params, context)
-        answers = await pool_all(self._engine, requests)
+        answers = await self._pool(request, request_id, _embeds(request.pooling), request.inputs, context)
         made = [
             embedding(one.values[0], request.dimensions, normalizes=not request.omit_normalization) for one in answers
         ]
@@ -66,24 +64,128 @@ class PoolingServicer(pooling_pb2_grpc.PoolingServiceServicer):
 
     @handles_errors
     async def Classify(self, request: pooling_pb2.ClassifyRequest, context: Context) -> pooling_pb2.ClassifyResponse:
-        validate.refuse_pooling(request)
+        started_s = time.monotonic()
+        request_id = begin_request(request.request_id)
+        validate.check_pooling(request)
+        answers = await self._pool(request, request_id, PoolingParams("classify"), request.inputs, context)
+        first = answers[0]
+        found = [
+            pooling_pb2.Classification(
+                rows=[
+                    pooling_pb2.LabelProbabilities(probabilities=row)
+                    for row in (one.values if request.logits else probabilities(one.values)).tolist()
+                ]
+            )
+            for one in answers
+        ]
+        if first.per_token:
+            await self._put_offsets(found, request)
+        return pooling_pb2.ClassifyResponse(
+            request_id=request_id,
+            labels=first.labels,
+            classifications=found,
+            usage=_usage(answers),
+            timings=_timings(answers, started_s),
+            adapter_digest=first.adapter_digest,
+            per_token=first.per_token,
+        )
 
     @handles_errors
     async def Score(self, request: pooling_pb2.ScoreRequest, context: Context) -> pooling_pb2.ScoreResponse:
-        validate.refuse_pooling(request)
+        started_s = time.monotonic()
+        request_id = begin_request(request.request_id)
+        validate.check_score(request)
+        answers, scores = await self._score(request, request_id, context)
+        return pooling_pb2.ScoreResponse(
+            request_id=request_id,
+            scores=scores,
+            usage=_usage(answers),
+            timings=_timings(answers, started_s),
+            adapter_digest=answers[0].adapter_digest,
+        )
+
+    async def _score(
+        self, request: pooling_pb2.ScoreRequest, request_id: str, context: Context
+    ) -> tuple[list[PooledAnswer], list[float]]:
+        """What the engine said, and the scores in the order of the documents."""
+        method = request.method
+        is_open = method == pooling_pb2.SCORE_METHOD_UNSPECIFIED
+        if method == pooling_pb2.SCORE_METHOD_CLASSIFIER or (is_open and request.adapter_id):
+            try:
+                return await self._score_by_classifier(request, request_id, context)
+            except NoClassifier:
+                if not is_open:
+                    raise
+        if method == pooling_pb2.SCORE_METHOD_NEXT_TOKEN:
+            tokenizer = self._tokenizing.tokenizer
+            ids = (
+                tokenizer.token_id(request.true_token or "yes", "true_token"),
+                tokenizer.token_id(request.false_token or "no", "false_token"),
+            )
+            params = PoolingParams("next_token", token_ids=ids)
+            answers = await self._pool(request, request_id, params, request.inputs, context, query=request.query)
+            differences = [float(one.values[0, 0] - one.values[0, 1]) for one in answers]
+            return answers, [one if request.logits else sigmoid(one) for one in differences]
+        inputs = [request.query, *request.inputs]
+        answers = await self._pool(request, request_id, _embeds(request.pooling), inputs, context)
+        query, *documents = [embedding(one.values[0], 0, normalizes=True) for one in answers]
+        return answers, [float(query @ one) for one in documents]
+
+    async def _score_by_classifier(
+        self, request: pooling_pb2.ScoreRequest, request_id: str, context: Context
+    ) -> tuple[list[PooledAnswer], list[float]]:
+        params = PoolingParams("classify")
+        answers = await self._pool(request, request_id, params, request.inputs, context, query=request.query)
+        first = answers[0]
+        if first.per_token or len(first.labels) != 1:
+            what = "classifies tokens" if first.per_token else f"has {len(first.labels)} labels"
+            raise FailedPrecondition(
+                f"adapter {request.adapter_id!a} {what}: a score is made of one label of the whole text; ask Classify, "
+                "or set `method`",
+                field="adapter_id",
+            )
+        logits = [float(one.values[0, 0]) for one in answers]
+        return answers, [one if request.logits else sigmoid(one) for one in logits]
+
+    async def _pool(
+        self,
+        message: PoolingRequest,
+        request_id: str,
+        params: PoolingParams,
+        inputs: Sequence[pooling_pb2.PoolingInput],
+        context: Context,
+        *,
+        query: pooling_pb2.PoolingInput | None = None,
+    ) -> list[PooledAnswer]:
+        """The engine's answers, one for each input; with a `query` of query and input together. Raises typed errors."""
+        requests = await self._accept(message, request_id, params, inputs, query, context)
+        return await pool_all(self._engine, requests)
+
+    async def _put_offsets(
+        self, found: Sequence[pooling_pb2.Classification], request: pooling_pb2.ClassifyRequest
+    ) -> None:
+        truncation, special = self._prompts.truncation(request, 0), not request.omit_special_tokens
+        for one, given in zip(found, request.inputs, strict=True):
+            if given.WhichOneof("input") == "text":
+                offsets = await self._prompts.offsets(given.text, truncation, special=special)
+                one.starts.extend(begin for begin, _ in offsets)
+                one.ends.extend(end for _, end in offsets)
 
     async def _accept(
-        self, message: PoolingRequest, request_id: str, params: PoolingParams, context: Context
+        self,
+        message: PoolingRequest,
+        request_id: str,
+        params: PoolingParams,
+        inputs: Sequence[pooling_pb2.PoolingInput],
+        query: pooling_pb2.PoolingInput | None,
+        context: Context,
     ) -> list[Request]:
         """The engine's requests, one for each input. Raises typed errors."""
         arrival_s, left_s = time.monotonic(), seconds_left(context)
         identity = self._gate.admit(*validate.pooling_adapters_in(message))
         async with within(left_s):
             self._refuse_early(message, identity.tenant, left_s)
-            truncation = self._prompts.truncation(message, 0)
-            prompts = [
-                await self._prompt(one, truncation, special=not message.omit_special_tokens) for one in message.inputs
-            ]
+            prompts = [await self._prompt(message, one, query) for one in inputs]
         return [
             Request(
                 request_id=f"{request_id}/{next(self._counter)}",  # clients may choose equal ids
@@ -102,14 +204,29 @@ class PoolingServicer(pooling_pb2_grpc.PoolingServiceServicer):
         ]
 
     async def _prompt(
-        self, one: pooling_pb2.PoolingInput, truncation: Truncation | None, *, special: bool
+        self, message: PoolingRequest, one: pooling_pb2.PoolingInput, query: pooling_pb2.PoolingInput | None
     ) -> tuple[int, ...]:
-        limits, ids = self._tokenizing.limits, one.token_ids.ids
-        if truncation is None:
-            validate.check_prompt_length(max(1, len(ids)), limits, makes_tokens=False)  # before each id is looked at
-        check = partial(validate.check_token_ids, ids, "inputs.token_ids.ids", limits)
-        await self._tokenizing.off_loop(len(ids), check)
-        prompt = await self._prompts.ids(one, truncation, special=special)
+        """Raises typed errors for ids that this model does not have, and for a prompt that its context cannot hold."""
+        limits, special = self._tokenizing.limits, not message.omit_special_tokens
+        truncation = self._prompts.truncation(message, 0)
+        parts = [one] if query is None else [query, one]
+        num_ids = sum(len(part.token_ids.ids) for part in parts)
+        if truncation is None and num_ids:
+            validate.check_prompt_length(num_ids, limits, makes_tokens=False)  # before each id is looked at
+        for part, field in zip(parts, ("inputs",) if query is None else ("query", "inputs"), strict=True):
+            check = partial(validate.check_token_ids, part.token_ids.ids, f"{field}.token_ids.ids", limits)
+            await self._tokenizing.off_loop(len(part.token_ids.ids), check)
+        template = message.template if isinstance(message, pooling_pb2.ScoreRequest) else ""
+        if query is None:
+            prompt = await self._prompts.ids(one, truncation, special=special)
+        elif template:
+            text = _filled(template, {"{query}": query.text, "{document}": one.text})
+            prompt = await self._prompts.ids(pooling_pb2.PoolingInput(text=text), truncation, special=special)
+        elif query.WhichOneof("input") == "text":
+            prompt = await self._prompts.pair_ids(query.text, one.text, truncation, special=special)
+        else:
+            ids = inference_pb2.TokenIds(ids=[*query.token_ids.ids, *one.token_ids.ids])
+            prompt = await self._prompts.ids(pooling_pb2.PoolingInput(token_ids=ids), truncation, special=special)
         validate.check_prompt_length(len(prompt), limits, makes_tokens=False)
         return prompt
 
@@ -122,6 +239,15 @@ class PoolingServicer(pooling_pb2_grpc.PoolingServiceServicer):
             len(one.token_ids.ids) or (len(one.text) + one.chat.ByteSize()) // TOKEN_CHARS for one in message.inputs
         )
         forecast.check((tenant, message.adapter_id), num_prompt, 1, left_s)
+
+
+def _embeds(pooling: int) -> PoolingParams:
+    return PoolingParams("embed", "mean" if pooling == pooling_pb2.POOLING_MEAN else "last")
+
+
+def _filled(template: str, values: Mapping[str, str]) -> str:
+    """The template with the values in their places; what looks like a place in a value is left alone."""
+    return re.sub("|".join(map(re.escape, values)), lambda match: values[match[0]], template)
 
 
 def _usage(answers: Sequence[PooledAnswer]) -> inference_pb2.Usage:

@@ -48,6 +48,20 @@ class Prompts:
         num_bytes = chat.ByteSize() + MESSAGE_CHARS * len(chat.messages)
         return await self._tokenizing.off_loop(num_bytes, partial(self._rendered, chat)), False
 
+    async def pair_ids(
+        self, first: str, second: str, truncation: Truncation | None, *, special: bool
+    ) -> tuple[int, ...]:
+        """Of two texts, as `TextTokenizer.encode_pair`."""
+        encode = self._tokenizing.tokenizer.encode_pair
+        work = partial(encode, first, second, add_special_tokens=special, truncation=truncation)
+        return tuple(await self._tokenizing.off_loop(len(first) + len(second), work))
+
+    async def offsets(self, text: str, truncation: Truncation | None, *, special: bool) -> Sequence[tuple[int, int]]:
+        """Where each token of a text begins and ends, in characters."""
+        encode = self._tokenizing.tokenizer.encode_with_offsets
+        work = partial(encode, text, add_special_tokens=special, truncation=truncation)
+        return (await self._tokenizing.off_loop(len(text), work)).offsets
+
     def truncation(self, message: inference_pb2.GenerateRequest | PoolingRequest, num_new: int) -> Truncation | None:
         """Of a request that leaves room for `num_new` tokens; None where its prompt is not truncated."""
         if not message.HasField("truncate_prompt"):

@@ -44,6 +44,10 @@ class AdapterSlots:
             if isinstance(module, AdaptedLinear):
                 module.ops = ops
 
+    def installed(self, slot: int) -> AdapterWeights | None:
+        """The adapter in `slot`."""
+        return self._installed[slot]
+
     def install(self, slot: int, weights: AdapterWeights | None) -> None:
         """Puts an adapter into `slot` of all modules, or clears it. Between steps only."""
         if weights is not None:

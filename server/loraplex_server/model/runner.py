@@ -22,6 +22,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from loraplex_contracts.errors import (
@@ -71,7 +72,7 @@ class FinishedStep:
 class _Pooled:
     """The pooled values of a step's spans."""
 
-    sums: dict[int, Tensor]  # by row: of the hidden states of a prompt so far [hidden], float64
+    so_far: dict[int, Tensor]  # by row, of a prompt's tokens so far: the sum of their states, or the logits of each
     shapes: dict[str, tuple[int, int]]  # by sequence id, of those that end: rows and columns
     values: Download  # of theirs, one after the other
 
@@ -138,7 +139,7 @@ class ModelRunner:
         # By row, what its latest token was sampled from: post-norm hidden states of a step [num_head_rows, hidden], and
         # which one. None where it is not kept.
         self._hidden: list[tuple[Tensor, int] | None] = [None] * max_rows
-        self._sums: dict[int, Tensor] = {}  # by row, of prompts whose mean is wanted
+        self._pooled: dict[int, Tensor] = {}  # as `_Pooled.so_far`
         # Sequences that could not enter; their spans answer with this.
         self._refused: dict[int, LoraplexError] = {}
         loaded.bind_kv(cache, attention)
@@ -186,7 +187,7 @@ class ModelRunner:
     def _commit(self, launched: _Launched) -> None:
         self.mirror.commit(launched.staged)
         if launched.pooled is not None:
-            self._sums |= launched.pooled.sums
+            self._pooled |= launched.pooled.so_far
 
     def finish(self, launched: _Launched) -> dict[str, SpanResult]:
         """Waits for a step that is under way. For its handle."""
@@ -260,7 +261,7 @@ class ModelRunner:
         self.mirror.release(row)
         self._sampler.clear_row(row)
         self._hidden[row] = None
-        self._sums.pop(row, None)
+        self._pooled.pop(row, None)
         self._refused.pop(row, None)
 
     def _enter(self, sequence: NewSequence) -> None:
@@ -298,20 +299,23 @@ class ModelRunner:
         return _Launched(staged, samples, self._fetch(samples.pack()), keepers, hidden, pooled)
 
     def _pool(self, staged: StagedStep, logits: Tensor, hidden: Tensor | None) -> _Pooled:
-        """The values of spans that end pooling; sums of those that go on."""
-        sums: dict[int, Tensor] = {}
+        """The values of spans that end pooling, and what is kept of those that go on."""
+        so_far: dict[int, Tensor] = {}
         values: dict[str, Tensor] = {}  # [rows, columns] each
         for one in staged.pooled:
             row, span = staged.rows[one.span_idx], staged.spans[one.span_idx]
             assert hidden is not None, "hidden states of pooled rows are captured"
             states = hidden[one.start : one.start + one.num_rows]
-            pooling = row.sequence.pooling
+            pooling, before = row.sequence.pooling, self._pooled.get(span.row)
             assert pooling is not None
+            if pooling.task == "classify":
+                states = self._classify(row, states)
             if pooling.positions == "mean":
-                total = states.to(torch.float64).sum(dim=0)
-                total += self._sums.get(span.row, 0.0)
-                sums[span.row] = total
-                states = (total / (span.start + span.num_tokens)).unsqueeze(0)
+                states = states.to(torch.float64).sum(dim=0, keepdim=True)
+                so_far[span.row] = total = states if before is None else before + states
+                states = total / (span.start + span.num_tokens)
+            elif pooling.positions == "each":
+                so_far[span.row] = states = states if before is None else torch.cat([before, states])
             if span.ends_pooling:
                 values[span.sequence_id] = states
         for row, span, start in zip(staged.rows, staged.spans, staged.head_starts, strict=True):
@@ -322,7 +326,15 @@ class ModelRunner:
         shapes = {sequence_id: (one.shape[0], one.shape[1]) for sequence_id, one in values.items()}
         flat = [one.reshape(-1).to(torch.float64) for one in values.values()]
         packed = torch.cat(flat) if flat else torch.empty(0, dtype=torch.float64, device=self._device)
-        return _Pooled(sums, shapes, self._fetch(packed))
+        return _Pooled(so_far, shapes, self._fetch(packed))
+
+    def _classify(self, row: Row, states: Tensor) -> Tensor:
+        """Logits [num_rows, num_labels] of hidden states, by the classifier of the row's adapter."""
+        (use,) = row.sequence.adapters
+        weights = self._slots.installed(use.adapter_slot)
+        assert weights is not None, "an adapter in use stays in its slot"
+        assert weights.classifier is not None, "requests to classify name an adapter with a classifier"
+        return F.linear(states, weights.classifier.weight, weights.classifier.bias)
 
     def _settle(self, launched: _Launched, results: Mapping[str, SpanResult]) -> None:
         """Applies how much of each draft was accepted, which is known once the host has the tokens."""

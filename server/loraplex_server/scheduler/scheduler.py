@@ -437,8 +437,10 @@ class Scheduler:
         if kept:
             self._emit_tokens(seq, span, out, kept, num_accepted)
         if out.pooled is not None:
-            request_id, pooled = seq.request.request.request_id, out.pooled
-            self._events.append(Pooled(request_id, pooled.values, pooled.num_columns))
+            request, pooled = seq.request.request, out.pooled
+            assert request.pooling is not None
+            labels, per_token = request.pooling.labels, request.pooling.positions == "each"
+            self._events.append(Pooled(request.request_id, pooled.values, pooled.num_columns, labels, per_token))
             reason = FinishReason.LENGTH
         if reason is not None:
             self._finish(seq, reason, stop_token_id)

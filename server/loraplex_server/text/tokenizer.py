@@ -68,6 +68,11 @@ class Truncation:
     max_tokens: int
     keep_start: bool = False  # else the end
 
+    @property
+    def direction(self) -> str:
+        """The end that is cut off, as the library calls it."""
+        return "right" if self.keep_start else "left"
+
     def cut(self, token_ids: Sequence[int]) -> Sequence[int]:
         if len(token_ids) <= self.max_tokens:
             return token_ids
@@ -87,7 +92,7 @@ def encode(tokenizer: Tokenizer, text: str, special: bool, truncation: Truncatio
     encoding = tokenizer.encode_batch_fast([text], add_special_tokens=special and truncation is None)[0]
     if truncation is not None:
         num_added = tokenizer.num_special_tokens_to_add(False) if special else 0
-        encoding.truncate(truncation.max_tokens - num_added, direction="right" if truncation.keep_start else "left")
+        encoding.truncate(truncation.max_tokens - num_added, direction=truncation.direction)
         encoding = tokenizer.post_process(encoding, add_special_tokens=special)
     return encoding.ids
 
@@ -190,11 +195,46 @@ class TextTokenizer:
         num_bytes_of(text)
         return encode(self._backend, text, add_special_tokens, truncation)
 
-    def encode_with_offsets(self, text: str, *, add_special_tokens: bool = True) -> Encoding:
+    def encode_with_offsets(
+        self, text: str, *, add_special_tokens: bool = True, truncation: Truncation | None = None
+    ) -> Encoding:
         """Raises what `encode` raises."""
         self._require("text")
         num_bytes_of(text)
-        return encoding_of(self._backend, text, add_special_tokens)
+        if truncation is None:
+            return encoding_of(self._backend, text, add_special_tokens)
+        encoding = encoding_of(self._backend, text, special=False)
+        num_added = self.num_added_tokens() if add_special_tokens else 0
+        encoding.truncate(truncation.max_tokens - num_added, direction=truncation.direction)
+        return self._backend.post_process(encoding, add_special_tokens=add_special_tokens)
+
+    def encode_pair(
+        self, first: str, second: str, *, add_special_tokens: bool = True, truncation: Truncation | None = None
+    ) -> list[int]:
+        """Ids of two texts as the tokenizer's pair; a truncation shortens the second. Raises what `encode` raises, and
+        InvalidArgument for a truncation that leaves the second no token."""
+        self._require("text")
+        num_bytes_of(first)
+        num_bytes_of(second)
+        one, other = (encoding_of(self._backend, text, special=False) for text in (first, second))
+        if truncation is not None:
+            num_added = self._backend.num_special_tokens_to_add(True) if add_special_tokens else 0
+            room = truncation.max_tokens - num_added - len(one.ids)
+            if room < 1:
+                raise InvalidArgument(
+                    "`truncate_prompt.max_tokens` leaves no token for the document behind the query; allow more",
+                    field="truncate_prompt.max_tokens",
+                )
+            other.truncate(room, direction=truncation.direction)
+        return self._backend.post_process(one, other, add_special_tokens=add_special_tokens).ids
+
+    def token_id(self, text: str, field: str) -> int:
+        """The id of a text that is one token. Raises InvalidArgument for another, FailedPrecondition without a
+        tokenizer."""
+        ids = self.encode(text, add_special_tokens=False)
+        if len(ids) != 1:
+            raise InvalidArgument(f"`{field}` must be one token; {text[:40]!a} has {len(ids)}", field=field)
+        return ids[0]
 
     def num_added_tokens(self) -> int:
         """Special tokens that `encode` adds to a text."""

@@ -53,8 +53,8 @@ CHECKS: dict[str, Any] = {
     "DetokenizeRequest": validate.refuse_unhandled,
     "GetTokenizerInfoRequest": validate.refuse_unhandled,
     "EmbedRequest": validate.check_pooling,
-    "ClassifyRequest": validate.refuse_pooling,
-    "ScoreRequest": validate.refuse_pooling,
+    "ClassifyRequest": validate.check_pooling,
+    "ScoreRequest": validate.check_score,
     "ListAdaptersRequest": validate.check_list_adapters,
     "WatchLoadRequest": validate.check_watch_load,
     "GetInfoRequest": validate.refuse_unhandled,
@@ -136,12 +136,6 @@ def test_what_is_not_built_says_so(name: str, path: str) -> None:
     assert path in caught.value.message
 
 
-@pytest.mark.parametrize("name", ["ClassifyRequest", "ScoreRequest"])
-def test_calls_that_are_not_built_say_so_whatever_is_in_them(name: str) -> None:
-    with pytest.raises(Unimplemented, match="not available in this version"):
-        check(REQUESTS[name]())
-
-
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
@@ -160,6 +154,31 @@ def test_inputs_that_cannot_be_pooled(fields: dict[str, Any], field: str) -> Non
     with pytest.raises(InvalidArgument) as caught:
         validate.check_pooling(pooling_pb2.EmbedRequest(**fields))
     assert caught.value.field == field
+
+
+TEXT = {"text": "x"}
+CHAT = {"chat": {"messages": [{"role": "user", "content": "x"}]}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"inputs": [TEXT]}, "query"),
+        ({"inputs": [TEXT], "query": {}}, "query"),
+        ({"inputs": [TEXT], "query": {"token_ids": {"ids": [5]}}}, "inputs"),
+        ({"inputs": [CHAT], "query": CHAT}, "inputs"),
+        ({"inputs": [TEXT], "query": TEXT, "template": "{query}"}, "template"),
+        ({"inputs": [TEXT], "query": TEXT, "template": "{query}{document}{query}"}, "template"),
+        ({"inputs": [{"token_ids": {"ids": [5]}}], "query": {"token_ids": {"ids": [5]}}, "template": "x"}, "template"),
+    ],
+)
+def test_queries_that_cannot_be_scored(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        validate.check_score(pooling_pb2.ScoreRequest(**fields))
+    assert caught.value.field == field
+    cosine = pooling_pb2.SCORE_METHOD_COSINE
+    validate.check_score(pooling_pb2.ScoreRequest(inputs=[CHAT, TEXT], query=CHAT, method=cosine))
+    validate.check_score(pooling_pb2.ScoreRequest(inputs=[TEXT], query=TEXT, template="{document}: {query}?"))
 
 
 def test_an_empty_message_counts_as_set(monkeypatch: pytest.MonkeyPatch) -> None:
