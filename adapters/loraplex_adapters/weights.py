@@ -227,8 +227,9 @@ class ClassifierShape:
         """Raises ValueError on anything that `to_json` did not write."""
         if not isinstance(value, dict):
             raise ValueError("not the layout of a classifier")
-        labels, hidden_size = value.get("labels"), value.get("hidden")
-        flags = (value.get("per_token"), value.get("bias"))
+        labels: Any = value.get("labels")
+        hidden_size: Any = value.get("hidden")
+        flags: tuple[Any, Any] = (value.get("per_token"), value.get("bias"))
         is_list = isinstance(labels, list) and labels and all(isinstance(one, str) for one in labels)
         is_size = type(hidden_size) is int and 0 < hidden_size < MAX_DIM
         if not is_list or not is_size or not all(type(flag) is bool for flag in flags):

@@ -56,7 +56,8 @@ MAX_LABELS = 4096
 MAX_LABEL_CHARS = 256
 # What Transformers calls a classifier on top of a model.
 CLASSIFIER_NAMES = ("score", "classifier")
-_CLASSIFIERS: Mapping[str, Literal["texts", "tokens"]] = {"SEQ_CLS": "texts", "TOKEN_CLS": "tokens"}
+Classifies = Literal["no", "texts", "tokens"]
+_CLASSIFIERS: Mapping[str, Classifies] = {"SEQ_CLS": "texts", "TOKEN_CLS": "tokens"}
 
 # Empty (null, false, [], {}) is fine; anything else changes what the adapter computes.
 _REFUSED: Mapping[str, str] = {
@@ -105,7 +106,7 @@ class PeftLoraConfig:
     alpha_pattern: tuple[tuple[ModulePattern, float], ...]
     target_modules: frozenset[str] | None  # None: a pattern or a shorthand; the tensors decide
     base_model: str  # informative only: shapes decide
-    classifies: Literal["no", "texts", "tokens"] = "no"  # by a module that is saved with the adapter
+    classifies: Classifies = "no"  # by a module that is saved with the adapter
     labels: tuple[str, ...] = ()  # empty where the configuration has none
 
     def rank_and_scale(self, path: str, budget: Budget) -> tuple[int, float]:

@@ -25,12 +25,13 @@ from loraplex_adapters.sources.directory import DirectorySource
 from loraplex_adapters.weights import (
     AdapterLayout,
     BaseTargets,
+    ClassifierShape,
     FactorShape,
     HeadsShape,
     place_adapter,
     weights_at,
 )
-from loraplex_contracts.adapters import AdapterKey
+from loraplex_contracts.adapters import AdapterKey, ClassifierInfo
 
 LORA = [FactorShape("b", 3, 5, 7, 1 / 3), FactorShape("a", 1, 2, 3, 2.0)]
 SHAPES = [
@@ -68,6 +69,48 @@ def test_a_layout_survives_its_json_and_nothing_overlaps(shape: HeadsShape, lora
     assert int(storage.sum()) == num_written
     num_regions = 2 * len(lora) + shape.num_layers * (1 + shape.has_bias) + shape.has_token_ids + 1
     assert layout.num_bytes - num_written < 64 * num_regions
+
+
+@pytest.mark.parametrize("heads", [None, SHAPES[1], SHAPES[4]])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_classifier_lies_behind_all_else(heads: HeadsShape | None, has_bias: bool) -> None:
+    info = ClassifierInfo(("yes", "no", "\u00e4"), per_token=has_bias)
+    layout = place_adapter("float32", LORA, heads, ClassifierShape(info, 8, has_bias))
+    assert AdapterLayout.from_json(layout.to_json()) == layout
+    without = place_adapter("float32", LORA, heads)
+    assert layout.kind == without.kind
+    assert layout.num_bytes > without.num_bytes
+    storage = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+    classifier = weights_at(AdapterKey("lora", "0" * 64), layout, storage).classifier
+    assert classifier is not None
+    assert (classifier.info, classifier.weight.shape) == (info, (3, 8))
+    assert (classifier.bias is not None) is has_bias
+    classifier.weight.fill_(1.0)
+    if classifier.bias is not None:
+        assert not classifier.bias.any(), "two tensors in the same place"
+        classifier.bias.fill_(1.0)
+    assert not storage[: without.num_bytes].any()
+
+
+CLASSIFIER = {"labels": ["a"], "per_token": False, "hidden": 8, "bias": True}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"labels": []},
+        {"labels": [1]},
+        {"labels": "a"},
+        {"per_token": 0},
+        {"hidden": 0},
+        {"hidden": True},
+        {"bias": None},
+    ],
+)
+def test_a_classifier_from_anywhere_else_is_refused(change: dict[str, Any]) -> None:
+    assert ClassifierShape.from_json(CLASSIFIER).to_json() == CLASSIFIER
+    with pytest.raises(ValueError, match="classifier"):
+        AdapterLayout.from_json({"dtype": "float32", "factors": [], "classifier": CLASSIFIER | change})
 
 
 VALID = {"heads": 3, "layers": 1, "hidden": 8, "bias": True, "projections": 3, "rows": 9, "token_ids": False}

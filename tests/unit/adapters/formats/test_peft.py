@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,7 +24,8 @@ from torch import Tensor
 
 from loraplex_adapters.formats.peft import LoraPlan, parse_peft_config, plan_lora
 from loraplex_adapters.io.safetensors import read_header
-from loraplex_adapters.weights import BaseTargets, place_adapter
+from loraplex_adapters.weights import BaseTargets, ClassifierShape, place_adapter
+from loraplex_contracts.adapters import ClassifierInfo
 from loraplex_contracts.errors import (
     AdapterInvalid,
     AdapterUnsupported,
@@ -248,6 +250,67 @@ def test_what_is_merely_odd_is_a_warning() -> None:
     found = plan(lora_tensors(), base_model_name_or_path="another/base", target_modules=["q_proj", "down_proj", "x"])
     assert "another/base" in found.warnings[0]
     assert "'x'" in found.warnings[1]
+
+
+@pytest.mark.parametrize("name", ["score", "classifier"])
+@pytest.mark.parametrize("task_type", ["SEQ_CLS", "TOKEN_CLS"])
+def test_a_classifier_has_its_labels(name: str, task_type: str) -> None:
+    tensors = lora_tensors() | {
+        f"{PREFIX}{name}.weight": torch.randn(3, HIDDEN),
+        f"{PREFIX}{name}.bias": torch.randn(3),
+    }
+    fields: dict[str, Any] = {"task_type": task_type, "modules_to_save": ["classifier", "score"]}
+    found = plan(tensors, **fields).classifier
+    assert found is not None
+    assert found.shape == ClassifierShape(
+        ClassifierInfo(("LABEL_0", "LABEL_1", "LABEL_2"), task_type == "TOKEN_CLS"), HIDDEN, has_bias=True
+    )
+    named = plan(tensors, **fields, id2label={"2": "c", "0": "a", "1": "b"}).classifier
+    assert named is not None
+    assert named.shape.info.labels == ("a", "b", "c")
+    del tensors[f"{PREFIX}{name}.bias"]
+    without = plan(tensors, **fields).classifier
+    assert without is not None
+    assert (without.bias, without.shape.has_bias) == (None, False)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "fields", "error", "said"),
+    [
+        ({}, {}, AdapterInvalid, "has no score.weight or classifier.weight"),
+        ({"score.weight": (3, HIDDEN + 1)}, {}, ShapeMismatch, "score.weight"),
+        ({"score.weight": (HIDDEN,)}, {}, ShapeMismatch, "score.weight"),
+        ({"score.weight": (3, HIDDEN), "score.bias": (2,)}, {}, ShapeMismatch, "score.bias"),
+        ({"score.weight": (3, HIDDEN), "classifier.weight": (3, HIDDEN)}, {}, AdapterInvalid, "a second weight"),
+        ({"score.weight": (3, HIDDEN)}, {"id2label": {"0": "a", "1": "b"}}, AdapterInvalid, "2 labels"),
+        ({"score.weight": (3, HIDDEN)}, {"id2label": {"0": "a", "2": "b"}}, AdapterInvalid, "id2label"),
+        ({"score.weight": (3, HIDDEN)}, {"id2label": ["a"]}, AdapterInvalid, "id2label"),
+        (
+            {"score.weight": (3, HIDDEN)},
+            {"modules_to_save": ["score", "lm_head"]},
+            AdapterUnsupported,
+            "modules_to_save",
+        ),
+        ({"score.dense.weight": (3, HIDDEN)}, {}, AdapterUnsupported, "score.dense.weight"),
+        ({"score.weight": (3, HIDDEN)}, {"task_type": "CAUSAL_LM"}, AdapterUnsupported, "score.weight"),
+    ],
+)
+def test_a_classifier_that_does_not_fit_is_refused(
+    tensors: dict[str, tuple[int, ...]], fields: dict[str, Any], error: type[LoraplexError], said: str
+) -> None:
+    saved = {f"{PREFIX}{name}": torch.randn(*shape) for name, shape in tensors.items()}
+    with pytest.raises(error, match=said):
+        plan(lora_tensors() | saved, **{"task_type": "SEQ_CLS", **fields})
+
+
+def test_an_adapter_of_a_model_without_head_lacks_its_path() -> None:
+    whole = lora_tensors(paths=[Q_PROJ, DOWN_PROJ])
+    targets = replace(base_targets(), backbone="model")
+    found = plan(renamed(whole, f"{PREFIX}model.", PREFIX), targets, task_type="FEATURE_EXTRACTION")
+    assert [m.shape for m in found.modules] == [m.shape for m in plan(whole, targets).modules]
+    mixed = lora_tensors(paths=[Q_PROJ]) | renamed(lora_tensors(paths=[DOWN_PROJ]), f"{PREFIX}model.", PREFIX)
+    with pytest.raises(BaseMismatch):
+        plan(mixed, targets)
 
 
 def test_a_copy_of_the_base_weight_is_planned_for_a_comparison() -> None:

@@ -281,7 +281,7 @@ async def test_info_says_what_the_model_recommends() -> None:
     )
     answer = await service(None, info, TextTokenizer(None)).GetInfo(inference_pb2.GetInfoRequest(), None)
     assert answer.generation_defaults == inference_pb2.Sampling(temperature=0.5, top_k=20)
-    assert (list(answer.served_names), list(answer.tasks)) == (["org/m"], ["generate", "embed"])
+    assert (list(answer.served_names), list(answer.tasks)) == (["org/m"], ["generate", "embed", "classify", "score"])
     assert (answer.kv_block_tokens, answer.max_device_adapters) == (16, 8)
     plain = await service(None, INFO, TextTokenizer(None)).GetInfo(inference_pb2.GetInfoRequest(), None)
     assert list(plain.served_names) == ["fake"]
