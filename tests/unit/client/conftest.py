@@ -13,7 +13,14 @@ import grpc.aio
 import pytest
 
 from loraplex_proto.status import abort
-from loraplex_proto.v1 import adapter_pb2, adapter_pb2_grpc, inference_pb2, inference_pb2_grpc
+from loraplex_proto.v1 import (
+    adapter_pb2,
+    adapter_pb2_grpc,
+    inference_pb2,
+    inference_pb2_grpc,
+    pooling_pb2,
+    pooling_pb2_grpc,
+)
 
 Context = Any
 
@@ -29,7 +36,11 @@ class Seen:
 
 
 @dataclass
-class Fake(inference_pb2_grpc.InferenceServiceServicer, adapter_pb2_grpc.AdapterServiceServicer):
+class Fake(
+    inference_pb2_grpc.InferenceServiceServicer,
+    adapter_pb2_grpc.AdapterServiceServicer,
+    pooling_pb2_grpc.PoolingServiceServicer,
+):
     """What the tests set decides what comes back; what came in is in `seen`."""
 
     seen: list[Seen] = field(default_factory=list)
@@ -128,6 +139,25 @@ class Fake(inference_pb2_grpc.InferenceServiceServicer, adapter_pb2_grpc.Adapter
             tasks=["generate"], kv_block_tokens=16, max_device_adapters=8,
         )  # fmt: skip
 
+    async def Embed(self, request: Any, context: Context) -> pooling_pb2.EmbedResponse:
+        await self._arrived("Embed", request, context)
+        return pooling_pb2.EmbedResponse(
+            request_id=request.request_id,
+            embeddings=[pooling_pb2.Embedding(values=[0.5, number]) for number in range(len(request.inputs))],
+            usage=inference_pb2.Usage(prompt_tokens=4),
+            adapter_digest="d",
+        )
+
+    async def Classify(self, request: Any, context: Context) -> pooling_pb2.ClassifyResponse:
+        await self._arrived("Classify", request, context)
+        row = pooling_pb2.LabelProbabilities(probabilities=[0.25, 0.75])
+        found = [pooling_pb2.Classification(rows=[row], starts=[0], ends=[1]) for _ in request.inputs]
+        return pooling_pb2.ClassifyResponse(labels=["no", "yes"], classifications=found, per_token=True)
+
+    async def Score(self, request: Any, context: Context) -> pooling_pb2.ScoreResponse:
+        await self._arrived("Score", request, context)
+        return pooling_pb2.ScoreResponse(scores=range(len(request.inputs)))
+
     async def LoadAdapter(self, request: Any, context: Context) -> adapter_pb2.LoadAdapterResponse:
         await self._arrived("LoadAdapter", request, context)
         return adapter_pb2.LoadAdapterResponse(adapters=self.adapters)
@@ -161,6 +191,7 @@ def fake() -> Iterator[Fake]:
         server = grpc.aio.server()
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server)
         adapter_pb2_grpc.add_AdapterServiceServicer_to_server(servicer, server)
+        pooling_pb2_grpc.add_PoolingServiceServicer_to_server(servicer, server)
         servicer.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         await server.start()
         return server

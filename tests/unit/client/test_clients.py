@@ -225,6 +225,36 @@ def test_offsets_detokenize_and_tokenizer_info(connect: Connect, fake: Any) -> N
     assert fake.seen[1].request.omit_special_tokens
 
 
+def test_embed_classify_score(connect: Connect, fake: Any) -> None:
+    with connect(fake.address) as client:
+        embedded = client.embed(["a", "b"], adapter_id="sql", pooling="mean", dimensions=2, normalize=False)
+        assert embedded.vectors == ((0.5, 0.0), (0.5, 1.0))
+        assert (embedded.vector, embedded.usage.prompt_tokens, embedded.adapter_digest) == ((0.5, 0.0), 4, "d")
+        for one in ("a", [5, 6], ["a"], [[5, 6]]):
+            assert len(client.embed(one).vectors) == 1
+        found = client.classify("ab", adapter_id="ner", logits=True, truncate_prompt=7)
+        assert (found.labels, found.best, found.per_token) == (("no", "yes"), ("yes",), True)
+        assert found.inputs == (loraplex.Classification(((0.25, 0.75),), (0,), (1,)),)
+        scored = client.score("q", ["a", "b"], method="next_token", template="{query}{document}", true_token="ja")
+        assert scored.scores == (0.0, 1.0)
+        for options in ({"pooling": "max"}, {"dimensions": -1}):
+            with pytest.raises(errors.InvalidArgument):
+                client.embed("a", **options)
+        with pytest.raises(errors.InvalidArgument):
+            client.score("q", ["a"], method="guess")
+        with pytest.raises(errors.InvalidArgument):
+            client.embed(5)
+        with pytest.raises(TypeError):
+            client.embed("a", max_tokens=1)
+    embed, classify, score = fake.seen[0].request, fake.seen[5].request, fake.seen[6].request
+    assert [one.text for one in embed.inputs] == ["a", "b"]
+    assert (embed.adapter_id, embed.pooling, embed.dimensions, embed.omit_normalization) == ("sql", 2, 2, True)
+    assert embed.request_id == embedded.request_id != ""
+    assert fake.seen[0].metadata["x-adapter-id"] == "sql"
+    assert (classify.logits, classify.truncate_prompt.max_tokens) == (True, 7)
+    assert (score.query.text, score.method, score.template, score.true_token) == ("q", 3, "{query}{document}", "ja")
+
+
 def test_adapters(connect: Connect, fake: Any, make_adapter: Callable[..., Any]) -> None:
     failed = adapter_pb2.ADAPTER_STATE_FAILED
     fake.adapters = [make_adapter(), make_adapter("bad", state=failed, tier=0, error="no", error_reason="NON_FINITE")]
