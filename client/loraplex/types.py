@@ -467,6 +467,8 @@ class Adapter:
     error: str  # reason of the state "failed"
     error_reason: str
     worker: str  # filled by a router
+    labels: tuple[str, ...] = ()  # of its classifier, if it has one
+    per_token: bool = False  # it classifies tokens, not texts
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,11 +122,11 @@ def classifier(base: PreTrainedModel, folder: Path, num_labels: int, *, per_toke
     return peft.eval()
 
 
-def engine_for(base: PreTrainedModel, root: Path, *, num_slots: int) -> Engine:
+def engine_for(base: PreTrainedModel, root: Path, *, num_slots: int, kv_bytes: int = 1 << 20) -> Engine:
     adapters = AdaptersConfig(
         root=root, device_bytes=1 << 20, host_bytes=1 << 20, disk_bytes=1 << 20, num_device_slots=num_slots
     )
-    config = EngineConfig(CONFIG.model, CONFIG.kv, CONFIG.batch, adapters)
+    config = EngineConfig(CONFIG.model, KvConfig(block_size=4, memory_bytes=kv_bytes), CONFIG.batch, adapters)
     return assemble(adopt_model(copy.deepcopy(base)), config, lambda text: None, lambda: None)
 
 
@@ -234,6 +234,37 @@ def test_classifiers_beside_generation_and_embeddings(family: str, tmp_path: Pat
             states = getattr(base_of, base.base_model_prefix)(input_ids=torch.tensor([prompts[0]])).last_hidden_state
         np.testing.assert_allclose(values_of(events["embed"])[0], states[0].mean(dim=0).numpy(), rtol=1e-9, atol=1e-9)
     assert engine._cache.usage().device_evictions > 2  # pyright: ignore[reportPrivateUsage]
+    assert engine.integrity_report() == ""
+    engine.close()
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "ahead"])
+def test_values_survive_preemption_and_steps_that_overlap(ahead: bool, tmp_path: Path) -> None:
+    base = make_dense(random_model("llama"))
+    model = classifier(base, tmp_path / "tokens", 4, per_token=True)
+    engine = engine_for(base, tmp_path, num_slots=1, kv_bytes=48 << 10)  # 24 blocks: not enough for all rows at once
+    engine._runner.overlaps = ahead  # pyright: ignore[reportPrivateUsage]
+    dice = np.random.default_rng(9)
+    prompts = [dice.integers(2, VOCAB_SIZE, int(dice.integers(8, 40))).tolist() for _ in range(24)]
+    requests = [
+        Request(f"{i}", tuple(prompt), StoppingParams(40, ignore_eos=True))
+        if i % 2
+        else pooling(f"{i}", prompt, "tokens", PoolingParams("embed" if i % 4 else "classify", "mean"))
+        for i, prompt in enumerate(prompts)
+    ]
+    events = run(engine, requests)
+    assert engine._scheduler.load().num_preemptions > 0  # pyright: ignore[reportPrivateUsage]
+    for i, prompt in enumerate(prompts):
+        found = events[f"{i}"]
+        assert isinstance(found[-1], CompletionEnd), found[-1]
+        if i % 2:
+            tokens = [t for event in found if isinstance(event, Tokens) for t in event.token_ids]
+            assert tokens == greedy(base, prompt, 40)
+            continue
+        with torch.no_grad():
+            out = model(input_ids=torch.tensor([prompt]), output_hidden_states=True)
+        want = out.hidden_states[-1][0].mean(dim=0, keepdim=True) if i % 4 else out.logits[0]
+        np.testing.assert_allclose(values_of(found), want.numpy(), rtol=1e-9, atol=1e-9)
     assert engine.integrity_report() == ""
     engine.close()
 

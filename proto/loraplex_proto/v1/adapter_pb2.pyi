@@ -87,6 +87,8 @@ class Adapter(google.protobuf.message.Message):
     ERROR_FIELD_NUMBER: builtins.int
     ERROR_REASON_FIELD_NUMBER: builtins.int
     WORKER_FIELD_NUMBER: builtins.int
+    LABELS_FIELD_NUMBER: builtins.int
+    PER_TOKEN_FIELD_NUMBER: builtins.int
     adapter_id: builtins.str
     kind: builtins.str
     """"lora", "medusa" (heads to speculate with) or "combined" (both)."""
@@ -103,6 +105,11 @@ class Adapter(google.protobuf.message.Message):
     error_reason: builtins.str
     worker: builtins.str
     """Filled by the router."""
+    per_token: builtins.bool
+    @property
+    def labels(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Of an adapter with a classifier: its labels, and whether it classifies tokens, not texts."""
+
     def __init__(
         self,
         *,
@@ -118,8 +125,10 @@ class Adapter(google.protobuf.message.Message):
         error: builtins.str = ...,
         error_reason: builtins.str = ...,
         worker: builtins.str = ...,
+        labels: collections.abc.Iterable[builtins.str] | None = ...,
+        per_token: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["adapter_id", b"adapter_id", "bytes", b"bytes", "digest", b"digest", "error", b"error", "error_reason", b"error_reason", "kind", b"kind", "pinned", b"pinned", "rank", b"rank", "running_requests", b"running_requests", "state", b"state", "tier", b"tier", "worker", b"worker"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapter_id", b"adapter_id", "bytes", b"bytes", "digest", b"digest", "error", b"error", "error_reason", b"error_reason", "kind", b"kind", "labels", b"labels", "per_token", b"per_token", "pinned", b"pinned", "rank", b"rank", "running_requests", b"running_requests", "state", b"state", "tier", b"tier", "worker", b"worker"]) -> None: ...
 
 Global___Adapter: typing_extensions.TypeAlias = Adapter
 

@@ -344,6 +344,8 @@ def adapter_to_pb(info: AdapterInfo) -> adapter_pb2.Adapter:
         pinned=info.pinned,
         error=info.error,
         error_reason=info.error_reason,
+        labels=info.classifier.labels if info.classifier is not None else (),
+        per_token=info.classifier is not None and info.classifier.per_token,
     )
 
 
