@@ -1,4 +1,4 @@
-"""Embeddings, classes and scores by a live worker behind a router: gRPC, SDK and HTTP give the same."""
+"""Embeddings, classes and scores by a live worker: gRPC, SDK and HTTP agree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Embeddings, classes and scores over HTTP, as OpenAI, vLLM, LoRAX, TEI and Jina have them."""
+"""Embeddings, classes and scores over HTTP, in six dialects."""
 
 from __future__ import annotations
 

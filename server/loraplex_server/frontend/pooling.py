@@ -1,4 +1,4 @@
-"""Pooled values: requests to the engine that are answered with values instead of tokens."""
+"""Pooling: requests to the engine that are answered with values instead of tokens."""
 
 from __future__ import annotations
 
