@@ -22,12 +22,11 @@ from loraplex_router.http.backend import (
     MAX_PROMPTS,
     Backend,
     adapter_of,
-    ignored_header,
     request_id_of,
     unicode_text,
 )
 from loraplex_router.http.errors import is_missing_model, model_not_found
-from loraplex_router.http.models import Fields, Uint32, ignored_fields
+from loraplex_router.http.models import Fields, Uint32, harmless_fields, ignored_fields
 from loraplex_router.http.streaming import FanOut, metadata_of, while_connected
 
 _SERVICE: Final = "/loraplex.v1.PoolingService/"
@@ -178,9 +177,9 @@ class PoolingRoutes:
             app.post(path, response_class=Response)(self.rerank)
 
     async def embeddings(self, body: EmbeddingsRequest, request: Request) -> Response:
-        ignored = ignored_fields(body)
+        ignored = self._backend.ignored(ignored_fields(body), harmless_fields(body))
         message = pooling_pb2.EmbedRequest(inputs=inputs_of(body.input, "input"))
-        self._put_fields(message, body, request)
+        await self._put_fields(message, body, request)
         message.dimensions = body.dimensions or 0
         message.omit_normalization = body.normalize is False
         message.pooling = _POOLINGS[body.pooling]
@@ -202,7 +201,7 @@ class PoolingRoutes:
 
     async def embed(self, body: EmbedBody, request: Request) -> Response:
         """LoRAX's form: one text, `{"embeddings": [...]}`; TEI's form: a list for each input."""
-        ignored = ignored_fields(body)
+        ignored = self._backend.ignored(ignored_fields(body), harmless_fields(body))
         message = pooling_pb2.EmbedRequest(inputs=inputs_of(body.inputs, "inputs"), request_id=request_id_of(request))
         if body.prompt_name is not None:
             raise Unimplemented("`prompt_name` is not available: write the prompt into the text", field="prompt_name")
@@ -252,15 +251,15 @@ class PoolingRoutes:
 
     async def _classify(
         self, body: ClassifyBody, request: Request, *, of_many: bool
-    ) -> tuple[pooling_pb2.ClassifyRequest, pooling_pb2.ClassifyResponse, tuple[str, ...]]:
-        ignored = ignored_fields(body)
+    ) -> tuple[pooling_pb2.ClassifyRequest, pooling_pb2.ClassifyResponse, dict[str, str]]:
+        ignored = self._backend.ignored(ignored_fields(body), harmless_fields(body))
         name = "input" if body.inputs is None and not of_many else "inputs"
         given = body.input if name == "input" else body.inputs
         if name == "inputs" and isinstance(given, str) is of_many:
             form = "a list of texts" if of_many else "one text; /classify_batch takes several"
             raise InvalidArgument(f"`inputs` must be {form}", field="inputs")
         message = pooling_pb2.ClassifyRequest(inputs=inputs_of(given, name))
-        self._put_fields(message, body, request)
+        await self._put_fields(message, body, request)
         if body.parameters is not None:
             message.adapter_id = lorax_adapter(body.parameters, self._backend)
         message.logits = False in (body.activation, body.use_activation, body.softmax)
@@ -274,7 +273,7 @@ class PoolingRoutes:
 
     async def score(self, body: ScoreBody, request: Request) -> Response:
         """One query to all documents, or as many queries as documents, pair by pair."""
-        ignored = ignored_fields(body)
+        ignored = self._backend.ignored(ignored_fields(body), harmless_fields(body))
         first, queries = _first(text_1=body.text_1, queries=body.queries, data_1=body.data_1)
         second, documents = _first(text_2=body.text_2, documents=body.documents, items=body.items, data_2=body.data_2)
         left, right = inputs_of(queries, first), inputs_of(documents, second)
@@ -287,7 +286,7 @@ class PoolingRoutes:
         )
         if len(pairs) > MAX_PROMPTS:
             raise InvalidArgument(f"`{first}` takes {MAX_PROMPTS} texts; there are {len(pairs)}", field=first)
-        messages = [self._score_request(body, query, several, request) for query, several in pairs]
+        messages = [await self._score_request(body, query, several, request) for query, several in pairs]
         answers = await self._scores(messages, body.model, request)
         scores = [score for answer in answers for score in answer.scores]
         usage = inference_pb2.Usage(
@@ -307,12 +306,12 @@ class PoolingRoutes:
 
     async def rerank(self, body: RerankBody, request: Request) -> Response:
         """The documents, the best first."""
-        ignored = ignored_fields(body)
+        ignored = self._backend.ignored(ignored_fields(body), harmless_fields(body))
         name, documents = _first(documents=body.documents, texts=body.texts)
         if not isinstance(documents, list) or not documents:
             raise InvalidArgument(f"`{name}` must be a list of texts", field=name)
         texts = [_document(one, name) for one in cast("list[Any]", documents)]
-        message = self._score_request(body, input_of(body.query, "query"), inputs_of(texts, name), request)
+        message = await self._score_request(body, input_of(body.query, "query"), inputs_of(texts, name), request)
         message.logits = message.logits or bool(body.raw_scores)
         if body.truncate or body.max_tokens_per_doc:
             message.truncate_prompt.max_tokens = body.max_tokens_per_doc or 0
@@ -341,7 +340,7 @@ class PoolingRoutes:
         }
         return JSONResponse(content, headers=headers)
 
-    def _score_request(
+    async def _score_request(
         self,
         body: ScoringFields,
         query: pooling_pb2.PoolingInput,
@@ -349,7 +348,7 @@ class PoolingRoutes:
         request: Request,
     ) -> pooling_pb2.ScoreRequest:
         message = pooling_pb2.ScoreRequest(query=query, inputs=documents)
-        self._put_fields(message, body, request)
+        await self._put_fields(message, body, request)
         if body.method is not None:
             message.method = _METHODS_OF_SCORES[body.method]
         for name in ("template", "true_token", "false_token"):
@@ -395,8 +394,8 @@ class PoolingRoutes:
         except LoraplexError as error:
             raise _named(error, model) from error
 
-    def _put_fields(self, message: _PoolingRequest, body: PoolingFields, request: Request) -> None:
-        message.adapter_id = adapter_of(body.model, self._backend.base_names())
+    async def _put_fields(self, message: _PoolingRequest, body: PoolingFields, request: Request) -> None:
+        message.adapter_id = adapter_of(body.model, await self._backend.names_for(body.model, request))
         if body.request_id:
             message.request_id = check_id(body.request_id, field="request_id")
         else:
@@ -521,8 +520,8 @@ def _own(adapter_id: str, answer: Any) -> dict[str, Any]:
     }
 
 
-def _headers(message: Any, ignored: tuple[str, ...]) -> dict[str, str]:
-    return {"x-request-id": message.request_id, **ignored_header(ignored)}
+def _headers(message: Any, ignored: dict[str, str]) -> dict[str, str]:
+    return {"x-request-id": message.request_id, **ignored}
 
 
 def _floats(embedding: pooling_pb2.Embedding) -> list[float]:
