@@ -26,6 +26,7 @@ from loraplex.types import (
     AdapterTier,
     AnySpeculation,
     CallOptions,
+    ChatDelta,
     ChatOptions,
     Chunk,
     Classification,
@@ -55,6 +56,7 @@ from loraplex.types import (
     TokenizerInfo,
     TokenLogprob,
     ToolCall,
+    ToolCallDelta,
     TopLogprob,
     Truncate,
     Usage,
@@ -124,6 +126,7 @@ _FIELDS: Final[dict[str, str]] = {
     "omit_token_ids": "output.omit_token_ids",
     "prompt_tokens": "output.prompt_tokens",
     "keep_special_tokens": "output.keep_special_tokens",
+    "parse_chat": "output.parse_chat",
     "token_bytes": "output.token_bytes",
     "omit_special_tokens": "omit_special_tokens",
     "max_draft_tokens": "speculation.max_draft_tokens",
@@ -136,7 +139,10 @@ _FIELDS: Final[dict[str, str]] = {
 _CHAT_JSON: Final = {"tools": "tools_json", "documents": "documents_json", "template_kwargs": "template_kwargs_json"}
 _CHAT_OPTIONS: Final = frozenset({"continue_final_message", *_CHAT_JSON})
 _OTHER_OPTIONS: Final = _CHAT_OPTIONS | frozenset(
-    {"messages", "omit_generation_prompt", "grammar", "truncate_prompt", "adapters", "speculation", "timeout_s"}
+    {
+        *("messages", "omit_generation_prompt", "tool_choice", "parallel_tool_calls", "grammar", "truncate_prompt"),
+        *("adapters", "speculation", "timeout_s"),
+    }
 )
 
 _FINISH_REASONS: Final = {number: reason for reason, number in FINISH_REASONS.items()}
@@ -586,7 +592,7 @@ def _given(options: GenerateOptions | CallOptions | PoolingOptions, known: froze
 def _put_chat(request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest, given: Mapping[str, Any]) -> None:
     """Messages and the options that go with them."""
     if "messages" not in given:
-        for name in ("omit_generation_prompt", *sorted(_CHAT_OPTIONS)):
+        for name in ("omit_generation_prompt", "parallel_tool_calls", "tool_choice", *sorted(_CHAT_OPTIONS)):
             if given.get(name):
                 field = f"chat.{_CHAT_JSON.get(name, name)}"
                 raise InvalidArgument(f"{name} goes with messages", field=field)
@@ -595,6 +601,10 @@ def _put_chat(request: inference_pb2.GenerateRequest | inference_pb2.TokenizeReq
     for name in ("omit_generation_prompt", "continue_final_message"):
         if given.get(name):
             _assign(request, f"chat.{name}", given[name])
+    if "parallel_tool_calls" in given:
+        _assign(request, "chat.parallel_tool_calls", given["parallel_tool_calls"])
+    if "tool_choice" in given:
+        _put_tool_choice(request.chat.tool_choice, given["tool_choice"])
     for name, field in _CHAT_JSON.items():
         if name in given:
             setattr(request.chat, field, _as_json(given[name], f"chat.{field}"))
@@ -641,6 +651,20 @@ def _put_tool_call(message: inference_pb2.ToolCall, call: ToolCall) -> None:
     arguments = function.get("arguments") or ""
     text = arguments if isinstance(arguments, str) else _as_json(arguments, f"{path}.arguments_json")
     _assign(message, "arguments_json", text, shown_as=f"{path}.arguments_json")
+
+
+def _put_tool_choice(message: inference_pb2.ToolChoice, wanted: Any) -> None:
+    if wanted in ("none", "auto", "required"):
+        setattr(message, wanted, True)
+        return
+    function: Any = wanted.get("function") if _is_mapping(wanted) else None
+    if not _is_mapping(function):
+        raise InvalidArgument(
+            f"tool_choice cannot be {_shown(wanted)}: use 'none', 'auto', 'required' or "
+            "{'function': {'name': ...}}",
+            field="chat.tool_choice",
+        )
+    _assign(message, "name", function.get("name"), shown_as="chat.tool_choice.name")
 
 
 def _with_speculation(given: dict[str, Any]) -> dict[str, Any]:
@@ -783,6 +807,8 @@ class ChunkReader:
             usage=_usage(message.usage) if message.HasField("usage") else None,
             timings=_record(Timings, message.timings) if message.HasField("timings") else None,
             seed=self.seed,
+            deltas=tuple(map(_chat_delta, message.deltas)),
+            message=_message(message),
         )
 
 
@@ -878,7 +904,29 @@ def _completion(message: inference_pb2.Completion) -> Completion:
         stop_string=message.stop_string if message.HasField("stop_string") else None,
         stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
         usage=_usage(message.usage),
+        message=_message(message),
     )
+
+
+def _message(answer: inference_pb2.Completion | inference_pb2.GenerateStreamResponse) -> Message | None:
+    if not answer.HasField("message"):
+        return None
+    message = answer.message
+    found: Message = {"role": message.role, "content": message.content}
+    if message.reasoning:
+        found["reasoning"] = message.reasoning
+    if message.tool_calls:
+        found["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments_json}}
+            for call in message.tool_calls
+        ]
+    return found
+
+
+def _chat_delta(delta: inference_pb2.ChatDelta) -> ChatDelta:
+    call = delta.tool_call
+    called = ToolCallDelta(call.index, call.arguments_json, call.id, call.name) if delta.HasField("tool_call") else None
+    return ChatDelta(delta.content, delta.reasoning, called)
 
 
 def _usage(message: inference_pb2.Usage) -> Usage:

@@ -41,7 +41,7 @@ class Function(TypedDict, total=False):
 
 
 class ToolCall(TypedDict, total=False):
-    """A call of a tool, as OpenAI's clients write it."""
+    """A call of a tool, as OpenAI's clients write it; in the option `tool_choice` only its function's name."""
 
     function: Required[Function]
     id: str
@@ -163,6 +163,12 @@ class GenerateOptions(ChatOptions, total=False):
     """The prompt as token ids, instead of text."""
     messages: Sequence[Message] | None
     """The prompt as a chat in the base model's template, instead of text."""
+    parse_chat: bool | None
+    """With `messages`: the answer as a message too, with its reasoning and tool calls told from the content."""
+    tool_choice: Literal["none", "auto", "required"] | ToolCall | None
+    """Whether the answer may call `tools`: not at all, as the model likes (the default), in any case, or this one."""
+    parallel_tool_calls: bool | None
+    """False: at most one call."""
     omit_generation_prompt: bool | None
     """With `messages`: do not open the assistant's turn after the last one."""
     omit_special_tokens: bool | None
@@ -304,6 +310,25 @@ class PromptToken:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """The next part of a call's arguments. The first one of a call has its id and name."""
+
+    index: int  # of the call in its message
+    arguments: str  # part of the JSON
+    id: str = ""
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatDelta:
+    """The next part of a message: text of its content or of its reasoning, or of a call."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_call: ToolCallDelta | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """One text of a generation."""
 
@@ -315,6 +340,7 @@ class Completion:
     stop_string: str | None = None
     stop_token_id: int | None = None
     usage: Usage = Usage()
+    message: Message | None = field(default=None, hash=False)  # with `parse_chat`; can go on in `messages` as it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,6 +360,11 @@ class Generation:
     def text(self) -> str:
         """Text of the first completion."""
         return self.completions[0].text
+
+    @property
+    def message(self) -> Message | None:
+        """Message of the first completion, with `parse_chat`."""
+        return self.completions[0].message
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -362,6 +393,8 @@ class Chunk:
     usage: Usage | None = None
     timings: Timings | None = None
     seed: int | None = None  # on every chunk, as in a Generation
+    deltas: tuple[ChatDelta, ...] = ()  # with `parse_chat`
+    message: Message | None = field(default=None, hash=False)  # likewise, whole, on the last chunk of a completion
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,6 +65,8 @@ _CHAT: Final = (
     *(f"chat.messages.{name}" for name in _MESSAGE),
     *("chat.omit_generation_prompt", "chat.continue_final_message"),
     *("chat.tools_json", "chat.documents_json", "chat.template_kwargs_json"),
+    *(f"chat.tool_choice.{kind}" for kind in ("none", "auto", "required", "name")),
+    "chat.parallel_tool_calls",
 )
 _POOLING: Final = (
     *("inputs.text", "inputs.token_ids.ids", *(f"inputs.{path}" for path in _CHAT)),
@@ -84,6 +86,7 @@ HANDLED: Final[dict[str, frozenset[str]]] = {
             *("speculation.max_draft_tokens", "speculation.fixed_length"),
             *("output.logprobs", "output.top_logprobs", "output.prompt_logprobs", "output.echo"),
             *("output.omit_token_ids", "output.prompt_tokens", "output.keep_special_tokens", "output.token_bytes"),
+            "output.parse_chat",
             *("truncate_prompt.max_tokens", "truncate_prompt.keep_start", "omit_special_tokens"),
             *("grammar.json_schema", "grammar.json_object", "grammar.regex", "grammar.choice.texts", "grammar.lark"),
             *("grammar.gbnf", "grammar.structural_tag_json", "grammar.compact"),
@@ -223,6 +226,10 @@ def check_generate(request: inference_pb2.GenerateRequest) -> None:
         raise InvalidArgument("`token_ids.ids` is empty: give at least one token", field="token_ids.ids")
     if kind == "chat":
         _check_chat(request.chat)
+    elif request.output.parse_chat:
+        raise InvalidArgument(
+            f"`output.parse_chat` goes with `chat`, not with `{kind}`; leave it out", field="output.parse_chat"
+        )
     _check_omits_special(request)
     if request.cache_salt:
         check_id(request.cache_salt, field="cache_salt")
@@ -231,6 +238,7 @@ def check_generate(request: inference_pb2.GenerateRequest) -> None:
     _check_stopping(request.stopping)
     if request.HasField("grammar"):
         _check_grammar(request)
+    _check_forced_calls(request)
     _check_sampling(request.sampling)
     _check_speculation(request.speculation)
 
@@ -310,6 +318,7 @@ def _check_chat(chat: inference_pb2.Chat) -> None:
             raise InvalidArgument(
                 f"`chat.{name}` takes {MAX_CHAT_JSON_BYTES} characters; it has {num_chars}", field=f"chat.{name}"
             )
+    _check_tool_choice(chat)
     for message in chat.messages:
         check_role(message.role, field="chat.messages.role")
         for name in ("name", "tool_call_id"):
@@ -324,6 +333,22 @@ def _check_chat(chat: inference_pb2.Chat) -> None:
             check_id(call.name, field="chat.messages.tool_calls.name")
             if call.id:
                 check_id(call.id, field="chat.messages.tool_calls.id")
+
+
+def _check_tool_choice(chat: inference_pb2.Chat) -> None:
+    match chat.tool_choice.WhichOneof("kind"):
+        case "none" | "auto" | "required" as kind if not getattr(chat.tool_choice, kind):
+            raise InvalidArgument(
+                f"`chat.tool_choice.{kind}` is true or left out, never false", field=f"chat.tool_choice.{kind}"
+            )
+        case "required" | "name" as kind if not chat.tools_json:
+            raise InvalidArgument(
+                f"`chat.tool_choice.{kind}` needs tools: set `chat.tools_json`", field=f"chat.tool_choice.{kind}"
+            )
+        case "name":
+            check_id(chat.tool_choice.name, field="chat.tool_choice.name")
+        case _:
+            pass
 
 
 def _check_stopping(stopping: inference_pb2.Stopping) -> None:
@@ -359,6 +384,21 @@ def _check_grammar(request: inference_pb2.GenerateRequest) -> None:
             "`stopping.ignore_eos` would go on behind the end of `grammar`; leave one of them out",
             field="stopping.ignore_eos",
         )
+
+
+def _check_forced_calls(request: inference_pb2.GenerateRequest) -> None:
+    """They hold by a grammar of their own."""
+    kind = request.chat.tool_choice.WhichOneof("kind")
+    if kind not in ("required", "name"):
+        return
+    for field, is_set in (
+        ("grammar", request.HasField("grammar")),
+        ("stopping.ignore_eos", request.stopping.ignore_eos),
+    ):
+        if is_set:
+            raise InvalidArgument(
+                f"`chat.tool_choice.{kind}` says what the whole answer is: leave `{field}` out", field=field
+            )
 
 
 def _check_sampling(sampling: inference_pb2.Sampling) -> None:

@@ -18,6 +18,7 @@ MAX_DRAFT_TOKENS: Final = 64  # per step; requests cannot ask for more either
 MAX_LOOKUP_HISTORY: Final = 1 << 20  # tokens of one namespace
 CPU_KERNELS: Final = ("auto", "native", "torch")
 QUANTIZE: Final = ("none", "int8")
+TOOL_FORMATS: Final = ("hermes", "qwen3_xml", "llama3_json", "mistral", "mistral_list", "deepseek", "think")
 LORA_KERNELS: Final = ("auto", "triton", "punica", "reference")
 
 
@@ -254,10 +255,38 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ChatConfig:
+    """Templates: how chats become prompts, and texts become messages."""
+
+    template: Path | None = option(
+        None, "Chat template (Jinja), in the place of the tokenizer's own.", "--chat-template"
+    )
+    response_template: Path | None = option(
+        None,
+        "Response template (JSON, as Transformers defines it) by which reasoning and tool calls are told from the rest "
+        "of an answer, in the place of the tokenizer's own.",
+        "--response-template",
+    )
+    tool_format: str = option(
+        "auto",
+        "How the model writes reasoning and tool calls, where there is no response template: auto (by the chat "
+        f"template), none (all is content), or one of {', '.join(TOOL_FORMATS)}.",
+        "--tool-format",
+    )
+
+    def __post_init__(self) -> None:
+        known = ("auto", "none", *TOOL_FORMATS)
+        _check(self.tool_format in known, "--tool-format", f"must be one of {', '.join(known)}")
+        for path, flag in ((self.template, "--chat-template"), (self.response_template, "--response-template")):
+            _check(path is None or path.is_file(), flag, f"names {path}, which is not a file")
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerConfig:
     """One worker: an engine and the gRPC server in front of it."""
 
     engine: EngineConfig
+    chat: ChatConfig = field(default_factory=ChatConfig)
     host: str = option("127.0.0.1", "Address to listen on.", "--host")
     port: int = option(50051, "Port to listen on; 0 takes a free one.", "--port")
     metrics_port: int | None = option(

@@ -57,6 +57,23 @@ class FakeRunner:
 
 
 @dataclass
+class ScriptedRunner(FakeRunner):
+    """Every sequence is given the same tokens, then ends."""
+
+    script: tuple[int, ...] = ()
+    num_given: dict[str, int] = field(default_factory=dict)
+
+    def execute(self, plan: StepPlan) -> Done:
+        results: dict[str, SpanResult] = {}
+        for span in plan.spans:
+            given = self.num_given.get(span.sequence_id, 0)
+            sampled = (*self.script, EOS)[min(given, len(self.script))]
+            results[span.sequence_id] = SpanResult((sampled,) if span.num_samples else ())
+            self.num_given[span.sequence_id] = given + min(1, span.num_samples)
+        return Done(StepResult(plan.step, results))
+
+
+@dataclass
 class FakeCache:
     """Every name in `known` resolves after `delay` polls; everything fits. What `kinds` does not say is a LoRA."""
 
@@ -131,11 +148,12 @@ def make_engine(
     clock: Callable[[], float] = lambda: 0.0,
     max_queued: int = 4096,
     max_running: int = 8,
+    info: ModelInfo = INFO,
 ) -> Engine:
     cache = cache or FakeCache()
     config = SchedulerConfig(max_running=max_running, max_step_tokens=64, max_context_tokens=256, max_queued=max_queued)
     scheduler = Scheduler(config, BlockPool(64, 4), cache, frozenset({EOS}))
-    return Engine(INFO, scheduler, cache, runner or FakeRunner(), clock)
+    return Engine(info, scheduler, cache, runner or FakeRunner(), clock)
 
 
 def build_fake(config: EngineConfig, progress: Callable[[str], None], notify: Callable[[], None]) -> Engine:

@@ -37,7 +37,8 @@ Unary = Callable[[Generate, Any], Awaitable[bytes]]
 def chunks(num_tokens: int = 3, request_id: str = "") -> Iterator[bytes]:
     """A stream as a worker writes it: one token a message, the last with a finish reason."""
     for number in range(num_tokens):
-        chunk = Chunk(text_delta=f"t{number} ", token_ids=[number + 1])
+        text = f"t{number} "
+        chunk = Chunk(text_delta=text, token_ids=[number + 1], deltas=[inference_pb2.ChatDelta(content=text)])
         if number == 0:
             chunk.request_id = request_id
         if number == num_tokens - 1:
@@ -52,7 +53,8 @@ async def default_stream(request: Generate, context: Any) -> AsyncIterator[bytes
 
 async def default_unary(request: Generate, context: Any) -> bytes:
     answer = inference_pb2.GenerateResponse(request_id=request.request_id)
-    answer.completions.add(text="t0 t1 t2 ", token_ids=[1, 2, 3])
+    message = inference_pb2.ChatMessage(role="assistant", content="t0 t1 t2 ")
+    answer.completions.add(text="t0 t1 t2 ", token_ids=[1, 2, 3], message=message)
     return answer.SerializeToString()
 
 

@@ -235,6 +235,8 @@ class Chat(google.protobuf.message.Message):
     MESSAGES_FIELD_NUMBER: builtins.int
     OMIT_GENERATION_PROMPT_FIELD_NUMBER: builtins.int
     TOOLS_JSON_FIELD_NUMBER: builtins.int
+    TOOL_CHOICE_FIELD_NUMBER: builtins.int
+    PARALLEL_TOOL_CALLS_FIELD_NUMBER: builtins.int
     TEMPLATE_KWARGS_JSON_FIELD_NUMBER: builtins.int
     CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: builtins.int
     DOCUMENTS_JSON_FIELD_NUMBER: builtins.int
@@ -244,6 +246,8 @@ class Chat(google.protobuf.message.Message):
     """What the template is told beside the messages, as JSON of 1 MiB at most each. Tools: a list of objects, in the form
     that the model's template wants (most often OpenAI's). Templates without tools leave them out silently.
     """
+    parallel_tool_calls: builtins.bool
+    """false: at most one call in an answer that is parsed."""
     template_kwargs_json: builtins.str
     """An object of the template's own arguments, such as {"enable_thinking": false}."""
     continue_final_message: builtins.bool
@@ -254,19 +258,61 @@ class Chat(google.protobuf.message.Message):
     def messages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """1 to 4096."""
 
+    @property
+    def tool_choice(self) -> Global___ToolChoice:
+        """Not set: auto with tools."""
+
     def __init__(
         self,
         *,
         messages: collections.abc.Iterable[Global___ChatMessage] | None = ...,
         omit_generation_prompt: builtins.bool = ...,
         tools_json: builtins.str = ...,
+        tool_choice: Global___ToolChoice | None = ...,
+        parallel_tool_calls: builtins.bool | None = ...,
         template_kwargs_json: builtins.str = ...,
         continue_final_message: builtins.bool = ...,
         documents_json: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["continue_final_message", b"continue_final_message", "documents_json", b"documents_json", "messages", b"messages", "omit_generation_prompt", b"omit_generation_prompt", "template_kwargs_json", b"template_kwargs_json", "tools_json", b"tools_json"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls", "parallel_tool_calls", b"parallel_tool_calls", "tool_choice", b"tool_choice"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls", "continue_final_message", b"continue_final_message", "documents_json", b"documents_json", "messages", b"messages", "omit_generation_prompt", b"omit_generation_prompt", "parallel_tool_calls", b"parallel_tool_calls", "template_kwargs_json", b"template_kwargs_json", "tool_choice", b"tool_choice", "tools_json", b"tools_json"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls"]) -> typing.Literal["parallel_tool_calls"] | None: ...
 
 Global___Chat: typing_extensions.TypeAlias = Chat
+
+@typing.final
+class ToolChoice(google.protobuf.message.Message):
+    """Which tools an answer calls. The template is told the tools in any case."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NONE_FIELD_NUMBER: builtins.int
+    AUTO_FIELD_NUMBER: builtins.int
+    REQUIRED_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
+    none: builtins.bool
+    """true: an answer that is parsed has no calls; what looks like one is text."""
+    auto: builtins.bool
+    """true: text, calls or both, as the model writes them."""
+    required: builtins.bool
+    """true: at least one call, and nothing else but reasoning that the prompt began. Holds by a grammar, and so does a
+    name: UNIMPLEMENTED where the model's form of calls is not known as one.
+    """
+    name: builtins.str
+    """One call of this tool."""
+    def __init__(
+        self,
+        *,
+        none: builtins.bool = ...,
+        auto: builtins.bool = ...,
+        required: builtins.bool = ...,
+        name: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["auto", b"auto", "kind", b"kind", "name", b"name", "none", b"none", "required", b"required"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["auto", b"auto", "kind", b"kind", "name", b"name", "none", b"none", "required", b"required"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["none", "auto", "required", "name"] | None: ...
+
+Global___ToolChoice: typing_extensions.TypeAlias = ToolChoice
 
 @typing.final
 class ChatMessage(google.protobuf.message.Message):
@@ -609,6 +655,7 @@ class Output(google.protobuf.message.Message):
     OMIT_TOKEN_IDS_FIELD_NUMBER: builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: builtins.int
     KEEP_SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
+    PARSE_CHAT_FIELD_NUMBER: builtins.int
     TOKEN_BYTES_FIELD_NUMBER: builtins.int
     logprobs: builtins.bool
     """Logprob of each new token (of the model's own distribution, before penalties and temperature)."""
@@ -628,6 +675,11 @@ class Output(google.protobuf.message.Message):
     """Special tokens are part of the text, of the prompt's in an echo as well. The token that ends it is not, unless
     stopping.include_stop is set.
     """
+    parse_chat: builtins.bool
+    """With a chat: the answer also as a message, its reasoning and tool calls told apart from the content by the server's
+    response template; without one all of it is content. What cannot be read as a call is content as well. The text
+    then has those special tokens that mark the parts.
+    """
     token_bytes: builtins.bool
     """Bytes of each token in logprobs and prompt_tokens, alternatives included."""
     def __init__(
@@ -640,9 +692,10 @@ class Output(google.protobuf.message.Message):
         omit_token_ids: builtins.bool = ...,
         prompt_tokens: builtins.bool = ...,
         keep_special_tokens: builtins.bool = ...,
+        parse_chat: builtins.bool = ...,
         token_bytes: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["echo", b"echo", "keep_special_tokens", b"keep_special_tokens", "logprobs", b"logprobs", "omit_token_ids", b"omit_token_ids", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "token_bytes", b"token_bytes", "top_logprobs", b"top_logprobs"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["echo", b"echo", "keep_special_tokens", b"keep_special_tokens", "logprobs", b"logprobs", "omit_token_ids", b"omit_token_ids", "parse_chat", b"parse_chat", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "token_bytes", b"token_bytes", "top_logprobs", b"top_logprobs"]) -> None: ...
 
 Global___Output: typing_extensions.TypeAlias = Output
 
@@ -840,6 +893,7 @@ class Completion(google.protobuf.message.Message):
     STOP_STRING_FIELD_NUMBER: builtins.int
     STOP_TOKEN_ID_FIELD_NUMBER: builtins.int
     USAGE_FIELD_NUMBER: builtins.int
+    MESSAGE_FIELD_NUMBER: builtins.int
     index: builtins.int
     text: builtins.str
     finish_reason: Global___FinishReason.ValueType
@@ -852,6 +906,10 @@ class Completion(google.protobuf.message.Message):
     def logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]: ...
     @property
     def usage(self) -> Global___Usage: ...
+    @property
+    def message(self) -> Global___ChatMessage:
+        """With Output.parse_chat; the role is "assistant"."""
+
     def __init__(
         self,
         *,
@@ -863,9 +921,10 @@ class Completion(google.protobuf.message.Message):
         stop_string: builtins.str | None = ...,
         stop_token_id: builtins.int | None = ...,
         usage: Global___Usage | None = ...,
+        message: Global___ChatMessage | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "usage", b"usage"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "text", b"text", "token_ids", b"token_ids", "usage", b"usage"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "message", b"message", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "usage", b"usage"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "message", b"message", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "text", b"text", "token_ids", b"token_ids", "usage", b"usage"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_stop_string", b"_stop_string"]) -> typing.Literal["stop_string"] | None: ...
     @typing.overload
@@ -923,6 +982,59 @@ class GenerateResponse(google.protobuf.message.Message):
 Global___GenerateResponse: typing_extensions.TypeAlias = GenerateResponse
 
 @typing.final
+class ChatDelta(google.protobuf.message.Message):
+    """The next part of a message that is being parsed. Those of a completion, put together, are its message."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CONTENT_FIELD_NUMBER: builtins.int
+    REASONING_FIELD_NUMBER: builtins.int
+    TOOL_CALL_FIELD_NUMBER: builtins.int
+    content: builtins.str
+    reasoning: builtins.str
+    @property
+    def tool_call(self) -> Global___ToolCallDelta: ...
+    def __init__(
+        self,
+        *,
+        content: builtins.str = ...,
+        reasoning: builtins.str = ...,
+        tool_call: Global___ToolCallDelta | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["content", b"content", "kind", b"kind", "reasoning", b"reasoning", "tool_call", b"tool_call"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["content", b"content", "kind", b"kind", "reasoning", b"reasoning", "tool_call", b"tool_call"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["content", "reasoning", "tool_call"] | None: ...
+
+Global___ChatDelta: typing_extensions.TypeAlias = ChatDelta
+
+@typing.final
+class ToolCallDelta(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: builtins.int
+    ID_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
+    ARGUMENTS_JSON_FIELD_NUMBER: builtins.int
+    index: builtins.int
+    """Of the call in its message, from 0."""
+    id: builtins.str
+    """On the first delta of a call only: both."""
+    name: builtins.str
+    arguments_json: builtins.str
+    """The next part of the arguments."""
+    def __init__(
+        self,
+        *,
+        index: builtins.int = ...,
+        id: builtins.str = ...,
+        name: builtins.str = ...,
+        arguments_json: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arguments_json", b"arguments_json", "id", b"id", "index", b"index", "name", b"name"]) -> None: ...
+
+Global___ToolCallDelta: typing_extensions.TypeAlias = ToolCallDelta
+
+@typing.final
 class GenerateStreamResponse(google.protobuf.message.Message):
     """One step's news of one completion."""
 
@@ -943,8 +1055,10 @@ class GenerateStreamResponse(google.protobuf.message.Message):
     STOP_TOKEN_ID_FIELD_NUMBER: builtins.int
     USAGE_FIELD_NUMBER: builtins.int
     TIMINGS_FIELD_NUMBER: builtins.int
+    DELTAS_FIELD_NUMBER: builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: builtins.int
     SEED_FIELD_NUMBER: builtins.int
+    MESSAGE_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """On the first chunk only: request_id, adapter_digest, prompt_logprobs, prompt_tokens, seed."""
     adapter_digest: builtins.str
@@ -970,8 +1084,16 @@ class GenerateStreamResponse(google.protobuf.message.Message):
     @property
     def timings(self) -> Global___Timings: ...
     @property
+    def deltas(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ChatDelta]:
+        """With Output.parse_chat."""
+
+    @property
     def prompt_tokens(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PromptToken]:
         """As in GenerateResponse."""
+
+    @property
+    def message(self) -> Global___ChatMessage:
+        """With Output.parse_chat, on the last chunk of the completion: the whole message."""
 
     def __init__(
         self,
@@ -991,11 +1113,13 @@ class GenerateStreamResponse(google.protobuf.message.Message):
         stop_token_id: builtins.int | None = ...,
         usage: Global___Usage | None = ...,
         timings: Global___Timings | None = ...,
+        deltas: collections.abc.Iterable[Global___ChatDelta] | None = ...,
         prompt_tokens: collections.abc.Iterable[Global___PromptToken] | None = ...,
         seed: builtins.int | None = ...,
+        message: Global___ChatMessage | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_seed", b"_seed", "_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "seed", b"seed", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "timings", b"timings", "usage", b"usage"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_seed", b"_seed", "_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "accepted_tokens", b"accepted_tokens", "adapter_digest", b"adapter_digest", "drafted_tokens", b"drafted_tokens", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "proposer", b"proposer", "request_id", b"request_id", "seed", b"seed", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "text_delta", b"text_delta", "timings", b"timings", "token_ids", b"token_ids", "usage", b"usage"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_seed", b"_seed", "_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "message", b"message", "seed", b"seed", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "timings", b"timings", "usage", b"usage"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_seed", b"_seed", "_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "accepted_tokens", b"accepted_tokens", "adapter_digest", b"adapter_digest", "deltas", b"deltas", "drafted_tokens", b"drafted_tokens", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "message", b"message", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "proposer", b"proposer", "request_id", b"request_id", "seed", b"seed", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "text_delta", b"text_delta", "timings", b"timings", "token_ids", b"token_ids", "usage", b"usage"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_seed", b"_seed"]) -> typing.Literal["seed"] | None: ...
     @typing.overload

@@ -11,6 +11,7 @@ from typing import Any, Final
 from loraplex_proto import __version__
 from loraplex_proto.v1 import inference_pb2 as pb
 from loraplex_router.http.openai import Job
+from loraplex_router.http.tools import delta_of, message_of
 
 _FINISH_REASONS: Final = {
     pb.FINISH_REASON_EOS: "stop",
@@ -44,7 +45,7 @@ def response_of(job: Job, answers: Sequence[pb.GenerateResponse]) -> dict[str, A
         for completion in _best(answer.completions, job.n):
             choice = _choice(job, prompt, completion.index)
             if job.is_chat:
-                choice["message"] = {"role": "assistant", "content": completion.text, "refusal": None}
+                choice["message"] = message_of(completion, with_reasoning=job.with_reasoning)
             else:
                 choice["text"] = completion.text
                 choice |= of_prompt
@@ -122,8 +123,14 @@ def _choice(job: Job, prompt: int, index: int) -> dict[str, Any]:
     return {"index": prompt * job.n + index}
 
 
+def _has_tokens(choice: dict[str, Any]) -> bool:
+    return choice["logprobs"] is not None or bool(choice.get("token_ids"))
+
+
 def _end(choice: dict[str, Any], completion: pb.Completion | pb.GenerateStreamResponse) -> None:
     choice["finish_reason"] = _FINISH_REASONS.get(completion.finish_reason)
+    if completion.message.tool_calls and choice["finish_reason"] == "stop":
+        choice["finish_reason"] = "tool_calls"
     choice["stop_reason"] = None
     if completion.HasField("stop_string"):
         choice["stop_reason"] = completion.stop_string
@@ -307,7 +314,7 @@ class Chunks:
             rows = self._logprobs[choice["index"]] = Logprobs(self._job, self._prompts[prompt])
             has_rows |= self._job.echo
         if self._job.is_chat:
-            choice["delta"] = {"content": message.text_delta} if message.text_delta else {}
+            choice["delta"] = delta_of(message, with_reasoning=self._job.with_reasoning)
         else:
             choice["text"] = message.text_delta
             choice |= of_prompt
@@ -321,7 +328,8 @@ class Chunks:
             self._num_open -= 1
             if not self._num_open and not self._job.wants_usage:
                 more["loraplex"] = self._tally.own(self._job)
-        yield self._chunk(choice, more)
+        if more or not self._job.is_chat or choice["delta"] or choice["finish_reason"] or _has_tokens(choice):
+            yield self._chunk(choice, more)
 
     def end_chunks(self) -> Iterator[dict[str, Any]]:
         if self._job.wants_usage:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -167,3 +168,12 @@ def unicode_text(text: str, name: str) -> str:
     except UnicodeEncodeError as error:
         raise InvalidArgument(f"`{name}` is not valid Unicode text", field=name) from error
     return text
+
+
+def json_text(value: Any, name: str) -> str:
+    """Raises InvalidArgument for what is nested too deep, and for lone surrogates."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    except RecursionError as error:
+        raise InvalidArgument(f"`{name}` is nested too deep", field=name) from error
+    return unicode_text(text, name)

@@ -40,6 +40,8 @@ PARAMS: Final[Mapping[str, str]] = {
     "token_ids.ids": "prompt",
     "chat": "messages",
     "chat.tools_json": "tools",
+    "chat.tool_choice.required": "tool_choice",
+    "chat.tool_choice.name": "tool_choice",
     "chat.documents_json": "documents",
     "chat.template_kwargs_json": "chat_template_kwargs",
     "chat.continue_final_message": "continue_final_message",

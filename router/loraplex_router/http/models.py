@@ -31,7 +31,7 @@ HARMLESS: Final = frozenset(
     }
 )
 
-_NO_TOOLS: Final = "tools are not available yet"
+_NO_TOOLS: Final = "tools go with chats"
 _NO_TEMPLATES: Final = "the base model's chat template is used as it is"
 _BY_MODEL: Final = "name the adapter in `model`"
 # Fields that would change the answer and are not available: the values that change nothing, and what to do instead.
@@ -39,8 +39,8 @@ REFUSED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
     "stop_regex": ((), "use `stop`"),
     "tools": (([],), _NO_TOOLS),
     "tool_choice": (("none", "auto"), _NO_TOOLS),
-    "functions": (([],), _NO_TOOLS),
-    "function_call": (("none", "auto"), _NO_TOOLS),
+    "functions": (([],), "use `tools`"),
+    "function_call": (("none", "auto"), "use `tool_choice`"),
     "use_beam_search": ((False,), "texts are sampled"),
     "length_penalty": ((1,), "texts are sampled"),
     "early_stopping": ((False,), "texts are sampled"),
@@ -50,7 +50,7 @@ REFUSED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
     "vllm_xargs": (({},), "it is another server's"),
     "kv_transfer_params": ((), "it is another server's"),
     "thinking_token_budget": ((), "use `max_tokens`"),
-    "include_reasoning": ((True,), "reasoning is not told apart from the answer"),
+    "include_reasoning": ((True,), "texts of chats alone are told from their reasoning"),
     "verbosity": ((), _NO_TEMPLATES),
     "chat_template": ((), _NO_TEMPLATES),
     "modalities": ((["text"],), "answers are text"),
@@ -149,6 +149,17 @@ class ChatMessage(Fields):
     reasoning_content: str | None = None
 
 
+class NamedFunction(Fields):
+    name: str
+
+
+class ToolChoice(Fields):
+    """A tool that must be called."""
+
+    type: Literal["function"] | None = None
+    function: NamedFunction
+
+
 class ChatTemplateInput(Fields):
     """What a chat template is given, but for the tools."""
 
@@ -167,6 +178,10 @@ class ChatCompletionRequest(Generation, ChatTemplateInput):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     echo: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
 
 
 class TokenizeRequest(ChatTemplateInput):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, cast
@@ -10,7 +9,7 @@ from typing import Any, Final, cast
 from loraplex_contracts.adapters import check_id
 from loraplex_contracts.errors import InvalidArgument, Unimplemented
 from loraplex_proto.v1 import inference_pb2 as pb
-from loraplex_router.http.backend import MAX_CHOICES, MAX_PROMPTS, adapter_of, unicode_text
+from loraplex_router.http.backend import MAX_CHOICES, MAX_PROMPTS, adapter_of, json_text, unicode_text
 from loraplex_router.http.grammars import grammar_of
 from loraplex_router.http.models import (
     ChatCompletionRequest,
@@ -23,6 +22,7 @@ from loraplex_router.http.models import (
     TokenizeRequest,
     ignored_fields,
 )
+from loraplex_router.http.tools import put_tools
 
 DEFAULT_MAX_TOKENS: Final = 16  # OpenAI's, of completions
 NO_DEFAULTS: Final = pb.Sampling()
@@ -52,6 +52,7 @@ class Job:
     num_prompt_logprobs: int | None  # apart from those of an echo
     echo: bool
     is_prompt_only: bool  # the one token that the wire makes is dropped
+    with_reasoning: bool
     with_token_ids: bool
     tokens_as_ids: bool
     ignored: tuple[str, ...]
@@ -120,7 +121,9 @@ def chat_job(
     if num_top is not None:
         _ask_logprobs(request.output, num_top)
         request.output.token_bytes = True
-    return _job(body, request, (chat_of(body.messages, body),), request_id, created, num_top, ignored=ignored)
+    job = _job(body, request, (chat_of(body.messages, body),), request_id, created, num_top, ignored=ignored)
+    put_tools(job.requests[0], body)
+    return replace(job, with_reasoning=body.include_reasoning is not False)
 
 
 def _ask_best_of(request: pb.GenerateRequest, best_of: int, *, is_streamed: bool) -> None:
@@ -230,6 +233,7 @@ def _job(
         num_prompt_logprobs=body.prompt_logprobs,
         echo=False,
         is_prompt_only=False,
+        with_reasoning=True,
         with_token_ids=bool(body.return_token_ids),
         tokens_as_ids=bool(body.return_tokens_as_token_ids),
         ignored=ignored,
@@ -375,15 +379,6 @@ def _message(message: ChatMessage, where: str) -> pb.ChatMessage:
             arguments_json=unicode_text(arguments, f"{within}.function.arguments"),
         )
     return found
-
-
-def json_text(value: Any, name: str) -> str:
-    """Raises InvalidArgument for what is nested too deep, and for lone surrogates."""
-    try:
-        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-    except RecursionError as error:
-        raise InvalidArgument(f"`{name}` is nested too deep", field=name) from error
-    return unicode_text(text, name)
 
 
 def _content(message: ChatMessage, where: str) -> str:

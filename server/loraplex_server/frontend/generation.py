@@ -25,6 +25,7 @@ from loraplex_contracts.request import (
     Tokens,
     TopLogprob,
 )
+from loraplex_server.text.responses import MessagePart, ParsedMessage, ResponseParsing
 from loraplex_server.text.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:  # the process that tokenizes long texts loads no torch
@@ -53,11 +54,13 @@ class CompletionSummary:
     num_completion_tokens: int
     num_steps: int  # that gave those tokens
     drafts: tuple[Drafts, ...]  # by proposer, in the order of their names
+    message: ParsedMessage | None = None  # of an answer that is parsed
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """New text and tokens of one completion. `end` is on its last delta only. `proposer` is empty without drafts."""
+    """New text and tokens of one completion. `end` is on its last delta only. `proposer` is empty without drafts.
+    `parts`: of the message, where the answer is parsed; they may come later than their text."""
 
     index: int
     text: str = ""
@@ -66,22 +69,33 @@ class Delta:
     num_drafted: int = 0
     num_accepted: int = 0
     proposer: str = ""
+    parts: tuple[MessagePart, ...] = ()
     end: CompletionSummary | None = None
 
 
 class CompletionAssembler:
-    """One completion from its first token to its end: events in, deltas out. Owns its detokenizer and stop matcher."""
+    """One completion from its first token to its end: events in, deltas out. Owns its detokenizer, stop matcher and
+    reader."""
 
-    def __init__(self, request: Request, index: int, tokenizer: TextTokenizer, eos_token_ids: Collection[int]) -> None:
+    def __init__(
+        self,
+        request: Request,
+        index: int,
+        tokenizer: TextTokenizer,
+        eos_token_ids: Collection[int],
+        parsing: ResponseParsing | None = None,
+    ) -> None:
         """For completion `index`. Raises FailedPrecondition for stop strings without a tokenizer."""
         stopping = request.stopping
         # The token that ends a completion is not part of its text.
         ending = stopping.stop_token_ids | (frozenset() if stopping.ignore_eos else frozenset(eos_token_ids))
         dropped = frozenset[int]() if stopping.include_stop else ending
+        keep_special = request.output.keep_special_tokens
+        if parsing is not None and not keep_special and parsing.format is not None:
+            dropped, keep_special = dropped | parsing.unread_ids, True  # it looks for some of them
         self._index = index
-        self._detokenizer = tokenizer.new_detokenizer(
-            request.prompt_token_ids, dropped, keep_special=request.output.keep_special_tokens
-        )
+        self._detokenizer = tokenizer.new_detokenizer(request.prompt_token_ids, dropped, keep_special=keep_special)
+        self._reader = None if parsing is None else parsing.reader()
         self._stops = tokenizer.new_stop_matcher(stopping)
         self._tokenizer = tokenizer
         self._with_bytes = request.output.token_bytes
@@ -111,6 +125,7 @@ class CompletionAssembler:
             num_drafted=event.num_drafted,
             num_accepted=num_accepted,
             proposer=event.proposer if event.num_drafted else "",
+            parts=() if self._reader is None else tuple(self._reader.push(text)),
         )
 
     def end(self, event: CompletionEnd) -> Delta:
@@ -122,6 +137,9 @@ class CompletionAssembler:
                 text += self._stops.finish()
         if self.is_stopped and self._stops is not None:
             stop_string = self._stops.matched
+        parts: list[MessagePart] = []
+        if self._reader is not None:
+            parts = [*self._reader.push(text), *self._reader.finish()]
         summary = CompletionSummary(
             index=self._index,
             reason=FinishReason.STOP if self.is_stopped else event.reason,
@@ -132,8 +150,9 @@ class CompletionAssembler:
             num_completion_tokens=self._num_tokens,
             num_steps=self._num_steps,
             drafts=tuple(self._drafts[name] for name in sorted(self._drafts)),
+            message=None if self._reader is None else self._reader.message(),
         )
-        return Delta(self._index, text=text, end=summary)
+        return Delta(self._index, text=text, parts=tuple(parts), end=summary)
 
     def with_text(self, logprobs: PositionLogprobs) -> TokenLogprob:
         token_id = logprobs.token_id
@@ -192,12 +211,13 @@ async def generate(
     tokenizer: TextTokenizer,
     eos_token_ids: Collection[int],
     progress: Progress,
+    parsing: ResponseParsing | None = None,
 ) -> AsyncGenerator[list[Delta], None]:
     """Yields the deltas of the events since the last ones, until every completion has ended.
 
     Raises the request's typed error. `progress` is filled before the first yield that it concerns.
     """
-    assemblers = [CompletionAssembler(request, index, tokenizer, eos_token_ids) for index in range(request.n)]
+    assemblers = [CompletionAssembler(request, index, tokenizer, eos_token_ids, parsing) for index in range(request.n)]
     stream = engine.submit(request)
     try:
         while True:
@@ -269,5 +289,6 @@ def _join(first: Delta, second: Delta) -> Delta:
         first.num_drafted + second.num_drafted,
         first.num_accepted + second.num_accepted,
         first.proposer or second.proposer,
+        first.parts + second.parts,
         second.end,
     )

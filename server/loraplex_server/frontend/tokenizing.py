@@ -30,6 +30,7 @@ from tokenizers import Tokenizer
 from loraplex_contracts.errors import ContextLengthExceeded, InvalidArgument, OutOfMemory, QueueFull, unexpected
 from loraplex_proto.validate import ModelLimits, check_prompt_length
 from loraplex_runtime.shutdown import SIGNALS, continue_when_parent_dies, start_shielded
+from loraplex_server.text.control_tokens import PlainTokenizer, SafeText, plain_tokenizer
 from loraplex_server.text.tokenizer import SHORT_CHARS, TextTokenizer, Truncation, encode, encoding_of, num_bytes_of
 from loraplex_server.text.vocabulary import Vocabulary, max_bytes_per_token
 
@@ -114,7 +115,9 @@ class Tokenizing:
         self._process: TokenizerProcess | None = None
         self._idle: asyncio.TimerHandle | None = None
 
-    async def encode(self, text: str, *, special: bool = True, truncation: Truncation | None = None) -> Sequence[int]:
+    async def encode(
+        self, text: str | SafeText, *, special: bool = True, truncation: Truncation | None = None
+    ) -> Sequence[int]:
         """The ids of a prompt. Raises ContextLengthExceeded, for some texts before they are tokenized, QueueFull,
         InvalidArgument for a truncation to less than the special tokens, and what `TextTokenizer.encode` raises."""
         if truncation is not None and special and truncation.max_tokens < (num := self.tokenizer.num_added_tokens()):
@@ -123,6 +126,8 @@ class Tokenizing:
                 "allow more, or set `omit_special_tokens`",
                 field="truncate_prompt.max_tokens",
             )
+        if isinstance(text, SafeText):
+            return await self._encode_safe(text, truncation)
         encoded = partial(self.tokenizer.encode, text, add_special_tokens=special, truncation=truncation)
         if len(text) < SHORT_CHARS:
             return encoded()
@@ -138,9 +143,41 @@ class Tokenizing:
         assert isinstance(ids, array)
         return ids
 
-    async def tokenize(self, text: str, make: Maker, *, special: bool = True, with_offsets: bool = False) -> bytes:
+    async def _encode_safe(self, safe: SafeText, truncation: Truncation | None) -> Sequence[int]:
+        num_bytes = num_bytes_of(safe.text)
+        if truncation is None:
+            self._check_length(num_bytes_of(safe.plain))
+        serialized = self._serialized_for_chats()
+        if num_bytes <= LONG_BYTES:
+            ids = await self.off_loop(max(num_bytes, SHORT_CHARS), partial(_encoded_safe, serialized, safe))
+        else:
+            ids = await self._in_process(num_bytes, Job(safe.text, False, controls=safe.controls))
+        assert isinstance(ids, (array, list))
+        return ids if truncation is None else truncation.cut(ids)
+
+    def _serialized_for_chats(self) -> str:
+        if self._serialized is None:
+            raise InvalidArgument(
+                "the messages hold control tokens of the model, which this tokenizer cannot write as text; leave them "
+                "out",
+                field="chat",
+            )
+        return self._serialized
+
+    async def tokenize(
+        self, text: str | SafeText, make: Maker, *, special: bool = True, with_offsets: bool = False
+    ) -> bytes:
         """`make` of the ids of a text of any length, and of their offsets. Raises QueueFull, and what
         `TextTokenizer.encode` raises."""
+        if isinstance(text, SafeText):
+            serialized, num_bytes = self._serialized_for_chats(), num_bytes_of(text.text)
+            if num_bytes <= LONG_BYTES:
+                made = partial(_made_safe, serialized, text, make, self.tokenizer, with_offsets)
+                return await self.off_loop(max(num_bytes, SHORT_CHARS), made)
+            job = Job(text.text, False, make=make, with_offsets=with_offsets, controls=text.controls)
+            answer = await self._in_process(num_bytes, job)
+            assert isinstance(answer, bytes)
+            return answer
         num_bytes = num_bytes_of(text)
         if num_bytes <= LONG_BYTES or self._serialized is None:
             return await self.off_loop(num_bytes, partial(self._made, text, make, special, with_offsets))
@@ -271,6 +308,7 @@ class Job:
     make: Maker | None = None
     truncation: Truncation | None = None
     with_offsets: bool = False
+    controls: tuple[str, ...] | None = None  # of a `SafeText`
 
 
 class ProcessEnded(Exception):
@@ -341,12 +379,17 @@ def tokenize_jobs(conn: Connection) -> None:
     continue_when_parent_dies()
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
-    tokenizer = Tokenizer.from_str(conn.recv())
+    serialized: str = conn.recv()
+    tokenizer = Tokenizer.from_str(serialized)
     vocabulary = Vocabulary(tokenizer)
     inbox: queue.SimpleQueue[Job] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(conn, inbox), daemon=True).start()
     while True:
-        conn.send(_result(tokenizer, vocabulary, inbox.get()))
+        job = inbox.get()
+        if job.controls is None:
+            conn.send(_result(tokenizer, vocabulary, job))
+        else:
+            conn.send(_safe_result(plain_tokenizer(serialized, job.controls), vocabulary, job))
 
 
 def _read(conn: Connection, inbox: queue.SimpleQueue[Job]) -> None:
@@ -356,6 +399,26 @@ def _read(conn: Connection, inbox: queue.SimpleQueue[Job]) -> None:
             inbox.put(conn.recv())
     except (EOFError, OSError):
         os._exit(0)
+
+
+def _encoded_safe(serialized: str, safe: SafeText) -> list[int]:
+    return plain_tokenizer(serialized, safe.controls).encode(safe.text)
+
+
+def _made_safe(serialized: str, safe: SafeText, make: Maker, tokenizer: TextTokenizer, with_offsets: bool) -> bytes:
+    assert tokenizer.vocabulary is not None, "there are ids of a text"
+    job = Job(safe.text, False, make=make, with_offsets=with_offsets)
+    made = _safe_result(plain_tokenizer(serialized, safe.controls), tokenizer.vocabulary, job)
+    assert isinstance(made, bytes)
+    return made
+
+
+def _safe_result(tokenizer: PlainTokenizer, vocabulary: Vocabulary, job: Job) -> array[int] | bytes:
+    if job.make is None:
+        return array("I", tokenizer.encode(job.text))
+    if job.with_offsets:
+        return job.make(vocabulary, *tokenizer.encode_with_offsets(job.text))
+    return job.make(vocabulary, tokenizer.encode(job.text), ())
 
 
 def _result(tokenizer: Tokenizer, vocabulary: Vocabulary, job: Job) -> array[int] | int | bytes:

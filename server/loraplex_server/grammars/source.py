@@ -44,7 +44,7 @@ _CONTROL: Final = re.compile("[\x00-\x07\x0b\x0e-\x1f\x7f]")
 
 def json_schema(text: str, *, compact: bool = False, field: str = "grammar.json_schema") -> Grammar:
     """A value of a JSON Schema. Raises InvalidArgument, with the keyword that cannot be enforced."""
-    return Grammar(field, LLMatcher.grammar_from_json_schema(_checked_schema(_parsed(text, field), compact, field)))
+    return Grammar(field, LLMatcher.grammar_from_json_schema(checked_schema(_parsed(text, field), compact, field)))
 
 
 def json_object(*, compact: bool = False) -> Grammar:
@@ -128,7 +128,7 @@ def _parsed(text: str, field: str) -> dict[str, Any]:
     return cast("dict[str, Any]", found)
 
 
-def _checked_schema(schema: dict[str, Any], compact: bool, field: str) -> str:
+def checked_schema(schema: dict[str, Any], compact: bool, field: str) -> str:
     """The schema with our options, as JSON. Raises InvalidArgument."""
     try:
         for part in _schemas(schema):
@@ -195,7 +195,7 @@ def _tag(structure: dict[str, Any], triggers: list[str], compact: bool, field: s
     trigger = next((one for one in triggers if begin.startswith(one)), None)
     if trigger is None:
         raise _refused(field, f"`begin` {begin[:40]!a} starts with none of the `triggers`")
-    checked = _checked_schema(cast("dict[str, Any]", schema), compact, field)
+    checked = checked_schema(cast("dict[str, Any]", schema), compact, field)
     return StructTag(trigger=trigger, begin=begin, grammar=checked, end=end)
 
 

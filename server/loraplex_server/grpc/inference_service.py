@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import loraplex_proto
 from loraplex_contracts.errors import LoraplexError
@@ -22,13 +22,19 @@ from loraplex_server.engine.client import EngineClient
 from loraplex_server.engine.pipe import ModelInfo
 from loraplex_server.frontend.generation import Delta, Progress, generate
 from loraplex_server.frontend.tokenizing import Tokenizing
+from loraplex_server.grammars import calls
 from loraplex_server.grpc import protobuf
 from loraplex_server.grpc.middleware import RequestGate, begin_request, handles_errors, handles_stream_errors
 from loraplex_server.grpc.prompts import TOKEN_CHARS, Prompts, copied_ids, seconds_left, within
+from loraplex_server.text.responses import ResponseParsing
 from loraplex_server.text.tokenizer import Truncation
+
+if TYPE_CHECKING:  # imports Transformers
+    from loraplex_server.text.response_template import ResponseFormat
 
 Context = Any  # grpc.aio.ServicerContext, which is generic over messages in its stubs
 
+PROMPT_END_TOKENS = 1 << 12  # in which the answer's beginning is looked for
 TASKS = ("generate", "embed", "classify", "score")
 
 
@@ -56,6 +62,7 @@ class Accepted:
     request: Request
     echo: str  # in front of every completion
     prompt_tokens: Sequence[inference_pb2.PromptToken]  # to be sent; without logprobs
+    parsing: ResponseParsing | None = None  # of the answers, where that was asked for
 
     def put_head(
         self, message: inference_pb2.GenerateResponse | inference_pb2.GenerateStreamResponse, progress: Progress
@@ -71,8 +78,19 @@ class Accepted:
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     """Owns the counter that makes the engine's request ids unique."""
 
-    def __init__(self, engine: EngineClient, info: ModelInfo, tokenizing: Tokenizing, gate: RequestGate) -> None:
+    def __init__(
+        self,
+        engine: EngineClient,
+        info: ModelInfo,
+        tokenizing: Tokenizing,
+        gate: RequestGate,
+        response_format: ResponseFormat | None = None,
+    ) -> None:
         self._engine = engine
+        self._response_format = response_format
+        self._call_form = calls.form_of(response_format)
+        vocabulary = tokenizing.tokenizer.vocabulary
+        self._special_ids = {} if vocabulary is None else vocabulary.special_ids
         self._info = info
         self._tokenizing = tokenizing
         self._tokenizer = tokenizing.tokenizer
@@ -91,7 +109,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         progress = Progress()
         deltas: dict[int, list[Delta]] = {}
         accepted = await self._accept(request, context)
-        generating = self._generate(accepted.request, progress)
+        generating = self._generate(accepted, progress)
         async with Sent().added_to_errors(), aclosing(generating) as batches:
             async for batch in batches:
                 for delta in batch:
@@ -105,7 +123,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         progress = Progress()
         accepted = await self._accept(request, context)
         sent, echoed = Sent(), set[int]()
-        generating = self._generate(accepted.request, progress)
+        generating = self._generate(accepted, progress)
         async with sent.added_to_errors(), aclosing(generating) as batches:
             async for batch in batches:
                 for delta in batch:
@@ -121,8 +139,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                     sent.num_messages += 1
                     sent.num_tokens += len(delta.token_ids)
 
-    def _generate(self, request: Request, progress: Progress) -> AsyncGenerator[list[Delta], None]:
-        return generate(self._engine, request, self._tokenizer, self._info.eos_token_ids, progress)
+    def _generate(self, accepted: Accepted, progress: Progress) -> AsyncGenerator[list[Delta], None]:
+        eos_token_ids = self._info.eos_token_ids
+        return generate(self._engine, accepted.request, self._tokenizer, eos_token_ids, progress, accepted.parsing)
 
     @handles_errors
     async def Tokenize(self, request: inference_pb2.TokenizeRequest, context: Context) -> Any:
@@ -135,7 +154,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             raw = await self._tokenizing.tokenize(
                 text, protobuf.tokenize_response, special=special, with_offsets=request.offsets
             )
-        rendered = text if request.offsets and request.WhichOneof("input") == "chat" else ""
+        plain = text if isinstance(text, str) else text.plain
+        rendered = plain if request.offsets and request.WhichOneof("input") == "chat" else ""
         return raw + inference_pb2.TokenizeResponse(rendered=rendered).SerializeToString()
 
     @handles_errors
@@ -213,6 +233,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             tokens = (
                 await self._tokenizing.off_loop(len(prompt) * TOKEN_CHARS, to_tokens) if output.prompt_tokens else []
             )
+            forced = message.chat.tool_choice.WhichOneof("kind") in ("required", "name")
+            parsing = await self._parsing(message, prompt) if output.parse_chat or forced else None
+            if forced and parsing is not None:
+                make = partial(calls.tool_calls, self._call_form, parsing, self._special_ids)
+                to_grammar = partial(make, message.chat.tool_choice.name)
+                grammar = await self._tokenizing.off_loop(len(message.chat.tools_json), to_grammar)
             to_params = partial(protobuf.sampling_params, message.sampling, self._tokenizer_view)
             sampling = await self._tokenizing.off_loop(message.sampling.ByteSize(), to_params)
         request = protobuf.to_request(
@@ -227,7 +253,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             deadline_s=None if remaining_s is None else arrival_s + remaining_s,
             grammar=grammar,
         )
-        return Accepted(request, echo, tokens)
+        return Accepted(request, echo, tokens, parsing if output.parse_chat else None)
 
     def _refuse_early(self, message: inference_pb2.GenerateRequest, tenant: str, remaining_s: float | None) -> None:
         """Raises Overloaded where the engine would, by an estimate without tokens: refusing a flood must not take CPU
@@ -242,6 +268,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         wanted = message.stopping.max_tokens if message.stopping.HasField("max_tokens") else room
         num_outputs = min(wanted, room)
         forecast.check((tenant, message.adapter_id), num_prompt, num_outputs, remaining_s)
+
+    async def _parsing(self, message: inference_pb2.GenerateRequest, prompt: tuple[int, ...]) -> ResponseParsing:
+        """Raises InvalidArgument for tools that are not a list of objects."""
+        end = await self._tokenizing.decode(prompt[-PROMPT_END_TOKENS:], keep_special=True, field="output.parse_chat")
+        read = partial(protobuf.parsing_of, message, self._response_format, end, self._special_ids)
+        return await self._tokenizing.off_loop(len(message.chat.tools_json), read)
 
     def _truncation(self, message: inference_pb2.GenerateRequest) -> Truncation | None:
         stopping = message.stopping

@@ -13,6 +13,7 @@ from loraplex_proto.status import answer_within_s
 from loraplex_proto.v1 import inference_pb2, pooling_pb2
 from loraplex_server.frontend.tokenizing import Tokenizing
 from loraplex_server.grpc import protobuf
+from loraplex_server.text.control_tokens import SafeText
 from loraplex_server.text.tokenizer import Truncation
 
 Context = Any  # grpc.aio.ServicerContext
@@ -40,7 +41,7 @@ class Prompts:
         text, may_be_special = await self.text(message)
         return tuple(await self._tokenizing.encode(text, special=special and may_be_special, truncation=truncation))
 
-    async def text(self, message: Prompt | inference_pb2.TokenizeRequest) -> tuple[str, bool]:
+    async def text(self, message: Prompt | inference_pb2.TokenizeRequest) -> tuple[str | SafeText, bool]:
         """The text to tokenize, and whether it needs special tokens: a chat's template writes them."""
         if message.WhichOneof("input") != "chat":
             return message.text, True
@@ -70,8 +71,8 @@ class Prompts:
         room = max(1, self._tokenizing.limits.max_context_tokens - num_new)
         return Truncation(wanted.max_tokens or room, wanted.keep_start)
 
-    def _rendered(self, chat: inference_pb2.Chat) -> str:
-        return self._tokenizing.tokenizer.render_chat(**protobuf.template_input(chat))
+    def _rendered(self, chat: inference_pb2.Chat) -> str | SafeText:
+        return self._tokenizing.tokenizer.chat_text(protobuf.template_input(chat))
 
 
 def seconds_left(context: Context) -> float | None:

@@ -5,9 +5,10 @@ Imports no torch and no gRPC: the process that tokenizes long texts makes the an
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from loraplex_adapters.cache.listing import Resident
 from loraplex_contracts import sampling
@@ -27,8 +28,12 @@ from loraplex_contracts.sampling import SAMPLING_OPTIONS, SamplingParams, Tokeni
 from loraplex_proto.enums import ADAPTER_STATES, ADAPTER_TIERS, FINISH_REASONS
 from loraplex_proto.v1 import adapter_pb2, inference_pb2, worker_pb2
 from loraplex_server.frontend.generation import CompletionSummary, Delta
+from loraplex_server.text.responses import MessagePart, ParsedMessage, ResponseParsing
 from loraplex_server.text.tokenizer import TextTokenizer
 from loraplex_server.text.vocabulary import Vocabulary
+
+if TYPE_CHECKING:  # imports Transformers
+    from loraplex_server.text.response_template import ResponseFormat
 
 T = TypeVar("T")
 
@@ -173,6 +178,56 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a value")
 
 
+def parsing_of(
+    message: inference_pb2.GenerateRequest,
+    format: ResponseFormat | None,
+    prompt_end: str,
+    special_ids: Mapping[str, int],
+) -> ResponseParsing:
+    """How answers to a validated chat are read. `prompt_end`: the last part of the prompt's text, special tokens
+    included. Raises InvalidArgument for JSON of another kind."""
+    chat = message.chat
+    tools = _objects(chat.tools_json, "chat.tools_json") or []
+    return ResponseParsing(
+        format,
+        prefix="" if format is None else format.prefix_of(prompt_end),
+        tools=tools,
+        with_calls=bool(tools) and chat.tool_choice.WhichOneof("kind") != "none",
+        max_calls=1 if chat.HasField("parallel_tool_calls") and not chat.parallel_tool_calls else None,
+        unread_ids=frozenset() if format is None else format.unread_ids(special_ids),
+    )
+
+
+def _message_to_pb(message: ParsedMessage) -> inference_pb2.ChatMessage:
+    return inference_pb2.ChatMessage(
+        role="assistant",
+        content=message.content,
+        reasoning=message.reasoning,
+        tool_calls=[
+            inference_pb2.ToolCall(id=call.id, name=call.name, arguments_json=call.arguments) for call in message.calls
+        ],
+    )
+
+
+def _parts_to_pb(parts: Sequence[MessagePart]) -> list[inference_pb2.ChatDelta]:
+    deltas: list[inference_pb2.ChatDelta] = []
+    for kind, several in itertools.groupby(parts, lambda part: part.kind):
+        if kind == "call":
+            deltas += [
+                inference_pb2.ChatDelta(
+                    tool_call=inference_pb2.ToolCallDelta(
+                        index=part.index, id=part.call.id, name=part.call.name, arguments_json=part.call.arguments
+                    )
+                )
+                for part in several
+                if part.call is not None
+            ]
+        else:
+            text = "".join(part.text for part in several)
+            deltas.append(inference_pb2.ChatDelta(**{kind: text}))
+    return deltas
+
+
 def logprobs_to_pb(logprobs: Iterable[TokenLogprob]) -> list[inference_pb2.TokenLogprob]:
     return [
         inference_pb2.TokenLogprob(
@@ -250,6 +305,7 @@ def delta_to_pb(delta: Delta, *, with_token_ids: bool) -> inference_pb2.Generate
         drafted_tokens=delta.num_drafted,
         accepted_tokens=delta.num_accepted,
         proposer=delta.proposer,
+        deltas=_parts_to_pb(delta.parts),
     )
     if delta.end is not None:
         _fill_end(message, delta.end)
@@ -260,12 +316,14 @@ def delta_to_pb(delta: Delta, *, with_token_ids: bool) -> inference_pb2.Generate
 def _fill_end(
     message: inference_pb2.GenerateStreamResponse | inference_pb2.Completion, summary: CompletionSummary
 ) -> None:
-    """Finish reason, and the stop string or token, in a stream's last chunk or in a whole answer."""
+    """Finish reason, stop string or token, and parsed message, in a stream's last chunk or in a whole answer."""
     message.finish_reason = FINISH_REASONS[summary.reason]
     if summary.stop_string is not None:
         message.stop_string = summary.stop_string
     if summary.stop_token_id is not None:
         message.stop_token_id = summary.stop_token_id
+    if summary.message is not None:
+        message.message.CopyFrom(_message_to_pb(summary.message))
 
 
 def completion_to_pb(

@@ -7,16 +7,16 @@ import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from loraplex_adapters.sources.chain import SourceWatch, make_source
+from loraplex_contracts.errors import InvalidArgument
 from loraplex_proto.v1 import adapter_pb2, inference_pb2, pooling_pb2, worker_pb2
 from loraplex_proto.validate import ModelLimits
 from loraplex_runtime import telemetry
 from loraplex_runtime.listener import Listener, server_options
 from loraplex_runtime.shutdown import Ending
-from loraplex_server.config import WorkerConfig
+from loraplex_server.config import ChatConfig, WorkerConfig
 from loraplex_server.engine.client import EngineClient
 from loraplex_server.engine.pipe import ModelInfo
 from loraplex_server.engine.process import EngineBuilder
@@ -27,6 +27,9 @@ from loraplex_server.grpc.load_service import WorkerCollector, WorkerServicer
 from loraplex_server.grpc.middleware import RequestGate, service_handler
 from loraplex_server.grpc.pooling_service import PoolingServicer
 from loraplex_server.text.tokenizer import TextTokenizer
+
+if TYPE_CHECKING:
+    from loraplex_server.text.response_template import ResponseFormat
 
 log = logging.getLogger(__name__)
 
@@ -115,9 +118,9 @@ async def start_worker(
         source = SourceWatch(make_source(config.engine.adapters.root))  # the Hub cannot be listed
         info = await engine.start(on_progress, inline=inline, builder=builder)
         if tokenizer is None:  # in a thread: health checks are answered meanwhile
-            load = partial(TextTokenizer.from_pretrained, info.base, revision=info.base_revision)
-            tokenizer = await asyncio.to_thread(load)
-        return _serve(listener, engine, info, tokenizer, source)
+            tokenizer = await asyncio.to_thread(_load_tokenizer, info, config.chat)
+        response_format = await asyncio.to_thread(_load_response_format, tokenizer, config.chat)
+        return _serve(listener, engine, info, tokenizer, source, response_format)
     except BaseException:
         if source is not None:
             source.close()
@@ -126,15 +129,39 @@ async def start_worker(
         raise
 
 
+def _load_tokenizer(info: ModelInfo, chat: ChatConfig) -> TextTokenizer:
+    """Raises InvalidArgument for a chat template that cannot be read, UnsupportedModel for such a tokenizer."""
+    try:
+        chat_template = None if chat.template is None else chat.template.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise InvalidArgument(f"{chat.template} cannot be read: {error}", field="--chat-template") from error
+    return TextTokenizer.from_pretrained(info.base, revision=info.base_revision, chat_template=chat_template)
+
+
+def _load_response_format(tokenizer: TextTokenizer, chat: ChatConfig) -> ResponseFormat | None:
+    """Raises InvalidArgument for a response template that cannot be used."""
+    from loraplex_server.text.response_template import ResponseFormat  # late: imports Transformers
+
+    if not tokenizer.has_text:
+        return None
+    chat_template = tokenizer.facts().chat_template
+    return ResponseFormat.of(chat_template, tokenizer.response_template, chat.tool_format, chat.response_template)
+
+
 def _serve(
-    listener: Listener, engine: EngineClient, info: ModelInfo, tokenizer: TextTokenizer, source: SourceWatch
+    listener: Listener,
+    engine: EngineClient,
+    info: ModelInfo,
+    tokenizer: TextTokenizer,
+    source: SourceWatch,
+    response_format: ResponseFormat | None,
 ) -> Worker:
     if listener.registry is not None:
         WorkerCollector(listener.registry, lambda: engine.state)
     gate = RequestGate(telemetry.RequestMetrics(listener.registry, "worker"))
     tokenizing = Tokenizing(tokenizer, ModelLimits(info.vocab_size, info.max_context_tokens))
     servicers = (
-        InferenceServicer(engine, info, tokenizing, gate),
+        InferenceServicer(engine, info, tokenizing, gate, response_format),
         PoolingServicer(engine, info, tokenizing, gate),
         AdapterServicer(engine, gate, AdapterListing(lambda: engine.state.listing, source, info.own_adapters)),
         WorkerServicer(engine, gate),

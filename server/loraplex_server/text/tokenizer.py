@@ -18,6 +18,7 @@ from tokenizers import Encoding, Tokenizer
 
 from loraplex_contracts.errors import FailedPrecondition, InvalidArgument, NoChatTemplate, UnsupportedModel
 from loraplex_contracts.request import StoppingParams
+from loraplex_server.text.control_tokens import ControlTokens, SafeText
 from loraplex_server.text.detokenizer import Detokenizer, StopMatcher, new_detokenizer
 from loraplex_server.text.vocabulary import Vocabulary
 
@@ -113,6 +114,7 @@ class TextTokenizer:
         self._tokenizer = tokenizer
         self._missing_reason = missing_reason or "the base model has no tokenizer"
         self._vocabulary: Vocabulary | None = None
+        self._controls: tuple[str, ControlTokens, ControlTokens] | None = None  # of a chat template
         if tokenizer is not None:
             backend = tokenizer.backend_tokenizer
             # Files may carry settings of training. Set once: the library refuses changes while another thread encodes.
@@ -123,8 +125,11 @@ class TextTokenizer:
             self._all_visible = Vocabulary(backend, keep_special=True)
 
     @classmethod
-    def from_pretrained(cls, model: str, *, revision: str | None = None) -> TextTokenizer:
-        """The tokenizer of a directory or Hub repository. Raises UnsupportedModel on one that cannot be read."""
+    def from_pretrained(
+        cls, model: str, *, revision: str | None = None, chat_template: str | None = None
+    ) -> TextTokenizer:
+        """The tokenizer of a directory or Hub repository. `chat_template`: in the place of its own. Raises
+        UnsupportedModel on one that cannot be read."""
         from transformers import AutoTokenizer, PreTrainedTokenizerFast  # late: the process for long texts has neither
 
         path = Path(model)
@@ -141,6 +146,8 @@ class TextTokenizer:
         if not isinstance(loaded, PreTrainedTokenizerFast):
             _logger.warning("%s is not a fast tokenizer; serving token ids only", type(loaded).__name__)
             return cls(None, missing_reason=f"the base model's tokenizer ({type(loaded).__name__}) is not a fast one")
+        if chat_template is not None:
+            loaded.chat_template = chat_template
         return cls(loaded)
 
     @property
@@ -166,6 +173,11 @@ class TextTokenizer:
     @property
     def has_chat_template(self) -> bool:
         return self._tokenizer is not None and bool(self._tokenizer.chat_template)
+
+    @property
+    def response_template(self) -> Mapping[str, Any] | None:
+        """How its model marks the parts of an answer, where it says that."""
+        return cast("Mapping[str, Any] | None", getattr(self._tokenizer, "response_template", None))
 
     def facts(self) -> TokenizerFacts:
         """Raises FailedPrecondition without a tokenizer."""
@@ -275,6 +287,31 @@ class TextTokenizer:
             reason = str(error).strip().split("\n", 1)[0][:MAX_REASON_CHARS]
             raise InvalidArgument(f"the chat template refuses these messages: {reason}", field="chat") from error
         return cast(str, rendered)
+
+    def chat_text(self, given: Mapping[str, Any]) -> str | SafeText:
+        """As `render_chat`, with its parameters. Where a message, tool, document or argument holds what looks like a
+        control token, that has no power; what the assistant said may have those that are not special, such as marks of
+        its reasoning. Raises what `render_chat` raises."""
+        beside = {name: given.get(name) for name in ("tools", "documents", "arguments")}
+        messages = cast("list[Mapping[str, Any]]", given["messages"])
+        controls, special = self._control_tokens()
+        if not (controls.are_in(messages) or controls.are_in(beside)):
+            return self.render_chat(**given)
+        marked = [(special if one["role"] == "assistant" else controls).marked(one) for one in messages]
+        return controls.resolved(self.render_chat(**{**given, **controls.marked(beside), "messages": marked}))
+
+    def _control_tokens(self) -> tuple[ControlTokens, ControlTokens]:
+        """All, and those that are special tokens."""
+        tokenizer = self._require("chat")
+        template = str(tokenizer.chat_template)
+        if self._controls is None or self._controls[0] != template:
+            named: Any = getattr(tokenizer, "chat_control_tokens", None)
+            added = self._backend.get_added_tokens_decoder().values()
+            special = [token.content for token in added if token.special]
+            others = [token.content for token in added if not token.special and not token.content.isspace()]
+            others = [one for one in others if (one in template if named is None else one in named)]
+            self._controls = template, ControlTokens([*special, *others]), ControlTokens(special)
+        return self._controls[1:]
 
     def decode(self, token_ids: Sequence[int], *, keep_special: bool = False, field: str = "output.echo") -> str:
         """The text of a prompt. Raises FailedPrecondition without a tokenizer."""

@@ -13,11 +13,30 @@ from typing import Any, get_type_hints
 import pytest
 
 from loraplex import Client, Tls
-from loraplex._calls import Calls, Settings, checked_timeout, generate_request, naming, tokenize_request
-from loraplex.types import DraftModel, GenerateOptions, Grammar, Medusa, PromptLookup, Speculation, Truncate
+from loraplex._calls import (
+    Calls,
+    ChunkReader,
+    Settings,
+    checked_timeout,
+    generate_request,
+    generation,
+    naming,
+    tokenize_request,
+)
+from loraplex.types import (
+    ChatDelta,
+    DraftModel,
+    GenerateOptions,
+    Grammar,
+    Medusa,
+    PromptLookup,
+    Speculation,
+    ToolCallDelta,
+    Truncate,
+)
 from loraplex_contracts.errors import InvalidAdapterId, InvalidArgument
 from loraplex_contracts.sampling import SAMPLING_OPTIONS
-from loraplex_proto.v1 import adapter_pb2
+from loraplex_proto.v1 import adapter_pb2, inference_pb2
 from loraplex_proto.validate import check_generate
 
 CALLS = Calls("localhost", None, None, False)
@@ -138,6 +157,7 @@ EVERYTHING: dict[str, tuple[Any, str]] = {
     "prompt_tokens": (True, "output.prompt_tokens"),
     "keep_special_tokens": (True, "output.keep_special_tokens"),
     "token_bytes": (True, "output.token_bytes"),
+    "parse_chat": (True, "output.parse_chat"),
     "omit_special_tokens": (True, "omit_special_tokens"),
     "max_draft_tokens": (4, "speculation.max_draft_tokens"),
     "fixed_draft_length": (True, "speculation.fixed_length"),
@@ -147,6 +167,7 @@ EVERYTHING: dict[str, tuple[Any, str]] = {
 }
 TESTED_BELOW = {
     *("grammar", "continue_final_message", "tools", "documents", "template_kwargs"),
+    *("tool_choice", "parallel_tool_calls"),
     *("token_ids", "messages", "omit_generation_prompt", "adapters", "speculation", "timeout_s", "truncate_prompt"),
 }
 
@@ -250,6 +271,61 @@ def test_chats_that_the_wire_cannot_carry(option: str, value: Any, field: str) -
     with pytest.raises(InvalidArgument) as caught:
         generate_request(None, {"messages": [], option: value})  # type: ignore[typeddict-item]
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize("choice", ["none", "auto", "required"])
+def test_choices_of_tools(choice: Any) -> None:
+    chat: Any = [{"role": "user", "content": "hi"}]
+    request = generate_request(None, {"messages": chat, "tool_choice": choice, "parallel_tool_calls": False})
+    assert request.chat.tool_choice.WhichOneof("kind") == choice
+    assert getattr(request.chat.tool_choice, choice)
+    assert request.chat.HasField("parallel_tool_calls")
+    named = generate_request(None, {"messages": chat, "tool_choice": {"function": {"name": "f"}}})
+    assert named.chat.tool_choice.name == "f"
+    for bad in ("all", {"name": "f"}, {"function": {"name": 5}}, 5):
+        with pytest.raises(InvalidArgument) as caught:
+            generate_request(None, {"messages": chat, "tool_choice": bad})  # type: ignore[typeddict-item]
+        assert str(caught.value.field).startswith("chat.tool_choice")
+    with pytest.raises(InvalidArgument, match="goes with messages"):
+        generate_request("a", {"tool_choice": "auto"})
+
+
+def test_parsed_answers() -> None:
+    call = inference_pb2.ToolCall(id="call_1", name="f", arguments_json='{"x": 1}')
+    sent = inference_pb2.ChatMessage(role="assistant", content="so", reasoning="hm", tool_calls=[call])
+    raw = inference_pb2.GenerateResponse(
+        completions=[inference_pb2.Completion(message=sent), inference_pb2.Completion()]
+    )
+    answer = generation(raw.SerializeToString())
+    message: Any = answer.message
+    assert message == {
+        "role": "assistant",
+        "content": "so",
+        "reasoning": "hm",
+        "tool_calls": [{"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}],
+    }
+    assert answer.completions[1].message is None
+    assert hash(answer)
+    again = generate_request(None, {"messages": [message]})
+    assert again.chat.messages[0] == sent, "an answer goes on as a message"
+
+    chunk = inference_pb2.GenerateStreamResponse(
+        deltas=[
+            inference_pb2.ChatDelta(reasoning="hm"),
+            inference_pb2.ChatDelta(content="so"),
+            inference_pb2.ChatDelta(
+                tool_call=inference_pb2.ToolCallDelta(index=1, id="call_1", name="f", arguments_json="{}")
+            ),
+        ],
+        message=sent,
+    )
+    read = ChunkReader("r").read(chunk.SerializeToString())
+    assert read.deltas == (
+        ChatDelta(reasoning="hm"),
+        ChatDelta(content="so"),
+        ChatDelta(tool_call=ToolCallDelta(1, "{}", "call_1", "f")),
+    )
+    assert read.message == message
 
 
 @pytest.mark.parametrize("option", ["tools", "documents", "template_kwargs", "continue_final_message"])

@@ -250,7 +250,13 @@ GOOD = {
             documents_json="[]",
             template_kwargs_json="{}",
             continue_final_message=True,
-        )
+            tool_choice=inference_pb2.ToolChoice(auto=True),
+            parallel_tool_calls=False,
+        ),
+        output=Output(parse_chat=True),
+    ),
+    "tools that are not called": GenerateRequest(
+        chat=Chat(messages=[ChatMessage(role="user")], tool_choice=inference_pb2.ToolChoice(none=True))
     ),
     "adapter": GenerateRequest(text="a", adapter_id="org/sql-v2.1"),
     "everything": GenerateRequest(
@@ -349,6 +355,17 @@ def calling(**values: str) -> GenerateRequest:
     return said(tool_calls=[inference_pb2.ToolCall(**({"name": "f"} | values))])
 
 
+def choosing(**kind: Any) -> GenerateRequest:
+    chosen = inference_pb2.ToolChoice(**kind)
+    return GenerateRequest(chat=Chat(messages=[ChatMessage(role="user")], tool_choice=chosen, tools_json="[]"))
+
+
+def forced(tools_json: str, **values: Any) -> GenerateRequest:
+    choice = inference_pb2.ToolChoice(required=True)
+    chat = Chat(messages=[ChatMessage(role="user")], tool_choice=choice, tools_json=tools_json)
+    return GenerateRequest(chat=chat, **values)
+
+
 def beside(**values: str) -> GenerateRequest:
     return GenerateRequest(chat=Chat(messages=[ChatMessage(role="user")], **values))
 
@@ -378,6 +395,14 @@ BAD: list[tuple[str, GenerateRequest]] = [
     ("chat.tools_json", beside(tools_json="x" * ((1 << 20) + 1))),
     ("chat.documents_json", beside(documents_json="x" * ((1 << 20) + 1))),
     ("chat.template_kwargs_json", beside(template_kwargs_json="x" * ((1 << 20) + 1))),
+    ("chat.tool_choice.none", choosing(none=False)),
+    ("chat.tool_choice.auto", choosing(auto=False)),
+    ("chat.tool_choice.required", choosing(required=False)),
+    ("chat.tool_choice.name", choosing(name="a b")),
+    ("chat.tool_choice.required", forced("")),
+    ("grammar", forced("[{}]", grammar=inference_pb2.Grammar(json_object=True))),
+    ("stopping.ignore_eos", forced("[{}]", stopping=Stopping(ignore_eos=True))),
+    ("output.parse_chat", GenerateRequest(text="a", output=Output(parse_chat=True))),
     ("n", GenerateRequest(text="a", n=65)),
     ("n", GenerateRequest(text="a", n=2**32 - 1)),
     ("priority", GenerateRequest(text="a", priority=101)),

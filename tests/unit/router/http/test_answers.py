@@ -183,8 +183,8 @@ def test_a_stream_of_a_chat_opens_all_choices_first() -> None:
     job = chat(n=2, stream=True, stream_options={"include_usage": True})
     found = events(
         answers.Chunks(job),
-        (0, chunk(index=1, text_delta="b", adapter_digest="e" * 64)),
-        (0, chunk(index=0, text_delta="a", finish_reason=end, usage=USAGE)),
+        (0, chunk(index=1, deltas=[pb.ChatDelta(content="b")], adapter_digest="e" * 64)),
+        (0, chunk(index=0, deltas=[pb.ChatDelta(content="a")], finish_reason=end, usage=USAGE)),
         (0, chunk(index=1, finish_reason=end, usage=USAGE)),
     )
     deltas = [(one["choices"][0]["index"], one["choices"][0]["delta"]) for one in found[:-1]]

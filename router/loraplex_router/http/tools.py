@@ -1,0 +1,87 @@
+"""Tools and parsed messages, from OpenAI's form to the wire's and back. Pure.
+
+Workers tell calls and reasoning from the content; what they say is only given another form here.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from loraplex_contracts.adapters import check_id
+from loraplex_contracts.errors import InvalidArgument, Unimplemented
+from loraplex_proto.v1 import inference_pb2 as pb
+from loraplex_router.http.backend import json_text
+from loraplex_router.http.models import ChatCompletionRequest, ToolChoice
+
+
+def put_tools(request: pb.GenerateRequest, body: ChatCompletionRequest) -> None:
+    """Raises InvalidArgument with the field's name in OpenAI's request."""
+    request.output.parse_chat = True
+    chat, tools = request.chat, body.tools or []
+    names = [_name_of(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+    if tools:
+        # As they came: what a tool has beside its name is between the client and the chat template.
+        chat.tools_json = json_text(tools, "tools")
+        if body.parallel_tool_calls is not None:
+            chat.parallel_tool_calls = body.parallel_tool_calls
+    choice = body.tool_choice
+    if choice is None or (choice == "auto" and not tools):
+        return
+    name = choice.function.name if isinstance(choice, ToolChoice) else choice
+    if isinstance(choice, str) and choice in ("none", "auto", "required"):
+        setattr(chat.tool_choice, choice, True)
+    elif name in names:
+        chat.tool_choice.name = name
+    else:
+        shown = ascii(name if len(name) <= 60 else name[:57] + "...")
+        raise InvalidArgument(f"`tool_choice` names {shown}, which is not one of `tools`", field="tool_choice")
+    if not tools and choice != "none":
+        raise InvalidArgument("`tool_choice` needs `tools`", field="tool_choice")
+
+
+def _name_of(tool: dict[str, Any], where: str) -> str:
+    if tool.get("type", "function") != "function":
+        raise Unimplemented(f"`{where}.type` must be function: there are no other tools", field=f"{where}.type")
+    function = tool.get("function")
+    name: Any = cast("dict[str, Any]", function).get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        raise InvalidArgument(f"`{where}` has no `function` with a `name`", field=f"{where}.function")
+    return check_id(name, field=f"{where}.function.name")
+
+
+def message_of(completion: pb.Completion, *, with_reasoning: bool) -> dict[str, Any]:
+    """A choice's message."""
+    message = completion.message if completion.HasField("message") else pb.ChatMessage(content=completion.text)
+    found: dict[str, Any] = {"role": "assistant", "content": message.content, "refusal": None}
+    if message.reasoning and with_reasoning:
+        found["reasoning"] = message.reasoning
+    if message.tool_calls:
+        found["content"] = message.content or None
+        found["tool_calls"] = [_call(call.id, call.name, call.arguments_json) for call in message.tool_calls]
+    return found
+
+
+def delta_of(chunk: pb.GenerateStreamResponse, *, with_reasoning: bool) -> dict[str, Any]:
+    """A chunk's delta: all parts that came together."""
+    found: dict[str, Any] = {}
+    for delta in chunk.deltas:
+        match delta.WhichOneof("kind"):
+            case "content":
+                found["content"] = found.get("content", "") + delta.content
+            case "reasoning" if with_reasoning:
+                found["reasoning"] = found.get("reasoning", "") + delta.reasoning
+            case "tool_call":
+                call = delta.tool_call
+                fields = _call(call.id, call.name, call.arguments_json) if call.id else _more(call.arguments_json)
+                found.setdefault("tool_calls", []).append({"index": call.index, **fields})
+            case _:
+                pass
+    return found
+
+
+def _call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _more(arguments: str) -> dict[str, Any]:
+    return {"function": {"arguments": arguments}}

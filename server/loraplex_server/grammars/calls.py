@@ -1,0 +1,121 @@
+"""Grammars of tool calls, in the forms in which models write them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from llguidance import LLMatcher
+
+from loraplex_contracts.adapters import check_id
+from loraplex_contracts.errors import InvalidArgument, Unimplemented
+from loraplex_contracts.request import Grammar
+from loraplex_proto.validate import MAX_GRAMMAR_BYTES
+from loraplex_server.grammars.source import checked_schema
+from loraplex_server.text.responses import ResponseParsing
+
+if TYPE_CHECKING:  # imports Transformers
+    from loraplex_server.text.response_template import ResponseFormat
+
+
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """The text around the arguments of calls; `NAME` is the tool's name."""
+
+    begin: str
+    end: str
+    between: str | None = None  # two calls; None: there is one at most
+    head: str = ""  # before the first call
+    tail: str = ""  # behind the last one
+
+
+def _deepseek(name: str) -> str:
+    return f"<\uff5ctool {name}\uff5c>".replace(" ", "\u2581")
+
+
+_TOOLS: Final = "chat.tools_json"
+# By the names of response templates.
+FORMS: Final[Mapping[str, CallForm]] = {
+    "hermes": CallForm('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>", "\n"),
+    "llama3_json": CallForm('{"name": "NAME", "parameters": ', "}"),
+    "mistral": CallForm("[TOOL_CALLS]NAME[ARGS]", "", ""),
+    "mistral_list": CallForm('{"name": "NAME", "arguments": ', "}", ", ", "[TOOL_CALLS] [", "]"),
+    "deepseek": CallForm(
+        _deepseek("call begin") + "function" + _deepseek("sep") + "NAME\n```json\n",
+        "\n```" + _deepseek("call end"),
+        "\n",
+        _deepseek("calls begin"),
+        _deepseek("calls end"),
+    ),
+}
+
+
+def form_of(format: ResponseFormat | None) -> CallForm | None:
+    """The form of the calls that a response template reads."""
+    for form in FORMS.values() if format is not None else ():
+        reader = ResponseParsing(format, with_calls=True).reader()
+        reader.push("".join((form.head, form.begin.replace("NAME", "f"), "{}", form.end, form.tail)))
+        reader.finish()
+        message = reader.message()
+        if [(call.name, call.arguments) for call in message.calls] == [("f", "{}")] and not message.content:
+            return form
+    return None
+
+
+def tool_calls(
+    form: CallForm | None,
+    parsing: ResponseParsing,
+    special_ids: Mapping[str, int],
+    name: str,
+) -> Grammar:
+    """Calls of any of the request's tools, one at least, or one call of `name`. Where the prompt has begun to reason,
+    that goes on first. `special_ids`: special tokens by text, which are written as such. Raises InvalidArgument with
+    the field, Unimplemented without a form."""
+    field = "chat.tool_choice.name" if name else "chat.tool_choice.required"
+    if form is None:
+        raise Unimplemented(
+            f"`{field}` is not available: this model's form of tool calls is not known as a grammar; use auto",
+            field=field,
+        )
+    functions = [cast("Mapping[str, Any]", tool.get("function", tool)) for tool in parsing.tools]
+    wanted = [one for one in functions if not name or one.get("name") == name]
+    if not wanted:
+        raise InvalidArgument(f"`{field}` names a tool that is not in `chat.tools_json`", field=field)
+    rules: list[str] = []
+    for number, function in enumerate(wanted):
+        called, given = function.get("name"), function.get("parameters") or {}
+        if not isinstance(called, str) or not isinstance(given, dict):
+            raise InvalidArgument(
+                f"`{_TOOLS}` must have tools with a `name`, and `parameters` that are a schema", field=_TOOLS
+            )
+        schema = {"type": "object", **cast("dict[str, Any]", given)}
+        begin = _terms(form.begin.replace("NAME", check_id(called, field=_TOOLS)), special_ids)
+        checked = checked_schema(schema, compact=False, field=_TOOLS)
+        rules.append(f"call_{number}: {begin} %json {checked} {_terms(form.end, special_ids)}")
+    is_one = bool(name) or form.between is None or parsing.max_calls == 1
+    more = "" if is_one else f"({_terms(form.between or '', special_ids)} call)*"
+    calls = f"{_terms(form.head, special_ids)} call {more} {_terms(form.tail, special_ids)}"
+    lines = ["%llguidance {}", f"start: {calls}"]
+    if parsing.format is not None and (closing := parsing.format.closing_of(parsing.prefix)):
+        lines = ["%llguidance {}", f"start: thoughts {calls}", r"ANY: /(.|\n)*/"]
+        is_special = closing in special_ids
+        lines.append(f"thoughts{'' if is_special else '[lazy]'}: ANY {_terms(closing, special_ids)}")
+    lines.append("call: " + " | ".join(f"call_{number}" for number in range(len(rules))))
+    text = "\n".join((*lines, *rules))
+    if len(text) > MAX_GRAMMAR_BYTES:
+        raise InvalidArgument(f"`{_TOOLS}` is too large for a grammar: use auto, or fewer tools", field=_TOOLS)
+    return Grammar(field, LLMatcher.grammar_from_lark(text))
+
+
+def _terms(text: str, special_ids: Mapping[str, int]) -> str:
+    """A text in llguidance's form of Lark, its special tokens by id."""
+    if not special_ids:
+        return json.dumps(text, ensure_ascii=False) if text else ""
+    either = "|".join(re.escape(one) for one in sorted(special_ids, key=len, reverse=True))
+    parts = [part for part in re.split(f"({either})", text) if part]
+    return " ".join(
+        f"<[{special_ids[part]}]>" if part in special_ids else json.dumps(part, ensure_ascii=False) for part in parts
+    )

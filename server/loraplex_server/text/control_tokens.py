@@ -1,0 +1,143 @@
+"""Control tokens in the texts of a chat: what looks like one there is encoded as plain text.
+
+The texts are marked before the template sees them, so that its own control tokens can be told from theirs. Those of the
+template then become placeholders, which are tokens of a copy of the tokenizer that has no control tokens else. Only
+chats that hold control tokens come this way.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final, cast
+
+from tokenizers import Tokenizer
+
+# Private use characters: around what a text holds, and around a placeholder's number.
+_BEGIN, _END, _OPEN, _CLOSE = "\U000f0000", "\U000f0001", "\U000f0002", "\U000f0003"
+_RESERVED: Final = re.compile(f"[{_BEGIN}{_END}{_OPEN}{_CLOSE}]")
+_PLACEHOLDER: Final = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
+
+
+@dataclass(frozen=True, slots=True)
+class SafeText:
+    """A chat's text with placeholders for the control tokens that its template wrote."""
+
+    text: str
+    controls: tuple[str, ...]  # placeholder K is the K-th
+
+    @property
+    def plain(self) -> str:
+        return _PLACEHOLDER.sub(lambda found: self.controls[int(found[1])], self.text)
+
+
+class ControlTokens:
+    """The tokens that only a template may write."""
+
+    def __init__(self, contents: Iterable[str]) -> None:
+        self.contents = tuple(dict.fromkeys(contents))
+        # The longest first, which takes priority over those that it contains.
+        either = "|".join(re.escape(one) for one in sorted(self.contents, key=len, reverse=True)) or "(?!)"
+        self._any = re.compile(either)
+        self._written = re.compile(f"{_BEGIN}(?:{either}){_END}|({either})")
+        self._numbers = {content: number for number, content in enumerate(self.contents)}
+
+    def are_in(self, value: Any) -> bool:
+        """Whether a text anywhere in it, the keys of mappings included, holds one."""
+        match value:
+            case str():
+                return self._any.search(value) is not None
+            case Mapping():
+                items = cast("Mapping[Any, Any]", value).items()
+                return any(self.are_in(key) or self.are_in(one) for key, one in items)
+            case list():
+                return any(map(self.are_in, cast("list[Any]", value)))
+            case _:
+                return False
+
+    def marked(self, value: Any) -> Any:
+        """The same with each of them marked, in all texts."""
+        match value:
+            case str():
+                return self._any.sub(f"{_BEGIN}\\g<0>{_END}", _RESERVED.sub("", value))
+            case Mapping():
+                items = cast("Mapping[Any, Any]", value).items()
+                return {self.marked(key): self.marked(one) for key, one in items}
+            case list():
+                return [self.marked(one) for one in cast("list[Any]", value)]
+            case _:
+                return value
+
+    def resolved(self, rendered: str) -> SafeText:
+        """Of a template's text over marked values. Marks that the template tore apart separate what is around them."""
+        text = self._written.sub(self._placeholder, rendered)
+        return SafeText(text.replace(_BEGIN, "").replace(_END, ""), self.contents)
+
+    def _placeholder(self, found: re.Match[str]) -> str:
+        return found[0] if found[1] is None else f"{_OPEN}{self._numbers[found[1]]}{_CLOSE}"
+
+
+class PlainTokenizer:
+    """A copy of a tokenizer in which placeholders stand for the control tokens, and nothing else is one."""
+
+    def __init__(self, serialized: str, controls: Sequence[str]) -> None:
+        state: dict[str, Any] = json.loads(serialized)
+        names = {content: f"{_OPEN}{number}{_CLOSE}" for number, content in enumerate(controls)}
+        self._lengths = [len(content) for content in controls]
+        ids = {token["content"]: token["id"] for token in state["added_tokens"]}
+        _rename(state["model"], names)
+        for token in state["added_tokens"]:
+            if token["content"] in names:
+                token["content"], token["normalized"] = names[token["content"]], False
+        state["post_processor"] = None
+        self._tokenizer = Tokenizer.from_str(json.dumps(state))
+        found = {names.get(content, content): token_id for content, token_id in ids.items()}
+        # The library numbers added tokens anew.
+        numbered = ((self._tokenizer.token_to_id(content), token_id) for content, token_id in found.items())
+        self._ids = {new: old for new, old in numbered if new is not None}
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of the whole tokenizer."""
+        encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0]
+        return [self._ids.get(token_id, token_id) for token_id in encoding.ids]
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """The same, and the offsets in the plain text."""
+        encoding = self._tokenizer.encode_batch([text], add_special_tokens=False)[0]
+        ids = [self._ids.get(token_id, token_id) for token_id in encoding.ids]
+        ends, shifts = [0], [0]
+        for found in _PLACEHOLDER.finditer(text):
+            ends.append(found.end())
+            shifts.append(shifts[-1] + len(found[0]) - self._lengths[int(found[1])])
+
+        def plain(offset: int) -> int:
+            return offset - shifts[bisect.bisect_right(ends, offset) - 1]
+
+        return ids, [(plain(start), plain(end)) for start, end in encoding.offsets]
+
+
+@lru_cache(maxsize=1)
+def plain_tokenizer(serialized: str, controls: tuple[str, ...]) -> PlainTokenizer:
+    """The last one is kept."""
+    return PlainTokenizer(serialized, controls)
+
+
+def _rename(model: dict[str, Any], names: Mapping[str, str]) -> None:
+    """Placeholders in the place of control tokens in a model's vocabulary."""
+    vocabulary: Any = model["vocab"]
+    if isinstance(vocabulary, dict):
+        pieces = cast("dict[str, int]", vocabulary)
+        model["vocab"] = {names.get(piece, piece): token_id for piece, token_id in pieces.items()}
+    else:
+        model["vocab"] = [
+            [names.get(piece, piece), score] for piece, score in cast("list[tuple[str, float]]", vocabulary)
+        ]
+    if model.get("merges"):
+        pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+        model["merges"] = [pair for pair in pairs if not {*pair, "".join(pair)} & names.keys()]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]

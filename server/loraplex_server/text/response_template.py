@@ -1,0 +1,158 @@
+"""Response templates: how a model marks reasoning and tool calls in its text.
+
+In the form of `transformers.utils.chat_parsing`: the tokenizer's own, a file, or one of `response_templates/`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import string
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any, Final, cast
+
+from transformers.utils.chat_parsing import ResponseParser
+from transformers.utils.chat_parsing.response_templates import load_response_template
+
+from loraplex_contracts.errors import InvalidArgument
+
+_logger = logging.getLogger(__name__)
+
+# Texts of chat templates that tell the format, the first that is found.
+_TRACES: Final = (
+    ("[ARGS]", "mistral"),
+    ("[TOOL_CALLS]", "mistral_list"),
+    ("\uff5ctool\u2581calls\u2581begin\uff5c", "deepseek"),
+    ("<function=", "qwen3_xml"),
+    ("<tool_call>", "hermes"),
+    ("<|python_tag|>", "llama3_json"),
+    ("<think>", "think"),
+)
+_SHORT_ID_CHARS: Final = string.ascii_letters + string.digits  # Mistral's templates demand nine of these
+
+
+class ResponseFormat:
+    """A response template, checked. Raises InvalidArgument for one that cannot be used."""
+
+    def __init__(self, template: Mapping[str, Any], *, short_ids: bool = False) -> None:
+        try:
+            fields = cast("dict[str, Any]", template["fields"])
+            others = {name: field for name, field in fields.items() if name != "tool_calls"}
+            self._whole = load_response_template(dict(template))
+            self._without_calls = load_response_template({**template, "fields": others})
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise InvalidArgument(
+                f"the response template cannot be used: {error}", field="response_template"
+            ) from error
+        self.template = template
+        self._short_ids = short_ids
+        self._source = json.dumps(template, ensure_ascii=False).replace("\\", "")  # of patterns, too
+
+    @classmethod
+    def named(cls, name: str) -> ResponseFormat:
+        """One of `loraplex_server.config.TOOL_FORMATS`."""
+        template = json.loads(cls.source(name).read_text(encoding="utf-8"))
+        return cls(template, short_ids=name.startswith("mistral"))
+
+    @staticmethod
+    def source(name: str) -> Traversable:
+        return files("loraplex_server.text").joinpath("response_templates", f"{name}.json")
+
+    @classmethod
+    def of(
+        cls, chat_template: str, own: Mapping[str, Any] | None = None, name: str = "auto", file: Path | None = None
+    ) -> ResponseFormat | None:
+        """What the flags `--tool-format NAME` and `--response-template FILE` mean for a tokenizer with this chat
+        template and response template of its own. None: answers are not parsed."""
+        if file is not None:
+            try:
+                return cls(json.loads(file.read_text(encoding="utf-8")))
+            except (OSError, ValueError) as error:
+                raise InvalidArgument(
+                    f"{file} is not a response template: {error}", field="response_template"
+                ) from error
+        if name == "none":
+            return None
+        if name != "auto":
+            return cls.named(name)
+        if own is not None:
+            try:
+                return cls(own)
+            except InvalidArgument as error:
+                _logger.warning("the tokenizer's response template is not used: %s", error)
+        found = next((format for trace, format in _TRACES if trace in chat_template), None)
+        return None if found is None else cls.named(found)
+
+    def unread_ids(self, special_ids: Mapping[str, int]) -> frozenset[int]:
+        """Those of the special tokens (ids by text) that the template does not look for."""
+        return frozenset(token_id for text, token_id in special_ids.items() if text not in self._source)
+
+    def prefix_of(self, prompt: str) -> str:
+        """What a prompt has written of the answer already, such as an opening mark."""
+        end = -1
+        for match in self._whole.start_anchor_re.finditer(prompt):
+            end = match.end()
+        return "" if end < 0 else prompt[end:]
+
+    def closing_of(self, prefix: str) -> str:
+        """The mark that ends the region in which an answer begins; empty outside of any, and where it is a pattern."""
+        return Regions(self._whole, prefix, []).closing
+
+    def regions(self, prefix: str, tools: Sequence[Mapping[str, Any]], *, with_calls: bool) -> Regions:
+        """The parser of one completion. Without calls, what looks like one is content."""
+        template = self._whole if with_calls else self._without_calls
+        return Regions(template, prefix, [dict(tool) for tool in tools])
+
+    def new_id(self) -> str:
+        if self._short_ids:
+            return "".join(secrets.choice(_SHORT_ID_CHARS) for _ in range(9))
+        return f"call_{secrets.token_hex(12)}"
+
+
+class Regions(ResponseParser):
+    """The library's parser. Its events also say the raw text of a region that closes, and whether text is stripped. A
+    region that cannot be read is closed without a value, and the text behind it read as usual."""
+
+    _start = 0
+    _end_of_prefix = 0
+
+    def __init__(self, template: Any, prefix: str, tools: list[Any]) -> None:
+        super().__init__(template, prefix=prefix, tools=tools)
+        self._end_of_prefix = len(self._buffer)
+
+    @property
+    def closing(self) -> str:
+        """The mark that ends the region that is open."""
+        if self._current is None or self._current == self._implicit_name:
+            return ""
+        return next(iter(self._spec.fields[self._current].close_literals or ()), "")
+
+    def end(self) -> list[dict[str, Any]]:
+        events: list[dict[str, Any]] = []
+        self._process(events, eos=True)
+        return events
+
+    def _open_explicit(self, events: list[dict[str, Any]], field: Any, m: Any) -> None:
+        self._start = m.start()
+        super()._open_explicit(events, field, m)
+
+    def _accumulate(self, events: list[dict[str, Any]], text: str) -> None:
+        num_before = len(events)
+        super()._accumulate(events, text)
+        for event in events[num_before:]:
+            event["is_stripped"] = self._spec.fields[event["field"]].content_args.get("strip", True)
+
+    def _close_current(self, events: list[dict[str, Any]]) -> None:
+        field, raw = self._current, self._buffer[max(self._start, self._end_of_prefix) : self._pos]
+        num_before = len(events)
+        try:
+            super()._close_current(events)
+        except Exception:  # of a content parser or a transform, over text of a model
+            self._reset_to_implicit()
+            events.append({"type": "region_close", "field": field, "value": None})
+        for event in events[num_before:]:
+            event["raw"] = raw

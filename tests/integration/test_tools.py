@@ -1,0 +1,209 @@
+"""Tool calls and reasoning through a live worker: unary and streamed, gRPC and HTTP."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import pytest
+from jsonschema import validate
+from support.inline_worker import inline_worker
+from support.light_worker import CHAT_TEMPLATE, scripted_worker
+from support.world import TinyWorld
+
+from loraplex import AsyncClient, ChatDelta, Client, InvalidArgument, Unimplemented
+from loraplex_router.config import RouterConfig
+from loraplex_router.server import start_router
+from loraplex_server.config import BatchConfig, ChatConfig, EngineConfig, ModelConfig, WorkerConfig
+
+ANSWER = (
+    "<think>\nhm </think>\n\nOne moment. <tool_call>\n"
+    '{"name": "f", "arguments": {"x": "é", "y": [1]}}\n</tool_call>\n<tool_call>{"name": "g"}</tool_call>'
+)
+CHAT: Any = [{"role": "user", "content": "hi"}]
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+CALLS = [("f", '{"x": "é", "y": [1]}'), ("g", "{}")]
+
+
+def calls_of(message: Any) -> list[tuple[str, str]]:
+    return [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
+
+
+def together(deltas: list[ChatDelta]) -> tuple[str, str, list[tuple[str, str]]]:
+    calls: dict[int, list[str]] = {}
+    for delta in deltas:
+        if (call := delta.tool_call) is not None:
+            name, arguments = calls.setdefault(call.index, ["", ""])
+            assert bool(call.id) == bool(call.name) == (not name), "a call's first delta has both, the others none"
+            calls[call.index] = [name + call.name, arguments + call.arguments]
+    text = "".join(delta.content for delta in deltas), "".join(delta.reasoning for delta in deltas)
+    return *text, [(name, arguments) for name, arguments in calls.values()]
+
+
+async def test_streamed_and_unary_answers_give_the_same_calls() -> None:
+    async with scripted_worker(ANSWER) as worker, AsyncClient(worker.address) as client:
+        asked: Any = {"messages": CHAT, "tools": TOOLS, "parse_chat": True, "n": 2}
+        answer = await client.generate(**asked)
+        message: Any = answer.message
+        assert answer.text == ANSWER
+        assert (message["role"], message["content"], message["reasoning"]) == ("assistant", "One moment.", "hm")
+        assert calls_of(message) == CALLS
+
+        chunks = [chunk async for chunk in client.stream(**asked)]
+        for index in range(2):
+            own = [chunk for chunk in chunks if chunk.index == index]
+            assert "".join(chunk.text for chunk in own) == ANSWER
+            assert together([delta for chunk in own for delta in chunk.deltas]) == ("One moment.", "hm", CALLS)
+            assert [chunk.message is None for chunk in own] == [True] * (len(own) - 1) + [False]
+            assert calls_of(own[-1].message) == CALLS
+
+        # The message goes on as it is.
+        told = [*CHAT, message, {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "5"}]
+        assert (await client.generate(messages=told, max_tokens=1)).message is None
+
+
+@pytest.mark.parametrize(
+    ("options", "calls", "content"),
+    [
+        ({"tool_choice": "none"}, [], "One moment. <tool_call>"),
+        ({"tools": None}, [], "One moment. <tool_call>"),
+        ({"parallel_tool_calls": False}, CALLS[:1], "One moment."),
+        ({"tool_choice": "auto"}, CALLS, "One moment."),
+        ({"stop": "moment"}, [], "One "),
+        ({"max_tokens": 5}, [], ""),
+    ],
+)
+async def test_choices(options: dict[str, Any], calls: list[tuple[str, str]], content: str) -> None:
+    async with scripted_worker(ANSWER) as worker, AsyncClient(worker.address) as client:
+        asked: Any = {"messages": CHAT, "tools": TOOLS, "parse_chat": True} | options
+        message: Any = (await client.generate(**asked)).message
+        assert calls_of(message) == calls
+        seen: str = message["content"]
+        assert seen.startswith(content) if content.endswith(">") else seen == content
+
+
+async def test_without_a_format_all_is_content() -> None:
+    chat = ChatConfig(tool_format="none")
+    async with scripted_worker(ANSWER, chat=chat) as worker, AsyncClient(worker.address) as client:
+        message: Any = (await client.generate(messages=CHAT, tools=TOOLS, parse_chat=True)).message
+        assert message == {"role": "assistant", "content": ANSWER}
+
+
+async def test_demanded_calls_of_an_unknown_form_are_refused_by_name() -> None:
+    for form in ("none", "qwen3_xml"):
+        chat = ChatConfig(tool_format=form)
+        async with scripted_worker(ANSWER, chat=chat) as worker, AsyncClient(worker.address) as client:
+            for choice in ("required", {"function": {"name": "f"}}):
+                with pytest.raises(Unimplemented, match=r"chat\.tool_choice"):
+                    await client.generate(messages=CHAT, tools=TOOLS, tool_choice=choice)  # type: ignore[arg-type]
+
+
+async def test_special_tokens_are_in_the_text_only_where_the_template_looks_for_them() -> None:
+    text = "a<pad>b<|turn|>c"
+    chat: Any = {"messages": CHAT, "parse_chat": True}
+    async with scripted_worker(text) as worker, AsyncClient(worker.address) as client:
+        answer = await client.generate(**chat)
+        assert (answer.text, answer.message) == ("abc", {"role": "assistant", "content": "abc"})
+        kept = await client.generate(**chat, keep_special_tokens=True)
+        assert (kept.text, kept.message) == (text, {"role": "assistant", "content": text})
+
+
+async def test_files_of_templates(tmp_path: Any) -> None:
+    template = tmp_path / "response.json"
+    template.write_text(
+        '{"start_anchor": "x", "fields": {"reasoning": {"open": "<|turn|>", "close": "<pad>"}, "content": {}}}'
+    )
+    chat = ChatConfig(response_template=template)
+    async with scripted_worker("a<|turn|>b<pad>c", chat=chat) as worker, AsyncClient(worker.address) as client:
+        answer = await client.generate(messages=CHAT, parse_chat=True)
+        assert answer.text == "a<|turn|>b<pad>c"
+        assert answer.message == {"role": "assistant", "content": "a\nc", "reasoning": "b"}
+
+
+async def test_over_http() -> None:
+    async with scripted_worker(ANSWER) as worker:
+        router = await start_router(RouterConfig(workers=(worker.address,), port=0, http_port=0))
+        assert router.http is not None
+        async with httpx2.AsyncClient(base_url=f"http://{router.http.address}", timeout=20, trust_env=False) as http:
+            body = {"messages": CHAT, "tools": TOOLS, "n": 2}
+            answer = (await http.post("/v1/chat/completions", json=body)).json()
+            for choice in answer["choices"]:
+                message = choice["message"]
+                assert choice["finish_reason"] == "tool_calls"
+                assert (message["content"], message["reasoning"]) == ("One moment.", "hm")
+                assert calls_of(message) == CALLS
+            streamed = await http.post("/v1/chat/completions", json={**body, "stream": True})
+            events = [part.removeprefix("data: ") for part in streamed.text.split("\n\n") if part]
+            assert events.pop() == "[DONE]"
+            choices = [json.loads(event)["choices"][0] for event in events]
+            for index in range(2):
+                deltas = [choice["delta"] for choice in choices if choice["index"] == index]
+                assert deltas[0] == {"role": "assistant", "content": ""}
+                assert all("role" not in delta for delta in deltas[1:])
+                assert "".join(delta.get("content", "") for delta in deltas) == "One moment."
+                assert "".join(delta.get("reasoning", "") for delta in deltas) == "hm"
+                calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+                assert [call["index"] for call in calls] == [0, 1]
+                assert calls_of({"tool_calls": calls}) == CALLS
+            assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["tool_calls"] * 2
+
+            told = [*CHAT, answer["choices"][0]["message"], {"role": "tool", "tool_call_id": "x", "content": "5"}]
+            assert (await http.post("/v1/chat/completions", json={"messages": told})).status_code == 200
+            unknown = {**body, "tool_choice": {"type": "function", "function": {"name": "g"}}}
+            refused = await http.post("/v1/chat/completions", json=unknown)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tool_choice")
+        await router.drain(0.0)
+
+
+# --- calls that are demanded, from a model that writes at random -----------------------------------------------------
+
+SCHEMAS: dict[str, Any] = {
+    "f": {
+        "type": "object",
+        "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 99}, "y": {"type": "string", "maxLength": 4}},
+        "required": ["x", "y"],
+        "additionalProperties": False,
+    },
+    "g": {"properties": {"kind": {"enum": ["a", "bc"]}}, "required": ["kind"], "additionalProperties": False},
+}
+TWO_TOOLS = [{"type": "function", "function": {"name": name, "parameters": one}} for name, one in SCHEMAS.items()]
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    file = tmp_path_factory.mktemp("chat") / "template.jinja"
+    file.write_text(CHAT_TEMPLATE)
+    return file
+
+
+@pytest.fixture(scope="module", params=["hermes", "llama3_json", "mistral"])
+def random_client(request: Any, tiny_world: TinyWorld, template: Any) -> Iterator[Client]:
+    engine = EngineConfig(ModelConfig(str(tiny_world.model)), batch=BatchConfig(max_running=8, max_step_tokens=64))
+    chat = ChatConfig(template=template, tool_format=request.param)
+    with inline_worker(WorkerConfig(engine, chat, port=0)) as worker, Client(worker.address) as client:
+        yield client
+
+
+@pytest.mark.timeout(120)
+def test_demanded_calls_are_valid(random_client: Client) -> None:
+    asked: Any = {"messages": CHAT, "tools": TWO_TOOLS, "parse_chat": True, "temperature": 1.0, "max_tokens": 150}
+    for seed in range(6):
+        named: Any = random_client.generate(**asked, seed=seed, tool_choice={"function": {"name": "g"}}).message
+        ((name, arguments),) = calls_of(named)
+        assert name == "g"
+        validate(json.loads(arguments), SCHEMAS["g"])
+        assert not named["content"]
+
+        options: Any = {"seed": seed, "tool_choice": "required", "parallel_tool_calls": False}
+        answer = random_client.generate(**asked, **options)
+        ((name, arguments),) = calls_of(answer.message)
+        validate(json.loads(arguments), SCHEMAS[name])
+        assert answer.finish_reason == "eos"
+        looked_up = random_client.generate(**asked, **options, speculation="prompt_lookup")
+        assert looked_up.text == answer.text
+
+    with pytest.raises(InvalidArgument) as caught:
+        random_client.generate(**asked, tool_choice={"function": {"name": "h"}})
+    assert caught.value.field == "chat.tool_choice.name"

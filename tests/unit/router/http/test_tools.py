@@ -1,0 +1,136 @@
+"""Tools and parsed messages in OpenAI's form."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from loraplex_contracts.errors import InvalidArgument, LoraplexError, Unimplemented
+from loraplex_proto.v1 import inference_pb2 as pb
+from loraplex_proto.validate import check_generate
+from loraplex_router.http import answers, openai
+from loraplex_router.http.models import ChatCompletionRequest
+
+CHAT = [{"role": "user", "content": "hi"}]
+TOOLS = [{"function": {"strict": True, "name": "f", "parameters": {}}, "type": "function", "x": 1}]
+
+
+def chat(**fields: Any) -> openai.Job:
+    body = ChatCompletionRequest.model_validate({"messages": CHAT, **fields})
+    return openai.chat_job(body, ("base",), "rid", 7)
+
+
+def wire(**fields: Any) -> pb.GenerateRequest:
+    (request,) = chat(**fields).requests
+    check_generate(request)
+    return request
+
+
+def test_tools_reach_the_wire_as_they_came() -> None:
+    request = wire(tools=TOOLS, tool_choice="auto", parallel_tool_calls=False)
+    assert json.loads(request.chat.tools_json) == TOOLS
+    assert request.chat.tool_choice.auto
+    assert request.chat.HasField("parallel_tool_calls")
+    assert request.output.parse_chat
+    plain = wire(tools=[], tool_choice="auto", parallel_tool_calls=True)
+    assert plain.chat == wire().chat, "without tools the rest says nothing"
+    assert plain.output.parse_chat
+    assert wire(tool_choice="none").chat.tool_choice.none
+
+
+@pytest.mark.parametrize("choice", ["required", "f", {"type": "function", "function": {"name": "f"}}])
+def test_demanded_calls(choice: Any) -> None:
+    (request,) = chat(tools=TOOLS, tool_choice=choice).requests
+    assert request.chat.tool_choice == pb.ToolChoice(**({"required": True} if choice == "required" else {"name": "f"}))
+    check_generate(request)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"tools": [{}]}, "tools[0].function"),
+        ({"tools": [{"type": "function", "function": {"name": 5}}]}, "tools[0].function"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": TOOLS, "tool_choice": "g"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"function": {"name": "x" * 999}}}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"function_call": {"name": "f"}}, "function_call"),
+    ],
+)
+def test_what_cannot_be_asked_is_named(fields: dict[str, Any], named: str) -> None:
+    with pytest.raises(LoraplexError) as caught:
+        chat(**fields)
+    assert isinstance(caught.value, (InvalidArgument, Unimplemented))
+    assert caught.value.field == named
+    assert len(caught.value.message) < 200
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"tools": "f"}, {"tools": ["f"]}, {"tool_choice": 5}, {"tool_choice": {}}, {"tool_choice": {"type": "custom"}}],
+)
+def test_wrong_types(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        chat(**fields)
+
+
+CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+MESSAGE = pb.ChatMessage(
+    role="assistant",
+    content="so",
+    reasoning="hm",
+    tool_calls=[pb.ToolCall(id="call_1", name="f", arguments_json="{}")],
+)
+
+
+def answered(message: pb.ChatMessage, reason: int = pb.FINISH_REASON_EOS, **fields: Any) -> dict[str, Any]:
+    completion = pb.Completion(text="raw", message=message, finish_reason=reason)  # type: ignore[arg-type]
+    (choice,) = answers.response_of(chat(**fields), [pb.GenerateResponse(completions=[completion])])["choices"]
+    return choice
+
+
+def test_messages() -> None:
+    choice = answered(MESSAGE)
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"] == {
+        "role": "assistant", "content": "so", "refusal": None, "reasoning": "hm", "tool_calls": [CALL],
+    }  # fmt: skip
+    assert answered(MESSAGE, pb.FINISH_REASON_LENGTH)["finish_reason"] == "length"
+    assert "reasoning" not in answered(MESSAGE, include_reasoning=False)["message"]
+    only_calls = pb.ChatMessage(tool_calls=MESSAGE.tool_calls)
+    assert answered(only_calls)["message"]["content"] is None
+    plain = answered(pb.ChatMessage(content=""))
+    assert plain["message"] == {"role": "assistant", "content": "", "refusal": None}
+    assert plain["finish_reason"] == "stop"
+
+
+def test_deltas() -> None:
+    chunk = pb.GenerateStreamResponse
+    call = pb.ToolCallDelta
+
+    def deltas(*parts: pb.ChatDelta, **fields: Any) -> Any:
+        found = answers.Chunks(chat(stream=True, **fields))
+        sent = chunk(text_delta="raw", deltas=parts)
+        last = chunk(finish_reason=pb.FINISH_REASON_EOS, message=MESSAGE)
+        events = [one for message in (sent, last) for one in found.events(0, message.SerializeToString())]
+        first, *middle, end = [json.loads(event[6:])["choices"][0] for event in events]
+        assert first["delta"] == {"role": "assistant", "content": ""}
+        assert (end["delta"], end["finish_reason"]) == ({}, "tool_calls")
+        return [choice["delta"] for choice in middle]
+
+    assert deltas(pb.ChatDelta(reasoning="a"), pb.ChatDelta(reasoning="b"), pb.ChatDelta(content="c")) == [
+        {"reasoning": "ab", "content": "c"}
+    ]
+    assert deltas(pb.ChatDelta(reasoning="a"), include_reasoning=False) == []
+    assert deltas() == [], "text that is held back is no news"
+    assert deltas(pb.ChatDelta(tool_call=call(index=0, id="call_1", name="f", arguments_json="{}"))) == [
+        {"tool_calls": [{"index": 0, **CALL}]}
+    ]
+    assert deltas(pb.ChatDelta(tool_call=call(index=1, arguments_json="}"))) == [
+        {"tool_calls": [{"index": 1, "function": {"arguments": "}"}}]}
+    ]

@@ -1,0 +1,122 @@
+"""Grammars of tool calls: what they accept, a response template reads."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+from support.tiny_tokenizers import tiny_tokenizer
+
+from loraplex_contracts.errors import InvalidArgument, Unimplemented
+from loraplex_proto.validate import MAX_GRAMMAR_BYTES
+from loraplex_server.config import TOOL_FORMATS
+from loraplex_server.grammars.calls import FORMS, form_of, tool_calls
+from loraplex_server.text.response_template import ResponseFormat
+from loraplex_server.text.responses import ParsedMessage, ResponseParsing
+
+TOKENIZER = tiny_tokenizer("byte_level")
+LIBRARY = LLTokenizer(TOKENIZER.backend_tokenizer.to_str(), n_vocab=len(TOKENIZER), eos_token=[2])
+TURN = TOKENIZER.backend_tokenizer.token_to_id("<|turn|>")
+TOOLS: list[Any] = [
+    {"function": {"name": "f", "parameters": {"properties": {"x": {"enum": [1, 22]}}, "required": ["x"],
+                                              "additionalProperties": False}}},
+    {"name": "g", "parameters": {"maxProperties": 0}},
+]  # fmt: skip
+
+
+def parsing_of(name: str, prefix: str = "", **how: Any) -> ResponseParsing:
+    return ResponseParsing(ResponseFormat.named(name), prefix, TOOLS, with_calls=True, **how)
+
+
+def read(parsing: ResponseParsing, text: str) -> ParsedMessage:
+    reader = parsing.reader()
+    reader.push(text)
+    reader.finish()
+    return reader.message()
+
+
+def is_legal(grammar: str, text: str) -> bool:
+    matcher = LLMatcher(LIBRARY, grammar, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    ids = TOKENIZER.backend_tokenizer.encode(text, add_special_tokens=False).ids
+    if matcher.validate_tokens(ids) < len(ids):
+        return False
+    matcher.consume_tokens(ids)
+    return matcher.is_accepting()
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_forms_are_told_by_what_a_template_reads(name: str) -> None:
+    assert form_of(ResponseFormat.named(name)) is FORMS.get(name)
+    assert form_of(None) is None
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_random_texts_are_calls(name: str) -> None:
+    parsing, draw = parsing_of(name), random.Random(0)
+    for called in ("", "g", "") * 3:
+        grammar = tool_calls(FORMS[name], parsing, {"<|turn|>": TURN}, called)
+        matcher = LLMatcher(LIBRARY, grammar.text, log_level=0)
+        ids: list[int] = []
+        while len(ids) < 300 and not matcher.is_stopped():
+            mask = int.from_bytes(matcher.compute_bitmask(), "little")
+            ids.append(draw.choice([one for one in range(len(TOKENIZER)) if mask >> one & 1]))
+            if ids[-1] == 2:
+                break
+            matcher.consume_token(ids[-1])
+        text = TOKENIZER.backend_tokenizer.decode(ids)
+        message = read(parsing, text)
+        assert message.calls, text
+        assert not message.content
+        assert {call.name for call in message.calls} <= ({called} if called else {"f", "g"})
+
+
+def test_one_call_or_several() -> None:
+    pairs = (("f", '{"x": 1}'), ("g", "{}"))
+    one, two = (f'<tool_call>\n{{"name": "{name}", "arguments": {given}}}\n</tool_call>' for name, given in pairs)
+    required = tool_calls(FORMS["hermes"], parsing_of("hermes"), {}, "").text
+    single = tool_calls(FORMS["hermes"], parsing_of("hermes", max_calls=1), {}, "").text
+    named = tool_calls(FORMS["hermes"], parsing_of("hermes"), {}, "g").text
+    assert [is_legal(required, text) for text in (one, two, f"{one}\n{two}", "", "hi")] == [True] * 3 + [False] * 2
+    assert [is_legal(single, text) for text in (one, f"{one}\n{two}")] == [True, False]
+    assert [is_legal(named, text) for text in (one, two)] == [False, True]
+
+
+def test_reasoning_that_the_prompt_began_goes_on_first() -> None:
+    call = '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'
+    parsing = parsing_of("hermes", "<think>\n")
+    grammar = tool_calls(FORMS["hermes"], parsing, {}, "").text
+    assert is_legal(grammar, f"so < it\nis</think>{call}")
+    assert not is_legal(grammar, f"so</think>hi{call}")
+    assert not is_legal(grammar, call)
+    assert read(parsing, f"so</think>{call}").reasoning == "so"
+
+
+def test_special_tokens_are_written_as_such() -> None:
+    form = FORMS["hermes"]
+    grammar = tool_calls(form, parsing_of("hermes"), {"<tool_call>": TURN, "</tool_call>": 0}, "g").text
+    matcher = LLMatcher(LIBRARY, grammar, log_level=0)
+    assert int.from_bytes(matcher.compute_bitmask(), "little") == 1 << TURN
+
+
+@pytest.mark.parametrize(
+    ("tools", "name", "field"),
+    [
+        (TOOLS, "h", "chat.tool_choice.name"),
+        ([], "", "chat.tool_choice.required"),
+        ([{"function": {"name": 5}}], "", "chat.tools_json"),
+        ([{"function": {"name": "a b"}}], "", "chat.tools_json"),
+        ([{"function": {"name": "f", "parameters": [1]}}], "", "chat.tools_json"),
+        ([{"function": {"name": "f", "parameters": {"divisibleBy": 2}}}], "", "chat.tools_json"),
+        ([{"function": {"name": "f", "parameters": {"x": "y" * MAX_GRAMMAR_BYTES}}}], "", "chat.tools_json"),
+    ],
+)
+def test_what_cannot_be_demanded_is_named(tools: list[Any], name: str, field: str) -> None:
+    parsing = ResponseParsing(ResponseFormat.named("hermes"), "", tools, with_calls=True)
+    with pytest.raises(InvalidArgument) as caught:
+        tool_calls(FORMS["hermes"], parsing, {}, name)
+    assert caught.value.field == field
+    with pytest.raises(Unimplemented):
+        tool_calls(None, parsing, {}, name)

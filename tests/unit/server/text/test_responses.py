@@ -1,0 +1,270 @@
+"""Answers of chats into reasoning, content and tool calls."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.utils.chat_parsing import parse_response
+
+from loraplex_contracts.errors import InvalidArgument
+from loraplex_server.config import TOOL_FORMATS
+from loraplex_server.text.response_template import ResponseFormat
+from loraplex_server.text.responses import MessagePart, ParsedMessage, ResponseParsing
+
+FORMATS = {name: ResponseFormat.named(name) for name in TOOL_FORMATS}
+BAR, LOW = "\uff5c", "\u2581"
+
+
+def mark(name: str) -> str:
+    """A mark of DeepSeek's."""
+    return f"<{BAR}{name.replace(' ', LOW)}{BAR}>"
+
+
+DEEPSEEK_CALL = f'{mark("tool call begin")}function{mark("tool sep")}f\n```json\n{{"a": 1}}\n```{mark("tool call end")}'
+# Format, text, content, reasoning, calls.
+CASES: list[tuple[str, str, str, str, list[tuple[str, Any]]]] = [
+    ("hermes", "hi", "hi", "", []),
+    ("hermes", " x \n", " x \n", "", []),
+    (
+        "hermes",
+        '<think>\nhm \n</think>\n\nSure. \n<tool_call>\n{"name": "f", "arguments": {"a": "é"}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "g"}\n</tool_call>\n  ok \n',
+        "Sure.\nok \n",
+        "hm",
+        [("f", {"a": "é"}), ("g", {})],
+    ),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", "", [("f", {"a": 1})]),
+    (
+        "qwen3_xml",
+        "I\n<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\nx y\nz\n</parameter>\n"
+        "</function>\n</tool_call>",
+        "I",
+        "",
+        [("f", {"a": "1", "b": "x y\nz"})],
+    ),
+    ("llama3_json", '<|python_tag|>{"name": "f", "parameters": {"a": 1}}', "", "", [("f", {"a": 1})]),
+    ("llama3_json", '{"name": "f", "parameters": {"a": 1}}', "", "", [("f", {"a": 1})]),
+    ("llama3_json", 'so {"x": 1}', 'so {"x": 1}', "", []),
+    ("mistral", 'Hm [TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{}', "Hm", "", [("f", {"a": 1}), ("g", {})]),
+    (
+        "mistral_list",
+        '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]',
+        "",
+        "",
+        [("f", {"a": 1}), ("g", {})],
+    ),
+    (
+        "deepseek",
+        f"<think>\na\n</think>\n\nok{mark('tool calls begin')}{DEEPSEEK_CALL}\n{DEEPSEEK_CALL}{mark('tool calls end')}",
+        "ok",
+        "a",
+        [("f", {"a": 1}), ("f", {"a": 1})],
+    ),
+    (
+        "deepseek",
+        f'{mark("tool calls begin")}{mark("tool call begin")}f{mark("tool sep")}{{"a": 2}}{mark("tool call end")}',
+        "",
+        "",
+        [("f", {"a": 2})],
+    ),
+    ("think", "x<think>y</think>z", "x\nz", "y", []),
+]
+# What cannot be read as a call is content, as it is.
+UNREADABLE = [
+    'a <tool_call>\n{"name": bad</tool_call> b',
+    '<tool_call>{"name": "f", "arguments": {"x": 1}',
+    '<tool_call>{"name": "", "arguments": {}}</tool_call>',
+    '<tool_call>{"name": "f g"}</tool_call>',
+    '<tool_call>{"name": "f", "arguments": NaN}</tool_call>',
+    '<tool_call>{"name": "f", "arguments": "no JSON"}</tool_call>',
+    '<tool_call>["name"]</tool_call>',
+    "<tool_call>5</tool_call>x",
+    "<tool_call></tool_call>",
+    f"<tool_call>{'[' * 100_000}</tool_call>",
+    f'<tool_call>{{"name": "f", "arguments": {"9" * 5000}}}</tool_call>',
+]
+
+
+def read(name: str, *pieces: str, prefix: str = "", with_calls: bool = True, **how: Any) -> ParsedMessage:
+    reader = ResponseParsing(FORMATS[name], prefix, with_calls=with_calls, **how).reader()
+    parts = [part for piece in pieces for part in reader.push(piece)] + reader.finish()
+    message = reader.message()
+    assert message == put_together(parts)
+    return message
+
+
+def put_together(parts: list[MessagePart]) -> ParsedMessage:
+    calls = [part for part in parts if part.call is not None]
+    assert [part.index for part in calls] == list(range(len(calls)))
+    texts = {
+        kind: "".join(part.text for part in parts if part.kind == kind) for kind in ("content", "reasoning", "call")
+    }
+    assert not texts["call"]
+    return ParsedMessage(texts["content"], texts["reasoning"], tuple(part.call for part in calls if part.call))
+
+
+def without_ids(message: ParsedMessage) -> tuple[str, str, list[tuple[str, str]]]:
+    return message.content, message.reasoning, [(call.name, call.arguments) for call in message.calls]
+
+
+@pytest.mark.parametrize(("name", "text", "content", "reasoning", "calls"), CASES)
+def test_parts(name: str, text: str, content: str, reasoning: str, calls: list[tuple[str, Any]]) -> None:
+    message = read(name, text)
+    assert (message.content, message.reasoning) == (content, reasoning)
+    assert [(call.name, json.loads(call.arguments)) for call in message.calls] == calls
+    pattern = r"[A-Za-z0-9]{9}" if name.startswith("mistral") else r"call_[0-9a-f]{24}"
+    assert all(re.fullmatch(pattern, call.id) for call in message.calls)
+    assert len({call.id for call in message.calls}) == len(calls)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_pieces_give_the_same_message(data: st.DataObject) -> None:
+    name, text = data.draw(
+        st.sampled_from([(name, text) for name, text, *_ in CASES] + [("hermes", text) for text in UNREADABLE[:9]])
+    )
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
+    pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert without_ids(read(name, *pieces)) == without_ids(read(name, text)) == without_ids(read(name, *text))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.sampled_from(TOOL_FORMATS),
+    st.lists(
+        st.sampled_from(
+            (
+                *("<tool_call>", "</tool_call>", "<think>", "</think>", "<function=f>", "</function>", "[TOOL_CALLS]"),
+                *("f", "[ARGS]", "{", "}", '"name"', ":", '"', " ", "\n", mark("tool call begin"), mark("tool sep")),
+                *("```", "1"),
+            )
+        ),
+        max_size=30,
+    ),
+)
+def test_no_text_breaks_a_reader(name: str, pieces: list[str]) -> None:
+    assert without_ids(read(name, *pieces)) == without_ids(read(name, "".join(pieces)))
+
+
+@pytest.mark.parametrize("text", UNREADABLE, ids=lambda text: text[:40])
+def test_what_cannot_be_read_is_content(text: str) -> None:
+    message = read("hermes", text)
+    assert message == ParsedMessage(text)
+
+
+def test_calls_behind_an_unreadable_one_are_read() -> None:
+    bad, good = "<tool_call>{</tool_call>", '<tool_call>{"name": "f"}</tool_call>'
+    message = read("hermes", f"{bad} {good}")
+    assert message.content == bad
+    assert [call.name for call in message.calls] == ["f"]
+
+
+def test_halves_of_surrogate_pairs_can_be_sent() -> None:
+    (call,) = read("hermes", '<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>').calls
+    assert call.arguments.encode() == b'{"a": "\\ud800"}'
+
+
+def test_without_calls_they_are_content() -> None:
+    text = '<think>a</think><tool_call>{"name": "f"}</tool_call>'
+    assert read("hermes", text, with_calls=False) == ParsedMessage('<tool_call>{"name": "f"}</tool_call>', "a")
+
+
+def test_at_most_so_many_calls() -> None:
+    text = '<tool_call>{"name": "f"}</tool_call>' * 3
+    assert [call.name for call in read("hermes", text, max_calls=1).calls] == ["f"]
+
+
+def test_without_a_format_all_is_content() -> None:
+    reader = ResponseParsing(with_calls=True).reader()
+    assert reader.push("<think>a") == [MessagePart("content", "<think>a")]
+    assert reader.push("") == []
+    assert reader.finish() == []
+    assert reader.message() == ParsedMessage("<think>a")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "expected"),
+    [
+        ("<|im_start|>assistant\n", "hi", ParsedMessage("hi")),
+        ("<|im_start|>assistant\nI think", " so", ParsedMessage(" so")),
+        ("<|im_start|>assistant\nI think ", "so", ParsedMessage("so")),
+        ("<|im_start|>assistant\n<think>\n", "a\n</think>\n\nb", ParsedMessage("b", "a")),
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", "\nb", ParsedMessage("b")),
+        ("<|im_start|>user\n<think><|im_start|>assistant\n", "b", ParsedMessage("b")),
+        ("<think> without an anchor", "b", ParsedMessage("b")),
+    ],
+)
+def test_what_the_prompt_has_begun(prompt: str, text: str, expected: ParsedMessage) -> None:
+    format = FORMATS["hermes"]
+    assert read("hermes", text, prefix=format.prefix_of(prompt)) == expected
+
+
+def test_arguments_are_cast_by_the_tools_schema() -> None:
+    parameters = {"properties": {"a": {"type": "integer"}, "b": {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    text = "<tool_call><function=f><parameter=a>\n1\n</parameter><parameter=b>\n2\n</parameter></function></tool_call>"
+    (call,) = read("qwen3_xml", text, tools=tools).calls
+    assert json.loads(call.arguments) == {"a": 1, "b": "2"}
+
+
+def test_as_transformers_reads_it() -> None:
+    """But for the whitespace at the ends of an answer, which it drops."""
+    template = json.loads((ResponseFormat.source("hermes")).read_text(encoding="utf-8"))
+    text = '<think>\nhm\n</think>\n\nSure.\n<tool_call>\n{"name": "f", "arguments": {"a": [1, null]}}\n</tool_call>'
+    expected = parse_response(text, template, prefix="")
+    message = read("hermes", text)
+    assert (message.content, message.reasoning) == (expected["content"], expected["reasoning_content"])
+    (call,) = message.calls
+    assert {"name": call.name, "arguments": json.loads(call.arguments)} == expected["tool_calls"][0]["function"]
+
+
+@pytest.mark.parametrize(
+    ("chat_template", "name"),
+    [
+        ("{{ messages }}", None),
+        ("..<tool_call>\n<function=..", "qwen3_xml"),
+        ("..<tool_call>..", "hermes"),
+        ("<|python_tag|>", "llama3_json"),
+        ("[TOOL_CALLS]..[ARGS]", "mistral"),
+        ("[TOOL_CALLS]", "mistral_list"),
+        (mark("tool calls begin"), "deepseek"),
+        ("<think>", "think"),
+    ],
+)
+def test_formats_are_told_by_the_chat_template(chat_template: str, name: str | None, tmp_path: Any) -> None:
+    found = ResponseFormat.of(chat_template)
+    assert (found and found.template) == (name and FORMATS[name].template)
+    named = ResponseFormat.of(chat_template, None, "hermes")
+    assert named is not None
+    assert named.template == FORMATS["hermes"].template
+    assert ResponseFormat.of(chat_template, FORMATS["hermes"].template, "none") is None
+    own = {"start_anchor": "x", "fields": {"content": {}}}
+    found = ResponseFormat.of(chat_template, own)
+    assert found is not None
+    assert found.template == own, "the tokenizer's own comes first"
+    file = tmp_path / "template.json"
+    file.write_text(json.dumps(FORMATS["think"].template))
+    found = ResponseFormat.of(chat_template, own, "hermes", file)
+    assert found is not None
+    assert found.template == FORMATS["think"].template, "a file before that"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", '{"fields": 5}', '{"fields": {"content": {"open_pattern": "("}}}']
+)
+def test_templates_that_cannot_be_used(text: str, tmp_path: Any) -> None:
+    file = tmp_path / "template.json"
+    file.write_text(text)
+    with pytest.raises(InvalidArgument):
+        ResponseFormat.of("", file=file)
+
+
+def test_special_tokens_that_a_template_looks_for() -> None:
+    ids = {"<think>": 1, "<|eom_id|>": 2, "<|python_tag|>": 3, "</s>": 4}
+    assert FORMATS["llama3_json"].unread_ids(ids) == {1, 4}
+    assert FORMATS["hermes"].unread_ids(ids) == {2, 3, 4}
