@@ -8,13 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from llguidance import LLMatcher
-
 from loraplex_contracts.adapters import check_id
 from loraplex_contracts.errors import InvalidArgument, Unimplemented
 from loraplex_contracts.request import Grammar
 from loraplex_proto.validate import MAX_GRAMMAR_BYTES
-from loraplex_server.grammars.source import checked_schema
 from loraplex_server.text.responses import ResponseParsing
 
 if TYPE_CHECKING:  # imports Transformers
@@ -74,6 +71,10 @@ def tool_calls(
     """Calls of any of the request's tools, one at least, or one call of `name`. Where the prompt has begun to reason,
     that goes on first. `special_ids`: special tokens by text, which are written as such. Raises InvalidArgument with
     the field, Unimplemented without a form."""
+    from llguidance import LLMatcher  # late: most requests demand none
+
+    from loraplex_server.grammars.source import checked_schema
+
     field = "chat.tool_choice.name" if name else "chat.tool_choice.required"
     if form is None:
         raise Unimplemented(
