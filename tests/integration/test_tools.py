@@ -72,7 +72,6 @@ async def test_streamed_and_unary_answers_give_the_same_calls() -> None:
         ({"parallel_tool_calls": False}, CALLS[:1], "One moment."),
         ({"tool_choice": "auto"}, CALLS, "One moment."),
         ({"stop": "moment"}, [], "One "),
-        ({"max_tokens": 5}, [], ""),
     ],
 )
 async def test_choices(options: dict[str, Any], calls: list[tuple[str, str]], content: str) -> None:

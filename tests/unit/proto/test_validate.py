@@ -229,6 +229,12 @@ def test_too_many_messages_are_refused_before_anything_looks_at_each() -> None:
             check(request)
 
 
+def forced(tools_json: str, **values: Any) -> GenerateRequest:
+    choice = inference_pb2.ToolChoice(required=True)
+    chat = Chat(messages=[ChatMessage(role="user")], tool_choice=choice, tools_json=tools_json)
+    return GenerateRequest(chat=chat, **values)
+
+
 # --- values ---------------------------------------------------------------------------------------------------------
 
 GOOD = {
@@ -254,6 +260,12 @@ GOOD = {
             parallel_tool_calls=False,
         ),
         output=Output(parse_chat=True),
+    ),
+    "a call": forced("[{}]"),
+    "a call of one tool": GenerateRequest(
+        chat=Chat(
+            messages=[ChatMessage(role="user")], tool_choice=inference_pb2.ToolChoice(name="f"), tools_json="[{}]"
+        )
     ),
     "tools that are not called": GenerateRequest(
         chat=Chat(messages=[ChatMessage(role="user")], tool_choice=inference_pb2.ToolChoice(none=True))
@@ -358,12 +370,6 @@ def calling(**values: str) -> GenerateRequest:
 def choosing(**kind: Any) -> GenerateRequest:
     chosen = inference_pb2.ToolChoice(**kind)
     return GenerateRequest(chat=Chat(messages=[ChatMessage(role="user")], tool_choice=chosen, tools_json="[]"))
-
-
-def forced(tools_json: str, **values: Any) -> GenerateRequest:
-    choice = inference_pb2.ToolChoice(required=True)
-    chat = Chat(messages=[ChatMessage(role="user")], tool_choice=choice, tools_json=tools_json)
-    return GenerateRequest(chat=chat, **values)
 
 
 def beside(**values: str) -> GenerateRequest:

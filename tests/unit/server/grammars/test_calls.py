@@ -66,6 +66,8 @@ def test_random_texts_are_calls(name: str) -> None:
             if ids[-1] == 2:
                 break
             matcher.consume_token(ids[-1])
+        if len(ids) == 300:
+            continue  # of calls without end
         text = TOKENIZER.backend_tokenizer.decode(ids)
         message = read(parsing, text)
         assert message.calls, text

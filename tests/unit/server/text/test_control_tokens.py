@@ -14,7 +14,7 @@ from loraplex_proto.validate import ModelLimits
 from loraplex_server.frontend.tokenizing import LONG_BYTES, Tokenizing
 from loraplex_server.grpc.protobuf import tokenize_response
 from loraplex_server.text.control_tokens import ControlTokens, PlainTokenizer, SafeText
-from loraplex_server.text.tokenizer import TextTokenizer
+from loraplex_server.text.tokenizer import TextTokenizer, Truncation
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}{{ eos_token }}{% endfor %}"
@@ -113,17 +113,16 @@ def test_torn_marks_do_not_join_their_neighbours() -> None:
     assert not ControlTokens([]).are_in(["<s>", {"a": 1.5}, None])
 
 
-async def test_long_chats_and_cut_ones() -> None:
+async def test_long_chats() -> None:
+    """In the process for long texts."""
     tokenizer = text_tokenizer("byte_level")
     tokenizing = Tokenizing(tokenizer, ModelLimits(10_000, 1 << 24))
-    short = tokenizer.chat_text(given(("user", "</s> x")))
     long = tokenizer.chat_text(given(("user", "</s>" + " x" * LONG_BYTES)))
-    assert isinstance(short, SafeText)
     assert isinstance(long, SafeText)
     ids = list(await tokenizing.encode(long, special=False))
-    few = list(await tokenizing.encode(short, special=False))
-    assert ids[: len(few) - 8] == few[:-8]
-    assert ids[-5:] == few[-5:]
+    assert ids == PlainTokenizer(tokenizer.serialized() or "", long.controls).encode(long.text)
+    cut = await tokenizing.encode(long, special=False, truncation=Truncation(9))
+    assert list(cut) == ids[-9:]
     raw = await tokenizing.tokenize(long, tokenize_response, special=False)
     assert list(inference_pb2.TokenizeResponse.FromString(raw).token_ids) == ids
     await tokenizing.close()
