@@ -1,4 +1,4 @@
-"""Control tokens in the texts of a chat: what looks like one there is encoded as plain text.
+"""Control tokens in the texts of a chat, encoded as plain text.
 
 The texts are marked before the template sees them, so that its own control tokens can be told from theirs. Those of the
 template then become placeholders, which are tokens of a copy of the tokenizer that has no control tokens else. Only
