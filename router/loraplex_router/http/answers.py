@@ -280,6 +280,7 @@ class Chunks:
         self._num_new_tokens = 0
         self._num_open = job.n * len(job.requests)
         self._has_begun = False
+        self._head: dict[str, Any] = {}  # of each chunk, once the digest is known
 
     def events(self, prompt: int, raw: bytes) -> Iterator[bytes]:
         """Of one message."""
@@ -343,7 +344,9 @@ class Chunks:
     def _chunk(self, choice: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
         choice.setdefault("logprobs", None)
         choice.setdefault("finish_reason", None)
-        chunk = {**_head(self._job, self._kind, self._tally.digest), "choices": [choice]}
+        if not self._head:
+            self._head = _head(self._job, self._kind, self._tally.digest)
+        chunk = {**self._head, "choices": [choice]}
         if self._job.wants_usage:
             chunk["usage"] = self._running_usage() if self._job.wants_running_usage else None
         return {**chunk, **more} if more else chunk
@@ -357,5 +360,9 @@ class Chunks:
         }
 
 
+# Made once: `json.dumps` makes an encoder for each call with other options than its own.
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
 def _event(content: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + _encode(content).encode() + b"\n\n"
