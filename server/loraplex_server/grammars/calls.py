@@ -81,13 +81,14 @@ def tool_calls(
             f"`{field}` is not available: this model's form of tool calls is not known as a grammar; use auto",
             field=field,
         )
-    functions = [cast("Mapping[str, Any]", tool.get("function", tool)) for tool in parsing.tools]
-    wanted = [one for one in functions if not name or one.get("name") == name]
+    functions: list[Any] = [tool.get("function", tool) for tool in parsing.tools]
+    wanted = [one for one in functions if not name or (isinstance(one, dict) and one.get("name") == name)]
     if not wanted:
         raise InvalidArgument(f"`{field}` names a tool that is not in `chat.tools_json`", field=field)
     rules: list[str] = []
     for number, function in enumerate(wanted):
-        called, given = function.get("name"), function.get("parameters") or {}
+        one = cast("dict[str, Any]", function if isinstance(function, dict) else {})
+        called, given = one.get("name"), one.get("parameters") or {}
         if not isinstance(called, str) or not isinstance(given, dict):
             raise InvalidArgument(
                 f"`{_TOOLS}` must have tools with a `name`, and `parameters` that are a schema", field=_TOOLS

@@ -28,7 +28,7 @@ from loraplex_contracts.sampling import SAMPLING_OPTIONS, SamplingParams, Tokeni
 from loraplex_proto.enums import ADAPTER_STATES, ADAPTER_TIERS, FINISH_REASONS
 from loraplex_proto.v1 import adapter_pb2, inference_pb2, worker_pb2
 from loraplex_server.frontend.generation import CompletionSummary, Delta
-from loraplex_server.text.responses import MessagePart, ParsedMessage, ResponseParsing
+from loraplex_server.text.responses import MessagePart, ParsedCall, ParsedMessage, ResponseParsing
 from loraplex_server.text.tokenizer import TextTokenizer
 from loraplex_server.text.vocabulary import Vocabulary
 
@@ -212,20 +212,19 @@ def _message_to_pb(message: ParsedMessage) -> inference_pb2.ChatMessage:
 def _parts_to_pb(parts: Sequence[MessagePart]) -> list[inference_pb2.ChatDelta]:
     deltas: list[inference_pb2.ChatDelta] = []
     for kind, several in itertools.groupby(parts, lambda part: part.kind):
-        if kind == "call":
-            deltas += [
-                inference_pb2.ChatDelta(
-                    tool_call=inference_pb2.ToolCallDelta(
-                        index=part.index, id=part.call.id, name=part.call.name, arguments_json=part.call.arguments
-                    )
-                )
-                for part in several
-                if part.call is not None
-            ]
-        else:
-            text = "".join(part.text for part in several)
-            deltas.append(inference_pb2.ChatDelta(**{kind: text}))
+        match kind:
+            case "content":
+                deltas.append(inference_pb2.ChatDelta(content="".join(part.text for part in several)))
+            case "reasoning":
+                deltas.append(inference_pb2.ChatDelta(reasoning="".join(part.text for part in several)))
+            case "call":
+                deltas += [_call_to_pb(part.index, part.call) for part in several if part.call is not None]
     return deltas
+
+
+def _call_to_pb(index: int, call: ParsedCall) -> inference_pb2.ChatDelta:
+    delta = inference_pb2.ToolCallDelta(index=index, id=call.id, name=call.name, arguments_json=call.arguments)
+    return inference_pb2.ChatDelta(tool_call=delta)
 
 
 def logprobs_to_pb(logprobs: Iterable[TokenLogprob]) -> list[inference_pb2.TokenLogprob]:
