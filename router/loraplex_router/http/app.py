@@ -18,8 +18,9 @@ from loraplex_proto import __version__
 from loraplex_router.http import pooling
 from loraplex_router.http.admin import AdminRoutes
 from loraplex_router.http.backend import Backend
-from loraplex_router.http.errors import PARAMS
+from loraplex_router.http.errors import body_dialect, dialect_of
 from loraplex_router.http.middleware import HostNames, Middleware, error_response
+from loraplex_router.http.native_routes import NativeRoutes
 from loraplex_router.http.routes import Routes
 
 # Of lists and objects in each other: what has been read can be written again, whatever calls it.
@@ -73,25 +74,31 @@ def make_app(backend: Backend, allowed_hosts: HostNames | None = None) -> ASGIAp
     # Documents that load scripts from elsewhere stay off.
     app = FastAPI(title="Loraplex", version=__version__, docs_url=None, redoc_url=None)
     app.router.route_class = StrictRoute
-    Routes(backend).add_to(app)
+    openai_routes = Routes(backend)
+    openai_routes.add_to(app)
     pooling.PoolingRoutes(backend).add_to(app)
     AdminRoutes(backend).add_to(app)
+    NativeRoutes(backend, openai_routes).add_to(app)
 
     async def on_error(request: Request, error: Exception) -> Response:
-        return error_response(error, pooling.PARAMS if request.url.path in pooling.METHODS else PARAMS)
+        return error_response(error, request.scope)
 
-    async def on_invalid(_: Request, error: Exception) -> Response:
+    async def on_invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return error_response(_invalid(error))
+        request.state.dialect = body_dialect(request.url.path, error.body)
+        return error_response(_invalid(error), request.scope)
 
-    async def on_http(_: Request, error: Exception) -> Response:
+    async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         if isinstance(error.__cause__, LoraplexError):  # of `receive`, while FastAPI read the body
-            return error_response(error.__cause__)
+            return error_response(error.__cause__, request.scope)
         kinds = {404: "there is no such route", 405: "this route takes another method"}
         message = kinds.get(error.status_code, "the body must be JSON")
-        content = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
-        return JSONResponse({"error": content}, error.status_code, headers=error.headers)
+        if dialect_of(request.scope) == "native":
+            content: Any = {"error": message, "error_type": "validation"}
+        else:
+            content = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": None}}
+        return JSONResponse(content, error.status_code, headers=error.headers)
 
     app.add_exception_handler(LoraplexError, on_error)
     app.add_exception_handler(RequestValidationError, on_invalid)
@@ -102,7 +109,10 @@ def make_app(backend: Backend, allowed_hosts: HostNames | None = None) -> ASGIAp
 def _invalid(error: RequestValidationError) -> InvalidArgument:
     """The first of what is wrong, by the name of its field."""
     first: dict[str, Any] = error.errors()[0]
-    where = [str(part) for part in first["loc"] if part != "body"]
+    # Tags of dialects are no part of the path, and the objects of options no part of an option's name.
+    where = [str(part) for part in first["loc"] if part not in ("body", "openai", "native")]
+    if len(where) > 1 and where[0] == "parameters":
+        del where[0]
     if first["type"] == "json_invalid":
         return InvalidArgument("the body is not valid JSON", field="body")
     if not where:

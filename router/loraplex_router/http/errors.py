@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, Final
 
+from starlette.types import Scope
+
 from loraplex_contracts.errors import (
     AdapterNotFound,
     Code,
@@ -111,3 +113,74 @@ def error_headers(error: LoraplexError) -> dict[str, str]:
     if error.code is Code.UNAUTHENTICATED:
         headers["www-authenticate"] = "Bearer"
     return headers
+
+
+# --- LoRAX's and TGI's form -------------------------------------------------------------------------------------------
+
+# Status and error_type. Their clients make ValidationError, GenerationError and OverloadedError of the types, other
+# errors of the status.
+_NATIVE_BY_CODE: Final[Mapping[Code, tuple[int, str]]] = {
+    Code.INVALID_ARGUMENT: (422, "validation"),
+    Code.UNIMPLEMENTED: (422, "validation"),
+    Code.FAILED_PRECONDITION: (422, "validation"),
+    Code.UNAUTHENTICATED: (401, "unauthenticated"),
+    Code.PERMISSION_DENIED: (403, "permission_denied"),
+    Code.NOT_FOUND: (404, "adapter_not_found"),
+    Code.RESOURCE_EXHAUSTED: (429, "overloaded"),
+    Code.CANCELLED: (499, "cancelled"),
+    Code.UNAVAILABLE: (503, "unavailable"),
+    Code.DEADLINE_EXCEEDED: (504, "timeout"),
+}
+_NATIVE_INTERNAL: Final = (424, "generation")
+
+_NATIVE_PARAMS: Final[Mapping[str, str]] = {
+    "input": "inputs",
+    "text": "inputs",
+    "chat.messages": "inputs",
+    "model": "adapter_id",
+    "n": "best_of",
+    "truncate_prompt.max_tokens": "truncate",
+    "stopping.max_tokens": "max_new_tokens",
+    "stopping.ignore_eos": "ignore_eos_token",
+    "output.top_logprobs": "top_n_tokens",
+    "output.prompt_logprobs": "decoder_input_details",
+    "output.prompt_tokens": "decoder_input_details",
+}
+
+
+def native_error(error: LoraplexError) -> tuple[int, dict[str, str]]:
+    """Status and `{"error", "error_type"}`, with names of parameters as LoRAX and TGI have them."""
+    status, kind = _NATIVE_BY_CODE.get(error.code, _NATIVE_INTERNAL)
+    message = error.message
+    match error:
+        case RequestTimeout():
+            status, kind = 408, "validation"
+        case MessageTooLarge() | ListingTooLarge():
+            status, kind = 413, "validation"
+        case AdapterNotFound() if is_missing_model(error):
+            message = f"the adapter `{error.resource or ''}` does not exist"
+        case _:
+            pass
+    if (param := error.field) is not None:
+        name = _NATIVE_PARAMS.get(param, param.rpartition(".")[2] if _is_wire_path(param) else param)
+        message = message.replace(f"`{param}`", f"`{name}`")
+    return status, {"error": message, "error_type": kind}
+
+
+# --- dialects -------------------------------------------------------------------------------------------------------
+
+_NATIVE_PATHS: Final = frozenset(
+    {"/", "/info", "/generate", "/generate_stream", "/chat_tokenize", "/embed", "/classify", "/classify_batch"}
+)
+
+
+def body_dialect(path: str, body: Any) -> str:
+    """The dialect of a request, "openai" or "native": by the keys of its body where a path has both."""
+    if path == "/tokenize":
+        return "native" if isinstance(body, dict) and "inputs" in body else "openai"
+    return "native" if path in _NATIVE_PATHS else "openai"
+
+
+def dialect_of(scope: Scope) -> str:
+    """As above; handlers that have read the body write it into the request's state."""
+    return scope.get("state", {}).get("dialect") or body_dialect(scope["path"], None)

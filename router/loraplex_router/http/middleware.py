@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from loraplex_contracts.adapters import check_id
 from loraplex_contracts.errors import InvalidArgument, LoraplexError, MessageTooLarge, RequestTimeout, unexpected
 from loraplex_router.http import pooling
-from loraplex_router.http.errors import PARAMS, error_headers, error_object, status_of
+from loraplex_router.http.errors import PARAMS, dialect_of, error_headers, error_object, native_error, status_of
 from loraplex_runtime.auth import Credentials, admit
 
 MAX_BODY_BYTES: Final = 8 << 20
@@ -27,6 +27,9 @@ _METHODS: Final[Mapping[str, str]] = {
     "/v1/completions": "/loraplex.v1.InferenceService/Generate",
     "/v1/chat/completions": "/loraplex.v1.InferenceService/Generate",
     "/v1/responses": "/loraplex.v1.InferenceService/Generate",
+    "/": "/loraplex.v1.InferenceService/Generate",
+    "/generate": "/loraplex.v1.InferenceService/Generate",
+    "/generate_stream": "/loraplex.v1.InferenceService/Generate",
     "/tokenize": "/loraplex.v1.InferenceService/Tokenize",
     "/v1/tokenize": "/loraplex.v1.InferenceService/Tokenize",
     "/detokenize": "/loraplex.v1.InferenceService/Detokenize",
@@ -37,6 +40,7 @@ _METHODS: Final[Mapping[str, str]] = {
     "/load_lora_adapter": "/loraplex.v1.AdapterService/LoadAdapter",
     "/v1/unload_lora_adapter": "/loraplex.v1.AdapterService/UnloadAdapter",
     "/unload_lora_adapter": "/loraplex.v1.AdapterService/UnloadAdapter",
+    "/chat_tokenize": "/loraplex.v1.InferenceService/Tokenize",
 }
 _ANY_ROLE: Final = "/loraplex.v1.InferenceService/GetInfo"
 _OPEN_PATHS: Final = frozenset({"/health", "/ping", "/version", "/metrics"})
@@ -119,7 +123,7 @@ class Middleware:
         except Exception as error:
             if has_begun:
                 raise  # the connection is closed, which the client notices
-            await error_response(error)(scope, receive, send_with_id)
+            await error_response(error, scope)(scope, receive, send_with_id)
 
     def _admit(self, scope: Scope) -> None:
         path: str = scope["path"]
@@ -168,6 +172,11 @@ def _id_in(headers: Headers) -> str:
     return uuid.uuid4().hex
 
 
-def error_response(error: Exception, params: Mapping[str, str] = PARAMS) -> Response:
+def error_response(error: Exception, scope: Scope) -> Response:
+    """In the form of the request's dialect."""
     typed = error if isinstance(error, LoraplexError) else unexpected(error, "answering an HTTP request")
+    if dialect_of(scope) == "native":
+        status, content = native_error(typed)
+        return JSONResponse(content, status, headers=error_headers(typed))
+    params = pooling.PARAMS if scope["path"] in pooling.METHODS else PARAMS
     return JSONResponse(error_object(typed, params), status_of(typed), headers=error_headers(typed))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -223,6 +223,11 @@ def ignored_fields(body: Fields) -> tuple[str, ...]:
             names.append(name)
     if isinstance(body, Generation) and body.stream_options is not None:
         names += [f"stream_options.{name}" for name in body.stream_options.extras()]
+    return header_names(names)
+
+
+def header_names(names: Sequence[str]) -> tuple[str, ...]:
+    """As a header can have them, a bounded number of them."""
     return tuple(_for_header(name) for name in names[:MAX_IGNORED_NAMES])
 
 

@@ -59,7 +59,6 @@ class Routes:
         app.post("/v1/completions", response_class=Response)(self.completions)
         app.post("/v1/chat/completions", response_class=Response)(self.chat_completions)
         app.post("/v1/responses", response_class=Response)(self.responses)
-        app.post("/tokenize")(self.tokenize)
         app.post("/v1/tokenize")(self.tokenize)
         app.post("/detokenize")(self.detokenize)
         app.post("/v1/detokenize")(self.detokenize)

@@ -1,0 +1,159 @@
+"""LoRAX's and TGI's routes, and those that they share with other dialects."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Request
+from pydantic import Discriminator, Tag
+from starlette.responses import JSONResponse, Response
+
+from loraplex_contracts.errors import LoraplexError, Unimplemented
+from loraplex_proto.v1 import inference_pb2 as pb
+from loraplex_proto.validate import MAX_COMPLETIONS, MAX_STOP_STRINGS
+from loraplex_router.http import native, native_answers, openai
+from loraplex_router.http.backend import Backend, ignored_header, request_id_of
+from loraplex_router.http.errors import body_dialect, is_missing_model, model_not_found, native_error
+from loraplex_router.http.models import ChatCompletionRequest, TokenizeRequest, ignored_fields
+from loraplex_router.http.routes import Routes
+from loraplex_router.http.streaming import EventStream, events_of
+
+
+def _tokenize_dialect(body: Any) -> str:
+    return body_dialect("/tokenize", body)
+
+
+# Two dialects have this route, and the body decides.
+AnyTokenizeRequest = Annotated[
+    Annotated[native.TokenizeRequest, Tag("native")] | Annotated[TokenizeRequest, Tag("openai")],
+    Discriminator(_tokenize_dialect),
+]
+
+
+class NativeRoutes:
+    """The handlers, over one router."""
+
+    def __init__(self, backend: Backend, openai_routes: Routes) -> None:
+        self._backend = backend
+        self._openai = openai_routes
+        self._tokenize = backend.handler("Tokenize", backend.relay.tokenize)
+        self._get_tokenizer_info = backend.handler("GetTokenizerInfo", backend.relay.get_tokenizer_info)
+        self._special_ids: Collection[int] | None = None
+
+    def add_to(self, app: FastAPI) -> None:
+        app.get("/")(self.info)
+        app.get("/info")(self.info)
+        app.post("/", response_class=Response)(self.generate_either)
+        app.post("/generate", response_class=Response)(self.generate)
+        app.post("/generate_stream", response_class=Response)(self.generate_stream)
+        app.post("/tokenize")(self.tokenize)
+        app.post("/chat_tokenize")(self.chat_tokenize)
+        for path in ("/classify", "/classify_batch"):
+            app.post(path)(self.pool)
+
+    # --- generation ------------------------------------------------------------------------------------------------
+
+    async def generate_either(self, body: native.GenerateRequest, request: Request) -> Response:
+        """A stream, or a list of one answer."""
+        if body.stream:
+            return await self.generate_stream(body, request)
+        return await self._answer(body, request, is_in_list=True)
+
+    async def generate(self, body: native.GenerateRequest, request: Request) -> Response:
+        return await self._answer(body, request, is_in_list=False)
+
+    async def generate_stream(self, body: native.GenerateRequest, request: Request) -> Response:
+        job = self._job(body, request, is_streamed=True)
+        try:
+            special_ids = await self._special_ids_for(job, request)
+            calls, first = await self._backend.generate_stream([job.request], request)
+        except LoraplexError as error:
+            raise _named(error, job) from error
+        events = native_answers.Events(job, special_ids)
+        stream = events_of(calls, first, events.events, lambda: (), lambda error: _error_event(error, job), done=b"")
+        return EventStream(calls, stream, self._headers(job))
+
+    async def _answer(self, body: native.GenerateRequest, request: Request, *, is_in_list: bool) -> Response:
+        started_s = time.monotonic()
+        job = self._job(body, request, is_streamed=False)
+        try:
+            special_ids = await self._special_ids_for(job, request)
+            (answer,) = await self._backend.generate([job.request], request)
+        except LoraplexError as error:
+            raise _named(error, job) from error
+        found = native_answers.response_of(job, answer, special_ids)
+        headers = {**self._headers(job), **native_answers.answer_headers(answer, time.monotonic() - started_s)}
+        return JSONResponse([found] if is_in_list else found, headers=headers)
+
+    def _job(self, body: native.GenerateRequest, request: Request, *, is_streamed: bool) -> native.Job:
+        return native.generate_job(body, self._backend.base_names(), request_id_of(request), is_streamed=is_streamed)
+
+    def _headers(self, job: native.Job) -> dict[str, str]:
+        info = self._backend.replicas.model_info or pb.GetInfoResponse()
+        return {
+            **native_answers.stream_headers(job, self._backend.base_names()[0], info.device),
+            **ignored_header(job.ignored),
+        }
+
+    async def _special_ids_for(self, job: native.Job, request: Request) -> Collection[int]:
+        """The base model's special tokens, where the answer has candidates: those do not say whether they are."""
+        if not job.num_top:
+            return ()
+        if self._special_ids is None:
+            raw = await self._backend.ask(self._get_tokenizer_info, b"", request)
+            rows = pb.GetTokenizerInfoResponse.FromString(raw).special_tokens
+            self._special_ids = frozenset(row.token_id for row in rows)
+        return self._special_ids
+
+    # --- tokens ----------------------------------------------------------------------------------------------------
+
+    async def tokenize(self, body: AnyTokenizeRequest, request: Request) -> Response:
+        if isinstance(body, TokenizeRequest):
+            request.state.dialect = "openai"
+            return await self._openai.tokenize(body, request)
+        request.state.dialect = "native"
+        name = (body.parameters.adapter_id if body.parameters is not None else None) or ""
+        if adapter_id := native.adapter_id_of(name, self._backend.base_names()):
+            await self._backend.adapter_rows(adapter_id, request)
+        answer = await self._ask_tokens(native.tokenize_request(body), request)
+        return JSONResponse(native_answers.tokens_of(body.inputs, answer))
+
+    async def chat_tokenize(self, body: ChatCompletionRequest, request: Request) -> Response:
+        """`messages` to the text that the template makes of them, and its tokens."""
+        job = openai.chat_job(body, self._backend.base_names(), request_id_of(request), 0)
+        if job.adapter_id:
+            await self._backend.adapter_rows(job.adapter_id, request)
+        answer = await self._ask_tokens(pb.TokenizeRequest(chat=job.requests[0].chat, offsets=True), request)
+        content = {
+            "tokenize_response": native_answers.tokens_of(answer.rendered, answer),
+            "templated_text": answer.rendered,
+        }
+        return JSONResponse(content, headers=ignored_header(ignored_fields(body)))
+
+    async def _ask_tokens(self, message: pb.TokenizeRequest, request: Request) -> pb.TokenizeResponse:
+        return pb.TokenizeResponse.FromString(
+            await self._backend.ask(self._tokenize, message.SerializeToString(), request)
+        )
+
+    # --- the server ------------------------------------------------------------------------------------------------
+
+    async def pool(self, request: Request) -> Response:
+        """Raises Unimplemented."""
+        raise Unimplemented(f"`{request.url.path}` is not available yet: adapters generate text only", field="path")
+
+    async def info(self) -> Response:
+        names = self._backend.base_names()  # raises before a worker has said its model
+        info = self._backend.replicas.model_info or pb.GetInfoResponse(model_id=names[0])
+        most = self._backend.calls.max_in_flight
+        return JSONResponse(native_answers.info_of(info, most, MAX_COMPLETIONS, MAX_STOP_STRINGS))
+
+
+def _named(error: LoraplexError, job: native.Job) -> LoraplexError:
+    return model_not_found(job.adapter_name) if is_missing_model(error) else error
+
+
+def _error_event(error: LoraplexError, job: native.Job) -> bytes:
+    _, content = native_error(_named(error, job))
+    return native_answers.event_of(content)
