@@ -219,7 +219,11 @@ class FakeWorker:
     async def _tokenize(self, raw: bytes, context: Any) -> bytes:
         self.calls.append("Tokenize")
         request = await _checked(inference_pb2.TokenizeRequest, validate.check_tokenize, raw, context)
-        return inference_pb2.TokenizeResponse(token_ids=request.text.encode()).SerializeToString()
+        answer = inference_pb2.TokenizeResponse(token_ids=request.text.encode())
+        if request.offsets:
+            answer.starts.extend(range(len(answer.token_ids)))
+            answer.ends.extend(range(1, 1 + len(answer.token_ids)))
+        return answer.SerializeToString()
 
     async def _detokenize(self, raw: bytes, context: Any) -> bytes:
         request = await _checked(inference_pb2.DetokenizeRequest, validate.refuse_unhandled, raw, context)

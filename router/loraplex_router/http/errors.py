@@ -162,7 +162,7 @@ def native_error(error: LoraplexError) -> tuple[int, dict[str, str]]:
         case _:
             pass
     if (param := error.field) is not None:
-        name = _NATIVE_PARAMS.get(param, param.rpartition(".")[2] if _is_wire_path(param) else param)
+        name = _NATIVE_PARAMS.get(param) or _last_part(param)
         message = message.replace(f"`{param}`", f"`{name}`")
     return status, {"error": message, "error_type": kind}
 

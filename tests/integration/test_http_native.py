@@ -1,0 +1,272 @@
+"""LoRAX's and TGI's routes in front of scripted workers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.fake_workers import Chunk, Cluster, Generate, blocks, fails, until
+from support.http import Http, http_cluster
+
+from loraplex_contracts.errors import AdapterNotFound, EngineLost, Overloaded
+from loraplex_proto.status import abort
+from loraplex_proto.v1 import adapter_pb2
+from loraplex_proto.v1 import inference_pb2 as pb
+from loraplex_router.http.native import GenerateRequest, Parameters
+from loraplex_runtime.auth import token_digest
+
+GENERATE = ("/", "/generate", "/generate_stream")
+
+
+def row(number: int) -> pb.TokenLogprob:
+    text = f"t{number} "
+    return pb.TokenLogprob(token_id=number + 1, text=text, logprob=-1.0, bytes=text.encode())
+
+
+async def stream(request: Generate, context: Any) -> AsyncIterator[bytes]:
+    """Three tokens, the last two in one message."""
+    yield Chunk(text_delta="t0 ", token_ids=[1], logprobs=[row(0)]).SerializeToString()
+    end = Chunk(text_delta="t1 t2 ", token_ids=[2, 3], logprobs=[row(1), row(2)], finish_reason=pb.FINISH_REASON_EOS)
+    end.usage.CopyFrom(pb.Usage(prompt_tokens=2, completion_tokens=3))
+    yield end.SerializeToString()
+
+
+async def unary(request: Generate, context: Any) -> bytes:
+    usage = pb.Usage(prompt_tokens=2, completion_tokens=3)
+    answer = pb.GenerateResponse(usage=usage)
+    answer.completions.add(text="t0 t1 t2 ", logprobs=[row(i) for i in range(3)], usage=usage)
+    return answer.SerializeToString()
+
+
+def events(response: httpx2.Response) -> list[Any]:
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    parts = [part for part in response.text.split("\n\n") if part]
+    assert all(part.startswith("data: ") for part in parts)
+    return [json.loads(part.removeprefix("data: ")) for part in parts]
+
+
+def adapters_of(c: Cluster, *names: str) -> None:
+    for worker in c.workers:
+        for name in names:
+            worker.adapters[name] = adapter_pb2.Adapter(adapter_id=name, digest="0" * 64, kind="lora", rank=8)
+
+
+async def ask(http: Http, path: str = "/generate", body: Any = None, **parameters: Any) -> httpx2.Response:
+    text = json.dumps({"inputs": "hi", "parameters": parameters} if body is None else body)
+    return await http.post(path, content=text, headers={"content-type": "application/json"})
+
+
+async def test_an_answer_with_details_and_headers() -> None:
+    async with http_cluster() as (c, http):
+        c.workers[0].unary = unary
+        answer = await ask(http, adapter_id="sql", details=True, foo=1)
+        body = answer.json()
+        assert body["generated_text"] == "t0 t1 t2 "
+        assert [one["text"] for one in body["details"]["tokens"]] == ["t0 ", "t1 ", "t2 "]
+        assert body["details"]["prompt_tokens"] == body["details"]["input_length"] == 2
+        assert answer.headers["x-adapter-id"] == c.workers[0].requests[0].adapter_id == "sql"
+        assert (answer.headers["x-model-id"], answer.headers["x-generated-tokens"]) == ("tiny", "3")
+        assert answer.headers["x-loraplex-ignored"] == "parameters.foo"
+        assert int(answer.headers["x-total-time"]) >= 0
+        (listed,) = (await ask(http, "/")).json()
+        assert listed == {"generated_text": "t0 t1 t2 "}
+
+
+async def test_streams_have_an_event_for_each_token_and_no_done() -> None:
+    async with http_cluster() as (c, http):
+        c.workers[0].stream = stream
+        for path, body in (
+            ("/generate_stream", {"inputs": "hi", "parameters": {"details": True}}),
+            ("/", {"inputs": "hi", "stream": True, "parameters": {"details": True}}),
+        ):
+            answer = await ask(http, path, body)
+            found = events(answer)
+            assert [one["token"]["text"] for one in found] == ["t0 ", "t1 ", "t2 "]
+            assert [one["generated_text"] for one in found] == [None, None, "t0 t1 t2 "]
+            assert found[-1]["details"]["generated_tokens"] == 3
+            assert answer.headers["x-accel-buffering"] == "no"
+            assert answer.headers["x-compute-characters"] == "2"
+
+
+async def test_tokenize_by_the_keys_of_the_body() -> None:
+    async with http_cluster() as (c, http):
+        adapters_of(c, "sql")
+        answer = await ask(http, "/tokenize", {"inputs": "ab", "parameters": {"adapter_id": "sql"}})
+        assert answer.json() == [
+            {"id": 97, "text": "a", "start": 0, "stop": 1},
+            {"id": 98, "text": "b", "start": 1, "stop": 2},
+        ]
+        assert (await ask(http, "/tokenize", {"prompt": "ab"})).json()["tokens"] == [97, 98]
+        wrong = await ask(http, "/tokenize", {"inputs": 5})
+        assert (wrong.status_code, wrong.json()["error_type"]) == (422, "validation")
+        wrong = await ask(http, "/tokenize", {"prompt": 5})
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "prompt")
+        missing = await ask(http, "/tokenize", {"inputs": "ab", "parameters": {"adapter_id": "nothing"}})
+        assert (missing.status_code, missing.json()["error_type"]) == (404, "adapter_not_found")
+
+
+async def test_info() -> None:
+    async with http_cluster() as (_, http):
+        for path in ("/", "/info"):
+            found = (await http.get(path)).json()
+            assert (found["model_id"], found["router"]) == ("tiny", "loraplex")
+            assert found["max_input_length"] == found["max_input_tokens"] == 2047
+
+
+# --- errors ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", GENERATE)
+@pytest.mark.parametrize("name", ["nothing", "../x", "a\0b", "x" * 500, "é", "other:sql", "https://x/y"])
+async def test_an_unknown_adapter_is_404_before_the_first_byte(path: str, name: str) -> None:
+    async def missing(request: Generate, context: Any) -> bytes:
+        await abort(context, AdapterNotFound("no such adapter", resource=request.adapter_id))
+        return b""
+
+    async with http_cluster() as (c, http):
+        c.workers[0].stream = fails(AdapterNotFound("no such adapter", resource="x"))
+        c.workers[0].unary = missing
+        answer = await ask(http, path, adapter_id=name)
+        assert answer.status_code == 404
+        assert answer.json()["error_type"] == "adapter_not_found"
+        assert set(answer.json()) == {"error", "error_type"}
+
+
+@pytest.mark.parametrize("path", GENERATE)
+@pytest.mark.parametrize(
+    ("body", "name"),
+    [
+        ({"inputs": 5}, "inputs"),
+        ({}, "inputs"),
+        ({"inputs": "hi", "parameters": 5}, "parameters"),
+        ({"inputs": "hi", "parameters": {"best_of": "x"}}, "best_of"),
+        ({"inputs": "hi", "parameters": {"temperature": -1}}, "temperature"),
+        ({"inputs": "hi", "parameters": {"max_new_tokens": 0}}, "max_new_tokens"),
+        ({"inputs": "hi", "parameters": {"stop": ["x" * 300]}}, "stop"),
+        ({"inputs": "hi", "parameters": {"frequency_penalty": 3}}, "frequency_penalty"),
+        ({"inputs": "hi", "parameters": {"merged_adapters": {"ids": ["a"]}}}, "merged_adapters"),
+        ({"inputs": "hi", "parameters": {"truncate": 1 << 31}}, "truncate"),
+    ],
+)
+async def test_wrong_fields_are_422_by_name(path: str, body: dict[str, Any], name: str) -> None:
+    async with http_cluster() as (_, http):
+        answer = await ask(http, path, body)
+        assert (answer.status_code, answer.json()["error_type"]) == (422, "validation")
+        assert f"`{name}`" in answer.json()["error"]
+
+
+async def test_what_is_not_there_says_so() -> None:
+    async with http_cluster() as (_, http):
+        for path in ("/embed", "/classify", "/classify_batch"):
+            answer = await ask(http, path)
+            assert (answer.status_code, answer.json()["error_type"]) == (422, "validation")
+            assert path in answer.json()["error"]
+        answer = await http.get("/generate")
+        assert (answer.status_code, answer.json()["error_type"]) == (405, "validation")
+        answer = await http.post("/generate", content=b"{", headers={"content-type": "application/json"})
+        assert (answer.status_code, answer.json()["error_type"]) == (422, "validation")
+
+
+async def test_errors_of_workers() -> None:
+    async def busy(request: Generate, context: Any) -> bytes:
+        await abort(context, Overloaded("busy", retry_after_s=1.5))
+        return b""
+
+    async def breaks(request: Generate, context: Any) -> AsyncIterator[bytes]:
+        async for chunk in stream(request, context):
+            yield chunk
+            await abort(context, lost)
+
+    lost = EngineLost("the engine ended", retry_after_s=2.0)
+    async with http_cluster() as (c, http):
+        c.workers[0].unary = busy
+        answer = await ask(http)
+        assert (answer.status_code, answer.json()["error_type"]) == (429, "overloaded")
+        assert answer.headers["retry-after"] == "2"
+        c.workers[0].stream = breaks
+        first, last = events(await ask(http, "/generate_stream"))
+        assert first["token"]["text"] == "t0 "
+        assert (set(last), last["error_type"]) == ({"error", "error_type"}, "unavailable")
+        c.workers[0].stream = fails(lost)
+        assert (await ask(http, "/generate_stream")).status_code == 503
+
+
+async def test_credentials_hold_on_every_route(tmp_path: Path) -> None:
+    rows = [{"sha256": token_digest("alice"), "tenant": "acme", "adapters": ["acme/*"]}]
+    path = tmp_path / "auth.json"
+    path.write_text(json.dumps({"credentials": rows}))
+    alice = {"authorization": "Bearer alice", "content-type": "application/json"}
+    async with http_cluster(auth_file=path, worker_token="w") as (c, http):
+        adapters_of(c, "acme/sql", "other/sql")
+        for route in (*GENERATE, "/tokenize", "/chat_tokenize", "/embed", "/classify", "/classify_batch"):
+            assert (await ask(http, route)).status_code == 401, route
+        answer = await ask(http)
+        assert answer.json()["error_type"] == "unauthenticated"
+        for route in ("/", "/info"):
+            assert (await http.get(route)).status_code == 401
+        for route in GENERATE:
+            body = {"inputs": "hi", "parameters": {"adapter_id": "other/sql"}}
+            answer = await http.post(route, json=body, headers=alice)
+            assert (answer.status_code, answer.json()["error_type"]) == (404, "adapter_not_found")
+            body["parameters"] = {"adapter_id": "acme/sql"}
+            assert (await http.post(route, json=body, headers=alice)).status_code == 200
+
+
+async def test_a_client_that_leaves_ends_its_call() -> None:
+    async with http_cluster() as (c, http):
+        worker = c.workers[0]
+        worker.stream = blocks(after=1)
+        async with http.stream("POST", "/generate_stream", json={"inputs": "hi"}) as running:
+            async for line in running.aiter_lines():
+                if line:
+                    break
+        async with asyncio.timeout(5):
+            await worker.ended.wait()
+        await until(lambda: len(c.router.calls) == 0)
+
+
+# --- any body -------------------------------------------------------------------------------------------------------
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9) | st.just("\ud800"),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3),
+    max_leaves=5,
+)
+NAMES = st.sampled_from(sorted({*Parameters.model_fields, *GenerateRequest.model_fields})) | st.text(max_size=9)
+BODIES = st.builds(
+    lambda parameters, more: {"inputs": "hi", "parameters": parameters, **more},
+    st.dictionaries(NAMES, ANYTHING, max_size=4) | ANYTHING,
+    st.dictionaries(NAMES, ANYTHING, max_size=2),
+)
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[tuple[asyncio.Runner, Http]]:
+    with asyncio.Runner() as runner:
+        stack = contextlib.AsyncExitStack()
+        _, http = runner.run(stack.enter_async_context(http_cluster()))
+        yield runner, http
+        runner.run(stack.aclose())
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(body=BODIES | ANYTHING)
+def test_no_body_is_a_server_error(shared: tuple[asyncio.Runner, Http], body: Any) -> None:
+    """Values of any kind in any field: the request is answered, or refused with 4xx."""
+    runner, http = shared
+
+    async def each() -> None:
+        for path in (*GENERATE, "/tokenize", "/chat_tokenize", "/embed"):
+            answer = await ask(http, path, body)
+            assert answer.status_code < 500, (path, body, answer.text)
+            assert answer.status_code != 424, (path, body, answer.text)
+
+    runner.run(each())

@@ -1,0 +1,150 @@
+"""Translation of LoRAX's and TGI's requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from loraplex_contracts.errors import AdapterNotFound, InvalidArgument, LoraplexError, Unimplemented
+from loraplex_proto.v1 import inference_pb2 as pb
+from loraplex_proto.validate import check_generate
+from loraplex_router.http import native
+
+NAMES = ("org/base", "base")
+
+
+def job(parameters: dict[str, Any] | None = None, *, is_streamed: bool = False, **fields: Any) -> native.Job:
+    body = native.GenerateRequest.model_validate({"inputs": "hi", "parameters": parameters, **fields})
+    return native.generate_job(body, NAMES, "rid", is_streamed=is_streamed)
+
+
+def wire(**parameters: Any) -> pb.GenerateRequest:
+    request = job(parameters).request
+    check_generate(request)
+    return request
+
+
+def test_defaults_are_lorax_s() -> None:
+    for parameters in (None, {}, {"do_sample": False}):
+        request = job(parameters).request
+        check_generate(request)
+        assert request == pb.GenerateRequest(
+            request_id="rid",
+            n=1,
+            text="hi",
+            sampling=pb.Sampling(temperature=0.0),
+            stopping=pb.Stopping(include_stop=True),
+        )
+
+
+def test_null_counts_as_absent() -> None:
+    assert job(dict.fromkeys(native.Parameters.model_fields), stream=None, model=None) == job()
+
+
+@pytest.mark.parametrize("name", [None, "", "__base_model__", "org/base", "base"])
+def test_names_of_the_base_model(name: str | None) -> None:
+    assert wire(adapter_id=name).adapter_id == ""
+
+
+def test_the_adapter() -> None:
+    found = job({"adapter_id": "acme/sql", "adapter_source": "local", "api_token": "secret"})
+    assert (found.request.adapter_id, found.adapter_name) == ("acme/sql", "acme/sql")
+    assert "secret" not in repr(found)
+    with pytest.raises(AdapterNotFound):
+        job({"adapter_id": "other:sql"})
+
+
+@pytest.mark.parametrize(
+    ("parameters", "temperature"),
+    [
+        ({"do_sample": True}, 1.0), ({"temperature": 0.5}, 0.5), ({"temperature": 1.0}, 1.0), ({"top_k": 5}, 1.0),
+        ({"top_p": 0.5}, 1.0), ({"typical_p": 0.5}, 1.0), ({"do_sample": True, "temperature": 0.0}, 0.0),
+        ({"repetition_penalty": 1.5, "seed": 3}, 0.0),
+    ],
+)  # fmt: skip
+def test_texts_are_sampled_where_asked(parameters: dict[str, Any], temperature: float) -> None:
+    assert wire(**parameters).sampling.temperature == temperature
+
+
+def test_every_parameter_arrives() -> None:
+    request = wire(
+        best_of=3, temperature=0.5, top_k=7, top_p=0.5, typical_p=0.25, repetition_penalty=1.5, frequency_penalty=0.5,
+        presence_penalty=-0.5, do_sample=True, max_new_tokens=9, ignore_eos_token=True, stop=["a", ""], truncate=6,
+        details=True, decoder_input_details=True, return_k_alternatives=2, top_n_tokens=4, seed=(1 << 64) - 1,
+        watermark=False, response_format={"type": "text"}, speculation="prompt_lookup",
+    )  # fmt: skip
+    assert request == pb.GenerateRequest(
+        request_id="rid",
+        n=3,
+        text="hi",
+        sampling=pb.Sampling(
+            temperature=0.5, top_k=7, top_p=0.5, typical_p=0.25, repetition_penalty=1.5, frequency_penalty=0.5,
+            presence_penalty=-0.5, seed=(1 << 64) - 1,
+        ),
+        stopping=pb.Stopping(max_tokens=9, ignore_eos=True, stop=["a"], include_stop=True),
+        truncate_prompt=pb.Truncate(max_tokens=6),
+        speculation=pb.Speculation(prompt_lookup=pb.PromptLookupSpeculation()),
+        output=pb.Output(
+            logprobs=True, token_bytes=True, top_logprobs=4, prompt_tokens=True, prompt_logprobs=True,
+        ),
+    )  # fmt: skip
+
+
+def test_the_prompt() -> None:
+    assert job({"return_full_text": True}, inputs="héllo").prefix == "héllo"
+    assert job({}, inputs="héllo").num_chars == 5
+    (message,) = wire(apply_chat_template=True).chat.messages
+    assert (message.role, message.content) == ("user", "hi")
+
+
+def test_logprobs_are_asked_for_where_shown() -> None:
+    assert job({"details": True}).request.output.logprobs
+    assert job(is_streamed=True).request.output.token_bytes
+    assert not job({"top_n_tokens": 2}).request.HasField("output")
+
+
+@pytest.mark.parametrize(
+    ("parameters", "field", "error"),
+    [
+        ({"merged_adapters": {"ids": ["a", "b"], "weights": [1, 1]}}, "merged_adapters", Unimplemented),
+        ({"adapter_source": "hub"}, "adapter_source", Unimplemented),
+        ({"watermark": True}, "watermark", Unimplemented),
+        ({"best_of": 2}, "best_of", InvalidArgument),
+        ({"grammar": {"type": "json", "value": {}}}, "grammar", Unimplemented),
+        ({"response_format": {"type": "json_object", "schema": {}}}, "response_format", Unimplemented),
+        ({"stop": ["\ud800"]}, "stop", InvalidArgument),
+        ({"max_tokens": 5}, "max_tokens", InvalidArgument),
+        ({"tools": [{}]}, "tools", InvalidArgument),
+        ({"n": 2}, "n", InvalidArgument),
+        ({"speculation": "magic"}, "speculation", InvalidArgument),
+        ({"function_to_apply": "softmax"}, "function_to_apply", InvalidArgument),
+    ],
+)
+def test_refused_by_name(parameters: dict[str, Any], field: str, error: type[LoraplexError]) -> None:
+    with pytest.raises(error, match=f"`{field}`") as raised:
+        job(parameters)
+    assert raised.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"inputs": ""}, "inputs"), ({"inputs": "\ud800"}, "inputs"), ({"max_new_tokens": 5}, "max_new_tokens"),
+        ({"model": "sql"}, "model"), ({"normalize": True}, "normalize"), ({"temperature": 0.5}, "temperature"),
+    ],
+)  # fmt: skip
+def test_fields_beside_the_parameters_are_refused_by_name(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"`{field}`"):
+        job(**fields)
+
+
+@pytest.mark.parametrize("parameters", [{"best_of": 2, "do_sample": True}, {"decoder_input_details": True}])
+def test_not_in_streams(parameters: dict[str, Any]) -> None:
+    job(parameters)
+    with pytest.raises(InvalidArgument):
+        job(parameters, is_streamed=True)
+
+
+def test_ignored_fields_have_names() -> None:
+    assert job({"foo": 1, "user": "me"}, bar=2, model="base").ignored == ("bar", "parameters.foo")
