@@ -161,12 +161,12 @@ async def test_reranking(path: str) -> None:
         ("/v1/embeddings", {"input": "a", "model": "../x"}, 404, "model"),
         ("/v1/embeddings", {"input": "a", "cache_salt": "a b"}, 400, "cache_salt"),
         ("/v1/embeddings", {"input": "a", "prompt_embeds": "x"}, 400, "prompt_embeds"),
-        ("/embed", {"inputs": None}, 400, "inputs"),
-        ("/embed", {"inputs": "a", "parameters": {"merged_adapters": {"ids": ["a"]}}}, 400, "merged_adapters"),
-        ("/embed", {"inputs": "a", "prompt_name": "query"}, 400, "prompt_name"),
+        ("/embed", {"inputs": None}, 422, "inputs"),
+        ("/embed", {"inputs": "a", "parameters": {"merged_adapters": {"ids": ["a"]}}}, 422, "merged_adapters"),
+        ("/embed", {"inputs": "a", "prompt_name": "query"}, 422, "prompt_name"),
         ("/classify", {}, 400, "input"),
-        ("/classify", {"inputs": ["a", "b"]}, 400, "inputs"),
-        ("/classify_batch", {"inputs": "a"}, 400, "inputs"),
+        ("/classify", {"inputs": ["a", "b"]}, 422, "inputs"),
+        ("/classify_batch", {"inputs": "a"}, 422, "inputs"),
         ("/score", {"text_2": "a"}, 400, "text_1"),
         ("/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, 400, "text_1"),
         ("/score", {"text_1": "a", "text_2": "b", "method": "guess"}, 400, "method"),
@@ -180,7 +180,9 @@ async def test_mistakes_are_named(path: str, fields: dict[str, Any], status: int
     async with http_cluster() as (c, http):
         raw = json.dumps(fields).encode()
         answer = await http.post(path, content=raw, headers={"content-type": "application/json"})
-        assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
+        assert answer.status_code == status
+        error = answer.json()["error"]  # LoRAX's clients want a text
+        assert f"`{param}`" in error if status == 422 else error["param"] == param
         assert not c.workers[0].pooling
 
 

@@ -36,6 +36,7 @@ class _StrictRequest(Request):
             found = json.loads(body, object_pairs_hook=_unique)
             if body.count(b"[") + body.count(b"{") > MAX_JSON_DEPTH and _is_deep(found):
                 raise InvalidArgument("the body is nested too deep", field="body")
+            self.state.dialect = body_dialect(self.url.path, found)
             self._json = found
         return self._json
 
@@ -85,7 +86,6 @@ def make_app(backend: Backend, allowed_hosts: HostNames | None = None) -> ASGIAp
 
     async def on_invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        request.state.dialect = body_dialect(request.url.path, error.body)
         return error_response(_invalid(error), request.scope)
 
     async def on_http(request: Request, error: Exception) -> Response:

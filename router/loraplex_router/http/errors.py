@@ -170,17 +170,17 @@ def native_error(error: LoraplexError) -> tuple[int, dict[str, str]]:
 # --- dialects -------------------------------------------------------------------------------------------------------
 
 _NATIVE_PATHS: Final = frozenset(
-    {"/", "/info", "/generate", "/generate_stream", "/chat_tokenize", "/embed", "/classify", "/classify_batch"}
+    {"/", "/info", "/generate", "/generate_stream", "/chat_tokenize", "/embed", "/classify_batch"}
 )
+_SHARED_PATHS: Final = frozenset({"/tokenize", "/classify"})
 
 
 def body_dialect(path: str, body: Any) -> str:
     """The dialect of a request, "openai" or "native": by the keys of its body where a path has both."""
-    if path == "/tokenize":
-        return "native" if isinstance(body, dict) and "inputs" in body else "openai"
-    return "native" if path in _NATIVE_PATHS else "openai"
+    is_native = isinstance(body, dict) and "inputs" in body if path in _SHARED_PATHS else path in _NATIVE_PATHS
+    return "native" if is_native else "openai"
 
 
 def dialect_of(scope: Scope) -> str:
-    """As above; handlers that have read the body write it into the request's state."""
+    """As above; the request's state has it once the body has been read."""
     return scope.get("state", {}).get("dialect") or body_dialect(scope["path"], None)

@@ -12,6 +12,7 @@ from loraplex_contracts.errors import InvalidArgument, Unimplemented
 from loraplex_proto.v1 import inference_pb2 as pb
 from loraplex_proto.validate import MAX_COMPLETIONS, MAX_STOP_STRINGS, MAX_TOP_LOGPROBS
 from loraplex_router.http.backend import adapter_of, unicode_text
+from loraplex_router.http.grammars import GRAMMAR_FIELDS, grammar_of
 from loraplex_router.http.models import (
     HARMLESS,
     REFUSED,
@@ -94,7 +95,12 @@ class Job:
 
 
 # Names that OpenAI's routes know and these do not.
-_OPENAI_NAMES: Final = {*CompletionRequest.model_fields, *ChatCompletionRequest.model_fields, *REFUSED} - HARMLESS
+_OPENAI_NAMES: Final = {
+    *CompletionRequest.model_fields,
+    *ChatCompletionRequest.model_fields,
+    *REFUSED,
+    *GRAMMAR_FIELDS,
+} - HARMLESS
 _TASKS: Final[Mapping[str, str]] = {
     **dict.fromkeys(("normalize", "prompt_name", "truncation_direction", "dimensions"), "embeddings are at /embed"),
     **dict.fromkeys(("function_to_apply", "aggregation_strategy"), "classes are at /classify"),
@@ -128,7 +134,8 @@ def generate_job(body: GenerateRequest, base_names: Sequence[str], request_id: s
     if given.truncate:
         request.truncate_prompt.max_tokens = given.truncate
     _put_sampling(request, given, is_sampled=is_sampled)
-    _put_grammar(request, given)
+    if grammar := grammar_of({"grammar": given.grammar, "response_format": given.response_format}):
+        request.grammar.CopyFrom(grammar)
     if given.speculation is not None:
         request.speculation.CopyFrom(speculation_of(given.speculation))
     num_top, num_alternatives = given.top_n_tokens or 0, given.return_k_alternatives or 0
@@ -181,12 +188,6 @@ def _put_sampling(request: pb.GenerateRequest, given: Parameters, *, is_sampled:
     stopping.ignore_eos = bool(given.ignore_eos_token)
     stopping.stop.extend(unicode_text(text, "stop") for text in given.stop or () if text)
     stopping.include_stop = True  # LoRAX and TGI leave the stop string in the text
-
-
-def _put_grammar(request: pb.GenerateRequest, given: Parameters) -> None:
-    for name in ("grammar", "response_format"):
-        if getattr(given, name) not in (None, {"type": "text"}):
-            raise Unimplemented(f"`{name}` is not available: answers are not constrained by grammars yet", field=name)
 
 
 def _refuse(given: Parameters) -> None:

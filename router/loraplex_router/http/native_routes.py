@@ -10,7 +10,7 @@ from fastapi import FastAPI, Request
 from pydantic import Discriminator, Tag
 from starlette.responses import JSONResponse, Response
 
-from loraplex_contracts.errors import LoraplexError, Unimplemented
+from loraplex_contracts.errors import LoraplexError
 from loraplex_proto.v1 import inference_pb2 as pb
 from loraplex_proto.validate import MAX_COMPLETIONS, MAX_STOP_STRINGS
 from loraplex_router.http import native, native_answers, openai
@@ -50,8 +50,6 @@ class NativeRoutes:
         app.post("/generate_stream", response_class=Response)(self.generate_stream)
         app.post("/tokenize")(self.tokenize)
         app.post("/chat_tokenize")(self.chat_tokenize)
-        for path in ("/classify", "/classify_batch"):
-            app.post(path)(self.pool)
 
     # --- generation ------------------------------------------------------------------------------------------------
 
@@ -111,9 +109,7 @@ class NativeRoutes:
 
     async def tokenize(self, body: AnyTokenizeRequest, request: Request) -> Response:
         if isinstance(body, TokenizeRequest):
-            request.state.dialect = "openai"
             return await self._openai.tokenize(body, request)
-        request.state.dialect = "native"
         name = (body.parameters.adapter_id if body.parameters is not None else None) or ""
         if adapter_id := native.adapter_id_of(name, self._backend.base_names()):
             await self._backend.adapter_rows(adapter_id, request)
@@ -138,10 +134,6 @@ class NativeRoutes:
         )
 
     # --- the server ------------------------------------------------------------------------------------------------
-
-    async def pool(self, request: Request) -> Response:
-        """Raises Unimplemented."""
-        raise Unimplemented(f"`{request.url.path}` is not available yet: adapters generate text only", field="path")
 
     async def info(self) -> Response:
         names = self._backend.base_names()  # raises before a worker has said its model

@@ -98,6 +98,18 @@ def test_the_prompt() -> None:
     assert (message.role, message.content) == ("user", "hi")
 
 
+@pytest.mark.parametrize(
+    ("parameters", "expected"),
+    [
+        ({"grammar": {"type": "json", "value": {"type": "object"}}}, pb.Grammar(json_schema='{"type": "object"}')),
+        ({"grammar": {"type": "regex", "value": "a+"}}, pb.Grammar(regex="a+")),
+        ({"response_format": {"type": "json_object", "schema": {}}}, pb.Grammar(json_schema="{}")),
+    ],
+)
+def test_grammars(parameters: dict[str, Any], expected: pb.Grammar) -> None:
+    assert wire(**parameters).grammar == expected
+
+
 def test_logprobs_are_asked_for_where_shown() -> None:
     assert job({"details": True}).request.output.logprobs
     assert job(is_streamed=True).request.output.token_bytes
@@ -111,8 +123,8 @@ def test_logprobs_are_asked_for_where_shown() -> None:
         ({"adapter_source": "hub"}, "adapter_source", Unimplemented),
         ({"watermark": True}, "watermark", Unimplemented),
         ({"best_of": 2}, "best_of", InvalidArgument),
-        ({"grammar": {"type": "json", "value": {}}}, "grammar", Unimplemented),
-        ({"response_format": {"type": "json_object", "schema": {}}}, "response_format", Unimplemented),
+        ({"grammar": {"type": "magic"}}, "grammar.type", InvalidArgument),
+        ({"guided_json": {}}, "guided_json", InvalidArgument),
         ({"stop": ["\ud800"]}, "stop", InvalidArgument),
         ({"max_tokens": 5}, "max_tokens", InvalidArgument),
         ({"tools": [{}]}, "tools", InvalidArgument),
