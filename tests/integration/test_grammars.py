@@ -82,7 +82,10 @@ def person(client: Client, seed: int = 0, **options: Any) -> Generation:
         (Grammar(json_schema=PERSON, compact=True), r'\{"name":".*","age":\d+,"tags":\[("\w+",?)*\]\}'),
         (Grammar(regex="(ab|cd){3}e?"), "(ab|cd){3}e?"),
         (Grammar(regex="a\x00b[\\x00-\\x02]"), "a\x00b[\x00-\x02]"),
-        (Grammar(choice=["yes", "no", 'a "quoted" \\ text', "né\n"]), 'yes|no|a "quoted" \\\\ text|né\n'),
+        (
+            Grammar(choice=["yes", "no", 'a "quoted" \\ text', "né\n", "\x00/😀"]),
+            'yes|no|a "quoted" \\\\ text|né\n|\x00/😀',
+        ),
         (Grammar(lark='start: "a" B "c"\nB: /[0-9]{2}/'), r"a\d\dc"),
         (Grammar(gbnf='root ::= "x" [0-9] "y"'), r"x\dy"),
     ],
@@ -268,7 +271,9 @@ def test_large_and_hostile_grammars_harm_no_neighbour(client: Client) -> None:
         Grammar(regex="(a{1,1000}){1,1000}"),
         Grammar(regex="(((((a?){50}){50}){50}){50})b"),
         Grammar(regex="(.*a){20}"),
+        Grammar(lark="start: r0\n" + "".join(f'r{i}: r{i + 1} r{i + 1} | "a"\n' for i in range(5000)) + 'r5000: "b"'),
         Grammar(json_schema={"type": "array", "minItems": 3, "maxItems": 100_000, "items": nested(20)}),
+        Grammar(choice=members),
     ]
 
     def run(grammar: Grammar) -> str:
@@ -281,6 +286,8 @@ def test_large_and_hostile_grammars_harm_no_neighbour(client: Client) -> None:
         neighbours = [threads.submit(person, client, seed) for seed in range(3)]
         found = list(threads.map(run, grammars))
     assert json.loads(found[0]) in members
+    assert found[-1] in members
+    assert "refused" in found[4]
     assert [one.result().text for one in neighbours] == [person(client, seed).text for seed in range(3)]
 
 

@@ -25,10 +25,10 @@ from loraplex_server.backends.registry import choose_backend, make_attention
 from loraplex_server.config import AdaptersConfig, EngineConfig, hub_token
 from loraplex_server.engine.engine import Engine
 from loraplex_server.engine.pipe import ModelInfo
-from loraplex_server.grammars.matcher import Grammars
+from loraplex_server.grammars.matcher import Compiler, Grammars
 from loraplex_server.kv.blocks import BlockPool
 from loraplex_server.layers.adapter_slots import AdapterSlots
-from loraplex_server.layers.attention import KvCache, kv_block_bytes
+from loraplex_server.layers.attention import KvCache, ModelSpec, kv_block_bytes
 from loraplex_server.model.loader import LoadedModel, generation_defaults, load_model, resolve_device
 from loraplex_server.model.medusa_model import MODEL_HEADS, ServedModel, served_model
 from loraplex_server.model.memory import free_memory_bytes, kv_budget_bytes, num_kv_blocks, step_bytes
@@ -151,9 +151,22 @@ def assemble(
         max_device_adapters=config.adapters.num_device_slots,
         hidden_size=spec.hidden_size,
     )
-    tokenizer = TextTokenizer.from_pretrained(served.base, revision=served.revision)
-    grammars = Grammars(tokenizer.serialized(), spec.num_logits, spec.eos_token_ids, notify)
+    grammars = _grammars(served, spec, notify)
     return Engine(info, scheduler, manager, runner, speculator=speculator, grammars=grammars)
+
+
+def _grammars(served: ServedModel, spec: ModelSpec, notify: Callable[[], None]) -> Grammars:
+    serialized = TextTokenizer.from_pretrained(served.base, revision=served.revision).serialized()
+    if serialized is None:
+        return Grammars(None)
+    try:
+        from loraplex_server.grammars.checker import Checker
+
+        compiler = Compiler(serialized, spec.num_logits, spec.eos_token_ids)
+    except Exception as error:  # no library, or whatever it raises on tokenizers of kinds that it does not know
+        log.warning("there are no grammars with this model's tokenizer: %s", error)
+        return Grammars(None)
+    return Grammars(compiler, notify, Checker(serialized, spec.num_logits, spec.eos_token_ids))
 
 
 def captured_shapes(config: EngineConfig, backend: Backend) -> list[Shape]:

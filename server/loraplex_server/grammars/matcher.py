@@ -1,20 +1,19 @@
 """Compiled grammars: which tokens may come next.
 
-Grammars are compiled in threads, off the step loop, within limits on time and memory, and kept by content. A
-completion has its own matcher, a copy. The library gives the interpreter's lock back while it compiles or fills masks.
+Grammars are compiled in a thread, off the step loop, within limits on their work, and kept by content. A completion has
+its own matcher, a copy. The library gives the interpreter's lock back while it compiles or fills masks.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -27,11 +26,8 @@ from loraplex_contracts.request import Grammar
 if TYPE_CHECKING:  # imported late: an engine runs without it, and then has no grammars
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
-log = logging.getLogger(__name__)
-
 Bits = npt.NDArray[np.int32]
 
-NUM_THREADS: Final = 2
 # Others add spaces between tokens.
 _PLAIN_DECODERS: Final = frozenset({"ByteLevel", "Replace", "ByteFallback", "Fuse", "Strip"})
 MAX_COMPILED: Final = 256
@@ -132,72 +128,22 @@ def _executor() -> LLExecutor:
     return _executors[0]
 
 
-class Grammars:
-    """Compiles grammars for one model. Owns the threads and the compiled grammars.
+class Compiler:
+    """Compiles grammars for one model, each in the thread of its caller."""
 
-    `serialized`: the tokenizer (`tokenizer.json`); None where there is none. `num_logits`: token ids below it can be
-    drawn. `notify` is called, in a thread, when a grammar has been compiled."""
-
-    def __init__(
-        self,
-        serialized: str | None,
-        num_logits: int = 0,
-        eos_token_ids: Collection[int] = (),
-        notify: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._tokenizer: LLTokenizer | None = None
-        self._notify = notify
-        self._threads: ThreadPoolExecutor | None = None
-        self._lock = threading.Lock()  # over all below
-        self._done: OrderedDict[Grammar, Matcher | LoraplexError] = OrderedDict()  # the least recently used first
-        self._num_bytes = 0
-        self._under_way: set[Grammar] = set()
-        self._has_news = False
-        if serialized is not None:
-            try:
-                self._tokens, self._tokenizer = _tokenizer(serialized, num_logits, eos_token_ids)
-            except Exception as error:  # no library, or whatever it raises on kinds that it does not know
-                log.warning("there are no grammars with this model's tokenizer: %s", error)
-
-    def resolve(self, grammar: Grammar, now: float = 0.0) -> Matcher | None:
-        """A matcher at the grammar's beginning; None while it is compiled, which the first call starts. Raises
-        InvalidArgument for a grammar that cannot be enforced, FailedPrecondition without a tokenizer."""
-        if self._tokenizer is None:
-            raise FailedPrecondition(
-                "the base model has no tokenizer that grammars could be enforced with; leave `grammar` out",
-                field="grammar",
-            )
-        with self._lock:
-            found = self._done.get(grammar)
-            if found is not None:
-                self._done.move_to_end(grammar)
-            elif grammar not in self._under_way:
-                self._under_way.add(grammar)
-                self._threads = self._threads or ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammars")
-                self._threads.submit(self._run, grammar)
-        if isinstance(found, LoraplexError):
-            raise found
-        return found
-
-    def poll(self) -> bool:
-        """Whether a grammar has been compiled, or refused, since the last call."""
-        has_news, self._has_news = self._has_news, False
-        return has_news
-
-    def close(self) -> None:
-        if self._threads is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
+    def __init__(self, serialized: str, num_logits: int, eos_token_ids: Collection[int]) -> None:
+        """`serialized`: the tokenizer (`tokenizer.json`). `num_logits`: token ids below it can be drawn. Raises what the
+        library raises on tokenizers that it does not know, and ImportError without it."""
+        self._tokens, self._tokenizer = _tokenizer(serialized, num_logits, eos_token_ids)
 
     def compile(self, grammar: Grammar) -> Matcher:
-        """In this thread. Raises InvalidArgument."""
+        """Raises InvalidArgument."""
         from llguidance import LLMatcher, LLParserLimits
 
         from loraplex_server.grammars.source import refusal
 
-        assert self._tokenizer is not None
-        inner = LLMatcher(
-            self._tokenizer, grammar.text, log_level=0, limits=LLParserLimits(**_LIMITS, verbose_errors=False)
-        )
+        limits = LLParserLimits(**_LIMITS, verbose_errors=False)
+        inner = LLMatcher(self._tokenizer, grammar.text, log_level=0, limits=limits)
         if inner.is_error():
             raise refusal(grammar, inner.get_error())
         # Once here, because the first mask builds a part of the lexer: copies share it.
@@ -208,10 +154,73 @@ class Grammars:
             raise refusal(grammar, "no text fits it")
         return Matcher(inner, self._tokens)
 
-    def _run(self, grammar: Grammar) -> None:
+
+class Check(Protocol):
+    """Compiles a grammar apart, first (checker.py)."""
+
+    def check(self, grammar: Grammar) -> None:
+        """Raises InvalidArgument."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Grammars:
+    """Compiles grammars in a thread. Owns the thread and the compiled grammars.
+
+    `compiler`: None where there are no grammars. `notify` is called, in the thread, when a grammar has been compiled.
+    """
+
+    def __init__(
+        self, compiler: Compiler | None, notify: Callable[[], None] = lambda: None, checker: Check | None = None
+    ) -> None:
+        self._compiler = compiler
+        self._checker = checker
+        self._notify = notify
+        self._thread: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()  # over all below
+        self._done: OrderedDict[Grammar, Matcher | LoraplexError] = OrderedDict()  # the least recently used first
+        self._num_bytes = 0
+        self._under_way: set[Grammar] = set()
+        self._has_news = False
+
+    def resolve(self, grammar: Grammar) -> Matcher | None:
+        """A matcher at the grammar's beginning; None while it is compiled, which the first call starts. Raises
+        InvalidArgument for a grammar that cannot be enforced, FailedPrecondition where there are none."""
+        if self._compiler is None:
+            raise FailedPrecondition(
+                "the base model has no tokenizer that grammars could be enforced with; leave `grammar` out",
+                field="grammar",
+            )
+        with self._lock:
+            found = self._done.get(grammar)
+            if found is not None:
+                self._done.move_to_end(grammar)
+            elif grammar not in self._under_way:
+                self._under_way.add(grammar)
+                self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="grammars")
+                self._thread.submit(self._run, grammar, self._compiler)
+        if isinstance(found, LoraplexError):
+            raise found
+        return found
+
+    def poll(self) -> bool:
+        """Whether a grammar has been compiled, or refused, since the last call."""
+        has_news, self._has_news = self._has_news, False
+        return has_news
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+        if self._checker is not None:
+            self._checker.close()
+
+    def _run(self, grammar: Grammar, compiler: Compiler) -> None:
         found: Matcher | LoraplexError
         try:
-            found = self.compile(grammar)
+            if self._checker is not None:
+                self._checker.check(grammar)
+            found = compiler.compile(grammar)
         except InvalidArgument as error:
             found = error
         except Exception as error:

@@ -19,6 +19,7 @@ from loraplex_contracts.errors import InvalidArgument
 from loraplex_contracts.request import Grammar
 
 MAX_REASON_CHARS: Final = 300
+MAX_GBNF_CHARS: Final = 8192  # its parser takes 0.3 s for that, and four times as long for twice as much
 
 # Of llguidance's compiler. One space at most between parts, none where compact: whitespace would never end.
 _OPTIONS: Final[Mapping[str, Any]] = {
@@ -38,6 +39,8 @@ _SCHEMA_LISTS: Final = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _SCHEMAS: Final = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains")
 # Of JSON Schema before draft 4: llguidance takes them for comments.
 _OLD_KEYWORDS: Final = ("disallow", "divisibleBy", "extends")
+# Characters of a text that a regular expression takes for more, or Lark for the end of one.
+_SPECIAL: Final = re.compile(r"[^\w]", re.ASCII)
 # Without a short escape: llguidance would drop them.
 _CONTROL: Final = re.compile("[\x00-\x07\x0b\x0e-\x1f\x7f]")
 
@@ -59,8 +62,8 @@ def regex(text: str) -> Grammar:
 
 def choice(texts: list[str]) -> Grammar:
     """One of these texts."""
-    options = " | ".join(json.dumps(text, ensure_ascii=False) for text in dict.fromkeys(texts))
-    return Grammar("grammar.choice", LLMatcher.grammar_from_lark(f"start: {options}"))
+    options = "|".join(_SPECIAL.sub(lambda found: f"\\x{{{ord(found[0]):x}}}", text) for text in dict.fromkeys(texts))
+    return Grammar("grammar.choice", LLMatcher.grammar_from_regex(f"(?:{options})"))
 
 
 def lark(text: str) -> Grammar:
@@ -70,6 +73,8 @@ def lark(text: str) -> Grammar:
 
 def gbnf(text: str) -> Grammar:
     """llama.cpp's form of BNF. Raises InvalidArgument."""
+    if len(text) > MAX_GBNF_CHARS:
+        raise _refused("grammar.gbnf", f"it has more than {MAX_GBNF_CHARS} characters; write it in Lark")
     try:
         return Grammar("grammar.gbnf", LLMatcher.grammar_from_lark(gbnf_to_lark(text)))
     except Exception as error:  # a parser in Python, which raises anything

@@ -18,7 +18,7 @@ from loraplex_contracts.errors import FailedPrecondition, InvalidArgument
 from loraplex_contracts.request import Grammar
 from loraplex_server.grammars import matcher as module
 from loraplex_server.grammars import source
-from loraplex_server.grammars.matcher import Grammars, Matcher, allowed_tokens
+from loraplex_server.grammars.matcher import Compiler, Grammars, Matcher, allowed_tokens
 
 EOS = 256
 LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -37,11 +37,12 @@ def tokenizer() -> Tokenizer:
 
 TOKENIZER = tokenizer()
 NUM_LOGITS = 270  # more than there are tokens
+COMPILER = Compiler(TOKENIZER.to_str(), NUM_LOGITS, [EOS])
 
 
 @pytest.fixture(scope="module")
-def grammars() -> Grammars:
-    return Grammars(TOKENIZER.to_str(), NUM_LOGITS, [EOS])
+def grammars() -> Compiler:
+    return COMPILER
 
 
 def ids(text: str) -> list[int]:
@@ -71,7 +72,7 @@ def draw(matcher: Matcher, dice: random.Random, num_tokens: int = 400) -> tuple[
     return drawn, False
 
 
-def check(grammars: Grammars, seed: int) -> bool:
+def check(grammars: Compiler, seed: int) -> bool:
     dice = random.Random(seed)
     schema = random_schema(dice)
     grammar = source.json_schema(json.dumps(schema), compact=bool(seed % 2))
@@ -81,17 +82,17 @@ def check(grammars: Grammars, seed: int) -> bool:
     return is_over
 
 
-def test_texts_follow_generated_schemas(grammars: Grammars) -> None:
+def test_texts_follow_generated_schemas(grammars: Compiler) -> None:
     assert sum(check(grammars, seed) for seed in range(60)) > 40
 
 
 @pytest.mark.slow
-def test_texts_follow_many_generated_schemas(grammars: Grammars) -> None:
+def test_texts_follow_many_generated_schemas(grammars: Compiler) -> None:
     assert sum(check(grammars, seed) for seed in range(1000, 5000)) > 3000
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_refusals_name_the_keyword(grammars: Grammars, seed: int) -> None:
+def test_refusals_name_the_keyword(grammars: Compiler, seed: int) -> None:
     schema, keyword = refused_schema(random.Random(seed))
     with pytest.raises(InvalidArgument) as caught:
         grammars.compile(source.json_schema(json.dumps(schema)))
@@ -100,7 +101,7 @@ def test_refusals_name_the_keyword(grammars: Grammars, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_drafts_are_cut_to_what_is_legal(grammars: Grammars, seed: int) -> None:
+def test_drafts_are_cut_to_what_is_legal(grammars: Compiler, seed: int) -> None:
     """A draft's legal part, then masks at each of its positions, equal a way through the grammar token by token."""
     dice = random.Random(seed)
     grammar = source.json_schema(json.dumps(random_schema(dice)))
@@ -123,13 +124,13 @@ def test_drafts_are_cut_to_what_is_legal(grammars: Grammars, seed: int) -> None:
     assert matcher.num_legal(drawn[at:]) == len(drawn) - at - is_over * _ends(grammars, grammar, drawn)
 
 
-def _ends(grammars: Grammars, grammar: Grammar, drawn: Sequence[int]) -> bool:
+def _ends(grammars: Compiler, grammar: Grammar, drawn: Sequence[int]) -> bool:
     """Whether nothing may follow, or only an end-of-sequence token was drawn."""
     matcher = grammars.compile(grammar)
     return [matcher.advance(token_id) for token_id in drawn][-1]
 
 
-def test_masks_of_many_rows_at_once(grammars: Grammars) -> None:
+def test_masks_of_many_rows_at_once(grammars: Compiler) -> None:
     matchers = [grammars.compile(source.regex(text)).copy() for text in ("abc", "a|b", "xyz")]
     jobs = [(matchers[0], 0, ids("ab")), (matchers[1], 3, []), (matchers[2], 4, ids("x"))]
     bits = allowed_tokens(jobs, 6)
@@ -138,7 +139,7 @@ def test_masks_of_many_rows_at_once(grammars: Grammars) -> None:
     assert found == ["a", "b", "c", "ab", "x", "y"]
 
 
-def test_ends_are_allowed_where_the_text_may_end(grammars: Grammars) -> None:
+def test_ends_are_allowed_where_the_text_may_end(grammars: Compiler) -> None:
     matcher = grammars.compile(source.regex("ab?"))
     assert EOS not in allowed(matcher)[0]
     assert not matcher.advance(ids("a")[0])
@@ -148,7 +149,7 @@ def test_ends_are_allowed_where_the_text_may_end(grammars: Grammars) -> None:
 
 
 def test_a_model_without_an_end_of_sequence_token() -> None:
-    grammars = Grammars(TOKENIZER.to_str(), NUM_LOGITS, [])
+    grammars = Compiler(TOKENIZER.to_str(), NUM_LOGITS, [])
     matcher = grammars.compile(source.choice(["yes", "no"]))
     assert [matcher.advance(token_id) for token_id in ids("yes")] == [False, False, True]
 
@@ -158,7 +159,7 @@ def test_tokenizers_of_every_kind(kind: str) -> None:
     """Texts are those that the tokenizer decodes."""
     made = tiny_tokenizer(kind)
     backend = made.backend_tokenizer
-    grammars = Grammars(backend.to_str(), len(made) + 3, [made.eos_token_id])
+    grammars = Compiler(backend.to_str(), len(made) + 3, [made.eos_token_id])
     matcher = grammars.compile(source.choice(["a b", 'né "x"']))
     dice, drawn = random.Random(3), list[int]()
     while True:
@@ -175,12 +176,11 @@ def test_tokenizers_of_every_kind(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["metaspace", "wordpiece", "suffix_bpe"])
 def test_tokenizers_that_join_tokens_with_spaces_have_no_grammars(kind: str) -> None:
-    serialized = tiny_tokenizer(kind).backend_tokenizer.to_str()
-    with pytest.raises(FailedPrecondition, match="tokenizer"):
-        Grammars(serialized, 500, [2]).resolve(source.regex("a"))
+    with pytest.raises(ValueError):
+        Compiler(tiny_tokenizer(kind).backend_tokenizer.to_str(), 500, [2])
 
 
-def test_what_is_forced(grammars: Grammars) -> None:
+def test_what_is_forced(grammars: Compiler) -> None:
     matcher = grammars.compile(source.json_schema('{"type": "object", "properties": {"key": {}}, "required": ["key"]}'))
     forced = matcher.forced()
     assert text_of(forced).startswith('{"')
@@ -188,7 +188,7 @@ def test_what_is_forced(grammars: Grammars) -> None:
     assert list(grammars.compile(source.regex("a|b")).forced()) == []
 
 
-def test_copies_go_their_own_way(grammars: Grammars) -> None:
+def test_copies_go_their_own_way(grammars: Compiler) -> None:
     first = grammars.compile(source.regex("aa|bb"))
     second = first.copy()
     first.advance(ids("a")[0])
@@ -207,7 +207,7 @@ def resolved(grammars: Grammars, grammar: Grammar, done: threading.Event) -> Mat
 def test_grammars_are_compiled_once_and_kept_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_COMPILED", 3)
     done = threading.Event()
-    grammars = Grammars(TOKENIZER.to_str(), NUM_LOGITS, [EOS], done.set)
+    grammars = Grammars(COMPILER, done.set)
     assert not grammars.poll()
     texts = [source.regex(f"a{number}") for number in range(4)]
     first = resolved(grammars, texts[0], done)

@@ -1,0 +1,32 @@
+"""Grammars that hang or crash the library end the process that compiles them first."""
+
+from __future__ import annotations
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from loraplex_contracts.errors import InvalidArgument
+from loraplex_server.grammars import checker as module
+from loraplex_server.grammars import source
+from loraplex_server.grammars.checker import Checker
+
+
+def test_a_grammar_that_hangs_or_crashes_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "COMPILE_S", 1.0)
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: idx for idx, char in enumerate([*letters, "</s>"])}, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    checker = Checker(tokenizer.to_str(), 257, [256])
+    try:
+        checker.check(source.regex("a+"))
+        rules = "\n".join(f'r{number}: r{number + 1} r{number + 1} | "a"' for number in range(5000))
+        with pytest.raises(InvalidArgument, match=r"cannot be compiled|more than 1 s") as caught:
+            checker.check(source.lark(f'start: r0\n{rules}\nr5000: "b"'))
+        assert caught.value.field == "grammar.lark"
+        with pytest.raises(InvalidArgument, match=r"more than 1 s"):
+            checker.check(source.json_schema('{"type": "integer", "multipleOf": 999983}'))
+        with pytest.raises(InvalidArgument, match="look-around"):
+            checker.check(source.regex("(?=a)b"))
+        checker.check(source.regex("b+"))
+    finally:
+        checker.close()
