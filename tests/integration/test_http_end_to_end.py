@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from jsonschema import validate
 from support.processes import Running, loraplex
 
 from loraplex import Client
@@ -16,6 +17,12 @@ from loraplex_demo.world import committed_world
 
 PROMPT = "name: Ada; age: 36"
 ASKED = {"max_tokens": 12, "seed": 5}
+PAIR = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}, "b": {"enum": ["x", "y"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
 
 
 @pytest.fixture(scope="module")
@@ -151,3 +158,32 @@ def test_it_ends_with_the_server(serve: Running, http: httpx2.Client) -> None:
     assert serve.end() == 0
     with pytest.raises(httpx2.TransportError):
         http.get("/health")
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "pair", "schema": PAIR, "strict": True}}},
+        {"response_format": {"type": "json_object", "value": PAIR}},
+        {"guided_json": PAIR},
+        {"structured_outputs": {"json": PAIR}},
+    ],
+)
+def test_texts_follow_a_schema(http: httpx2.Client, form: dict[str, Any]) -> None:
+    body = {"prompt": PROMPT, "model": "json", "max_tokens": 60, "seed": 3, "n": 2, **form}
+    answer = http.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers.get("x-loraplex-ignored") is None
+    for choice in answer.json()["choices"]:
+        assert choice["finish_reason"] == "stop"
+        validate(json.loads(choice["text"]), PAIR)
+    texts = ["", ""]
+    for chunk in streamed(http.post("/v1/completions", json={**body, "stream": True, "speculation": "auto"})):
+        (choice,) = chunk["choices"]
+        texts[choice["index"]] += choice["text"]
+    assert texts == [choice["text"] for choice in answer.json()["choices"]]
+
+
+def test_what_no_grammar_can_enforce_is_400(http: httpx2.Client) -> None:
+    answer = http.post("/v1/completions", json={"prompt": PROMPT, "guided_json": {"not": {}}, "stream": True})
+    assert (answer.status_code, "not" in answer.json()["error"]["message"]) == (400, True)

@@ -132,8 +132,8 @@ class Compiler:
     """Compiles grammars for one model, each in the thread of its caller."""
 
     def __init__(self, serialized: str, num_logits: int, eos_token_ids: Collection[int]) -> None:
-        """`serialized`: the tokenizer (`tokenizer.json`). `num_logits`: token ids below it can be drawn. Raises what the
-        library raises on tokenizers that it does not know, and ImportError without it."""
+        """`serialized`: the tokenizer (`tokenizer.json`). `num_logits`: token ids below it can be drawn. Raises what
+        the library raises on tokenizers that it does not know, and ImportError without it."""
         self._tokens, self._tokenizer = _tokenizer(serialized, num_logits, eos_token_ids)
 
     def compile(self, grammar: Grammar) -> Matcher:
