@@ -60,6 +60,7 @@ class Grammar:
 
     field: str  # of the request, for errors
     text: str  # as llguidance compiles it
+    is_simple: bool = False  # of a kind and size that compile in well under a second, and without depth
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
-"""Process that compiles each new grammar first.
+"""Process that compiles new grammars first, but for simple ones.
 
 A grammar may take the library minutes, or more than the stack. Here that costs its own request alone: the process has
-bounds on time and memory, and a smaller stack than the engine. It starts with the first grammar.
+bounds on time and memory, and a smaller stack than the engine. It starts with the first grammar that is not simple.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ _PLAIN_DECODERS: Final = frozenset({"ByteLevel", "Replace", "ByteFallback", "Fus
 MAX_COMPILED: Final = 256
 MAX_COMPILED_BYTES: Final = 16 << 20  # of their texts; refusals count as well
 # About 20 ms to build a lexer's expressions, 4 ms for a mask's lexer and 1 ms for its parser; 40 MB of lexer states.
-_LIMITS: Final[Mapping[str, int]] = {
+_LIMITS: Final[Mapping[str, Any]] = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 50_000,
     "step_max_items": 20_000,
@@ -218,7 +218,7 @@ class Grammars:
     def _run(self, grammar: Grammar, compiler: Compiler) -> None:
         found: Matcher | LoraplexError
         try:
-            if self._checker is not None:
+            if self._checker is not None and not grammar.is_simple:
                 self._checker.check(grammar)
             found = compiler.compile(grammar)
         except InvalidArgument as error:

@@ -30,3 +30,13 @@ def test_a_grammar_that_hangs_or_crashes_ends_alone(monkeypatch: pytest.MonkeyPa
         checker.check(source.regex("b+"))
     finally:
         checker.close()
+
+
+def test_simple_grammars_are_not_compiled_apart() -> None:
+    simple = '{"type": "object", "properties": {"not": {"type": "integer", "minimum": 3}, "a": {"$ref": "#/$defs/a"}}}'
+    assert source.json_schema(simple).is_simple
+    assert source.json_object().is_simple
+    assert source.choice(["a", "b"]).is_simple
+    assert not source.json_schema('{"type": "object", "properties": {"a": {"pattern": "a+"}}}').is_simple
+    assert not source.json_schema(f'{{"description": "{"x" * source.MAX_SIMPLE_CHARS}"}}').is_simple
+    assert not source.regex("a").is_simple
