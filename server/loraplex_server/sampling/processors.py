@@ -261,12 +261,16 @@ class GrammarMask(Processor[GrammarMatcher]):
             unpacked = np.unpackbits(bits.view(np.uint8), axis=1, count=self.vocab_size, bitorder="little")
             is_allowed = torch.from_numpy(unpacked.view(np.bool_))
         else:
-            words = part.upload(torch.from_numpy(bits)).unsqueeze(2)
-            shifts = torch.arange(32, dtype=torch.int32, device=words.device)
-            is_allowed = ((words >> shifts) & 1).bool().flatten(1)[:, : self.vocab_size]
+            is_allowed = unpack_bits(part.upload(torch.from_numpy(bits)), self.vocab_size)
         scores = part.scores.index_select(0, part.idx)
         removed = scores - torch.inf  # NaN and inf give NaN: a bad row
         part.scores.index_copy_(0, part.idx, torch.where(is_allowed, scores, removed))
+
+
+def unpack_bits(words: Tensor, num_bits: int) -> Tensor:
+    """`[n, num_bits]` bool of `words [n, num_words]` int32, the lowest bit of each first; on their device."""
+    shifts = torch.arange(32, dtype=torch.int32, device=words.device)
+    return ((words.unsqueeze(2) >> shifts) & 1).bool().flatten(1)[:, :num_bits]
 
 
 class Warper(Processor[tuple[float, float]]):

@@ -51,6 +51,31 @@ def test_plain_output_is_the_text_and_nothing_else(fake: Any, capsys: Capture) -
     assert seen.request.stopping.max_tokens == 4
 
 
+@pytest.mark.parametrize(
+    ("argv", "kind", "value"),
+    [
+        (["--json-schema", "FILE"], "json_schema", '{"type": "null"}'),
+        (["--lark", "FILE"], "lark", '{"type": "null"}'),
+        (["--json-object"], "json_object", True),
+        (["--regex", "a+"], "regex", "a+"),
+        (["--choice", "a", "--choice", "b c"], "choice", inference_pb2.Choices(texts=["a", "b c"])),
+    ],
+)
+def test_forms_reach_the_request(fake: Any, tmp_path: Path, argv: list[str], kind: str, value: Any) -> None:
+    path = tmp_path / "form"
+    path.write_text('{"type": "null"}')
+    argv = [str(path) if part == "FILE" else part for part in argv]
+    assert main(["generate", "x", "-s", fake.address, *argv]) == 0
+    grammar = fake.seen[0].request.grammar
+    assert (grammar.WhichOneof("kind"), getattr(grammar, kind)) == (kind, value)
+
+
+@pytest.mark.parametrize("argv", [["--regex", "a", "--json-object"], ["--json-schema", "/nowhere/to/be/found"]])
+def test_forms_that_cannot_be_sent(fake: Any, argv: list[str], capsys: Capture) -> None:
+    assert main(["generate", "x", "-s", fake.address, *argv]) == 2
+    assert argv[0] in capsys.readouterr().err
+
+
 def test_options_reach_the_request(fake: Any) -> None:
     argv = [
         "generate",

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from support.sampling_oracle import processed, sequence
 from torch import Tensor
 
 from loraplex_contracts.request import SamplingParams
+from loraplex_server.sampling import processors
 from loraplex_server.sampling import sampler as module
 from loraplex_server.sampling.draw import DrawRows, NoiseField, draw_open, row_argmax
+from loraplex_server.sampling.processors import unpack_bits
 from loraplex_server.sampling.sampler import Sampler
 
 VOCAB = 700
@@ -106,3 +111,45 @@ def test_a_row_is_the_same_alone_and_in_a_batch() -> None:
         for row in range(len(params))
     ]
     assert list(together) == alone
+
+
+def test_grammars_mask_each_draft_position(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows 0 and 2 have one, row 0 with a draft of two tokens; row 1 is free, row 3's allows nothing."""
+    dice = np.random.default_rng(4)
+    is_allowed = dice.random((5, VOCAB)) < 0.1
+    is_allowed[4] = False
+    jobs: list[Any] = []
+
+    def masks(given: list[Any], num_rows: int) -> npt.NDArray[np.int32]:
+        jobs.extend(given)
+        padded = np.zeros((num_rows, -(-VOCAB // 32) * 32), dtype=bool)
+        padded[:, :VOCAB] = is_allowed
+        return np.packbits(padded, axis=1, bitorder="little").view(np.int32)
+
+    monkeypatch.setattr(processors, "allowed_tokens", masks)
+    tokens, _ = histories(4)
+    sampler = Sampler(4, VOCAB, "cpu")
+    matchers: list[Any] = [object(), None, object(), object()]
+    for row, matcher in enumerate(matchers):
+        new = sequence(tokens[row, :4].tolist(), SamplingParams(temperature=1.0 if row == 2 else 0.0), row=row)
+        sampler.set_row(row, replace(new, matcher=matcher))
+    logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(5)) * 3
+    found = sampler.sample(logits, [0, 0, 0, 1, 2, 3], [6, 7, 8, 6, 6, 6], tokens, {0: (7, 8)}).to_host()
+    assert jobs == [(matchers[0], 0, (7, 8)), (matchers[2], 3, ()), (matchers[3], 4, ())]
+    allowed = torch.from_numpy(is_allowed)
+    masked = logits[[0, 1, 2, 4]].masked_fill(~allowed[:4], -torch.inf)
+    assert found.token_ids[:3] == tuple(masked[:3].argmax(-1).tolist())
+    assert found.token_ids[3] == int(logits[3].argmax())
+    assert is_allowed[3, found.token_ids[4]]
+    assert found.is_bad == (False, False, False, False, False, True)
+    assert found.without_token == {5}
+    logits[0, int((~allowed[0]).nonzero()[0])] = torch.nan  # of a token that may not come
+    found = sampler.sample(logits, [0, 0, 0, 1, 2, 3], [6, 7, 8, 6, 6, 6], tokens, {0: (7, 8)}).to_host()
+    assert found.is_bad == (True, False, False, False, False, True)
+
+
+@pytest.mark.parametrize("num_bits", [1, 31, 32, 33, 700])
+def test_bits_are_unpacked_on_the_device(num_bits: int) -> None:
+    bits = np.random.default_rng(num_bits).integers(0, 256, (3, 4 * -(-num_bits // 32)), dtype=np.uint8)
+    expected = np.unpackbits(bits, axis=1, count=num_bits, bitorder="little").astype(bool)
+    assert torch.equal(unpack_bits(torch.from_numpy(bits.view(np.int32)), num_bits), torch.from_numpy(expected))
