@@ -32,6 +32,7 @@ _TRACES: Final = (
     ("<|python_tag|>", "llama3_json"),
     ("<think>", "think"),
 )
+MAX_HELD_CHARS: Final = 512  # longer than any mark
 _SHORT_ID_CHARS: Final = string.ascii_letters + string.digits  # Mistral's templates demand nine of these
 
 
@@ -123,6 +124,17 @@ class Regions(ResponseParser):
     def __init__(self, template: Any, prefix: str, tools: list[Any]) -> None:
         super().__init__(template, prefix=prefix, tools=tools)
         self._end_of_prefix = len(self._buffer)
+
+    def feed(self, text: str) -> list[dict[str, Any]]:
+        """Patterns are searched in as much as is held back, which is bounded: whitespace before a mark has no end."""
+        events: list[dict[str, Any]] = []
+        for start in range(0, len(text), MAX_HELD_CHARS):
+            events += super().feed(text[start : start + MAX_HELD_CHARS])
+            end = len(self._buffer) - MAX_HELD_CHARS
+            if end > self._pos:
+                self._accumulate(events, self._buffer[self._pos : end])
+                self._pos = end
+        return events
 
     @property
     def closing(self) -> str:

@@ -164,6 +164,22 @@ def test_calls_behind_an_unreadable_one_are_read() -> None:
     assert [call.name for call in message.calls] == ["f"]
 
 
+@pytest.mark.parametrize("piece", [1, 7, 600, 10_000])
+def test_whitespace_without_end_before_a_mark(piece: int) -> None:
+    """Templates of the Hub have patterns such as this one."""
+    template = json.loads(json.dumps(FORMATS["hermes"].template))
+    calls = template["fields"]["tool_calls"]
+    calls["open_pattern"] = r"\s*" + calls.pop("open")
+    parsing = ResponseParsing(ResponseFormat(template), with_calls=True)
+    for end, content in (("x", f"a{' ' * 10_000}x"), ('<tool_call>{"name": "f"}</tool_call>', "a")):
+        text, reader = f"a{' ' * 10_000}{end}", parsing.reader()
+        for start in range(0, len(text), piece):
+            reader.push(text[start : start + piece])
+        reader.finish()
+        assert reader.message().content == content
+        assert len(reader.message().calls) == (end != "x")
+
+
 def test_halves_of_surrogate_pairs_can_be_sent() -> None:
     (call,) = read("hermes", '<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>').calls
     assert call.arguments.encode() == b'{"a": "\\ud800"}'
