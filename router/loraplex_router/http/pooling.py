@@ -395,7 +395,8 @@ class PoolingRoutes:
             raise _named(error, model) from error
 
     async def _put_fields(self, message: _PoolingRequest, body: PoolingFields, request: Request) -> None:
-        message.adapter_id = adapter_of(body.model, await self._backend.names_for(body.model, request))
+        names = await self._backend.names_for(body.model, request)
+        message.adapter_id = unicode_text(adapter_of(body.model, names), "model")
         if body.request_id:
             message.request_id = check_id(body.request_id, field="request_id")
         else:
@@ -500,7 +501,7 @@ def lorax_adapter(parameters: Parameters | None, backend: Backend) -> str:
         )
     if parameters.adapter_id is None or parameters.adapter_id in _LORAX_BASE:
         return ""
-    return adapter_of(parameters.adapter_id, backend.base_names())
+    return unicode_text(adapter_of(parameters.adapter_id, backend.base_names()), "adapter_id")
 
 
 def usage_of(usage: inference_pb2.Usage) -> dict[str, Any]:
