@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import json
 import struct
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal, TypeVar, cast
 
 from fastapi import FastAPI, Request
@@ -185,19 +187,19 @@ class PoolingRoutes:
         message.pooling = _POOLINGS[body.pooling]
         answer = await self._embed(message, body.model, request)
         to_json = _base64 if body.encoding_format == "base64" else _floats
-        data = [
-            {"index": index, "object": "embedding", "embedding": to_json(one)}
-            for index, one in enumerate(answer.embeddings)
-        ]
-        content = {
+        beside = {
             "id": f"embd-{message.request_id}",
             "object": "list",
-            "data": data,
             "model": body.model or self._backend.base_names()[0],
             "usage": usage_of(answer.usage),
             "loraplex": _own(message.adapter_id, answer),
         }
-        return JSONResponse(content, headers=_headers(message, ignored))
+        rows = (
+            {"index": index, "object": "embedding", "embedding": to_json(one)}
+            for index, one in enumerate(answer.embeddings)
+        )
+        raw = json.dumps(beside)[:-1].encode() + b', "data": ' + await _json_of(rows) + b"}"
+        return Response(raw, media_type="application/json", headers=_headers(message, ignored))
 
     async def embed(self, body: EmbedBody, request: Request) -> Response:
         """LoRAX's form: one text, `{"embeddings": [...]}`; TEI's form: a list for each input."""
@@ -211,10 +213,13 @@ class PoolingRoutes:
         if body.truncate:
             message.truncate_prompt.keep_start = (body.truncation_direction or "right").lower() == "right"
         answer = await self._embed(message, message.adapter_id, request)
-        rows = [_floats(one) for one in answer.embeddings]
         of_tei = (body.normalize, body.truncate, body.truncation_direction, body.dimensions)
         is_tei = not isinstance(body.inputs, str) or any(one is not None for one in of_tei)
-        return JSONResponse(rows if is_tei else {"embeddings": rows[0]}, headers=_headers(message, ignored))
+        headers = _headers(message, ignored)
+        if not is_tei:
+            return JSONResponse({"embeddings": _floats(answer.embeddings[0])}, headers=headers)
+        raw = await _json_of(map(_floats, answer.embeddings))
+        return Response(raw, media_type="application/json", headers=headers)
 
     async def classify(self, body: ClassifyBody, request: Request) -> Response:
         """vLLM's form with `input`: the likeliest label of each input. LoRAX's with `inputs`: the entities of a text by
@@ -246,8 +251,8 @@ class PoolingRoutes:
     async def classify_batch(self, body: ClassifyBody, request: Request) -> Response:
         """LoRAX's form: the entities of each text."""
         message, answer, ignored = await self._classify(body, request, of_many=True)
-        found = [_entities(message, answer, index) for index in range(len(answer.classifications))]
-        return JSONResponse(found, headers=_headers(message, ignored))
+        rows = (_entities(message, answer, index) for index in range(len(answer.classifications)))
+        return Response(await _json_of(rows), media_type="application/json", headers=_headers(message, ignored))
 
     async def _classify(
         self, body: ClassifyBody, request: Request, *, of_many: bool
@@ -523,6 +528,15 @@ def _own(adapter_id: str, answer: Any) -> dict[str, Any]:
 
 def _headers(message: Any, ignored: dict[str, str]) -> dict[str, str]:
     return {"x-request-id": message.request_id, **ignored}
+
+
+async def _json_of(rows: Iterable[Any]) -> bytes:
+    """A list as JSON. Other requests go on between its rows: thousands of vectors take seconds."""
+    parts: list[bytes] = []
+    for row in rows:
+        parts.append(json.dumps(row, allow_nan=False).encode())
+        await asyncio.sleep(0)
+    return b"[" + b", ".join(parts) + b"]"
 
 
 def _floats(embedding: pooling_pb2.Embedding) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import re
 import time
@@ -48,15 +49,15 @@ class PoolingServicer(pooling_pb2_grpc.PoolingServiceServicer):
                 f"`dimensions` is {request.dimensions}; this model's embeddings have {size} values", field="dimensions"
             )
         answers = await self._pool(request, request_id, _embeds(request.pooling), request.inputs, context)
-        made = [
-            embedding(one.values[0], request.dimensions, normalizes=not request.omit_normalization) for one in answers
-        ]
+        embeddings: list[pooling_pb2.Embedding] = []
+        for one in answers:
+            vector = embedding(one.values[0], request.dimensions, normalizes=not request.omit_normalization)
+            values = vector.astype(np.float32).tolist()
+            embeddings.append(pooling_pb2.Embedding(values=values, prompt_tokens=one.num_prompt_tokens))
+            await asyncio.sleep(0)  # other calls go on between the vectors of a large answer
         return pooling_pb2.EmbedResponse(
             request_id=request_id,
-            embeddings=[
-                pooling_pb2.Embedding(values=vector.astype(np.float32).tolist(), prompt_tokens=one.num_prompt_tokens)
-                for vector, one in zip(made, answers, strict=True)
-            ],
+            embeddings=embeddings,
             usage=_usage(answers),
             timings=_timings(answers, started_s),
             adapter_digest=answers[0].adapter_digest,
@@ -69,15 +70,12 @@ class PoolingServicer(pooling_pb2_grpc.PoolingServiceServicer):
         validate.check_pooling(request)
         answers = await self._pool(request, request_id, PoolingParams("classify"), request.inputs, context)
         first = answers[0]
-        found = [
-            pooling_pb2.Classification(
-                rows=[
-                    pooling_pb2.LabelProbabilities(probabilities=row)
-                    for row in (one.values if request.logits else probabilities(one.values)).tolist()
-                ]
-            )
-            for one in answers
-        ]
+        found: list[pooling_pb2.Classification] = []
+        for one in answers:
+            values = one.values if request.logits else probabilities(one.values)
+            rows = [pooling_pb2.LabelProbabilities(probabilities=row) for row in values.tolist()]
+            found.append(pooling_pb2.Classification(rows=rows))
+            await asyncio.sleep(0)  # as above
         if first.per_token:
             await self._put_offsets(found, request)
         return pooling_pb2.ClassifyResponse(
@@ -185,7 +183,10 @@ class PoolingServicer(pooling_pb2_grpc.PoolingServiceServicer):
         identity = self._gate.admit(*validate.pooling_adapters_in(message))
         async with within(left_s):
             self._refuse_early(message, identity.tenant, left_s)
-            prompts = [await self._prompt(message, one, query) for one in inputs]
+            prompts: list[tuple[int, ...]] = []
+            for one in inputs:
+                prompts.append(await self._prompt(message, one, query))
+                await asyncio.sleep(0)  # short texts are tokenized on the event loop
         return [
             Request(
                 request_id=f"{request_id}/{next(self._counter)}",  # clients may choose equal ids
