@@ -1,0 +1,123 @@
+"""Pooled answers: vectors, probabilities, and calls of several requests."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from typing import Any
+
+import numpy as np
+import pytest
+
+from loraplex_contracts.errors import LoraplexError, NoClassifier, Overloaded
+from loraplex_contracts.request import (
+    Admitted,
+    CompletionEnd,
+    Event,
+    FinishReason,
+    Pooled,
+    PoolingParams,
+    Request,
+    RequestFailed,
+    StoppingParams,
+)
+from loraplex_server.frontend.pooling import MAX_AT_ONCE, embedding, pool_all, probabilities, sigmoid
+
+
+def request(name: str) -> Request:
+    return Request(name, (5, 6), StoppingParams(1), pooling=PoolingParams("embed"))
+
+
+class FakeStream:
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.is_over = False
+        self.come = asyncio.Event()
+        self.events: list[Event] = []
+
+    async def next(self) -> list[Event]:
+        await self.come.wait()
+        self.is_over = True
+        return self.events
+
+
+class FakeEngine:
+    """Answers request `n` with the value n, or with `errors[n]`, when it is told to."""
+
+    def __init__(self, **errors: LoraplexError) -> None:
+        self.errors = errors
+        self.streams: list[FakeStream] = []
+        self.cancelled: list[str] = []
+        self.most_at_once = 0
+
+    def submit(self, request: Request) -> FakeStream:
+        stream, name = FakeStream(request), request.request_id
+        self.streams.append(stream)
+        num_open = sum(not one.is_over for one in self.streams)
+        self.most_at_once = max(self.most_at_once, num_open)
+        end: Event = CompletionEnd(name, 0, FinishReason.LENGTH, None, 2, 1)
+        stream.events = [Admitted(name, "digest", 0.5), Pooled(name, array("d", [float(name)]), 1, ("a",), True), end]
+        if error := self.errors.get(f"r{name}"):
+            stream.events = [RequestFailed(name, error)]
+        return stream
+
+    def cancel(self, stream: FakeStream, error: LoraplexError) -> None:
+        self.cancelled.append(stream.request.request_id)
+
+    async def answer(self) -> None:
+        """All that are waiting, the last one first."""
+        await asyncio.sleep(0.01)
+        for stream in reversed(self.streams):
+            stream.come.set()
+            await asyncio.sleep(0)
+
+
+async def test_answers_come_in_the_order_of_requests() -> None:
+    engine: Any = FakeEngine()
+    pooling = asyncio.ensure_future(pool_all(engine, [request(str(number)) for number in range(100)]))
+    while not pooling.done():
+        await engine.answer()
+    answers = await pooling
+    assert [float(one.values[0, 0]) for one in answers] == list(range(100))
+    first = answers[0]
+    assert (first.labels, first.per_token, first.adapter_digest, first.queue_s) == (("a",), True, "digest", 0.5)
+    assert (first.num_prompt_tokens, first.num_cached_tokens) == (2, 1)
+    assert engine.most_at_once == MAX_AT_ONCE
+    assert not engine.cancelled
+
+
+async def test_the_first_error_ends_all() -> None:
+    engine: Any = FakeEngine(r1=NoClassifier("no"), r2=Overloaded("full"))
+    pooling = asyncio.ensure_future(pool_all(engine, [request(str(number)) for number in range(40)]))
+    await asyncio.sleep(0.01)
+    engine.streams[1].come.set()
+    with pytest.raises(NoClassifier):
+        await pooling
+    submitted = {stream.request.request_id for stream in engine.streams}
+    assert set(engine.cancelled) == submitted - {"1"}
+    assert len(submitted) < 40, "the others were never submitted"
+
+
+async def test_a_caller_that_leaves_cancels_what_runs() -> None:
+    engine: Any = FakeEngine()
+    pooling = asyncio.ensure_future(pool_all(engine, [request("0"), request("1")]))
+    await asyncio.sleep(0.01)
+    pooling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await pooling
+    assert sorted(engine.cancelled) == ["0", "1"]
+
+
+def test_vectors() -> None:
+    values = np.array([3.0, 4.0, 12.0])
+    np.testing.assert_allclose(embedding(values, 0, normalizes=True), values / 13)
+    np.testing.assert_allclose(embedding(values, 2, normalizes=True), [0.6, 0.8])
+    np.testing.assert_array_equal(embedding(values, 2, normalizes=False), [3.0, 4.0])
+    np.testing.assert_array_equal(embedding(np.zeros(3), 0, normalizes=True), np.zeros(3))
+
+
+def test_probabilities() -> None:
+    logits = np.array([[0.0, 1000.0], [-1000.0, -1000.0]])
+    np.testing.assert_allclose(probabilities(logits), [[0.0, 1.0], [0.5, 0.5]])
+    np.testing.assert_allclose(probabilities(np.array([[0.0], [1000.0], [-1000.0]])), [[0.5], [1.0], [0.0]])
+    assert sigmoid(2.0) + sigmoid(-2.0) == pytest.approx(1.0)
