@@ -38,11 +38,7 @@ from loraplex_server.engine.pipe import Submit
 from loraplex_server.model.loader import adopt_model
 
 NUM_TOKENS = 8
-CONFIG = EngineConfig(
-    ModelConfig("m"),
-    KvConfig(block_size=4, memory_bytes=1 << 20),
-    BatchConfig(max_running=6, max_step_tokens=11),
-)
+BATCH = BatchConfig(max_running=6, max_step_tokens=11)
 
 
 def run(engine: Engine, requests: Sequence[Request]) -> dict[str, list[Event]]:
@@ -126,7 +122,8 @@ def engine_for(base: PreTrainedModel, root: Path, *, num_slots: int, kv_bytes: i
     adapters = AdaptersConfig(
         root=root, device_bytes=1 << 20, host_bytes=1 << 20, disk_bytes=1 << 20, num_device_slots=num_slots
     )
-    config = EngineConfig(CONFIG.model, KvConfig(block_size=4, memory_bytes=kv_bytes), CONFIG.batch, adapters)
+    model = ModelConfig(str(root))  # a directory without a tokenizer
+    config = EngineConfig(model, KvConfig(block_size=4, memory_bytes=kv_bytes), BATCH, adapters)
     return assemble(adopt_model(copy.deepcopy(base)), config, lambda text: None, lambda: None)
 
 
