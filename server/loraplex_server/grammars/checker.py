@@ -27,7 +27,7 @@ STACK_BYTES: Final = 2 << 20  # a quarter of the engine's
 
 
 class Checker:
-    """The engine's side. For one thread at a time."""
+    """The engine's side. `check` is for one thread at a time."""
 
     def __init__(self, serialized: str, num_logits: int, eos_token_ids: Collection[int]) -> None:
         self._args = serialized, num_logits, frozenset(eos_token_ids)
@@ -50,23 +50,24 @@ class Checker:
             raise error
 
     def close(self) -> None:
-        """Kills the process."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._conn.close()
-        self._process = self._conn = None
+        """Kills the process. From any thread: a `check` under way refuses its grammar."""
+        process, conn, self._process, self._conn = self._process, self._conn, None, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            conn.close()
 
     def _start(self) -> Any:
-        self._conn, theirs = Pipe()
+        conn, theirs = Pipe()
         with theirs:
             command = [sys.executable, "-m", "loraplex_server.grammars.checker", str(theirs.fileno())]
             self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
-        self._conn.send(self._args)
-        if not self._conn.poll(START_S):
+        self._conn = conn
+        conn.send(self._args)
+        if not conn.poll(START_S):
             raise EOFError
-        self._conn.recv()
-        return self._conn
+        conn.recv()
+        return conn
 
 
 def main(fd: int) -> None:

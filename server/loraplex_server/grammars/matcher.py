@@ -1,6 +1,6 @@
 """Compiled grammars: which tokens may come next.
 
-Grammars are compiled in a thread, off the step loop, within limits on their work, and kept by content. A completion has
+Grammars are compiled in threads, off the step loop, within limits on their work, and kept by content. A completion has
 its own matcher, a copy. The library gives the interpreter's lock back while it compiles or fills masks.
 """
 
@@ -166,9 +166,9 @@ class Check(Protocol):
 
 
 class Grammars:
-    """Compiles grammars in a thread. Owns the thread and the compiled grammars.
+    """Compiles grammars in two threads, one of them for simple ones. Owns the threads and the compiled grammars.
 
-    `compiler`: None where there are no grammars. `notify` is called, in the thread, when a grammar has been compiled.
+    `compiler`: None where there are no grammars. `notify` is called, in such a thread, when one has been compiled.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class Grammars:
         self._compiler = compiler
         self._checker = checker
         self._notify = notify
-        self._thread: ThreadPoolExecutor | None = None
+        self._threads: dict[bool, ThreadPoolExecutor] = {}  # by whether it is for simple grammars
         self._lock = threading.Lock()  # over all below
         self._done: OrderedDict[Grammar, Matcher | LoraplexError] = OrderedDict()  # the least recently used first
         self._num_bytes = 0
@@ -198,8 +198,9 @@ class Grammars:
                 self._done.move_to_end(grammar)
             elif grammar not in self._under_way:
                 self._under_way.add(grammar)
-                self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="grammars")
-                self._thread.submit(self._run, grammar, self._compiler)
+                if grammar.is_simple not in self._threads:
+                    self._threads[grammar.is_simple] = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+                self._threads[grammar.is_simple].submit(self._run, grammar, self._compiler)
         if isinstance(found, LoraplexError):
             raise found
         return found
@@ -210,8 +211,8 @@ class Grammars:
         return has_news
 
     def close(self) -> None:
-        if self._thread is not None:
-            self._thread.shutdown(cancel_futures=True)
+        for thread in self._threads.values():
+            thread.shutdown(wait=False, cancel_futures=True)
         if self._checker is not None:
             self._checker.close()
 
