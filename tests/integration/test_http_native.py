@@ -76,6 +76,8 @@ async def test_an_answer_with_details_and_headers() -> None:
         assert (answer.headers["x-model-id"], answer.headers["x-generated-tokens"]) == ("tiny", "3")
         assert answer.headers["x-loraplex-ignored"] == "parameters.foo"
         assert int(answer.headers["x-total-time"]) >= 0
+        answer = await ask(http, body={"inputs": "hi", "stream": True})
+        assert (answer.json()["generated_text"], answer.headers["x-loraplex-ignored"]) == ("t0 t1 t2 ", "stream")
         (listed,) = (await ask(http, "/")).json()
         assert listed == {"generated_text": "t0 t1 t2 "}
 
@@ -111,6 +113,24 @@ async def test_tokenize_by_the_keys_of_the_body() -> None:
         assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "prompt")
         missing = await ask(http, "/tokenize", {"inputs": "ab", "parameters": {"adapter_id": "nothing"}})
         assert (missing.status_code, missing.json()["error_type"]) == (404, "adapter_not_found")
+
+
+async def test_sglang_by_the_keys_of_the_body() -> None:
+    async with http_cluster() as (c, http):
+        answer = await ask(http, body={"text": ["a", "b"], "lora_path": ["sql", None], "foo": 1})
+        assert [one["text"] for one in answer.json()] == ["t0 t1 t2 "] * 2
+        assert answer.headers["x-loraplex-ignored"] == "foo"
+        assert {(one.text, one.adapter_id) for one in c.workers[0].requests} == {("a", "sql"), ("b", "")}
+        answer = await ask(http, body={"input_ids": [1], "stream": True})
+        *parts, done = [part.removeprefix("data: ") for part in answer.text.split("\n\n") if part]
+        assert [json.loads(part)["text"] for part in parts] == ["t0 ", "t0 t1 ", "t0 t1 t2 "]
+        assert done == "[DONE]"
+        wrong = await ask(http, body={"text": "hi", "sampling_params": {"top_p": "x"}})
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "top_p")
+        for is_streamed in (False, True):
+            c.workers[0].stream = fails(AdapterNotFound("no such adapter", resource="x"))
+            wrong = await ask(http, body={"text": "hi", "lora_path": "a:b", "stream": is_streamed})
+            assert (wrong.status_code, wrong.json()["error"]["param"]) == (404, "lora_path")
 
 
 async def test_info() -> None:

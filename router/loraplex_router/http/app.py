@@ -111,7 +111,7 @@ def _invalid(error: RequestValidationError) -> InvalidArgument:
     first: dict[str, Any] = error.errors()[0]
     # Tags of dialects are no part of the path, and the objects of options no part of an option's name.
     where = [str(part) for part in first["loc"] if part not in ("body", "openai", "native")]
-    if len(where) > 1 and where[0] == "parameters":
+    if len(where) > 1 and where[0] in ("parameters", "sampling_params"):
         del where[0]
     if first["type"] == "json_invalid":
         return InvalidArgument("the body is not valid JSON", field="body")

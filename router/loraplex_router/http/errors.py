@@ -176,8 +176,13 @@ _SHARED_PATHS: Final = frozenset({"/tokenize", "/classify"})
 
 
 def body_dialect(path: str, body: Any) -> str:
-    """The dialect of a request, "openai" or "native": by the keys of its body where a path has both."""
-    is_native = isinstance(body, dict) and "inputs" in body if path in _SHARED_PATHS else path in _NATIVE_PATHS
+    """The form of a request and its errors, "openai" or "native": by the keys of its body where a path has both.
+    SGLang's form of /generate counts as the former."""
+    keys: Any = body if isinstance(body, dict) else ()
+    if path in _SHARED_PATHS:
+        is_native = "inputs" in keys
+    else:
+        is_native = path in _NATIVE_PATHS and not (path == "/generate" and ("text" in keys or "input_ids" in keys))
     return "native" if is_native else "openai"
 
 

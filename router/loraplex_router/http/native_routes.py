@@ -1,9 +1,10 @@
-"""LoRAX's and TGI's routes, and those that they share with other dialects."""
+"""Routes of LoRAX and TGI, and those shared with other dialects."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Request
@@ -13,10 +14,10 @@ from starlette.responses import JSONResponse, Response
 from loraplex_contracts.errors import LoraplexError
 from loraplex_proto.v1 import inference_pb2 as pb
 from loraplex_proto.validate import MAX_COMPLETIONS, MAX_STOP_STRINGS
-from loraplex_router.http import native, native_answers, openai
-from loraplex_router.http.backend import Backend, ignored_header, request_id_of
-from loraplex_router.http.errors import body_dialect, is_missing_model, model_not_found, native_error
-from loraplex_router.http.models import ChatCompletionRequest, TokenizeRequest, ignored_fields
+from loraplex_router.http import native, native_answers, openai, sglang
+from loraplex_router.http.backend import Backend, request_id_of
+from loraplex_router.http.errors import body_dialect, error_object, is_missing_model, model_not_found, native_error
+from loraplex_router.http.models import ChatCompletionRequest, TokenizeRequest, harmless_fields, ignored_fields
 from loraplex_router.http.routes import Routes
 from loraplex_router.http.streaming import EventStream, events_of
 
@@ -25,10 +26,20 @@ def _tokenize_dialect(body: Any) -> str:
     return body_dialect("/tokenize", body)
 
 
-# Two dialects have this route, and the body decides.
+# Two dialects have these routes, and the body decides.
 AnyTokenizeRequest = Annotated[
     Annotated[native.TokenizeRequest, Tag("native")] | Annotated[TokenizeRequest, Tag("openai")],
     Discriminator(_tokenize_dialect),
+]
+
+
+def _generate_dialect(body: Any) -> str:
+    return body_dialect("/generate", body)
+
+
+AnyGenerateRequest = Annotated[
+    Annotated[native.GenerateRequest, Tag("native")] | Annotated[sglang.GenerateRequest, Tag("openai")],
+    Discriminator(_generate_dialect),
 ]
 
 
@@ -59,11 +70,14 @@ class NativeRoutes:
             return await self.generate_stream(body, request)
         return await self._answer(body, request, is_in_list=True)
 
-    async def generate(self, body: native.GenerateRequest, request: Request) -> Response:
+    async def generate(self, body: AnyGenerateRequest, request: Request) -> Response:
+        if isinstance(body, sglang.GenerateRequest):
+            return await self._answer_sglang(body, request)
         return await self._answer(body, request, is_in_list=False)
 
     async def generate_stream(self, body: native.GenerateRequest, request: Request) -> Response:
         job = self._job(body, request, is_streamed=True)
+        headers = self._headers(job)
         try:
             special_ids = await self._special_ids_for(job, request)
             calls, first = await self._backend.generate_stream([job.request], request)
@@ -71,19 +85,41 @@ class NativeRoutes:
             raise _named(error, job) from error
         events = native_answers.Events(job, special_ids)
         stream = events_of(calls, first, events.events, lambda: (), lambda error: _error_event(error, job), done=b"")
-        return EventStream(calls, stream, self._headers(job))
+        return EventStream(calls, stream, headers)
 
     async def _answer(self, body: native.GenerateRequest, request: Request, *, is_in_list: bool) -> Response:
         started_s = time.monotonic()
         job = self._job(body, request, is_streamed=False)
+        if body.stream:  # on /generate, where LoRAX and TGI do not look at it
+            job = replace(job, ignored=(*job.ignored, "stream"))
+        headers = self._headers(job)
         try:
             special_ids = await self._special_ids_for(job, request)
             (answer,) = await self._backend.generate([job.request], request)
         except LoraplexError as error:
             raise _named(error, job) from error
         found = native_answers.response_of(job, answer, special_ids)
-        headers = {**self._headers(job), **native_answers.answer_headers(answer, time.monotonic() - started_s)}
+        headers |= native_answers.answer_headers(answer, time.monotonic() - started_s)
         return JSONResponse([found] if is_in_list else found, headers=headers)
+
+    async def _answer_sglang(self, body: sglang.GenerateRequest, request: Request) -> Response:
+        started_s = time.monotonic()
+        job = sglang.generate_job(body, self._backend.base_names(), request_id_of(request))
+        headers = self._backend.ignored(job.ignored)
+        try:
+            if not job.is_streamed:
+                answers = await self._backend.generate(job.requests, request)
+                content = sglang.response_of(job, answers, time.monotonic() - started_s)
+                return JSONResponse(content, headers=headers)
+            calls, first = await self._backend.generate_stream(job.requests, request)
+        except LoraplexError as error:
+            raise _named_sglang(error, job) from error
+        events = sglang.Events(job)
+
+        def of_error(error: LoraplexError) -> bytes:
+            return native_answers.event_of(error_object(_named_sglang(error, job), sglang.PARAMS))
+
+        return EventStream(calls, events_of(calls, first, events.events, lambda: (), of_error), headers)
 
     def _job(self, body: native.GenerateRequest, request: Request, *, is_streamed: bool) -> native.Job:
         return native.generate_job(body, self._backend.base_names(), request_id_of(request), is_streamed=is_streamed)
@@ -92,7 +128,7 @@ class NativeRoutes:
         info = self._backend.replicas.model_info or pb.GetInfoResponse()
         return {
             **native_answers.stream_headers(job, self._backend.base_names()[0], info.device),
-            **ignored_header(job.ignored),
+            **self._backend.ignored(job.ignored),
         }
 
     async def _special_ids_for(self, job: native.Job, request: Request) -> Collection[int]:
@@ -126,7 +162,7 @@ class NativeRoutes:
             "tokenize_response": native_answers.tokens_of(answer.rendered, answer),
             "templated_text": answer.rendered,
         }
-        return JSONResponse(content, headers=ignored_header(ignored_fields(body)))
+        return JSONResponse(content, headers=self._backend.ignored(ignored_fields(body), harmless_fields(body)))
 
     async def _ask_tokens(self, message: pb.TokenizeRequest, request: Request) -> pb.TokenizeResponse:
         return pb.TokenizeResponse.FromString(
@@ -144,6 +180,12 @@ class NativeRoutes:
 
 def _named(error: LoraplexError, job: native.Job) -> LoraplexError:
     return model_not_found(job.adapter_name) if is_missing_model(error) else error
+
+
+def _named_sglang(error: LoraplexError, job: sglang.Job) -> LoraplexError:
+    names = [name for name in job.adapter_names if name]
+    shown = error.resource if error.resource in names else ", ".join(dict.fromkeys(names))
+    return model_not_found(shown or "") if is_missing_model(error) else error
 
 
 def _error_event(error: LoraplexError, job: native.Job) -> bytes:

@@ -89,7 +89,7 @@ def completion_job(
             request.output.prompt_tokens = request.output.prompt_logprobs = True
     if body.best_of is not None:
         _ask_best_of(request, body.best_of, is_streamed=bool(body.stream))
-    prompts = _prompts(body.prompt)
+    prompts = prompts_of(body.prompt)
     job = _job(body, request, prompts, request_id, created, body.logprobs, ignored=ignored)
     if body.add_special_tokens is False:
         for one in job.requests:
@@ -264,7 +264,7 @@ def _common(body: Generation, base_names: Sequence[str], defaults: pb.Sampling) 
     if body.seed is not None:
         sampling.seed = body.seed % (1 << 64)
     for key, bias in (body.logit_bias or {}).items():
-        sampling.logit_bias[_token_id(key)] = bias
+        sampling.logit_bias[token_id_of(key)] = bias
     sampling.allowed_token_ids.extend(body.allowed_token_ids or ())
     sampling.bad_words.extend(unicode_text(word, "bad_words") for word in body.bad_words or ())
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
@@ -297,32 +297,32 @@ def _adapter_in(body: Generation, base_names: Sequence[str]) -> str:
     return found
 
 
-def _token_id(key: str) -> int:
+def token_id_of(key: str) -> int:
     if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) <= _MAX_TOKEN_ID):
         raise InvalidArgument(f"`logit_bias` has the key {key[:20]!a}, which is not a token id", field="logit_bias")
     return int(key)
 
 
-def _prompts(prompt: Any) -> list[str | list[int]]:
+def prompts_of(prompt: Any, name: str = "prompt") -> list[str | list[int]]:
     """The prompts in each form that OpenAI takes: a text, token ids, or a list of either."""
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt, list) and prompt:
         items = cast("list[Any]", prompt)
         if type(items[0]) is int:
-            return [_ids(items)]
+            return [_ids(items, name)]
         if len(items) > MAX_PROMPTS:
-            raise InvalidArgument(f"`prompt` takes {MAX_PROMPTS} prompts; there are {len(items)}", field="prompt")
+            raise InvalidArgument(f"`{name}` takes {MAX_PROMPTS} prompts; there are {len(items)}", field=name)
         if all(isinstance(item, str) for item in items):
             return items
         if all(isinstance(item, list) for item in items):
-            return [_ids(item) for item in items]
-    raise InvalidArgument("`prompt` must be a text, a list of token ids, or a list of either", field="prompt")
+            return [_ids(item, name) for item in items]
+    raise InvalidArgument(f"`{name}` must be a text, a list of token ids, or a list of either", field=name)
 
 
-def _ids(ids: list[Any]) -> list[int]:
+def _ids(ids: list[Any], name: str) -> list[int]:
     if not ids or not all(type(one) is int and 0 <= one <= _MAX_TOKEN_ID for one in ids):
-        raise InvalidArgument("`prompt` must have token ids, at least one in each list", field="prompt")
+        raise InvalidArgument(f"`{name}` must have token ids, at least one in each list", field=name)
     return ids
 
 
