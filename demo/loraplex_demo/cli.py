@@ -25,12 +25,15 @@ from loraplex_demo.world import MAX_NEW_TOKENS, Case, World, committed_world, op
 from loraplex_runtime.flags import flags_of
 from loraplex_runtime.shutdown import Ending
 from loraplex_server.cli.report import Report
-from loraplex_server.cli.serve import Serving, child_spec, serving
+from loraplex_server.cli.serve import NO_HTTP, Http, Serving, child_spec, serving
 from loraplex_server.cli.worker import worker_config
 from loraplex_server.config import WorkerConfig
 
 if TYPE_CHECKING:  # the SDK brings gRPC along, which only what is run needs
     from loraplex import AnySpeculation
+
+
+HTTP_NAME = "demo"  # of the base model
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +105,10 @@ def demo(
         bool, typer.Option("--serve", help="Serve the models until Ctrl-C instead, to try examples and commands with.")
     ] = False,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Of --serve; 0 takes a free one.")] = 50051,
+    http: Annotated[
+        bool, typer.Option("--http", help="As --serve, with the HTTP port, whose / is a page for the browser.")
+    ] = False,
+    http_port: Annotated[int, typer.Option(min=0, max=65535, help="Of --http; 0 takes a free one.")] = 8000,
 ) -> None:
     """See it work: a small model and its adapters, trained for this, in one mixed batch.
 
@@ -112,7 +119,9 @@ def demo(
     try:
         world = _world(retrain)
         with report:
-            run = asyncio.run(_serve(world, port, report) if serve else _run(world, records, report))
+            with_http = Http(http_port, names=(HTTP_NAME,)) if http else NO_HTTP
+            to_run = _serve(world, port, report, with_http) if serve or http else _run(world, records, report)
+            run = asyncio.run(to_run)
     except LoraplexError as error:
         sys.exit(report.failed(error))
     if isinstance(run, int):
@@ -151,25 +160,48 @@ async def _run(world: World, num_records: int, report: Report) -> Run | int:
             await asyncio.gather(asking, stopping, return_exceptions=True)
 
 
-async def _serve(world: World, port: int, report: Report) -> int:
+async def _serve(world: World, port: int, report: Report, http: Http) -> int:
     """Serves the world until a signal comes. Returns the exit status."""
     ending = Ending()
-    async with _serving(world, port, report, ending) as served:
+    async with _serving(world, port, report, ending, http) as served:
         if served is None:
             return ending.status
-        report.ready(served.address, str(world.base_path))
+        report.ready(served.address, str(world.base_path), http=served.http_address)
+        if served.http_address is not None:
+            print(_to_try(world, f"http://{served.http_address}"), file=sys.stderr, flush=True)
         await ending.asked.wait()
     return 0
 
 
-def _serving(world: World, port: int, report: Report, ending: Ending) -> AbstractAsyncContextManager[Serving | None]:
+def _to_try(world: World, url: str) -> str:
+    """Commands for a shell, with a prompt that every adapter answers correctly."""
+    (case,) = world.showcase(1)
+    body = {"model": world.adapters[0].name, "prompt": case.prompt, "max_tokens": MAX_NEW_TOKENS, "temperature": 0}
+    chat = {"model": world.adapters[-1].name, "messages": [{"role": "user", "content": case.prompt}], "stream": True}
+    lines = [
+        f"  open {url}/ in a browser, and enter: {case.prompt}",
+        f"  curl {url}/v1/models",
+        *(
+            f"  curl {url}/v1/{route} -H 'content-type: application/json' \\\n    -d '{jsonlib.dumps(fields)}'"
+            for route, fields in (("completions", body), ("chat/completions", {**chat, "temperature": 0}))
+        ),
+        f"  python examples/http/openai_client.py {url}",
+    ]
+    return "try:\n" + "\n".join(lines)
+
+
+def _serving(
+    world: World, port: int, report: Report, ending: Ending, http: Http = NO_HTTP
+) -> AbstractAsyncContextManager[Serving | None]:
     given = {flag.parameter: flag.default for flag in flags_of(WorkerConfig)}
     # One thread: products of a model this small end before a second thread has woken up.
     given |= {"adapters": world.adapters_root, "port": port, "drain": 2.0, "log_level": "error", "threads": 1}
     given["draft_model"] = [f"{draft.name}={world.draft_path(draft.name)}" for draft in world.drafts]
+    if http.port is not None:
+        given["stream_wait"] = 0.0  # each step by itself, so that the page knows which tokens were drafts
     config = worker_config(str(world.base_path), given)
     ending.listen()
-    return serving(config, child_spec(config.engine.model.model, given), 1, "", report.progress, ending)
+    return serving(config, child_spec(config.engine.model.model, given), 1, "", report.progress, ending, http)
 
 
 async def _ask(address: str, world: World, num_records: int) -> Run:

@@ -15,6 +15,12 @@ BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
 NUM_SPECIAL = 3
 MAX_LENGTH = 512
+CHAT_TEMPLATE = """\
+{#- Trained on single records: of a chat, the model reads the user's last message, and the answer begun so far. -#}
+{%- set asked = messages | selectattr("role", "equalto", "user") | list %}
+{{- bos_token + (asked or messages)[-1].content }}
+{%- if asked and messages[-1].role == "assistant" %}{{- messages[-1].content }}{%- endif %}
+"""
 _PIECES = r"\p{L}+|\p{N}{1,2}|[^\p{L}\p{N}]+"
 
 
@@ -43,4 +49,5 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
         padding_side="left",
         clean_up_tokenization_spaces=False,
         model_max_length=MAX_LENGTH,
+        chat_template=CHAT_TEMPLATE,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -59,3 +60,18 @@ def test_serve_until_ctrl_c() -> None:
         assert {adapter.name for adapter in committed_world().adapters} <= {row.adapter_id for row in rows}
         assert server.end(signal.SIGINT, timeout_s=60) == 0
         assert "Traceback" not in server.output
+
+
+def test_what_http_says_to_try() -> None:
+    with loraplex("demo", "--http", "--port", "0", "--http-port", "0") as server:
+        wait_until(lambda: "openai_client.py" in server.output, what="the commands are printed")
+        commands = re.findall(r"^  (curl (?:.*\\\n)?.*)$", server.output, re.MULTILINE)
+        assert len(commands) == 3
+        answers = [subprocess.run(["bash", "-c", one + " -sS"], capture_output=True, text=True) for one in commands]
+        assert server.end(signal.SIGINT, timeout_s=60) == 0
+    models, completion, chat = (answer.stdout for answer in answers)
+    world = committed_world()
+    (case,) = world.showcase(1)
+    assert json.loads(models)["data"][0]["id"] == "demo"
+    assert json.loads(completion)["choices"][0]["text"] == case.expected(world.adapters[0].format)
+    assert chat.endswith("data: [DONE]\n\n")

@@ -13,7 +13,7 @@ from jsonschema import validate
 from support.processes import Running, loraplex
 
 from loraplex import Client
-from loraplex_demo.world import committed_world
+from loraplex_demo.world import MAX_NEW_TOKENS, committed_world
 
 PROMPT = "name: Ada; age: 36"
 ASKED = {"max_tokens": 12, "seed": 5}
@@ -66,6 +66,23 @@ def test_the_text_is_that_of_grpc(serve: Running, http: httpx2.Client, adapter_i
         assert "".join(one["choices"][0]["text"] for one in found) == expected.text
         assert last["usage"]["completion_tokens"] == unary["usage"]["completion_tokens"]
         assert last["system_fingerprint"] == unary["system_fingerprint"]
+
+
+def test_chats_are_answered_as_prompts_are(http: httpx2.Client) -> None:
+    """The demo's chat template gives the model the last message alone."""
+    world = committed_world()
+    (case,) = world.showcase(1)
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": case.prompt}]
+    for adapter in world.adapters:
+        body = {"model": adapter.name, "messages": messages, "temperature": 0, "max_tokens": MAX_NEW_TOKENS}
+        (choice,) = http.post("/v1/chat/completions", json=body).json()["choices"]
+        assert choice["message"]["content"] == case.expected(adapter.format)
+        begun_text = re.match(r"\W*\w+\W+", choice["message"]["content"])  # whole tokens
+        assert begun_text
+        begun = {"role": "assistant", "content": begun_text[0]}
+        more = {"messages": [*messages, begun], "continue_final_message": True, "add_generation_prompt": False}
+        (choice,) = http.post("/v1/chat/completions", json={**body, **more}).json()["choices"]
+        assert begun["content"] + choice["message"]["content"] == case.expected(adapter.format)
 
 
 def test_the_prompt_with_its_logprobs(http: httpx2.Client) -> None:
@@ -146,8 +163,6 @@ def test_models_and_refusals(http: httpx2.Client) -> None:
     for stream in (False, True):
         answer = http.post("/v1/completions", json={"prompt": PROMPT, "model": "nothing", "stream": stream})
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
-    chat = http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "hi"}]})
-    assert (chat.status_code, chat.json()["error"]["reason"]) == (400, "NO_CHAT_TEMPLATE")
     wrong = http.post("/v1/completions", json={"prompt": "word " * 2000})
     assert (wrong.status_code, wrong.json()["error"]["code"]) == (400, "context_length_exceeded")
     assert wrong.json()["error"]["param"] == "prompt"

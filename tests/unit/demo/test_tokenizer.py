@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from loraplex_demo.formats import FORMATS
 from loraplex_demo.records import draw_examples
-from loraplex_demo.tokenizer import BOS_ID, EOS_ID, NUM_SPECIAL, PAD_ID, train_tokenizer
+from loraplex_demo.tokenizer import BOS_ID, CHAT_TEMPLATE, EOS_ID, NUM_SPECIAL, PAD_ID, train_tokenizer
+from loraplex_demo.world import committed_world
 
 
 def make() -> PreTrainedTokenizerBase:
@@ -30,6 +31,21 @@ def test_special_tokens_come_first_and_bos_is_prepended() -> None:
     assert TOKENIZER.encode("a")[0] == BOS_ID
     assert BOS_ID not in TOKENIZER.encode("a", add_special_tokens=False)
     assert len(TOKENIZER) == 512
+
+
+def test_a_chat_is_its_last_question() -> None:
+    messages = [{"role": role, "content": role} for role in ("system", "user", "assistant")]
+    messages.append({"role": "user", "content": "Ada =>"})
+    assert TOKENIZER.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == "<s>Ada =>"
+    messages.append({"role": "assistant", "content": "{"})
+    assert TOKENIZER.apply_chat_template(messages, tokenize=False, continue_final_message=True) == "<s>Ada =>{"
+    assert TOKENIZER.apply_chat_template([{"role": "system", "content": "x"}], tokenize=False) == "<s>x"
+
+
+def test_the_committed_world_has_the_template() -> None:
+    world = committed_world()
+    for path in (world.base_path, *(world.draft_path(draft.name) for draft in world.drafts)):
+        assert (path / "chat_template.jinja").read_text() == CHAT_TEMPLATE
 
 
 @given(st.text(max_size=40))
