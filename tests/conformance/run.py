@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -97,6 +98,8 @@ def differences() -> list[Row]:
 def environment(client: Client) -> Path:
     """The client's interpreter; installs what is pinned where that has changed. Raises NoEnvironment."""
     folder = ENVIRONMENTS / client.requirements.stem
+    if client.probe.suffix == ".mjs":
+        return _node(client, folder)
     python = folder / "bin" / "python"
     stamp = folder / "installed"
     wanted = hashlib.sha256(client.requirements.read_bytes() + sys.version.encode()).hexdigest()
@@ -110,6 +113,21 @@ def environment(client: Client) -> Path:
         (packages / "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")
     stamp.write_text(wanted)
     return python
+
+
+def _node(client: Client, folder: Path) -> Path:
+    """As `environment`, for Node, which looks for modules beside the probe's copy."""
+    node = shutil.which("node")
+    if node is None:
+        raise NoEnvironment("node is not installed (Debian: nodejs)")
+    folder.mkdir(parents=True, exist_ok=True)
+    stamp, packages = folder / "installed", client.requirements.read_text()
+    if not stamp.is_file() or stamp.read_text() != packages:
+        npm = ["npm", "install", "--prefix", str(folder), "--no-audit", "--no-fund", "--ignore-scripts"]
+        _run([*npm, *packages.split()])
+        stamp.write_text(packages)
+    shutil.copy(client.probe, folder / client.probe.name)
+    return Path(node)
 
 
 def _run(command: Sequence[str]) -> None:
@@ -204,7 +222,12 @@ def results(client: Client, python: Path, facts: Mapping[str, Any], skipped: Seq
         }
         try:
             done = subprocess.run(
-                [python, client.probe], env=variables, cwd=home, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S
+                [python, _probe(client)],
+                env=variables,
+                cwd=home,
+                capture_output=True,
+                text=True,
+                timeout=PROBE_TIMEOUT_S,
             )
         except subprocess.TimeoutExpired as late:
             said = late.stdout.decode() if isinstance(late.stdout, bytes) else late.stdout or ""
@@ -213,6 +236,11 @@ def results(client: Client, python: Path, facts: Mapping[str, Any], skipped: Seq
     if done.returncode or not found:
         found["the probe itself"] = f"ended with status {done.returncode}: {done.stderr.strip()[-2000:]}"
     return found
+
+
+def _probe(client: Client) -> Path:
+    is_node = client.probe.suffix == ".mjs"
+    return ENVIRONMENTS / client.requirements.stem / client.probe.name if is_node else client.probe
 
 
 def _faults(output: str) -> dict[str, str]:

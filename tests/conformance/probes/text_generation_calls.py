@@ -6,7 +6,7 @@ import json
 
 from calls import call, equal, facts, raises, raises_async, run
 from text_generation import AsyncClient, Client
-from text_generation.errors import BadRequestError, ValidationError
+from text_generation.errors import BadRequestError, NotFoundError, ValidationError
 from text_generation.types import Grammar, GrammarType, Message
 
 TEXT, CHAT_TEXT = getattr(facts.texts, facts.base), getattr(facts.chats, facts.base)
@@ -132,6 +132,25 @@ def _() -> None:
 @call("async ValidationError")
 async def _() -> None:
     await raises_async(ValidationError, AsyncClient(facts.url, timeout=60).generate("x" * 9000, **ASKED))
+
+
+@call("more tokens than the context, streamed or not")
+async def _() -> None:
+    other, more = AsyncClient(facts.url, timeout=60), {"max_new_tokens": 10_000}
+    raises(ValidationError, client.generate, "test", **more)
+    raises(ValidationError, lambda: list(client.generate_stream("test", **more)))
+    await raises_async(ValidationError, other.generate("test", **more))
+    await raises_async(ValidationError, anext(other.generate_stream("test", **more)))
+
+
+@call("NotFoundError: a URL that is not the server's, streamed or not")
+async def _() -> None:
+    url = facts.url + "/models/fake/model"
+    here, other = Client(url, timeout=60), AsyncClient(url, timeout=60)
+    raises(NotFoundError, here.generate, "test")
+    raises(NotFoundError, lambda: list(here.generate_stream("test")))
+    await raises_async(NotFoundError, other.generate("test"))
+    await raises_async(NotFoundError, anext(other.generate_stream("test")))
 
 
 @call("chat, errors")
