@@ -323,6 +323,12 @@ class Chunks:
         _end(choice, message)
         if self._job.with_token_ids:
             choice["token_ids"] = list(message.token_ids)
+            if message.drafted_tokens:
+                choice["loraplex"] = {
+                    "proposer": message.proposer,
+                    "drafted_tokens": message.drafted_tokens,
+                    "accepted_tokens": message.accepted_tokens,
+                }
         more: dict[str, Any] = {}
         if message.finish_reason != pb.FINISH_REASON_UNSPECIFIED:
             self._tally.add_end(prompt, message)

@@ -17,6 +17,7 @@ from loraplex_contracts.adapters import check_id
 from loraplex_contracts.errors import InvalidArgument, LoraplexError, MessageTooLarge, RequestTimeout, unexpected
 from loraplex_router.http import pooling, sglang
 from loraplex_router.http.errors import PARAMS, dialect_of, error_headers, error_object, native_error, status_of
+from loraplex_router.http.page import is_page, page_response
 from loraplex_runtime.auth import Credentials, admit
 
 MAX_BODY_BYTES: Final = 8 << 20
@@ -118,6 +119,9 @@ class Middleware:
 
         try:
             self._allowed_hosts.check(headers.get("host"))
+            if is_page(scope):
+                await page_response(scope["path"])(scope, receive, send_with_id)
+                return
             self._admit(scope)
             await self._app(scope, _bounded(headers, receive), send_with_id)
         except Exception as error:

@@ -228,3 +228,16 @@ def test_a_stream_with_the_prompts_tokens_and_running_usage() -> None:
     found = events(answers.Chunks(completion(stream=True, return_token_ids=True)), *messages)
     assert [one["choices"][0].get("prompt_token_ids") for one in found] == [[9, 1, 2], None]
     assert "usage" not in found[0]
+
+
+def test_a_stream_says_what_was_drafted_since_the_last_chunk() -> None:
+    message = pb.GenerateStreamResponse(
+        text_delta="a b c", token_ids=[1, 2, 3], drafted_tokens=4, accepted_tokens=2, proposer="medusa"
+    )
+    (chunk,) = events(answers.Chunks(completion(stream=True, return_token_ids=True)), (0, message))
+    (choice,) = chunk["choices"]
+    assert choice["loraplex"] == {"proposer": "medusa", "drafted_tokens": 4, "accepted_tokens": 2}
+    for job, drafted in ((completion(stream=True), 4), (completion(stream=True, return_token_ids=True), 0)):
+        message.drafted_tokens = drafted
+        (chunk,) = events(answers.Chunks(job), (0, message))
+        assert "loraplex" not in chunk["choices"][0]
