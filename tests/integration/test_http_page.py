@@ -1,4 +1,4 @@
-"""The page for the browser: its files and headers, and the page itself in headless Chromium."""
+"""The page for the browser: files, headers, and use in headless Chromium."""
 
 from __future__ import annotations
 
