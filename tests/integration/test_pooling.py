@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import math
+import shutil
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -72,7 +73,7 @@ def world(tiny_world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> It
         config = LoraConfig(task_type=TaskType[kind], r=2, target_modules=["q_proj"], init_lora_weights=False)
         classifiers[name] = get_peft_model(model, config).eval()
         classifiers[name].save_pretrained(str(root / name))
-    (root / "plain").symlink_to(tiny_world.adapters / tiny_world.names[0])
+    shutil.copytree(tiny_world.adapters / tiny_world.names[0], root / "plain")
     engine = EngineConfig(
         ModelConfig(str(tiny_world.model), dtype="float64", max_context_tokens=64),
         KvConfig(memory_bytes=4 << 20),
