@@ -171,6 +171,69 @@ class RouterConfig:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class HttpServerConfig:
+    """The HTTP port as a process of its own, in front of a server that runs."""
+
+    server: str = option("", "The server's host:port (`loraplex serve`, a router or a worker).", "--server")
+    host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 for all.", "--host")
+    port: int = option(8000, "Port to listen on; 0 takes a free one.", "--port")
+    served_model_names: tuple[str, ...] = option(
+        (),
+        "Name of the base model over HTTP; repeat it for more, the first one is listed. Default: the model's id.",
+        "--served-model-name",
+    )
+    auth_file: Path | None = option(
+        None, "Credentials (JSON or TOML). Default: everybody may do everything.", "--auth-file"
+    )
+    tls_cert: Path | None = option(None, "TLS certificate chain (PEM).", "--tls-cert")
+    tls_key: Path | None = option(None, "TLS key (PEM).", "--tls-key")
+    server_token_file: Path | None = option(
+        None, "The token (role router) that is shown to the server.", "--server-token-file"
+    )
+    server_ca: Path | None = option(None, "Connect with TLS; the CA of the server's certificate (PEM).", "--server-ca")
+    max_in_flight: int = option(
+        8192,
+        "Requests that are relayed at the same time; more are refused with a hint when to retry.",
+        "--max-in-flight",
+    )
+    drain_s: float = option(30.0, "Seconds that running requests get to end on shutdown.", "--drain")
+    log_level: str = option("info", "debug, info, warning or error.", "--log-level")
+    log_format: Literal["plain", "json"] = option("plain", "plain or json.", "--log-format")
+    http: HttpOptions = field(default_factory=HttpOptions)
+
+    def __post_init__(self) -> None:
+        found = _ADDRESS.match(self.server)
+        is_address = found is not None and 1 <= int(found[2]) <= 65535
+        _check(is_address, "--server", f"must be given as host:port, not {self.server!a}")
+        _check(0 <= self.port <= 65535, "--port", "must be 0 (any free port) to 65535")
+        _check(
+            self.auth_file is None or self.server_token_file is not None,
+            "--auth-file",
+            "needs --server-token-file: a server tells tenants apart only where it is shown a credential",
+        )
+
+    def router(self) -> RouterConfig:
+        """That of a router with one worker, the server, whose gRPC port only this machine can reach."""
+        return RouterConfig(
+            workers=(self.server,),
+            port=0,
+            http_host=self.host,
+            http_port=self.port,
+            served_model_names=self.served_model_names,
+            auth_file=self.auth_file,
+            tls_cert=self.tls_cert,
+            tls_key=self.tls_key,
+            worker_token_file=self.server_token_file,
+            worker_ca=self.server_ca,
+            max_in_flight=self.max_in_flight,
+            drain_s=self.drain_s,
+            log_level=self.log_level,
+            log_format=self.log_format,
+            http=self.http,
+        )
+
+
 def quieten_grpc() -> None:
     """Keeps gRPC's C core from writing its own lines beside our log. Has no effect once grpc is imported."""
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

@@ -18,8 +18,9 @@ from loraplex_router.adapters import AdapterFanOut
 from loraplex_router.calls import Call, Calls, RouterMetrics
 from loraplex_router.config import RouterConfig, ServerOptions
 from loraplex_router.inference import InferenceRelay
+from loraplex_router.load_service import LoadService
 from loraplex_router.replicas import Replicas, WorkersCollector
-from loraplex_router.upstream import ADAPTERS, INFERENCE, POOLING, Upstream, follow_worker_credentials
+from loraplex_router.upstream import ADAPTERS, INFERENCE, POOLING, WORKER, Upstream, follow_worker_credentials
 from loraplex_router.watch import Watcher
 from loraplex_runtime.listener import ListenConfig, Listener, exposure_warnings, server_options
 from loraplex_runtime.shutdown import HOW_TO_HURRY, Ending
@@ -49,6 +50,7 @@ class Router:
     replicas: Replicas
     calls: Calls
     listener: Listener
+    _load: LoadService
     _watcher: Watcher
     _upstreams: dict[str, Upstream]
     http: HttpServer | None = None
@@ -67,6 +69,7 @@ class Router:
         The port stays open until the last request has ended, so that new ones hear why they are refused. What still
         runs after `drain_s` ends as UNAVAILABLE (DRAINING)."""
         self.listener.health.begin_drain()
+        self._load.begin_drain()
         await asyncio.sleep(announce_s)
         self.listener.health.end_watches()
         grace_s = self.config.drain_s if drain_s is None else drain_s
@@ -87,7 +90,7 @@ async def listen(config: ListenConfig, options: ServerOptions) -> Listener:
     Raises InvalidArgument (files) and FailedPrecondition (ports)."""
     return await Listener.open(
         config,
-        (INFERENCE, POOLING, ADAPTERS),
+        (INFERENCE, POOLING, ADAPTERS, WORKER),
         server_options(options.max_message_bytes, max_age_s=MAX_AGE_S, max_age_grace_s=MAX_AGE_GRACE_S),
         what="server",
         reuse_port=options.reuse_port,
@@ -125,7 +128,9 @@ async def start_router(
         calls = Calls(config.max_in_flight, metrics)
         relay = InferenceRelay(config, replicas, upstreams, metrics)
         adapters = AdapterFanOut(config.policy, replicas, upstreams)
+        load = LoadService(replicas)
         handlers = _handlers(calls, relay, adapters)
+        handlers.append(grpc.method_handlers_generic_handler(WORKER, load.handlers()))
         WorkersCollector(registry, replicas)
         http_socket = http_socket or bind_http_port(config)
     except BaseException:
@@ -137,7 +142,7 @@ async def start_router(
     watcher = Watcher(replicas, upstreams, config.watch)
     watcher.start()
     await watcher.settled(SETTLE_S)
-    router = Router(config, replicas, calls, listener, watcher, upstreams)
+    router = Router(config, replicas, calls, listener, load, watcher, upstreams)
     if http_socket is not None:
         try:
             router.http = await _start_http(router, relay, adapters, registry, http_socket)

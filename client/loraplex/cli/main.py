@@ -53,6 +53,7 @@ KNOWN: Final[dict[str, Known]] = {
     "doctor": Known("loraplex.cli.doctor:doctor", "Show what is installed and what this machine can run."),
     "worker": Known("loraplex_server.cli.worker:worker", "Start one worker: the model behind gRPC, without a router."),
     "router": Known("loraplex_router.cli:router", "Start a router in front of workers that run already."),
+    "http": Known("loraplex_router.cli:http", "Serve HTTP in a process of its own, in front of a server that runs."),
 }
 
 # Package of a command -> the extra with its dependencies.

@@ -1,0 +1,108 @@
+"""WorkerService of a router: the load of all its workers together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterable
+from heapq import nlargest
+from typing import Any, Final
+
+import grpc
+
+from loraplex_contracts.errors import LoraplexError
+from loraplex_proto import validate
+from loraplex_proto.status import abort
+from loraplex_proto.v1 import worker_pb2
+from loraplex_router.replicas import Replica, Replicas
+from loraplex_runtime.auth import recheck_identity
+
+DEFAULT_INTERVAL_S: Final = 0.2
+MIN_INTERVAL_S: Final = 0.02
+HEARTBEAT_INTERVALS: Final = 10
+MAX_ADAPTERS: Final = 1024  # of a message; those nearest to a device
+MAX_WAITING: Final = 100
+
+
+def total_load(replicas: Iterable[Replica], *, draining: bool) -> worker_pb2.Load:
+    """The workers as one: sums over those that can take requests, and each adapter's nearest tier. No forecast: this
+    router refuses by its workers' own."""
+    workers = [replica for replica in replicas if replica.is_routable]
+    tiers: dict[str, int] = {}
+    for worker in workers:
+        for name, tier in worker.tiers.items():
+            tiers[name] = max(tier, tiers.get(name, 0))
+    nearest = nlargest(MAX_ADAPTERS, tiers.items(), key=lambda item: item[1])
+    loads = [worker.load for worker in workers]
+    return worker_pb2.Load(
+        running_requests=sum(load.num_running for load in loads),
+        queued_requests=sum(load.num_queued for load in loads),
+        pending_tokens=sum(worker.work_tokens for worker in workers),
+        total_kv_blocks=sum(load.num_blocks for load in loads),
+        free_kv_blocks=sum(load.num_free_blocks for load in loads),
+        kv_block_tokens=max((load.block_tokens for load in loads), default=0),
+        max_running_requests=sum(load.max_running for load in loads),
+        max_device_adapters=sum(worker.max_device_adapters for worker in workers),
+        waiting_adapter_ids=sorted({name for worker in workers for name in worker.waiting_adapters})[:MAX_WAITING],
+        adapters=[worker_pb2.ResidentAdapter(adapter_id=name, tier=tier) for name, tier in nearest],
+        draining=draining,
+        stalled=not workers,
+    )
+
+
+class LoadService:
+    """The handlers of loraplex.v1.WorkerService in a router."""
+
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+        self._draining = asyncio.Event()
+
+    def begin_drain(self) -> None:
+        """Watches say so and end: an open one would hold the server for its whole grace period."""
+        self._draining.set()
+
+    def handlers(self) -> dict[str, grpc.RpcMethodHandler[bytes, bytes]]:
+        return {
+            "GetLoad": grpc.unary_unary_rpc_method_handler(self.get_load),
+            "WatchLoad": grpc.unary_stream_rpc_method_handler(self.watch_load),
+        }
+
+    async def get_load(self, raw: bytes, context: Any) -> bytes:
+        request = await _checked(worker_pb2.GetLoadRequest, validate.refuse_unhandled, raw, context)
+        del request
+        return worker_pb2.GetLoadResponse(load=self._load()).SerializeToString()
+
+    async def watch_load(self, raw: bytes, context: Any) -> None:
+        """The load at once, then at each change, `min_interval_s` apart or more, and at each heartbeat. Ends when the
+        caller's credential does."""
+        request = await _checked(worker_pb2.WatchLoadRequest, validate.check_watch_load, raw, context)
+        interval_s = max(MIN_INTERVAL_S, request.min_interval_s or DEFAULT_INTERVAL_S)
+        sent, num_silent = b"", 0
+        while True:
+            try:
+                recheck_identity()
+            except LoraplexError as error:
+                await abort(context, error)
+            is_last = self._draining.is_set()
+            message = worker_pb2.WatchLoadResponse(load=self._load()).SerializeToString(deterministic=True)
+            num_silent += 1
+            if message != sent or num_silent >= HEARTBEAT_INTERVALS:
+                await context.write(message)
+                sent, num_silent = message, 0
+            if is_last:
+                return
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._draining.wait(), interval_s)
+
+    def _load(self) -> worker_pb2.Load:
+        return total_load(self._replicas.all(), draining=self._draining.is_set())
+
+
+async def _checked(cls: Any, check: Callable[[Any], None], raw: bytes, context: Any) -> Any:
+    """The request. Ends the call where it is not valid."""
+    try:
+        request = validate.parse(cls, raw)
+        check(request)
+    except LoraplexError as error:
+        await abort(context, error)
+    return request

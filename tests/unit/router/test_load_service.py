@@ -1,0 +1,73 @@
+"""A router's report of all its workers together."""
+
+from __future__ import annotations
+
+from loraplex_proto.v1 import inference_pb2, worker_pb2
+from loraplex_router.load_service import MAX_ADAPTERS, MAX_WAITING, total_load
+from loraplex_router.replicas import Replicas
+
+
+def replicas(*loads: worker_pb2.Load) -> Replicas:
+    names = [f"w{index}" for index in range(len(loads))]
+    found = Replicas(names)
+    for name, load in zip(names, loads, strict=True):
+        found.on_info(name, inference_pb2.GetInfoResponse(model_id="m"))
+        found.on_report(name, load, 100.0)
+    return found
+
+
+def load(**fields: object) -> worker_pb2.Load:
+    tiers = fields.pop("tiers", {})
+    message = worker_pb2.Load(**fields)
+    for name, tier in tiers.items():  # type: ignore[attr-defined]
+        message.adapters.add(adapter_id=name, tier=tier)
+    return message
+
+
+def test_numbers_are_added() -> None:
+    one = load(
+        running_requests=1,
+        queued_requests=2,
+        pending_tokens=30,
+        total_kv_blocks=100,
+        free_kv_blocks=40,
+        kv_block_tokens=16,
+        max_running_requests=8,
+        max_device_adapters=4,
+    )
+    total = total_load(replicas(one, one).all(), draining=False)
+    assert (total.running_requests, total.queued_requests, total.pending_tokens) == (2, 4, 60)
+    assert (total.total_kv_blocks, total.free_kv_blocks, total.kv_block_tokens) == (200, 80, 16)
+    assert (total.max_running_requests, total.max_device_adapters) == (16, 8)
+    assert not total.draining
+    assert not total.stalled
+
+
+def test_an_adapter_has_its_nearest_tier() -> None:
+    total = total_load(replicas(load(tiers={"a": 2, "b": 4}), load(tiers={"a": 3})).all(), draining=False)
+    assert {one.adapter_id: one.tier for one in total.adapters} == {"a": 3, "b": 4}
+
+
+def test_the_nearest_adapters_fit_into_a_message() -> None:
+    many = {f"disk{index}": 2 for index in range(MAX_ADAPTERS)}
+    waiting = [f"w{index:04}" for index in range(80)]
+    total = total_load(
+        replicas(
+            load(tiers=many, waiting_adapter_ids=waiting), load(tiers={"near": 4}, waiting_adapter_ids=["a"] * 30)
+        ).all(),
+        draining=False,
+    )
+    assert len(total.adapters) == MAX_ADAPTERS
+    assert total.adapters[0].adapter_id == "near"
+    assert len(total.waiting_adapter_ids) == 81 <= MAX_WAITING
+
+
+def test_workers_that_take_nothing_do_not_count() -> None:
+    total = total_load(
+        replicas(
+            load(running_requests=1), load(running_requests=2, draining=True), load(running_requests=4, stalled=True)
+        ).all(),
+        draining=False,
+    )
+    assert total.running_requests == 1
+    assert total_load(replicas(load(stalled=True)).all(), draining=True).stalled
