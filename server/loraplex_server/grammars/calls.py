@@ -93,7 +93,10 @@ def tool_calls(
             raise InvalidArgument(
                 f"`{_TOOLS}` must have tools with a `name`, and `parameters` that are a schema", field=_TOOLS
             )
-        schema = {"type": "object", **cast("dict[str, Any]", given)}
+        try:
+            schema = _closed({"type": "object", **cast("dict[str, Any]", given)})
+        except RecursionError as error:
+            raise InvalidArgument(f"`{_TOOLS}` is nested too deeply", field=_TOOLS) from error
         begin = _terms(form.begin.replace("NAME", check_id(called, field=_TOOLS)), special_ids)
         checked = checked_schema(schema, compact=False, field=_TOOLS)
         rules.append(f"call_{number}: {begin} %json {checked} {_terms(form.end, special_ids)}")
@@ -110,6 +113,28 @@ def tool_calls(
     if len(text) > MAX_GRAMMAR_BYTES:
         raise InvalidArgument(f"`{_TOOLS}` is too large for a grammar: use auto, or fewer tools", field=_TOOLS)
     return Grammar(field, LLMatcher.grammar_from_lark(text))
+
+
+# Beside properties: nothing else that could demand others.
+_PLAIN: Final = frozenset({"type", "properties", "required", "description", "title", "$defs", "definitions", "$schema"})
+
+
+def _closed(schema: Any) -> Any:
+    """The schema without properties that it does not name, where it leaves that open: a function has no others, and a
+    model could go on writing them."""
+    if not isinstance(schema, dict):
+        return schema
+    found = cast("dict[str, Any]", schema)
+    if found.get("type") == "array" and "items" in found:
+        return {**found, "items": _closed(found["items"])}
+    properties, required = found.get("properties"), found.get("required", [])
+    if not (found.keys() <= _PLAIN and isinstance(properties, dict) and isinstance(required, list)):
+        return found
+    named = cast("dict[str, Any]", properties)
+    if not all(one in named for one in cast("list[Any]", required) if isinstance(one, str)):
+        return found
+    closed = {name: _closed(one) for name, one in named.items()}
+    return {**found, "properties": closed, "additionalProperties": False}
 
 
 def _terms(text: str, special_ids: Mapping[str, int]) -> str:

@@ -86,6 +86,21 @@ def test_one_call_or_several() -> None:
     assert [is_legal(named, text) for text in (one, two)] == [False, True]
 
 
+def test_properties_that_a_schema_does_not_name_are_left_out() -> None:
+    x = {"type": "object", "properties": {"y": {"type": "array", "items": {"properties": {"z": {"type": "null"}}}}}}
+    tools = [{"name": "f", "parameters": {"properties": {"x": x}}}, {"name": "g", "parameters": {"type": "object"}}]
+    parsing = ResponseParsing(ResponseFormat.named("llama3_json"), "", tools, with_calls=True)
+    grammar = tool_calls(FORMS["llama3_json"], parsing, {}, "").text
+    for name, given, is_ok in (
+        ("f", '{"x": {"y": [{"z": null}]}}', True),
+        ("f", '{"x": {"y": [{"a": 1}]}}', False),
+        ("f", '{"x": {"a": 1}}', False),
+        ("f", '{"a": 1}', False),
+        ("g", '{"a": 1}', True),
+    ):
+        assert is_legal(grammar, f'{{"name": "{name}", "parameters": {given}}}') == is_ok, given
+
+
 def test_reasoning_that_the_prompt_began_goes_on_first() -> None:
     call = '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'
     parsing = parsing_of("hermes", "<think>\n")
