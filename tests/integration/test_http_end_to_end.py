@@ -68,6 +68,30 @@ def test_the_text_is_that_of_grpc(serve: Running, http: httpx2.Client, adapter_i
         assert last["system_fingerprint"] == unary["system_fingerprint"]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("adapter_id", ["", "json", "sql-with-heads"])
+def test_one_text_in_all_dialects(serve: Running, http: httpx2.Client, adapter_id: str, temperature: float) -> None:
+    """The same prompt, adapter and seed; streamed or not."""
+    with Client(serve.address) as client:
+        expected = client.generate(PROMPT, adapter_id=adapter_id, temperature=temperature, **ASKED).text
+    lorax: dict[str, Any] = {"adapter_id": adapter_id, "temperature": temperature, "max_new_tokens": 12, "seed": 5}
+    body = {"inputs": PROMPT, "parameters": {**lorax, "details": True}}
+    (listed,) = http.post("/", json=body).json()
+    assert listed["generated_text"] == http.post("/generate", json=body).json()["generated_text"] == expected
+    tokens = [listed["details"]["tokens"]]
+    for path in ("/", "/generate_stream"):
+        parts = http.post(path, json={**body, "stream": True}).text.split("\n\n")
+        found = [json.loads(part.removeprefix("data: ")) for part in parts if part]
+        assert found[-1]["generated_text"] == expected
+        tokens.append([one["token"] for one in found])
+    for one in tokens:
+        assert "".join(token["text"] for token in one if not token["special"]) == expected
+    sampling = {"temperature": temperature, "max_new_tokens": 12, "sampling_seed": 5}
+    sglang = {"text": PROMPT, "lora_path": adapter_id, "sampling_params": sampling}
+    assert http.post("/generate", json=sglang).json()["text"] == expected
+    assert streamed(http.post("/generate", json={**sglang, "stream": True}))[-1]["text"] == expected
+
+
 def test_chats_are_answered_as_prompts_are(http: httpx2.Client) -> None:
     """The demo's chat template gives the model the last message alone."""
     world = committed_world()
