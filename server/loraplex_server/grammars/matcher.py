@@ -76,13 +76,10 @@ class Matcher:
 
     def num_legal(self, draft: Sequence[int]) -> int:
         num_before_eos = next((i for i, one in enumerate(draft) if one in self._tokens.eos_token_ids), len(draft))
-        legal = list(draft[: self.inner.validate_tokens(list(draft[:num_before_eos]))])
-        if not legal:
-            return 0
-        self.inner.consume_tokens(legal)
-        is_over = self._is_over()
-        self.inner.rollback(len(legal))
-        return len(legal) - is_over
+        # On a copy: beyond its limits a matcher is lost, and the draft may be wrong.
+        probe = self.copy()
+        num_legal = probe.inner.try_consume_tokens(list(draft[:num_before_eos]))
+        return 0 if probe.error else max(0, num_legal - probe._is_over())
 
     def forced(self) -> Sequence[int]:
         return self.inner.compute_ff_tokens()
