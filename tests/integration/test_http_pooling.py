@@ -160,7 +160,7 @@ async def test_reranking(path: str) -> None:
         ("/v1/embeddings", {"input": "a", "encoding_format": "hex"}, 400, "encoding_format"),
         ("/v1/embeddings", {"input": "a", "model": "../x"}, 404, "model"),
         ("/v1/embeddings", {"input": "a", "model": "\ud800"}, 400, "model"),
-        ("/embed", {"inputs": "a", "parameters": {"adapter_id": "\ud800"}}, 400, "adapter_id"),
+        ("/embed", {"inputs": "a", "parameters": {"adapter_id": "\ud800"}}, 422, "adapter_id"),
         ("/v1/embeddings", {"input": "a", "cache_salt": "a b"}, 400, "cache_salt"),
         ("/v1/embeddings", {"input": "a", "prompt_embeds": "x"}, 400, "prompt_embeds"),
         ("/embed", {"inputs": None}, 422, "inputs"),
