@@ -162,7 +162,7 @@ def generate_job(body: GenerateRequest, base_names: Sequence[str], request_id: s
 
 def adapter_id_of(name: str, base_names: Sequence[str]) -> str:
     """Of `adapter_id`; "" for the base model. Raises as `adapter_of`."""
-    return "" if name == BASE_MODEL else unicode_text(adapter_of(name, base_names), "adapter_id")
+    return "" if name == BASE_MODEL else adapter_of(unicode_text(name, "adapter_id"), base_names)
 
 
 def tokenize_request(body: TokenizeRequest) -> pb.TokenizeRequest:

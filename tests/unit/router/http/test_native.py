@@ -126,6 +126,7 @@ def test_logprobs_are_asked_for_where_shown() -> None:
         ({"grammar": {"type": "magic"}}, "grammar.type", InvalidArgument),
         ({"guided_json": {}}, "guided_json", InvalidArgument),
         ({"stop": ["\ud800"]}, "stop", InvalidArgument),
+        ({"adapter_id": "a:\ud800"}, "adapter_id", InvalidArgument),
         ({"max_tokens": 5}, "max_tokens", InvalidArgument),
         ({"tools": [{}]}, "tools", InvalidArgument),
         ({"n": 2}, "n", InvalidArgument),
