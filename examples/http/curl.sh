@@ -15,4 +15,4 @@ curl -sS --fail-with-body "$url/v1/models"
 echo
 ask /v1/completions "{\"model\": \"json\", \"prompt\": \"$prompt\", \"max_tokens\": 96, \"temperature\": 0}"
 ask /v1/chat/completions "{\"model\": \"sql\", \"messages\": [{\"role\": \"user\", \"content\": \"$prompt\"}],
-  \"max_tokens\": 96, \"temperature\": 0, \"stream\": true, \"speculation\": \"prompt_lookup\"}"
+  \"max_tokens\": 96, \"temperature\": 0, \"speculation\": \"prompt_lookup\"}"

@@ -85,7 +85,9 @@ def page() -> Iterator[Page]:
     """A new browser with nothing stored, ended at the end."""
     theirs_in, to_browser = os.pipe()
     from_browser, theirs_out = os.pipe()
-    with tempfile.TemporaryDirectory() as home, open(to_browser, "wb") as sending, open(from_browser, "rb") as reading:
+    # The browser's children may still write while its folder is removed.
+    folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+    with folder as home, open(to_browser, "wb") as sending, open(from_browser, "rb") as reading:
         flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
         flags += ["--disable-background-networking", "--no-proxy-server", f"--user-data-dir={home}"]
         # Descriptors 3 and 4 are the browser's side of the pipe.
