@@ -1,6 +1,7 @@
 """Training of a small demo world from nothing.
 
-With one adapter, and as few steps as the bars allow: five and a half minutes of one core.
+With one adapter, and as few steps as the bars allow: five and a half minutes of a core with AMX, over twenty of one with
+AVX2 alone.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import pytest
 from loraplex_demo.train import make_world
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
 def test_a_small_world_reaches_the_bar(tmp_path: Path) -> None:
     world = make_world(tmp_path, scale="small", seed=0)
     report = json.loads((world.root / "report.json").read_text())
