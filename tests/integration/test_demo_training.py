@@ -1,7 +1,7 @@
 """Training of a small demo world from nothing.
 
-With one adapter, and as few steps as the bars allow: five and a half minutes of a core with AMX, over twenty of one with
-AVX2 alone.
+With one adapter, and as few steps as the bars allow: five and a half minutes of a core with AMX, over twenty
+of one with AVX2 alone.
 """
 
 from __future__ import annotations

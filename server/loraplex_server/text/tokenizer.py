@@ -298,7 +298,8 @@ class TextTokenizer:
         if not (controls.are_in(messages) or controls.are_in(beside)):
             return self.render_chat(**given)
         marked = [(special if one["role"] == "assistant" else controls).marked(one) for one in messages]
-        return controls.resolved(self.render_chat(**{**given, **controls.marked(beside), "messages": marked}))
+        fields: dict[str, Any] = {**given, **controls.marked(beside), "messages": marked}
+        return controls.resolved(self.render_chat(**fields))
 
     def _control_tokens(self) -> tuple[ControlTokens, ControlTokens]:
         """All, and those that are special tokens."""
