@@ -55,7 +55,7 @@ PARAMS: Final[Mapping[str, str]] = {
 
 def model_not_found(model: str) -> AdapterNotFound:
     """One answer for an unknown name, a name that is not well-formed, and another tenant's adapter."""
-    shown = model if len(model) <= 128 else model[:125] + "..."
+    shown = (model if len(model) <= 128 else model[:125] + "...").encode(errors="replace").decode()
     return AdapterNotFound(f"The model `{shown}` does not exist.", field="model", resource=shown)
 
 

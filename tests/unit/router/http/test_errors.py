@@ -6,7 +6,7 @@ import pytest
 
 from loraplex_contracts import errors
 from loraplex_contracts.errors import LoraplexError
-from loraplex_router.http.errors import error_headers, error_object, status_of
+from loraplex_router.http.errors import error_headers, error_object, model_not_found, status_of
 
 
 @pytest.mark.parametrize(
@@ -52,3 +52,7 @@ def test_headers_say_when_to_try_again() -> None:
     assert error_headers(errors.Internal("x")) == {"x-should-retry": "false"}
     assert error_headers(errors.Unauthenticated("x")) == {"www-authenticate": "Bearer"}
     assert "maximum context length" in error_object(errors.ContextLengthExceeded("x"))["error"]["message"]
+
+
+def test_a_name_that_is_not_unicode_can_be_shown() -> None:
+    assert model_not_found("a:\ud800").message == "The model `a:?` does not exist."
