@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import instructor
-from calls import call, equal, facts, run
+from calls import call, facts, run
 from openai import AsyncOpenAI, OpenAI
 from pydantic import BaseModel
 
@@ -21,13 +21,13 @@ class Pair(BaseModel):
 def _() -> None:
     client = instructor.from_openai(OpenAI(**SERVER), mode=instructor.Mode.JSON_SCHEMA)
     for name in (facts.base, facts.adapters[0]):
-        equal(type(client.chat.completions.create(model=name, response_model=Pair, **ASKED)), Pair)
+        assert isinstance(client.chat.completions.create(model=name, response_model=Pair, **ASKED), Pair)
 
 
 @call("create, TOOLS")
 def _() -> None:
     client = instructor.from_openai(OpenAI(**SERVER), mode=instructor.Mode.TOOLS)
-    equal(type(client.chat.completions.create(model=facts.base, response_model=Pair, **ASKED)), Pair)
+    assert isinstance(client.chat.completions.create(model=facts.base, response_model=Pair, **ASKED), Pair)
 
 
 @call("create_partial, JSON_SCHEMA")
@@ -40,7 +40,7 @@ def _() -> None:
 @call("async create, JSON_SCHEMA")
 async def _() -> None:
     client = instructor.from_openai(AsyncOpenAI(**SERVER), mode=instructor.Mode.JSON_SCHEMA)
-    equal(type(await client.chat.completions.create(model=facts.base, response_model=Pair, **ASKED)), Pair)
+    assert isinstance(await client.chat.completions.create(model=facts.base, response_model=Pair, **ASKED), Pair)
 
 
 if __name__ == "__main__":
