@@ -267,7 +267,7 @@ class Events:
         meta |= _usage(message, message.usage) if is_end else {"completion_tokens": len(text.token_ids)}
         if is_end:
             meta["e2e_latency"] = message.timings.total_s
-        event = {"text": text.text, "output_ids": text.token_ids, "meta_info": meta}
+        event: dict[str, Any] = {"text": text.text, "output_ids": text.token_ids, "meta_info": meta}
         if self._job.is_list or self._job.n > 1:
             event["index"] = prompt * self._job.n + message.index
         yield event_of(event)

@@ -217,7 +217,7 @@ def _parts_to_pb(parts: Sequence[MessagePart]) -> list[inference_pb2.ChatDelta]:
                 deltas.append(inference_pb2.ChatDelta(content="".join(part.text for part in several)))
             case "reasoning":
                 deltas.append(inference_pb2.ChatDelta(reasoning="".join(part.text for part in several)))
-            case "call":
+            case _:
                 deltas += [_call_to_pb(part.index, part.call) for part in several if part.call is not None]
     return deltas
 

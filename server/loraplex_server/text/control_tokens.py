@@ -88,7 +88,7 @@ class PlainTokenizer:
         state: dict[str, Any] = json.loads(serialized)
         names = {content: f"{_OPEN}{number}{_CLOSE}" for number, content in enumerate(controls)}
         self._lengths = [len(content) for content in controls]
-        ids = {token["content"]: token["id"] for token in state["added_tokens"]}
+        ids: dict[str, int] = {token["content"]: token["id"] for token in state["added_tokens"]}
         _rename(state["model"], names)
         for token in state["added_tokens"]:
             if token["content"] in names:
