@@ -50,7 +50,7 @@ def config_of(
     memory_bytes: int | None, max_running: int = 4, max_step_tokens: int = 64, adapters: AdaptersConfig = ADAPTERS
 ) -> EngineConfig:
     kv = KvConfig(block_size=BLOCK_SIZE, memory_bytes=memory_bytes)
-    return EngineConfig(ModelConfig("m"), kv, BatchConfig(max_running, max_step_tokens), adapters)
+    return EngineConfig(ModelConfig("./none"), kv, BatchConfig(max_running, max_step_tokens), adapters)
 
 
 def blocks(config: EngineConfig, loaded: LoadedModel, free_bytes: int = 1 << 40) -> int:

@@ -158,7 +158,7 @@ def test_texts_do_not_depend_on_it(seed: int, monkeypatch: pytest.MonkeyPatch) -
     def texts(overlaps: bool) -> dict[tuple[str, int], list[int]]:
         monkeypatch.setattr(build, "ModelRunner", partial(ModelRunner, overlaps=overlaps))
         config = EngineConfig(
-            ModelConfig("m"),
+            ModelConfig("./none"),
             KvConfig(block_size=4, memory_bytes=30 * 4 * 2 * 2 * 16 * 2 * 8),
             BatchConfig(4, 16),
             AdaptersConfig(device_bytes=1 << 20, host_bytes=1 << 20, disk_bytes=1 << 20, num_device_slots=2),
