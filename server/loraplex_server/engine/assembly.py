@@ -87,7 +87,9 @@ def assemble(
     served: ServedModel | None = None,
     step_costs: StepCosts | None = None,
 ) -> Engine:
-    """An engine around a loaded model. `served`: where it came from. `step_costs`: measured where None."""
+    """An engine around a loaded model. `served`: where it came from; None: from nowhere, so that there is no tokenizer
+    for grammars. `step_costs`: measured where None."""
+    grammars = Grammars(None) if served is None else _grammars(served, loaded.spec, notify)
     served = served or ServedModel(config.model.model)
     spec, batch, block_size = loaded.spec, config.batch, config.kv.block_size
     backend = loaded.backend
@@ -151,7 +153,6 @@ def assemble(
         max_device_adapters=config.adapters.num_device_slots,
         hidden_size=spec.hidden_size,
     )
-    grammars = _grammars(served, spec, notify)
     return Engine(info, scheduler, manager, runner, speculator=speculator, grammars=grammars)
 
 
