@@ -15,7 +15,7 @@ from loraplex_proto import validate
 from loraplex_proto.status import abort
 from loraplex_proto.v1 import worker_pb2
 from loraplex_router.replicas import Replica, Replicas
-from loraplex_runtime.auth import recheck_identity
+from loraplex_runtime.auth import current_identity, recheck_identity
 
 DEFAULT_INTERVAL_S: Final = 0.2
 MIN_INTERVAL_S: Final = 0.02
@@ -24,15 +24,18 @@ MAX_ADAPTERS: Final = 1024  # of a message; those nearest to a device
 MAX_WAITING: Final = 100
 
 
-def total_load(replicas: Iterable[Replica], *, draining: bool) -> worker_pb2.Load:
-    """The workers as one: sums over those that can take requests, and each adapter's nearest tier. No forecast: this
-    router refuses by its workers' own."""
+def total_load(
+    replicas: Iterable[Replica], *, draining: bool, may_see: Callable[[str], bool] = lambda _: True
+) -> worker_pb2.Load:
+    """The workers as one: sums over those that can take requests, and the nearest tier of each adapter that the caller
+    may see. No forecast: this router refuses by its workers' own."""
     workers = [replica for replica in replicas if replica.is_routable]
     tiers: dict[str, int] = {}
     for worker in workers:
         for name, tier in worker.tiers.items():
             tiers[name] = max(tier, tiers.get(name, 0))
-    nearest = nlargest(MAX_ADAPTERS, tiers.items(), key=lambda item: item[1])
+    nearest = nlargest(MAX_ADAPTERS, (item for item in tiers.items() if may_see(item[0])), key=lambda item: item[1])
+    waiting = {name for worker in workers for name in worker.waiting_adapters if may_see(name)}
     loads = [worker.load for worker in workers]
     return worker_pb2.Load(
         running_requests=sum(load.num_running for load in loads),
@@ -43,7 +46,7 @@ def total_load(replicas: Iterable[Replica], *, draining: bool) -> worker_pb2.Loa
         kv_block_tokens=max((load.block_tokens for load in loads), default=0),
         max_running_requests=sum(load.max_running for load in loads),
         max_device_adapters=sum(worker.max_device_adapters for worker in workers),
-        waiting_adapter_ids=sorted({name for worker in workers for name in worker.waiting_adapters})[:MAX_WAITING],
+        waiting_adapter_ids=sorted(waiting)[:MAX_WAITING],
         adapters=[worker_pb2.ResidentAdapter(adapter_id=name, tier=tier) for name, tier in nearest],
         draining=draining,
         stalled=not workers,
@@ -68,8 +71,7 @@ class LoadService:
         }
 
     async def get_load(self, raw: bytes, context: Any) -> bytes:
-        request = await _checked(worker_pb2.GetLoadRequest, validate.refuse_unhandled, raw, context)
-        del request
+        await _checked(worker_pb2.GetLoadRequest, validate.refuse_unhandled, raw, context)
         return worker_pb2.GetLoadResponse(load=self._load()).SerializeToString()
 
     async def watch_load(self, raw: bytes, context: Any) -> None:
@@ -95,7 +97,8 @@ class LoadService:
                 await asyncio.wait_for(self._draining.wait(), interval_s)
 
     def _load(self) -> worker_pb2.Load:
-        return total_load(self._replicas.all(), draining=self._draining.is_set())
+        may_see = current_identity().may_use
+        return total_load(self._replicas.all(), draining=self._draining.is_set(), may_see=may_see)
 
 
 async def _checked(cls: Any, check: Callable[[Any], None], raw: bytes, context: Any) -> Any:

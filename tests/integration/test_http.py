@@ -22,7 +22,9 @@ from loraplex_proto.v1 import adapter_pb2, inference_pb2
 from loraplex_router.config import HttpOptions, RouterConfig
 from loraplex_router.http import middleware as http_middleware
 from loraplex_router.http import server as http_server
+from loraplex_router.http import streaming as http_streaming
 from loraplex_router.http.admin import LoadRequest, UnloadRequest
+from loraplex_router.http.answers import Chunks
 from loraplex_router.http.grammars import GRAMMAR_FIELDS
 from loraplex_router.http.models import (
     REFUSED,
@@ -526,6 +528,18 @@ async def test_no_other_route_answers_without_a_key(tmp_path: Path) -> None:
                 assert (answer.status_code == 401) != is_open, (method, path)
 
 
+async def test_a_line_end_behind_a_path_changes_no_role(tmp_path: Path) -> None:
+    async with http_cluster(auth_file=auth_file(tmp_path), worker_token="w") as (c, http):
+        adapters_of(c, "acme/sql")
+        for token, path in (("alice", "/v1/unload_lora_adapter"), ("root", COMPLETIONS)):
+            body = {"lora_name": "acme/sql", "prompt": "hi"}
+            for end, status in (("", 403), ("%0A", 400), ("%0D%0A", 400)):
+                answer = await http.post(path + end, json=body, headers={"authorization": f"Bearer {token}"})
+                assert answer.status_code == status, (path, end)
+        assert c.workers[0].adapters
+        assert c.num_requests == [0]
+
+
 # --- hostile and absent clients -------------------------------------------------------------------------------------
 
 
@@ -625,6 +639,45 @@ async def test_heads_are_bounded_in_size_and_time(monkeypatch: pytest.MonkeyPatc
         assert (await reader.readline()).split()[1] == b"408"
         writer.close()
         assert (await http.get("/health")).status_code == 200
+
+
+async def test_trailers_are_dropped_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "MAX_REQUEST_BYTES", 1 << 20)
+    async with http_cluster() as (_, http):
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        chunked = f"{head}transfer-encoding: chunked\r\n\r\n10\r\n{json.dumps({'prompt': 'hi'})}\r\n0\r\n".encode()
+        reader, writer = await connect(http)
+        writer.write(chunked + b"x-request-id: late\r\n\r\n")
+        assert (await reader.readline()).split()[1] == b"200"
+        writer.close()
+        reader, writer = await connect(http)
+        with contextlib.suppress(ConnectionError):
+            writer.write(chunked)
+            async with asyncio.timeout(10):
+                for _ in range(300):
+                    writer.write(b"x: " + b"a" * 10_000 + b"\r\n")
+                    await writer.drain()
+                await reader.read()
+        writer.close()
+
+
+async def test_answers_of_one_request_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_streaming, "MAX_ANSWER_BYTES", 100)
+    async with http_cluster() as (_, http):
+        assert (await http.complete()).status_code == 200
+        assert (await http.complete(prompt=["hi"] * 20)).status_code == 413
+
+
+async def test_a_fault_while_streaming_is_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("bug")
+
+    monkeypatch.setattr(Chunks, "events", fail)
+    async with http_cluster() as (_, http):
+        answer = await http.complete(stream=True)
+        (event,) = events(answer)
+        assert event["error"]["type"] == "server_error"
+        assert answer.text.endswith("data: [DONE]\n\n")
 
 
 async def test_a_drain_refuses_new_requests_and_cuts_off_old_ones() -> None:

@@ -119,6 +119,7 @@ class Middleware:
 
         try:
             self._allowed_hosts.check(headers.get("host"))
+            _check_path(scope["path"])
             if is_page(scope):
                 await page_response(scope["path"])(scope, receive, send_with_id)
                 return
@@ -135,6 +136,13 @@ class Middleware:
             return
         pairs = [(key.decode("latin-1"), value.decode("latin-1")) for key, value in scope["headers"]]
         admit(self._credentials, _METHODS.get(path, _ANY_ROLE), pairs)
+
+
+def _check_path(path: str) -> None:
+    """Raises InvalidArgument for control characters: a route would match in spite of a line's end behind its path, and
+    `_METHODS` would not."""
+    if any(char < " " or char == "\x7f" for char in path):
+        raise InvalidArgument("the path has a control character", field="path")
 
 
 def _bounded(headers: Headers, receive: Receive) -> Receive:

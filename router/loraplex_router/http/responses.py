@@ -51,8 +51,17 @@ class ResponsesRequest(Fields):
 # --- requests -------------------------------------------------------------------------------------------------------
 
 
+# Fields that an answer repeats as they came.
+_RETURNED: Final = ("metadata", "reasoning", "text", "tools", "tool_choice", "instructions")
+
+
 def chat_request(body: ResponsesRequest) -> ChatCompletionRequest:
     """Raises InvalidArgument and Unimplemented with the field's name."""
+    for name in _RETURNED:
+        try:
+            json.dumps(getattr(body, name), ensure_ascii=False, allow_nan=False).encode()
+        except ValueError as error:
+            raise InvalidArgument(f"`{name}` has a number or a text that JSON cannot write", field=name) from error
     fields = body.extras()
     for name, neutral in _STATE.items():
         if name in fields and fields.pop(name) not in neutral:

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from loraplex_contracts.errors import FailedPrecondition
+from loraplex_router.http.middleware import MAX_BODY_BYTES
 from loraplex_runtime.listener import join_address
 from loraplex_runtime.reload import Reloader
 
@@ -24,15 +25,18 @@ log = logging.getLogger(__name__)
 # Of request line and headers together, and for their arrival.
 MAX_HEAD_BYTES: Final = 64 << 10
 HEAD_TIMEOUT_S: Final = 10.0
+# Of a request as it travels, the sizes of its chunks and its trailers included; the body has a bound of its own.
+MAX_REQUEST_BYTES: Final = 4 * MAX_BODY_BYTES
 # Of a connection between two requests.
 KEEP_ALIVE_S: Final = 60
 BACKLOG: Final = 2048
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """HTTP/1.1 whose request heads are bounded in size and time."""
+    """HTTP/1.1 whose requests are bounded: heads in size and time, all of it in size; trailers are dropped."""
 
     _head_bytes = 0
+    _request_bytes = 0
     _is_in_head = True
     _timer: asyncio.TimerHandle | None = None
 
@@ -46,7 +50,12 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._request_bytes = 0
         self._await_head()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._is_in_head:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._is_in_head = False
@@ -55,6 +64,10 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def data_received(self, data: bytes) -> None:
+        self._request_bytes += len(data)
+        if self._request_bytes > MAX_REQUEST_BYTES:
+            self.transport.close()
+            return
         super().data_received(data)
         if self._is_in_head:
             self._head_bytes += len(data)

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from loraplex_contracts.errors import Cancelled, LoraplexError, unexpected
+from loraplex_contracts.errors import Cancelled, LoraplexError, MessageTooLarge, unexpected
 from loraplex_proto.status import from_rpc_error
 from loraplex_router.calls import CallContext
 from loraplex_router.upstream import FORWARDED_KEYS, Metadata
@@ -25,6 +25,8 @@ T = TypeVar("T")
 
 # Messages between a relay and a response that has not been sent.
 MAX_QUEUED: Final = 16
+# Of the answers of one request together; as much as one of them may have (ServerOptions.max_answer_bytes).
+MAX_ANSWER_BYTES: Final = 64 << 20
 # Seconds of silence after which a stream gets a comment, so that proxies keep it open.
 KEEP_ALIVE_S: Final = 15.0
 KEEP_ALIVE: Final = b": keep-alive\n\n"
@@ -103,8 +105,15 @@ class FanOut:
     async def answers(self) -> list[bytes]:
         """Of unary calls, in the order of their requests."""
         found: dict[int, bytes] = {}
+        num_bytes = 0
         while (message := await self.next()) is not None:
             found[message[0]] = message[1]
+            num_bytes += len(message[1])
+            if num_bytes > MAX_ANSWER_BYTES:
+                self.cancel()
+                raise MessageTooLarge(
+                    f"answers to one request have at most {MAX_ANSWER_BYTES} bytes; ask for fewer prompts or logprobs"
+                )
         return [found[index] for index in range(len(self._tasks))]
 
     def cancel(self) -> None:
@@ -170,5 +179,6 @@ async def events_of(
                     yield KEEP_ALIVE
         if last := b"".join(at_end()) + done:
             yield last
-    except LoraplexError as error:
-        yield of_error(error) + done
+    except Exception as error:  # after the first byte there is no other way to say it
+        typed = error if isinstance(error, LoraplexError) else unexpected(error, "streaming an answer")
+        yield of_error(typed) + done

@@ -71,3 +71,10 @@ def test_workers_that_take_nothing_do_not_count() -> None:
     )
     assert total.running_requests == 1
     assert total_load(replicas(load(stalled=True)).all(), draining=True).stalled
+
+
+def test_callers_see_their_own_adapters() -> None:
+    mixed = load(tiers={"acme/a": 4, "other/b": 4}, waiting_adapter_ids=["acme/c", "other/d"])
+    total = total_load(replicas(mixed).all(), draining=False, may_see=lambda name: name.startswith("acme/"))
+    assert [one.adapter_id for one in total.adapters] == ["acme/a"]
+    assert list(total.waiting_adapter_ids) == ["acme/c"]

@@ -76,7 +76,9 @@ def test_options() -> None:
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"), ({"input": [{"type": ["x"]}]}, "input[0]"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0]"),
         ({"input": [{"type": "function_call", "name": 5}]}, "input"), ({"temperature": "hot"}, "temperature"),
-        ({"tools": [{"type": "web_search"}]}, "tools"), ({"reasoning": {"effort": 5}}, "reasoning_effort"),
+        ({"tools": [{"type": "web_search"}]}, "tools"), ({"metadata": {"a": "\ud800"}}, "metadata"),
+        ({"metadata": {"a": float("nan")}}, "metadata"), ({"reasoning": {"effort": "\ud800"}}, "reasoning"),
+         ({"reasoning": {"effort": 5}}, "reasoning_effort"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named(fields: dict[str, Any], name: str) -> None:
