@@ -20,6 +20,7 @@ from loraplex_contracts.errors import AdapterNotFound, EngineLost, Overloaded
 from loraplex_proto.status import abort
 from loraplex_proto.v1 import adapter_pb2
 from loraplex_proto.v1 import inference_pb2 as pb
+from loraplex_router.config import HttpOptions
 from loraplex_router.http.native import GenerateRequest, Parameters
 from loraplex_runtime.auth import token_digest
 
@@ -113,6 +114,28 @@ async def test_tokenize_by_the_keys_of_the_body() -> None:
         assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "prompt")
         missing = await ask(http, "/tokenize", {"inputs": "ab", "parameters": {"adapter_id": "nothing"}})
         assert (missing.status_code, missing.json()["error_type"]) == (404, "adapter_not_found")
+
+
+async def test_tokenize_checks_all_its_fields() -> None:
+    async with http_cluster() as (c, http):
+        adapters_of(c, "sql", "json")
+        for fields in ({"model": "sql"}, {"model": "tiny"}, {"model": "tgi", "parameters": {"adapter_id": "sql"}}):
+            assert (await ask(http, "/tokenize", {"inputs": "ab", **fields})).status_code == 200
+        answer = await ask(http, "/tokenize", {"inputs": "ab", "foo": 1, "parameters": {"bar": 2}})
+        assert answer.headers["x-loraplex-ignored"] == "foo,parameters.bar"
+        assert (await ask(http, "/tokenize", {"inputs": "ab", "model": "nothing"})).status_code == 404
+        for fields in ({"model": "sql", "parameters": {"adapter_id": "json"}}, {"lora_path": "sql"}):
+            assert (await ask(http, "/tokenize", {"inputs": "ab", **fields})).status_code == 422
+    async with http_cluster(http=HttpOptions(strict=True)) as (_, http):
+        answer = await ask(http, "/tokenize", {"inputs": "ab", "foo": 1})
+        assert (answer.status_code, answer.json()["error_type"]) == (422, "validation")
+
+
+async def test_chat_tokenize_takes_aliases_of_the_base_model() -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    async with http_cluster() as (_, http):
+        assert (await ask(http, "/chat_tokenize", {"model": "tgi", "messages": messages})).status_code == 200
+        assert (await ask(http, "/chat_tokenize", {"model": "nothing", "messages": messages})).status_code == 404
 
 
 async def test_sglang_by_the_keys_of_the_body() -> None:

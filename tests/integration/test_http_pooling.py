@@ -79,6 +79,38 @@ async def test_lorax_and_tei(fields: dict[str, Any], expected: Any, adapter_id: 
         assert request.truncate_prompt.keep_start is bool(fields.get("truncate"))
 
 
+_INPUTS: dict[str, dict[str, Any]] = {
+    "/v1/embeddings": {"input": "abc"},
+    "/embed": {"inputs": "abc"},
+    "/score": {"text_1": "q", "text_2": "a"},
+    "/rerank": {"query": "q", "documents": ["a"]},
+    "/classify": {"input": "x"},
+    "/classify_batch": {"inputs": ["x"]},
+}
+
+
+async def test_the_adapter_in_other_servers_fields() -> None:
+    async with http_cluster() as (c, http):
+        for path, given in _INPUTS.items():
+            name = "cls" if path.startswith("/classify") else "sql"
+            for fields in ({"lora_path": name}, {"adapter_id": name, "model": "tiny"}, {"model": name}):
+                answer = await http.post(path, json={**given, **fields})
+                assert (answer.status_code, c.workers[0].pooling.pop().adapter_id) == (200, name), (path, fields)
+            answer = await http.post(path, json={**given, "model": name, "lora_path": "json"})
+            assert (answer.status_code, len(c.workers[0].pooling)) in ((400, 0), (422, 0)), path
+
+
+@pytest.mark.parametrize("path", ["/embed", "/classify", "/classify_batch"])
+async def test_parameters_and_model_agree(path: str) -> None:
+    async with http_cluster() as (c, http):
+        for parameters in ({}, {"adapter_id": None}, {"adapter_id": "cls"}):
+            answer = await http.post(path, json={**_INPUTS[path], "model": "cls", "parameters": parameters})
+            assert (answer.status_code, c.workers[0].pooling.pop().adapter_id) == (200, "cls")
+        answer = await http.post(path, json={**_INPUTS[path], "model": "cls", "parameters": {"adapter_id": "sql"}})
+        assert (answer.status_code, c.workers[0].pooling) == (400 if path == "/classify" else 422, [])
+        assert "name two adapters" in answer.text
+
+
 async def test_labels_of_texts() -> None:
     async with http_cluster() as (c, http):
         answer = await http.post("/classify", json={"model": "cls", "input": ["x", "y"]})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -159,6 +159,21 @@ def adapter_of(model: str | None, base_names: Sequence[str]) -> str:
     if ":" in model:  # never in the name of an adapter
         raise model_not_found(model)
     return model
+
+
+def adapter_in(names: Mapping[str, str | None], base_names: Sequence[str]) -> str:
+    """The adapter that fields of a request name, "" where all are null or the base model. `names` has their values.
+
+    Raises as `adapter_of`, and InvalidArgument for two adapters."""
+    found = found_in = ""
+    for name, value in names.items():
+        given = adapter_of(value, base_names)
+        if given and found and given != found:
+            # Without backticks: names of fields in those are translated.
+            raise InvalidArgument(f"{found_in} and {name} name two adapters: leave one of them out", field=name)
+        if given:
+            found, found_in = given, name
+    return found
 
 
 def unicode_text(text: str, name: str) -> str:

@@ -74,17 +74,26 @@ class Fields(BaseModel):
         return {name: value for name, value in (self.model_extra or {}).items() if value is not None}
 
 
+class AdapterFields(Fields):
+    """Fields that name the adapter: OpenAI's, SGLang's and LoRAX'."""
+
+    model: str | None = None
+    lora_path: str | None = None
+    adapter_id: str | None = None
+
+    def adapter_names(self) -> dict[str, str | None]:
+        """For `adapter_in`."""
+        return {"model": self.model, "lora_path": self.lora_path, "adapter_id": self.adapter_id}
+
+
 class StreamOptions(Fields):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class Generation(Fields):
+class Generation(AdapterFields):
     """Fields that completions and chat completions have in common."""
 
-    model: str | None = None
-    lora_path: str | None = None
-    adapter_id: str | None = None
     max_tokens: Uint32 | None = None
     temperature: float | None = None
     top_p: float | None = None

@@ -76,6 +76,7 @@ class TokenizeRequest(Fields):
 
     inputs: str
     parameters: Parameters | None = None
+    model: str | None = None
     add_special_tokens: bool | None = None
 
 
@@ -110,7 +111,7 @@ _TASKS: Final[Mapping[str, str]] = {
 def generate_job(body: GenerateRequest, base_names: Sequence[str], request_id: str, *, is_streamed: bool) -> Job:
     """Raises InvalidArgument, Unimplemented and AdapterNotFound with the parameter's name."""
     given = body.parameters or Parameters()
-    ignored = _ignored(body, given, base_names)
+    ignored = ignored_in(body, given, base_names)
     _refuse(given)
     if not body.inputs:
         raise InvalidArgument("`inputs` is empty: give a prompt", field="inputs")
@@ -205,13 +206,15 @@ def _refuse(given: Parameters) -> None:
         raise Unimplemented("`watermark` is not available: texts have no watermark", field="watermark")
 
 
-def _ignored(body: GenerateRequest, given: Parameters, base_names: Sequence[str]) -> tuple[str, ...]:
+def ignored_in(
+    body: GenerateRequest | TokenizeRequest, given: Parameters, base_names: Sequence[str]
+) -> tuple[str, ...]:
     """Names of fields that are ignored. Raises InvalidArgument for one that would change the answer."""
     return header_names([*_extras(body, base_names), *(f"parameters.{name}" for name in _extras(given, base_names))])
 
 
 def _extras(fields: Fields, base_names: Sequence[str]) -> Iterator[str]:
-    is_body = isinstance(fields, GenerateRequest)
+    is_body = not isinstance(fields, Parameters)
     for name, value in fields.extras().items():
         if name in _TASKS:
             raise InvalidArgument(f"`{name}` is not for generation: {_TASKS[name]}", field=name)

@@ -15,7 +15,7 @@ from loraplex_contracts.errors import LoraplexError
 from loraplex_proto.v1 import inference_pb2 as pb
 from loraplex_proto.validate import MAX_COMPLETIONS, MAX_STOP_STRINGS
 from loraplex_router.http import native, native_answers, openai, sglang
-from loraplex_router.http.backend import Backend, request_id_of
+from loraplex_router.http.backend import Backend, adapter_in, request_id_of
 from loraplex_router.http.errors import body_dialect, error_object, is_missing_model, model_not_found, native_error
 from loraplex_router.http.models import ChatCompletionRequest, TokenizeRequest, harmless_fields, ignored_fields
 from loraplex_router.http.routes import Routes
@@ -104,7 +104,7 @@ class NativeRoutes:
 
     async def _answer_sglang(self, body: sglang.GenerateRequest, request: Request) -> Response:
         started_s = time.monotonic()
-        job = sglang.generate_job(body, self._backend.base_names(), request_id_of(request))
+        job = sglang.generate_job(body, await self._backend.names_for(body.model, request), request_id_of(request))
         headers = self._backend.ignored(job.ignored)
         try:
             if not job.is_streamed:
@@ -146,15 +146,18 @@ class NativeRoutes:
     async def tokenize(self, body: AnyTokenizeRequest, request: Request) -> Response:
         if isinstance(body, TokenizeRequest):
             return await self._openai.tokenize(body, request)
-        name = (body.parameters.adapter_id if body.parameters is not None else None) or ""
-        if adapter_id := native.adapter_id_of(name, self._backend.base_names()):
+        given = body.parameters or native.Parameters()
+        names = await self._backend.names_for(body.model, request)
+        headers = self._backend.ignored(native.ignored_in(body, given, names), harmless_fields(body))
+        asked = {"model": body.model, "parameters.adapter_id": native.adapter_id_of(given.adapter_id or "", names)}
+        if adapter_id := adapter_in(asked, names):
             await self._backend.adapter_rows(adapter_id, request)
         answer = await self._ask_tokens(native.tokenize_request(body), request)
-        return JSONResponse(native_answers.tokens_of(body.inputs, answer))
+        return JSONResponse(native_answers.tokens_of(body.inputs, answer), headers=headers)
 
     async def chat_tokenize(self, body: ChatCompletionRequest, request: Request) -> Response:
         """`messages` to the text that the template makes of them, and its tokens."""
-        job = openai.chat_job(body, self._backend.base_names(), request_id_of(request), 0)
+        job = openai.chat_job(body, await self._backend.names_for(body.model, request), request_id_of(request), 0)
         if job.adapter_id:
             await self._backend.adapter_rows(job.adapter_id, request)
         answer = await self._ask_tokens(pb.TokenizeRequest(chat=job.requests[0].chat, offsets=True), request)

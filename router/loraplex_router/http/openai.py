@@ -9,7 +9,7 @@ from typing import Any, Final, cast
 from loraplex_contracts.adapters import check_id
 from loraplex_contracts.errors import InvalidArgument, Unimplemented
 from loraplex_proto.v1 import inference_pb2 as pb
-from loraplex_router.http.backend import MAX_CHOICES, MAX_PROMPTS, adapter_of, json_text, unicode_text
+from loraplex_router.http.backend import MAX_CHOICES, MAX_PROMPTS, adapter_in, json_text, unicode_text
 from loraplex_router.http.grammars import grammar_of
 from loraplex_router.http.models import (
     ChatCompletionRequest,
@@ -243,7 +243,7 @@ def _job(
 def _common(body: Generation, base_names: Sequence[str], defaults: pb.Sampling) -> pb.GenerateRequest:
     request = pb.GenerateRequest(n=body.n or 1)
     sampling, stopping = request.sampling, request.stopping
-    request.adapter_id = unicode_text(_adapter_in(body, base_names), "model")
+    request.adapter_id = unicode_text(adapter_in(body.adapter_names(), base_names), "model")
     sampling.CopyFrom(defaults)
     if not sampling.HasField("temperature"):
         sampling.temperature = 1.0  # the wire's own default is greedy
@@ -284,17 +284,6 @@ def _common(body: Generation, base_names: Sequence[str], defaults: pb.Sampling) 
     if body.speculation is not None:
         request.speculation.CopyFrom(speculation_of(body.speculation))
     return request
-
-
-def _adapter_in(body: Generation, base_names: Sequence[str]) -> str:
-    """`lora_path` (SGLang's) or `adapter_id` (LoRAX') name the adapter where `model` is the base model."""
-    found = adapter_of(body.model, base_names)
-    for name in ("lora_path", "adapter_id"):
-        given = adapter_of(getattr(body, name), base_names)
-        if given and found and given != found:
-            raise InvalidArgument(f"`{name}` names another adapter than `model`: leave one of them out", field=name)
-        found = given or found
-    return found
 
 
 def token_id_of(key: str) -> int:

@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal, TypeVar, cast
 
 from fastapi import FastAPI, Request
-from google.protobuf.message import Message
 from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
@@ -23,12 +22,12 @@ from loraplex_router.calls import Call
 from loraplex_router.http.backend import (
     MAX_PROMPTS,
     Backend,
-    adapter_of,
+    adapter_in,
     request_id_of,
     unicode_text,
 )
 from loraplex_router.http.errors import is_missing_model, model_not_found
-from loraplex_router.http.models import Fields, Uint32, harmless_fields, ignored_fields
+from loraplex_router.http.models import AdapterFields, Fields, Uint32, harmless_fields, ignored_fields
 from loraplex_router.http.streaming import FanOut, metadata_of, while_connected
 
 _SERVICE: Final = "/loraplex.v1.PoolingService/"
@@ -67,10 +66,9 @@ _Response = TypeVar("_Response", pooling_pb2.EmbedResponse, pooling_pb2.Classify
 # --- bodies ---------------------------------------------------------------------------------------------------------
 
 
-class PoolingFields(Fields):
-    """Fields that all routes of `model` have."""
+class PoolingFields(AdapterFields):
+    """Fields that all routes but /embed have."""
 
-    model: str | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=1 << 24)] | None = None
     add_special_tokens: bool | None = None
     priority: Annotated[int, Field(ge=-100, le=100)] | None = None
@@ -95,7 +93,7 @@ class Parameters(Fields):
     merged_adapters: Any = None
 
 
-class EmbedBody(Fields):
+class EmbedBody(AdapterFields):
     """Body of POST /embed, LoRAX's or TEI's."""
 
     inputs: Any = None
@@ -185,7 +183,7 @@ class PoolingRoutes:
         message.dimensions = body.dimensions or 0
         message.omit_normalization = body.normalize is False
         message.pooling = _POOLINGS[body.pooling]
-        answer = await self._embed(message, body.model, request)
+        answer = await self._embed(message, request)
         to_json = _base64 if body.encoding_format == "base64" else _floats
         beside = {
             "id": f"embd-{message.request_id}",
@@ -207,12 +205,12 @@ class PoolingRoutes:
         message = pooling_pb2.EmbedRequest(inputs=inputs_of(body.inputs, "inputs"), request_id=request_id_of(request))
         if body.prompt_name is not None:
             raise Unimplemented("`prompt_name` is not available: write the prompt into the text", field="prompt_name")
-        message.adapter_id = lorax_adapter(body.parameters, self._backend)
+        message.adapter_id = await self._adapter_id(body, request, body.parameters)
         message.omit_normalization = body.normalize is False
         message.dimensions = body.dimensions or 0
         if body.truncate:
             message.truncate_prompt.keep_start = (body.truncation_direction or "right").lower() == "right"
-        answer = await self._embed(message, message.adapter_id, request)
+        answer = await self._embed(message, request)
         of_tei = (body.normalize, body.truncate, body.truncation_direction, body.dimensions)
         is_tei = not isinstance(body.inputs, str) or any(one is not None for one in of_tei)
         headers = _headers(message, ignored)
@@ -264,17 +262,11 @@ class PoolingRoutes:
             form = "a list of texts" if of_many else "one text; /classify_batch takes several"
             raise InvalidArgument(f"`inputs` must be {form}", field="inputs")
         message = pooling_pb2.ClassifyRequest(inputs=inputs_of(given, name))
-        await self._put_fields(message, body, request)
-        if body.parameters is not None:
-            message.adapter_id = lorax_adapter(body.parameters, self._backend)
+        await self._put_fields(message, body, request, body.parameters)
         message.logits = False in (body.activation, body.use_activation, body.softmax)
         relay = self._backend.relay.classify
-        model = body.model or message.adapter_id
-        return (
-            message,
-            await self._ask("Classify", relay, message, pooling_pb2.ClassifyResponse, model, request),
-            ignored,
-        )
+        answer = await self._ask("Classify", relay, message, pooling_pb2.ClassifyResponse, request)
+        return message, answer, ignored
 
     async def score(self, body: ScoreBody, request: Request) -> Response:
         """One query to all documents, or as many queries as documents, pair by pair."""
@@ -292,7 +284,7 @@ class PoolingRoutes:
         if len(pairs) > MAX_PROMPTS:
             raise InvalidArgument(f"`{first}` takes {MAX_PROMPTS} texts; there are {len(pairs)}", field=first)
         messages = [await self._score_request(body, query, several, request) for query, several in pairs]
-        answers = await self._scores(messages, body.model, request)
+        answers = await self._scores(messages, request)
         scores = [score for answer in answers for score in answer.scores]
         usage = inference_pb2.Usage(
             prompt_tokens=sum(one.usage.prompt_tokens for one in answers),
@@ -321,7 +313,7 @@ class PoolingRoutes:
         if body.truncate or body.max_tokens_per_doc:
             message.truncate_prompt.max_tokens = body.max_tokens_per_doc or 0
             message.truncate_prompt.keep_start = (body.truncation_direction or "right").lower() == "right"
-        (answer,) = await self._scores([message], body.model, request)
+        (answer,) = await self._scores([message], request)
         order = sorted(range(len(texts)), key=lambda index: -answer.scores[index])
         headers = _headers(message, ignored)
         if name == "texts":
@@ -364,13 +356,11 @@ class PoolingRoutes:
 
     # --- calls -----------------------------------------------------------------------------------------------------
 
-    async def _embed(
-        self, message: pooling_pb2.EmbedRequest, model: str | None, request: Request
-    ) -> pooling_pb2.EmbedResponse:
-        return await self._ask("Embed", self._backend.relay.embed, message, pooling_pb2.EmbedResponse, model, request)
+    async def _embed(self, message: pooling_pb2.EmbedRequest, request: Request) -> pooling_pb2.EmbedResponse:
+        return await self._ask("Embed", self._backend.relay.embed, message, pooling_pb2.EmbedResponse, request)
 
     async def _scores(
-        self, messages: Sequence[pooling_pb2.ScoreRequest], model: str | None, request: Request
+        self, messages: Sequence[pooling_pb2.ScoreRequest], request: Request
     ) -> list[pooling_pb2.ScoreResponse]:
         """The answers in the order of the requests, or the first error."""
         handle = self._backend.handler("Score", self._backend.relay.score)
@@ -378,7 +368,7 @@ class PoolingRoutes:
         try:
             found = await while_connected(request.receive, calls.answers())
         except LoraplexError as error:
-            raise _named(error, model) from error
+            raise _named(error, messages[0].adapter_id) from error
         finally:
             calls.cancel()
         return [pooling_pb2.ScoreResponse.FromString(raw) for raw in found]
@@ -387,9 +377,8 @@ class PoolingRoutes:
         self,
         method: str,
         body: Callable[[Call, bytes], Awaitable[bytes]],
-        message: Message,
+        message: pooling_pb2.EmbedRequest | pooling_pb2.ClassifyRequest,
         cls: type[_Response],
-        model: str | None,
         request: Request,
     ) -> _Response:
         """Raises the call's error; for an unknown adapter the one of an unknown model."""
@@ -397,11 +386,17 @@ class PoolingRoutes:
         try:
             return cls.FromString(await self._backend.ask(handle, message.SerializeToString(), request))
         except LoraplexError as error:
-            raise _named(error, model) from error
+            raise _named(error, message.adapter_id) from error
 
-    async def _put_fields(self, message: _PoolingRequest, body: PoolingFields, request: Request) -> None:
-        names = await self._backend.names_for(body.model, request)
-        message.adapter_id = unicode_text(adapter_of(body.model, names), "model")
+    async def _adapter_id(self, body: AdapterFields, request: Request, parameters: Parameters | None = None) -> str:
+        """Raises AdapterNotFound, Unimplemented for a mixture, and InvalidArgument for two names."""
+        names = {**body.adapter_names(), "parameters.adapter_id": _lorax_adapter(parameters)}
+        return unicode_text(adapter_in(names, await self._backend.names_for(body.model, request)), "model")
+
+    async def _put_fields(
+        self, message: _PoolingRequest, body: PoolingFields, request: Request, parameters: Parameters | None = None
+    ) -> None:
+        message.adapter_id = await self._adapter_id(body, request, parameters)
         if body.request_id:
             message.request_id = check_id(body.request_id, field="request_id")
         else:
@@ -442,8 +437,8 @@ def input_of(given: Any, name: str) -> pooling_pb2.PoolingInput:
     return pooling_pb2.PoolingInput(token_ids=inference_pb2.TokenIds(ids=ids))
 
 
-def _named(error: LoraplexError, model: str | None) -> LoraplexError:
-    return model_not_found(model or "") if is_missing_model(error) else error
+def _named(error: LoraplexError, adapter_id: str) -> LoraplexError:
+    return model_not_found(adapter_id) if is_missing_model(error) else error
 
 
 def _first(**given: Any) -> tuple[str, Any]:
@@ -496,17 +491,15 @@ def split_tag(label: str) -> tuple[str, str]:
     return (label[0], label[2:]) if label[:2] in ("B-", "I-") and len(label) > 2 else ("", label)
 
 
-def lorax_adapter(parameters: Parameters | None, backend: Backend) -> str:
-    """The adapter that LoRAX's `parameters` name, "" for the base model. Raises Unimplemented for a mixture."""
+def _lorax_adapter(parameters: Parameters | None) -> str | None:
+    """The name in LoRAX's `parameters`, None for the base model. Raises Unimplemented for a mixture."""
     if parameters is None:
-        return ""
+        return None
     if parameters.merged_adapters is not None:
         raise Unimplemented(
             "`merged_adapters` is not available: mixtures are not served; name one adapter", field="merged_adapters"
         )
-    if parameters.adapter_id is None or parameters.adapter_id in _LORAX_BASE:
-        return ""
-    return unicode_text(adapter_of(parameters.adapter_id, backend.base_names()), "adapter_id")
+    return None if parameters.adapter_id in _LORAX_BASE else parameters.adapter_id
 
 
 def usage_of(usage: inference_pb2.Usage) -> dict[str, Any]:

@@ -12,13 +12,15 @@ from loraplex_contracts.adapters import check_id
 from loraplex_contracts.errors import InvalidArgument, Unimplemented
 from loraplex_proto.v1 import inference_pb2 as pb
 from loraplex_proto.validate import MAX_COMPLETIONS, MAX_TOP_LOGPROBS
-from loraplex_router.http.backend import MAX_CHOICES, adapter_of, unicode_text
+from loraplex_router.http.backend import MAX_CHOICES, adapter_in, unicode_text
 from loraplex_router.http.grammars import grammar_of
 from loraplex_router.http.models import Fields, Uint32, header_names
 from loraplex_router.http.native_answers import event_of, finite
 from loraplex_router.http.openai import prompts_of, speculation_of, token_id_of
 
 DEFAULT_MAX_TOKENS: Final = 128  # SGLang's
+# Tokens of a text that each have an event.
+NUM_SINGLE_EVENTS: Final = 64
 
 _ABSENT: Final = (None, False, 0, -1, "", [], {})  # values that ask for nothing
 _GRAMMARS: Final = ("json_schema", "regex", "ebnf", "structural_tag")
@@ -34,6 +36,7 @@ REFUSED: Final[Mapping[str, str]] = {
     "stop_regex": "use `stop`",
     "token_ids_logprob": "use `top_logprobs_num`",
     "background": "ask for a stream",
+    "parameters": "use `sampling_params` and `lora_path`",
 }
 
 
@@ -87,6 +90,8 @@ class GenerateRequest(Fields):
     input_ids: Any = None
     sampling_params: SamplingParams | None = None
     lora_path: str | list[str | None] | None = None
+    model: str | None = None
+    adapter_id: str | None = None
     stream: bool | None = None
     rid: str | list[str] | None = None
     return_logprob: bool | None = None
@@ -104,7 +109,7 @@ class Job:
     """One request as calls, and what its answer depends on."""
 
     requests: tuple[pb.GenerateRequest, ...]  # one for each prompt
-    adapter_names: tuple[str, ...]  # as asked
+    adapter_names: tuple[str, ...]
     request_id: str
     n: int
     is_list: bool  # of prompts
@@ -129,7 +134,11 @@ def generate_job(body: GenerateRequest, base_names: Sequence[str], request_id: s
     n = params.n or 1
     if len(prompts) * n > MAX_CHOICES:
         raise InvalidArgument(f"the request asks for more than {MAX_CHOICES} texts (prompts times `n`)", field="n")
-    names = _per_prompt(body.lora_path, len(prompts), "lora_path")
+    asked = {"model": body.model, "adapter_id": body.adapter_id}
+    names = [
+        adapter_in({**asked, "lora_path": one}, base_names)
+        for one in _per_prompt(body.lora_path, len(prompts), "lora_path")
+    ]
     with_logprobs = bool(body.return_logprob)
     start = body.logprob_start_len
     common = _common(body, params)
@@ -143,7 +152,7 @@ def generate_job(body: GenerateRequest, base_names: Sequence[str], request_id: s
         one = pb.GenerateRequest()
         one.CopyFrom(common)
         one.request_id = one_id
-        one.adapter_id = adapter_of(unicode_text(adapter_name or "", "lora_path"), base_names)
+        one.adapter_id = unicode_text(adapter_name, "lora_path")
         if isinstance(prompt, str):
             one.text = unicode_text(prompt, "text")
         else:
@@ -151,7 +160,7 @@ def generate_job(body: GenerateRequest, base_names: Sequence[str], request_id: s
         requests.append(one)
     return Job(
         requests=tuple(requests),
-        adapter_names=tuple(one or "" for one in names),
+        adapter_names=tuple(names),
         request_id=request_id,
         n=n,
         is_list=is_list,
@@ -231,6 +240,7 @@ class Text:
     text: str = ""
     token_ids: list[int] = field(default_factory=list[int])
     logprobs: list[pb.TokenLogprob] = field(default_factory=list[pb.TokenLogprob])
+    num_shown: int = 0  # tokens of the last event
 
 
 def response_of(job: Job, answers: Sequence[pb.GenerateResponse], elapsed_s: float) -> Any:
@@ -246,7 +256,9 @@ def response_of(job: Job, answers: Sequence[pb.GenerateResponse], elapsed_s: flo
 
 
 class Events:
-    """Events of one streamed answer. Each has the whole text so far, as SGLang's."""
+    """Events of one streamed answer. Each has the whole text so far, as SGLang's.
+
+    Those of long texts come less often, a sixteenth longer each, so that all together are as long as a few texts."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -261,10 +273,14 @@ class Events:
         text.text += message.text_delta
         text.token_ids += message.token_ids
         text.logprobs += message.logprobs
-        meta = _meta(self._job, prompt, head.prompt_tokens, text, head.adapter_digest)
         is_end = message.finish_reason != pb.FINISH_REASON_UNSPECIFIED
+        num_tokens = len(text.token_ids)
+        if not is_end and num_tokens > NUM_SINGLE_EVENTS and 16 * num_tokens < 17 * text.num_shown:
+            return
+        text.num_shown = num_tokens
+        meta = _meta(self._job, prompt, head.prompt_tokens, text, head.adapter_digest)
         meta["finish_reason"] = _finish_reason(message) if is_end else None
-        meta |= _usage(message, message.usage) if is_end else {"completion_tokens": len(text.token_ids)}
+        meta |= _usage(message, message.usage) if is_end else {"completion_tokens": num_tokens}
         if is_end:
             meta["e2e_latency"] = message.timings.total_s
         event: dict[str, Any] = {"text": text.text, "output_ids": text.token_ids, "meta_info": meta}

@@ -167,16 +167,21 @@ async def events_of(
 ) -> AsyncIterator[bytes]:
     """The events of a stream whose `first` message is here; an error of a call is the last event before `done`."""
     message: Message | None = first
+    clock = asyncio.get_running_loop().time
+    quiet_until_s = clock() + KEEP_ALIVE_S
     try:
         while message is not None:
-            yield b"".join(to_events(*message))
+            if events := b"".join(to_events(*message)):
+                yield events
+                quiet_until_s = clock() + KEEP_ALIVE_S
             while True:
                 try:
-                    async with asyncio.timeout(KEEP_ALIVE_S):
+                    async with asyncio.timeout_at(quiet_until_s):
                         message = await calls.next()
                     break
                 except TimeoutError:
                     yield KEEP_ALIVE
+                    quiet_until_s = clock() + KEEP_ALIVE_S
         if last := b"".join(at_end()) + done:
             yield last
     except Exception as error:  # after the first byte there is no other way to say it

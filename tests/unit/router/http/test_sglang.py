@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -84,6 +85,17 @@ def test_prompts_and_their_adapters() -> None:
         job(lora_path="other:sql")
 
 
+def test_the_adapter_in_other_servers_fields() -> None:
+    assert job(model="sql").requests[0].adapter_id == "sql"
+    assert job(adapter_id="sql", model="org/base").requests[0].adapter_id == "sql"
+    assert [one.adapter_id for one in job(text=["a", "b"], model="sql", lora_path=["sql", None]).requests] == [
+        "sql"
+    ] * 2
+    assert job(model="org/base", parameters={}).requests[0].adapter_id == ""
+    with pytest.raises(InvalidArgument, match="two adapters"):
+        job(model="sql", lora_path="json")
+
+
 @pytest.mark.parametrize(
     ("fields", "field", "error"),
     [
@@ -93,6 +105,7 @@ def test_prompts_and_their_adapters() -> None:
         ({"text": ["a", "b"], "lora_path": ["sql"]}, "lora_path", InvalidArgument),
         ({"return_hidden_states": True}, "return_hidden_states", Unimplemented),
         ({"image_data": "x"}, "image_data", Unimplemented),
+        ({"parameters": {"adapter_id": "sql"}}, "parameters", Unimplemented),
         ({"sampling_params": {"stop_regex": "a+"}}, "stop_regex", Unimplemented),
         ({"sampling_params": {"regex": 5}}, "regex", InvalidArgument),
         ({"text": ["a"] * 100, "sampling_params": {"n": 64}}, "n", InvalidArgument),
@@ -158,3 +171,21 @@ def test_events_have_the_text_so_far() -> None:
     assert found[0]["meta_info"]["finish_reason"] is None
     assert found[1]["meta_info"]["finish_reason"] == {"type": "length", "length": 2}
     assert found[1]["meta_info"]["prompt_tokens"] == 4
+
+
+def test_events_of_long_texts_come_less_often() -> None:
+    events = sglang.Events(job(stream=True))
+    found: list[int] = []
+    num_bytes = 0
+    for number in range(4096):
+        message = pb.GenerateStreamResponse(text_delta="a", token_ids=[7])
+        if number == 4095:
+            message.finish_reason = pb.FINISH_REASON_LENGTH
+        for event in events.events(0, message.SerializeToString()):
+            found.append(len(json.loads(event.removeprefix(b"data: "))["output_ids"]))
+            num_bytes += len(event)
+    assert found[:64] == list(range(1, 65))
+    assert found[-1] == 4096
+    assert all(later * 16 <= earlier * 17 + 16 for earlier, later in itertools.pairwise(found))
+    assert len(found) < 200
+    assert num_bytes < 20 * len(event)

@@ -1,0 +1,43 @@
+"""Events of streams over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from loraplex_router.http import streaming
+from loraplex_router.http.streaming import DONE, KEEP_ALIVE, FanOut, events_of
+
+
+async def chunks_of(num_messages: int, pause_s: float, shown: set[int]) -> list[bytes]:
+    """Chunks of a stream of which the messages `shown` have events."""
+
+    async def handle(raw: bytes, context: Any) -> None:
+        for number in range(num_messages):
+            await asyncio.sleep(pause_s)
+            await context.write(bytes([number]))
+
+    def to_events(prompt: int, raw: bytes) -> Iterable[bytes]:
+        return (raw,) if raw[0] in shown else ()
+
+    def of_error(error: Any) -> bytes:
+        raise error
+
+    calls = FanOut(handle, [b""], ())
+    first = await calls.next()
+    assert first is not None
+    return [chunk async for chunk in events_of(calls, first, to_events, lambda: (), of_error)]
+
+
+async def test_messages_without_events_send_nothing() -> None:
+    assert await chunks_of(4, 0, {0, 2}) == [b"\x00", b"\x02", DONE]
+
+
+async def test_comments_come_while_messages_have_no_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "KEEP_ALIVE_S", 0.05)
+    found = await chunks_of(30, 0.01, {0})
+    assert KEEP_ALIVE in found
+    assert b"" not in found
