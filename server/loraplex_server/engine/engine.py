@@ -83,11 +83,18 @@ class Pending(Generic[Name, Found]):
 
     `resolve` gives what is found (of an adapter the key, held once more), or None while there is none yet, or raises.
     It is asked again only when there is news, and once for all requests of one name. `name_of`: of a request.
+    `forget` is told of a name that no request waits for any more.
     """
 
-    def __init__(self, resolve: Callable[[Name, float], Found | None], name_of: Callable[[Request], Name]) -> None:
+    def __init__(
+        self,
+        resolve: Callable[[Name, float], Found | None],
+        name_of: Callable[[Request], Name],
+        forget: Callable[[Name], None] = lambda _: None,
+    ) -> None:
         self._resolve = resolve
         self._name_of = name_of
+        self._forget = forget
         # By name, in the order of arrival, and so are their requests.
         self._groups: dict[Name, dict[str, Request]] = {}
         self._unasked: dict[Name, None] = {}  # that `resolve` has not been asked for yet
@@ -116,6 +123,7 @@ class Pending(Generic[Name, Found]):
             if not waiting:
                 del self._groups[group]
                 self._unasked.pop(group, None)
+                self._forget(group)
 
     def take_expired(self, now: float) -> list[Request]:
         """Removes and returns those whose deadline has passed."""
@@ -184,7 +192,7 @@ class Engine:
             cache.resolve, lambda request: request.speculation.medusa_id
         )
         self._pending_grammars = Pending[Grammar | None, Matcher](
-            self._resolve_grammar, lambda request: request.grammar
+            self._resolve_grammar, lambda request: request.grammar, self._forget_grammar
         )
         self._operations: dict[int, AdapterCommand] = {}
         self._events: list[Event] = []
@@ -343,6 +351,10 @@ class Engine:
 
     def _resolve_grammar(self, grammar: Grammar | None, now: float) -> Matcher | None:
         return None if grammar is None else self._grammars.resolve(grammar)
+
+    def _forget_grammar(self, grammar: Grammar | None) -> None:
+        if grammar is not None:
+            self._grammars.forget(grammar)
 
     def _admit_resolved(self, has_news: bool, now: float) -> None:
         has_grammar = self._grammars.poll()

@@ -17,8 +17,7 @@ from typing import Any, Final
 
 from loraplex_contracts.errors import InvalidArgument, LoraplexError
 from loraplex_contracts.request import Grammar
-from loraplex_server.grammars.matcher import Compiler
-from loraplex_server.grammars.source import refusal
+from loraplex_server.grammars.matcher import CompileLimit, Compiler
 
 COMPILE_S: Final = 2.0
 START_S: Final = 60.0
@@ -35,17 +34,17 @@ class Checker:
         self._conn: Any = None
 
     def check(self, grammar: Grammar) -> None:
-        """Raises InvalidArgument for a grammar that cannot be compiled within the bounds."""
+        """Raises InvalidArgument for a grammar that cannot be compiled, CompileLimit for one that comes to a bound."""
         try:
             conn = self._conn or self._start()
             conn.send(grammar)
             if not conn.poll(COMPILE_S):
                 self.close()
-                raise refusal(grammar, f"it takes more than {COMPILE_S:g} s to compile; make it smaller or simpler")
+                raise CompileLimit(f"it takes more than {COMPILE_S:g} s to compile; make it smaller or simpler")
             error: LoraplexError | None = conn.recv()
         except (EOFError, OSError):
             self.close()
-            raise refusal(grammar, "it cannot be compiled within the bounds of memory; make it simpler") from None
+            raise CompileLimit("it cannot be compiled within the bounds of memory; make it simpler") from None
         if error is not None:
             raise error
 

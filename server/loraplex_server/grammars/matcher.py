@@ -7,11 +7,13 @@ its own matcher, a copy. The library gives the interpreter's lock back while it 
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -32,6 +34,8 @@ Bits = npt.NDArray[np.int32]
 _PLAIN_DECODERS: Final = frozenset({"ByteLevel", "Replace", "ByteFallback", "Fuse", "Strip"})
 MAX_COMPILED: Final = 256
 MAX_COMPILED_BYTES: Final = 16 << 20  # of their texts; refusals count as well
+# After a compilation without a verdict, the time for which it counts as one.
+RETRY_S: Final = 10.0
 # About 20 ms to build a lexer's expressions, 4 ms for a mask's lexer and 1 ms for its parser; 40 MB of lexer states.
 _LIMITS: Final[Mapping[str, Any]] = {
     "initial_lexer_fuel": 1_000_000,
@@ -152,11 +156,15 @@ class Compiler:
         return Matcher(inner, self._tokens)
 
 
+class CompileLimit(Exception):
+    """A compilation that ended without a verdict, at a limit of time or memory: a busy machine may be why."""
+
+
 class Check(Protocol):
     """Compiles a grammar apart, first (checker.py)."""
 
     def check(self, grammar: Grammar) -> None:
-        """Raises InvalidArgument."""
+        """Raises InvalidArgument, and CompileLimit."""
         ...
 
     def close(self) -> None: ...
@@ -169,16 +177,22 @@ class Grammars:
     """
 
     def __init__(
-        self, compiler: Compiler | None, notify: Callable[[], None] = lambda: None, checker: Check | None = None
+        self,
+        compiler: Compiler | None,
+        notify: Callable[[], None] = lambda: None,
+        checker: Check | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._compiler = compiler
+        self._clock = clock
         self._checker = checker
         self._notify = notify
         self._threads: dict[bool, ThreadPoolExecutor] = {}  # by whether it is for simple grammars
         self._lock = threading.Lock()  # over all below
         self._done: OrderedDict[Grammar, Matcher | LoraplexError] = OrderedDict()  # the least recently used first
+        self._retry_s: dict[Grammar, float] = {}  # when one of these that failed without a verdict is compiled again
         self._num_bytes = 0
-        self._under_way: set[Grammar] = set()
+        self._under_way: dict[Grammar, Future[None]] = {}
         self._has_news = False
 
     def resolve(self, grammar: Grammar) -> Matcher | None:
@@ -190,17 +204,25 @@ class Grammars:
                 field="grammar",
             )
         with self._lock:
+            if self._clock() >= self._retry_s.get(grammar, math.inf):
+                self._drop(grammar)
             found = self._done.get(grammar)
             if found is not None:
                 self._done.move_to_end(grammar)
             elif grammar not in self._under_way:
-                self._under_way.add(grammar)
                 if grammar.is_simple not in self._threads:
                     self._threads[grammar.is_simple] = ThreadPoolExecutor(1, thread_name_prefix="grammars")
-                self._threads[grammar.is_simple].submit(self._run, grammar, self._compiler)
+                thread = self._threads[grammar.is_simple]
+                self._under_way[grammar] = thread.submit(self._run, grammar, self._compiler)
         if isinstance(found, LoraplexError):
-            raise found
+            raise found.with_traceback(None)  # else each use would add its frames, with all that they hold
         return found
+
+    def forget(self, grammar: Grammar) -> None:
+        """No request waits for it any more: a compilation that has not begun is left out."""
+        with self._lock:
+            if grammar in self._under_way and self._under_way[grammar].cancel():
+                del self._under_way[grammar]
 
     def poll(self) -> bool:
         """Whether a grammar has been compiled, or refused, since the last call."""
@@ -214,24 +236,41 @@ class Grammars:
             self._checker.close()
 
     def _run(self, grammar: Grammar, compiler: Compiler) -> None:
+        from loraplex_server.grammars.source import refusal
+
         found: Matcher | LoraplexError
+        is_final = True
         try:
             if self._checker is not None and not grammar.is_simple:
                 self._checker.check(grammar)
             found = compiler.compile(grammar)
         except InvalidArgument as error:
-            found = error
+            found = _bare(error)
+        except CompileLimit as error:
+            found, is_final = refusal(grammar, str(error)), False
         except Exception as error:
-            found = unexpected(error, "compiling a grammar")
+            found, is_final = _bare(unexpected(error, "compiling a grammar")), False
         with self._lock:
-            self._under_way.discard(grammar)
+            del self._under_way[grammar]
             self._done[grammar] = found
             self._num_bytes += len(grammar.text)
+            if not is_final:
+                self._retry_s[grammar] = self._clock() + RETRY_S
             while len(self._done) > 1 and (len(self._done) > MAX_COMPILED or self._num_bytes > MAX_COMPILED_BYTES):
-                evicted, _ = self._done.popitem(last=False)
-                self._num_bytes -= len(evicted.text)
+                self._drop(next(iter(self._done)))
             self._has_news = True
         self._notify()
+
+    def _drop(self, grammar: Grammar) -> None:
+        del self._done[grammar]
+        self._retry_s.pop(grammar, None)
+        self._num_bytes -= len(grammar.text)
+
+
+def _bare(error: LoraplexError) -> LoraplexError:
+    """The error without the frames that it came through: they would keep what their variables hold."""
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)
 
 
 def _tokenizer(serialized: str, num_logits: int, eos_token_ids: Collection[int]) -> tuple[TokenSet, LLTokenizer]:

@@ -27,7 +27,7 @@ from loraplex_server.grpc import protobuf
 from loraplex_server.grpc.middleware import RequestGate, begin_request, handles_errors, handles_stream_errors
 from loraplex_server.grpc.prompts import TOKEN_CHARS, Prompts, copied_ids, seconds_left, within
 from loraplex_server.text.responses import ResponseParsing
-from loraplex_server.text.tokenizer import Truncation
+from loraplex_server.text.tokenizer import SHORT_CHARS, Truncation
 
 if TYPE_CHECKING:  # imports Transformers
     from loraplex_server.text.response_template import ResponseFormat
@@ -219,9 +219,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             await self._tokenizing.off_loop(num_checked, partial(validate.check_for_model, message, self._limits))
             identity = self._gate.admit(*validate.adapters_in(message))
             self._refuse_early(message, identity.tenant, remaining_s)
-            grammar = await self._tokenizing.off_loop(
-                message.grammar.ByteSize(), partial(protobuf.grammar, message.grammar)
-            )
+            num_bytes = message.grammar.ByteSize()
+            if message.grammar.WhichOneof("kind") == "gbnf":
+                num_bytes = max(num_bytes, SHORT_CHARS)  # its parser takes a hundred times as long as others
+            grammar = await self._tokenizing.off_loop(num_bytes, partial(protobuf.grammar, message.grammar))
             prompt = await self._prompts.ids(
                 message, self._truncation(message), special=not message.omit_special_tokens
             )

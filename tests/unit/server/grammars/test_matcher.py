@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import threading
+import traceback
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,7 +19,7 @@ from loraplex_contracts.errors import FailedPrecondition, InvalidArgument
 from loraplex_contracts.request import Grammar
 from loraplex_server.grammars import matcher as module
 from loraplex_server.grammars import source
-from loraplex_server.grammars.matcher import Compiler, Grammars, Matcher, allowed_tokens
+from loraplex_server.grammars.matcher import CompileLimit, Compiler, Grammars, Matcher, allowed_tokens
 
 EOS = 256
 LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -220,6 +221,63 @@ def test_grammars_are_compiled_once_and_kept_within_bounds(monkeypatch: pytest.M
     for _ in range(2):
         with pytest.raises(InvalidArgument, match="regex"):
             resolved(grammars, source.regex("(a"), done)
+    grammars.close()
+
+
+class StuckCheck:
+    """A compilation apart that waits, and comes to a limit the first time."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.seen: list[str] = []
+
+    def check(self, grammar: Grammar) -> None:
+        self.seen.append(grammar.text)
+        assert self.go.wait(10)
+        if len(self.seen) == 1:
+            raise CompileLimit("it takes too long")
+
+    def close(self) -> None: ...
+
+
+def test_grammars_that_nobody_waits_for_are_not_compiled() -> None:
+    done, check = threading.Event(), StuckCheck()
+    grammars = Grammars(COMPILER, done.set, check)
+    texts = [source.regex(f"a{number}") for number in range(20)]
+    for grammar in texts:
+        assert grammars.resolve(grammar) is None
+    for grammar in texts[:-1]:
+        grammars.forget(grammar)
+    check.go.set()
+    assert resolved(grammars, texts[-1], done)
+    assert check.seen == [texts[0].text, texts[-1].text]  # the first one was under way
+    grammars.close()
+
+
+def test_a_limit_that_was_met_is_no_verdict_for_ever() -> None:
+    now_s = 0.0
+    done, check = threading.Event(), StuckCheck()
+    check.go.set()
+    grammars = Grammars(COMPILER, done.set, check, clock=lambda: now_s)
+    for _ in range(2):
+        with pytest.raises(InvalidArgument, match="too long") as caught:
+            resolved(grammars, source.regex("a"), done)
+        assert caught.value.field == "grammar.regex"
+    now_s = module.RETRY_S
+    assert resolved(grammars, source.regex("a"), done)
+    assert len(check.seen) == 2
+    grammars.close()
+
+
+def test_a_refusal_keeps_no_frames() -> None:
+    done = threading.Event()
+    grammars = Grammars(COMPILER, done.set)
+    lengths: list[int] = []
+    for _ in range(5):
+        with pytest.raises(InvalidArgument) as caught:
+            resolved(grammars, source.regex("(a"), done)
+        lengths.append(len(list(traceback.walk_tb(caught.value.__traceback__))))
+    assert lengths[1:] == lengths[1:2] * 4
     grammars.close()
 
 
