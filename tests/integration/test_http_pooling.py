@@ -6,7 +6,7 @@ import base64
 import contextlib
 import json
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from loraplex_runtime.auth import token_digest
 
 
 @contextlib.asynccontextmanager
-async def http_cluster(**options: Any) -> AsyncIterator[tuple[Cluster, httpx2.AsyncClient]]:
+async def http_cluster(**options: Any) -> AsyncGenerator[tuple[Cluster, httpx2.AsyncClient]]:
     async with cluster(1, http_port=0, **options) as c:
         assert c.router.http is not None
         await until(lambda: c.router.replicas.num_routable == 1)

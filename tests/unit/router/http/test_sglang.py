@@ -176,7 +176,7 @@ def test_events_have_the_text_so_far() -> None:
 def test_events_of_long_texts_come_less_often() -> None:
     events = sglang.Events(job(stream=True))
     found: list[int] = []
-    num_bytes = 0
+    num_bytes, event = 0, b""
     for number in range(4096):
         message = pb.GenerateStreamResponse(text_delta="a", token_ids=[7])
         if number == 4095:
