@@ -238,6 +238,7 @@ async def test_reflection() -> None:
         assert names == {
             "loraplex.v1.InferenceService",
             "loraplex.v1.PoolingService",
+            "loraplex.v1.WorkerService",
             "loraplex.v1.AdapterService",
             "grpc.health.v1.Health",
             "grpc.reflection.v1alpha.ServerReflection",

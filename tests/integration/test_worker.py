@@ -265,7 +265,7 @@ def test_echo_and_tokenize(client: Client) -> None:
 def test_info_health_and_reflection(client: Client, worker: Worker) -> None:
     info = client.info()
     assert (info.role, info.max_context_tokens, info.dtype) == ("worker", 128, "float64")
-    assert (info.max_device_adapters, info.tasks) == (3, ("generate",))
+    assert (info.max_device_adapters, info.tasks) == (3, ("generate", "embed", "classify", "score"))
     assert info.kv_block_tokens > 0
     with grpc.insecure_channel(worker.address) as channel:
         health = health_pb2_grpc.HealthStub(channel)

@@ -76,7 +76,7 @@ def build(world: TinyWorld, **speculation: object) -> Bench:
     config = EngineConfig(
         ModelConfig(str(world.model), dtype="float64"),
         KvConfig(4, 1 << 20),
-        BatchConfig(6, 24),
+        BatchConfig(6, 24, max_queue_wait_s=0.0),
         AdaptersConfig(world.adapters),
         SpeculationConfig(**speculation),  # type: ignore[arg-type]
     )

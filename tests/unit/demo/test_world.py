@@ -30,7 +30,7 @@ def files(world: World) -> list[Path]:
 
 def test_it_is_small_and_plain(world: World) -> None:
     assert sum(path.stat().st_size for path in files(world) if path.suffix == ".safetensors") <= MAX_WEIGHT_BYTES
-    assert {path.suffix for path in files(world)} <= {".safetensors", ".json", ".md"}
+    assert {path.suffix for path in files(world)} <= {".safetensors", ".json", ".md", ".jinja"}
 
 
 def test_it_mentions_no_path_of_the_machine_that_made_it(world: World) -> None:
