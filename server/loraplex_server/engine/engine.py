@@ -19,6 +19,7 @@ from loraplex_contracts.errors import (
     ClassifiesOnly,
     DeadlineExceeded,
     Draining,
+    InvalidArgument,
     LoraplexError,
     NoClassifier,
     unexpected,
@@ -46,6 +47,7 @@ from loraplex_server.speculation.step_costs import StepCosts
 
 log = logging.getLogger(__name__)
 
+MAX_CLASS_VALUES = 1 << 20  # of one prompt: 8 MiB, copied and sent between steps
 FORECAST_EVERY_S = 0.05  # it takes time for each request that waits
 MAX_IDLE_S = 3600.0  # a lock cannot be waited for until any deadline that a client may name
 
@@ -397,8 +399,8 @@ class Engine:
             self._end(accepted.request.request_id, error)
 
     def _with_classifier(self, request: Request, adapter_key: AdapterKey | None) -> Request:
-        """The request with what its adapter's classifier says about it. Raises NoClassifier, or ClassifiesOnly where an
-        adapter with a classifier is asked for a text."""
+        """The request with what its adapter's classifier says about it. Raises NoClassifier, ClassifiesOnly where an
+        adapter with a classifier is asked for a text, or InvalidArgument for more than MAX_CLASS_VALUES."""
         classifier = None if adapter_key is None else self._cache.classifier(adapter_key)
         pooling = request.pooling
         if pooling is not None and pooling.task == "classify":
@@ -408,6 +410,14 @@ class Engine:
                     f"{name} has no classifier: name an adapter that was trained to classify (task_type SEQ_CLS or "
                     "TOKEN_CLS), or ask for embeddings or a text",
                     field="adapter_id",
+                )
+            num_tokens, num_labels = len(request.prompt_token_ids), len(classifier.labels)
+            if classifier.per_token and num_tokens * num_labels > MAX_CLASS_VALUES:
+                raise InvalidArgument(
+                    f"adapter {request.adapter_id!a} gives each token {num_labels} values, and an input has "
+                    f"{num_tokens} tokens; {MAX_CLASS_VALUES} values may be asked for at once: shorten the input to "
+                    f"{MAX_CLASS_VALUES // num_labels} tokens, or split it",
+                    field="inputs",
                 )
             positions = "each" if classifier.per_token else "last"
             return replace(request, pooling=replace(pooling, positions=positions, labels=classifier.labels))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from loraplex_contracts.errors import Cancelled, Internal
+from loraplex_contracts.errors import Cancelled, Internal, Unavailable
 from loraplex_contracts.request import Admitted, CompletionEnd, Pooled, Request, RequestFailed
 
 if TYPE_CHECKING:  # tests of this module need no torch
@@ -21,6 +21,7 @@ Floats = NDArray[np.float64]
 
 # Requests of one call that the engine has at a time: enough to fill its steps, few beside other callers'.
 MAX_AT_ONCE = 32
+RETRY_AFTER_S = 1.0
 MIN_LENGTH = 1e-12  # of a vector that is divided by its length, as in torch.nn.functional.normalize
 
 
@@ -38,7 +39,8 @@ class PooledAnswer:
 
 
 async def pool_all(engine: EngineClient, requests: Sequence[Request]) -> list[PooledAnswer]:
-    """The answers in the order of the requests. Raises the first typed error of one, and ends the others then."""
+    """The answers in the order of the requests, all of one adapter. Raises the first typed error of one, and ends the
+    others then; Unavailable where they are of two versions of the adapter."""
     turns = asyncio.Semaphore(MAX_AT_ONCE)
 
     async def one(request: Request) -> PooledAnswer:
@@ -47,12 +49,15 @@ async def pool_all(engine: EngineClient, requests: Sequence[Request]) -> list[Po
 
     tasks = [asyncio.ensure_future(one(request)) for request in requests]
     try:
-        return list(await asyncio.gather(*tasks))
+        answers = list(await asyncio.gather(*tasks))
     except BaseException:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
+    if len({(one.adapter_digest, one.labels, one.per_token) for one in answers}) > 1:
+        raise Unavailable("the adapter was replaced during this call; send it again", retry_after_s=RETRY_AFTER_S)
+    return answers
 
 
 async def _pool(engine: EngineClient, request: Request) -> PooledAnswer:

@@ -143,6 +143,24 @@ class Tokenizing:
         assert isinstance(ids, array)
         return ids
 
+    async def encode_pair(
+        self, first: str, second: str, *, special: bool = True, truncation: Truncation | None = None
+    ) -> Sequence[int]:
+        """As `TextTokenizer.encode_pair`. Raises as well ContextLengthExceeded before texts are tokenized, QueueFull
+        and InvalidArgument for texts of more than LONG_BYTES together."""
+        num_bytes = num_bytes_of(first) + num_bytes_of(second)
+        if truncation is None:
+            self._check_length(num_bytes)
+        if num_bytes > LONG_BYTES:
+            raise InvalidArgument(
+                f"`query` and a document have {num_bytes} bytes of text together; a pair may have {LONG_BYTES}: "
+                "shorten them, or send token_ids",
+                field="query",
+            )
+        encode = self.tokenizer.encode_pair
+        work = partial(encode, first, second, add_special_tokens=special, truncation=truncation)
+        return await self.off_loop(num_bytes, work)
+
     async def _encode_safe(self, safe: SafeText, truncation: Truncation | None) -> Sequence[int]:
         num_bytes = num_bytes_of(safe.text)
         if truncation is None:

@@ -182,7 +182,7 @@ class PoolingServicer(pooling_pb2_grpc.PoolingServiceServicer):
         arrival_s, left_s = time.monotonic(), seconds_left(context)
         identity = self._gate.admit(*validate.pooling_adapters_in(message))
         async with within(left_s):
-            self._refuse_early(message, identity.tenant, left_s)
+            self._refuse_early(message, query, identity.tenant, left_s)
             prompts: list[tuple[int, ...]] = []
             for one in inputs:
                 prompts.append(await self._prompt(message, one, query))
@@ -231,13 +231,16 @@ class PoolingServicer(pooling_pb2_grpc.PoolingServiceServicer):
         validate.check_prompt_length(len(prompt), limits, makes_tokens=False)
         return prompt
 
-    def _refuse_early(self, message: PoolingRequest, tenant: str, left_s: float | None) -> None:
+    def _refuse_early(
+        self, message: PoolingRequest, query: pooling_pb2.PoolingInput | None, tenant: str, left_s: float | None
+    ) -> None:
         """As of generation: Overloaded where the engine would refuse, by an estimate without tokens."""
         forecast = self._engine.state.load.forecast
         if forecast is None or message.priority > 0:
             return
+        parts = [*message.inputs] if query is None else [*message.inputs, *[query] * len(message.inputs)]
         num_prompt = sum(
-            len(one.token_ids.ids) or (len(one.text) + one.chat.ByteSize()) // TOKEN_CHARS for one in message.inputs
+            len(one.token_ids.ids) or (len(one.text) + one.chat.ByteSize()) // TOKEN_CHARS for one in parts
         )
         forecast.check((tenant, message.adapter_id), num_prompt, 1, left_s)
 

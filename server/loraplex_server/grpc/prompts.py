@@ -52,10 +52,8 @@ class Prompts:
     async def pair_ids(
         self, first: str, second: str, truncation: Truncation | None, *, special: bool
     ) -> tuple[int, ...]:
-        """Of two texts, as `TextTokenizer.encode_pair`."""
-        encode = self._tokenizing.tokenizer.encode_pair
-        work = partial(encode, first, second, add_special_tokens=special, truncation=truncation)
-        return tuple(await self._tokenizing.off_loop(len(first) + len(second), work))
+        """Of two texts. Raises what `Tokenizing.encode_pair` raises."""
+        return tuple(await self._tokenizing.encode_pair(first, second, special=special, truncation=truncation))
 
     async def offsets(self, text: str, truncation: Truncation | None, *, special: bool) -> Sequence[tuple[int, int]]:
         """Where each token of a text begins and ends, in characters."""

@@ -441,13 +441,15 @@ def _span_result(
 
 def _pooled_results(staged: StagedStep, pooled: _Pooled) -> dict[str, SpanResult]:
     rows = {span.sequence_id: row for row, span in zip(staged.rows, staged.spans, strict=True)}
-    packed: array[float] = array("d", pooled.values.wait().numpy().tobytes())
+    packed = pooled.values.wait().numpy()
     results: dict[str, SpanResult] = {}
     start = 0
     for sequence_id, (num_rows, num_columns) in pooled.shapes.items():
-        values = packed[start : start + num_rows * num_columns]
-        start += len(values)
-        is_finite = all(map(math.isfinite, values))
+        part = packed[start : start + num_rows * num_columns]
+        start += len(part)
+        values: array[float] = array("d")
+        values.frombytes(part.view(np.uint8).data)
+        is_finite = np.isfinite(part).all()
         results[sequence_id] = (
             SpanResult(pooled=PooledValues(values, num_columns))
             if is_finite

@@ -7,7 +7,7 @@ import threading
 import pytest
 from support.engine_fakes import FakeCache, FakeRunner, make_engine
 
-from loraplex_contracts.adapters import AdapterKey
+from loraplex_contracts.adapters import AdapterKey, ClassifierInfo
 from loraplex_contracts.errors import (
     AdapterNotFound,
     Cancelled,
@@ -15,6 +15,7 @@ from loraplex_contracts.errors import (
     Draining,
     FailedPrecondition,
     Internal,
+    InvalidArgument,
     LoraplexError,
     OutOfMemory,
     QueueFull,
@@ -25,13 +26,14 @@ from loraplex_contracts.request import (
     CompletionEnd,
     Event,
     FinishReason,
+    PoolingParams,
     Request,
     RequestFailed,
     SpeculationParams,
     StoppingParams,
     Tokens,
 )
-from loraplex_server.engine.engine import Engine, Pending
+from loraplex_server.engine.engine import MAX_CLASS_VALUES, Engine, Pending
 from loraplex_server.engine.pipe import Abandon, AdapterCommand, Cancel, Reply, StopCompletion, Submit
 
 
@@ -81,6 +83,24 @@ def test_an_unknown_adapter_fails_its_request_only() -> None:
     assert isinstance(failure(events, "bad"), AdapterNotFound)
     assert isinstance(terminal(events, "good")[0], CompletionEnd)
     assert engine.integrity_report() == ""
+
+
+def test_a_classification_of_too_many_values_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    labels = tuple(map(str, range(MAX_CLASS_VALUES // 4)))
+    cache = FakeCache()
+    engine = make_engine(cache=cache)
+    for per_token, num_prompt, is_refused in ((True, 4, False), (True, 5, True), (False, 5, False)):
+        monkeypatch.setattr(cache, "classifier", lambda key, each=per_token: ClassifierInfo(labels, each))
+        engine.handle(Submit(request(num_prompt=num_prompt, adapter_id="a", pooling=PoolingParams("classify"))))
+        events, _ = run(engine, 3)
+        if is_refused:
+            error = failure(events, "r")
+            assert isinstance(error, InvalidArgument)
+            assert "shorten the input to 4 tokens" in str(error)
+        else:
+            assert any(isinstance(event, Admitted) for event in events)
+            engine.handle(Cancel("r", Cancelled("seen")))
+            run(engine, 1)
 
 
 def test_others_run_while_an_adapter_is_fetched() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from loraplex_contracts.errors import LoraplexError, NoClassifier, Overloaded
+from loraplex_contracts.errors import LoraplexError, NoClassifier, Overloaded, Unavailable
 from loraplex_contracts.request import (
     Admitted,
     CompletionEnd,
@@ -84,6 +84,18 @@ async def test_answers_come_in_the_order_of_requests() -> None:
     assert (first.num_prompt_tokens, first.num_cached_tokens) == (2, 1)
     assert engine.most_at_once == MAX_AT_ONCE
     assert not engine.cancelled
+
+
+async def test_answers_of_two_versions_of_an_adapter_are_refused() -> None:
+    engine: Any = FakeEngine()
+    pooling = asyncio.ensure_future(pool_all(engine, [request("0"), request("1")]))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    engine.streams[1].events[0] = Admitted("1", "newer", 0.5)
+    await engine.answer()
+    with pytest.raises(Unavailable, match="replaced during this call; send it again") as caught:
+        await pooling
+    assert caught.value.retry_after_s
 
 
 async def test_the_first_error_ends_all() -> None:

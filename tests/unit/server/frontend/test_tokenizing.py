@@ -72,6 +72,18 @@ async def gone() -> None:
         await asyncio.sleep(0.02)
 
 
+async def test_a_pair_of_texts_is_bounded(tokenizing: Tokenizing) -> None:
+    assert await tokenizing.encode_pair(SHORT, MIDDLE) == text_tokenizer().encode_pair(SHORT, MIDDLE)
+    for truncation in (None, Truncation(8)):
+        with pytest.raises(InvalidArgument, match=f"a pair may have {LONG_BYTES}") as caught:
+            await tokenizing.encode_pair(LONG, SHORT, truncation=truncation)
+        assert caught.value.field == "query"
+    bounded = Tokenizing(text_tokenizer(bounded=True), ModelLimits(1000, 100))
+    with pytest.raises(ContextLengthExceeded, match="tokens at least"):
+        await bounded.encode_pair(SHORT, LONG)
+    await bounded.close()
+
+
 async def test_the_same_ids_wherever_they_are_made(tokenizing: Tokenizing) -> None:
     plain = text_tokenizer()
     for text in (SHORT, MIDDLE, LONG, LONG + "naïve 你好 [tool] <|turn|>"):
