@@ -834,7 +834,7 @@ def scores(raw: bytes) -> Scores:
 def _pooled(
     message: pooling_pb2.EmbedResponse | pooling_pb2.ClassifyResponse | pooling_pb2.ScoreResponse,
 ) -> dict[str, Any]:
-    """What all answers of PoolingService have."""
+    """Fields of every answer of PoolingService."""
     return {
         "usage": _usage(message.usage),
         "timings": _record(Timings, message.timings),

@@ -35,7 +35,7 @@ class AdapterKey:
 
 @dataclass(frozen=True, slots=True)
 class ClassifierInfo:
-    """What an adapter's classifier tells apart: texts, or each of their tokens."""
+    """Labels of an adapter's classifier, of texts or of each token."""
 
     labels: tuple[str, ...]  # in the order of its rows
     per_token: bool = False

@@ -75,7 +75,7 @@ class PoolingParams:
 
     @property
     def needs_all(self) -> bool:
-        """Whether each of the prompt's tokens has to run: the prefix cache holds no hidden states."""
+        """True where each of the prompt's tokens has to run: the prefix cache holds no hidden states."""
         return self.positions != "last"
 
 

@@ -38,7 +38,7 @@ HTTP_NAME = "demo"  # of the base model
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one request of the batch gave."""
+    """Result of one request of the batch."""
 
     adapter: str  # "": the base model
     case: Case

@@ -34,6 +34,9 @@ MAX_POOLING_INPUTS: Final = 2048
 MAX_CHAT_JSON_BYTES: Final = 1 << 20
 MAX_GRAMMAR_BYTES: Final = 1 << 18
 MAX_WATCH_INTERVAL_S: Final = 60.0
+MIN_WATCH_INTERVAL_S: Final = 0.02
+DEFAULT_WATCH_INTERVAL_S: Final = 0.2
+HEARTBEAT_INTERVALS: Final = 10  # of a watch in which nothing changes
 MAX_DRAFT_TOKENS: Final = 64  # per step
 MAX_NGRAM: Final = 64
 MAX_UNKNOWN_BYTES: Final = 1 << 16  # of fields that each get a look
@@ -367,7 +370,7 @@ def _check_stopping(stopping: inference_pb2.Stopping) -> None:
 
 
 def _check_grammar(request: inference_pb2.GenerateRequest) -> None:
-    """What the engine need not compile to refuse."""
+    """Refuses grammars by their fields alone, before any is compiled."""
     grammar = request.grammar
     kind = grammar.WhichOneof("kind")
     if kind is None:
@@ -571,6 +574,11 @@ def check_watch_load(request: worker_pb2.WatchLoadRequest) -> None:
         raise InvalidArgument(
             f"`min_interval_s` must be from 0 to {MAX_WATCH_INTERVAL_S:g}; it is {interval_s:g}", field="min_interval_s"
         )
+
+
+def watch_interval_s(request: worker_pb2.WatchLoadRequest) -> float:
+    """Seconds between two reports of a watch, at least."""
+    return max(MIN_WATCH_INTERVAL_S, request.min_interval_s or DEFAULT_WATCH_INTERVAL_S)
 
 
 # --- values that this model does not take ---------------------------------------------------------------------------

@@ -67,7 +67,7 @@ class ServerOptions:
 
 @dataclass(frozen=True, slots=True)
 class HttpOptions:
-    """What the HTTP port lets its clients do."""
+    """Rights of clients of the HTTP port, and names that it takes."""
 
     base_aliases: bool = option(
         True,
@@ -214,7 +214,7 @@ class HttpServerConfig:
         )
 
     def router(self) -> RouterConfig:
-        """That of a router with one worker, the server, whose gRPC port only this machine can reach."""
+        """Configuration of a router whose one worker is the server, and whose gRPC port only this machine can reach."""
         return RouterConfig(
             workers=(self.server,),
             port=0,

@@ -17,9 +17,6 @@ from loraplex_proto.v1 import worker_pb2
 from loraplex_router.replicas import Replica, Replicas
 from loraplex_runtime.auth import current_identity, recheck_identity
 
-DEFAULT_INTERVAL_S: Final = 0.2
-MIN_INTERVAL_S: Final = 0.02
-HEARTBEAT_INTERVALS: Final = 10
 MAX_ADAPTERS: Final = 1024  # of a message; those nearest to a device
 MAX_WAITING: Final = 100
 
@@ -78,7 +75,7 @@ class LoadService:
         """The load at once, then at each change, `min_interval_s` apart or more, and at each heartbeat. Ends when the
         caller's credential does."""
         request = await _checked(worker_pb2.WatchLoadRequest, validate.check_watch_load, raw, context)
-        interval_s = max(MIN_INTERVAL_S, request.min_interval_s or DEFAULT_INTERVAL_S)
+        interval_s = validate.watch_interval_s(request)
         sent, num_silent = b"", 0
         while True:
             try:
@@ -88,7 +85,7 @@ class LoadService:
             is_last = self._draining.is_set()
             message = worker_pb2.WatchLoadResponse(load=self._load()).SerializeToString(deterministic=True)
             num_silent += 1
-            if message != sent or num_silent >= HEARTBEAT_INTERVALS:
+            if message != sent or num_silent >= validate.HEARTBEAT_INTERVALS:
                 await context.write(message)
                 sent, num_silent = message, 0
             if is_last:

@@ -75,7 +75,7 @@ class Replica:
         return WorkerView(self.worker_id, self.work_tokens, self.tiers)
 
     def has_draft_model(self, name: str) -> bool:
-        """Whether it has that draft model; any, where the name is empty."""
+        """True if it has that draft model; any, where the name is empty."""
         known = self.info.draft_models if self.info is not None else ()
         return name in known if name else bool(known)
 
@@ -140,7 +140,7 @@ class Replicas:
 
     @property
     def model_info(self) -> inference_pb2.GetInfoResponse | None:
-        """What the first worker that has done so said of itself and its model."""
+        """GetInfo of the first worker that has answered it, None before any has."""
         return next((r.info for r in self._replicas.values() if r.info is not None), None)
 
     # --- requests of this router -----------------------------------------------------------------------------------

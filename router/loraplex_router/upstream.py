@@ -95,7 +95,7 @@ class UpstreamFailure(Exception):
 
     @property
     def may_retry(self) -> bool:
-        """Whether another worker may have this request, provided that the client has seen nothing of it."""
+        """True if another worker may have this request, provided that the client has seen nothing of it."""
         return self.kind is not FailureKind.ANSWERED
 
     def for_client(self, num_tokens_sent: int | None = 0, num_messages_sent: int = 0) -> LoraplexError | None:

@@ -160,6 +160,20 @@ async def no_tokens(request: Generate, context: Any) -> bytes:
     return answer.SerializeToString()
 
 
+async def test_an_unknown_adapter_is_named_as_it_was_asked_for() -> None:
+    async with http_cluster() as (c, http):
+        c.workers[0].unary = missing
+        asked: list[tuple[dict[str, str], str]] = [
+            ({"model": "nope"}, "nope"),
+            ({"model": "tiny:nope"}, "tiny:nope"),
+            ({"model": "tiny", "lora_path": "nope"}, "nope"),
+        ]
+        for fields, name in asked:
+            answer = await http.complete(**fields)
+            assert answer.status_code == 404
+            assert answer.json()["error"]["message"] == f"The model `{name}` does not exist."
+
+
 async def missing(request: Generate, context: Any) -> bytes:
     await abort(context, AdapterNotFound("no such adapter", resource=request.adapter_id))
     return b""

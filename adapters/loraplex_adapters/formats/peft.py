@@ -504,7 +504,7 @@ def _take(found: dict[str, _Found], path: str, part: str, tensor: TensorInfo) ->
 
 
 def _above(found: Mapping[str, _Found], targets: BaseTargets) -> str:
-    """What stands before the adapter's paths in the base model: an adapter of a model without a head
+    """The prefix of the adapter's paths in the base model: an adapter of a model without a head
     (FEATURE_EXTRACTION) leaves out where that model is in the one with its head."""
     backbone = f"{targets.backbone}."
     is_headless = not any(path in targets.modules for path in found)

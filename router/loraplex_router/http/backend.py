@@ -28,6 +28,8 @@ MAX_PROMPTS: Final = 128
 MAX_CHOICES: Final = 512
 # Models that clients of TGI and huggingface_hub name who mean the only one.
 BASE_ALIASES: Final = frozenset({"", "tgi", "dummy"})
+# Sampling options that all dialects have under the wire's names.
+COMMON_NUMBERS: Final = ("top_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +176,14 @@ def adapter_in(names: Mapping[str, str | None], base_names: Sequence[str]) -> st
         if given:
             found, found_in = given, name
     return found
+
+
+def put_numbers(sampling: pb.Sampling, given: object, *names: str) -> None:
+    """Sets the sampling options of these names that `given` has."""
+    for name in names:
+        value: float | None = getattr(given, name)
+        if value is not None:
+            setattr(sampling, name, value)
 
 
 def unicode_text(text: str, name: str) -> str:

@@ -65,6 +65,11 @@ def is_missing_model(error: LoraplexError) -> bool:
     return is_name or (isinstance(error, AdapterNotFound) and error.field in (None, "adapter_id", "model"))
 
 
+def naming_model(error: LoraplexError, model: str) -> LoraplexError:
+    """The error; where the adapter that was asked for is missing, the one answer that names it as `model`."""
+    return model_not_found(model) if is_missing_model(error) else error
+
+
 def status_of(error: LoraplexError) -> int:
     match error:
         case RequestTimeout():

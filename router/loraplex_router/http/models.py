@@ -170,7 +170,7 @@ class ToolChoice(Fields):
 
 
 class ChatTemplateInput(Fields):
-    """What a chat template is given, but for the tools."""
+    """Input of a chat template, without the tools."""
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

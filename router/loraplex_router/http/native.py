@@ -11,7 +11,7 @@ from pydantic import Field
 from loraplex_contracts.errors import InvalidArgument, Unimplemented
 from loraplex_proto.v1 import inference_pb2 as pb
 from loraplex_proto.validate import MAX_COMPLETIONS, MAX_STOP_STRINGS, MAX_TOP_LOGPROBS
-from loraplex_router.http.backend import adapter_of, unicode_text
+from loraplex_router.http.backend import COMMON_NUMBERS, adapter_of, put_numbers, unicode_text
 from loraplex_router.http.grammars import GRAMMAR_FIELDS, grammar_of
 from loraplex_router.http.models import (
     HARMLESS,
@@ -176,10 +176,7 @@ def tokenize_request(body: TokenizeRequest) -> pb.TokenizeRequest:
 def _put_sampling(request: pb.GenerateRequest, given: Parameters, *, is_sampled: bool) -> None:
     sampling, stopping = request.sampling, request.stopping
     sampling.temperature = (1.0 if given.temperature is None else given.temperature) if is_sampled else 0.0
-    for name in ("top_p", "typical_p", "repetition_penalty", "frequency_penalty", "presence_penalty"):
-        value: float | None = getattr(given, name)
-        if value is not None:
-            setattr(sampling, name, value)
+    put_numbers(sampling, given, "typical_p", *COMMON_NUMBERS)
     if given.top_k is not None:
         sampling.top_k = max(0, given.top_k)
     if given.seed is not None:

@@ -16,7 +16,7 @@ from loraplex_proto.v1 import inference_pb2 as pb
 from loraplex_proto.validate import MAX_COMPLETIONS, MAX_STOP_STRINGS
 from loraplex_router.http import native, native_answers, openai, sglang
 from loraplex_router.http.backend import Backend, adapter_in, request_id_of
-from loraplex_router.http.errors import body_dialect, error_object, is_missing_model, model_not_found, native_error
+from loraplex_router.http.errors import body_dialect, error_object, naming_model, native_error
 from loraplex_router.http.models import ChatCompletionRequest, TokenizeRequest, harmless_fields, ignored_fields
 from loraplex_router.http.routes import Routes
 from loraplex_router.http.streaming import EventStream, events_of
@@ -182,13 +182,13 @@ class NativeRoutes:
 
 
 def _named(error: LoraplexError, job: native.Job) -> LoraplexError:
-    return model_not_found(job.adapter_name) if is_missing_model(error) else error
+    return naming_model(error, job.adapter_name)
 
 
 def _named_sglang(error: LoraplexError, job: sglang.Job) -> LoraplexError:
     names = [name for name in job.adapter_names if name]
     shown = error.resource if error.resource in names else ", ".join(dict.fromkeys(names))
-    return model_not_found(shown or "") if is_missing_model(error) else error
+    return naming_model(error, shown or "")
 
 
 def _error_event(error: LoraplexError, job: native.Job) -> bytes:

@@ -9,7 +9,15 @@ from typing import Any, Final, cast
 from loraplex_contracts.adapters import check_id
 from loraplex_contracts.errors import InvalidArgument, Unimplemented
 from loraplex_proto.v1 import inference_pb2 as pb
-from loraplex_router.http.backend import MAX_CHOICES, MAX_PROMPTS, adapter_in, json_text, unicode_text
+from loraplex_router.http.backend import (
+    COMMON_NUMBERS,
+    MAX_CHOICES,
+    MAX_PROMPTS,
+    adapter_in,
+    json_text,
+    put_numbers,
+    unicode_text,
+)
 from loraplex_router.http.grammars import grammar_of
 from loraplex_router.http.models import (
     ChatCompletionRequest,
@@ -56,6 +64,11 @@ class Job:
     with_token_ids: bool
     tokens_as_ids: bool
     ignored: tuple[str, ...]
+
+    @property
+    def asked_name(self) -> str:
+        """The adapter's name as the client wrote it: `model`, or what another field named instead."""
+        return self.model if self.model.endswith(self.adapter_id) else self.adapter_id
 
 
 def completion_job(
@@ -247,18 +260,7 @@ def _common(body: Generation, base_names: Sequence[str], defaults: pb.Sampling) 
     sampling.CopyFrom(defaults)
     if not sampling.HasField("temperature"):
         sampling.temperature = 1.0  # the wire's own default is greedy
-    for name in (
-        "temperature",
-        "top_p",
-        "min_p",
-        "typical_p",
-        "repetition_penalty",
-        "frequency_penalty",
-        "presence_penalty",
-    ):
-        value: float | None = getattr(body, name)
-        if value is not None:
-            setattr(sampling, name, value)
+    put_numbers(sampling, body, "temperature", "min_p", "typical_p", *COMMON_NUMBERS)
     if body.top_k is not None:
         sampling.top_k = max(0, body.top_k)  # -1 keeps all, too
     if body.seed is not None:

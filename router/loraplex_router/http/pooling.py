@@ -26,7 +26,7 @@ from loraplex_router.http.backend import (
     request_id_of,
     unicode_text,
 )
-from loraplex_router.http.errors import is_missing_model, model_not_found
+from loraplex_router.http.errors import naming_model
 from loraplex_router.http.models import AdapterFields, Fields, Uint32, harmless_fields, ignored_fields
 from loraplex_router.http.streaming import FanOut, metadata_of, while_connected
 
@@ -368,7 +368,7 @@ class PoolingRoutes:
         try:
             found = await while_connected(request.receive, calls.answers())
         except LoraplexError as error:
-            raise _named(error, messages[0].adapter_id) from error
+            raise naming_model(error, messages[0].adapter_id) from error
         finally:
             calls.cancel()
         return [pooling_pb2.ScoreResponse.FromString(raw) for raw in found]
@@ -386,7 +386,7 @@ class PoolingRoutes:
         try:
             return cls.FromString(await self._backend.ask(handle, message.SerializeToString(), request))
         except LoraplexError as error:
-            raise _named(error, message.adapter_id) from error
+            raise naming_model(error, message.adapter_id) from error
 
     async def _adapter_id(self, body: AdapterFields, request: Request, parameters: Parameters | None = None) -> str:
         """Raises AdapterNotFound, Unimplemented for a mixture, and InvalidArgument for two names."""
@@ -435,10 +435,6 @@ def input_of(given: Any, name: str) -> pooling_pb2.PoolingInput:
     if not ids or not all(type(one) is int and 0 <= one <= _MAX_TOKEN_ID for one in ids):
         raise InvalidArgument(f"`{name}` must be a text, a list of token ids, or a list of either", field=name)
     return pooling_pb2.PoolingInput(token_ids=inference_pb2.TokenIds(ids=ids))
-
-
-def _named(error: LoraplexError, adapter_id: str) -> LoraplexError:
-    return model_not_found(adapter_id) if is_missing_model(error) else error
 
 
 def _first(**given: Any) -> tuple[str, Any]:

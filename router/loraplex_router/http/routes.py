@@ -17,7 +17,7 @@ from loraplex_proto import __version__
 from loraplex_proto.v1 import adapter_pb2, inference_pb2
 from loraplex_router.http import answers, openai, responses
 from loraplex_router.http.backend import Backend, adapter_of, request_id_of
-from loraplex_router.http.errors import error_object, is_missing_model, model_not_found
+from loraplex_router.http.errors import error_object, model_not_found, naming_model
 from loraplex_router.http.metrics import EngineMetrics
 from loraplex_router.http.models import (
     ChatCompletionRequest,
@@ -88,9 +88,9 @@ class Routes:
                 return JSONResponse(responses.response_of(body, job, answers.response_of(job, found)), headers=headers)
             calls, first = await self._backend.generate_stream(job.requests, request)
         except LoraplexError as error:
-            raise _named(error, job.model) from error
+            raise naming_model(error, job.asked_name) from error
         events = responses.Events(body, job)
-        of_error = lambda error: events.error(_named(error, job.model))  # noqa: E731
+        of_error = lambda error: events.error(naming_model(error, job.asked_name))  # noqa: E731
         return EventStream(calls, events_of(calls, first, events.events, events.end, of_error, done=b""), headers)
 
     async def _answer(self, job: Job, body: Fields, base_names: Sequence[str], request: Request) -> Response:
@@ -104,7 +104,7 @@ class Routes:
                 return JSONResponse(answers.response_of(job, found), headers=headers)
             calls, first = await self._backend.generate_stream(job.requests, request)
         except LoraplexError as error:
-            raise _named(error, job.model) from error
+            raise naming_model(error, job.asked_name) from error
         chunks = answers.Chunks(job)
         events = events_of(calls, first, chunks.events, chunks.end, lambda error: _error_event(error, job))
         return EventStream(calls, events, headers)
@@ -217,9 +217,5 @@ class Routes:
         return Response(encode(page), headers={"content-type": content_type})
 
 
-def _named(error: LoraplexError, model: str) -> LoraplexError:
-    return model_not_found(model) if is_missing_model(error) else error
-
-
 def _error_event(error: LoraplexError, job: Job) -> bytes:
-    return answers.error_event(error_object(_named(error, job.model)))
+    return answers.error_event(error_object(naming_model(error, job.asked_name)))

@@ -12,7 +12,7 @@ from loraplex_contracts.adapters import check_id
 from loraplex_contracts.errors import InvalidArgument, Unimplemented
 from loraplex_proto.v1 import inference_pb2 as pb
 from loraplex_proto.validate import MAX_COMPLETIONS, MAX_TOP_LOGPROBS
-from loraplex_router.http.backend import MAX_CHOICES, adapter_in, unicode_text
+from loraplex_router.http.backend import COMMON_NUMBERS, MAX_CHOICES, adapter_in, put_numbers, unicode_text
 from loraplex_router.http.grammars import grammar_of
 from loraplex_router.http.models import Fields, Uint32, header_names
 from loraplex_router.http.native_answers import event_of, finite
@@ -200,10 +200,7 @@ def _common(body: GenerateRequest, params: SamplingParams) -> pb.GenerateRequest
     request = pb.GenerateRequest(n=params.n or 1)
     sampling, stopping = request.sampling, request.stopping
     sampling.temperature = 1.0 if params.temperature is None else params.temperature
-    for name in ("top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"):
-        value: float | None = getattr(params, name)
-        if value is not None:
-            setattr(sampling, name, value)
+    put_numbers(sampling, params, "min_p", *COMMON_NUMBERS)
     if params.top_k is not None:
         sampling.top_k = max(0, params.top_k)
     if params.sampling_seed is not None:

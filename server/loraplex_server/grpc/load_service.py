@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
 Context = Any
-DEFAULT_INTERVAL_S = 0.2
-MIN_INTERVAL_S = 0.02
-HEARTBEAT_INTERVALS = 10
 # Every step changes the number of pending tokens, and on a CPU each message takes time from the steps. A change of less
 # than this number, or than this share of the number sent last, waits for the heartbeat.
 MIN_CHANGED_TOKENS = 512
@@ -55,7 +52,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         """Sends the load when the engine's report changes, `min_interval_s` apart or more, and at each heartbeat. Ends
         when the caller's credential does."""
         validate.check_watch_load(request)
-        interval_s = max(MIN_INTERVAL_S, request.min_interval_s or DEFAULT_INTERVAL_S)
+        interval_s = validate.watch_interval_s(request)
         clock = asyncio.get_running_loop().time
         sent: worker_pb2.Load | None = None
         due_s = 0.0
@@ -67,7 +64,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             if sent is None or is_last or looked_s >= due_s or is_worth_sending(load, sent):
                 yield worker_pb2.WatchLoadResponse(load=load)
                 # A router that sent or ended a request just now cannot know which came first. Of the next it can.
-                num_intervals = HEARTBEAT_INTERVALS if sent is None or has_same_requests(load, sent) else 1
+                num_intervals = validate.HEARTBEAT_INTERVALS if sent is None or has_same_requests(load, sent) else 1
                 sent, due_s = load, looked_s + num_intervals * interval_s
             if is_last:
                 return  # an open watch would hold the server for its whole grace period

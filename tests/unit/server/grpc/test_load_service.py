@@ -17,11 +17,11 @@ from loraplex_adapters.cache.listing import Listing
 from loraplex_contracts.adapters import AdapterInfo, CacheUsage
 from loraplex_contracts.load import Load
 from loraplex_proto.v1 import worker_pb2
+from loraplex_proto.validate import HEARTBEAT_INTERVALS
 from loraplex_runtime.telemetry import new_registry
 from loraplex_server.engine.client import ChangeSignal, EngineClient, EngineState
 from loraplex_server.grpc import protobuf as convert
 from loraplex_server.grpc.load_service import (
-    HEARTBEAT_INTERVALS,
     MAX_NAMED_ADAPTERS,
     WorkerCollector,
     WorkerServicer,
