@@ -7,10 +7,12 @@ is refused when it is compiled (matcher.py). Strings are written without escapes
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, cast
+from urllib.parse import unquote
 
 from llguidance import LLMatcher, StructTag
 from llguidance.gbnf_to_lark import gbnf_to_lark
@@ -51,7 +53,10 @@ _OLD_KEYWORDS: Final = ("disallow", "divisibleBy", "extends")
 # Characters of a text that a regular expression takes for more, or Lark for the end of one.
 _SPECIAL: Final = re.compile(r"[^\w]", re.ASCII)
 # Without a short escape: llguidance would drop them.
-_CONTROL: Final = re.compile("[\x00-\x07\x0b\x0e-\x1f\x7f]")
+_NO_ESCAPE: Final = "\\x00-\\x07\\x0b\\x0e-\\x1f\\x7f"
+_CONTROL: Final = re.compile(f"[{_NO_ESCAPE}]")
+# Of a regular expression: an escape, a class of Unicode, the beginning of a class, or a single character.
+_REGEX_PART: Final = re.compile(r"\\[pP](?:\{[^}]*\}|.)|\\.|\[\^?\]?|.", re.DOTALL)
 
 
 def json_schema(text: str, *, compact: bool = False, field: str = "grammar.json_schema") -> Grammar:
@@ -148,9 +153,17 @@ def _parsed(text: str, field: str) -> dict[str, Any]:
 def checked_schema(schema: dict[str, Any], compact: bool, field: str) -> str:
     """The schema with our options, as JSON. Raises InvalidArgument."""
     try:
-        for part in _schemas(schema):
+        schema = copy.deepcopy(schema)
+        parts = list(_schemas(schema))
+        _check_references(schema, parts, field)
+        for part in parts:
             if reason := _unenforced(part):
                 raise _refused(field, reason)
+        for part in parts:
+            if isinstance(part.get("pattern"), str):
+                part["pattern"] = quotable(part["pattern"])
+            if isinstance(part.get("patternProperties"), dict):
+                part["patternProperties"] = {quotable(key): one for key, one in part["patternProperties"].items()}
         given = json.dumps({**schema, "x-guidance": _options(compact)})
         LLMatcher.grammar_from_json_schema(given)
     except RecursionError as error:
@@ -191,6 +204,43 @@ def _unenforced(schema: dict[str, Any]) -> str:
         if name in schema and any(map(_CONTROL.search, _texts(schema[name], deep=name in ("const", "enum")))):
             return f"`{name}` cannot be enforced with control characters in it"
     return ""
+
+
+def _check_references(root: dict[str, Any], parts: list[dict[str, Any]], field: str) -> None:
+    """Raises InvalidArgument for a reference to what is not one of the schema's parts: it would go unchecked."""
+    known = {id(part) for part in parts}
+    for part in parts:
+        reference = part.get("$ref")
+        if not isinstance(reference, str) or not reference.startswith("#/"):
+            continue
+        found: Any = root
+        for key in unquote(reference[2:]).split("/"):
+            key = key.replace("~1", "/").replace("~0", "~")
+            if isinstance(found, list):
+                found = dict(enumerate(cast("list[Any]", found))).get(int(key)) if key.isdecimal() else None
+            else:
+                found = cast("dict[str, Any]", found).get(key) if isinstance(found, dict) else None
+        if not isinstance(found, bool) and id(found) not in known:
+            raise _refused(field, f"`$ref` cannot be enforced: {reference[:80]!a} is not a schema's place in it")
+
+
+def quotable(pattern: str) -> str:
+    """The regular expression, with classes that leave out characters without a short escape.
+
+    Strings never have them. llguidance 1.9.1 reads a class that has them, such as `[^"]`, as if it had the quotation
+    mark and the backslash too.
+    """
+    found, depth, begin = list[str](), 0, 0
+    for part in _REGEX_PART.finditer(pattern):
+        text = part[0]
+        begin = begin if depth else len(found)
+        found.append(text)
+        depth += text[0] == "["
+        is_end = text == "]" and depth > 0
+        depth -= is_end
+        if depth == 0 and (is_end or text[:2] in ("\\p", "\\P")):
+            found[begin:] = [f"[{''.join(found[begin:])}&&[^{_NO_ESCAPE}]]"]
+    return "".join(found)
 
 
 def _texts(value: Any, *, deep: bool) -> Iterator[str]:

@@ -92,6 +92,49 @@ def test_texts_follow_many_generated_schemas(grammars: Compiler) -> None:
     assert sum(check(grammars, seed) for seed in range(1000, 5000)) > 3000
 
 
+def fits(grammars: Compiler, schema: dict[str, object], text: str) -> bool:
+    matcher = grammars.compile(source.json_schema(json.dumps(schema), compact=True)).copy()
+    return matcher.inner.try_consume_tokens(ids(text)) == len(ids(text)) and matcher.inner.is_accepting()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "wanted"),
+    [
+        ('^[^"]$', "\\\n!a]-é"),
+        ('^[^"\\\\]$', "\n!a]-é"),
+        ("^[\\x00-!]$", "\n!"),
+        ("^\\p{Cc}$", "\n"),
+        ("^\\PL$", '"\\\n!]-'),
+        ("^[^]a]$", '"\\\n!-é'),
+        ("^[a[^\\x22-z]]$", "\n!aé"),
+        ("^(?:a|]|[-a])$", "a]-"),
+    ],
+)
+def test_classes_hold_in_strings(grammars: Compiler, pattern: str, wanted: str) -> None:
+    """A class that leaves out the quotation mark or the backslash leaves out its escape too."""
+    chars = '"\\\n!a]-é'
+    value = {"type": "string", "pattern": pattern}
+    assert "".join(one for one in chars if fits(grammars, value, json.dumps(one, ensure_ascii=False))) == wanted
+    named = {"type": "object", "patternProperties": {pattern: {"type": "null"}}, "additionalProperties": False}
+    assert [one for one in '"\\' if fits(grammars, named, "{" + json.dumps(one) + ":null}")] == [
+        one for one in '"\\' if one in wanted
+    ]
+
+
+@pytest.mark.parametrize("reference", ["#/x", "#/x/y", "#/properties/a/enum/0", "#/$defs", "#/prefixItems/-1"])
+def test_references_lead_to_parts_that_are_checked(reference: str) -> None:
+    schema = {"$ref": reference, "x": {"y": {"divisibleBy": 3}}, "$defs": {}, "properties": {"a": {"enum": [{}]}}}
+    with pytest.raises(InvalidArgument, match=r"`\$ref` cannot be enforced"):
+        source.json_schema(json.dumps(schema))
+
+
+@pytest.mark.parametrize("reference", ["#", "#/$defs/a~1b%20c", "#/properties/a/anyOf/1", "#/properties/b"])
+def test_references_to_parts(reference: str) -> None:
+    part = {"type": "integer"}
+    schema = {"$defs": {"a/b c": part}, "properties": {"a": {"anyOf": [True, part]}, "b": True, "c": {"$ref": reference}}}
+    source.json_schema(json.dumps({**schema, "type": "object"}))
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_refusals_name_the_keyword(grammars: Compiler, seed: int) -> None:
     schema, keyword = refused_schema(random.Random(seed))
