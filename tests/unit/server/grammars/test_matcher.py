@@ -131,8 +131,9 @@ def test_references_lead_to_parts_that_are_checked(reference: str) -> None:
 @pytest.mark.parametrize("reference", ["#", "#/$defs/a~1b%20c", "#/properties/a/anyOf/1", "#/properties/b"])
 def test_references_to_parts(reference: str) -> None:
     part = {"type": "integer"}
-    schema = {"$defs": {"a/b c": part}, "properties": {"a": {"anyOf": [True, part]}, "b": True, "c": {"$ref": reference}}}
-    source.json_schema(json.dumps({**schema, "type": "object"}))
+    properties = {"a": {"anyOf": [True, part]}, "b": True, "c": {"$ref": reference}}
+    schema = {"type": "object", "$defs": {"a/b c": part}, "properties": properties}
+    source.json_schema(json.dumps(schema))
 
 
 @pytest.mark.parametrize("seed", range(30))
