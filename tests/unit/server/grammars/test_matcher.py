@@ -6,7 +6,7 @@ import json
 import random
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
@@ -92,7 +92,7 @@ def test_texts_follow_many_generated_schemas(grammars: Compiler) -> None:
     assert sum(check(grammars, seed) for seed in range(1000, 5000)) > 3000
 
 
-def fits(grammars: Compiler, schema: dict[str, object], text: str) -> bool:
+def fits(grammars: Compiler, schema: Mapping[str, object], text: str) -> bool:
     matcher = grammars.compile(source.json_schema(json.dumps(schema), compact=True)).copy()
     return matcher.inner.try_consume_tokens(ids(text)) == len(ids(text)) and matcher.inner.is_accepting()
 
