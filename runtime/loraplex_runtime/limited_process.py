@@ -1,0 +1,183 @@
+"""Child process that answers calls within bounds of time and memory.
+
+For work on what a user wrote, such as a grammar or a template, which may take a library for ever, all memory or more
+than the stack. Questions and answers are JSON: nothing that a child says can run code here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any, Final
+
+from loraplex_runtime.shutdown import SIGNALS
+
+START_S: Final = 60.0
+PARENT_CHECK_S: Final = 0.5
+MAX_ANSWER_BYTES: Final = 128 << 20
+# Else numerical libraries reserve memory for each core.
+_ENVIRONMENT: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+_SECRETS: Final = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "LORAPLEX_TOKEN")
+
+Answer = Callable[[Any], Any]
+
+
+class LimitExceeded(Exception):
+    """A call came to a bound: `what` is "time" or "memory". An end of the process, whatever the reason, is "memory"."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"the call came to its bound of {what}")
+        self.what = what
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of a child process."""
+
+    memory_bytes: int  # beyond what it has when it is ready
+    stack_bytes: int  # of the thread that answers
+    cpu_s: int  # of a call; behind its time, where the parent is too busy to see that it is over
+
+
+class LimitedProcess:
+    """The parent's side. The process starts with the first call, or with `start`. `call` is for one thread at a time.
+
+    `function` is "module:name" of a function that takes `setup`, in the child, and gives the one that answers.
+    """
+
+    def __init__(self, function: str, setup: Any, limits: Limits) -> None:
+        self._first = {"function": function, "setup": setup, "limits": asdict(limits)}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._conn: Any = None
+        self._lock = threading.Lock()  # over the two above
+        self._is_closed = False
+
+    @property
+    def pid(self) -> int | None:
+        """None while there is no process."""
+        process = self._process
+        return None if process is None else process.pid
+
+    def call(self, question: Any, timeout_s: float) -> Any:
+        """The answer. Raises LimitExceeded, and the process is gone then; the next call starts another one. Time to
+        start does not count."""
+        try:
+            conn = self.start()
+            conn.send_bytes(json.dumps(question).encode())
+            if not conn.poll(timeout_s):
+                raise LimitExceeded("time")
+            answer = json.loads(conn.recv_bytes(MAX_ANSWER_BYTES))
+            if answer is None:
+                raise EOFError  # of memory
+            return answer["answer"]
+        except (EOFError, OSError, ValueError, TypeError, KeyError):
+            self.kill()
+            raise LimitExceeded("memory") from None
+        except LimitExceeded:
+            self.kill()
+            raise
+
+    def start(self) -> Any:
+        """Starts the process where there is none, and waits until it is ready. Raises EOFError or OSError."""
+        with self._lock:
+            if self._conn is not None:
+                return self._conn
+            if self._is_closed:
+                raise EOFError
+            conn, theirs = Pipe()
+            environment = {name: value for name, value in os.environ.items() if name not in _SECRETS}
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "loraplex_runtime.limited_process", str(theirs.fileno())],
+                    pass_fds=(theirs.fileno(),),
+                    stdin=subprocess.DEVNULL,
+                    env=environment | _ENVIRONMENT,
+                )
+            self._conn = conn
+        conn.send_bytes(json.dumps(self._first).encode())
+        if not conn.poll(START_S):
+            raise EOFError
+        conn.recv_bytes()
+        return conn
+
+    def kill(self) -> None:
+        """From any thread: a call under way raises LimitExceeded."""
+        with self._lock:
+            process, conn, self._process, self._conn = self._process, self._conn, None, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            conn.close()
+
+    def close(self) -> None:
+        """Kills the process for good."""
+        self._is_closed = True
+        self.kill()
+
+
+def main(fd: int) -> None:
+    """The child's side. Ends with the other end of the pipe, in the middle of an answer too."""
+    parent = os.getppid()
+    for number in SIGNALS:  # the parent decides
+        signal.signal(number, signal.SIG_IGN)
+    conn: Any = Connection(fd)
+    first = json.loads(conn.recv_bytes())
+    module, _, name = first["function"].partition(":")
+    answer: Answer = getattr(importlib.import_module(module), name)(first["setup"])
+    limits = Limits(**first["limits"])
+    memory_bytes = _address_space_bytes() + limits.memory_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # it writes no files
+    conn.send_bytes(b"")
+    with contextlib.suppress(OSError):
+        os.nice(5)
+    threading.stack_size(limits.stack_bytes)
+    while True:
+        try:
+            question = conn.recv_bytes()
+        except EOFError:
+            os._exit(0)
+        resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + 1 + limits.cpu_s, resource.RLIM_INFINITY))
+        thread = threading.Thread(target=_answer, args=(conn, answer, question))
+        thread.start()
+        while thread.is_alive():
+            thread.join(PARENT_CHECK_S)
+            if os.getppid() != parent:
+                os._exit(0)
+
+
+def _answer(conn: Any, answer: Answer, question: bytes) -> None:
+    try:
+        said = json.dumps({"answer": answer(json.loads(question))}).encode()
+    except (MemoryError, RecursionError):
+        said = b"null"
+    except Exception:
+        traceback.print_exc()
+        said = b"null"
+    conn.send_bytes(said)
+
+
+def _address_space_bytes() -> int:
+    """0 where the system does not tell."""
+    try:
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
+    except OSError:
+        return 0
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

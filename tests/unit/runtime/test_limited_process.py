@@ -1,0 +1,67 @@
+"""A child that hangs, dies, or takes too much memory costs its own call alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from loraplex_runtime.limited_process import LimitedProcess, LimitExceeded, Limits
+
+LIMITS = Limits(memory_bytes=256 << 20, stack_bytes=1 << 20, cpu_s=5)
+
+
+def answering(setup: Any) -> Callable[[Any], Any]:
+    """In the child."""
+
+    def answer(question: Any) -> Any:
+        match question:
+            case "hang":
+                time.sleep(60)
+            case "memory":
+                return len(bytearray(1 << 30))
+            case "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "fail":
+                raise RuntimeError
+            case "secret":
+                return os.environ.get("HF_TOKEN")
+            case _:
+                pass
+        return [setup, question]
+
+    return answer
+
+
+@pytest.fixture
+def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[LimitedProcess]:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((os.environ.get("PYTHONPATH", ""), os.getcwd())))
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    one = LimitedProcess(f"{__name__}:answering", {"a": 1}, LIMITS)
+    try:
+        yield one
+    finally:
+        one.close()
+
+
+def test_bounds(process: LimitedProcess) -> None:
+    assert process.pid is None
+    assert process.call({"b": "\u00fc\ud800"}, 5.0) == [{"a": 1}, {"b": "\u00fc\ud800"}]
+    pid = process.pid
+    assert process.call("secret", 5.0) is None
+    assert process.pid == pid
+    for question, timeout_s, what in (("hang", 0.2, "time"), ("die", 5.0, "memory"), ("memory", 5.0, "memory")):
+        with pytest.raises(LimitExceeded, match=what):
+            process.call(question, timeout_s)
+        assert process.pid is None
+    assert process.call("again", 5.0) == [{"a": 1}, "again"]
+    assert process.pid not in (pid, None)
+    with pytest.raises(LimitExceeded):
+        process.call("fail", 5.0)
+    process.close()
+    with pytest.raises(LimitExceeded):
+        process.call("closed", 5.0)
