@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -28,9 +28,6 @@ from loraplex_runtime.shutdown import SIGNALS
 START_S: Final = 60.0
 PARENT_CHECK_S: Final = 0.5
 MAX_ANSWER_BYTES: Final = 128 << 20
-# Else numerical libraries reserve memory for each core.
-_ENVIRONMENT: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-_SECRETS: Final = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "LORAPLEX_TOKEN")
 
 Answer = Callable[[Any], Any]
 
@@ -58,7 +55,8 @@ class LimitedProcess:
     `function` is "module:name" of a function that takes `setup`, in the child, and gives the one that answers.
     """
 
-    def __init__(self, function: str, setup: Any, limits: Limits) -> None:
+    def __init__(self, function: str, setup: Any, limits: Limits, environment: Mapping[str, str] | None = None) -> None:
+        self._environment = environment
         self._first = {"function": function, "setup": setup, "limits": asdict(limits)}
         self._process: subprocess.Popen[bytes] | None = None
         self._conn: Any = None
@@ -98,13 +96,12 @@ class LimitedProcess:
             if self._is_closed:
                 raise EOFError
             conn, theirs = Pipe()
-            environment = {name: value for name, value in os.environ.items() if name not in _SECRETS}
             with theirs:
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", "loraplex_runtime.limited_process", str(theirs.fileno())],
                     pass_fds=(theirs.fileno(),),
                     stdin=subprocess.DEVNULL,
-                    env=environment | _ENVIRONMENT,
+                    env=self._environment,
                 )
             self._conn = conn
         conn.send_bytes(json.dumps(self._first).encode())

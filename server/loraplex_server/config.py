@@ -331,3 +331,11 @@ def _check(is_ok: bool, flag: str, rule: str) -> None:
 def hub_token() -> str | None:
     """The operator's Hub token."""
     return os.environ.get("HF_TOKEN")
+
+
+def bare_environment() -> dict[str, str]:
+    """The environment of children that work on what a user wrote: without tokens, and with a thread for each library,
+    since libraries reserve memory for each of their threads."""
+    tokens = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "LORAPLEX_TOKEN")
+    kept = {name: value for name, value in os.environ.items() if name not in tokens}
+    return kept | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}

@@ -13,6 +13,7 @@ from typing import Any, Final
 from loraplex_contracts.errors import InvalidArgument
 from loraplex_contracts.request import Grammar
 from loraplex_runtime.limited_process import LimitedProcess, LimitExceeded, Limits
+from loraplex_server.config import bare_environment
 from loraplex_server.grammars.matcher import CompileLimit, Compiler
 
 COMPILE_S: Final = 2.0
@@ -24,7 +25,8 @@ class Checker:
 
     def __init__(self, serialized: str, num_logits: int, eos_token_ids: Collection[int]) -> None:
         setup = (serialized, num_logits, sorted(eos_token_ids))
-        self._process = LimitedProcess("loraplex_server.grammars.checker:compiling", setup, LIMITS)
+        function = "loraplex_server.grammars.checker:compiling"
+        self._process = LimitedProcess(function, setup, LIMITS, bare_environment())
 
     def check(self, grammar: Grammar) -> None:
         """Raises InvalidArgument for a grammar that cannot be compiled, CompileLimit for one that comes to a bound."""

@@ -1,4 +1,4 @@
-"""A child that hangs, dies, or takes too much memory costs its own call alone."""
+"""Children that hang, die or run out of memory: their own call fails alone."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from loraplex_runtime.limited_process import LimitedProcess, LimitExceeded, Limits
+from loraplex_server.config import bare_environment
 
 LIMITS = Limits(memory_bytes=256 << 20, stack_bytes=1 << 20, cpu_s=5)
 
@@ -41,7 +42,7 @@ def answering(setup: Any) -> Callable[[Any], Any]:
 def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[LimitedProcess]:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((os.environ.get("PYTHONPATH", ""), os.getcwd())))
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    one = LimitedProcess(f"{__name__}:answering", {"a": 1}, LIMITS)
+    one = LimitedProcess(f"{__name__}:answering", {"a": 1}, LIMITS, bare_environment())
     try:
         yield one
     finally:
