@@ -20,11 +20,11 @@ from loraplex_server.config import BatchConfig, ChatConfig, EngineConfig, ModelC
 
 ANSWER = (
     "<think>\nhm </think>\n\nOne moment. <tool_call>\n"
-    '{"name": "f", "arguments": {"x": "é", "y": [1]}}\n</tool_call>\n<tool_call>{"name": "g"}</tool_call>'
+    '{"name": "f", "arguments": {"x": "é","y":[1]}}\n</tool_call>\n<tool_call>{"name": "g"}</tool_call>'
 )
 CHAT: Any = [{"role": "user", "content": "hi"}]
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
-CALLS = [("f", '{"x": "é", "y": [1]}'), ("g", "{}")]
+CALLS = [("f", '{"x": "é","y":[1]}'), ("g", "{}")]  # arguments as they were written
 
 
 def calls_of(message: Any) -> list[tuple[str, str]]:
@@ -55,7 +55,8 @@ async def test_streamed_and_unary_answers_give_the_same_calls() -> None:
         for index in range(2):
             own = [chunk for chunk in chunks if chunk.index == index]
             assert "".join(chunk.text for chunk in own) == ANSWER
-            assert together([delta for chunk in own for delta in chunk.deltas]) == ("One moment.", "hm", CALLS)
+            deltas = [delta for chunk in own for delta in chunk.deltas]
+            assert together(deltas) == ("One moment.", "hm", CALLS)
             assert [chunk.message is None for chunk in own] == [True] * (len(own) - 1) + [False]
             assert calls_of(own[-1].message) == CALLS
 
@@ -144,12 +145,16 @@ async def test_over_http() -> None:
                 assert "".join(delta.get("content", "") for delta in deltas) == "One moment."
                 assert "".join(delta.get("reasoning", "") for delta in deltas) == "hm"
                 calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
-                assert [call["index"] for call in calls] == [0, 1]
-                assert calls_of({"tool_calls": calls}) == CALLS
+                told: dict[int, list[str]] = {}
+                for call in calls:
+                    assert ("name" in call["function"]) == ("id" in call) == (call["index"] not in told)
+                    name, arguments = told.setdefault(call["index"], [call["function"].get("name", ""), ""])
+                    told[call["index"]] = [name, arguments + call["function"]["arguments"]]
+                assert [tuple(one) for one in told.values()] == CALLS
             assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["tool_calls"] * 2
 
-            told = [*CHAT, answer["choices"][0]["message"], {"role": "tool", "tool_call_id": "x", "content": "5"}]
-            assert (await http.post("/v1/chat/completions", json={"messages": told})).status_code == 200
+            after = [*CHAT, answer["choices"][0]["message"], {"role": "tool", "tool_call_id": "x", "content": "5"}]
+            assert (await http.post("/v1/chat/completions", json={"messages": after})).status_code == 200
             unknown = {**body, "tool_choice": {"type": "function", "function": {"name": "g"}}}
             refused = await http.post("/v1/chat/completions", json=unknown)
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tool_choice")

@@ -71,9 +71,13 @@ def delta_of(chunk: pb.GenerateStreamResponse, *, with_reasoning: bool) -> dict[
             case "reasoning" if with_reasoning:
                 found["reasoning"] = found.get("reasoning", "") + delta.reasoning
             case "tool_call":
-                call = delta.tool_call
-                fields = _call(call.id, call.name, call.arguments_json) if call.id else _more(call.arguments_json)
-                found.setdefault("tool_calls", []).append({"index": call.index, **fields})
+                call, calls = delta.tool_call, cast("list[dict[str, Any]]", found.setdefault("tool_calls", []))
+                if call.id:
+                    calls.append({"index": call.index, **_call(call.id, call.name, call.arguments_json)})
+                elif calls and calls[-1]["index"] == call.index:  # clients take one entry for each call of a chunk
+                    calls[-1]["function"]["arguments"] += call.arguments_json
+                else:
+                    calls.append({"index": call.index, "function": {"arguments": call.arguments_json}})
             case _:
                 pass
     return found
@@ -81,7 +85,3 @@ def delta_of(chunk: pb.GenerateStreamResponse, *, with_reasoning: bool) -> dict[
 
 def _call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def _more(arguments: str) -> dict[str, Any]:
-    return {"function": {"arguments": arguments}}

@@ -5,7 +5,6 @@ Imports no torch and no gRPC: the process that tokenizes long texts makes the an
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -28,7 +27,7 @@ from loraplex_contracts.sampling import SAMPLING_OPTIONS, SamplingParams, Tokeni
 from loraplex_proto.enums import ADAPTER_STATES, ADAPTER_TIERS, FINISH_REASONS
 from loraplex_proto.v1 import adapter_pb2, inference_pb2, worker_pb2
 from loraplex_server.frontend.generation import CompletionSummary, Delta
-from loraplex_server.text.responses import MessagePart, ParsedCall, ParsedMessage, ResponseParsing
+from loraplex_server.text.responses import MessagePart, ParsedMessage, ResponseParsing
 from loraplex_server.text.tokenizer import TextTokenizer
 from loraplex_server.text.vocabulary import Vocabulary
 
@@ -211,20 +210,21 @@ def _message_to_pb(message: ParsedMessage) -> inference_pb2.ChatMessage:
 
 def _parts_to_pb(parts: Sequence[MessagePart]) -> list[inference_pb2.ChatDelta]:
     deltas: list[inference_pb2.ChatDelta] = []
-    for kind, several in itertools.groupby(parts, lambda part: part.kind):
-        match kind:
-            case "content":
-                deltas.append(inference_pb2.ChatDelta(content="".join(part.text for part in several)))
-            case "reasoning":
-                deltas.append(inference_pb2.ChatDelta(reasoning="".join(part.text for part in several)))
-            case _:
-                deltas += [_call_to_pb(part.index, part.call) for part in several if part.call is not None]
+    for part in parts:
+        match part.kind:
+            case "content" | "reasoning":
+                if not (deltas and deltas[-1].WhichOneof("kind") == part.kind):
+                    deltas.append(inference_pb2.ChatDelta())
+                setattr(deltas[-1], part.kind, getattr(deltas[-1], part.kind) + part.text)
+            case "call":
+                call = inference_pb2.ToolCallDelta(index=part.index, id=part.id, name=part.name)
+                deltas.append(inference_pb2.ChatDelta(tool_call=call))
+            case "arguments":
+                if not (deltas and deltas[-1].HasField("tool_call") and deltas[-1].tool_call.index == part.index):
+                    call = inference_pb2.ToolCallDelta(index=part.index)
+                    deltas.append(inference_pb2.ChatDelta(tool_call=call))
+                deltas[-1].tool_call.arguments_json += part.text
     return deltas
-
-
-def _call_to_pb(index: int, call: ParsedCall) -> inference_pb2.ChatDelta:
-    delta = inference_pb2.ToolCallDelta(index=index, id=call.id, name=call.name, arguments_json=call.arguments)
-    return inference_pb2.ChatDelta(tool_call=delta)
 
 
 def logprobs_to_pb(logprobs: Iterable[TokenLogprob]) -> list[inference_pb2.TokenLogprob]:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import secrets
 import string
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -36,6 +38,17 @@ MAX_HELD_CHARS: Final = 512  # longer than any mark
 _SHORT_ID_CHARS: Final = string.ascii_letters + string.digits  # Mistral's templates demand nine of these
 
 
+@dataclass(frozen=True, slots=True)
+class CallText:
+    """Calls whose arguments stand in the text as JSON objects, behind `first`, or behind `next` after another call.
+    Their names are the group `name`, or what the opening mark has captured under `capture`."""
+
+    first: re.Pattern[str]
+    next: re.Pattern[str] | None
+    tail: re.Pattern[str]  # behind the arguments of the last call
+    capture: str = ""
+
+
 class ResponseFormat:
     """A response template, checked. Raises InvalidArgument for one that cannot be used."""
 
@@ -50,6 +63,7 @@ class ResponseFormat:
                 f"the response template cannot be used: {error}", field="response_template"
             ) from error
         self.template = template
+        self.call_text = _call_text(fields.get("tool_calls"))
         self._short_ids = short_ids
         self._source = json.dumps(template, ensure_ascii=False).replace("\\", "")  # of patterns, too
 
@@ -115,8 +129,9 @@ class ResponseFormat:
 
 
 class Regions(ResponseParser):
-    """The library's parser. Its events also say the raw text of a region that closes, and whether text is stripped. A
-    region that cannot be read is closed without a value, and the text behind it read as usual."""
+    """The library's parser. Its events also say what an opening mark has captured, the raw text of a region that
+    closes, whether text is stripped, and where it begins in the answer. A region that cannot be read is closed without
+    a value, and the text behind it read as usual."""
 
     _start = 0
     _end_of_prefix = 0
@@ -151,11 +166,13 @@ class Regions(ResponseParser):
     def _open_explicit(self, events: list[dict[str, Any]], field: Any, m: Any) -> None:
         self._start = m.start()
         super()._open_explicit(events, field, m)
+        events[-1]["captures"] = self._captures
 
     def _accumulate(self, events: list[dict[str, Any]], text: str) -> None:
         num_before = len(events)
         super()._accumulate(events, text)
         for event in events[num_before:]:
+            event["start"] = self._pos - self._end_of_prefix
             event["is_stripped"] = self._spec.fields[event["field"]].content_args.get("strip", True)
 
     def _close_current(self, events: list[dict[str, Any]]) -> None:
@@ -168,3 +185,42 @@ class Regions(ResponseParser):
             events.append({"type": "region_close", "field": field, "value": None})
         for event in events[num_before:]:
             event["raw"] = raw
+
+
+_SPACE: Final = r"\s{0,64}"
+_PLACEHOLDER: Final = re.compile(r"\{(?:(content)\.)?(\w+)\}")
+
+
+def _call_text(field: Any) -> CallText | None:
+    """Of the field of a response template for calls; None where the arguments are read out of something else."""
+    if not isinstance(field, dict):
+        return None
+    found = cast("dict[str, Any]", field)
+    if found.get("content") != "json" or found.get("content_args"):
+        return None
+    transform: Any = found.get("transform", "{content}")
+    function: Any = transform.get("function", transform) if isinstance(transform, dict) else transform
+    is_list = bool(found.get("transform_each"))
+    if function == "{content}" and not is_list:
+        return _in_objects("name", "arguments|parameters", is_list=False)
+    if not isinstance(function, dict):
+        return None
+    named = cast("dict[str, Any]", function)
+    name, arguments = (_PLACEHOLDER.fullmatch(str(named.get(key))) for key in ("name", "arguments"))
+    if name is None or arguments is None:
+        return None
+    if not is_list and arguments[0] == "{content}" and name[1] is None and name[2] != "content":
+        return CallText(re.compile(rf"{_SPACE}(?=\{{)"), None, re.compile(r"\s*"), name[2])
+    if (name[1] is None) == (arguments[1] is None) == is_list:
+        return _in_objects(re.escape(name[2]), re.escape(arguments[2]), is_list=is_list)
+    return None
+
+
+def _in_objects(name: str, arguments: str, *, is_list: bool) -> CallText:
+    """Of objects in which the name comes first and the arguments next."""
+    value = r'"(?P<name>(?:[^"\\]|\\.){1,256})"'
+    head = rf'\{{{_SPACE}"{name}"{_SPACE}:{_SPACE}{value}{_SPACE},{_SPACE}"(?:{arguments})"{_SPACE}:{_SPACE}(?=\{{)'
+    if not is_list:
+        return CallText(re.compile(_SPACE + head), None, re.compile(r"\s*\}?\s*"))
+    first, following = (re.compile(f"{_SPACE}{mark}{_SPACE}{head}") for mark in (r"\[", rf"\}}{_SPACE},"))
+    return CallText(first, following, re.compile(r"\s*\}?\s*\]?\s*"))

@@ -1,28 +1,34 @@
 """Answers of chats: the text of a completion into reasoning, content and tool calls.
 
-A response template says how a model marks them. The parts come as the text does, a tool call when it is complete; put
-together they are the message, in whatever pieces the text came. Model text is not trusted: what cannot be read as a
-call is content.
+A response template says how a model marks them. The parts come as the text does, and so do the arguments of a call
+where they stand in it as JSON; other calls come when they are complete. Put together the parts are the message, in
+whatever pieces the text came. Model text is not trusted: what cannot be read as a call is content.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
 from loraplex_contracts.adapters import check_id
+from loraplex_contracts.errors import InvalidArgument
 
 if TYPE_CHECKING:  # the process that tokenizes long texts loads no Transformers
-    from loraplex_server.text.response_template import Regions, ResponseFormat
+    from loraplex_server.text.response_template import CallText, Regions, ResponseFormat
 
 _REASONING_FIELDS: Final = ("reasoning_content", "reasoning", "thinking")
+_MAX_HEAD_CHARS: Final = 2048  # longer than what is before the arguments of a call
+_BRACKETS: Final = re.compile(r'["{}\[\]]')
+_STRING_MARKS: Final = re.compile(r'["\\]')
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedCall:
-    """A call of a tool. `arguments` is JSON."""
+    """A call of a tool. `arguments` is JSON; where they stand as such in the model's text, they are as it wrote them,
+    and may be cut off with it."""
 
     id: str
     name: str
@@ -40,12 +46,14 @@ class ParsedMessage:
 
 @dataclass(frozen=True, slots=True)
 class MessagePart:
-    """The next part of a message: text of its content or reasoning, or call number `index` as a whole."""
+    """The next part of a message: text of its content or reasoning, the beginning of call number `index` (its id and
+    name), or text of that call's arguments."""
 
-    kind: Literal["content", "reasoning", "call"]
+    kind: Literal["content", "reasoning", "call", "arguments"]
     text: str = ""
     index: int = 0
-    call: ParsedCall | None = None
+    id: str = ""
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +78,10 @@ class ResponseReader:
         self._format = parsing.format
         self._max_calls = parsing.max_calls
         self._made: list[MessagePart] = []
-        self._num_calls = 0
+        self._num_calls = 0  # those left out as well
         self._content = _PartText()
         self._reasoning = _PartText(is_beginning=True)
+        self._open_calls: _OpenCalls | None = None
         self._parser: Regions | None = None
         if parsing.format is not None:
             self._parser = parsing.format.regions(parsing.prefix, parsing.tools, with_calls=parsing.with_calls)
@@ -80,6 +89,7 @@ class ResponseReader:
             self._content.forget()
             self._reasoning.forget()
             self._num_calls = 0
+            self._open_calls = None  # a call that the prompt began comes when it is complete
 
     def push(self, text: str) -> list[MessagePart]:
         """The parts that this text made certain."""
@@ -100,10 +110,18 @@ class ResponseReader:
 
     def message(self) -> ParsedMessage:
         """All parts so far."""
+        arguments: dict[int, list[str]] = {}
+        for part in self._made:
+            if part.kind == "arguments":
+                arguments.setdefault(part.index, []).append(part.text)
         return ParsedMessage(
             "".join(part.text for part in self._made if part.kind == "content"),
             "".join(part.text for part in self._made if part.kind == "reasoning"),
-            tuple(part.call for part in self._made if part.call is not None),
+            tuple(
+                ParsedCall(part.id, part.name, "".join(arguments.get(part.index, ())))
+                for part in self._made
+                if part.kind == "call"
+            ),
         )
 
     def _keep(self, parts: list[MessagePart]) -> list[MessagePart]:
@@ -116,10 +134,15 @@ class ResponseReader:
             match event["type"], event["field"]:
                 case "region_open", field if field != "content":
                     self._content.leave()
+                    if field == "tool_calls" and self._format is not None and self._format.call_text is not None:
+                        self._open_calls = _OpenCalls(self._format.call_text, event["captures"])
                 case "region_chunk", "content":
-                    self._add(parts, "content", event)
+                    self._add(parts, "content", event["text"], event["is_stripped"])
                 case "region_chunk", field if field in _REASONING_FIELDS:
-                    self._add(parts, "reasoning", event)
+                    self._add(parts, "reasoning", event["text"], event["is_stripped"])
+                case "region_chunk", "tool_calls" if self._open_calls is not None:
+                    for name, arguments in self._open_calls.push(event["text"]):
+                        self._add_call(parts, name, arguments)
                 case "region_close", "tool_calls":
                     self._close_calls(parts, event)
                 case "region_close", field if field in _REASONING_FIELDS:
@@ -128,25 +151,115 @@ class ResponseReader:
                     pass
         return parts
 
-    def _add(self, parts: list[MessagePart], kind: Literal["content", "reasoning"], event: Mapping[str, Any]) -> None:
-        text: str = event["text"]
-        if event["is_stripped"]:
+    def _add(
+        self, parts: list[MessagePart], kind: Literal["content", "reasoning"], text: str, is_stripped: bool = True
+    ) -> None:
+        if is_stripped:
             text = (self._content if kind == "content" else self._reasoning).push(text)
         if text:
             parts.append(MessagePart(kind, text))
 
     def _close_calls(self, parts: list[MessagePart], event: Mapping[str, Any]) -> None:
-        assert self._format is not None
+        begun, self._open_calls = self._open_calls, None
+        num_begun = 0 if begun is None else begun.num_calls
         try:
-            calls = [(self._format.new_id(), *_call_of(value)) for value in _as_list(event["value"])]
+            calls = [_call_of(value) for value in _as_list(event["value"])][num_begun:]
         except Exception:  # JSON of any kind, from a model
-            self._content.come_back()
-            parts.append(MessagePart("content", self._content.push(event["raw"])))
+            if begun is None or not num_begun:
+                self._content.come_back()
+                self._add(parts, "content", event["raw"])
+            else:
+                self._add(parts, "content", begun.rest)
             return
-        for call in calls:
-            if self._max_calls is None or self._num_calls < self._max_calls:
-                parts.append(MessagePart("call", index=self._num_calls, call=ParsedCall(*call)))
-                self._num_calls += 1
+        for name, arguments in calls:
+            self._add_call(parts, name, arguments)
+
+    def _add_call(self, parts: list[MessagePart], name: str, arguments: str) -> None:
+        """A call with its name, or the next part of the last one's arguments without."""
+        assert self._format is not None
+        self._num_calls += bool(name)
+        index = self._num_calls - 1
+        if self._max_calls is not None and index >= self._max_calls:
+            return
+        if name:
+            parts.append(MessagePart("call", index=index, id=self._format.new_id(), name=name))
+        if arguments:
+            parts.append(MessagePart("arguments", arguments, index))
+
+
+class _OpenCalls:
+    """Calls in a region that is open. Arguments end with the bracket that closes them."""
+
+    def __init__(self, form: CallText, captures: Mapping[str, str]) -> None:
+        self.num_calls = 0
+        self._form = form
+        self._captures = captures
+        self._behind = ""  # text before or behind arguments
+        self._depth = -1  # of brackets, in arguments
+        self._in_string = False
+        self._is_escaped = False
+
+    @property
+    def rest(self) -> str:
+        """The text behind the last arguments that is not part of a call."""
+        found = self._form.tail.match(self._behind)
+        return self._behind if found is None else self._behind[found.end() :]
+
+    def push(self, text: str) -> list[tuple[str, str]]:
+        """Calls and parts of their arguments: of each the name, or nothing for the one before, and the text."""
+        found: list[tuple[str, str]] = []
+        while text:
+            if self._depth < 0:
+                num_before = len(self._behind)
+                self._behind += text
+                head = self._form.next if self.num_calls else self._form.first
+                if head is None or num_before >= _MAX_HEAD_CHARS:
+                    break
+                begin = head.match(self._behind[:_MAX_HEAD_CHARS])
+                name = "" if begin is None else self._name(begin)
+                if begin is None or not name:
+                    break
+                found.append((name, ""))
+                self.num_calls += 1
+                text, self._behind, self._depth = self._behind[begin.end() :], "", 0
+            end = self._end_in(text)
+            found.append(("", text[:end]))
+            text = text[end:]
+        return found
+
+    def _name(self, begin: re.Match[str]) -> str:
+        """Empty where it is not a tool's."""
+        try:
+            given = self._captures.get(self._form.capture, "")
+            return check_id(given if self._form.capture else json.loads(f'"{begin["name"]}"'), field="name")
+        except (ValueError, InvalidArgument):
+            return ""
+
+    def _end_in(self, text: str) -> int:
+        """Where the arguments end in a text, or its length."""
+        at = 0
+        while at < len(text):
+            if self._is_escaped:
+                self._is_escaped = False
+                at += 1
+                continue
+            found = (_STRING_MARKS if self._in_string else _BRACKETS).search(text, at)
+            if found is None:
+                break
+            at = found.end()
+            match found[0]:
+                case "\\":
+                    self._is_escaped = True
+                case '"':
+                    self._in_string = not self._in_string
+                case "{" | "[":
+                    self._depth += 1
+                case _:
+                    self._depth -= 1
+                    if self._depth == 0:
+                        self._depth = -1
+                        return at
+        return len(text)
 
 
 @dataclass(slots=True)

@@ -134,3 +134,9 @@ def test_deltas() -> None:
     assert deltas(pb.ChatDelta(tool_call=call(index=1, arguments_json="}"))) == [
         {"tool_calls": [{"index": 1, "function": {"arguments": "}"}}]}
     ]
+    opened, more = call(index=0, id="call_1", name="f"), call(index=0, arguments_json='{"a"')
+    others = (call(index=1, id="call_2", name="f"), call(index=1, arguments_json="{}"))
+    parts = [pb.ChatDelta(tool_call=one) for one in (opened, more, call(index=0, arguments_json=": 1}"), *others)]
+    first, second = deltas(*parts)[0]["tool_calls"]
+    assert first == {"index": 0, "id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    assert second == {"index": 1, **CALL, "id": "call_2"}
