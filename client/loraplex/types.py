@@ -272,6 +272,7 @@ class Usage:
     accepted_tokens: int = 0  # of those
     proposers: tuple[ProposerUsage, ...] = ()  # the same, by proposer
     steps: int = 0  # of the model for the completions' tokens; 0 if unknown
+    reasoning_tokens: int = 0  # of the completions' tokens, with `parse_chat`
 
     @property
     def acceptance(self) -> float | None:

@@ -86,6 +86,9 @@ class HttpOptions:
     metrics_names: Literal["loraplex", "vllm"] = option(
         "loraplex", "vllm: give the gauges that endpoint pickers read under vLLM's names, too.", "--metrics-names"
     )
+    reasoning_content: bool = option(
+        False, "Call the reasoning in chats' answers reasoning_content, too.", "--reasoning-content"
+    )
     # That of the workers, whose folders requests to load an adapter may name.
     adapter_root: Path | None = option(
         None, "The workers' --adapters: folders in it may be given as lora_path.", "--adapter-root"

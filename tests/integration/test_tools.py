@@ -11,6 +11,7 @@ import pytest
 from jsonschema import validate
 from support.inline_worker import inline_worker
 from support.light_worker import CHAT_TEMPLATE, scripted_worker
+from support.tiny_tokenizers import tiny_tokenizer
 from support.world import TinyWorld
 
 from loraplex import AsyncClient, ChatDelta, Client, InvalidArgument, Unimplemented
@@ -51,12 +52,22 @@ async def test_streamed_and_unary_answers_give_the_same_calls() -> None:
         assert (message["role"], message["content"], message["reasoning"]) == ("assistant", "One moment.", "hm")
         assert calls_of(message) == CALLS
 
+        # Of each completion, the tokens that begin behind <think> and before </think>.
+        encoded = tiny_tokenizer("byte_level").backend_tokenizer.encode(ANSWER, add_special_tokens=False)
+        begin, end = len("<think>"), ANSWER.index("</think>")
+        num_reasoning = sum(begin <= offset < end for offset, _ in encoded.offsets)
+        assert num_reasoning > 1
+        assert answer.usage.reasoning_tokens == 2 * num_reasoning
+        assert (await client.generate(messages=CHAT, max_tokens=5)).usage.reasoning_tokens == 0
+
         chunks = [chunk async for chunk in client.stream(**asked)]
         for index in range(2):
             own = [chunk for chunk in chunks if chunk.index == index]
             assert "".join(chunk.text for chunk in own) == ANSWER
             deltas = [delta for chunk in own for delta in chunk.deltas]
             assert together(deltas) == ("One moment.", "hm", CALLS)
+            assert own[-1].usage is not None
+            assert own[-1].usage.reasoning_tokens == num_reasoning
             assert [chunk.message is None for chunk in own] == [True] * (len(own) - 1) + [False]
             assert calls_of(own[-1].message) == CALLS
 
@@ -129,6 +140,10 @@ async def test_over_http() -> None:
         async with httpx2.AsyncClient(base_url=f"http://{router.http.address}", timeout=20, trust_env=False) as http:
             body = {"messages": CHAT, "tools": TOOLS, "n": 2}
             answer = (await http.post("/v1/chat/completions", json=body)).json()
+            num_reasoning = answer["usage"]["completion_tokens_details"]["reasoning_tokens"]
+            assert 0 < num_reasoning < answer["usage"]["completion_tokens"]
+            response = (await http.post("/v1/responses", json={"input": "hi"})).json()
+            assert 2 * response["usage"]["output_tokens_details"]["reasoning_tokens"] == num_reasoning
             for choice in answer["choices"]:
                 message = choice["message"]
                 assert choice["finish_reason"] == "tool_calls"

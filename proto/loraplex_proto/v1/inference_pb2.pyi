@@ -806,6 +806,7 @@ class Usage(google.protobuf.message.Message):
     ACCEPTED_TOKENS_FIELD_NUMBER: builtins.int
     PROPOSERS_FIELD_NUMBER: builtins.int
     STEPS_FIELD_NUMBER: builtins.int
+    REASONING_TOKENS_FIELD_NUMBER: builtins.int
     prompt_tokens: builtins.int
     completion_tokens: builtins.int
     cached_tokens: builtins.int
@@ -816,6 +817,10 @@ class Usage(google.protobuf.message.Message):
     steps: builtins.int
     """Steps of the target model that gave the completion's tokens: completion_tokens / steps is what speculation is
     worth, and 1 without it.
+    """
+    reasoning_tokens: builtins.int
+    """With Output.parse_chat: of the completion tokens, those whose text begins in the message's reasoning, its marks
+    apart.
     """
     @property
     def proposers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ProposerUsage]:
@@ -831,8 +836,9 @@ class Usage(google.protobuf.message.Message):
         accepted_tokens: builtins.int = ...,
         proposers: collections.abc.Iterable[Global___ProposerUsage] | None = ...,
         steps: builtins.int = ...,
+        reasoning_tokens: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accepted_tokens", b"accepted_tokens", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "drafted_tokens", b"drafted_tokens", "prompt_tokens", b"prompt_tokens", "proposers", b"proposers", "steps", b"steps"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted_tokens", b"accepted_tokens", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "drafted_tokens", b"drafted_tokens", "prompt_tokens", b"prompt_tokens", "proposers", b"proposers", "reasoning_tokens", b"reasoning_tokens", "steps", b"steps"]) -> None: ...
 
 Global___Usage: typing_extensions.TypeAlias = Usage
 

@@ -45,7 +45,7 @@ def response_of(job: Job, answers: Sequence[pb.GenerateResponse]) -> dict[str, A
         for completion in _best(answer.completions, job.n):
             choice = _choice(job, prompt, completion.index)
             if job.is_chat:
-                choice["message"] = message_of(completion, with_reasoning=job.with_reasoning)
+                choice["message"] = message_of(completion, job.reasoning_fields)
             else:
                 choice["text"] = completion.text
                 choice |= of_prompt
@@ -57,7 +57,7 @@ def response_of(job: Job, answers: Sequence[pb.GenerateResponse]) -> dict[str, A
         if job.is_chat:
             body |= of_prompt
     head = _head(job, "chat.completion" if job.is_chat else "text_completion", tally.digest)
-    return {**head, "choices": choices, "usage": tally.usage(), **body, "loraplex": tally.own(job)}
+    return {**head, "choices": choices, "usage": tally.usage(job), **body, "loraplex": tally.own(job)}
 
 
 def _best(completions: Iterable[pb.Completion], n: int) -> list[pb.Completion]:
@@ -146,6 +146,7 @@ class Tally:
     seeds: dict[int, int] = field(default_factory=dict[int, int])  # by prompt
     prompt_tokens: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])  # and cached ones
     completion_tokens: int = 0
+    reasoning_tokens: int = 0
     drafted: int = 0
     accepted: int = 0
     steps: int = 0
@@ -173,6 +174,7 @@ class Tally:
         of_prompt = self.prompt_tokens.get(prompt, (0, 0))
         self.prompt_tokens[prompt] = max(of_prompt[0], usage.prompt_tokens), max(of_prompt[1], usage.cached_tokens)
         self.completion_tokens += usage.completion_tokens
+        self.reasoning_tokens += usage.reasoning_tokens
         self.drafted += usage.drafted_tokens
         self.accepted += usage.accepted_tokens
         self.steps += usage.steps
@@ -184,13 +186,15 @@ class Tally:
         self.first_token_s = max(self.first_token_s, timings.time_to_first_token_s)
         self.total_s = max(self.total_s, timings.total_s)
 
-    def usage(self) -> dict[str, Any]:
+    def usage(self, job: Job) -> dict[str, Any]:
         prompt_tokens = sum(tokens for tokens, _ in self.prompt_tokens.values())
+        of_chat = {"completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens}} if job.is_chat else {}
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(cached for _, cached in self.prompt_tokens.values())},
+            **of_chat,
         }
 
     def own(self, job: Job) -> dict[str, Any]:
@@ -315,7 +319,7 @@ class Chunks:
             rows = self._logprobs[choice["index"]] = Logprobs(self._job, self._prompts[prompt])
             has_rows |= self._job.echo
         if self._job.is_chat:
-            choice["delta"] = delta_of(message, with_reasoning=self._job.with_reasoning)
+            choice["delta"] = delta_of(message, self._job.reasoning_fields)
         else:
             choice["text"] = message.text_delta
             choice |= of_prompt
@@ -341,7 +345,7 @@ class Chunks:
     def end_chunks(self) -> Iterator[dict[str, Any]]:
         if self._job.wants_usage:
             head = _head(self._job, self._kind, self._tally.digest)
-            yield {**head, "choices": [], "usage": self._tally.usage(), "loraplex": self._tally.own(self._job)}
+            yield {**head, "choices": [], "usage": self._tally.usage(self._job), "loraplex": self._tally.own(self._job)}
 
     @property
     def _kind(self) -> str:

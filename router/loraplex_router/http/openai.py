@@ -60,7 +60,7 @@ class Job:
     num_prompt_logprobs: int | None  # apart from those of an echo
     echo: bool
     is_prompt_only: bool  # the one token that the wire makes is dropped
-    with_reasoning: bool
+    reasoning_fields: tuple[str, ...]  # names of the reasoning in messages
     with_token_ids: bool
     tokens_as_ids: bool
     ignored: tuple[str, ...]
@@ -116,8 +116,10 @@ def chat_job(
     request_id: str,
     created: int,
     defaults: pb.Sampling = NO_DEFAULTS,
+    *,
+    old_names: bool = False,
 ) -> Job:
-    """As `completion_job`."""
+    """As `completion_job`. `old_names`: the reasoning is also called `reasoning_content`."""
     ignored = ignored_fields(body)
     if body.echo:
         raise Unimplemented("`echo` is not available: chats are not echoed", field="echo")
@@ -136,7 +138,9 @@ def chat_job(
         request.output.token_bytes = True
     job = _job(body, request, (chat_of(body.messages, body),), request_id, created, num_top, ignored=ignored)
     put_tools(job.requests[0], body)
-    return replace(job, with_reasoning=body.include_reasoning is not False)
+    if body.include_reasoning is False:
+        return job
+    return replace(job, reasoning_fields=("reasoning", "reasoning_content") if old_names else ("reasoning",))
 
 
 def _ask_best_of(request: pb.GenerateRequest, best_of: int, *, is_streamed: bool) -> None:
@@ -246,7 +250,7 @@ def _job(
         num_prompt_logprobs=body.prompt_logprobs,
         echo=False,
         is_prompt_only=False,
-        with_reasoning=True,
+        reasoning_fields=(),
         with_token_ids=bool(body.return_token_ids),
         tokens_as_ids=bool(body.return_tokens_as_token_ids),
         ignored=ignored,

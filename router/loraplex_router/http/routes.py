@@ -73,7 +73,14 @@ class Routes:
 
     async def chat_completions(self, body: ChatCompletionRequest, request: Request) -> Response:
         names, defaults = await self._backend.names_for(body.model, request), self._backend.sampling_defaults()
-        job = openai.chat_job(body, names, request_id_of(request), int(time.time()), defaults)
+        job = openai.chat_job(
+            body,
+            names,
+            request_id_of(request),
+            int(time.time()),
+            defaults,
+            old_names=self._backend.options.reasoning_content,
+        )
         return await self._answer(job, body, names, request)
 
     async def responses(self, body: ResponsesRequest, request: Request) -> Response:

@@ -5,6 +5,7 @@ Workers tell calls and reasoning from the content; what they say is only given a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 from loraplex_contracts.adapters import check_id
@@ -49,27 +50,27 @@ def _name_of(tool: dict[str, Any], where: str) -> str:
     return check_id(name, field=f"{where}.function.name")
 
 
-def message_of(completion: pb.Completion, *, with_reasoning: bool) -> dict[str, Any]:
-    """A choice's message."""
+def message_of(completion: pb.Completion, reasoning_fields: Sequence[str]) -> dict[str, Any]:
+    """A choice's message, its reasoning under these names."""
     message = completion.message if completion.HasField("message") else pb.ChatMessage(content=completion.text)
     found: dict[str, Any] = {"role": "assistant", "content": message.content, "refusal": None}
-    if message.reasoning and with_reasoning:
-        found["reasoning"] = message.reasoning
+    if message.reasoning:
+        found |= dict.fromkeys(reasoning_fields, message.reasoning)
     if message.tool_calls:
         found["content"] = message.content or None
         found["tool_calls"] = [_call(call.id, call.name, call.arguments_json) for call in message.tool_calls]
     return found
 
 
-def delta_of(chunk: pb.GenerateStreamResponse, *, with_reasoning: bool) -> dict[str, Any]:
+def delta_of(chunk: pb.GenerateStreamResponse, reasoning_fields: Sequence[str]) -> dict[str, Any]:
     """A chunk's delta: all parts that came together."""
     found: dict[str, Any] = {}
     for delta in chunk.deltas:
         match delta.WhichOneof("kind"):
             case "content":
                 found["content"] = found.get("content", "") + delta.content
-            case "reasoning" if with_reasoning:
-                found["reasoning"] = found.get("reasoning", "") + delta.reasoning
+            case "reasoning":
+                found |= {name: found.get(name, "") + delta.reasoning for name in reasoning_fields}
             case "tool_call":
                 call, calls = delta.tool_call, cast("list[dict[str, Any]]", found.setdefault("tool_calls", []))
                 if call.id:

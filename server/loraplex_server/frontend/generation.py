@@ -55,6 +55,7 @@ class CompletionSummary:
     num_steps: int  # that gave those tokens
     drafts: tuple[Drafts, ...]  # by proposer, in the order of their names
     message: ParsedMessage | None = None  # of an answer that is parsed
+    num_reasoning_tokens: int = 0  # of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,8 @@ class CompletionAssembler:
         self._tokenizer = tokenizer
         self._with_bytes = request.output.token_bytes
         self._num_tokens = 0
+        self._num_chars = 0  # out of the detokenizer
+        self._starts: list[int] = []  # of the tokens of an answer that is parsed, in those characters
         self._num_steps = 0
         self._drafts: dict[str, Drafts] = {}
         self.is_stopped = False  # by a stop string; only `end` is still to come
@@ -151,6 +154,7 @@ class CompletionAssembler:
             num_steps=self._num_steps,
             drafts=tuple(self._drafts[name] for name in sorted(self._drafts)),
             message=None if self._reader is None else self._reader.message(),
+            num_reasoning_tokens=0 if self._reader is None else self._reader.num_reasoning_tokens(self._starts),
         )
         return Delta(self._index, text=text, parts=tuple(parts), end=summary)
 
@@ -174,11 +178,15 @@ class CompletionAssembler:
         """Text that is safe to send, and the number of tokens that belong to the completion."""
         if self._detokenizer is None:
             return "", len(token_ids)
-        if self._stops is None:
+        if self._stops is None and self._reader is None:
             return self._detokenizer.push(token_ids), len(token_ids)
         text = ""
         for num_kept, token_id in enumerate(token_ids, start=1):
-            text += self._through_stops(self._detokenizer.push((token_id,)), num_before=num_kept)
+            new = self._detokenizer.push((token_id,))
+            if self._reader is not None:
+                self._starts.append(self._num_chars)
+                self._num_chars += len(new)
+            text += self._through_stops(new, num_before=num_kept)
             if self.is_stopped:
                 return text, num_kept
         return text, len(token_ids)

@@ -284,6 +284,7 @@ def usage_to_pb(first: CompletionSummary, *others: CompletionSummary) -> inferen
     rows: dict[str, inference_pb2.ProposerUsage] = {}
     for summary in (first, *others):
         usage.completion_tokens += summary.num_completion_tokens
+        usage.reasoning_tokens += summary.num_reasoning_tokens
         usage.steps += summary.num_steps
         for one in summary.drafts:
             row = rows.setdefault(one.proposer, inference_pb2.ProposerUsage(name=one.proposer))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, cast
@@ -79,6 +80,8 @@ class ResponseReader:
         self._max_calls = parsing.max_calls
         self._made: list[MessagePart] = []
         self._num_calls = 0  # those left out as well
+        # Where reasoning begins and ends in the text, in characters.
+        self._reasoned: list[tuple[int, int]] = []
         self._content = _PartText()
         self._reasoning = _PartText(is_beginning=True)
         self._open_calls: _OpenCalls | None = None
@@ -88,6 +91,7 @@ class ResponseReader:
             self._parts(self._parser.initial_events)
             self._content.forget()
             self._reasoning.forget()
+            self._reasoned.clear()
             self._num_calls = 0
             self._open_calls = None  # a call that the prompt began comes when it is complete
 
@@ -124,6 +128,16 @@ class ResponseReader:
             ),
         )
 
+    def num_reasoning_tokens(self, starts: Sequence[int]) -> int:
+        """Those of the tokens whose text begins in reasoning. `starts`: of each token so far, characters of the text
+        before its own."""
+        return sum(bisect_left(starts, end) - bisect_left(starts, begin) for begin, end in self._reasoned)
+
+    def _note_reasoning(self, begin: int, end: int) -> None:
+        if self._reasoned and self._reasoned[-1][1] == begin:
+            begin, _ = self._reasoned.pop()
+        self._reasoned.append((begin, end))
+
     def _keep(self, parts: list[MessagePart]) -> list[MessagePart]:
         self._made += parts
         return parts
@@ -139,6 +153,7 @@ class ResponseReader:
                 case "region_chunk", "content":
                     self._add(parts, "content", event["text"], event["is_stripped"])
                 case "region_chunk", field if field in _REASONING_FIELDS:
+                    self._note_reasoning(event["start"], event["start"] + len(event["text"]))
                     self._add(parts, "reasoning", event["text"], event["is_stripped"])
                 case "region_chunk", "tool_calls" if self._open_calls is not None:
                     for name, arguments in self._open_calls.push(event["text"]):

@@ -126,6 +126,7 @@ def test_every_field_of_an_answer_is_read(connect: Connect, fake: Any) -> None:
                     drafted_tokens=4,
                     accepted_tokens=3,
                     steps=6,
+                    reasoning_tokens=2,
                     proposers=[inference_pb2.ProposerUsage(name="medusa", drafted_tokens=4, accepted_tokens=3)],
                 ),
             )
@@ -141,7 +142,7 @@ def test_every_field_of_an_answer_is_read(connect: Connect, fake: Any) -> None:
     assert (completion.stop_string, completion.stop_token_id) == ("\n", 0), "token 0 is a token"
     assert completion.finish_reason is FinishReason.STOP
     medusa = loraplex.ProposerUsage("medusa", 4, 3)
-    assert completion.usage == loraplex.Usage(0, 9, 1, 4, 3, (medusa,), 6)
+    assert completion.usage == loraplex.Usage(0, 9, 1, 4, 3, (medusa,), 6, 2)
     assert completion.usage.acceptance == medusa.acceptance == 0.75
     assert completion.usage.tokens_per_step == 1.5
     assert answer.seed == 0, "seed 0 is a seed"

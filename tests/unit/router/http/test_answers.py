@@ -37,6 +37,16 @@ USAGE = pb.Usage(
 )  # fmt: skip
 
 
+def test_usage_of_chats_has_the_tokens_of_the_reasoning() -> None:
+    usage = pb.Usage(prompt_tokens=3, completion_tokens=4, reasoning_tokens=2)
+    found = answers.response_of(chat(n=2), [pb.GenerateResponse(usage=usage)])["usage"]
+    assert found["completion_tokens_details"] == {"reasoning_tokens": 2}
+    streamed = answers.Chunks(chat(stream=True, stream_options={"include_usage": True}))
+    last = pb.GenerateStreamResponse(finish_reason=pb.FINISH_REASON_EOS, usage=usage)
+    assert list(streamed.chunks(0, last.SerializeToString()))
+    assert next(streamed.end_chunks())["usage"] == found
+
+
 def test_an_answer_to_several_prompts() -> None:
     job = completion(prompt=[[7], [1]], n=2, model="sql", return_token_ids=True)
     found = [

@@ -90,7 +90,7 @@ def test_what_is_wrong_is_named(fields: dict[str, Any], name: str) -> None:
 def test_an_answer() -> None:
     body = request(instructions="brief", max_output_tokens=5, metadata={"a": "b"})
     job = job_of(body)
-    usage = pb.Usage(prompt_tokens=3, completion_tokens=2, cached_tokens=1)
+    usage = pb.Usage(prompt_tokens=3, completion_tokens=2, cached_tokens=1, reasoning_tokens=1)
     completion = pb.Completion(text="hello", finish_reason=pb.FINISH_REASON_LENGTH, usage=usage)
     chat = answers.response_of(job, [pb.GenerateResponse(completions=[completion], usage=usage)])
     found = responses.response_of(body, job, chat)
@@ -101,7 +101,7 @@ def test_an_answer() -> None:
     assert item["content"] == [{"type": "output_text", "text": "hello", "annotations": [], "logprobs": []}]
     assert found["usage"] == {
         "input_tokens": 3, "input_tokens_details": {"cached_tokens": 1}, "output_tokens": 2,
-        "output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": 5,
+        "output_tokens_details": {"reasoning_tokens": 1}, "total_tokens": 5,
     }  # fmt: skip
     assert (found["store"], found["metadata"], found["temperature"]) == (False, {"a": "b"}, 1.0)
 

@@ -18,9 +18,9 @@ CHAT = [{"role": "user", "content": "hi"}]
 TOOLS = [{"function": {"strict": True, "name": "f", "parameters": {}}, "type": "function", "x": 1}]
 
 
-def chat(**fields: Any) -> openai.Job:
+def chat(*, old_names: bool = False, **fields: Any) -> openai.Job:
     body = ChatCompletionRequest.model_validate({"messages": CHAT, **fields})
-    return openai.chat_job(body, ("base",), "rid", 7)
+    return openai.chat_job(body, ("base",), "rid", 7, old_names=old_names)
 
 
 def wire(**fields: Any) -> pb.GenerateRequest:
@@ -102,6 +102,10 @@ def test_messages() -> None:
     }  # fmt: skip
     assert answered(MESSAGE, pb.FINISH_REASON_LENGTH)["finish_reason"] == "length"
     assert "reasoning" not in answered(MESSAGE, include_reasoning=False)["message"]
+    both = answered(MESSAGE, old_names=True)["message"]
+    assert both["reasoning"] == both["reasoning_content"] == "hm"
+    neither = answered(MESSAGE, old_names=True, include_reasoning=False)["message"]
+    assert not {"reasoning", "reasoning_content"} & neither.keys()
     only_calls = pb.ChatMessage(tool_calls=MESSAGE.tool_calls)
     assert answered(only_calls)["message"]["content"] is None
     plain = answered(pb.ChatMessage(content=""))
@@ -127,6 +131,8 @@ def test_deltas() -> None:
         {"reasoning": "ab", "content": "c"}
     ]
     assert deltas(pb.ChatDelta(reasoning="a"), include_reasoning=False) == []
+    thoughts = (pb.ChatDelta(reasoning="a"), pb.ChatDelta(reasoning="b"))
+    assert deltas(*thoughts, old_names=True) == [{"reasoning": "ab", "reasoning_content": "ab"}]
     assert deltas() == [], "text that is held back is no news"
     assert deltas(pb.ChatDelta(tool_call=call(index=0, id="call_1", name="f", arguments_json="{}"))) == [
         {"tool_calls": [{"index": 0, **CALL}]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -65,6 +66,12 @@ def test_usage_of_a_completion() -> None:
             ProposerUsage(name="prompt_lookup", drafted_tokens=2, accepted_tokens=0),
         ],
     )
+
+
+def test_usage_of_parsed_answers() -> None:
+    parsed = [replace(summary(0), num_reasoning_tokens=num) for num in (2, 1)]
+    assert [convert.usage_to_pb(one).reasoning_tokens for one in parsed] == [2, 1]
+    assert convert.usage_to_pb(*parsed).reasoning_tokens == 3
 
 
 def test_usage_of_a_request_is_the_sum_by_proposer() -> None:

@@ -196,6 +196,31 @@ def test_a_call_that_the_prompt_began_comes_when_it_is_complete() -> None:
     assert without_ids(message) == ("", "", [("f", '{"x": 1}')])
 
 
+@pytest.mark.parametrize(
+    ("prefix", "pieces", "expected"),
+    [
+        ("", ["<think>", "a", "", " b\n", "</think>", "c"], 3),
+        ("", ["<th", "ink>a", "b.</", "think>c"], 1),
+        ("", ["a", "<think>", "b", "</think>", "c", "<think>", "d"], 2),
+        ("", ["a<think>b", "c", "</think>"], 1),
+        ("<think>\n", ["a", "b", "</think>", "c"], 2),
+        ("<think>a</think>", ["b", "c"], 0),
+        ("", ["<think>", "</think>", "a"], 0),
+        ("", ["<think>", "a", "</thin"], 2),
+    ],
+)
+def test_tokens_of_the_reasoning(prefix: str, pieces: list[str], expected: int) -> None:
+    """A token counts where its text begins."""
+    starts = [len("".join(pieces[:index])) for index in range(len(pieces))]
+    for texts in (pieces, list("".join(pieces)), ["".join(pieces)]):
+        reader = ResponseParsing(FORMATS["hermes"], prefix).reader()
+        for text in texts:
+            reader.push(text)
+        reader.finish()
+        assert reader.num_reasoning_tokens(starts) == expected
+    assert ResponseParsing().reader().num_reasoning_tokens(starts) == 0
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_any_pieces_give_the_same_message(data: st.DataObject) -> None:
