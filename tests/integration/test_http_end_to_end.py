@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
+import yaml
 from jsonschema import validate
-from support.processes import Running, loraplex
+from support.pickers import VLLM, Picked, pick
+from support.processes import Running, loraplex, wait_until
 
 from loraplex import Client
 from loraplex_demo.world import MAX_NEW_TOKENS, committed_world
 
+DOCS = Path(__file__).parents[2] / "docs" / "http.md"
 PROMPT = "name: Ada; age: 36"
 ASKED = {"max_tokens": 12, "seed": 5}
 PAIR = {
@@ -29,7 +36,7 @@ PAIR = {
 def serve() -> Iterator[Running]:
     world = committed_world()
     arguments = ("serve", str(world.base_path), "--adapters", str(world.adapters_root))
-    arguments += ("--port", "0", "--http-port", "0")
+    arguments += ("--port", "0", "--http-port", "0", "--metrics-port", "0", "--metrics-names", "vllm", "--http-admin")
     with loraplex(*arguments, "--served-model-name", "demo", "--threads", "1") as running:
         yield running
 
@@ -46,6 +53,62 @@ def streamed(answer: httpx2.Response) -> list[Any]:
     parts = [part.removeprefix("data: ") for part in answer.text.split("\n\n") if part]
     assert parts.pop() == "[DONE]"
     return [json.loads(part) for part in parts]
+
+
+def test_an_endpoint_picker_reads_the_metrics(http: httpx2.Client) -> None:
+    """By the configuration of the docs and by the one that is built in. The server has had no request yet."""
+    found = re.search(r"```yaml\n(- type: core-metrics-extractor\n.*?)```", DOCS.read_text(), re.DOTALL)
+    assert found
+    (plugin,) = yaml.safe_load(found[1])
+    (ours,) = plugin["parameters"]["engineConfigs"]
+    assert set(ours) == set(VLLM)
+
+    def read() -> list[Picked]:
+        page = http.get("/metrics").text
+        return [pick(page, config) for config in (ours, VLLM)]
+
+    wait_until(lambda: read()[0].max_lora > 0)
+    fresh, same = read()
+    assert fresh == same
+    assert (fresh.waiting, fresh.running, fresh.kv_usage, fresh.active_adapters) == (0, 0, 0.0, frozenset())
+    assert min(fresh.block_size, fresh.num_blocks) > 0
+    assert fresh.affinity("json") == 0.8
+    body = {"prompt": PROMPT, "max_tokens": 1}
+    assert http.post("/v1/completions", json={"model": "json", **body}).status_code == 200
+    wait_until(lambda: read()[0].active_adapters)
+    idle, same = read()
+    assert idle == same == replace(fresh, active_adapters=frozenset({"json"}), kv_usage=idle.kv_usage)
+    assert 0 <= idle.kv_usage < 1
+    assert (idle.affinity("json"), idle.affinity("sql")) == (1.0, 0.8)
+
+
+def test_an_adapter_syncer_lists_loads_and_unloads(http: httpx2.Client) -> None:
+    """Calls of the Gateway API's dynamic-lora-sidecar, which is content with every status below 400."""
+    assert http.get("/health").status_code == 200
+    assert "xml" in [model["id"] for model in http.get("/v1/models").json()["data"]]
+    body = {"lora_name": "xml", "lora_path": str(committed_world().adapters_root / "xml"), "base_model_name": "demo"}
+    assert http.post("/v1/load_lora_adapter", json=body).status_code == 200
+    asked = {"model": "xml", "prompt": PROMPT, "max_tokens": 1}
+    assert http.post("/v1/completions", json=asked).status_code == 200
+    assert http.post("/v1/unload_lora_adapter", json={"lora_name": "xml"}).status_code == 200
+    assert (
+        http.post("/v1/load_lora_adapter", json={**body, "lora_name": "none", "lora_path": "none"}).status_code == 404
+    )
+    assert http.post("/v1/unload_lora_adapter", json={"lora_name": "none"}).status_code == 404
+
+
+@pytest.mark.skipif(not shutil.which("promtool"), reason="promtool is not installed (Debian: prometheus)")
+def test_promtool_finds_nothing_but_the_colon(serve: Running, http: httpx2.Client) -> None:
+    """On the pages of HTTP port, router and worker. The colon in front is as with vLLM and SGLang."""
+    ports = re.search(r"metrics on (\d+), (\d+)", serve.output)
+    assert ports, serve.output
+    urls = ["/metrics", *(f"http://127.0.0.1:{port}/metrics" for port in ports.groups())]
+    for url in urls:
+        page = http.get(url).text
+        said = subprocess.run(["promtool", "check", "metrics"], input=page, capture_output=True, text=True)
+        lines = (said.stdout + said.stderr).splitlines()
+        assert lines
+        assert not [line for line in lines if not line.endswith("metric names should not contain ':'")]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

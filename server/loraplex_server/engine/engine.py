@@ -201,7 +201,9 @@ class Engine:
         self._replies: list[Reply] = []
         self._under_way: tuple[StepPlan, StepHandle] | None = None
         self._num_steps = 0
-        self.can_step = False  # whether another turn now is likely to do work
+        self.can_step = (
+            True  # whether another turn now is likely to do work; the first one reports limits and residency
+        )
         self._residency_changed = True
         self._num_queued_reported = 0
         self._forecast: Forecast | None = None

@@ -2,51 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
-from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.samples import Sample
+from support.pickers import VLLM, Picked, pick
 
 from loraplex_proto.v1 import worker_pb2
 from loraplex_router.http.metrics import EngineMetrics
 from loraplex_router.replicas import Replicas
-
-
-@dataclass
-class Picked:
-    waiting: float
-    running: float
-    kv_usage: float
-    max_lora: int
-    adapters: dict[str, str]  # "running" or "waiting", by name
-    block_size: int
-    num_blocks: int
-
-
-def pick(page: str, prefix: str, kv_usage: str) -> Picked:
-    """As the picker does: the latest sample of a name, of the adapters' the one with the largest value."""
-    samples: dict[str, list[Sample]] = {}
-    for family in text_string_to_metric_families(page):
-        samples[family.name] = family.samples
-    info = max(samples[f"{prefix}lora_requests_info"], key=lambda one: one.value).labels
-    adapters: dict[str, str] = {}
-    for state in ("waiting", "running"):
-        names = [name.strip() for name in info[f"{state}_lora_adapters"].split(",")]
-        adapters |= {name: state for name in names if name}
-    blocks = samples[f"{prefix}cache_config_info"][-1].labels
-    return Picked(
-        waiting=samples[f"{prefix}num_requests_waiting"][-1].value,
-        running=samples[f"{prefix}num_requests_running"][-1].value,
-        kv_usage=samples[prefix + kv_usage][-1].value,
-        max_lora=int(info["max_lora"]),
-        adapters=adapters,
-        block_size=int(blocks["block_size"]),
-        num_blocks=int(blocks["num_gpu_blocks"]),
-    )
 
 
 def report(waiting: list[str], tiers: dict[str, int], **fields: Any) -> worker_pb2.Load:
@@ -71,15 +36,18 @@ def two_workers() -> Replicas:
 
 
 @pytest.mark.parametrize(
-    ("prefix", "kv_usage"),
-    [("loraplex:", "kv_cache_usage"), ("vllm:", "kv_cache_usage_perc"), ("vllm:", "gpu_cache_usage_perc")],
+    "config",
+    [
+        VLLM,
+        {**VLLM, "kvUsageSpec": "vllm:gpu_cache_usage_perc"},
+        {spec: name.replace("vllm:", "loraplex:").removesuffix("_perc") for spec, name in VLLM.items()},
+    ],
 )
-def test_a_picker_reads_them(prefix: str, kv_usage: str) -> None:
-    found = pick(page(two_workers(), with_vllm=True), prefix, kv_usage)
-    assert (found.waiting, found.running, found.kv_usage) == (3, 2, 0.375)
-    assert (found.max_lora, found.block_size, found.num_blocks) == (8, 16, 200)
+def test_a_picker_reads_them(config: dict[str, str]) -> None:
+    found = pick(page(two_workers(), with_vllm=True), config)
     # Idle ones that are on a device count, those on disk do not.
-    assert found.adapters == {"json": "running", "sql": "running", "new": "waiting"}
+    active, waiting = frozenset({"json", "sql"}), frozenset({"new"})
+    assert found == Picked(3, 2, 0.375, 8, active, waiting, 16, 200)
 
 
 def test_vllms_names_are_an_option() -> None:
@@ -90,5 +58,5 @@ def test_without_workers_they_are_zero() -> None:
     replicas = two_workers()
     for worker in ("a", "b"):
         replicas.on_lost(worker, "gone")
-    found = pick(page(replicas, with_vllm=True), "vllm:", "kv_cache_usage_perc")
-    assert found == Picked(0, 0, 0, 0, {}, 0, 0)
+    nothing = frozenset[str]()
+    assert pick(page(replicas, with_vllm=True), VLLM) == Picked(0, 0, 0, 0, nothing, nothing, 0, 0)

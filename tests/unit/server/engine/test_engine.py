@@ -183,6 +183,18 @@ def test_a_grown_queue_is_news() -> None:
     assert batch.load.num_queued == 3
 
 
+def test_the_first_turn_reports_limits_and_needs_no_command() -> None:
+    """Endpoint pickers send no adapter to a worker without slots for them."""
+    engine = make_engine()
+    assert engine.can_step
+    batch = engine.turn()
+    assert batch is not None
+    assert batch.usage is not None
+    assert batch.load.num_blocks > 0
+    assert not engine.can_step
+    assert engine.turn() is None
+
+
 def test_a_deadline_in_the_far_future_can_be_waited_for() -> None:
     engine = make_engine(cache=FakeCache(delay=1000))
     engine.handle(Submit(request(adapter_id="a", deadline_s=1e12)))
