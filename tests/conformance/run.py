@@ -165,7 +165,23 @@ def served(folder: Path) -> Iterator[dict[str, Any]]:
         router = stack.enter_context(loraplex(*to_worker))
         guarded = stack.enter_context(loraplex(*to_worker, *guard))
         facts = facts_of(router.address, _http_url(router.output), _http_url(guarded.output), world.names)
-        yield {**facts, "model_folder": str(world.model), "adapters_folder": str(world.adapters)}
+        yield {
+            **facts,
+            "model_folder": str(world.model),
+            "adapters_folder": str(world.adapters),
+            "command": [sys.executable, "-m", "loraplex"],
+            "python_path": os.environ.get("PYTHONPATH", ""),
+            "vllm_folder": str(_vllm_world(folder / "vllm")),
+        }
+
+
+def _vllm_world(folder: Path) -> Path:
+    """A model and three adapters for vLLM's tests, which count the tokens of a prompt and name tokens by number."""
+    from support.world import CHAT_SPECIALS, CHAT_TEMPLATE, make_world, word_tokenizer
+
+    tokenizer = word_tokenizer("Hello, my name is", 5120, CHAT_SPECIALS)
+    make_world(folder, 3, max_context=8192, chat_template=CHAT_TEMPLATE, tokenizer=tokenizer)
+    return folder
 
 
 def _http_url(output: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -47,9 +48,30 @@ def byte_tokenizer(special_tokens: Sequence[str] = ()) -> PreTrainedTokenizerFas
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return _fast(tokenizer, special_tokens)
+
+
+def _fast(tokenizer: Tokenizer, special_tokens: Sequence[str]) -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<s>", "</s>", "<pad>", *special_tokens])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+
+
+def word_tokenizer(text: str, size: int, special_tokens: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """`byte_tokenizer` with a token for each word of `text`, and further ones that no text becomes, `size` in all
+    (special tokens apart)."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    splitter = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    vocab, merges = dict.fromkeys(alphabet), dict[tuple[str, str], None]()
+    for word, _ in splitter.pre_tokenize_str(text):
+        for end in range(1, len(word)):
+            merges[word[:end], word[end]] = None
+            vocab[word[: end + 1]] = None
+    more = (first + second for first in alphabet for second in alphabet if first + second not in vocab)
+    names = [*vocab, *islice(more, size - len(vocab))]
+    tokenizer = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=list(merges)))
+    tokenizer.pre_tokenizer = splitter
+    return _fast(tokenizer, special_tokens)
 
 
 def make_world(
@@ -61,10 +83,12 @@ def make_world(
     max_context: int = 512,
     chat_template: str | None = None,
     special_tokens: Sequence[str] = (),
+    tokenizer: PreTrainedTokenizerFast | None = None,
 ) -> TinyWorld:
-    """Writes model and adapters under `root`. Adapters are strong enough that each changes the text."""
+    """Writes model and adapters under `root`. Adapters are strong enough that each changes the text. `tokenizer` is by
+    default that of bytes, with `special_tokens`."""
     torch.manual_seed(0)
-    tokenizer = byte_tokenizer(special_tokens)
+    tokenizer = tokenizer or byte_tokenizer(special_tokens)
     tokenizer.chat_template = chat_template
     config = LlamaConfig(
         vocab_size=len(tokenizer),
