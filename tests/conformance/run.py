@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -35,7 +36,8 @@ PROMPT = "Once upon a time"
 MAX_TOKENS = 24
 MAX_CONTEXT = 4096
 TOKEN, ADMIN_TOKEN = "conformance", "conformance-admin"
-PROBE_TIMEOUT_S = 300
+PROBE_TIMEOUT_S = 600
+NUM_TOKENS = 5120  # of the vocabulary for vLLM's tests, which name token 5000
 # What pip and npm say where the package index cannot be reached.
 NO_INDEX = re.compile(
     r"name resolution|Name or service not known|NewConnectionError|ConnectTimeout|Network is unreachable|ProxyError|"
@@ -176,11 +178,17 @@ def served(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _vllm_world(folder: Path) -> Path:
-    """A model and three adapters for vLLM's tests, which count the tokens of a prompt and name tokens by number."""
-    from support.world import CHAT_SPECIALS, CHAT_TEMPLATE, make_world, word_tokenizer
+    """A model and three adapters for vLLM's tests, which count the tokens of a prompt, name tokens by number, and wait
+    for a random model to close its texts."""
+    from support.world import CHAT_SPECIALS, CHAT_TEMPLATE, lean, make_world, word_tokenizer
 
-    tokenizer = word_tokenizer("Hello, my name is", 5120, CHAT_SPECIALS)
-    make_world(folder, 3, max_context=8192, chat_template=CHAT_TEMPLATE, tokenizer=tokenizer)
+    tokenizer = word_tokenizer("Hello, my name is", NUM_TOKENS, (*CHAT_SPECIALS, "</think>"))
+    template = CHAT_TEMPLATE + "{%- if enable_thinking %}{{- '<think>\\n' }}{%- endif %}"
+    world = make_world(folder, 3, max_context=8192, chat_template=template, tokenizer=tokenizer)
+    names = tokenizer.get_vocab()
+    pairs = {number: -4.0 for name, number in names.items() if len(name) == 2 and number < NUM_TOKENS}
+    ends = {names[name]: 3.0 for name in ('"', ",", "}", "]", "</think>")}
+    lean(world.model, {**pairs, **ends, names["</s>"]: 1.0})
     return folder
 
 
@@ -236,22 +244,34 @@ def results(client: Client, python: Path, facts: Mapping[str, Any], skipped: Seq
             "CONFORMANCE_FACTS": json.dumps(facts),
             "CONFORMANCE_SKIPPED": "\n".join(skipped),
         }
+        done = subprocess.Popen(
+            [python, _probe(client)],
+            env=variables,
+            cwd=home,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            process_group=0,
+        )
         try:
-            done = subprocess.run(
-                [python, _probe(client)],
-                env=variables,
-                cwd=home,
-                capture_output=True,
-                text=True,
-                timeout=PROBE_TIMEOUT_S,
-            )
-        except subprocess.TimeoutExpired as late:
-            said = late.stdout.decode() if isinstance(late.stdout, bytes) else late.stdout or ""
+            said, errors = done.communicate(timeout=PROBE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            said = _ended(done)
             return {**_faults(said), "the probe itself": f"did not end within {PROBE_TIMEOUT_S} s"}
-    found = _faults(done.stdout)
+    found = _faults(said)
     if done.returncode or not found:
-        found["the probe itself"] = f"ended with status {done.returncode}: {done.stderr.strip()[-2000:]}"
+        found["the probe itself"] = f"ended with status {done.returncode}: {errors.strip()[-2000:]}"
     return found
+
+
+def _ended(probe: subprocess.Popen[str]) -> str:
+    """Output of a probe that is ended together with the servers that it started."""
+    os.killpg(probe.pid, signal.SIGINT)
+    try:
+        return probe.communicate(timeout=30)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(probe.pid, signal.SIGKILL)
+        return probe.communicate()[0]
 
 
 def _probe(client: Client) -> Path:

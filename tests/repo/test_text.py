@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("contracts", "proto", "runtime", "client", "router", "adapters", "server", "training", "demo")
+THIRD_PARTY = "tests/conformance/third_party/"
 MAX_FIRST_LINE_WORDS = 14
 NOT_A_TERM = {"what", "who", "how", "that", "whether", "where"}
 
@@ -65,10 +67,19 @@ def test_every_module_begins_with_a_term_of_the_field() -> None:
     faults = {
         name: fault
         for path in tracked(".py")
-        if "_pb2" not in (name := name_of(path))
+        if "_pb2" not in (name := name_of(path)) and not name.startswith(THIRD_PARTY)
         if (fault := first_line_fault(path.read_text(encoding="utf-8")))
     }
     assert not faults
+
+
+def test_files_of_others_are_as_they_were() -> None:
+    """Each folder says in ORIGIN where its files are from, with the SHA-256 of each."""
+    for origin in (ROOT / THIRD_PARTY).glob("*/ORIGIN"):
+        rows = re.findall(r"^([0-9a-f]{64})  (\S+)  ", origin.read_text(), re.MULTILINE)
+        assert {name for _, name in rows} | {"ORIGIN"} == {path.name for path in origin.parent.iterdir()}
+        for digest, name in rows:
+            assert hashlib.sha256((origin.parent / name).read_bytes()).hexdigest() == digest, name
 
 
 def test_the_architecture_page_names_every_package() -> None:

@@ -41,7 +41,7 @@ def response_of(job: Job, answers: Sequence[pb.GenerateResponse]) -> dict[str, A
             for completion in answer.completions:
                 _drop_new(completion)
         tally.add_answer(answer)
-        of_prompt = prompt_fields(job, answer.prompt_tokens)
+        of_prompt = {"prompt_logprobs": None, **prompt_fields(job, answer.prompt_tokens)}
         for completion in _best(answer.completions, job.n):
             choice = _choice(job, prompt, completion.index)
             if job.is_chat:

@@ -54,8 +54,7 @@ def message_of(completion: pb.Completion, reasoning_fields: Sequence[str]) -> di
     """A choice's message, its reasoning under these names."""
     message = completion.message if completion.HasField("message") else pb.ChatMessage(content=completion.text)
     found: dict[str, Any] = {"role": "assistant", "content": message.content, "refusal": None}
-    if message.reasoning:
-        found |= dict.fromkeys(reasoning_fields, message.reasoning)
+    found |= dict.fromkeys(reasoning_fields, message.reasoning or None)
     if message.tool_calls:
         found["content"] = message.content or None
         found["tool_calls"] = [_call(call.id, call.name, call.arguments_json) for call in message.tool_calls]

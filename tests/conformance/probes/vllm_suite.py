@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Self
@@ -42,7 +43,7 @@ class RemoteOpenAIServer:
         self.adapters = folder / "adapters"
         self.adapters.mkdir()
         ours = ["--served-model-name", model, "--adapters", str(self.adapters), "--port", "0", "--http-port", "0"]
-        for flag, value in zip(args, args[1:], strict=False):
+        for flag, value in pairwise(args):
             if flag in FLAGS:
                 ours += [FLAGS[flag], value]
             elif flag == "--lora-modules":
@@ -126,6 +127,10 @@ class _OfVllm:
     """A class of vLLM's own. The tests of it are left out."""
 
 
+def _tokenizer(tokenizer_name: str) -> Tokenizer:
+    return Tokenizer.from_file(str(WORLD / "model" / "tokenizer.json"))
+
+
 def _module(name: str, **content: Any) -> None:
     parts = name.split(".")
     for end in range(1, len(parts) + 1):
@@ -137,7 +142,7 @@ _module("tests.utils", RemoteOpenAIServer=RemoteOpenAIServer, ROCM_EXTRA_ARGS=[]
 _module("vllm.transformers_utils.repo_utils", hf_api=_Hub)
 _module("vllm.entrypoints.openai.completion.protocol", CompletionRequest=_OfVllm)
 _module("vllm.sampling_params", SamplingParams=_OfVllm)
-_module("vllm.tokenizers", get_tokenizer=lambda tokenizer_name: Tokenizer.from_file(str(WORLD / "model/tokenizer.json")))
+_module("vllm.tokenizers", get_tokenizer=_tokenizer)
 
 if __name__ == "__main__":
     sys.exit(suite.run("vllm"))

@@ -159,6 +159,7 @@ def test_logprobs_of_the_prompt() -> None:
     assert body["choices"][0]["prompt_logprobs"] == rows
     body = answers.response_of(chat(prompt_logprobs=1, return_token_ids=True), [echoed()])
     assert (body["prompt_logprobs"], body["prompt_token_ids"]) == (rows, [9, 1, 2])
+    assert answers.response_of(completion(), [echoed()])["choices"][0]["prompt_logprobs"] is None
     body = answers.response_of(completion(prompt_logprobs=0), [echoed()])
     assert [len(one or ()) for one in body["choices"][0]["prompt_logprobs"]] == [0, 1, 1]
 
@@ -167,7 +168,7 @@ def test_logprobs_of_a_chat() -> None:
     rows = [row(3, "é", -0.5, (3, "é", -0.5), (4, "\ufffd", -1.0))]
     answer = pb.GenerateResponse(completions=[pb.Completion(text="é", logprobs=rows)])
     choice = answers.response_of(chat(logprobs=True, top_logprobs=2), [answer])["choices"][0]
-    assert choice["message"] == {"role": "assistant", "content": "é", "refusal": None}
+    assert choice["message"] == {"role": "assistant", "content": "é", "refusal": None, "reasoning": None}
     (found,) = choice["logprobs"]["content"]
     assert (found["token"], found["logprob"], found["bytes"]) == ("é", -0.5, [0xC3, 0xA9])
     assert [one["bytes"] for one in found["top_logprobs"]] == [[0xC3, 0xA9], [0xC3]]

@@ -109,7 +109,7 @@ def test_messages() -> None:
     only_calls = pb.ChatMessage(tool_calls=MESSAGE.tool_calls)
     assert answered(only_calls)["message"]["content"] is None
     plain = answered(pb.ChatMessage(content=""))
-    assert plain["message"] == {"role": "assistant", "content": "", "refusal": None}
+    assert plain["message"] == {"role": "assistant", "content": "", "refusal": None, "reasoning": None}
     assert plain["finish_reason"] == "stop"
 
 
