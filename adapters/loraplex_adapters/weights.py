@@ -5,21 +5,23 @@ same on disk, host and device: LoRA factors, then Medusa heads, then a classifie
 only shapes and scales are written down. Everything lies at multiples of 64 bytes, row-major, in the base model's dtype
 (token ids apart).
 
-LoRA: modules in the order of their paths; of each, A [rank, in] then B [out, rank]. The layout of a LoRA alone is
-written down as it was before there were heads, so old stores stay readable.
+LoRA: modules in the order of their paths; of each, A [rank, in], B [out, rank], then where it has them gain [out] and
+shift [out]. The layout of a plain LoRA is written down as it always was, so old stores stay readable.
 
 Heads: the same tensor of all heads is one region, so a set of heads is also one stacked matrix: for each layer the
 weights [num_heads, hidden, hidden] and the biases [num_heads, hidden], then the token ids [num_rows] (int64), then the
 projections [num_projections, num_rows, hidden].
 
 Classifier: the weight [num_labels, hidden], then the bias [num_labels].
+
+Saved parameters, in the order of their modules and names: as the base model has them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -39,6 +41,9 @@ class TargetModule:
     in_features: int  # of an embedding: the vocabulary
     out_features: int
     is_conv1d: bool = False  # GPT-2's Conv1D keeps its weight transposed (fan_in_fan_out)
+    has_bias: bool = False
+    # Gives W [out, in] and its bias, perhaps copies, to adapters that are made with them. Of an embedding [out, vocab].
+    weights: Callable[[], tuple[Tensor, Tensor | None]] | None = field(default=None, compare=False, repr=False)
     # SHA-256 of the weight's bytes in BaseTargets.dtype, row-major as the module keeps it; '' when it is not known. For
     # embeddings and lm_head: PEFT saves copies of those weights, which are dropped when they are the base's own.
     weight_sha256: str = ""
@@ -55,22 +60,41 @@ class BaseTargets:
     hidden_size: int  # at the language modelling head's input, where Medusa heads read
     vocab_size: int  # the head's rows: token ids that may come out
     backbone: str = ""  # path of the model without its head: adapters of that model leave it out of their names
+    # Of modules other than `modules` (norms) the parameters that an adapter may bring: shapes by path and name.
+    parameters: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
+    embedding: str = ""  # path of the input embedding
+    tied_head: str = ""  # path of the head, where its weight is the input embedding's
+
+
+@dataclass(frozen=True, slots=True)
+class SavedParameter:
+    """A parameter in the place of the base model's, or of some rows of it."""
+
+    values: Tensor  # as the base model's, or its rows [num_ids, hidden]
+    token_ids: tuple[int, ...] | None = None  # the rows that it replaces; None: all
 
 
 @dataclass(frozen=True, slots=True)
 class LoraFactors:
-    """The low-rank term of one adapter at one module.
+    """The terms of one adapter at one module: gain * (W x + bias + scale * B A x) + shift.
 
-    Both tensors are contiguous, of one dtype and on one device. For an embedding, `in` is the vocabulary.
+    All tensors are contiguous, of one dtype and on one device. For an embedding, `in` is the vocabulary.
     """
 
-    a: Tensor  # [rank, in]
+    a: Tensor  # [rank, in]; rank 0: no low-rank term
     b: Tensor  # [out, rank]
     scale: float  # alpha / rank, or alpha / sqrt(rank)
+    gain: Tensor | None = None  # [out], of DoRA; None: 1
+    shift: Tensor | None = None  # [out], of biases; None: 0
 
     @property
     def rank(self) -> int:
         return self.a.shape[0]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is a low-rank term alone."""
+        return self.gain is None and self.shift is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +132,16 @@ class AdapterWeights:
     factors: Mapping[str, LoraFactors]  # by module path (TargetModule.path); empty of heads alone
     heads: tuple[MedusaHead, ...] = ()  # empty of a LoRA alone
     classifier: Classifier | None = None
+    saved: Mapping[str, Mapping[str, SavedParameter]] = field(default_factory=dict)  # by module path and name
 
     @property
     def num_bytes(self) -> int:
         return self.storage.numel()
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether low-rank terms are all that it has in the model."""
+        return not self.saved and all(factors.is_plain for factors in self.factors.values())
 
     @property
     def max_rank(self) -> int:
@@ -132,19 +162,30 @@ class FactorShape:
     in_features: int
     out_features: int
     scale: float
+    has_gain: bool = False
+    has_shift: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is a low-rank term alone."""
+        return not self.has_gain and not self.has_shift
 
     def to_json(self) -> list[Any]:
         """Canonical: part of the adapter's digest. The scale in hexadecimal, so that nothing is rounded."""
-        return [self.path, self.rank, self.in_features, self.out_features, self.scale.hex()]
+        found = [self.path, self.rank, self.in_features, self.out_features, self.scale.hex()]
+        return found if self.is_plain else [*found, "gain" * self.has_gain + "shift" * self.has_shift]
 
     @staticmethod
     def from_json(value: Any) -> FactorShape:
         """Raises ValueError on anything that `to_json` did not write."""
-        path, rank, in_features, out_features, scale = value
+        path, rank, in_features, out_features, scale, *more = value
         sizes = (rank, in_features, out_features)
-        shape = FactorShape(path, *sizes, float.fromhex(scale))
-        is_shape = isinstance(path, str) and all(type(size) is int and size > 0 for size in sizes)
-        if not is_shape or not math.isfinite(shape.scale):
+        if more not in ([], ["gain"], ["shift"], ["gainshift"]):
+            raise ValueError("not the layout of a LoRA")
+        extra = "".join(more)
+        shape = FactorShape(path, *sizes, float.fromhex(scale), "gain" in extra, "shift" in extra)
+        is_shape = isinstance(path, str) and all(type(size) is int and size >= 0 for size in sizes)
+        if not is_shape or not in_features or not out_features or not (rank or extra) or not math.isfinite(shape.scale):
             raise ValueError("not the layout of a LoRA")
         return shape
 
@@ -156,6 +197,8 @@ class PlacedFactors:
     shape: FactorShape
     a_offset: int
     b_offset: int
+    gain_offset: int
+    shift_offset: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +280,40 @@ class ClassifierShape:
         return ClassifierShape(ClassifierInfo(tuple(labels), flags[0]), hidden_size, flags[1])
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class SavedShape:
+    """Shape of a saved parameter."""
+
+    path: str  # of its module
+    name: str
+    shape: tuple[int, ...]
+    token_ids: tuple[int, ...] | None = None
+
+    def to_json(self) -> list[Any]:
+        """Canonical: part of the adapter's digest."""
+        return [self.path, self.name, list(self.shape), None if self.token_ids is None else list(self.token_ids)]
+
+    @staticmethod
+    def from_json(value: Any) -> SavedShape:
+        """Raises ValueError on anything that `to_json` did not write."""
+        path, name, sizes, token_ids = value
+        numbers = [sizes] if token_ids is None else [sizes, token_ids]
+        is_list = all(
+            isinstance(one, list) and all(type(n) is int and 0 <= n < MAX_DIM for n in one) for one in numbers
+        )
+        if not isinstance(path, str) or not isinstance(name, str) or not is_list:
+            raise ValueError("not the layout of a saved parameter")
+        return SavedShape(path, name, tuple(sizes), None if token_ids is None else tuple(token_ids))
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedSaved:
+    """A saved parameter and its place, in bytes from the beginning."""
+
+    shape: SavedShape
+    offset: int
+
+
 @dataclass(frozen=True, slots=True)
 class PlacedClassifier:
     """A classifier and the places of its tensors, in bytes from the beginning."""
@@ -266,6 +343,7 @@ class AdapterLayout:
     heads: PlacedHeads | None
     num_bytes: int
     classifier: PlacedClassifier | None = None
+    saved: tuple[PlacedSaved, ...] = ()
 
     @property
     def max_rank(self) -> int:
@@ -291,6 +369,8 @@ class AdapterLayout:
             found["medusa"] = self.heads.shape.to_json()
         if self.classifier is not None:
             found["classifier"] = self.classifier.shape.to_json()
+        if self.saved:
+            found["saved"] = [placed.shape.to_json() for placed in self.saved]
         return found
 
     @staticmethod
@@ -301,7 +381,8 @@ class AdapterLayout:
             raise ValueError("not the layout of a LoRA")
         heads = None if medusa is None else HeadsShape.from_json(medusa)
         classifier = None if value.get("classifier") is None else ClassifierShape.from_json(value["classifier"])
-        return place_adapter(value["dtype"], map(FactorShape.from_json, factors), heads, classifier)
+        saved = map(SavedShape.from_json, value.get("saved", ()))
+        return place_adapter(value["dtype"], map(FactorShape.from_json, factors), heads, classifier, saved)
 
 
 def place_adapter(
@@ -309,16 +390,22 @@ def place_adapter(
     factors: Iterable[FactorShape],
     heads: HeadsShape | None = None,
     classifier: ClassifierShape | None = None,
+    saved: Iterable[SavedShape] = (),
 ) -> AdapterLayout:
     """Gives every tensor its place."""
     layout = _place_lora_and_heads(dtype, factors, heads)
-    if classifier is None:
-        return layout
     itemsize = DTYPES[dtype].itemsize
-    weight = _aligned(layout.num_bytes)
-    bias = _aligned(weight + classifier.num_labels * classifier.hidden_size * itemsize)
-    end = _aligned(bias + classifier.num_labels * itemsize) if classifier.has_bias else bias
-    return replace(layout, num_bytes=end, classifier=PlacedClassifier(classifier, weight, bias))
+    if classifier is not None:
+        weight = _aligned(layout.num_bytes)
+        bias = _aligned(weight + classifier.num_labels * classifier.hidden_size * itemsize)
+        end = _aligned(bias + classifier.num_labels * itemsize) if classifier.has_bias else bias
+        layout = replace(layout, num_bytes=end, classifier=PlacedClassifier(classifier, weight, bias))
+    placed: list[PlacedSaved] = []
+    position = layout.num_bytes
+    for shape in sorted(saved, key=lambda one: (one.path, one.name)):
+        placed.append(PlacedSaved(shape, position))
+        position = _aligned(position + math.prod(shape.shape) * itemsize)
+    return replace(layout, num_bytes=position, saved=tuple(placed))
 
 
 def _place_lora_and_heads(dtype: str, factors: Iterable[FactorShape], heads: HeadsShape | None) -> AdapterLayout:
@@ -328,8 +415,10 @@ def _place_lora_and_heads(dtype: str, factors: Iterable[FactorShape], heads: Hea
     for shape in sorted(factors):
         a_offset = position
         b_offset = _aligned(a_offset + shape.rank * shape.in_features * itemsize)
-        position = _aligned(b_offset + shape.rank * shape.out_features * itemsize)
-        placed.append(PlacedFactors(shape, a_offset, b_offset))
+        gain_offset = _aligned(b_offset + shape.rank * shape.out_features * itemsize)
+        shift_offset = _aligned(gain_offset + shape.has_gain * shape.out_features * itemsize)
+        position = _aligned(shift_offset + shape.has_shift * shape.out_features * itemsize)
+        placed.append(PlacedFactors(shape, a_offset, b_offset, gain_offset, shift_offset))
     if heads is None:
         return AdapterLayout(dtype, tuple(placed), None, position)
     weights: list[int] = []
@@ -358,7 +447,7 @@ def weights_at(key: AdapterKey, layout: AdapterLayout, storage: Tensor) -> Adapt
     assert storage.numel() == layout.num_bytes, "an adapter's storage is exactly as large as its layout"
     heads = () if layout.heads is None else _heads_at(layout.heads, DTYPES[layout.dtype], storage)
     classifier = None if layout.classifier is None else _classifier_at(layout.classifier, DTYPES[layout.dtype], storage)
-    return AdapterWeights(key, storage, _factors_at(layout, storage), heads, classifier)
+    return AdapterWeights(key, storage, _factors_at(layout, storage), heads, classifier, _saved_at(layout, storage))
 
 
 def _factors_at(layout: AdapterLayout, storage: Tensor) -> dict[str, LoraFactors]:
@@ -372,8 +461,20 @@ def _factors_at(layout: AdapterLayout, storage: Tensor) -> dict[str, LoraFactors
         rank, in_features = shape.rank, shape.in_features
         a = flat.as_strided((rank, in_features), (in_features, 1), placed.a_offset // itemsize)  # [rank, in]
         b = flat.as_strided((shape.out_features, rank), (rank, 1), placed.b_offset // itemsize)  # [out, rank]
-        factors[shape.path] = LoraFactors(a, b, shape.scale)
+        gain = flat[placed.gain_offset // itemsize :][: shape.out_features] if shape.has_gain else None
+        shift = flat[placed.shift_offset // itemsize :][: shape.out_features] if shape.has_shift else None
+        factors[shape.path] = LoraFactors(a, b, shape.scale, gain, shift)
     return factors
+
+
+def _saved_at(layout: AdapterLayout, storage: Tensor) -> dict[str, dict[str, SavedParameter]]:
+    flat = storage.view(DTYPES[layout.dtype])
+    found: dict[str, dict[str, SavedParameter]] = {}
+    for placed in layout.saved:
+        shape, begin = placed.shape, placed.offset // flat.element_size()
+        values = flat[begin : begin + math.prod(shape.shape)].view(shape.shape)
+        found.setdefault(shape.path, {})[shape.name] = SavedParameter(values, shape.token_ids)
+    return found
 
 
 def _classifier_at(placed: PlacedClassifier, dtype: torch.dtype, storage: Tensor) -> Classifier:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from peft import PeftModel
 from support.backends import PatchedBackend
 from support.dense import dense_logits, greedy, make_dense
 from support.driver import Job, Rig, make_rig, random_prompts
-from support.peft_files import SPECS, load_lora, save_adapter
+from support.peft_files import RICH_SPECS, SPECS, LoraSpec, load_lora, save_adapter
 from support.zoo import LORA_FAMILIES, VOCAB_SIZE, random_model
 from torch import nn
 from transformers import PreTrainedModel
@@ -26,6 +27,7 @@ from loraplex_server.layers.lora import SegmentedLora
 from loraplex_server.model.loader import adopt_model
 
 NUM_TOKENS = 10
+HEAD_NORMS = ("gemma3", "afmoe", "cohere")  # norms of single heads, which adapters cannot bring
 OPS: dict[str, type[SegmentedLora]] = {"reference": ReferenceOps, "cpu": CpuOps}  # type: ignore[type-abstract]
 
 
@@ -50,13 +52,14 @@ def make_world(
     max_rows: int = 6,
     *,
     joins: bool = False,
+    specs: Sequence[LoraSpec] = SPECS,
 ) -> World:
     base = make_dense(random_model(family, dtype))
-    peft = [save_adapter(base, spec, root / spec.name, seed) for seed, spec in enumerate(SPECS)]
+    peft = [save_adapter(base, spec, root / spec.name, seed) for seed, spec in enumerate(specs)]
     loaded = adopt_model(copy.deepcopy(base), model_id=family, backend=PatchedBackend(merges=joins))
     targets = loaded.base_targets(max_rank=16)
-    weights = [load_lora(root, spec.name, targets) for spec in SPECS]
-    rig = make_rig(loaded, ops=ops, seed=4, max_rows=max_rows)
+    weights = [load_lora(root, spec.name, targets) for spec in specs]
+    rig = make_rig(loaded, ops=ops, seed=4, max_rows=max_rows, num_slots=len(specs))
     for slot, lora in enumerate(weights):
         rig.slots.install(slot, lora)
     return World(base, peft, weights, rig)
@@ -76,10 +79,14 @@ def mixed_jobs(num_adapters: int) -> list[tuple[int | None, Job]]:
 @pytest.mark.parametrize("family", LORA_FAMILIES)
 def test_mixed_batch_equals_peft(family: str, ops: str, joins: bool, tmp_path: Path) -> None:
     world = make_world(tmp_path, family, OPS[ops](), joins=joins)
-    jobs = mixed_jobs(len(SPECS))
+    check_mixed_batch(world, SPECS)
+
+
+def check_mixed_batch(world: World, specs: Sequence[LoraSpec]) -> None:
+    jobs = mixed_jobs(len(specs))
     world.rig.run([job for _, job in jobs])
     for owner, job in jobs:
-        name = "base" if owner is None else SPECS[owner].name
+        name = "base" if owner is None else specs[owner].name
         reference = world.reference(owner)
         assert job.error is None, name
         assert job.tokens == greedy(reference, job.prompt, NUM_TOKENS), name
@@ -87,6 +94,24 @@ def test_mixed_batch_equals_peft(family: str, ops: str, joins: bool, tmp_path: P
         torch.testing.assert_close(world.rig.logits(job), want, rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
         if owner is not None:  # an adapter that changes nothing would prove nothing
             assert not torch.allclose(want, dense_logits(world.base, job.prompt, job.tokens), atol=1e-3), name
+
+
+@pytest.mark.parametrize(
+    ("family", "ops", "joins"),
+    [
+        ("qwen2", "cpu", True),
+        *(
+            pytest.param(family, ops, joins, marks=pytest.mark.slow)
+            for family in LORA_FAMILIES
+            for ops, joins in (("reference", True), ("cpu", False))
+        ),
+    ],
+)
+def test_more_than_low_rank_terms_equals_peft(family: str, ops: str, joins: bool, tmp_path: Path) -> None:
+    """DoRA, biases and saved parameters in one batch with each other, plain LoRA and the base."""
+    specs = RICH_SPECS if family not in HEAD_NORMS else [s for s in RICH_SPECS if s.name != "saved-norms"]
+    world = make_world(tmp_path, family, OPS[ops](), joins=joins, specs=specs)
+    check_mixed_batch(world, specs)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from loraplex_adapters.formats.adapter import plan_adapter
-from loraplex_adapters.formats.peft import write_lora
+from loraplex_adapters.formats.peft import write_lora, write_saved
 from loraplex_adapters.io.safetensors import PieceReader, PieceWriter
 from loraplex_adapters.sources.directory import DirectorySource
 from loraplex_adapters.weights import AdapterWeights, BaseTargets, weights_at
@@ -41,6 +41,21 @@ SPECS = (
     LoraSpec("r16-embedding", 16, 8, "embedding"),
     LoraSpec("patterns", 8, 8, "all", {"rank_pattern": {}, "alpha_pattern": {}}),  # filled in per family
 )
+# More than low-rank terms.
+RICH_SPECS = (
+    LoraSpec("dora", 4, 6, "all", {"use_dora": True}),
+    LoraSpec("plain", 4, 6),
+    LoraSpec("dora-embedding", 5, 3, "embedding", {"use_dora": True, "use_rslora": True}),
+    LoraSpec("dora-head", 5, 3, "head", {"use_dora": True}),
+    LoraSpec("lora-bias", 3, 4, "all", {"lora_bias": True}),
+    LoraSpec("all-biases", 3, 4, "attention", {"bias": "all"}),
+    LoraSpec("saved-head", 3, 4, "mlp", {"modules_to_save": ["head"]}),
+    LoraSpec("saved-embedding", 3, 4, "attention", {"modules_to_save": ["embedding"]}),
+    LoraSpec("saved-norms", 3, 4, "attention", {"modules_to_save": ["norms"]}),
+    LoraSpec("token-rows", 3, 4, "attention", {"trainable_token_indices": [3, 5, 17, 20, 40, 41]}),
+    LoraSpec("dora-biases", 3, 4, "all", {"use_dora": True, "bias": "lora_only"}),
+)
+_SAVED_BIASES: dict[str, tuple[str, ...]] = {"none": (), "all": ("bias",), "lora_only": ("base_layer.bias",)}
 ATTENTION_WORDS = ("attn", "attention")
 # PEFT takes these for its fused experts' wherever they are.
 NOT_BY_PEFT = {"afmoe": ("gate", "gate_proj", "up_proj", "down_proj")}
@@ -77,6 +92,10 @@ def lora_config(model: PreTrainedModel, spec: LoraSpec) -> LoraConfig:
     if "rank_pattern" in fields:
         fields["rank_pattern"] = {targets[0]: 3, rf"\.1\..*{targets[-1]}": 11}
         fields["alpha_pattern"] = {targets[-1]: 5, targets[0]: 1}
+    if "modules_to_save" in fields:
+        norms = {path.rpartition(".")[2] for path, one in model.named_modules() if "norm" in type(one).__name__.lower()}
+        known = {"head": [head], "embedding": [embedding], "norms": sorted(norms)}
+        fields["modules_to_save"] = [name for key in fields["modules_to_save"] for name in known[key]]
     is_conv1d = any(isinstance(module, Conv1D) for module in model.modules())
     return LoraConfig(
         task_type="CAUSAL_LM",
@@ -97,8 +116,12 @@ def save_adapter(model: PreTrainedModel, spec: LoraSpec, folder: Path, seed: int
         peft = get_peft_model(copy.deepcopy(model), lora_config(model, spec))
         with torch.no_grad():
             for name, parameter in peft.named_parameters():
-                if "lora_" in name:
+                if "modules_to_save" in name or "trainable_tokens_delta" in name:
+                    parameter.add_(torch.randn_like(parameter) * 0.2)
+                elif "lora_" in name:
                     parameter.copy_(torch.randn_like(parameter) * 0.25)
+                elif name.endswith(_SAVED_BIASES[spec.fields.get("bias", "none")]):
+                    parameter.add_(torch.randn_like(parameter) * 0.1)
         peft.save_pretrained(folder)
     return peft.eval()
 
@@ -108,10 +131,12 @@ def load_lora(root: Path, name: str, targets: BaseTargets) -> AdapterWeights:
     source = DirectorySource(root)
     data = bytearray()
     with source.open(name) as files:
-        plan = plan_adapter(files, targets)
+        reader = PieceReader(files.opened, targets.dtype)
+        plan = plan_adapter(files, targets).without_base_copies(reader)
         assert plan.lora is not None
         out = PieceWriter(lambda piece: data.extend(piece))
-        write_lora(plan.lora, plan.layout, out, PieceReader(files.opened, targets.dtype))
+        write_lora(plan.lora, plan.layout, out, reader)
+        write_saved(plan.lora, plan.layout, out, reader)
         out.pad_to(plan.layout.num_bytes)
     storage: Tensor = torch.frombuffer(data, dtype=torch.uint8)
     return weights_at(AdapterKey("lora", f"{abs(hash(name)):064x}"[-64:]), plan.layout, storage)

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from loraplex_adapters.formats.adapter import AdapterPlan, plan_adapter
 from loraplex_adapters.formats.medusa import without_base_head, write_heads
-from loraplex_adapters.formats.peft import check_base_copies, write_classifier, write_lora
+from loraplex_adapters.formats.peft import write_classifier, write_lora, write_saved
 from loraplex_adapters.io.safetensors import PieceReader, PieceWriter, WriteFn, bytes_of
 from loraplex_adapters.io.source_files import AdapterSource
 from loraplex_adapters.io.throttle import checkpoint
@@ -259,17 +259,19 @@ def import_adapter(
             log.warning("adapter %s %s", ascii(adapter_id), warning)
         if plan.heads is not None:
             plan = plan.with_heads(without_base_head(plan.heads, targets, reader))
+        plan = plan.without_base_copies(reader)
         layout = plan.layout
 
         def fill(write: WriteFn) -> None:
             out = PieceWriter(write)
             if plan.lora is not None:
-                check_base_copies(plan.lora, reader)
                 write_lora(plan.lora, layout, out, reader)
             if plan.heads is not None:
                 write_heads(plan.heads, layout, targets.vocab_size, out, reader)
             if plan.lora is not None and plan.lora.classifier is not None:
                 write_classifier(plan.lora.classifier, layout, out, reader)
+            if plan.lora is not None:
+                write_saved(plan.lora, layout, out, reader)
             out.pad_to(layout.num_bytes)
             files.check_unchanged()
 

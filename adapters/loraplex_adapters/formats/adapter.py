@@ -19,15 +19,9 @@ from loraplex_adapters.formats.files import (
     ignored_template,
 )
 from loraplex_adapters.formats.medusa import HeadsPlan, model_tensors, plan_heads, read_medusa_config, split_heads
-from loraplex_adapters.formats.peft import (
-    MAX_CONFIG_BYTES,
-    LoraPlan,
-    PlannedModule,
-    parse_labels,
-    parse_peft_config,
-    plan_lora,
-)
-from loraplex_adapters.io.safetensors import TensorInfo, read_header
+from loraplex_adapters.formats.peft import LoraPlan, PlannedModule, plan_lora, without_base_copies
+from loraplex_adapters.formats.peft_config import MAX_CONFIG_BYTES, parse_labels, parse_peft_config
+from loraplex_adapters.io.safetensors import PieceReader, TensorInfo, read_header
 from loraplex_adapters.io.source_files import AdapterFiles, parse_object, read_all
 from loraplex_adapters.weights import AdapterLayout, BaseTargets, place_adapter
 from loraplex_contracts.errors import AdapterInvalid, AdapterUnsupported
@@ -45,6 +39,13 @@ class AdapterPlan:
     @property
     def modules(self) -> tuple[PlannedModule, ...]:
         return () if self.lora is None else self.lora.modules
+
+    def without_base_copies(self, reader: PieceReader) -> AdapterPlan:
+        """The same without parameters that are mere copies of the base model's."""
+        if self.lora is None:
+            return self
+        lora = without_base_copies(self.lora, reader)
+        return replace(self, lora=lora, layout=_layout(self.layout.dtype, lora, self.heads))
 
     def with_heads(self, heads: HeadsPlan) -> AdapterPlan:
         """The same with other heads."""
@@ -75,7 +76,8 @@ def plan_adapter(files: AdapterFiles, targets: BaseTargets) -> AdapterPlan:
 def _layout(dtype: str, lora: LoraPlan | None, heads: HeadsPlan | None) -> AdapterLayout:
     factors = [] if lora is None else [module.shape for module in lora.modules]
     classifier = None if lora is None or lora.classifier is None else lora.classifier.shape
-    return place_adapter(dtype, factors, None if heads is None else heads.shape, classifier)
+    saved = () if lora is None else [one.shape for one in lora.saved]
+    return place_adapter(dtype, factors, None if heads is None else heads.shape, classifier, saved)
 
 
 def _plan_lora(files: AdapterFiles, tensors: Sequence[TensorInfo], targets: BaseTargets) -> LoraPlan:

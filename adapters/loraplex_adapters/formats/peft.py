@@ -1,29 +1,23 @@
-r"""PEFT LoRA: configuration, rank patterns, classifier, plan against the base model, and bytes.
+"""PEFT LoRA: plan against the base model, classifier, saved parameters, and bytes.
 
-The plan is made of the configuration (`adapter_config.json`) and the file's header. Every field that changes the
-mathematics is either carried out or refused by name; an unknown field is refused too, unless it is empty: it may belong
-to a new variant. Every tensor of the file ends up in the plan, or the load fails with its name; so does a module that
-the base model lacks, a wrong shape, a rank over the limit. Modules may have ranks and scales of their own.
-
-PEFT runs `re.match(rf"(.*\.)?({pattern})$", path)` for `rank_pattern` and `alpha_pattern`. A hostile pattern would hang
-Python's backtracking matcher or exhaust memory while it is compiled. RE2 matches in linear time; the cost of a pattern,
-and of all patterns of an adapter together, is bounded here. Accepted is what `re` and RE2 read alike: literals, `.`,
-`\d \D \w \W \s \S` and escaped punctuation, `[...]`, `(...)` and `(?:...)`, `|`, `* + ?` (lazy or not), `{m}` `{m,}`
-`{m,n}`, `^` and `$`. Everything else (backreferences, lookaround, flags) is refused. Paths are ASCII in practice;
-classes mean their ASCII members.
+The plan is made of the configuration and the file's header. Every tensor of the file ends up in the plan, or the load
+fails with its name; so does a module that the base model lacks, a wrong shape, a rank over the limit. Modules may have
+ranks and scales of their own.
 """
 
 from __future__ import annotations
 
-import math
 import re
-import string
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any, Literal
+from typing import Literal
+
+import torch
+from torch import Tensor
 
 from loraplex_adapters.formats.files import CONFIG_NAME, WEIGHTS_NAME
+from loraplex_adapters.formats.peft_config import CLASSIFIER_NAMES, MAX_LABELS, PeftLoraConfig, path_ends
+from loraplex_adapters.formats.peft_patterns import Budget, match_budget
 from loraplex_adapters.io.safetensors import (
     DTYPE_BYTES,
     DTYPES,
@@ -32,9 +26,15 @@ from loraplex_adapters.io.safetensors import (
     TensorInfo,
     check_float,
 )
-from loraplex_adapters.io.source_files import parse_object
 from loraplex_adapters.io.throttle import checkpoint
-from loraplex_adapters.weights import AdapterLayout, BaseTargets, ClassifierShape, FactorShape, TargetModule
+from loraplex_adapters.weights import (
+    AdapterLayout,
+    BaseTargets,
+    ClassifierShape,
+    FactorShape,
+    SavedShape,
+    TargetModule,
+)
 from loraplex_contracts.adapters import ClassifierInfo
 from loraplex_contracts.errors import (
     AdapterInvalid,
@@ -45,331 +45,16 @@ from loraplex_contracts.errors import (
     ShapeMismatch,
 )
 
-# --- configuration --------------------------------------------------------------------------------------------------
-
-MAX_CONFIG_BYTES = 1 << 20
-MAX_PATTERNS = 4096
-MAX_TARGETS = 4096
-MAX_RANK = 1 << 16
-MAX_ALPHA = float(1 << 16)
-MAX_LABELS = 4096
-MAX_LABEL_CHARS = 256
-# What Transformers calls a classifier on top of a model.
-CLASSIFIER_NAMES = ("score", "classifier")
-Classifies = Literal["no", "texts", "tokens"]
-_CLASSIFIERS: Mapping[str, Classifies] = {"SEQ_CLS": "texts", "TOKEN_CLS": "tokens"}
-
-# Empty (null, false, [], {}) is fine; anything else changes what the adapter computes.
-_REFUSED: Mapping[str, str] = {
-    "use_dora": "DoRA",
-    "alora_invocation_tokens": "activated LoRA (aLoRA)",
-    "lora_bias": "a bias on lora_B",
-    "layer_replication": "layers repeated by the adapter",
-    "target_parameters": "LoRA on parameters, such as the experts of a mixture",
-    "trainable_token_indices": "token rows trained with the adapter",
-    "use_qalora": "QALoRA",
-    "use_bdlora": "BD-LoRA",
-    "arrow_config": "Arrow routing",
-    "kasa_config": "KaSA",
-    "monteclora_config": "MonteCLoRA",
-    "velora_config": "VeLoRA",
-    "megatron_config": "a Megatron model",
-    "router": "routing between adapters",
-}
-# Initialisations that left the base model as it was; the others moved part of it into the adapter.
-_CLEAN_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica"})
-_BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga", "lora-ga")
-# Only training depends on these, or the choice of modules, which the tensors show anyway.
-_WITHOUT_EFFECT = frozenset({
-    "auto_mapping", "peft_version", "revision", "inference_mode", "lora_dropout", "exclude_modules",
-    "layers_to_transform", "layers_pattern", "megatron_core", "loftq_config", "eva_config", "corda_config",
-    "lora_ga_config", "qalora_group_size", "runtime_config", "ensure_weight_tying", "merge_weights",
-    # fan_in_fan_out says how the base stores its weight; the factors have one orientation in any case.
-    "fan_in_fan_out",
-    # Decided by the tensors: without saved biases it has no effect, and saved ones are refused by name.
-    "bias",
-})  # fmt: skip
-_USED = frozenset({
-    "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights",
-    "target_modules", "base_model_name_or_path", "modules_to_save", "task_type", "id2label",
-})  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class PeftLoraConfig:
-    """The part of the configuration that serving needs."""
-
-    r: int
-    lora_alpha: float
-    use_rslora: bool
-    rank_pattern: tuple[tuple[ModulePattern, int], ...]
-    alpha_pattern: tuple[tuple[ModulePattern, float], ...]
-    target_modules: frozenset[str] | None  # None: a pattern or a shorthand; the tensors decide
-    base_model: str  # informative only: shapes decide
-    classifies: Classifies = "no"  # by a module that is saved with the adapter
-    labels: tuple[str, ...] = ()  # empty where the configuration has none
-
-    def rank_and_scale(self, path: str, budget: Budget) -> tuple[int, float]:
-        """Of one module. As in PEFT: the first pattern that matches, else the common value; the scale comes from the
-        module's own rank and alpha, never from a padded or a common rank."""
-        rank = next((rank for pattern, rank in self.rank_pattern if pattern.matches(path, budget)), self.r)
-        alpha = next((alpha for pattern, alpha in self.alpha_pattern if pattern.matches(path, budget)), self.lora_alpha)
-        return rank, alpha / (math.sqrt(rank) if self.use_rslora else rank)
-
-    def names_target(self, path: str) -> bool:
-        """True when `target_modules` lists the module, by its name or by the end of it."""
-        return self.target_modules is None or not self.target_modules.isdisjoint(path_ends(path))
-
-
-def path_ends(path: str) -> Iterator[str]:
-    """'c', 'b.c' and 'a.b.c' of 'a.b.c': what a target may call the module."""
-    words = path.split(".")
-    return (".".join(words[idx:]) for idx in range(len(words) - 1, -1, -1))
-
-
-def parse_peft_config(data: bytes) -> PeftLoraConfig:
-    """Raises AdapterInvalid or AdapterUnsupported, naming the field."""
-    fields = parse_object(data, CONFIG_NAME, MAX_CONFIG_BYTES)
-    peft_type = fields.get("peft_type")
-    if peft_type is None:
-        raise AdapterInvalid(f"{CONFIG_NAME} has no peft_type; save the adapter with PEFT's save_pretrained")
-    if peft_type != "LORA":
-        raise AdapterUnsupported(f"{CONFIG_NAME}: peft_type {_shown(peft_type)} is not served; LORA is")
-    _refuse_variants(fields)
-    classifies = _CLASSIFIERS.get(str(fields.get("task_type")), "no")
-    _check_saved_modules(fields, classifies)
-    _check_init(fields.get("init_lora_weights", True))
-    budget = compile_budget()
-    rank_pattern = _patterns(fields, "rank_pattern", budget)
-    alpha_pattern = _patterns(fields, "alpha_pattern", budget)
-    base_model = fields.get("base_model_name_or_path")
-    return PeftLoraConfig(
-        r=_rank(fields.get("r"), "r"),
-        lora_alpha=_alpha(fields.get("lora_alpha"), "lora_alpha"),
-        use_rslora=_flag(fields, "use_rslora"),
-        rank_pattern=tuple((pattern, _rank(value, "rank_pattern")) for pattern, value in rank_pattern),
-        alpha_pattern=tuple((pattern, _alpha(value, "alpha_pattern")) for pattern, value in alpha_pattern),
-        # With tied weights PEFT saves factors for modules that it has taken off the list.
-        target_modules=None if fields.get("ensure_weight_tying") else _targets(fields.get("target_modules")),
-        base_model=base_model[:256] if isinstance(base_model, str) else "",
-        classifies=classifies,
-        labels=() if classifies == "no" else parse_labels(fields, CONFIG_NAME),
-    )
-
-
-def _check_saved_modules(fields: Mapping[str, Any], classifies: str) -> None:
-    """Modules that are saved whole are served where they are a classifier, which PEFT calls by either name."""
-    names = fields.get("modules_to_save")
-    if not names or (classifies != "no" and isinstance(names, list) and set(map(str, names)) <= set(CLASSIFIER_NAMES)):
-        return
-    raise AdapterUnsupported(
-        f"{CONFIG_NAME}: modules_to_save (whole modules saved with the adapter) is not served, but for "
-        f"{' and '.join(CLASSIFIER_NAMES)} of a classifier (task_type SEQ_CLS or TOKEN_CLS)"
-    )
-
-
-def parse_labels(fields: Mapping[str, Any], file_name: str) -> tuple[str, ...]:
-    """The labels in `id2label`, in their order; none where there is no such field. Raises AdapterInvalid."""
-    found: Any = fields.get("id2label")
-    if not found:
-        return ()
-    numbers = {str(number) for number in range(len(found))} if isinstance(found, dict) else set[str]()
-    is_whole = isinstance(found, dict) and found.keys() == numbers and len(found) <= MAX_LABELS
-    if not is_whole or not all(isinstance(one, str) and 0 < len(one) <= MAX_LABEL_CHARS for one in found.values()):
-        raise AdapterInvalid(
-            f"{file_name}: id2label must give a name of at most {MAX_LABEL_CHARS} characters to each number from 0 on, "
-            f"{MAX_LABELS} at most"
-        )
-    return tuple(found[str(number)] for number in range(len(found)))
-
-
-def _refuse_variants(fields: Mapping[str, Any]) -> None:
-    for name, what in _REFUSED.items():
-        if fields.get(name):
-            raise AdapterUnsupported(f"{CONFIG_NAME}: {name} ({what}) is not served")
-    for name, value in fields.items():
-        if value and name not in _WITHOUT_EFFECT and name not in _USED:
-            raise AdapterUnsupported(
-                f"{CONFIG_NAME}: field {name[:80]!a} is not known and not empty, so it may change what the "
-                "adapter computes; remove it if it does not"
-            )
-
-
-def _check_init(init: Any) -> None:
-    if init is None or isinstance(init, bool) or (isinstance(init, str) and init in _CLEAN_INITS):
-        return
-    if isinstance(init, str) and init.lower().startswith(_BASE_CHANGING_INITS):
-        raise AdapterUnsupported(
-            f"{CONFIG_NAME}: init_lora_weights {_shown(init)} changed the base model at the start; convert the adapter "
-            "with PEFT's save_pretrained(path_initial_model_for_weight_conversion=...)"
-        )
-    raise AdapterUnsupported(f"{CONFIG_NAME}: init_lora_weights {_shown(init)} is not known")
-
-
-def _patterns(fields: Mapping[str, Any], name: str, budget: Budget) -> list[tuple[ModulePattern, Any]]:
-    value = fields.get(name) or {}
-    if not isinstance(value, dict) or len(value) > MAX_PATTERNS:
-        raise AdapterInvalid(f"{CONFIG_NAME}: {name} must be an object of at most {MAX_PATTERNS} entries")
-    return [(compile_pattern(text, f"{CONFIG_NAME}: {name}", budget), item) for text, item in value.items()]
-
-
-def _rank(value: Any, name: str) -> int:
-    if type(value) is not int or not 1 <= value <= MAX_RANK:
-        raise AdapterInvalid(f"{CONFIG_NAME}: {name} is {_shown(value)}; a rank is a whole number from 1 to {MAX_RANK}")
-    return value
-
-
-def _alpha(value: Any, name: str) -> float:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 < abs(value) <= MAX_ALPHA:  # false for NaN too
-        raise AdapterInvalid(
-            f"{CONFIG_NAME}: {name} is {_shown(value)}; alpha is a finite number, not 0, of at most {MAX_ALPHA:.0f}"
-        )
-    return float(value)
-
-
-def _flag(fields: Mapping[str, Any], name: str) -> bool:
-    value = fields.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise AdapterInvalid(f"{CONFIG_NAME}: {name} must be true or false, not {_shown(value)}")
-    return bool(value)
-
-
-def _targets(value: Any) -> frozenset[str] | None:
-    """The listed targets. A string is a pattern or 'all-linear'; never matched, as the tensors say the same."""
-    if value is None or isinstance(value, str):
-        return None
-    if not isinstance(value, list) or len(value) > MAX_TARGETS or not all(isinstance(item, str) for item in value):
-        raise AdapterInvalid(f"{CONFIG_NAME}: target_modules must be a string or a list of at most {MAX_TARGETS} names")
-    return frozenset(value)
-
-
-def _shown(value: Any) -> str:
-    return ascii(value)[:60]
-
-
-# --- rank and alpha patterns ----------------------------------------------------------------------------------------
-
-MAX_PATTERN_CHARS = 256
-# Of one compiled pattern, RE2's caches included: room for 1,000 instructions and some states of its automaton.
-MAX_PATTERN_BYTES = 64 << 10
-# A pattern for each of 126 layers' seven linears, in both fields, takes about half of it.
-MAX_INSTRUCTIONS = 1 << 18
-# One character compared with one instruction takes a nanosecond at worst; a call is worth some 500 of those.
-MAX_MATCH_STEPS = 1 << 26
-CALL_STEPS = 512
-PLAIN_STEPS = 64
-
-_PLAIN = frozenset(string.ascii_letters + string.digits + "_.-")
-# Each alternative begins with another character, so this takes linear time itself.
-_ESCAPE = r"\\(?:[dDwWsS]|[^a-zA-Z0-9])"
-_UNDERSTOOD = re.compile(
-    rf"(?:{_ESCAPE}|\[\^?\]?(?:{_ESCAPE}|[^\\\[\]])*\]|\((?!\?)|\(\?:|\{{\d{{1,3}}(?:,\d{{0,3}})?\}}|[^\\\[({{])*",
-    re.ASCII | re.DOTALL,
-)
-
-
-@dataclass(slots=True)
-class Budget:
-    """Cost that compiling, or matching, all patterns of one adapter may still have."""
-
-    steps_left: int
-    refusal: str
-
-    def spend(self, num_steps: int) -> None:
-        """Raises AdapterUnsupported when nothing is left."""
-        checkpoint()
-        self.steps_left -= num_steps
-        if self.steps_left < 0:
-            raise AdapterUnsupported(f"rank_pattern and alpha_pattern {self.refusal}; use fewer or simpler patterns")
-
-
-def compile_budget() -> Budget:
-    """In instructions of RE2."""
-    return Budget(MAX_INSTRUCTIONS, "are too large together")
-
-
-def match_budget() -> Budget:
-    """In nanoseconds at worst."""
-    return Budget(MAX_MATCH_STEPS, "take too long to match")
-
-
-@dataclass(frozen=True, slots=True)
-class ModulePattern:
-    """One pattern with PEFT's meaning for module paths. `compiled` is RE2's; None for names and dots only."""
-
-    text: str
-    compiled: Any = None
-
-    def matches(self, path: str, budget: Budget) -> bool:
-        """Raises AdapterUnsupported when the adapter has used up its budget."""
-        if self.compiled is not None:
-            budget.spend(CALL_STEPS + self.compiled.programsize * len(path))
-            return self.compiled.fullmatch(_encoded(path)) is not None
-        # The common case, faster than any engine. A dot means any character, as in PEFT.
-        budget.spend(PLAIN_STEPS)
-        start = len(path) - len(self.text)
-        if start < 0 or (start > 0 and path[start - 1] != "."):
-            return False
-        return all(want in (".", have) for want, have in zip(self.text, path[start:], strict=True))
-
-
-def compile_pattern(text: str, field_name: str, budget: Budget) -> ModulePattern:
-    """Raises AdapterUnsupported, naming the field, when the pattern is not understood or too large."""
-    if len(text) > MAX_PATTERN_CHARS:
-        raise AdapterUnsupported(f"{field_name}: a pattern of {len(text)} characters; at most {MAX_PATTERN_CHARS}")
-    budget.spend(1)
-    if set(text) <= _PLAIN:
-        return ModulePattern(text)
-    if _UNDERSTOOD.fullmatch(text) is None:
-        raise _refusal(text, field_name, "it uses more than literals, sets, groups, counts and `|`")
-    import re2
-
-    try:
-        re2.compile(_encoded(text), _options())  # alone, because its parentheses could pair with ours
-        compiled = re2.compile(_encoded(rf"(?:.*\.)?(?:{text})"), _options())
-    except re2.error as error:
-        raise _refusal(text, field_name, error.args[0].decode(errors="replace")) from None
-    budget.spend(compiled.programsize)
-    return ModulePattern(text, compiled)
-
-
-def _encoded(text: str) -> bytes:
-    """JSON can hold lone surrogates; RE2 refuses their bytes."""
-    return text.encode(errors="surrogatepass")
-
-
-@cache
-def _options() -> Any:
-    import re2
-
-    options = re2.Options()
-    options.max_mem = MAX_PATTERN_BYTES
-    options.never_capture = True
-    options.log_errors = False
-    return options
-
-
-def _refusal(text: str, field_name: str, why: str) -> AdapterUnsupported:
-    return AdapterUnsupported(f"{field_name}: pattern {text[:80]!a} is not served: {why}")
-
-
-# --- plan and bytes -------------------------------------------------------------------------------------------------
-
 _PREFIX = "base_model.model."
-_FACTORS: Mapping[str, tuple[str, bool]] = {  # what the key says -> (which factor, of an embedding)
-    "lora_A": ("a", False),
-    "lora_B": ("b", False),
-    "lora_embedding_A": ("a", True),
-    "lora_embedding_B": ("b", True),
-}
+Factor = Literal["a", "b", "magnitude", "lora_bias", "bias"]
+# What a key says, and which tensor of a module that is. Embeddings have the second two in the place of the first two.
+_LINEAR_FACTORS: Mapping[str, Factor] = {"lora_A": "a", "lora_B": "b"}
+_EMBEDDING_FACTORS: Mapping[str, Factor] = {"lora_embedding_A": "a", "lora_embedding_B": "b"}
+_FACTORS: Mapping[str, Factor] = {**_LINEAR_FACTORS, **_EMBEDDING_FACTORS, "lora_magnitude_vector": "magnitude"}
 _REFUSED_PARTS: Mapping[str, str] = {
-    "lora_magnitude_vector": "a magnitude of DoRA",
     "lora_diag": "a diagonal of KaSA",
     "lora_E": "AdaLoRA",
     "lora_ranknum": "AdaLoRA",
-    "token_adapter": "token rows trained with the adapter (trainable_token_indices)",
-    "modules_to_save": "a whole module saved with the adapter (modules_to_save)",
 }
 
 
@@ -378,8 +63,12 @@ class PlannedModule:
     """One module's tensors in the file, checked."""
 
     shape: FactorShape
-    a: TensorInfo
-    b: TensorInfo
+    target: TargetModule
+    a: TensorInfo | None  # both or none
+    b: TensorInfo | None
+    magnitude: TensorInfo | None = None  # of DoRA [out]
+    lora_bias: TensorInfo | None = None  # of B [out]
+    bias: TensorInfo | None = None  # in the place of the base model's [out]
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,22 +81,26 @@ class PlannedClassifier:
 
 
 @dataclass(frozen=True, slots=True)
+class PlannedSaved:
+    """A parameter in the file that takes the place of the base model's."""
+
+    shape: SavedShape
+    tensor: TensorInfo
+    weight_sha256: str = ""  # of the base model's: a mere copy of it is left out
+
+
+@dataclass(frozen=True, slots=True)
 class LoraPlan:
     """The tensors to read. `modules` are in the layout's order."""
 
     modules: tuple[PlannedModule, ...]
-    base_copies: tuple[tuple[TensorInfo, TargetModule], ...]  # must equal the base model's own weight
+    saved: tuple[PlannedSaved, ...]
     warnings: tuple[str, ...]
     classifier: PlannedClassifier | None = None
 
 
-@dataclass(slots=True)
-class _Found:
-    """The tensors of one module as they turn up."""
-
-    is_embedding: bool
-    a: TensorInfo | None = None
-    b: TensorInfo | None = None
+# The tensors of one module as they turn up.
+_Found = dict[Factor, TensorInfo]
 
 
 def plan_lora(config: PeftLoraConfig, tensors: Mapping[str, TensorInfo], targets: BaseTargets) -> LoraPlan:
@@ -417,24 +110,34 @@ def plan_lora(config: PeftLoraConfig, tensors: Mapping[str, TensorInfo], targets
     saved: dict[str, TensorInfo] = {}  # of a classifier
     for tensor in tensors.values():
         checkpoint()
-        path, part, rest = _parts(tensor)
-        if part in _FACTORS and rest != "bias":
-            _take(found, path, part, tensor)
+        path, which = _parts(tensor)
+        if which is not None:
+            if found.setdefault(path, {}).setdefault(which, tensor) is not tensor:
+                raise AdapterInvalid(f"{tensor.where} is a second {which} for the same module")
         elif config.classifies != "no" and (name := _name_in_classifier(tensor)):
             if saved.setdefault(name, tensor) is not tensor:
                 raise AdapterInvalid(f"{tensor.where} is a second {name} of a classifier")
         else:
             others.append(tensor)
     above = _above(found, targets)
-    base_copies = [(tensor, _base_copy(tensor, above, targets)) for tensor in others]
     if not found:
         raise AdapterInvalid(f"{WEIGHTS_NAME} has no LoRA tensors")
+    own: list[PlannedSaved] = []
+    for tensor in others:
+        path, name = _saved_name(tensor)
+        if name == "bias" and above + path in targets.modules:
+            if found.setdefault(path, {}).setdefault("bias", tensor) is not tensor:
+                raise AdapterInvalid(f"{tensor.where} is a second bias for the same module")
+        else:
+            own.append(_saved(tensor, above + path, name, config, targets))
+    own = _tied(own, config, targets)
+    _check_saved(own, saved, config)
     budget = match_budget()
     modules = [_module(path, above, entry, config, targets, budget) for path, entry in found.items()]
     modules.sort(key=lambda module: module.shape)
     return LoraPlan(
         tuple(modules),
-        tuple(base_copies),
+        tuple(sorted(own, key=lambda one: (one.shape.path, one.shape.name))),
         tuple(_warnings(config, targets, found)),
         None if config.classifies == "no" else _classifier(config, saved, targets),
     )
@@ -469,38 +172,27 @@ def _classifier(config: PeftLoraConfig, saved: Mapping[str, TensorInfo], targets
     return PlannedClassifier(ClassifierShape(info, targets.hidden_size, bias is not None), weight, bias)
 
 
-def _parts(tensor: TensorInfo) -> tuple[str, str, str]:
-    """(module path, part, 'weight' | 'bias' | '') of a key such as
-    `base_model.model.<path>.lora_A[.<adapter name>][.weight]`. Part is '' when the key is not of that form."""
+def _parts(tensor: TensorInfo) -> tuple[str, Factor | None]:
+    """Module path and which of its tensors a key such as `base_model.model.<path>.lora_A[.<adapter name>][.weight]`
+    names; None when the key is not of that form."""
     name = tensor.name.removeprefix(_PREFIX)
     words = name.split(".")
     # The part is the last word but three at most: `lora_A`, `.name`, `.weight`. A module's own name may say lora_A too.
     for idx in range(len(words) - 1, max(len(words) - 4, 0), -1):
         if words[idx] in _FACTORS:
-            return ".".join(words[:idx]), words[idx], _rest(tensor, words[idx], words[idx + 1 :])
-    return name, "", ""
+            return ".".join(words[:idx]), _factor(tensor, words[idx], words[idx + 1 :])
+    return name, None
 
 
-def _rest(tensor: TensorInfo, part: str, words: list[str]) -> str:
-    """The words behind the part, without the adapter's name."""
+def _factor(tensor: TensorInfo, part: str, words: list[str]) -> Factor:
+    """Of a key's part and the words behind it, an adapter's name among them or not."""
     kind = words.pop() if words and words[-1] in ("weight", "bias") else ""
-    is_embedding = _FACTORS[part][1]
-    if len(words) > 1 or (kind == "") is not is_embedding:
+    if part == "lora_B" and kind == "bias" and len(words) <= 1:
+        return "lora_bias"
+    is_wrong = (part in _LINEAR_FACTORS and not kind) or (part in _EMBEDDING_FACTORS and kind)
+    if len(words) > 1 or kind == "bias" or is_wrong:
         raise AdapterInvalid(f"{tensor.where} is not named as PEFT names its tensors")
-    if kind == "bias":
-        raise AdapterUnsupported(f"{tensor.where} is a bias on {part} (lora_bias), which is not served")
-    return kind
-
-
-def _take(found: dict[str, _Found], path: str, part: str, tensor: TensorInfo) -> None:
-    which, is_embedding = _FACTORS[part]
-    entry = found.setdefault(path, _Found(is_embedding))
-    if entry.is_embedding is not is_embedding or (entry.a if which == "a" else entry.b) is not None:
-        raise AdapterInvalid(f"{tensor.where} is a second {part} for the same module")
-    if which == "a":
-        entry.a = tensor
-    else:
-        entry.b = tensor
+    return _FACTORS[part]
 
 
 def _above(found: Mapping[str, _Found], targets: BaseTargets) -> str:
@@ -511,61 +203,129 @@ def _above(found: Mapping[str, _Found], targets: BaseTargets) -> str:
     return backbone if is_headless and any(backbone + path in targets.modules for path in found) else ""
 
 
-def _base_copy(tensor: TensorInfo, above: str, targets: BaseTargets) -> TargetModule:
-    """The base model's module of a tensor that is not a factor. Such a tensor is served only where it is a copy of the
-    module's own weight, which PEFT saves beside a LoRA on embeddings; that is checked when it is read."""
+_TOKEN_ROWS = ".token_adapter.trainable_tokens_delta"
+
+
+def _saved_name(tensor: TensorInfo) -> tuple[str, str]:
+    """Module path and name of a parameter that is not part of a LoRA; the name is empty of rows for some tokens."""
     name = tensor.name.removeprefix(_PREFIX)
-    for word in name.split("."):
+    if name.endswith(_TOKEN_ROWS):
+        return name.removesuffix(_TOKEN_ROWS), ""
+    path, _, last = name.rpartition(".")
+    path = re.sub(r"\.(?:base_layer|original_module|modules_to_save(?:\.default)?)$", "", path)
+    return path, last
+
+
+def _saved(tensor: TensorInfo, path: str, name: str, config: PeftLoraConfig, targets: BaseTargets) -> PlannedSaved:
+    """Raises AdapterUnsupported for a tensor that has no place in the model."""
+    for word in tensor.name.split("."):
         if word in _REFUSED_PARTS:
             raise AdapterUnsupported(f"{tensor.where} is {_REFUSED_PARTS[word]}, which is not served")
-    if name.endswith(".bias"):
-        raise AdapterUnsupported(f"{tensor.where} is a bias saved with the adapter, which is not served")
-    path, _, last = name.rpartition(".")
-    module = targets.modules.get(above + path.removesuffix(".base_layer"))
-    if last != "weight" or module is None:
-        raise AdapterUnsupported(
-            f"{tensor.where} is not part of a plain LoRA on {targets.model_id!a}, and no tensor is left out silently"
-        )
-    if not module.weight_sha256:
-        raise AdapterUnsupported(
-            f"{tensor.where} replaces a weight of the base model, which is not served; if it is a mere "
-            "copy, save the adapter with save_embedding_layers=False"
-        )
-    is_transposed = module.kind == "embedding" or module.is_conv1d
-    rows, columns = module.out_features, module.in_features
-    _check_shape(tensor, (columns, rows) if is_transposed else (rows, columns))
     check_float(tensor)
-    return module
+    module = targets.modules.get(path)
+    if module is not None and name in ("weight", ""):
+        is_transposed = module.kind == "embedding" or module.is_conv1d
+        rows, columns = module.out_features, module.in_features
+        shape = (columns, rows) if is_transposed else (rows, columns)
+        if not name:
+            token_ids = config.token_rows(path, targets)
+            if any(token_id >= shape[0] for token_id in token_ids) or module.is_conv1d:
+                raise ShapeMismatch(f"{tensor.where} has rows for tokens that {targets.model_id!a} does not have")
+            shape = (len(token_ids), shape[1])
+            _check_shape(tensor, shape)
+            return PlannedSaved(SavedShape(path, "weight", shape, token_ids), tensor)
+        if tensor.shape != shape and path in (targets.embedding, targets.tied_head or targets.embedding):
+            raise ShapeMismatch(
+                f"{tensor.where} has shape {list(tensor.shape)}, the base model's is {list(shape)}: an adapter that "
+                "adds tokens is not served; use a base model with as many token embeddings"
+            )
+        _check_shape(tensor, shape)
+        is_kept = not module.weight_sha256 or any(end in config.modules_to_save for end in path_ends(path))
+        return PlannedSaved(SavedShape(path, name, shape), tensor, "" if is_kept else module.weight_sha256)
+    found = targets.parameters.get(path, {}).get(name)
+    if found is None:
+        raise AdapterUnsupported(
+            f"{tensor.where} is not a parameter of {targets.model_id!a} that an adapter can bring, and no tensor is "
+            "left out silently"
+        )
+    _check_shape(tensor, found)
+    return PlannedSaved(SavedShape(path, name, found), tensor)
+
+
+def _check_saved(own: list[PlannedSaved], classifier: Mapping[str, TensorInfo], config: PeftLoraConfig) -> None:
+    """Raises AdapterInvalid where the configuration names what the file does not have."""
+    ends = {end for one in own for end in path_ends(one.shape.path)}
+    names = set(config.modules_to_save) - ends
+    names -= {name for name in names if any(f".{name}." in f".{one.shape.path}." for one in own)}
+    if classifier:
+        names -= set(CLASSIFIER_NAMES)
+    if names:
+        raise AdapterInvalid(f"{CONFIG_NAME}: modules_to_save names {ascii(sorted(names))[:200]}, which is not there")
+    if config.token_indices and not any(one.shape.token_ids is not None for one in own):
+        raise AdapterInvalid(f"{CONFIG_NAME} has trainable_token_indices, but {WEIGHTS_NAME} has no rows for them")
+
+
+def _tied(saved: list[PlannedSaved], config: PeftLoraConfig, targets: BaseTargets) -> list[PlannedSaved]:
+    """With the parameters that stand for two, because the base model ties its head to its embedding: rows of tokens,
+    and where the configuration says so (ensure_weight_tying) whole weights."""
+    if not targets.tied_head:
+        return saved
+    by_path = {one.shape.path: one for one in saved if one.shape.name == "weight"}
+    ends = (targets.embedding, targets.tied_head)
+    for here, there in (ends, ends[::-1]):
+        one = by_path.get(here)
+        if one is not None and there not in by_path and (one.shape.token_ids is not None or config.ties_weights):
+            saved = [*saved, replace(one, shape=replace(one.shape, path=there))]
+    return saved
 
 
 def _module(
     path: str, above: str, entry: _Found, config: PeftLoraConfig, targets: BaseTargets, budget: Budget
 ) -> PlannedModule:
-    tensor = entry.a or entry.b
-    assert tensor is not None
-    if entry.a is None or entry.b is None:
-        other = "B" if entry.b is None else "A"
-        raise AdapterInvalid(f"{tensor.where} has no lora_{other} beside it")
+    tensor = next(iter(entry.values()))
+    a, b, magnitude = entry.get("a"), entry.get("b"), entry.get("magnitude")
+    if (a is None) is not (b is None) or (a is None and "bias" not in entry):
+        missing = "A" if a is None else "B"
+        raise AdapterInvalid(f"{tensor.where} has no lora_{missing} beside it")
     module = targets.modules.get(above + path)
     if module is None:
         raise _no_such_module(path, tensor, targets)
-    if entry.is_embedding is not (module.kind == "embedding"):
-        raise ShapeMismatch(f"{tensor.where} does not fit: {path!a} is of kind {module.kind}")
-    if not config.names_target(path):
-        raise AdapterInvalid(
-            f"{tensor.where} is there, but target_modules in {CONFIG_NAME} does not name its module: the two "
-            "files do not belong together"
-        )
-    rank, scale = config.rank_and_scale(path, budget)
-    largest = max(rank, entry.a.shape[0] if entry.a.shape else 0)
-    if largest > targets.max_rank:
-        raise RankLimit(f"{entry.a.shown} has rank {largest}; this server takes ranks up to {targets.max_rank}")
-    _check_shape(entry.a, (rank, module.in_features))
-    _check_shape(entry.b, (module.out_features, rank))
-    check_float(entry.a)
-    check_float(entry.b)
-    shape = FactorShape(module.path, rank, module.in_features, module.out_features, scale)
-    return PlannedModule(shape, entry.a, entry.b)
+    rank, scale = 0, 1.0
+    if a is not None and b is not None:
+        if ("lora_embedding_A" in a.name) is not (module.kind == "embedding"):
+            raise ShapeMismatch(f"{a.where} does not fit: {path!a} is of kind {module.kind}")
+        if not config.names_target(path):
+            raise AdapterInvalid(
+                f"{a.where} is there, but target_modules in {CONFIG_NAME} does not name its module: the two "
+                "files do not belong together"
+            )
+        rank, scale = config.rank_and_scale(path, budget)
+        largest = max(rank, a.shape[0] if a.shape else 0)
+        if largest > targets.max_rank:
+            raise RankLimit(f"{a.shown} has rank {largest}; this server takes ranks up to {targets.max_rank}")
+        _check_shape(a, (rank, module.in_features))
+        _check_shape(b, (module.out_features, rank))
+        for name, is_wanted, which in (
+            ("use_dora", config.use_dora, "magnitude"),
+            ("lora_bias", config.lora_bias and module.kind == "linear", "lora_bias"),
+        ):
+            if is_wanted is not (which in entry):
+                raise AdapterInvalid(
+                    f"{a.where} has {'no' if is_wanted else 'a'} {which.replace('_', ' ')} beside it, but {name} in "
+                    f"{CONFIG_NAME} is {str(is_wanted).lower()}: the two files do not belong together"
+                )
+    for which in ("magnitude", "lora_bias", "bias"):
+        if which in entry:
+            _check_shape(entry[which], (module.out_features,))
+    if "bias" in entry and not module.has_bias:
+        raise AdapterInvalid(f"{entry['bias'].where} is a bias, which {path!a} of {targets.model_id!a} does not have")
+    for one in entry.values():
+        check_float(one)
+    has_shift = "bias" in entry or "lora_bias" in entry or (magnitude is not None and module.has_bias)
+    shape = FactorShape(
+        module.path, rank, module.in_features, module.out_features, scale, magnitude is not None, has_shift
+    )
+    return PlannedModule(shape, module, a, b, magnitude, entry.get("lora_bias"), entry.get("bias"))
 
 
 def _no_such_module(path: str, tensor: TensorInfo, targets: BaseTargets) -> AdapterInvalid:
@@ -597,8 +357,15 @@ def _warnings(config: PeftLoraConfig, targets: BaseTargets, found: Mapping[str, 
 
 
 def write_lora(plan: LoraPlan, layout: AdapterLayout, out: PieceWriter, reader: PieceReader) -> None:
-    """Writes the factors from the beginning of the layout on. Raises NonFinite, or what the file raises."""
+    """Writes the factors from the beginning of the layout on. Raises NonFinite, AdapterInvalid, or what the file
+    raises."""
     for run in _runs(plan, layout):
+        if isinstance(run, PlannedModule):
+            for vector, place in zip(rescaling(run, layout.dtype, reader), _places(run, layout), strict=True):
+                if vector is not None:
+                    out.pad_to(place)
+                    out.write(vector)
+            continue
         out.pad_to(run.target)
         try:
             for piece in reader.pieces(run.whole):
@@ -621,13 +388,19 @@ def write_classifier(plan: PlannedClassifier, layout: AdapterLayout, out: PieceW
                 out.write(piece)
 
 
-def check_base_copies(plan: LoraPlan, reader: PieceReader) -> None:
-    """Raises AdapterUnsupported when a saved weight is not the base model's own."""
-    for tensor, module in plan.base_copies:
-        if reader.sha256(tensor) != module.weight_sha256:
-            raise AdapterUnsupported(
-                f"{tensor.where} replaces a weight of the base model by another, which is not served"
-            )
+def write_saved(plan: LoraPlan, layout: AdapterLayout, out: PieceWriter, reader: PieceReader) -> None:
+    """Writes the saved parameters at their places. Raises NonFinite, or what the file raises."""
+    for saved, placed in zip(plan.saved, layout.saved, strict=True):
+        out.pad_to(placed.offset)
+        for piece in reader.pieces(saved.tensor):
+            out.write(piece)
+
+
+def without_base_copies(plan: LoraPlan, reader: PieceReader) -> LoraPlan:
+    """The plan without parameters that are mere copies of the base model's, which PEFT saves beside a LoRA on
+    embeddings."""
+    kept = tuple(one for one in plan.saved if not one.weight_sha256 or reader.sha256(one.tensor) != one.weight_sha256)
+    return replace(plan, saved=kept)
 
 
 @dataclass(slots=True)
@@ -643,13 +416,15 @@ class _Run:
         return replace(self.tensors[0], num_bytes=sum(tensor.num_bytes for tensor in self.tensors))
 
 
-def _runs(plan: LoraPlan, layout: AdapterLayout) -> Iterator[_Run]:
-    """In the layout's order."""
+def _runs(plan: LoraPlan, layout: AdapterLayout) -> Iterator[_Run | PlannedModule]:
+    """In the layout's order. A module that is not a plain LoRA comes once more, for its gain and shift."""
     itemsize = DTYPES[layout.dtype].itemsize
     run: _Run | None = None
     source_end = target_end = -1
     for module, placed in zip(plan.modules, layout.factors, strict=True):
         for tensor, target in ((module.a, placed.a_offset), (module.b, placed.b_offset)):
+            if tensor is None:
+                continue
             if run and (tensor.offset, target, tensor.dtype) == (source_end, target_end, run.tensors[0].dtype):
                 run.tensors.append(tensor)
             else:
@@ -658,5 +433,68 @@ def _runs(plan: LoraPlan, layout: AdapterLayout) -> Iterator[_Run]:
                 run = _Run([tensor], target)
             source_end = tensor.offset + tensor.num_bytes
             target_end = target + tensor.num_bytes // DTYPE_BYTES[tensor.dtype] * itemsize
+        if not module.shape.is_plain:
+            if run:
+                yield run
+            run = None
+            yield module
     if run:
         yield run
+
+
+def _places(module: PlannedModule, layout: AdapterLayout) -> tuple[int, int]:
+    placed = next(placed for placed in layout.factors if placed.shape.path == module.shape.path)
+    return placed.gain_offset, placed.shift_offset
+
+
+# Of a base weight, that are compared with an adapter's at once.
+_BLOCK_BYTES = 8 << 20
+
+
+def rescaling(module: PlannedModule, dtype: str, reader: PieceReader) -> tuple[Tensor | None, Tensor | None]:
+    """(gain [out], shift [out]) of y = gain * (W x + bias + scale * B A x) + shift.
+
+    DoRA (arXiv 2402.09353): gain is the magnitude over the norm of each row of W + scale * B A. Raises NonFinite, where
+    such a norm is zero, for instance.
+    """
+    assert module.target.weights is not None, "targets of a loaded model have their weights"
+    weight, base_bias = module.target.weights()
+    wide = torch.float64 if dtype == "float64" else torch.float32
+
+    def read(tensor: TensorInfo | None) -> Tensor | None:
+        if tensor is None:
+            return None
+        values = torch.cat([piece.to(wide) for piece in reader.pieces(tensor)]).view(tensor.shape)
+        return values.to(weight.device)
+
+    magnitude, lora_bias, bias = read(module.magnitude), read(module.lora_bias), read(module.bias)
+    gain: Tensor | None = None
+    if magnitude is not None:
+        a, b = read(module.a), read(module.b)
+        assert a is not None, "a magnitude has its factors"
+        assert b is not None
+        norms: list[Tensor] = []
+        num_rows = max(1, _BLOCK_BYTES // (weight.shape[1] * wide.itemsize))
+        for start in range(0, weight.shape[0], num_rows):
+            update = b[start : start + num_rows] @ a
+            rows = weight[start : start + num_rows].to(wide) + module.shape.scale * update
+            norms.append(torch.linalg.vector_norm(rows, dim=1))
+            checkpoint()
+        gain = magnitude / torch.cat(norms)
+    if not module.shape.has_shift:
+        return _narrow(gain, dtype, module), None
+    old = base_bias.to(wide) if base_bias is not None else torch.zeros_like(weight[:, 0], dtype=wide)
+    shift = -old if gain is None else -gain * old
+    shift += old if bias is None else bias
+    if lora_bias is not None:
+        shift += module.shape.scale * lora_bias
+    return _narrow(gain, dtype, module), _narrow(shift, dtype, module)
+
+
+def _narrow(vector: Tensor | None, dtype: str, module: PlannedModule) -> Tensor | None:
+    if vector is None:
+        return None
+    found = vector.to(DTYPES[dtype]).cpu()
+    if not bool(torch.isfinite(found).all()):
+        raise NonFinite(f"{module.shape.path!a}: magnitude or bias is not finite beside the base model's weight")
+    return found

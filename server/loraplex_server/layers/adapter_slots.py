@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import nn
 
-from loraplex_adapters.weights import AdapterWeights
-from loraplex_server.layers.linear import AdaptedLinear, AdaptedModule
-from loraplex_server.layers.lora import FactorTable, SegmentedLora
+from loraplex_adapters.weights import AdapterWeights, SavedParameter
+from loraplex_server.layers.context import StepContext
+from loraplex_server.layers.linear import AdaptedLinear, AdaptedModule, AdaptedNorm, OwnRows, twin
+from loraplex_server.layers.lora import FactorTable, Segment, SegmentedLora
 from loraplex_server.layers.transfer import upload
 
 
@@ -22,13 +26,21 @@ class AdapterSlots:
     """
 
     def __init__(
-        self, targets: dict[str, AdaptedModule], ops: SegmentedLora, num_slots: int, device: torch.device
+        self,
+        targets: dict[str, AdaptedModule],
+        ops: SegmentedLora,
+        num_slots: int,
+        device: torch.device,
+        norms: Mapping[str, NormPlace] | None = None,
     ) -> None:
         self.ops = ops
         self.num_slots = num_slots
         self.max_rank = 0  # of anything that is installed
         self._ranks_by_slot = [0] * num_slots
         self.targets = _side_by_side(targets)
+        self._not_plain: set[int] = set()  # slots of adapters with more than low-rank terms
+        self._norms: Mapping[str, NormPlace] = norms or {}
+        self._saved: list[list[dict[int, Any]]] = [[] for _ in range(num_slots)]  # where a slot's own parameters are
         self._installed: list[AdapterWeights | None] = [None] * num_slots  # keeps the tensors alive
         shape = (len(targets), num_slots)
         self._a_ptrs = torch.zeros(shape, dtype=torch.int64, device=device)
@@ -48,10 +60,15 @@ class AdapterSlots:
         """The adapter in `slot`."""
         return self._installed[slot]
 
+    def are_plain(self, segments: Sequence[Segment]) -> bool:
+        """Whether the adapters of these segments have nothing but low-rank terms."""
+        return not self._not_plain or all(segment.adapter_slot not in self._not_plain for segment in segments)
+
     def install(self, slot: int, weights: AdapterWeights | None) -> None:
         """Puts an adapter into `slot` of all modules, or clears it. Between steps only."""
         if weights is not None:
             strangers = [path for path in weights.factors if path not in self.targets]
+            strangers += [path for path in weights.saved if path not in self.targets and path not in self._norms]
             if strangers:
                 raise ValueError(f"adapter factors for modules that the model lacks: {', '.join(strangers[:3])}")
         rows = [(0, 0, 0, 0.0)] * len(self.targets)
@@ -70,8 +87,56 @@ class AdapterSlots:
         for idx, tensor in enumerate(read):
             tensor[:, slot] = upload(torch.tensor([row[idx] for row in rows], dtype=tensor.dtype), tensor.device)
         self._installed[slot] = weights
+        self._install_saved(slot, weights.saved if weights is not None else {})
+        self._not_plain.discard(slot)
+        if weights is not None and not weights.is_plain:
+            self._not_plain.add(slot)
         self._ranks_by_slot[slot] = max((rank for _, _, rank, _ in rows), default=0)
         self.max_rank = max(self._ranks_by_slot)
+
+    def _install_saved(self, slot: int, saved: Mapping[str, Mapping[str, SavedParameter]]) -> None:
+        for table in self._saved[slot]:
+            del table[slot]
+        self._saved[slot].clear()
+        for path, parameters in saved.items():
+            module = self.targets.get(path)
+            if module is None:
+                module = self._norms[path].adapted()
+                module.saved[slot] = twin(module.base, {name: one.values for name, one in parameters.items()})
+            else:
+                weight = parameters["weight"]
+                rows = None
+                if weight.token_ids is not None:
+                    rows = upload(torch.tensor(weight.token_ids), weight.values.device)
+                if isinstance(module, AdaptedLinear):
+                    module.saved[slot] = OwnRows(weight.values, rows)
+                else:
+                    module.saved[slot] = twin(module.base, {"weight": weight.values}), rows
+            self._saved[slot].append(module.saved)
+
+
+@dataclass(frozen=True, slots=True)
+class NormPlace:
+    """A norm of the model, by the module that has it."""
+
+    parent: nn.Module
+    name: str
+    context: StepContext
+
+    @property
+    def parameters(self) -> dict[str, tuple[int, ...]]:
+        """Shapes by name."""
+        norm = getattr(self.parent, self.name)
+        norm = norm.base if isinstance(norm, AdaptedNorm) else norm
+        return {name: tuple(one.shape) for name, one in norm.named_parameters(recurse=False)}
+
+    def adapted(self) -> AdaptedNorm:
+        """The norm, made ready for adapters' parameters with the first call."""
+        norm = getattr(self.parent, self.name)
+        if not isinstance(norm, AdaptedNorm):
+            norm = AdaptedNorm(norm, self.context)
+            setattr(self.parent, self.name, norm)
+        return norm
 
 
 def _side_by_side(targets: dict[str, AdaptedModule]) -> dict[str, AdaptedModule]:

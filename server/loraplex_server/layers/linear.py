@@ -11,16 +11,17 @@ takes its columns if it is given the same tensor object, and computes alone othe
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from loraplex_server.layers.context import MergedOutput, StepContext
-from loraplex_server.layers.lora import FactorTable, PreparedSegments, SegmentedLora
+from loraplex_server.layers.lora import FactorTable, PreparedSegments, SegmentedLora, rescale
 
 
 class BaseLinear(Protocol):
@@ -33,6 +34,10 @@ class BaseLinear(Protocol):
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., in] -> x @ W.T + bias [..., out], which the caller may write to; last dimension contiguous."""
+        ...
+
+    def matrix(self) -> Tensor:
+        """W [out, in], perhaps a copy. For any thread."""
         ...
 
 
@@ -49,18 +54,25 @@ class PlainLinear:
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
 
+    def matrix(self) -> Tensor:
+        return self.weight
+
 
 BaseLinearFactory = Callable[[Tensor, Tensor | None], BaseLinear]
 
 
 class AbsorbedLinear:
-    """A linear whose weight a decoder in one call has taken (it is on the meta device). Nothing calls it."""
+    """A linear whose weight a decoder in one call has taken (it is on the meta device). Nothing calls it before that
+    decoder puts its own in its place."""
 
     __slots__ = ()
     is_copy = True
 
     def __call__(self, x: Tensor) -> Tensor:
         raise AssertionError("this linear is computed by the stack of layers that took its weight")
+
+    def matrix(self) -> Tensor:
+        raise AssertionError("this linear's weight is with the stack of layers that took it")
 
 
 class AdaptedLinear(nn.Module):
@@ -91,6 +103,7 @@ class AdaptedLinear(nn.Module):
         self.table: FactorTable | None = None
         self.ops: SegmentedLora | None = None
         self.num_installed = 0
+        self.saved: dict[int, OwnRows] = {}  # by adapter slot
         self.merged: MergedLinear | None = None
 
     def drop_weight(self) -> None:
@@ -106,12 +119,32 @@ class AdaptedLinear(nn.Module):
         if self.merged is not None and (found := self.merged.output(self, x)) is not None:
             return found
         y = self.base(x)
-        if self.num_installed:
-            segments = self.segments()
-            if segments is not None and self.ops is not None and self.table is not None:
-                # view, not reshape: a silent copy would lose the update
-                self.ops.apply(y.view(-1, self.out_features), x.reshape(-1, self.in_features), self.table, segments)
+        segments = self.segments() if self.num_installed or self.saved else None
+        if segments is not None:
+            # view, not reshape: a silent copy would lose the update
+            rows, x = y.view(-1, self.out_features), x.reshape(-1, self.in_features)
+            if self.saved:
+                self.replace(rows, x, segments)
+            if self.num_installed and self.ops is not None and self.table is not None:
+                self.ops.apply(rows, x, self.table, segments)
+                if self.table.rescaled:
+                    rescale(rows, self.table, segments)
         return y
+
+    def replace(self, y: Tensor, x: Tensor, prepared: PreparedSegments) -> None:
+        """Products with adapters' own weights, or rows of them, in the place of the base's. x [rows, in], y [rows,
+        out]."""
+        for segment in prepared.segments:
+            own = self.saved.get(segment.adapter_slot)
+            if own is None or segment.start == segment.end:
+                continue
+            product = x[segment.start : segment.end] @ (own.values if self.is_conv1d else own.values.t())
+            if own.rows is None:
+                y[segment.start : segment.end] = product if self.bias is None else product + self.bias
+            else:
+                if self.bias is not None:
+                    product = product + self.bias[own.rows]
+                y[segment.start : segment.end].index_copy_(1, own.rows, product)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
@@ -131,6 +164,52 @@ class AdaptedHead(AdaptedLinear):
         return super().forward(x)
 
 
+class OwnRows(NamedTuple):
+    """A weight of an adapter's own, or some rows of one."""
+
+    values: Tensor  # as the base's weight, or [num_rows, in]
+    rows: Tensor | None = None  # [num_rows] int64; None: all
+
+
+def twin(module: nn.Module, own: Mapping[str, Tensor]) -> nn.Module:
+    """The module with these parameters in the place of its own. It shares the others, and has its class's forward."""
+    found = copy.copy(module)
+    found.__dict__.pop("forward", None)  # a fused one has the base's parameters
+    found.__dict__["_parameters"] = {
+        name: nn.Parameter(own[name], requires_grad=False) if name in own else parameter
+        for name, parameter in vars(module)["_parameters"].items()
+    }
+    return found
+
+
+class AdaptedNorm(nn.Module):
+    """Stands around a norm once an adapter brings its own parameters for it."""
+
+    def __init__(self, base: nn.Module, context: StepContext) -> None:
+        super().__init__()
+        self.base = base
+        self.context = context
+        self.saved: dict[int, nn.Module] = {}  # by adapter slot
+
+    def __getattr__(self, name: str) -> Tensor | nn.Module:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("base"), name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.base(x)
+        prepared = self.context.token_segments
+        if self.saved and prepared is not None:
+            rows, own_rows = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
+            assert len(rows) == prepared.num_rows, "the probe saw this norm with all tokens of a step"
+            for segment in prepared.segments:
+                own = self.saved.get(segment.adapter_slot)
+                if own is not None:
+                    own_rows[segment.start : segment.end] = own(rows[segment.start : segment.end])
+        return y
+
+
 class AdaptedEmbedding(nn.Module):
     """Stands around an embedding, whose own class may scale or shift what it looks up.
 
@@ -146,6 +225,7 @@ class AdaptedEmbedding(nn.Module):
         self.out_features = base.embedding_dim
         self.table: FactorTable | None = None
         self.num_installed = 0
+        self.saved: dict[int, tuple[nn.Module, Tensor | None]] = {}  # by adapter slot: a twin, and the rows that it has
 
     def __getattr__(self, name: str) -> Tensor | nn.Module:
         """Models read `weight`, `embed_scale` and the like from their embedding."""
@@ -157,10 +237,27 @@ class AdaptedEmbedding(nn.Module):
     def forward(self, input_ids: Tensor) -> Tensor:
         y: Tensor = self.base(input_ids)
         segments = self.context.token_segments
+        if self.saved and segments is not None:
+            self._replace(y.view(-1, self.out_features), input_ids.reshape(-1), segments)
         if self.num_installed and segments is not None and self.table is not None:
             scale = getattr(self.base, "embed_scale", None)  # Gemma-like embeddings scale the adapter's part too
             self._add(y.view(-1, self.out_features), input_ids.reshape(-1), segments, self.table, scale)
         return y
+
+    def _replace(self, y: Tensor, ids: Tensor, prepared: PreparedSegments) -> None:
+        for segment in prepared.segments:
+            found = self.saved.get(segment.adapter_slot)
+            if found is None:
+                continue
+            (own, rows), own_ids = found, ids[segment.start : segment.end]
+            if rows is None:
+                y[segment.start : segment.end] = own(own_ids)
+                continue
+            is_own = own_ids[:, None] == rows[None, :]  # [tokens, num_rows]
+            values = own(is_own.int().argmax(dim=1))
+            y[segment.start : segment.end] = torch.where(
+                is_own.any(dim=1)[:, None], values, y[segment.start : segment.end]
+            )
 
     def _add(
         self, y: Tensor, ids: Tensor, prepared: PreparedSegments, table: FactorTable, embed_scale: Tensor | None
@@ -174,6 +271,7 @@ class AdaptedEmbedding(nn.Module):
             if embed_scale is not None:
                 update = update * embed_scale.to(update.dtype)
             y[segment.start : segment.end] += update
+        rescale(y, table, prepared)
 
 
 class MergedLinear:
@@ -220,10 +318,17 @@ class MergedLinear:
     def _compute(self, x: Tensor) -> Tensor:
         y = self.base(x)
         segments, first = self._context.token_segments, self.members[0]
-        if segments is None or first.ops is None or not any(member.num_installed for member in self.members):
+        if segments is None or first.ops is None or not any(m.num_installed or m.saved for m in self.members):
             return y
         tables = [member.table for member in self.members if member.table is not None]
-        first.ops.apply_merged(y.view(-1, self._ends[-1]), x.reshape(-1, first.in_features), tables, segments)
+        rows = y.view(-1, self._ends[-1])
+        for member, end in zip(self.members, self._ends, strict=True):
+            if member.saved:
+                member.replace(rows[:, end - member.out_features : end], x.reshape(-1, first.in_features), segments)
+        first.ops.apply_merged(rows, x.reshape(-1, first.in_features), tables, segments)
+        for table, end in zip(tables, self._ends, strict=False):
+            if table.rescaled:
+                rescale(rows[:, end - table.out_features : end], table, segments)
         return y
 
 

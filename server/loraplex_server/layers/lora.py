@@ -5,6 +5,8 @@
 Semantics of Punica's SGMV and BGMV (arXiv 2310.18547) in one operation, with the true rank and scale of each adapter;
 rows in no segment are not touched. Segments may overlap (several adapters on the same rows add up).
 
+An adapter's gain and shift (DoRA, biases) come after that, in `rescale`, the same for all implementations.
+
     y[start:end, :out] = x[start:end] @ weight.T + bias              the same with full-rank weights
 
 What Medusa heads are made of: the blocks and projections of many sets in one operation, rows sorted by slot. Here a row
@@ -62,6 +64,7 @@ class FactorTable:
         self.ranks = torch.zeros(num_slots, dtype=torch.int32, device=device)
         self.scales = torch.zeros(num_slots, dtype=torch.float32, device=device)
         self.derived: Derived | None = None
+        self.rescaled: set[int] = set()  # slots with a gain or a shift
 
     def set(self, slot: int, factors: LoraFactors | None) -> None:
         """Puts `factors` into `slot`, or clears it. The caller keeps the tensors alive while the slot is in use."""
@@ -76,8 +79,24 @@ class FactorTable:
         if factors is None and self.factors[slot] is None:
             return
         self.factors[slot] = factors
+        self.rescaled.discard(slot)
+        if factors is not None and not factors.is_plain:
+            self.rescaled.add(slot)
         if self.derived is not None:
             self.derived = self.derived.without(slot)
+
+
+def rescale(y: Tensor, table: FactorTable, prepared: PreparedSegments) -> None:
+    """y[start:end] = gain * y[start:end] + shift of each segment whose slot has them, in place. y [num_rows, out]."""
+    for segment in prepared.segments:
+        factors = table.factors[segment.adapter_slot] if segment.adapter_slot in table.rescaled else None
+        if factors is None or segment.start == segment.end:
+            continue
+        rows = y[segment.start : segment.end]
+        if factors.gain is not None:
+            rows.mul_(factors.gain)
+        if factors.shift is not None:
+            rows.add_(factors.shift)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import cast
 
 import torch
@@ -14,11 +15,18 @@ from loraplex_adapters.io.safetensors import weight_sha256
 from loraplex_adapters.weights import BaseTargets, TargetModule
 from loraplex_server.backends.backend import Backend
 from loraplex_server.backends.cpu.decoder import NativeStack
-from loraplex_server.layers.adapter_slots import AdapterSlots
+from loraplex_server.layers.adapter_slots import AdapterSlots, NormPlace
 from loraplex_server.layers.attention import AttentionLayer, KvCache, ModelSpec, PagedAttention
 from loraplex_server.layers.context import StepContext
 from loraplex_server.layers.linear import AdaptedHead, AdaptedLinear, AdaptedModule
 from loraplex_server.layers.lora import SegmentedLora
+
+
+def _weights(module: AdaptedModule) -> tuple[Tensor, Tensor | None]:
+    """A module's W [out, in] and bias, for adapters that are made with them."""
+    if isinstance(module, AdaptedLinear):
+        return module.base.matrix().detach(), module.bias
+    return cast(Tensor, module.weight).detach().t(), None
 
 
 @dataclass
@@ -35,6 +43,7 @@ class LoadedModel:
     attention: tuple[AttentionLayer, ...]
     targets: dict[str, AdaptedModule]
     embedding_path: str
+    norms: Mapping[str, NormPlace] = field(default_factory=dict[str, NormPlace])  # by path: given all tokens of a step
     decoder: NativeStack | None = None  # computes all layers in one call, where there is one
     digests: Mapping[str, str] = field(default_factory=dict[str, str])  # of weights as they were before rounding
 
@@ -63,7 +72,16 @@ class LoadedModel:
                 weight = cast(Tensor, module.weight)
                 digest = self.digests.get(path) or digests.get(weight.data_ptr()) or weight_sha256(weight)
                 digests[weight.data_ptr()] = digest
-            modules[path] = TargetModule(path, kind, module.in_features, module.out_features, is_conv1d, digest)
+            modules[path] = TargetModule(
+                path,
+                kind,
+                module.in_features,
+                module.out_features,
+                is_conv1d,
+                isinstance(module, AdaptedLinear) and module.bias is not None,
+                partial(_weights, module),
+                digest,
+            )
         spec = self.spec
         return BaseTargets(
             modules,
@@ -73,7 +91,14 @@ class LoadedModel:
             spec.hidden_size,
             spec.num_logits,
             backbone=self.model.base_model_prefix,
+            parameters={path: place.parameters for path, place in self.norms.items()},
+            embedding=self.embedding_path,
+            tied_head=self._tied_head(),
         )
+
+    def _tied_head(self) -> str:
+        heads = [path for path, module in self.targets.items() if isinstance(module, AdaptedHead)]
+        return heads[0] if heads and self.model.config.get_text_config().tie_word_embeddings else ""
 
     def bind_kv(self, cache: KvCache, backend: PagedAttention) -> None:
         """Connects the attention layers to their pages."""
@@ -90,7 +115,7 @@ class LoadedModel:
 
     def adapter_slots(self, ops: SegmentedLora, num_slots: int) -> AdapterSlots:
         """Makes the modules' factor tables; once per model."""
-        slots = AdapterSlots(self.targets, ops, num_slots, self.device)
+        slots = AdapterSlots(self.targets, ops, num_slots, self.device, self.norms)
         if self.decoder is not None:
             self.decoder.use(slots)
         return slots

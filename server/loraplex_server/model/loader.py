@@ -31,6 +31,7 @@ from loraplex_server.backends.backend import Backend
 from loraplex_server.backends.equivalence import compare_all
 from loraplex_server.backends.fusion import FusedOps, fuse, separate
 from loraplex_server.backends.registry import plain_backend
+from loraplex_server.layers.adapter_slots import NormPlace
 from loraplex_server.layers.attention import HANDLE, PROBING, SERVING, AttentionLayer, ModelSpec, register_attention
 from loraplex_server.layers.context import StepContext
 from loraplex_server.layers.linear import (
@@ -154,6 +155,7 @@ def adopt_model(
     make_base, found = backend.linears(int8=int8), None
     if replaces_decoder:
         found = backend.find_decoder(model, probe.attention, context, far=probe.far, int8=int8)
+    norms = _norm_places(model, probe, context, dtype)
     targets = adapt_modules(model, probe, context, dtype, make_base, keeps_head=not digests)
     if backend.merges_linears:
         _merge(model, probe, targets, context)
@@ -185,6 +187,7 @@ def adopt_model(
         attention=tuple(layers),
         targets=targets,
         embedding_path=embedding_path,
+        norms=norms,
         decoder=found.stack if found is not None else None,
         digests=digests,
     )
@@ -236,6 +239,21 @@ def adapt_modules(
         if is_whole and not EXPERT.search(f".{path}.") and module.weight.dtype == dtype:
             targets[path] = adapted
     return targets
+
+
+def _norm_places(
+    model: PreTrainedModel, probe: Probe, context: StepContext, dtype: torch.dtype
+) -> dict[str, NormPlace]:
+    """Norms by path: modules that have vectors alone, and are given the step's tokens in order."""
+    found: dict[str, NormPlace] = {}
+    for path, module in model.named_modules():
+        parameters = list(module.parameters(recurse=False))
+        is_norm = parameters and all(one.dim() == 1 and one.dtype == dtype for one in parameters)
+        rows = probe.rows.get(path, [])
+        if is_norm and rows and all(seen == NUM_TOKENS for seen in rows) and next(module.children(), None) is None:
+            parent, _, name = path.rpartition(".")
+            found[path] = NormPlace(model.get_submodule(parent), name, context)
+    return found
 
 
 def _merge(model: PreTrainedModel, probe: Probe, targets: dict[str, AdaptedModule], context: StepContext) -> None:

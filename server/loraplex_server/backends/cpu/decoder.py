@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from loraplex_server.backends.cpu.attention import native_plan, plan_spans, reason_against
 from loraplex_server.backends.cpu.lora import NativeSegments, table_of
-from loraplex_server.backends.cpu.native.kernels import DTYPES, NO_RUNS, NativeKernels, PackedWeight, RunsOfRows
+from loraplex_server.backends.cpu.native.kernels import BAND, DTYPES, NO_RUNS, NativeKernels, PackedWeight, RunsOfRows
 from loraplex_server.backends.cpu.native.library import Layer, Stack, Step
 from loraplex_server.backends.equivalence import compare
 from loraplex_server.layers.adapter_slots import AdapterSlots
@@ -78,8 +78,42 @@ class LayerWeights:
     attention: AttentionSpec
 
 
+class StackLinear:
+    """One of the linears of a stack of layers, by itself, from the weight that it shares there."""
+
+    __slots__ = ("_bias", "_first", "_kernels", "_num_outputs", "_packed", "_pair_part")
+    is_copy = True
+
+    def __init__(
+        self, kernels: NativeKernels, packed: PackedWeight, bias: Tensor | None, first: int, num_outputs: int,
+        pair_part: int | None = None,
+    ) -> None:  # fmt: skip
+        """`first`: of its outputs among all. `pair_part`: which one of a pair it is."""
+        self._kernels = kernels
+        self._packed = packed
+        self._bias = bias
+        self._first = first
+        self._num_outputs = num_outputs
+        self._pair_part = pair_part
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = self._kernels.linear(x, self._packed, self._bias)
+        if self._pair_part is not None:
+            y = y.view(*y.shape[:-1], -1, 2, BAND // 2)[..., self._pair_part, :].flatten(-2)
+        return y[..., self._first : self._first + self._num_outputs].contiguous()
+
+    def matrix(self) -> Tensor:
+        if self._pair_part is not None:
+            return self._packed.of_pair(self._pair_part, self._num_outputs)
+        return self._packed.matrix()[self._first : self._first + self._num_outputs]
+
+
 class NativeStack(nn.Module):
-    """Implements a decoder layer's call for all layers at once. Overwrites the hidden states that it is given."""
+    """Implements a decoder layer's call for all layers at once. Overwrites the hidden states that it is given.
+
+    A step with an adapter that has more than low-rank terms (DoRA, biases, saved norms) goes through the model's own
+    layers.
+    """
 
     def __init__(
         self, kernels: NativeKernels, shape: StackShape, layers: list[LayerWeights], context: StepContext
@@ -96,13 +130,19 @@ class NativeStack(nn.Module):
             is_int8=shape.is_int8, layers=self._layers,
         )  # fmt: skip
         self._linears: list[list[AdaptedLinear | None]] = []
+        self._own_layers: tuple[nn.Module, ...] = ()  # a tuple: they are not this module's children
         self._pages: tuple[LayerKv, ...] = ()
         self._slots: AdapterSlots | None = None
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
-    def connect(self, linears: list[list[AdaptedLinear | None]]) -> None:
-        """By layer the linears of PARTS that may be adapted."""
-        self._linears = linears
+    def connect(self, layers: Sequence[nn.Module]) -> None:
+        """The layers that it stands for, whose linears may be adapted by now and get their weights back."""
+        self._own_layers = tuple(layers)
+        self._linears = [[_adapted(layer.get_submodule(name)) for name in LINEARS] for layer in layers]
+        for weights, linears in zip(self._weights, self._linears, strict=True):
+            for linear, base in zip(linears, _linears_of(weights, self.shape, self._kernels), strict=True):
+                if linear is not None:
+                    linear.base = base
 
     def bind(self, pages: Sequence[LayerKv]) -> None:
         """The layers' pages from here on; none unbinds."""
@@ -118,9 +158,16 @@ class NativeStack(nn.Module):
                 if linear is not None and linear.table is not None:
                     setattr(layer, f"{part}_table", table_of(linear.table))
 
-    def forward(self, hidden_states: Tensor, *_: Any, position_embeddings: tuple[Tensor, Tensor], **__: Any) -> Tensor:
+    def forward(
+        self, hidden_states: Tensor, *others: Any, position_embeddings: tuple[Tensor, Tensor], **named: Any
+    ) -> Tensor:
         """hidden_states [1, num_tokens, hidden] -> the same shape."""
         assert self._pages, "no KV cache is bound to the model"
+        prepared = self._context.token_segments
+        if self._slots is not None and prepared is not None and not self._slots.are_plain(prepared.segments):
+            for layer in self._own_layers:
+                hidden_states = layer(hidden_states, *others, position_embeddings=position_embeddings, **named)
+            return hidden_states
         hidden = hidden_states if hidden_states.is_contiguous() else hidden_states.contiguous()
         num_tokens = hidden.shape[1]
         cos, sin = (rotary.to(torch.float32).contiguous() for rotary in position_embeddings)
@@ -159,6 +206,18 @@ class NativeNorm(nn.Module):
         return self._kernels.rms_norm(hidden_states, self.weight, self._eps)
 
 
+def _linears_of(weights: LayerWeights, shape: StackShape, kernels: NativeKernels) -> list[StackLinear]:
+    """Each linear of a layer by itself, in the order of LINEARS."""
+    rows, kv_rows = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    qkv = ((0, rows), (rows, kv_rows), (rows + kv_rows, kv_rows))
+    return [
+        *(StackLinear(kernels, weights.qkv, weights.qkv_bias, first, size) for first, size in qkv),
+        StackLinear(kernels, weights.o, weights.o_bias, 0, shape.hidden_size),
+        *(StackLinear(kernels, weights.gate_up, None, 0, shape.ffn_size, part) for part in range(2)),
+        StackLinear(kernels, weights.down, None, 0, shape.hidden_size),
+    ]
+
+
 def _layer(weights: LayerWeights) -> Layer:
     spec = weights.attention
     layer = Layer()
@@ -186,7 +245,7 @@ class FoundStack:
 
     def install(self, model: PreTrainedModel) -> None:
         """Puts the stack in the place of the layers, in which linears have been replaced by adapted ones by now."""
-        self.stack.connect([[_adapted(layer.get_submodule(name)) for name in LINEARS] for layer in self.layers])
+        self.stack.connect(self.layers)
         model.set_submodule(self.path, nn.ModuleList([self.stack]))
         if self.norm is not None:
             model.set_submodule(*self.norm)

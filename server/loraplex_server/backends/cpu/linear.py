@@ -42,6 +42,9 @@ class PackedLinear:
     def __call__(self, x: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
 
+    def matrix(self) -> Tensor:
+        return self._packed.to_dense()
+
 
 def packed_linear(weight: Tensor, bias: Tensor | None) -> BaseLinear:
     """A prepacked linear where there is one for this weight, else a plain one."""
@@ -71,6 +74,9 @@ class NativeLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._kernels.linear(x, self.packed, self.bias)
+
+    def matrix(self) -> Tensor:
+        return self.packed.matrix()
 
 
 def native_linears(

@@ -316,8 +316,8 @@ class StepGraphs:
         changes_head = self._changes([self._head] if self._head is not None else [], staged)
         if bucket is None or replay is None or (changes_head and not self._is_head_last):
             return None
-        if self._changes(self._embeddings, staged):
-            return None  # looked up on the host
+        if self._changes(self._embeddings, staged) or not self._steps.slots.are_plain(staged.token_segments):
+            return None  # what the host does cannot be replayed
         step = pad_step(staged, bucket.shape.query_len)
         if step is None:
             return None

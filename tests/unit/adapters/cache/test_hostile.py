@@ -261,8 +261,8 @@ CASES: dict[str, tuple[Spoil, type[LoraplexError]]] = {
         ),
         NonFinite,
     ),
-    "DoRA": (lambda f: write_adapter(f, use_dora=True), AdapterUnsupported),
-    "modules_to_save": (lambda f: write_adapter(f, modules_to_save=["lm_head"]), AdapterUnsupported),
+    "DoRA": (lambda f: write_adapter(f, use_dora=True), AdapterInvalid),
+    "modules_to_save": (lambda f: write_adapter(f, modules_to_save=["lm_head"]), AdapterInvalid),
     "a hostile pattern": (lambda f: write_adapter(f, rank_pattern={"(((a{99}){99}){99}){99}": 4}), AdapterUnsupported),
     "an endless pattern": (lambda f: write_adapter(f, rank_pattern={"a" * 10_000: 4}), AdapterUnsupported),
 }

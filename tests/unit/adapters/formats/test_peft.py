@@ -22,7 +22,8 @@ from support.adapter_files import (
 )
 from torch import Tensor
 
-from loraplex_adapters.formats.peft import LoraPlan, parse_peft_config, plan_lora
+from loraplex_adapters.formats.peft import LoraPlan, plan_lora
+from loraplex_adapters.formats.peft_config import parse_peft_config
 from loraplex_adapters.io.safetensors import read_header
 from loraplex_adapters.weights import BaseTargets, ClassifierShape, place_adapter
 from loraplex_contracts.adapters import ClassifierInfo
@@ -180,27 +181,32 @@ BAD_TENSORS: dict[str, tuple[dict[str, Tensor], type[LoraplexError], str]] = {
     ),
     "magnitude of DoRA": (
         lora_tensors() | {f"{PREFIX}{Q_PROJ}.lora_magnitude_vector": torch.zeros(HIDDEN)},
-        AdapterUnsupported,
-        "lora_magnitude_vector",
+        AdapterInvalid,
+        "use_dora",
     ),
     "bias on lora_B": (
         lora_tensors() | {f"{PREFIX}{Q_PROJ}.lora_B.bias": torch.zeros(HIDDEN)},
-        AdapterUnsupported,
-        "lora_B.bias",
+        AdapterInvalid,
+        "lora_bias",
     ),
     "bias of the base": (
         lora_tensors() | {f"{PREFIX}{Q_PROJ}.bias": torch.zeros(HIDDEN)},
-        AdapterUnsupported,
+        AdapterInvalid,
         "q_proj.bias",
     ),
     "token rows": (
         lora_tensors() | {f"{PREFIX}model.embed_tokens.token_adapter.trainable_tokens_delta": torch.zeros(2, HIDDEN)},
-        AdapterUnsupported,
-        "token_adapter",
+        AdapterInvalid,
+        "trainable_token_indices",
     ),
-    "a whole module": (
-        lora_tensors() | {f"{PREFIX}lm_head.weight": torch.zeros(VOCAB, HIDDEN)},
+    "a whole module that the base lacks": (
+        lora_tensors() | {f"{PREFIX}model.vision.weight": torch.zeros(VOCAB, HIDDEN)},
         AdapterUnsupported,
+        "model.vision.weight",
+    ),
+    "added tokens": (
+        lora_tensors() | {f"{PREFIX}lm_head.weight": torch.zeros(VOCAB + 8, HIDDEN)},
+        ShapeMismatch,
         "lm_head.weight",
     ),
     "AdaLoRA": (
@@ -288,8 +294,8 @@ def test_a_classifier_has_its_labels(name: str, task_type: str) -> None:
         (
             {"score.weight": (3, HIDDEN)},
             {"modules_to_save": ["score", "lm_head"]},
-            AdapterUnsupported,
-            "modules_to_save",
+            AdapterInvalid,
+            "modules_to_save names .'lm_head'.",
         ),
         ({"score.dense.weight": (3, HIDDEN)}, {}, AdapterUnsupported, "score.dense.weight"),
         ({"score.weight": (3, HIDDEN)}, {"task_type": "CAUSAL_LM"}, AdapterUnsupported, "score.weight"),
@@ -318,7 +324,15 @@ def test_a_copy_of_the_base_weight_is_planned_for_a_comparison() -> None:
     head = {f"{PREFIX}lm_head.base_layer.weight": torch.zeros(VOCAB, HIDDEN)}
     embedding = {f"{PREFIX}model.embed_tokens.weight": torch.zeros(VOCAB, HIDDEN)}
     found = plan(lora_tensors() | head | embedding, targets)
-    assert sorted(module.path for _, module in found.base_copies) == ["lm_head", "model.embed_tokens"]
+    assert [(one.shape.path, one.weight_sha256) for one in found.saved] == [
+        ("lm_head", "0" * 64),
+        ("model.embed_tokens", "0" * 64),
+    ]
+    named = plan(lora_tensors() | head | embedding, targets, modules_to_save=["lm_head"])
+    assert [(one.shape.path, one.weight_sha256) for one in named.saved] == [
+        ("lm_head", ""),
+        ("model.embed_tokens", "0" * 64),
+    ]
     resized = {f"{PREFIX}lm_head.base_layer.weight": torch.zeros(VOCAB + 8, HIDDEN)}
     with pytest.raises(ShapeMismatch):
         plan(lora_tensors() | resized, targets)

@@ -11,7 +11,8 @@ from peft import LoraConfig
 from peft.tuners.lora.config import BdLoraConfig, KasaConfig, MontecloraConfig, VeloraConfig
 from support.adapter_files import lora_config
 
-from loraplex_adapters.formats.peft import MAX_CONFIG_BYTES, PeftLoraConfig, match_budget, parse_peft_config
+from loraplex_adapters.formats.peft_config import MAX_CONFIG_BYTES, PeftLoraConfig, parse_peft_config
+from loraplex_adapters.formats.peft_patterns import match_budget
 from loraplex_adapters.io.throttle import throttled
 from loraplex_contracts.errors import AdapterInvalid, AdapterUnsupported
 
@@ -54,23 +55,32 @@ def test_every_field_of_the_installed_peft_is_known() -> None:
     """Whatever PEFT's class has, with its default, is accepted; with a value, nothing passes as unknown."""
     import dataclasses
 
-    from loraplex_adapters.formats import peft
+    from loraplex_adapters.formats import peft_config
 
     names = {f.name for f in dataclasses.fields(LoraConfig)}
-    known = {*peft._REFUSED, *peft._WITHOUT_EFFECT, *peft._USED}
+    known = {*peft_config._REFUSED, *peft_config._WITHOUT_EFFECT, *peft_config._USED}
     assert names <= known, names - known
+
+
+def test_dora_with_a_bias_on_b_is_refused() -> None:
+    with pytest.raises(AdapterUnsupported, match="use_dora together with lora_bias"):
+        parse(use_dora=True, lora_bias=True)
+
+
+@pytest.mark.parametrize(
+    "value", ["a", [1.5], [-1], [3, 3], {"a": 3}, {"a": [True]}, [2**14] * 3, [*range((1 << 14) + 1)]]
+)
+def test_token_rows_must_be_lists_of_ids(value: Any) -> None:
+    with pytest.raises(AdapterInvalid, match="trainable_token_indices"):
+        parse(trainable_token_indices=value)
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("use_dora", True),
         ("alora_invocation_tokens", [1, 2]),
-        ("lora_bias", True),
-        ("modules_to_save", ["lm_head"]),
         ("layer_replication", [[0, 2], [1, 3]]),
         ("target_parameters", ["mlp.experts.gate_up_proj"]),
-        ("trainable_token_indices", [5]),
         ("use_qalora", True),
         ("use_bdlora", vars(BdLoraConfig(nblocks=2))),
         ("kasa_config", vars(KasaConfig())),

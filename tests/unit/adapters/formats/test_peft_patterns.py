@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from loraplex_adapters.formats.peft import MAX_PATTERN_CHARS, compile_budget, compile_pattern, match_budget
+from loraplex_adapters.formats.peft_patterns import MAX_PATTERN_CHARS, compile_budget, compile_pattern, match_budget
 from loraplex_contracts.errors import AdapterUnsupported
 
 PATHS = [

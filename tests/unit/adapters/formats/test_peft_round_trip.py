@@ -18,7 +18,6 @@ from loraplex_adapters.io.safetensors import weight_sha256
 from loraplex_adapters.sources.directory import DirectorySource
 from loraplex_adapters.store import AdapterStore
 from loraplex_adapters.weights import AdapterWeights, BaseTargets, TargetModule
-from loraplex_contracts.errors import AdapterUnsupported
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT's own, about saving embeddings and tied weights
 
@@ -171,14 +170,14 @@ def test_saved_without_copies_of_the_embeddings(tmp_path: Path) -> None:
     assert_equals_peft(load(tmp_path, targets), peft)
 
 
-def test_a_copy_that_is_not_the_bases_is_refused(tmp_path: Path) -> None:
+def test_a_copy_that_is_not_the_bases_is_the_adapters_own(tmp_path: Path) -> None:
     model = llama()
     targets = targets_of(model)
     model.lm_head.weight.data[0, 0] += 1e-12
     save(model, tmp_path, r=4, lora_alpha=8, target_modules=["lm_head"])
-    with pytest.raises(AdapterUnsupported, match="lm_head"):
-        load(tmp_path, targets)
-    assert not list((tmp_path / "store").glob("*.adapter"))
+    weights = load(tmp_path, targets)
+    assert weights.saved.keys() == {"lm_head"}
+    assert torch.equal(weights.saved["lm_head"]["weight"].values, model.lm_head.weight.data)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -33,6 +33,7 @@ from loraplex_server.backends.cpu.native.library import (
 DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}  # lp::DType
 K_MULTIPLE: Final = {torch.float32: 1, torch.bfloat16: 32}  # of a packed weight's inputs
 LARGE_PAGE: Final = 2 << 20
+BAND: Final = 32  # outputs, and inputs of a block; see src/kernels.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,45 @@ class PackedWeight:
     @property
     def address(self) -> int:
         return self.memory.data_ptr()
+
+    def matrix(self) -> Tensor:
+        """The weights again, one below the other: a copy [out, in]."""
+        return self._panels().reshape(-1, self.num_inputs)[: self.num_outputs]
+
+    def of_pair(self, which: int, num_outputs: int) -> Tensor:
+        """One of the two weights of `pack_pair`: a copy [out, in]."""
+        return self._panels()[:, which].reshape(-1, self.num_inputs)[:num_outputs]
+
+    def _panels(self) -> Tensor:
+        """[bands, 2, 16, in]"""
+        num_bands, k = -(-self.num_outputs // BAND), self.num_inputs
+        if self.is_int8:
+            return self._panels_of_int8(num_bands)
+        values = self.memory.view(self.dtype)
+        if self.dtype == torch.float32:
+            return values.view(num_bands, k, 2, BAND // 2).permute(0, 2, 3, 1)
+        blocks = values.view(num_bands, k // BAND, 2, BAND // 2, BAND // 2, 2)  # blocks of inputs, panels, pairs
+        return blocks.permute(0, 2, 4, 1, 3, 5).reshape(num_bands, 2, BAND // 2, k)
+
+    def _panels_of_int8(self, num_bands: int) -> Tensor:
+        """A block's exponents, then its values; the last block of a band may be shorter."""
+        k = self.num_inputs
+        bands = self.memory.view(num_bands, -1)
+        pieces: list[Tensor] = []
+        start = 0
+        for first in range(0, k, BAND):
+            width = min(BAND, k - first)
+            exponents = bands[:, start : start + BAND].view(num_bands, 2, BAND // 2, 1)
+            values = bands[:, start + BAND : start + BAND + width * BAND]
+            if self.dtype == torch.float32:
+                values = values.reshape(num_bands, width, 2, BAND // 2).permute(0, 2, 3, 1)
+            else:  # panels, pairs, inputs of a pair, outputs
+                values = values.reshape(num_bands, 2, BAND // 2, 2, BAND // 2).permute(0, 1, 4, 2, 3)
+                values = values.reshape(num_bands, 2, BAND // 2, width)
+            scaled = torch.ldexp(values.to(torch.float32) - 128, exponents.to(torch.int32) - 127)
+            pieces.append(torch.where(exponents == 0, 0.0, scaled).to(self.dtype))
+            start += BAND + width * BAND
+        return torch.cat(pieces, dim=-1)
 
 
 @dataclass(frozen=True, slots=True)

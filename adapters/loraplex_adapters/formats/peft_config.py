@@ -1,0 +1,239 @@
+"""PEFT's LoRA configuration (`adapter_config.json`).
+
+Every field that changes the mathematics is either carried out or refused by name; an unknown field is refused too,
+unless it is empty: it may belong to a new variant.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+from loraplex_adapters.formats.files import CONFIG_NAME
+from loraplex_adapters.formats.peft_patterns import Budget, ModulePattern, compile_budget, compile_pattern
+from loraplex_adapters.io.source_files import parse_object
+from loraplex_adapters.weights import BaseTargets
+from loraplex_contracts.errors import AdapterInvalid, AdapterUnsupported
+
+MAX_CONFIG_BYTES = 1 << 20
+MAX_PATTERNS = 4096
+MAX_TARGETS = 4096
+MAX_RANK = 1 << 16
+MAX_ALPHA = float(1 << 16)
+MAX_TOKEN_ROWS = 1 << 14
+MAX_LABELS = 4096
+MAX_LABEL_CHARS = 256
+# What Transformers calls a classifier on top of a model.
+CLASSIFIER_NAMES = ("score", "classifier")
+Classifies = Literal["no", "texts", "tokens"]
+_CLASSIFIERS: Mapping[str, Classifies] = {"SEQ_CLS": "texts", "TOKEN_CLS": "tokens"}
+
+# Empty (null, false, [], {}) is fine; anything else changes what the adapter computes.
+_REFUSED: Mapping[str, str] = {
+    "alora_invocation_tokens": "activated LoRA (aLoRA)",
+    "layer_replication": "layers repeated by the adapter",
+    "target_parameters": "LoRA on parameters, such as the experts of a mixture",
+    "use_qalora": "QALoRA",
+    "use_bdlora": "BD-LoRA",
+    "arrow_config": "Arrow routing",
+    "kasa_config": "KaSA",
+    "monteclora_config": "MonteCLoRA",
+    "velora_config": "VeLoRA",
+    "megatron_config": "a Megatron model",
+    "router": "routing between adapters",
+}
+# Initialisations that left the base model as it was; the others moved part of it into the adapter.
+_CLEAN_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica"})
+_BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga", "lora-ga")
+# Only training depends on these, or the choice of modules, which the tensors show anyway.
+_WITHOUT_EFFECT = frozenset({
+    "auto_mapping", "peft_version", "revision", "inference_mode", "lora_dropout", "exclude_modules",
+    "layers_to_transform", "layers_pattern", "megatron_core", "loftq_config", "eva_config", "corda_config",
+    "lora_ga_config", "qalora_group_size", "runtime_config", "ensure_weight_tying", "merge_weights",
+    # fan_in_fan_out says how the base stores its weight; the factors have one orientation in any case.
+    "fan_in_fan_out",
+    # Decided by the tensors.
+    "bias",
+})  # fmt: skip
+_USED = frozenset({
+    "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights",
+    "target_modules", "base_model_name_or_path", "modules_to_save", "task_type", "id2label", "use_dora", "lora_bias",
+    "trainable_token_indices",
+})  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class PeftLoraConfig:
+    """The part of the configuration that serving needs."""
+
+    r: int
+    lora_alpha: float
+    use_rslora: bool
+    rank_pattern: tuple[tuple[ModulePattern, int], ...]
+    alpha_pattern: tuple[tuple[ModulePattern, float], ...]
+    target_modules: frozenset[str] | None  # None: a pattern or a shorthand; the tensors decide
+    base_model: str  # informative only: shapes decide
+    classifies: Classifies = "no"  # by a module that is saved with the adapter
+    labels: tuple[str, ...] = ()  # empty where the configuration has none
+    use_dora: bool = False
+    lora_bias: bool = False
+    modules_to_save: frozenset[str] = frozenset()
+    token_indices: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # by module; "": of the embedding
+    ties_weights: bool = False
+
+    def rank_and_scale(self, path: str, budget: Budget) -> tuple[int, float]:
+        """Of one module. As in PEFT: the first pattern that matches, else the common value; the scale comes from the
+        module's own rank and alpha, never from a padded or a common rank."""
+        rank = next((rank for pattern, rank in self.rank_pattern if pattern.matches(path, budget)), self.r)
+        alpha = next((alpha for pattern, alpha in self.alpha_pattern if pattern.matches(path, budget)), self.lora_alpha)
+        return rank, alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def token_rows(self, path: str, targets: BaseTargets) -> tuple[int, ...]:
+        """The tokens whose rows the adapter brings for this module. Raises AdapterInvalid."""
+        ends = [*path_ends(path), *([""] if path == targets.embedding else [])]
+        found = next((self.token_indices[end] for end in ends if end in self.token_indices), None)
+        if found is None:
+            raise AdapterInvalid(f"{CONFIG_NAME}: trainable_token_indices does not name {path!a}, which has rows")
+        return found
+
+    def names_target(self, path: str) -> bool:
+        """True when `target_modules` lists the module, by its name or by the end of it."""
+        return self.target_modules is None or not self.target_modules.isdisjoint(path_ends(path))
+
+
+def path_ends(path: str) -> Iterator[str]:
+    """'c', 'b.c' and 'a.b.c' of 'a.b.c': what a target may call the module."""
+    words = path.split(".")
+    return (".".join(words[idx:]) for idx in range(len(words) - 1, -1, -1))
+
+
+def parse_peft_config(data: bytes) -> PeftLoraConfig:
+    """Raises AdapterInvalid or AdapterUnsupported, naming the field."""
+    fields = parse_object(data, CONFIG_NAME, MAX_CONFIG_BYTES)
+    peft_type = fields.get("peft_type")
+    if peft_type is None:
+        raise AdapterInvalid(f"{CONFIG_NAME} has no peft_type; save the adapter with PEFT's save_pretrained")
+    if peft_type != "LORA":
+        raise AdapterUnsupported(f"{CONFIG_NAME}: peft_type {_shown(peft_type)} is not served; LORA is")
+    _refuse_variants(fields)
+    classifies = _CLASSIFIERS.get(str(fields.get("task_type")), "no")
+    if fields.get("use_dora") and fields.get("lora_bias"):
+        raise AdapterUnsupported(f"{CONFIG_NAME}: use_dora together with lora_bias is not served; PEFT refuses it too")
+    _check_init(fields.get("init_lora_weights", True))
+    budget = compile_budget()
+    rank_pattern = _patterns(fields, "rank_pattern", budget)
+    alpha_pattern = _patterns(fields, "alpha_pattern", budget)
+    base_model = fields.get("base_model_name_or_path")
+    return PeftLoraConfig(
+        r=_rank(fields.get("r"), "r"),
+        lora_alpha=_alpha(fields.get("lora_alpha"), "lora_alpha"),
+        use_rslora=_flag(fields, "use_rslora"),
+        rank_pattern=tuple((pattern, _rank(value, "rank_pattern")) for pattern, value in rank_pattern),
+        alpha_pattern=tuple((pattern, _alpha(value, "alpha_pattern")) for pattern, value in alpha_pattern),
+        # With tied weights PEFT saves factors for modules that it has taken off the list.
+        target_modules=None if fields.get("ensure_weight_tying") else _targets(fields.get("target_modules")),
+        base_model=base_model[:256] if isinstance(base_model, str) else "",
+        classifies=classifies,
+        labels=() if classifies == "no" else parse_labels(fields, CONFIG_NAME),
+        use_dora=_flag(fields, "use_dora"),
+        lora_bias=_flag(fields, "lora_bias"),
+        modules_to_save=_targets(fields.get("modules_to_save") or [], "modules_to_save") or frozenset(),
+        token_indices=_token_indices(fields.get("trainable_token_indices")),
+        ties_weights=_flag(fields, "ensure_weight_tying"),
+    )
+
+
+def parse_labels(fields: Mapping[str, Any], file_name: str) -> tuple[str, ...]:
+    """The labels in `id2label`, in their order; none where there is no such field. Raises AdapterInvalid."""
+    found: Any = fields.get("id2label")
+    if not found:
+        return ()
+    numbers = {str(number) for number in range(len(found))} if isinstance(found, dict) else set[str]()
+    is_whole = isinstance(found, dict) and found.keys() == numbers and len(found) <= MAX_LABELS
+    if not is_whole or not all(isinstance(one, str) and 0 < len(one) <= MAX_LABEL_CHARS for one in found.values()):
+        raise AdapterInvalid(
+            f"{file_name}: id2label must give a name of at most {MAX_LABEL_CHARS} characters to each number from 0 on, "
+            f"{MAX_LABELS} at most"
+        )
+    return tuple(found[str(number)] for number in range(len(found)))
+
+
+def _refuse_variants(fields: Mapping[str, Any]) -> None:
+    for name, what in _REFUSED.items():
+        if fields.get(name):
+            raise AdapterUnsupported(f"{CONFIG_NAME}: {name} ({what}) is not served")
+    for name, value in fields.items():
+        if value and name not in _WITHOUT_EFFECT and name not in _USED:
+            raise AdapterUnsupported(
+                f"{CONFIG_NAME}: field {name[:80]!a} is not known and not empty, so it may change what the "
+                "adapter computes; remove it if it does not"
+            )
+
+
+def _check_init(init: Any) -> None:
+    if init is None or isinstance(init, bool) or (isinstance(init, str) and init in _CLEAN_INITS):
+        return
+    if isinstance(init, str) and init.lower().startswith(_BASE_CHANGING_INITS):
+        raise AdapterUnsupported(
+            f"{CONFIG_NAME}: init_lora_weights {_shown(init)} changed the base model at the start; convert the adapter "
+            "with PEFT's save_pretrained(path_initial_model_for_weight_conversion=...)"
+        )
+    raise AdapterUnsupported(f"{CONFIG_NAME}: init_lora_weights {_shown(init)} is not known")
+
+
+def _patterns(fields: Mapping[str, Any], name: str, budget: Budget) -> list[tuple[ModulePattern, Any]]:
+    value = fields.get(name) or {}
+    if not isinstance(value, dict) or len(value) > MAX_PATTERNS:
+        raise AdapterInvalid(f"{CONFIG_NAME}: {name} must be an object of at most {MAX_PATTERNS} entries")
+    return [(compile_pattern(text, f"{CONFIG_NAME}: {name}", budget), item) for text, item in value.items()]
+
+
+def _rank(value: Any, name: str) -> int:
+    if type(value) is not int or not 1 <= value <= MAX_RANK:
+        raise AdapterInvalid(f"{CONFIG_NAME}: {name} is {_shown(value)}; a rank is a whole number from 1 to {MAX_RANK}")
+    return value
+
+
+def _alpha(value: Any, name: str) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < abs(value) <= MAX_ALPHA:  # false for NaN too
+        raise AdapterInvalid(
+            f"{CONFIG_NAME}: {name} is {_shown(value)}; alpha is a finite number, not 0, of at most {MAX_ALPHA:.0f}"
+        )
+    return float(value)
+
+
+def _flag(fields: Mapping[str, Any], name: str) -> bool:
+    value = fields.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise AdapterInvalid(f"{CONFIG_NAME}: {name} must be true or false, not {_shown(value)}")
+    return bool(value)
+
+
+def _token_indices(value: Any) -> dict[str, tuple[int, ...]]:
+    found: dict[Any, Any] = cast("dict[Any, Any]", value) if isinstance(value, dict) else {"": value} if value else {}
+    for path, indices in found.items():
+        is_list = (
+            isinstance(indices, list) and len(indices) <= MAX_TOKEN_ROWS and len(set(map(str, indices))) == len(indices)
+        )
+        if not isinstance(path, str) or not is_list or not all(type(one) is int and one >= 0 for one in indices):
+            raise AdapterInvalid(
+                f"{CONFIG_NAME}: trainable_token_indices must be a list of at most {MAX_TOKEN_ROWS} token ids, each "
+                "once, or an object with such lists by module"
+            )
+    return {path: tuple(indices) for path, indices in found.items()}
+
+
+def _targets(value: Any, name: str = "target_modules") -> frozenset[str] | None:
+    """The listed targets. A string is a pattern or 'all-linear'; never matched, as the tensors say the same."""
+    if value is None or isinstance(value, str):
+        return None
+    if not isinstance(value, list) or len(value) > MAX_TARGETS or not all(isinstance(item, str) for item in value):
+        raise AdapterInvalid(f"{CONFIG_NAME}: {name} must be a string or a list of at most {MAX_TARGETS} names")
+    return frozenset(value)
+
+
+def _shown(value: Any) -> str:
+    return ascii(value)[:60]

@@ -1,0 +1,123 @@
+r"""PEFT's patterns of module paths: `rank_pattern` and `alpha_pattern`.
+
+PEFT runs `re.match(rf"(.*\.)?({pattern})$", path)`. A hostile pattern would hang Python's backtracking matcher or
+exhaust memory while it is compiled. RE2 matches in linear time; the cost of a pattern, and of all patterns of an
+adapter together, is bounded here. Accepted is what `re` and RE2 read alike: literals, `.`, `\d \D \w \W \s \S` and
+escaped punctuation, `[...]`, `(...)` and `(?:...)`, `|`, `* + ?` (lazy or not), `{m}` `{m,}` `{m,n}`, `^` and `$`.
+Everything else (backreferences, lookaround, flags) is refused. Paths are ASCII in practice; classes mean their ASCII
+members.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from loraplex_adapters.io.throttle import checkpoint
+from loraplex_contracts.errors import AdapterUnsupported
+
+MAX_PATTERN_CHARS = 256
+# Of one compiled pattern, RE2's caches included: room for 1,000 instructions and some states of its automaton.
+MAX_PATTERN_BYTES = 64 << 10
+# A pattern for each of 126 layers' seven linears, in both fields, takes about half of it.
+MAX_INSTRUCTIONS = 1 << 18
+# One character compared with one instruction takes a nanosecond at worst; a call is worth some 500 of those.
+MAX_MATCH_STEPS = 1 << 26
+CALL_STEPS = 512
+PLAIN_STEPS = 64
+
+_PLAIN = frozenset(string.ascii_letters + string.digits + "_.-")
+# Each alternative begins with another character, so this takes linear time itself.
+_ESCAPE = r"\\(?:[dDwWsS]|[^a-zA-Z0-9])"
+_UNDERSTOOD = re.compile(
+    rf"(?:{_ESCAPE}|\[\^?\]?(?:{_ESCAPE}|[^\\\[\]])*\]|\((?!\?)|\(\?:|\{{\d{{1,3}}(?:,\d{{0,3}})?\}}|[^\\\[({{])*",
+    re.ASCII | re.DOTALL,
+)
+
+
+@dataclass(slots=True)
+class Budget:
+    """Cost that compiling, or matching, all patterns of one adapter may still have."""
+
+    steps_left: int
+    refusal: str
+
+    def spend(self, num_steps: int) -> None:
+        """Raises AdapterUnsupported when nothing is left."""
+        checkpoint()
+        self.steps_left -= num_steps
+        if self.steps_left < 0:
+            raise AdapterUnsupported(f"rank_pattern and alpha_pattern {self.refusal}; use fewer or simpler patterns")
+
+
+def compile_budget() -> Budget:
+    """In instructions of RE2."""
+    return Budget(MAX_INSTRUCTIONS, "are too large together")
+
+
+def match_budget() -> Budget:
+    """In nanoseconds at worst."""
+    return Budget(MAX_MATCH_STEPS, "take too long to match")
+
+
+@dataclass(frozen=True, slots=True)
+class ModulePattern:
+    """One pattern with PEFT's meaning for module paths. `compiled` is RE2's; None for names and dots only."""
+
+    text: str
+    compiled: Any = None
+
+    def matches(self, path: str, budget: Budget) -> bool:
+        """Raises AdapterUnsupported when the adapter has used up its budget."""
+        if self.compiled is not None:
+            budget.spend(CALL_STEPS + self.compiled.programsize * len(path))
+            return self.compiled.fullmatch(_encoded(path)) is not None
+        # The common case, faster than any engine. A dot means any character, as in PEFT.
+        budget.spend(PLAIN_STEPS)
+        start = len(path) - len(self.text)
+        if start < 0 or (start > 0 and path[start - 1] != "."):
+            return False
+        return all(want in (".", have) for want, have in zip(self.text, path[start:], strict=True))
+
+
+def compile_pattern(text: str, field_name: str, budget: Budget) -> ModulePattern:
+    """Raises AdapterUnsupported, naming the field, when the pattern is not understood or too large."""
+    if len(text) > MAX_PATTERN_CHARS:
+        raise AdapterUnsupported(f"{field_name}: a pattern of {len(text)} characters; at most {MAX_PATTERN_CHARS}")
+    budget.spend(1)
+    if set(text) <= _PLAIN:
+        return ModulePattern(text)
+    if _UNDERSTOOD.fullmatch(text) is None:
+        raise _refusal(text, field_name, "it uses more than literals, sets, groups, counts and `|`")
+    import re2
+
+    try:
+        re2.compile(_encoded(text), _options())  # alone, because its parentheses could pair with ours
+        compiled = re2.compile(_encoded(rf"(?:.*\.)?(?:{text})"), _options())
+    except re2.error as error:
+        raise _refusal(text, field_name, error.args[0].decode(errors="replace")) from None
+    budget.spend(compiled.programsize)
+    return ModulePattern(text, compiled)
+
+
+def _encoded(text: str) -> bytes:
+    """JSON can hold lone surrogates; RE2 refuses their bytes."""
+    return text.encode(errors="surrogatepass")
+
+
+@cache
+def _options() -> Any:
+    import re2
+
+    options = re2.Options()
+    options.max_mem = MAX_PATTERN_BYTES
+    options.never_capture = True
+    options.log_errors = False
+    return options
+
+
+def _refusal(text: str, field_name: str, why: str) -> AdapterUnsupported:
+    return AdapterUnsupported(f"{field_name}: pattern {text[:80]!a} is not served: {why}")
