@@ -6,6 +6,8 @@ Inputs lie in guarded memory wherever that is possible: reading or writing one e
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 from support.guarded_memory import at_end, at_start
@@ -13,7 +15,11 @@ from support.lora_cases import bits, pairwise
 from support.native_kernels import native_kernels
 from torch import Tensor
 
+from loraplex_server.backends.cpu.native import library as library_module
+from loraplex_server.backends.cpu.native.build import LIBRARY
+from loraplex_server.backends.cpu.native.int8 import round_
 from loraplex_server.backends.cpu.native.kernels import NativeKernels, PackedWeight
+from loraplex_server.backends.cpu.native.library import IDENTITY, KERNELS, Library
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = 1e-6  # of the sum of the terms' sizes, which are added in float32
@@ -236,3 +242,27 @@ def test_nothing_before_the_arguments_is_read(kernels: NativeKernels, dtype: tor
         check_product(kernels.linear(x, kernels.pack([weight]), bias), x, weight, bias)
         kernels.dense(x, weight, bias, y)
         check_product(y, x, weight, bias)
+
+
+@pytest.fixture(scope="module")
+def packing() -> NativeKernels:
+    """Kernels for packing alone, which needs no instruction set."""
+    if not LIBRARY.exists():
+        pytest.skip("the native library is not built: make native")
+    functions = ctypes.CDLL(str(LIBRARY))
+    library_module._declare(functions, {**IDENTITY, **KERNELS})
+    return NativeKernels(Library(functions, LIBRARY), 1)
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize(("dtype", "num_inputs"), [(torch.float32, 40), (torch.float32, 64), (torch.bfloat16, 64)])
+def test_packed_weights_come_back(packing: NativeKernels, dtype: torch.dtype, num_inputs: int, int8: bool) -> None:
+    weights = [torch.randn(num_outputs, num_inputs).to(dtype) for num_outputs in (64, 32, 50)]
+    pair = [torch.randn(40, num_inputs).to(dtype) for _ in range(2)]
+    if int8:
+        for weight in (*weights, *pair):
+            round_(weight)
+    assert torch.equal(packing.pack(weights, int8=int8).matrix(), torch.cat(weights))
+    packed = packing.pack_pair(*pair, int8=int8)
+    for which, weight in enumerate(pair):
+        assert torch.equal(packed.of_pair(which, 40), weight)
