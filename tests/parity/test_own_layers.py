@@ -1,4 +1,4 @@
-"""Adapters that a stack of layers in one call cannot compute, in the model's own layers from the packed weights."""
+"""Adapters beyond a native stack, computed by the model's own layers."""
 
 from __future__ import annotations
 
