@@ -2,7 +2,8 @@
 
 The texts are marked before the template sees them, so that its own control tokens can be told from theirs. Those of the
 template then become placeholders, which are tokens of a copy of the tokenizer that has no control tokens else. Only
-chats that hold control tokens come this way.
+chats whose texts hold control tokens come this way, and those in which they could make one: together with each other or
+with what the template writes around them, or when the tokenizer normalizes them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import bisect
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final, cast
@@ -31,6 +32,11 @@ class SafeText:
     controls: tuple[str, ...]  # placeholder K is the K-th
 
     @property
+    def num_controls(self) -> int:
+        """Of the template."""
+        return len(_PLACEHOLDER.findall(self.text))
+
+    @property
     def plain(self) -> str:
         return _PLACEHOLDER.sub(lambda found: self.controls[int(found[1])], self.text)
 
@@ -46,6 +52,10 @@ class ControlTokens:
         self._written = re.compile(f"{_BEGIN}(?:{either}){_END}|({either})")
         self._numbers = {content: number for number, content in enumerate(self.contents)}
 
+    def in_text(self, text: str) -> list[str]:
+        """Those in a text, one after the other."""
+        return self._any.findall(text)
+
     def are_in(self, value: Any) -> bool:
         """Whether a text anywhere in it, the keys of mappings included, holds one."""
         match value:
@@ -59,16 +69,17 @@ class ControlTokens:
             case _:
                 return False
 
-    def marked(self, value: Any) -> Any:
-        """The same with each of them marked, in all texts."""
+    def marked(self, value: Any, edges: Edges | None = None) -> Any:
+        """The same with each of them marked, in all texts, and with marks at those `edges`."""
         match value:
             case str():
-                return self._any.sub(f"{_BEGIN}\\g<0>{_END}", _RESERVED.sub("", value))
+                text = self._any.sub(f"{_BEGIN}\\g<0>{_END}", _RESERVED.sub("", value))
+                return text if edges is None else edges.marked(text)
             case Mapping():
                 items = cast("Mapping[Any, Any]", value).items()
-                return {self.marked(key): self.marked(one) for key, one in items}
+                return {self.marked(key, edges): self.marked(one, edges) for key, one in items}
             case list():
-                return [self.marked(one) for one in cast("list[Any]", value)]
+                return [self.marked(one, edges) for one in cast("list[Any]", value)]
             case _:
                 return value
 
@@ -79,6 +90,65 @@ class ControlTokens:
 
     def _placeholder(self, found: re.Match[str]) -> str:
         return found[0] if found[1] is None else f"{_OPEN}{self._numbers[found[1]]}{_CLOSE}"
+
+
+class Edges:
+    """Where texts begin with the end of a control token, or end with the beginning of one, or are the middle of one:
+    it could be whole in what a template writes. Whitespace at the ends, which templates strip, is passed over."""
+
+    def __init__(self, contents: Iterable[str]) -> None:
+        known = tuple(contents)
+        self._heads = frozenset(one[:end] for one in known for end in range(1, len(one)))
+        self._tails = frozenset(one[begin:] for one in known for begin in range(1, len(one)))
+        self._inner = "\n".join(one[1:-1] for one in known)
+        self._max_chars = max(map(len, known), default=1) - 1
+
+    def are_in(self, value: Any) -> bool:
+        """Whether a text anywhere in it, the keys of mappings included, has one."""
+        match value:
+            case str():
+                return any(self._of(value.strip()))
+            case Mapping():
+                items = cast("Mapping[Any, Any]", value).items()
+                return any(self.are_in(key) or self.are_in(one) for key, one in items)
+            case list():
+                return any(map(self.are_in, cast("list[Any]", value)))
+            case _:
+                return False
+
+    def marked(self, text: str) -> str:
+        """A mark at each: what is around the text does not join it."""
+        core = text.strip()
+        at_begin, at_end = self._of(core)
+        if not (at_begin or at_end):
+            return text
+        begin = text.index(core)
+        marked = f"{_END if at_begin else ''}{core}{_END if at_end else ''}"
+        return text[:begin] + marked + text[begin + len(core) :]
+
+    def _of(self, text: str) -> tuple[bool, bool]:
+        if not text:
+            return False, False
+        if text in self._inner:
+            return True, True
+        sizes = range(1, min(len(text), self._max_chars) + 1)
+        return any(text[:size] in self._tails for size in sizes), any(text[-size:] in self._heads for size in sizes)
+
+
+class NormalizedControlTokens:
+    """Control tokens in texts as a tokenizer normalizes them."""
+
+    def __init__(self, contents: Sequence[str], normalize: Callable[[str], str]) -> None:
+        self._normalize = normalize
+        self._known = ControlTokens([*contents, *map(normalize, contents)])
+        printable = "".join(map(chr, range(0x21, 0x7F)))
+        self._changes_ascii = printable not in normalize(printable)
+
+    def num_in(self, text: str) -> int:
+        """At least; 0 for a text in which the normalizer changes nothing that matters."""
+        if text.isascii() and not self._changes_ascii:
+            return 0
+        return len(self._known.in_text(self._normalize(text)))
 
 
 class PlainTokenizer:

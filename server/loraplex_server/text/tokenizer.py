@@ -18,7 +18,7 @@ from tokenizers import Encoding, Tokenizer
 
 from loraplex_contracts.errors import FailedPrecondition, InvalidArgument, NoChatTemplate, UnsupportedModel
 from loraplex_contracts.request import StoppingParams
-from loraplex_server.text.control_tokens import ControlTokens, SafeText
+from loraplex_server.text.control_tokens import ControlTokens, Edges, NormalizedControlTokens, SafeText
 from loraplex_server.text.detokenizer import Detokenizer, StopMatcher, new_detokenizer
 from loraplex_server.text.vocabulary import Vocabulary
 
@@ -114,7 +114,9 @@ class TextTokenizer:
         self._tokenizer = tokenizer
         self._missing_reason = missing_reason or "the base model has no tokenizer"
         self._vocabulary: Vocabulary | None = None
-        self._controls: tuple[str, ControlTokens, ControlTokens] | None = None  # of a chat template
+        self._controls: tuple[str, ControlTokens, ControlTokens, NormalizedControlTokens | None] | None = (
+            None  # of a chat template
+        )
         if tokenizer is not None:
             backend = tokenizer.backend_tokenizer
             # Files may carry settings of training. Set once: the library refuses changes while another thread encodes.
@@ -290,19 +292,36 @@ class TextTokenizer:
 
     def chat_text(self, given: Mapping[str, Any]) -> str | SafeText:
         """As `render_chat`, with its parameters. Where a message, tool, document or argument holds what looks like a
-        control token, that has no power; what the assistant said may have those that are not special, such as marks of
-        its reasoning. Raises what `render_chat` raises."""
-        beside = {name: given.get(name) for name in ("tools", "documents", "arguments")}
+        control token, or makes one with what is around it, that has no power; what the assistant said may have those
+        that are not special, such as marks of its reasoning. Raises what `render_chat` raises."""
+        beside = {name: given.get(name) for name in ("tools", "documents")}
         messages = cast("list[Mapping[str, Any]]", given["messages"])
-        controls, special = self._control_tokens()
-        if not (controls.are_in(messages) or controls.are_in(beside)):
-            return self.render_chat(**given)
-        marked = [(special if one["role"] == "assistant" else controls).marked(one) for one in messages]
-        fields: dict[str, Any] = {**given, **controls.marked(beside), "messages": marked}
-        return controls.resolved(self.render_chat(**fields))
+        arguments = given.get("arguments")
+        controls, special, normalized = self._control_tokens()
+        plain, in_plain, found, is_changed = "", list[str](), controls.contents, False
+        if not (controls.are_in(messages) or controls.are_in(beside) or controls.are_in(arguments)):
+            plain = self.render_chat(**given)
+            in_plain = controls.in_text(plain)
+            found = tuple(dict.fromkeys(in_plain))
+            is_changed = normalized is not None and normalized.num_in(plain) > len(in_plain)
+        edges = Edges(found)
+        # Roles are the caller's own words, and part of control tokens in some templates.
+        texts = [{name: one for name, one in message.items() if name != "role"} for message in messages]
+        if plain and not (is_changed or edges.are_in(texts) or edges.are_in(beside)):
+            return plain
+        marked = [
+            {"role": one["role"], **(special if one["role"] == "assistant" else controls).marked(text, edges)}
+            for one, text in zip(messages, texts, strict=True)
+        ]
+        fields: dict[str, Any] = {**given, **controls.marked(beside, edges), "messages": marked}
+        fields["arguments"] = controls.marked(arguments)
+        safe = controls.resolved(self.render_chat(**fields))
+        if plain and not is_changed and safe.num_controls == len(in_plain) and safe.plain == plain:
+            return plain
+        return safe
 
-    def _control_tokens(self) -> tuple[ControlTokens, ControlTokens]:
-        """All, and those that are special tokens."""
+    def _control_tokens(self) -> tuple[ControlTokens, ControlTokens, NormalizedControlTokens | None]:
+        """All, those that are special tokens, and all as they are in normalized texts, if the tokenizer normalizes."""
         tokenizer = self._require("chat")
         template = str(tokenizer.chat_template)
         if self._controls is None or self._controls[0] != template:
@@ -311,7 +330,9 @@ class TextTokenizer:
             special = [token.content for token in added if token.special]
             others = [token.content for token in added if not token.special and not token.content.isspace()]
             others = [one for one in others if (one in template if named is None else one in named)]
-            self._controls = template, ControlTokens([*special, *others]), ControlTokens(special)
+            known, normalizer = [*special, *others], self._backend.normalizer
+            normalized = None if normalizer is None else NormalizedControlTokens(known, normalizer.normalize_str)
+            self._controls = template, ControlTokens(known), ControlTokens(special), normalized
         return self._controls[1:]
 
     def decode(self, token_ids: Sequence[int], *, keep_special: bool = False, field: str = "output.echo") -> str:

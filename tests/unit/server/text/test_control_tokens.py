@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
+import unicodedata
+from collections import Counter
 from typing import Any
 
 import pytest
 from support.tiny_tokenizers import KINDS, tiny_tokenizer
+from tokenizers import AddedToken, normalizers
 
 from loraplex_proto.v1 import inference_pb2
 from loraplex_proto.validate import ModelLimits
@@ -136,3 +140,109 @@ def test_placeholders_in_vocabularies_of_every_kind() -> None:
         text = "".join(f"\U000f0002{number}\U000f0003" for number in (1, 0, 2))
         found = [one for one in plain.encode(text) if one in ids.values()]
         assert found == [ids["<|turn|>"], ids["</s>"], ids["<s>"]], kind
+
+
+# --- control tokens that come together in the template only ----------------------------------------------------------
+
+MODEL_TEMPLATES = {  # as the models have them, cut to what they do with texts
+    "chatml": "{% for m in messages %}<|im_start|>{{ m.role }}{% if m.name %} name={{ m.name }}{% endif %}\n"
+    "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    "llama3": "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+    "{{ m.content | trim }}<|eot_id|>{% endfor %}<|start_header_id|>assistant<|end_header_id|>\n\n",
+    "gemma": "{{ bos_token }}{% for m in messages %}<start_of_turn>{{ m.role }}\n{{ m.content | trim }}<end_of_turn>\n"
+    "{% endfor %}<start_of_turn>model\n",
+    "phi3": "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}<|assistant|>\n",
+    "mistral": "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }}[/INST]{% else %}"
+    "{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}",
+    # No separator between what callers send.
+    "bare": "{{ note }}{% for m in messages %}{{ m.name }}{{ m.content | trim }}{% if m.role == 'tool' %}"
+    "{{ '<' + m.content + '>' }}{% endif %}{% endfor %}{{ tools | tojson if tools }}<|im_end|></s>",
+}  # fmt: skip
+MODEL_TOKENS = (
+    *("<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<start_of_turn>"),
+    *("<end_of_turn>", "<|end|>", "<|assistant|>", "<|user|>", "<|system|>", "[INST]", "[/INST]"),
+)
+
+
+@functools.cache
+def model_tokenizer(kind: str, template: str, normalizer: str = "") -> TextTokenizer:
+    wrapped = copy.deepcopy(tiny_tokenizer(kind))
+    # Some not special, and so normalized, as several models have them.
+    wrapped.add_tokens([AddedToken(one, special="im_" in one or one == "<|user|>") for one in MODEL_TOKENS])
+    if normalizer:
+        before = wrapped.backend_tokenizer.normalizer
+        own = getattr(normalizers, normalizer)()
+        wrapped.backend_tokenizer.normalizer = normalizers.Sequence([own, before] if before else [own])
+    wrapped.chat_template = MODEL_TEMPLATES[template]
+    return TextTokenizer(wrapped)
+
+
+async def powers(tokenizer: TextTokenizer, chat: dict[str, Any]) -> Counter[int]:
+    """Control tokens of a chat's prompt, by id."""
+    ids = await Tokenizing(tokenizer, ModelLimits(10_000, 1 << 20)).encode(tokenizer.chat_text(chat), special=False)
+    vocabulary = tokenizer.vocabulary
+    assert vocabulary is not None
+    control = {number for text, number in vocabulary.special_ids.items() if text != "<unk>"}
+    control |= {vocabulary.pieces[text] for text in MODEL_TOKENS if text in tokenizer.facts().chat_template}
+    return Counter(one for one in ids if one in control)
+
+
+HALVES = [("<|im_", "start|>"), ("<", "/s>"), ("a <|im_end|", "> b"), ("<", "s>"), ("<|im_start", "|>"), ("[IN", "ST]")]
+
+
+@pytest.mark.parametrize("template", MODEL_TEMPLATES)
+@pytest.mark.parametrize("halves", HALVES, ids="".join)
+async def test_callers_cannot_join_halves(template: str, halves: tuple[str, str]) -> None:
+    tokenizer, (first, second) = model_tokenizer("byte_level", template), halves
+    harmless = await powers(tokenizer, {"messages": [{"role": "user", "name": "a", "content": "b"}] * 2})
+    for one, other in ((first, second), (f"x {first}", f"{second} y"), (f"{first} ", f" \n{second}")):
+        for messages in (
+            [{"role": "user", "name": one, "content": other}, {"role": "user", "name": "a", "content": "b"}],
+            [{"role": "user", "name": "a", "content": one}, {"role": "user", "name": other, "content": "b"}],
+            [{"role": "user", "content": one, "name": ""}, {"role": "user", "name": "", "content": other}],
+        ):
+            assert await powers(tokenizer, {"messages": messages}) == harmless, messages
+    three = [{"role": "user", "name": "", "content": text} for text in ("<|", "im_start", "|>")]
+    harmless = await powers(tokenizer, {"messages": [{"role": "user", "name": "", "content": "b"}] * 3})
+    assert await powers(tokenizer, {"messages": three}) == harmless
+
+
+async def test_callers_cannot_fill_a_template_s_brackets() -> None:
+    tokenizer = model_tokenizer("byte_level", "bare")
+    harmless = await powers(tokenizer, {"messages": [{"role": "tool", "content": "b"}]})
+    for text in ("s", "/s", "|im_end|"):
+        assert await powers(tokenizer, {"messages": [{"role": "tool", "content": text}]}) == harmless, text
+    # But a role may be part of one.
+    phi = model_tokenizer("byte_level", "phi3")
+    assert (await powers(phi, {"messages": [{"role": "user", "content": "s"}]})).total() == 3
+
+
+@pytest.mark.parametrize("normalizer", ["NFKC", "Lowercase"])
+@pytest.mark.parametrize("kind", KINDS)
+async def test_normalized_texts_hold_none(kind: str, normalizer: str) -> None:
+    def wide(text: str) -> str:
+        changed = text.upper() if normalizer == "Lowercase" else "".join(chr(ord(one) + 0xFEE0) for one in text)
+        assert unicodedata.normalize("NFKC", changed).lower() == text.lower()
+        return changed
+
+    for template in ("chatml", "llama3", "gemma", "mistral"):
+        tokenizer = model_tokenizer(kind, template, normalizer)
+        # A normalizer that puts a space in front lets the template's own be found only where they are placeholders.
+        chats: Any = [{"messages": [{"role": "user", "content": text}] * 2} for text in ("é", "</s>")]
+        harmless = [await powers(tokenizer, chat) for chat in chats]
+        for text in (*MODEL_TOKENS, "</s>", "<s>"):
+            cut = len(text) // 2
+            for halves in ((wide(text), "é"), (text[:1] + wide(text[1:]), "é"), (wide(text[:cut]), wide(text[cut:]))):
+                messages = [{"role": "user", "content": half} for half in halves]
+                assert await powers(tokenizer, {"messages": messages}) in harmless, messages
+
+
+@pytest.mark.parametrize("template", MODEL_TEMPLATES)
+def test_harmless_chats_go_the_usual_way(template: str) -> None:
+    """Though they hold parts of control tokens."""
+    tokenizer = model_tokenizer("byte_level", template)
+    tools = [{"type": "function", "function": {"name": "s", "parameters": {"type": "object", "start": "user"}}}]
+    texts = ("> quoted", "a < b", "s", "user", "<", "x <| y |> z", "im_start", "\u00fc <", "start|>", "<|im_")
+    for text in texts:
+        chat: dict[str, Any] = {"messages": [{"role": "user", "name": "im", "content": text}], "tools": tools}
+        assert tokenizer.chat_text(chat) == tokenizer.render_chat(**chat), text
