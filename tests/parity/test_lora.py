@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import IA3Config, LoHaConfig, LoKrConfig, PeftConfig, PeftModel, VeraConfig
 from support.backends import PatchedBackend
 from support.dense import dense_logits, greedy, make_dense
 from support.driver import Job, Rig, make_rig, random_prompts
-from support.peft_files import RICH_SPECS, SPECS, LoraSpec, load_lora, save_adapter
+from support.peft_files import RICH_SPECS, SPECS, LoraSpec, load_lora, save_adapter, save_variant
 from support.zoo import LORA_FAMILIES, VOCAB_SIZE, random_model
 from torch import nn
 from transformers import PreTrainedModel
@@ -113,6 +113,29 @@ def test_more_than_low_rank_terms_equals_peft(family: str, ops: str, joins: bool
     specs = [spec for spec in RICH_SPECS if spec.name != NOT_SERVED.get(family)]
     world = make_world(tmp_path, family, OPS[ops](), joins=joins, specs=specs)
     check_mixed_batch(world, specs)
+
+
+VARIANTS: dict[str, PeftConfig] = {
+    "vera": VeraConfig(r=8, target_modules=["q_proj", "down_proj"], projection_prng_key=3),
+    "loha": LoHaConfig(r=3, alpha=5, target_modules=["k_proj", "up_proj"], rank_pattern={"k_proj": 2}),
+    "lokr": LoKrConfig(r=2, alpha=3, target_modules=["q_proj", "o_proj"], decompose_factor=4),
+    "lokr-both": LoKrConfig(r=1, alpha=1, target_modules=["q_proj", "down_proj"], decompose_both=True),
+    "ia3": IA3Config(target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]),
+}
+
+
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen2", marks=pytest.mark.slow)])
+def test_kinds_that_reduce_to_low_rank_terms_equal_peft(family: str, tmp_path: Path) -> None:
+    base = make_dense(random_model(family, torch.float64))
+    peft = [save_variant(base, config, tmp_path / name) for name, config in VARIANTS.items()]
+    loaded = adopt_model(copy.deepcopy(base), model_id=family, backend=PatchedBackend(merges=True))
+    targets = loaded.base_targets(max_rank=64)
+    weights = [load_lora(tmp_path, name, targets) for name in VARIANTS]
+    rig = make_rig(loaded, ops=CpuOps(), seed=4, max_rows=len(VARIANTS) + 2, num_slots=len(VARIANTS))
+    for slot, lora in enumerate(weights):
+        rig.slots.install(slot, lora)
+    specs = [LoraSpec(name, 0, 0) for name in VARIANTS]
+    check_mixed_batch(World(base, peft, weights, rig), specs)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -123,6 +123,18 @@ def save_adapter(model: PreTrainedModel, spec: LoraSpec, folder: Path, seed: int
                 elif name.endswith(_SAVED_BIASES[spec.fields.get("bias", "none")]):
                     parameter.add_(torch.randn_like(parameter) * 0.1)
         peft.save_pretrained(folder)
+    return peft.eval()
+
+
+def save_variant(model: PreTrainedModel, config: PeftConfig, folder: Path, seed: int = 0) -> PeftModel:
+    """The same of an adapter of any kind, with random values."""
+    torch.manual_seed(seed)
+    peft = get_peft_model(copy.deepcopy(model), config)
+    with torch.no_grad():
+        for parameter in peft.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(torch.randn_like(parameter) * 0.5)
+    peft.save_pretrained(folder)
     return peft.eval()
 
 

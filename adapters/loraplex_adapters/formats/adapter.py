@@ -20,7 +20,8 @@ from loraplex_adapters.formats.files import (
 )
 from loraplex_adapters.formats.medusa import HeadsPlan, model_tensors, plan_heads, read_medusa_config, split_heads
 from loraplex_adapters.formats.peft import LoraPlan, PlannedModule, plan_lora, without_base_copies
-from loraplex_adapters.formats.peft_config import MAX_CONFIG_BYTES, parse_labels, parse_peft_config
+from loraplex_adapters.formats.peft_config import MAX_CONFIG_BYTES, parse_labels, parse_lora_config, parse_peft_fields
+from loraplex_adapters.formats.peft_variants import VARIANTS, plan_variant
 from loraplex_adapters.io.safetensors import PieceReader, TensorInfo, read_header
 from loraplex_adapters.io.source_files import AdapterFiles, parse_object, read_all
 from loraplex_adapters.weights import AdapterLayout, BaseTargets, place_adapter
@@ -93,9 +94,13 @@ def _plan_lora(files: AdapterFiles, tensors: Sequence[TensorInfo], targets: Base
         raise AdapterInvalid(
             f"{stranger.where} is not a tensor of a Medusa head; a LoRA's tensors must lie in one file"
         )
-    config = parse_peft_config(read_all(files.open(CONFIG_NAME), MAX_CONFIG_BYTES))
+    fields = parse_peft_fields(read_all(files.open(CONFIG_NAME), MAX_CONFIG_BYTES))
+    by_name = {tensor.name: tensor for tensor in tensors}
+    if fields.get("peft_type") in VARIANTS:
+        return plan_variant(fields, by_name, targets)
+    config = parse_lora_config(fields)
     if config.classifies != "no" and not config.labels and MODEL_CONFIG_NAME in files.names:
         data = read_all(files.open(MODEL_CONFIG_NAME), MAX_CONFIG_BYTES)
         beside = parse_object(data, MODEL_CONFIG_NAME, MAX_CONFIG_BYTES)
         config = replace(config, labels=parse_labels(beside, MODEL_CONFIG_NAME))
-    return plan_lora(config, {tensor.name: tensor for tensor in tensors}, targets)
+    return plan_lora(config, by_name, targets)

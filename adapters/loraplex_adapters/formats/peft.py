@@ -8,8 +8,9 @@ ranks and scales of their own.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -69,6 +70,9 @@ class PlannedModule:
     magnitude: TensorInfo | None = None  # of DoRA [out]
     lora_bias: TensorInfo | None = None  # of B [out]
     bias: TensorInfo | None = None  # in the place of the base model's [out]
+    gain: TensorInfo | None = None  # of IA3 [out, 1]
+    # Makes A [rank, in] and B [out, rank] of an adapter that has them in another form, from tensors that it reads.
+    made: Callable[[Callable[[TensorInfo], Tensor]], tuple[Tensor, Tensor]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,10 +164,10 @@ def _classifier(config: PeftLoraConfig, saved: Mapping[str, TensorInfo], targets
     num_labels = weight.shape[0] if len(weight.shape) == 2 else 0
     if not 1 <= num_labels <= MAX_LABELS:
         raise ShapeMismatch(f"{weight.where} has shape {list(weight.shape)}; a classifier has 1 to {MAX_LABELS} labels")
-    _check_shape(weight, (num_labels, targets.hidden_size))
+    check_shape(weight, (num_labels, targets.hidden_size))
     check_float(weight)
     if bias is not None:
-        _check_shape(bias, (num_labels,))
+        check_shape(bias, (num_labels,))
         check_float(bias)
     labels = config.labels or tuple(f"LABEL_{number}" for number in range(num_labels))
     if len(labels) != num_labels:
@@ -232,14 +236,14 @@ def _saved(tensor: TensorInfo, path: str, name: str, config: PeftLoraConfig, tar
             if any(token_id >= shape[0] for token_id in token_ids) or module.is_conv1d:
                 raise ShapeMismatch(f"{tensor.where} has rows for tokens that {targets.model_id!a} does not have")
             shape = (len(token_ids), shape[1])
-            _check_shape(tensor, shape)
+            check_shape(tensor, shape)
             return PlannedSaved(SavedShape(path, "weight", shape, token_ids), tensor)
         if tensor.shape != shape and path in (targets.embedding, targets.tied_head or targets.embedding):
             raise ShapeMismatch(
                 f"{tensor.where} has shape {list(tensor.shape)}, the base model's is {list(shape)}: an adapter that "
                 "adds tokens is not served; use a base model with as many token embeddings"
             )
-        _check_shape(tensor, shape)
+        check_shape(tensor, shape)
         is_kept = not module.weight_sha256 or any(end in config.modules_to_save for end in path_ends(path))
         return PlannedSaved(SavedShape(path, name, shape), tensor, "" if is_kept else module.weight_sha256)
     found = targets.parameters.get(path, {}).get(name)
@@ -248,7 +252,7 @@ def _saved(tensor: TensorInfo, path: str, name: str, config: PeftLoraConfig, tar
             f"{tensor.where} is not a parameter of {targets.model_id!a} that an adapter can bring, and no tensor is "
             "left out silently"
         )
-    _check_shape(tensor, found)
+    check_shape(tensor, found)
     return PlannedSaved(SavedShape(path, name, found), tensor)
 
 
@@ -303,8 +307,8 @@ def _module(
         largest = max(rank, a.shape[0] if a.shape else 0)
         if largest > targets.max_rank:
             raise RankLimit(f"{a.shown} has rank {largest}; this server takes ranks up to {targets.max_rank}")
-        _check_shape(a, (rank, module.in_features))
-        _check_shape(b, (module.out_features, rank))
+        check_shape(a, (rank, module.in_features))
+        check_shape(b, (module.out_features, rank))
         for name, is_wanted, which in (
             ("use_dora", config.use_dora, "magnitude"),
             ("lora_bias", config.lora_bias and module.kind == "linear", "lora_bias"),
@@ -316,7 +320,7 @@ def _module(
                 )
     for which in ("magnitude", "lora_bias", "bias"):
         if which in entry:
-            _check_shape(entry[which], (module.out_features,))
+            check_shape(entry[which], (module.out_features,))
     if "bias" in entry and not module.has_bias:
         raise AdapterInvalid(f"{entry['bias'].where} is a bias, which {path!a} of {targets.model_id!a} does not have")
     for one in entry.values():
@@ -337,7 +341,7 @@ def _no_such_module(path: str, tensor: TensorInfo, targets: BaseTargets) -> Adap
     )
 
 
-def _check_shape(tensor: TensorInfo, expected: tuple[int, ...]) -> None:
+def check_shape(tensor: TensorInfo, expected: tuple[int, ...]) -> None:
     if tensor.shape != expected:
         raise ShapeMismatch(
             f"{tensor.where} has shape {list(tensor.shape)}; base model and {CONFIG_NAME} make it {list(expected)}"
@@ -361,10 +365,9 @@ def write_lora(plan: LoraPlan, layout: AdapterLayout, out: PieceWriter, reader: 
     raises."""
     for run in _runs(plan, layout):
         if isinstance(run, PlannedModule):
-            for vector, place in zip(rescaling(run, layout.dtype, reader), _places(run, layout), strict=True):
-                if vector is not None:
-                    out.pad_to(place)
-                    out.write(vector)
+            for place, tensor in _computed(run, layout, reader):
+                out.pad_to(place)
+                out.write(tensor)
             continue
         out.pad_to(run.target)
         try:
@@ -417,7 +420,7 @@ class _Run:
 
 
 def _runs(plan: LoraPlan, layout: AdapterLayout) -> Iterator[_Run | PlannedModule]:
-    """In the layout's order. A module that is not a plain LoRA comes once more, for its gain and shift."""
+    """In the layout's order. A module comes by itself for what is computed of its tensors."""
     itemsize = DTYPES[layout.dtype].itemsize
     run: _Run | None = None
     source_end = target_end = -1
@@ -433,7 +436,7 @@ def _runs(plan: LoraPlan, layout: AdapterLayout) -> Iterator[_Run | PlannedModul
                 run = _Run([tensor], target)
             source_end = tensor.offset + tensor.num_bytes
             target_end = target + tensor.num_bytes // DTYPE_BYTES[tensor.dtype] * itemsize
-        if not module.shape.is_plain:
+        if not module.shape.is_plain or module.made is not None:
             if run:
                 yield run
             run = None
@@ -442,9 +445,27 @@ def _runs(plan: LoraPlan, layout: AdapterLayout) -> Iterator[_Run | PlannedModul
         yield run
 
 
-def _places(module: PlannedModule, layout: AdapterLayout) -> tuple[int, int]:
+def _computed(module: PlannedModule, layout: AdapterLayout, reader: PieceReader) -> Iterator[tuple[int, Tensor]]:
+    """What is computed of a module's tensors, and its places, in their order."""
     placed = next(placed for placed in layout.factors if placed.shape.path == module.shape.path)
-    return placed.gain_offset, placed.shift_offset
+    if module.made is not None:
+        a, b = module.made(partial(_read, reader=reader, dtype=_wide(layout.dtype)))
+        yield placed.a_offset, _narrow(a, layout.dtype, module)
+        yield placed.b_offset, _narrow(b, layout.dtype, module)
+    gain, shift = rescaling(module, layout.dtype, reader)
+    if gain is not None:
+        yield placed.gain_offset, _narrow(gain, layout.dtype, module)
+    if shift is not None:
+        yield placed.shift_offset, _narrow(shift, layout.dtype, module)
+
+
+def _read(tensor: TensorInfo, reader: PieceReader, dtype: torch.dtype) -> Tensor:
+    """A whole tensor, widened. Raises NonFinite, or what the file raises."""
+    return torch.cat([piece.to(dtype) for piece in reader.pieces(tensor)]).view(tensor.shape)
+
+
+def _wide(dtype: str) -> torch.dtype:
+    return torch.float64 if dtype == "float64" else torch.float32
 
 
 # Of a base weight, that are compared with an adapter's at once.
@@ -452,20 +473,21 @@ _BLOCK_BYTES = 8 << 20
 
 
 def rescaling(module: PlannedModule, dtype: str, reader: PieceReader) -> tuple[Tensor | None, Tensor | None]:
-    """(gain [out], shift [out]) of y = gain * (W x + bias + scale * B A x) + shift.
+    """(gain [out], shift [out]) of y = gain * (W x + bias + scale * B A x) + shift, in float32 at least.
 
-    DoRA (arXiv 2402.09353): gain is the magnitude over the norm of each row of W + scale * B A. Raises NonFinite, where
-    such a norm is zero, for instance.
+    DoRA (arXiv 2402.09353): gain is the magnitude over the norm of each row of W + scale * B A. Raises NonFinite, or
+    what the file raises.
     """
+    wide = _wide(dtype)
+    if module.gain is not None:
+        return _read(module.gain, reader, wide).flatten(), None
+    if module.shape.is_plain:
+        return None, None
     assert module.target.weights is not None, "targets of a loaded model have their weights"
     weight, base_bias = module.target.weights()
-    wide = torch.float64 if dtype == "float64" else torch.float32
 
     def read(tensor: TensorInfo | None) -> Tensor | None:
-        if tensor is None:
-            return None
-        values = torch.cat([piece.to(wide) for piece in reader.pieces(tensor)]).view(tensor.shape)
-        return values.to(weight.device)
+        return None if tensor is None else _read(tensor, reader, wide).to(weight.device)
 
     magnitude, lora_bias, bias = read(module.magnitude), read(module.lora_bias), read(module.bias)
     gain: Tensor | None = None
@@ -482,19 +504,20 @@ def rescaling(module: PlannedModule, dtype: str, reader: PieceReader) -> tuple[T
             checkpoint()
         gain = magnitude / torch.cat(norms)
     if not module.shape.has_shift:
-        return _narrow(gain, dtype, module), None
+        return gain, None
     old = base_bias.to(wide) if base_bias is not None else torch.zeros_like(weight[:, 0], dtype=wide)
     shift = -old if gain is None else -gain * old
     shift += old if bias is None else bias
     if lora_bias is not None:
         shift += module.shape.scale * lora_bias
-    return _narrow(gain, dtype, module), _narrow(shift, dtype, module)
+    return gain, shift
 
 
-def _narrow(vector: Tensor | None, dtype: str, module: PlannedModule) -> Tensor | None:
-    if vector is None:
-        return None
-    found = vector.to(DTYPES[dtype]).cpu()
+def _narrow(tensor: Tensor, dtype: str, module: PlannedModule) -> Tensor:
+    """As it is stored. Raises NonFinite."""
+    found = tensor.to(DTYPES[dtype]).contiguous().cpu()
     if not bool(torch.isfinite(found).all()):
-        raise NonFinite(f"{module.shape.path!a}: magnitude or bias is not finite beside the base model's weight")
+        raise NonFinite(
+            f"{module.shape.path!a}: what is computed of its tensors is not finite in the base model's dtype"
+        )
     return found

@@ -7,7 +7,7 @@ unless it is empty: it may belong to a new variant.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
@@ -86,9 +86,9 @@ class PeftLoraConfig:
     def rank_and_scale(self, path: str, budget: Budget) -> tuple[int, float]:
         """Of one module. As in PEFT: the first pattern that matches, else the common value; the scale comes from the
         module's own rank and alpha, never from a padded or a common rank."""
-        rank = next((rank for pattern, rank in self.rank_pattern if pattern.matches(path, budget)), self.r)
-        alpha = next((alpha for pattern, alpha in self.alpha_pattern if pattern.matches(path, budget)), self.lora_alpha)
-        return rank, alpha / (math.sqrt(rank) if self.use_rslora else rank)
+        r = next((value for pattern, value in self.rank_pattern if pattern.matches(path, budget)), self.r)
+        own = next((value for pattern, value in self.alpha_pattern if pattern.matches(path, budget)), self.lora_alpha)
+        return r, own / (math.sqrt(r) if self.use_rslora else r)
 
     def token_rows(self, path: str, targets: BaseTargets) -> tuple[int, ...]:
         """The tokens whose rows the adapter brings for this module. Raises AdapterInvalid."""
@@ -109,29 +109,40 @@ def path_ends(path: str) -> Iterator[str]:
     return (".".join(words[idx:]) for idx in range(len(words) - 1, -1, -1))
 
 
+def parse_peft_fields(data: bytes) -> dict[str, Any]:
+    """Raises AdapterInvalid."""
+    return parse_object(data, CONFIG_NAME, MAX_CONFIG_BYTES)
+
+
 def parse_peft_config(data: bytes) -> PeftLoraConfig:
     """Raises AdapterInvalid or AdapterUnsupported, naming the field."""
-    fields = parse_object(data, CONFIG_NAME, MAX_CONFIG_BYTES)
+    return parse_lora_config(parse_peft_fields(data))
+
+
+def parse_lora_config(fields: Mapping[str, Any]) -> PeftLoraConfig:
+    """Raises AdapterInvalid or AdapterUnsupported, naming the field."""
     peft_type = fields.get("peft_type")
     if peft_type is None:
         raise AdapterInvalid(f"{CONFIG_NAME} has no peft_type; save the adapter with PEFT's save_pretrained")
     if peft_type != "LORA":
-        raise AdapterUnsupported(f"{CONFIG_NAME}: peft_type {_shown(peft_type)} is not served; LORA is")
+        raise AdapterUnsupported(
+            f"{CONFIG_NAME}: peft_type {_shown(peft_type)} is not served; LORA, VERA, LOHA, LOKR and IA3 are"
+        )
     _refuse_variants(fields)
     classifies = _CLASSIFIERS.get(str(fields.get("task_type")), "no")
     if fields.get("use_dora") and fields.get("lora_bias"):
         raise AdapterUnsupported(f"{CONFIG_NAME}: use_dora together with lora_bias is not served; PEFT refuses it too")
     _check_init(fields.get("init_lora_weights", True))
     budget = compile_budget()
-    rank_pattern = _patterns(fields, "rank_pattern", budget)
-    alpha_pattern = _patterns(fields, "alpha_pattern", budget)
+    rank_pattern = compiled_patterns(fields, "rank_pattern", budget)
+    alpha_pattern = compiled_patterns(fields, "alpha_pattern", budget)
     base_model = fields.get("base_model_name_or_path")
     return PeftLoraConfig(
-        r=_rank(fields.get("r"), "r"),
-        lora_alpha=_alpha(fields.get("lora_alpha"), "lora_alpha"),
+        r=rank(fields.get("r"), "r"),
+        lora_alpha=alpha(fields.get("lora_alpha"), "lora_alpha"),
         use_rslora=_flag(fields, "use_rslora"),
-        rank_pattern=tuple((pattern, _rank(value, "rank_pattern")) for pattern, value in rank_pattern),
-        alpha_pattern=tuple((pattern, _alpha(value, "alpha_pattern")) for pattern, value in alpha_pattern),
+        rank_pattern=tuple((pattern, rank(value, "rank_pattern")) for pattern, value in rank_pattern),
+        alpha_pattern=tuple((pattern, alpha(value, "alpha_pattern")) for pattern, value in alpha_pattern),
         # With tied weights PEFT saves factors for modules that it has taken off the list.
         target_modules=None if fields.get("ensure_weight_tying") else _targets(fields.get("target_modules")),
         base_model=base_model[:256] if isinstance(base_model, str) else "",
@@ -164,8 +175,13 @@ def _refuse_variants(fields: Mapping[str, Any]) -> None:
     for name, what in _REFUSED.items():
         if fields.get(name):
             raise AdapterUnsupported(f"{CONFIG_NAME}: {name} ({what}) is not served")
+    refuse_unknown(fields, _WITHOUT_EFFECT | _USED)
+
+
+def refuse_unknown(fields: Mapping[str, Any], known: Set[str]) -> None:
+    """Raises AdapterUnsupported for a field that is not known and not empty."""
     for name, value in fields.items():
-        if value and name not in _WITHOUT_EFFECT and name not in _USED:
+        if value and name not in known:
             raise AdapterUnsupported(
                 f"{CONFIG_NAME}: field {name[:80]!a} is not known and not empty, so it may change what the "
                 "adapter computes; remove it if it does not"
@@ -183,20 +199,20 @@ def _check_init(init: Any) -> None:
     raise AdapterUnsupported(f"{CONFIG_NAME}: init_lora_weights {_shown(init)} is not known")
 
 
-def _patterns(fields: Mapping[str, Any], name: str, budget: Budget) -> list[tuple[ModulePattern, Any]]:
+def compiled_patterns(fields: Mapping[str, Any], name: str, budget: Budget) -> list[tuple[ModulePattern, Any]]:
     value = fields.get(name) or {}
     if not isinstance(value, dict) or len(value) > MAX_PATTERNS:
         raise AdapterInvalid(f"{CONFIG_NAME}: {name} must be an object of at most {MAX_PATTERNS} entries")
     return [(compile_pattern(text, f"{CONFIG_NAME}: {name}", budget), item) for text, item in value.items()]
 
 
-def _rank(value: Any, name: str) -> int:
+def rank(value: Any, name: str) -> int:
     if type(value) is not int or not 1 <= value <= MAX_RANK:
         raise AdapterInvalid(f"{CONFIG_NAME}: {name} is {_shown(value)}; a rank is a whole number from 1 to {MAX_RANK}")
     return value
 
 
-def _alpha(value: Any, name: str) -> float:
+def alpha(value: Any, name: str) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 0 < abs(value) <= MAX_ALPHA:  # false for NaN too
         raise AdapterInvalid(

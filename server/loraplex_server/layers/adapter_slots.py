@@ -104,14 +104,15 @@ class AdapterSlots:
                 module = self._norms[path].adapted()
                 module.saved[slot] = twin(module.base, {name: one.values for name, one in parameters.items()})
             else:
-                weight = parameters["weight"]
+                values = {name: one.values for name, one in parameters.items()}
+                token_ids = parameters["weight"].token_ids if "weight" in parameters else None
                 rows = None
-                if weight.token_ids is not None:
-                    rows = upload(torch.tensor(weight.token_ids), weight.values.device)
+                if token_ids is not None:
+                    rows = upload(torch.tensor(token_ids), values["weight"].device)
                 if isinstance(module, AdaptedLinear):
-                    module.saved[slot] = OwnRows(weight.values, rows)
+                    module.saved[slot] = OwnRows(values.get("weight"), rows, values.get("input_gain"))
                 else:
-                    module.saved[slot] = twin(module.base, {"weight": weight.values}), rows
+                    module.saved[slot] = twin(module.base, values), rows
             self._saved[slot].append(module.saved)
 
 

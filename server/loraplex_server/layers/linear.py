@@ -138,6 +138,10 @@ class AdaptedLinear(nn.Module):
             own = self.saved.get(segment.adapter_slot)
             if own is None or segment.start == segment.end:
                 continue
+            if own.input_gain is not None:
+                y[segment.start : segment.end] = self.base(x[segment.start : segment.end] * own.input_gain)
+            if own.values is None:
+                continue
             product = x[segment.start : segment.end] @ (own.values if self.is_conv1d else own.values.t())
             if own.rows is None:
                 y[segment.start : segment.end] = product if self.bias is None else product + self.bias
@@ -165,10 +169,12 @@ class AdaptedHead(AdaptedLinear):
 
 
 class OwnRows(NamedTuple):
-    """A weight of an adapter's own, or some rows of one."""
+    """What an adapter has in the place of the base's product: a weight of its own, some rows of one, or a scaled
+    input."""
 
-    values: Tensor  # as the base's weight, or [num_rows, in]
+    values: Tensor | None = None  # as the base's weight, or [num_rows, in]
     rows: Tensor | None = None  # [num_rows] int64; None: all
+    input_gain: Tensor | None = None  # [in], which the base's product takes the input times
 
 
 def twin(module: nn.Module, own: Mapping[str, Tensor]) -> nn.Module:

@@ -1,0 +1,231 @@
+"""PEFT's VeRA, LoHa, LoKr and IA3 as low-rank terms and gains.
+
+VeRA (arXiv 2310.11454): B and A are random and shared, and scaled by vectors: diag(b) B diag(d) A.
+LoHa (arXiv 2108.06098): (W1a W1b) * (W2a W2b) by elements; each pair of their ranks is a rank of the product.
+LoKr (LyCORIS): the Kronecker product of W1 and W2, of which each may have two factors; ranks multiply.
+IA3 (arXiv 2205.05638): outputs, or in feed-forward layers inputs, are scaled by a vector.
+
+The ranks are those of the terms: LoHa of rank 8 becomes a LoRA of rank 64, and counts so against the server's limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from loraplex_adapters.formats.files import CONFIG_NAME, WEIGHTS_NAME
+from loraplex_adapters.formats.peft import LoraPlan, PlannedModule, PlannedSaved, check_shape
+from loraplex_adapters.formats.peft_config import alpha, compiled_patterns, rank, refuse_unknown
+from loraplex_adapters.formats.peft_patterns import Budget, ModulePattern, compile_budget, match_budget
+from loraplex_adapters.io.safetensors import TensorInfo, check_float
+from loraplex_adapters.weights import BaseTargets, FactorShape, SavedShape, TargetModule
+from loraplex_contracts.errors import AdapterInvalid, AdapterUnsupported, BaseMismatch, RankLimit, ShapeMismatch
+
+Read = Callable[[TensorInfo], Tensor]
+Factors = tuple[Tensor, Tensor]  # A [rank, in] and B [out, rank]
+
+_COMMON: Final = frozenset({
+    "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out", "bias",
+})  # fmt: skip
+_LYCORIS: Final = frozenset({
+    "r", "alpha", "rank_pattern", "alpha_pattern", "rank_dropout", "module_dropout", "use_effective_conv2d",
+    "init_weights",
+})  # fmt: skip
+_FIELDS: Final[Mapping[str, frozenset[str]]] = {
+    "VERA": frozenset({"r", "projection_prng_key", "save_projection", "vera_dropout", "d_initial", "init_weights"}),
+    "LOHA": _LYCORIS,
+    "LOKR": _LYCORIS | {"decompose_both", "decompose_factor", "rank_dropout_scale"},
+    "IA3": frozenset({"feedforward_modules", "init_ia3_weights"}),
+}
+_NAMES: Final[Mapping[str, frozenset[str]]] = {  # of a module's tensors
+    "VERA": frozenset({"vera_lambda_b", "vera_lambda_d"}),
+    "LOHA": frozenset({"hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"}),
+    "LOKR": frozenset({"lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b"}),
+    "IA3": frozenset({"ia3_l"}),
+}
+VARIANTS: Final = frozenset(_FIELDS)
+_PREFIX: Final = "base_model.model."
+_PROJECTIONS: Final = ("base_model.vera_A", "base_model.vera_B")
+
+
+@dataclass(frozen=True, slots=True)
+class _Config:
+    """The part of the configuration that serving needs."""
+
+    kind: str
+    r: int
+    alpha: float
+    rank_pattern: tuple[tuple[ModulePattern, int], ...]
+    alpha_pattern: tuple[tuple[ModulePattern, float], ...]
+
+    def scale(self, path: str, budget: Budget) -> float:
+        """Of a module of LoHa or LoKr."""
+        own_rank = next((value for pattern, value in self.rank_pattern if pattern.matches(path, budget)), self.r)
+        own = next((value for pattern, value in self.alpha_pattern if pattern.matches(path, budget)), self.alpha)
+        # PEFT has LoHa's in float32.
+        return own / own_rank if self.kind != "LOHA" else torch.tensor(own / own_rank, dtype=torch.float32).item()
+
+
+def plan_variant(fields: Mapping[str, Any], tensors: Mapping[str, TensorInfo], targets: BaseTargets) -> LoraPlan:
+    """The plan of an adapter whose `peft_type` is one of VARIANTS. Raises AdapterInvalid or one of its kinds."""
+    config = _parsed(fields)
+    projections = {name: tensors[name] for name in _PROJECTIONS if name in tensors}
+    if config.kind == "VERA" and len(projections) < len(_PROJECTIONS):
+        raise AdapterUnsupported(f"{WEIGHTS_NAME} has no projections; save the adapter with save_projection=True")
+    found: dict[str, dict[str, TensorInfo]] = {}
+    for tensor in tensors.values():
+        if tensor.name in _PROJECTIONS and config.kind == "VERA":
+            continue
+        path, _, name = tensor.name.removeprefix(_PREFIX).rpartition(".")
+        if name not in _NAMES[config.kind]:
+            raise AdapterUnsupported(
+                f"{tensor.where} is not a tensor of {config.kind}, and no tensor is left out silently"
+            )
+        found.setdefault(path, {})[name] = tensor
+        check_float(tensor)
+    if not found:
+        raise AdapterInvalid(f"{WEIGHTS_NAME} has no tensors of {config.kind}")
+    budget = match_budget()
+    modules: list[PlannedModule] = []
+    saved: list[PlannedSaved] = []
+    for path, parts in found.items():
+        target = targets.modules.get(path)
+        first = next(iter(parts.values()))
+        if target is None:
+            raise BaseMismatch(f"{first.where} adapts a module that {targets.model_id!a} does not have")
+        if target.kind != "linear" or (target.is_conv1d and config.kind in ("LOHA", "LOKR")):
+            raise AdapterUnsupported(
+                f"{first.where} adapts a module of another kind than a linear, which is not served"
+            )
+        if config.kind == "IA3":
+            _plan_scaling(first, target, modules, saved)
+            continue
+        factors, num_ranks = _MAKERS[config.kind](parts, target, projections)
+        if num_ranks > targets.max_rank:
+            raise RankLimit(
+                f"{first.where} makes a term of rank {num_ranks}; this server takes ranks up to {targets.max_rank}"
+            )
+        scale = 1.0 if config.kind == "VERA" else config.scale(path, budget)
+        shape = FactorShape(target.path, num_ranks, target.in_features, target.out_features, scale)
+        modules.append(PlannedModule(shape, target, None, None, made=factors))
+    modules.sort(key=lambda module: module.shape)
+    saved.sort(key=lambda one: one.shape.path)
+    return LoraPlan(tuple(modules), tuple(saved), ())
+
+
+def _parsed(fields: Mapping[str, Any]) -> _Config:
+    kind = str(fields["peft_type"])
+    refuse_unknown(fields, _COMMON | _FIELDS[kind])
+    if fields.get("use_effective_conv2d") or (fields.get("fan_in_fan_out") and kind != "IA3"):
+        raise AdapterUnsupported(f"{CONFIG_NAME}: {kind} on other modules than linears is not served")
+    if kind == "IA3":
+        return _Config(kind, 0, 0.0, (), ())
+    budget = compile_budget()
+    ranks, alphas = (compiled_patterns(fields, name, budget) for name in ("rank_pattern", "alpha_pattern"))
+    return _Config(
+        kind,
+        rank(fields.get("r"), "r"),
+        1.0 if kind == "VERA" else alpha(fields.get("alpha"), "alpha"),
+        tuple((pattern, rank(value, "rank_pattern")) for pattern, value in ranks),
+        tuple((pattern, alpha(value, "alpha_pattern")) for pattern, value in alphas),
+    )
+
+
+def _plan_scaling(
+    tensor: TensorInfo, target: TargetModule, modules: list[PlannedModule], saved: list[PlannedSaved]
+) -> None:
+    """IA3's vector is a column where it scales outputs, a row where it scales inputs."""
+    if tensor.shape == (target.out_features, 1):
+        shape = FactorShape(target.path, 0, target.in_features, target.out_features, 1.0, has_gain=True)
+        modules.append(PlannedModule(shape, target, None, None, gain=tensor))
+    else:
+        check_shape(tensor, (1, target.in_features))
+        saved.append(PlannedSaved(SavedShape(target.path, "input_gain", (target.in_features,)), tensor))
+
+
+# --- factors ----------------------------------------------------------------------------------------------------------
+
+Made = tuple[Callable[[Read], Factors], int]  # how they are made when the tensors are read, and their rank
+
+
+def _vera(parts: Mapping[str, TensorInfo], target: TargetModule, projections: Mapping[str, TensorInfo]) -> Made:
+    whole_a, whole_b = (projections[name] for name in _PROJECTIONS)
+    by_out, by_rank = _all_of(parts, ("vera_lambda_b", "vera_lambda_d"))
+    num_ranks = whole_a.shape[0] if len(whole_a.shape) == 2 else 0
+    check_shape(by_rank, (num_ranks,))
+    check_shape(by_out, (target.out_features,))
+    is_large = len(whole_b.shape) == 2 and whole_b.shape[1] == num_ranks
+    if not is_large or whole_a.shape[1] < target.in_features or whole_b.shape[0] < target.out_features:
+        raise ShapeMismatch(f"{whole_a.where} or {whole_b.where} is too small for {target.path!a}")
+
+    def make(read: Read) -> Factors:
+        a = read(whole_a)[:, : target.in_features] * read(by_rank)[:, None]
+        return a, read(whole_b)[: target.out_features] * read(by_out)[:, None]
+
+    return make, num_ranks
+
+
+def _loha(parts: Mapping[str, TensorInfo], target: TargetModule, projections: Mapping[str, TensorInfo]) -> Made:
+    wanted = _all_of(parts, ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"))
+    ranks = [tensor.shape[1] if len(tensor.shape) == 2 else 0 for tensor in wanted[::2]]
+    for idx, tensor in enumerate(wanted):
+        own = ranks[idx // 2]
+        check_shape(tensor, (own, target.in_features) if idx % 2 else (target.out_features, own))
+
+    def make(read: Read) -> Factors:
+        one_b, one_a, other_b, other_a = map(read, wanted)
+        # Row i of a product by elements is the product of row i's of both, for each pair of ranks.
+        b = (one_b[:, :, None] * other_b[:, None, :]).flatten(1)
+        return (one_a[:, None, :] * other_a[None, :, :]).flatten(0, 1), b
+
+    return make, ranks[0] * ranks[1]
+
+
+def _lokr(parts: Mapping[str, TensorInfo], target: TargetModule, projections: Mapping[str, TensorInfo]) -> Made:
+    sides = [_side(parts, name) for name in ("lokr_w1", "lokr_w2")]
+    outs, ins = [side[0].shape[0] for side in sides], [side[-1].shape[-1] for side in sides]
+    if outs[0] * outs[1] != target.out_features or ins[0] * ins[1] != target.in_features:
+        raise ShapeMismatch(f"{sides[0][0].where} and its neighbours do not make up {target.path!a}")
+    ranks = [side[0].shape[1] if len(side) == 2 else min(side[0].shape) for side in sides]
+
+    def make(read: Read) -> Factors:
+        factors = [_two_factors([read(tensor) for tensor in side]) for side in sides]
+        return torch.kron(factors[0][0], factors[1][0]), torch.kron(factors[0][1], factors[1][1])
+
+    return make, ranks[0] * ranks[1]
+
+
+def _side(parts: Mapping[str, TensorInfo], name: str) -> list[TensorInfo]:
+    """A matrix of LoKr: itself, or its two factors."""
+    found = [parts[name]] if name in parts else list(_all_of(parts, (f"{name}_a", f"{name}_b")))
+    if any(len(tensor.shape) != 2 or 0 in tensor.shape for tensor in found):
+        raise ShapeMismatch(f"{found[0].where} is not a matrix")
+    if len(found) == 2:
+        check_shape(found[1], (found[0].shape[1], found[1].shape[1]))
+    return found
+
+
+def _two_factors(matrices: list[Tensor]) -> Factors:
+    """A and B of a matrix that has two factors, or of one that is its own factor beside the identity."""
+    if len(matrices) == 2:
+        return matrices[1], matrices[0]
+    (whole,) = matrices
+    num_out, num_in = whole.shape
+    if num_in <= num_out:
+        return torch.eye(num_in, dtype=whole.dtype), whole
+    return whole, torch.eye(num_out, dtype=whole.dtype)
+
+
+_MAKERS: Final[Mapping[str, Callable[..., Made]]] = {"VERA": _vera, "LOHA": _loha, "LOKR": _lokr}
+
+
+def _all_of(parts: Mapping[str, TensorInfo], names: Iterable[str]) -> tuple[TensorInfo, ...]:
+    missing = [name for name in names if name not in parts]
+    if missing:
+        raise AdapterInvalid(f"{next(iter(parts.values())).where} has no {missing[0]} beside it")
+    return tuple(parts[name] for name in names)

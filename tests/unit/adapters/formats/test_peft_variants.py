@@ -1,0 +1,76 @@
+"""VeRA, LoHa, LoKr and IA3: what does not fit is refused by name. What they compute is compared in parity tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.adapter_files import HIDDEN, base_targets
+
+from loraplex_adapters.formats.peft_variants import plan_variant
+from loraplex_adapters.io.safetensors import TensorInfo
+from loraplex_contracts.errors import (
+    AdapterInvalid,
+    AdapterUnsupported,
+    BaseMismatch,
+    LoraplexError,
+    RankLimit,
+    ShapeMismatch,
+)
+
+Q_PROJ = "base_model.model.model.layers.0.self_attn.q_proj"
+LOHA = {"hada_w1_a": (HIDDEN, 2), "hada_w1_b": (2, HIDDEN), "hada_w2_a": (HIDDEN, 2), "hada_w2_b": (2, HIDDEN)}
+VERA = {"vera_lambda_b": (HIDDEN,), "vera_lambda_d": (4,)}
+PROJECTIONS = {"base_model.vera_A": (4, 2 * HIDDEN), "base_model.vera_B": (HIDDEN, 4)}
+FIELDS: dict[str, dict[str, Any]] = {
+    "VERA": {"r": 4},
+    "LOHA": {"r": 2, "alpha": 4},
+    "LOKR": {"r": 2, "alpha": 4},
+    "IA3": {},
+}
+
+
+def header(shapes: dict[str, tuple[int, ...]], dtype: str = "F32") -> dict[str, TensorInfo]:
+    return {name: TensorInfo(name, dtype, shape, 0, 0, "adapter_model.safetensors") for name, shape in shapes.items()}
+
+
+def of_q(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    return {f"{Q_PROJ}.{name}": shape for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "shapes", "fields", "error", "named"),
+    [
+        ("VERA", of_q(VERA), {}, AdapterUnsupported, "save_projection=True"),
+        ("VERA", of_q(VERA) | PROJECTIONS | {"base_model.vera_A": (4, HIDDEN - 1)}, {}, ShapeMismatch, "vera_A"),
+        ("VERA", of_q(VERA | {"vera_lambda_d": (3,)}) | PROJECTIONS, {}, ShapeMismatch, "vera_lambda_d"),
+        ("VERA", of_q({"vera_lambda_d": (4,)}) | PROJECTIONS, {}, AdapterInvalid, "no vera_lambda_b"),
+        ("LOHA", of_q(LOHA | {"hada_t1": (2, 2)}), {}, AdapterUnsupported, "hada_t1"),
+        ("LOHA", of_q(LOHA | {"hada_w1_b": (3, HIDDEN)}), {}, ShapeMismatch, "hada_w1_b"),
+        ("LOHA", of_q(LOHA), {"use_effective_conv2d": True}, AdapterUnsupported, "LOHA on other modules"),
+        ("LOHA", of_q(LOHA), {"a_field_of_tomorrow": 1}, AdapterUnsupported, "a_field_of_tomorrow"),
+        ("LOHA", of_q(LOHA), {"r": 0}, AdapterInvalid, "rank"),
+        ("LOHA", {f"base_model.model.no.such.{n}": s for n, s in LOHA.items()}, {}, BaseMismatch, "no.such"),
+        ("LOHA", {}, {}, AdapterInvalid, "no tensors of LOHA"),
+        ("LOKR", of_q({"lokr_w1": (4, 4), "lokr_w2": (HIDDEN, HIDDEN)}), {}, ShapeMismatch, "do not make up"),
+        ("LOKR", of_q({"lokr_w1": (4, 4), "lokr_w2_a": (HIDDEN // 4, 2)}), {}, AdapterInvalid, "no lokr_w2_b"),
+        ("LOKR", of_q({"lokr_w1": (4,), "lokr_w2": (2, 2)}), {}, ShapeMismatch, "not a matrix"),
+        ("LOKR", of_q({"lokr_w1": (HIDDEN, HIDDEN), "lokr_w2": (1, 1)}), {}, RankLimit, f"rank {HIDDEN}"),
+        ("IA3", of_q({"ia3_l": (HIDDEN + 1, 1)}), {}, ShapeMismatch, "ia3_l"),
+        ("IA3", of_q({"ia3_l": (HIDDEN, 1)}), {"modules_to_save": ["lm_head"]}, AdapterUnsupported, "modules_to_save"),
+        ("IA3", {"base_model.model.model.embed_tokens.ia3_l": (1, HIDDEN)}, {}, AdapterUnsupported, "embed_tokens"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(
+    kind: str, shapes: dict[str, tuple[int, ...]], fields: dict[str, Any], error: type[LoraplexError], named: str
+) -> None:
+    with pytest.raises(error, match=named) as raised:
+        plan_variant({"peft_type": kind, **FIELDS[kind], **fields}, header(shapes), base_targets(max_rank=HIDDEN - 1))
+    assert type(raised.value) is error
+
+
+def test_ranks_are_those_of_the_terms() -> None:
+    (module,) = plan_variant({"peft_type": "LOHA", **FIELDS["LOHA"]}, header(of_q(LOHA)), base_targets()).modules
+    assert (module.shape.rank, module.shape.scale) == (4, 2.0)
+    with pytest.raises(AdapterUnsupported, match="I8"):
+        plan_variant({"peft_type": "LOHA", **FIELDS["LOHA"]}, header(of_q(LOHA), "I8"), base_targets())
