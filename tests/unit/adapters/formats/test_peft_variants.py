@@ -1,4 +1,4 @@
-"""VeRA, LoHa, LoKr and IA3: what does not fit is refused by name. What they compute is compared in parity tests."""
+"""VeRA, LoHa, LoKr and IA3: refusals by name. Parity tests compare what they compute."""
 
 from __future__ import annotations
 
