@@ -73,7 +73,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def make_app(backend: Backend, allowed_hosts: HostNames | None = None) -> ASGIApp:
     """The ASGI application of the port."""
     # Documents that load scripts from elsewhere stay off.
-    app = FastAPI(title="Loraplex", version=__version__, docs_url=None, redoc_url=None)
+    errors: dict[int | str, dict[str, Any]] = {"default": {"description": "An error, in the form of the dialect"}}
+    app = FastAPI(title="Loraplex", version=__version__, docs_url=None, redoc_url=None, responses=errors)
     app.router.route_class = StrictRoute
     openai_routes = Routes(backend)
     openai_routes.add_to(app)

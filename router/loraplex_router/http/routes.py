@@ -49,11 +49,11 @@ class Routes:
         self._started = int(time.time())
 
     def add_to(self, app: FastAPI) -> None:
-        app.get("/health")(self.health)
-        app.get("/ping")(self.health)
+        app.get("/health", response_class=Response)(self.health)
+        app.get("/ping", response_class=Response)(self.health)
         app.get("/version")(self.version)
         app.get("/load")(self.load)
-        app.get("/metrics")(self.metrics)
+        app.get("/metrics", response_class=Response)(self.metrics)
         app.get("/v1/models")(self.models)
         app.get("/v1/models/{model_id:path}")(self.model)
         app.post("/v1/completions", response_class=Response)(self.completions)

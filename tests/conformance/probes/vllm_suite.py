@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -19,10 +15,10 @@ from typing import Any, Self
 import openai
 import suite
 from calls import facts
+from server import Server
 from tokenizers import Tokenizer
 
 WORLD = Path(facts.vllm_folder)
-READY_S = 120
 # Repositories of the Hub that the tests download: adapters of the tiny model.
 ADAPTERS = {
     "charent/self_cognition_Alice": "a000",
@@ -42,7 +38,7 @@ class RemoteOpenAIServer:
         folder = Path(tempfile.mkdtemp())
         self.adapters = folder / "adapters"
         self.adapters.mkdir()
-        ours = ["--served-model-name", model, "--adapters", str(self.adapters), "--port", "0", "--http-port", "0"]
+        ours = ["--served-model-name", model, "--adapters", str(self.adapters)]
         for flag, value in pairwise(args):
             if flag in FLAGS:
                 ours += [FLAGS[flag], value]
@@ -53,43 +49,16 @@ class RemoteOpenAIServer:
             ours.append("--no-prefix-caching")
         if "VLLM_ALLOW_RUNTIME_LORA_UPDATING" in (env_dict or {}):
             ours.append("--http-admin")
-        self._process = subprocess.Popen(
-            [*facts.command, "serve", str(WORLD / "model"), *ours, "--threads", "1"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, "PYTHONPATH": facts.python_path, "PYTHONUNBUFFERED": "1"},
-        )
-        self._url = self._ready()
-
-    def _ready(self) -> str:
-        """The URL. Raises RuntimeError for a server that ends, or is not ready in time."""
-        assert self._process.stdout is not None
-        late = threading.Timer(READY_S, self._process.kill)
-        late.start()
-        said: list[str] = []
-        for line in self._process.stdout:
-            said.append(line)
-            if "HTTP on " in line:
-                late.cancel()
-                threading.Thread(target=self._process.stdout.read, daemon=True).start()
-                return "http://" + line.partition("HTTP on ")[2].split()[0].rstrip(",;)")
-        late.cancel()
-        raise RuntimeError("".join(said)[-2000:])
+        self._server = Server(WORLD / "model", *ours)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.send_signal(signal.SIGINT)
-        try:
-            self._process.wait(20)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._server.end()
 
     def get_async_client(self) -> openai.AsyncOpenAI:
-        client = _Client(base_url=f"{self._url}/v1", api_key="token", max_retries=0, timeout=120)
+        client = _Client(base_url=f"{self._server.url}/v1", api_key="token", max_retries=0, timeout=120)
         client.adapters = self.adapters
         return client
 
