@@ -129,12 +129,14 @@ def save_adapter(model: PreTrainedModel, spec: LoraSpec, folder: Path, seed: int
 def save_variant(model: PreTrainedModel, config: PeftConfig, folder: Path, seed: int = 0) -> PeftModel:
     """The same of an adapter of any kind, with random values."""
     torch.manual_seed(seed)
-    peft = get_peft_model(copy.deepcopy(model), config)
-    with torch.no_grad():
-        for parameter in peft.parameters():
-            if parameter.requires_grad:
-                parameter.copy_(torch.randn_like(parameter) * 0.5)
-    peft.save_pretrained(folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # biases where the base has none
+        peft = get_peft_model(copy.deepcopy(model), config)
+        with torch.no_grad():
+            for parameter in peft.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(torch.randn_like(parameter) * 0.5)
+        peft.save_pretrained(folder)
     return peft.eval()
 
 

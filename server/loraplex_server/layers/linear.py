@@ -181,6 +181,8 @@ def twin(module: nn.Module, own: Mapping[str, Tensor]) -> nn.Module:
     """The module with these parameters in the place of its own. It shares the others, and has its class's forward."""
     found = copy.copy(module)
     found.__dict__.pop("forward", None)  # a fused one has the base's parameters
+    if isinstance(found, nn.Embedding):
+        found.padding_idx = None  # for training only, and not among some rows of the weight
     found.__dict__["_parameters"] = {
         name: nn.Parameter(own[name], requires_grad=False) if name in own else parameter
         for name, parameter in vars(module)["_parameters"].items()
