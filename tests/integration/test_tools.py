@@ -103,7 +103,7 @@ async def test_without_a_format_all_is_content() -> None:
 
 
 async def test_demanded_calls_of_an_unknown_form_are_refused_by_name() -> None:
-    for form in ("none", "qwen3_xml"):
+    for form in ("none", "think"):
         chat = ChatConfig(tool_format=form)
         async with scripted_worker(ANSWER, chat=chat) as worker, AsyncClient(worker.address) as client:
             for choice in ("required", {"function": {"name": "f"}}):
@@ -197,7 +197,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return file
 
 
-@pytest.fixture(scope="module", params=["hermes", "llama3_json", "mistral"])
+@pytest.fixture(scope="module", params=["hermes", "llama3_json", "mistral", "qwen3_xml"])
 def random_client(request: Any, tiny_world: TinyWorld, template: Any) -> Iterator[Client]:
     engine = EngineConfig(ModelConfig(str(tiny_world.model)), batch=BatchConfig(max_running=8, max_step_tokens=64))
     chat = ChatConfig(template=template, tool_format=request.param)

@@ -13,6 +13,7 @@ from loraplex_contracts.errors import InvalidArgument, Unimplemented
 from loraplex_contracts.request import Grammar
 from loraplex_proto.validate import MAX_GRAMMAR_BYTES
 from loraplex_server.text.responses import ResponseParsing
+from loraplex_server.text.tool_schemas import resolved_parameters
 
 if TYPE_CHECKING:  # imports Transformers
     from loraplex_server.text.response_template import ResponseFormat
@@ -20,13 +21,15 @@ if TYPE_CHECKING:  # imports Transformers
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """The text around the arguments of calls; `NAME` is the tool's name."""
+    """The text around the arguments of calls; `NAME` is the tool's name. Arguments are JSON, or each of them has marks
+    of its own, with `KEY` for its name."""
 
     begin: str
     end: str
     between: str | None = None  # two calls; None: there is one at most
     head: str = ""  # before the first call
     tail: str = ""  # behind the last one
+    parameter: tuple[str, str] | None = None  # before and behind a value
 
 
 def _deepseek(name: str) -> str:
@@ -37,6 +40,12 @@ _TOOLS: Final = "chat.tools_json"
 # By the names of response templates.
 FORMS: Final[Mapping[str, CallForm]] = {
     "hermes": CallForm('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>", "\n"),
+    "qwen3_xml": CallForm(
+        "<tool_call>\n<function=NAME>\n",
+        "</function>\n</tool_call>",
+        "\n",
+        parameter=("<parameter=KEY>\n", "\n</parameter>\n"),
+    ),
     "llama3_json": CallForm('{"name": "NAME", "parameters": ', "}"),
     "mistral": CallForm("[TOOL_CALLS]NAME[ARGS]", "", ""),
     "mistral_list": CallForm('{"name": "NAME", "arguments": ', "}", ", ", "[TOOL_CALLS] [", "]"),
@@ -54,10 +63,11 @@ def form_of(format: ResponseFormat | None) -> CallForm | None:
     """The form of the calls that a response template reads."""
     for form in FORMS.values() if format is not None else ():
         reader = ResponseParsing(format, with_calls=True).reader()
-        reader.push("".join((form.head, form.begin.replace("NAME", "f"), "{}", form.end, form.tail)))
+        given = '{"a": "b"}' if form.parameter is None else "b".join(form.parameter).replace("KEY", "a")
+        reader.push("".join((form.head, form.begin.replace("NAME", "f"), given, form.end, form.tail)))
         reader.finish()
         message = reader.message()
-        if [(call.name, call.arguments) for call in message.calls] == [("f", "{}")] and not message.content:
+        if [(call.name, call.arguments) for call in message.calls] == [("f", '{"a": "b"}')] and not message.content:
             return form
     return None
 
@@ -86,6 +96,7 @@ def tool_calls(
     if not wanted:
         raise InvalidArgument(f"`{field}` names a tool that is not in `chat.tools_json`", field=field)
     rules: list[str] = []
+    texts: dict[str, str] = {}
     for number, function in enumerate(wanted):
         one = cast("dict[str, Any]", function if isinstance(function, dict) else {})
         called, given = one.get("name"), one.get("parameters") or {}
@@ -93,13 +104,18 @@ def tool_calls(
             raise InvalidArgument(
                 f"`{_TOOLS}` must have tools with a `name`, and `parameters` that are a schema", field=_TOOLS
             )
+        begin = _terms(form.begin.replace("NAME", check_id(called, field=_TOOLS)), special_ids)
         try:
-            schema = _closed({"type": "object", **cast("dict[str, Any]", given)})
+            if form.parameter is None:
+                schema = _closed({"type": "object", **cast("dict[str, Any]", given)})
+                arguments = f"%json {checked_schema(schema, compact=False, field=_TOOLS)}"
+            else:
+                parameters = _parameters(form.parameter, cast("dict[str, Any]", given), special_ids, texts)
+                rules += [f"call_{number}_{rule}" for rule in parameters.values()]
+                arguments = " ".join(f"call_{number}_{one}" for one in parameters)
         except RecursionError as error:
             raise InvalidArgument(f"`{_TOOLS}` is nested too deeply", field=_TOOLS) from error
-        begin = _terms(form.begin.replace("NAME", check_id(called, field=_TOOLS)), special_ids)
-        checked = checked_schema(schema, compact=False, field=_TOOLS)
-        rules.append(f"call_{number}: {begin} %json {checked} {_terms(form.end, special_ids)}")
+        rules.append(f"call_{number}: {begin} {arguments} {_terms(form.end, special_ids)}")
     is_one = bool(name) or form.between is None or parsing.max_calls == 1
     more = "" if is_one else f"({_terms(form.between or '', special_ids)} call)*"
     calls = f"{_terms(form.head, special_ids)} call {more} {_terms(form.tail, special_ids)}"
@@ -108,8 +124,8 @@ def tool_calls(
         lines = ["%llguidance {}", f"start: thoughts {calls}", r"ANY: /(.|\n)*/"]
         is_special = closing in special_ids
         lines.append(f"thoughts{'' if is_special else '[lazy]'}: ANY {_terms(closing, special_ids)}")
-    lines.append("call: " + " | ".join(f"call_{number}" for number in range(len(rules))))
-    text = "\n".join((*lines, *rules))
+    lines.append("call: " + " | ".join(f"call_{number}" for number in range(len(wanted))))
+    text = "\n".join((*lines, *rules, *texts.values()))
     if len(text) > MAX_GRAMMAR_BYTES:
         raise InvalidArgument(f"`{_TOOLS}` is too large for a grammar: use auto, or fewer tools", field=_TOOLS)
     return Grammar(field, LLMatcher.grammar_from_lark(text))
@@ -135,6 +151,92 @@ def _closed(schema: Any) -> Any:
         return found
     closed = {name: _closed(one) for name, one in named.items()}
     return {**found, "properties": closed, "additionalProperties": False}
+
+
+# --- arguments with marks of their own ------------------------------------------------------------------------------
+
+# Where a response template would see the end of a value, or another one.
+_ENDS: Final = re.compile(r"</parameter>|<parameter=|</function>")
+_ANY: Final = r"(.|\n)"
+# Of a schema of texts: what is not a rule, and the lengths.
+_TEXT_KEYWORDS: Final = frozenset(
+    ("type", "title", "description", "default", "examples", "nullable", "minLength", "maxLength", "deprecated")
+)
+
+
+def _parameters(
+    marks: tuple[str, str], schema: dict[str, Any], special_ids: Mapping[str, int], texts: dict[str, str]
+) -> dict[str, str]:
+    """Rules of the arguments, in the order of the properties, by their use (`NAME` or `NAME?`). Raises InvalidArgument
+    with the keyword that cannot be enforced."""
+    schema = resolved_parameters(schema)
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if not isinstance(properties, dict) or not isinstance(required, list):
+        raise _not_enforced("properties")
+    named = dict(cast("dict[str, Any]", properties))
+    needed = {one for one in cast("list[Any]", required) if isinstance(one, str)}
+    named |= {one: {} for one in sorted(needed - named.keys())}
+    most = schema.get("maxProperties", len(named))
+    for keyword in sorted(schema.keys() - _PLAIN - {"additionalProperties", "strict", "default", "examples"}):
+        if keyword != "maxProperties" or not isinstance(most, int) or most < len(named):
+            raise _not_enforced(keyword)
+    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    rules: dict[str, str] = {}
+    for number, (name, one) in enumerate(named.items()):
+        if not re.fullmatch(r"[^>\n]{1,128}", name):
+            raise InvalidArgument(f"`{_TOOLS}` has a parameter whose name this model cannot write", field=_TOOLS)
+        begin = _terms(marks[0].replace("KEY", name), special_ids)
+        rule = f"{number}: {begin} ({_value(one, marks[1], shared, texts)})"
+        rules[f"{number}" if name in needed else f"{number}?"] = rule
+    return rules
+
+
+def _value(schema: Any, end: str, shared: dict[str, Any], texts: dict[str, str]) -> str:
+    """A value and its end: texts as they are, others as JSON. `texts` gets the rules of texts, by name."""
+    from loraplex_server.grammars.source import checked_schema
+
+    found = cast("dict[str, Any]", schema) if isinstance(schema, dict) else {}
+    if isinstance(schema, bool) and not schema:
+        raise _not_enforced("false")
+    for several in ("anyOf", "oneOf"):
+        choices = found.get(several)
+        if isinstance(choices, list) and choices and found.keys() <= _TEXT_KEYWORDS | {several}:
+            return " | ".join(f"({_value(one, end, shared, texts)})" for one in cast("list[Any]", choices))
+    given: Any = found.get("type", "string")
+    types: list[Any] = cast("list[Any]", given) if isinstance(given, list) else [given]
+    options: Any = [found["const"]] if "const" in found else found.get("enum")
+    if isinstance(options, list):
+        return f"({_options(cast('list[Any]', options), types)}) {json.dumps(end)}"
+    if "string" not in types:
+        checked = checked_schema({**_closed(found), **shared}, compact=False, field=_TOOLS)
+        return f"%json {checked} {json.dumps(end)}"
+    for keyword in sorted(found.keys() - _TEXT_KEYWORDS):
+        raise _not_enforced(keyword)
+    least, most = found.get("minLength", 0), found.get("maxLength", "")
+    if type(least) is not int or (most != "" and type(most) is not int):
+        raise _not_enforced("minLength")
+    name = f"TEXT_{least}_{most}"
+    # One terminal with its end: a text would go on into that otherwise.
+    marks = _ENDS.pattern.replace("/", r"\/")
+    texts[name] = f"{name}: (/{_ANY}{{{least},{most}}}/ & ~/{_ANY}*({marks}){_ANY}*/) {json.dumps(end)}"
+    return name
+
+
+def _options(options: list[Any], types: list[Any]) -> str:
+    found: list[str] = []
+    for one in options:
+        is_text = isinstance(one, str)
+        text = one if is_text else json.dumps(one)
+        if isinstance(one, list | dict) or (not is_text and types == ["string"]) or _ENDS.search(text):
+            raise _not_enforced("enum")
+        found.append(json.dumps(text, ensure_ascii=False))
+    return " | ".join(found)
+
+
+def _not_enforced(keyword: str) -> InvalidArgument:
+    return InvalidArgument(
+        f"`{_TOOLS}` is refused: `{keyword}` cannot be enforced in this model's form of calls", field=_TOOLS
+    )
 
 
 def _terms(text: str, special_ids: Mapping[str, int]) -> str:

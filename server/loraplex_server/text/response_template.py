@@ -21,6 +21,7 @@ from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from loraplex_contracts.errors import InvalidArgument
+from loraplex_server.text.tool_schemas import resolved_parameters
 
 _logger = logging.getLogger(__name__)
 
@@ -120,7 +121,7 @@ class ResponseFormat:
     def regions(self, prefix: str, tools: Sequence[Mapping[str, Any]], *, with_calls: bool) -> Regions:
         """The parser of one completion. Without calls, what looks like one is content."""
         template = self._whole if with_calls else self._without_calls
-        return Regions(template, prefix, [dict(tool) for tool in tools])
+        return Regions(template, prefix, [_with_types(tool) for tool in tools])
 
     def new_id(self) -> str:
         if self._short_ids:
@@ -185,6 +186,15 @@ class Regions(ResponseParser):
             events.append({"type": "region_close", "field": field, "value": None})
         for event in events[num_before:]:
             event["raw"] = raw
+
+
+def _with_types(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """The tool with the types of its parameters where the library looks for them."""
+    function: Any = tool.get("function", tool)
+    parameters: Any = function.get("parameters") if isinstance(function, dict) else None
+    if not isinstance(parameters, dict):
+        return dict(tool)
+    return {"function": {**function, "parameters": resolved_parameters(cast("dict[str, Any]", parameters))}}
 
 
 _SPACE: Final = r"\s{0,64}"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 from typing import Any
 
 import pytest
+from jsonschema import validate
 from llguidance import LLMatcher, LLTokenizer
 from support.tiny_tokenizers import tiny_tokenizer
 
@@ -73,6 +75,119 @@ def test_random_texts_are_calls(name: str) -> None:
         assert message.calls, text
         assert not message.content
         assert {call.name for call in message.calls} <= ({called} if called else {"f", "g"})
+
+
+END: list[int] = TOKENIZER.backend_tokenizer.encode("\n</parameter>\n", add_special_tokens=False).ids
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string", "description": "free"},
+        "short": {"type": "string", "minLength": 1, "maxLength": 3},
+        "kind": {"enum": ["a", "b<c", ""]},
+        "count": {"enum": [1, 22, None, True]},
+        "number": {"type": "integer", "minimum": 0, "maximum": 30},
+        "maybe": {"anyOf": [{"type": "boolean"}, {"type": "null"}], "default": None},
+        "level": {"$ref": "#/$defs/Level"},
+        "point": {"allOf": [{"$ref": "#/$defs/Point"}], "description": "where"},
+        "list": {"type": "array", "items": {"$ref": "#/$defs/Level"}, "maxItems": 2},
+        "any": {},
+        "nullable": {"type": ["string", "null"]},
+    },
+    "required": ["text", "kind", "number", "point"],
+    "$defs": {
+        "Level": {"type": "integer", "enum": [1, 2]},
+        "Point": {"type": "object", "properties": {"x": {"type": "boolean"}}, "required": ["x"]},
+    },
+}
+
+
+def test_random_arguments_with_marks_of_their_own_are_valid() -> None:
+    tools: list[Any] = [{"function": {"name": "f", "parameters": SCHEMA}}]
+    parsing, draw = ResponseParsing(ResponseFormat.named("qwen3_xml"), "", tools, with_calls=True), random.Random(0)
+    grammar = tool_calls(FORMS["qwen3_xml"], parsing, {}, "f").text
+    seen = set[str]()
+    for _ in range(25):
+        matcher = LLMatcher(LIBRARY, grammar, log_level=0)
+        assert not matcher.is_error(), matcher.get_error()
+        ids: list[int] = []
+        while not matcher.is_stopped():
+            mask = int.from_bytes(matcher.compute_bitmask(), "little")
+            legal = [one for one in range(len(TOKENIZER)) if mask >> one & 1]
+            wanted = [draw.choice(legal)]
+            if draw.random() < 0.2 and matcher.validate_tokens(END) == len(END):
+                wanted = END  # texts without a bound would go on for ever
+            ids += wanted
+            if wanted == [2]:
+                break
+            matcher.consume_tokens(wanted)
+        text = TOKENIZER.backend_tokenizer.decode(ids)
+        message = read(parsing, text)
+        (call,) = message.calls
+        given = json.loads(call.arguments)
+        validate(given, SCHEMA)
+        seen |= given.keys()
+        assert not message.content
+    assert seen == SCHEMA["properties"].keys()
+
+
+def written(**values: str) -> str:
+    arguments = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in values.items())
+    return f"<tool_call>\n<function=f>\n{arguments}</function>\n</tool_call>"
+
+
+def test_arguments_with_marks_of_their_own() -> None:
+    needed = {"text": "a", "kind": "a", "number": "3", "point": '{"x": true}'}
+    tools: list[Any] = [{"function": {"name": "f", "parameters": SCHEMA}}]
+    parsing = ResponseParsing(ResponseFormat.named("qwen3_xml"), "", tools, with_calls=True)
+    grammar = tool_calls(FORMS["qwen3_xml"], parsing, {}, "f").text
+    for value in ("", "a\n\nb", '"x" < <b> </param', "\n", "é\n"):
+        text = written(**{**needed, "text": value})
+        assert is_legal(grammar, text), value
+        assert json.loads(read(parsing, text).calls[0].arguments)["text"] == value
+    for name, value, is_ok in (
+        ("number", "31", False),
+        ("number", '"3"', False),
+        ("kind", "b<c", True),
+        ("kind", "", True),
+        ("kind", "c", False),
+        ("text", "a</parameter>", False),
+        ("text", "<parameter=b>", False),
+        ("text", "</function>", False),
+        ("point", "{}", False),
+    ):
+        assert is_legal(grammar, written(**{**needed, name: value})) == is_ok, (name, value)
+    assert not is_legal(grammar, written(**{name: one for name, one in needed.items() if name != "number"}))
+    assert not is_legal(grammar, written(number="3", text="a", kind="a", point='{"x": true}')), "in order"
+    short = {"text": "a", "short": "abcd"} | needed
+    assert not is_legal(grammar, written(**short))
+    assert is_legal(grammar, written(**{**short, "short": "abc"}))
+
+
+@pytest.mark.parametrize(
+    ("schema", "keyword"),
+    [
+        ({"properties": {"x": {"type": "string", "pattern": "a"}}}, "pattern"),
+        ({"properties": {"x": {"type": "string", "format": "date"}}}, "format"),
+        ({"properties": {"x": {"type": "string", "enum": [1, "a"]}}}, "enum"),
+        ({"properties": {"x": {"enum": ["</parameter>"]}}}, "enum"),
+        ({"properties": {"x": {"const": {}}}}, "enum"),
+        ({"properties": {"x": {"$ref": "#/properties/y"}}}, "$ref"),
+        ({"properties": {"x": False}}, "false"),
+        ({"properties": {"x": {"type": "integer", "divisibleBy": 2}}}, "divisibleBy"),
+        ({"anyOf": [{"required": ["x"]}]}, "anyOf"),
+        ({"minProperties": 1}, "minProperties"),
+        ({"properties": {"x": {}}, "maxProperties": 0}, "maxProperties"),
+        ({"properties": {"a>": {}}}, "name"),
+        ({"properties": 5}, "properties"),
+    ],
+)
+def test_keywords_that_marks_cannot_hold_are_named(schema: dict[str, Any], keyword: str) -> None:
+    tools: list[Any] = [{"function": {"name": "f", "parameters": schema}}]
+    parsing = ResponseParsing(ResponseFormat.named("qwen3_xml"), "", tools, with_calls=True)
+    with pytest.raises(InvalidArgument) as caught:
+        tool_calls(FORMS["qwen3_xml"], parsing, {}, "f")
+    assert caught.value.field == "chat.tools_json"
+    assert keyword in caught.value.message
 
 
 def test_one_call_or_several() -> None:
