@@ -54,6 +54,7 @@ REFUSED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
     "include_reasoning": ((True,), "texts of chats alone are told from their reasoning"),
     "verbosity": ((), _NO_TEMPLATES),
     "chat_template": ((), _NO_TEMPLATES),
+    "tool_prompt": ((), _NO_TEMPLATES),
     "modalities": ((["text"],), "answers are text"),
     "audio": ((), "answers are text"),
     "web_search_options": ((), "nothing is searched"),

@@ -204,7 +204,7 @@ def _response(
         "metadata": body.metadata or {},
         "model": job.model,
         "output": items,
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": body.extras().get("parallel_tool_calls", True),
         "previous_response_id": None,
         "reasoning": body.reasoning or {"effort": None, "summary": None},
         "store": False,

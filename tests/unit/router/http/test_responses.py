@@ -103,6 +103,9 @@ def test_an_answer() -> None:
         "input_tokens": 3, "input_tokens_details": {"cached_tokens": 1}, "output_tokens": 2,
         "output_tokens_details": {"reasoning_tokens": 1}, "total_tokens": 5,
     }  # fmt: skip
+    assert found["parallel_tool_calls"]
+    single = request(parallel_tool_calls=False)
+    assert not responses.response_of(single, job_of(single), chat)["parallel_tool_calls"]
     assert (found["store"], found["metadata"], found["temperature"]) == (False, {"a": "b"}, 1.0)
 
 

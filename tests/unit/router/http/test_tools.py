@@ -60,6 +60,7 @@ def test_demanded_calls(choice: Any) -> None:
         ({"tool_choice": "required"}, "tool_choice"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"function_call": {"name": "f"}}, "function_call"),
+        ({"tools": TOOLS, "tool_prompt": "Use them."}, "tool_prompt"),
     ],
 )
 def test_what_cannot_be_asked_is_named(fields: dict[str, Any], named: str) -> None:
