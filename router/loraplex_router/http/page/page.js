@@ -174,7 +174,7 @@ class Answer {
       `${usage.completion_tokens} tokens`,
       `${(usage.completion_tokens / seconds).toFixed(0)} tokens/s`,
       `${(usage.completion_tokens / Math.max(loraplex.steps, 1)).toFixed(2)} tokens per step`,
-      `${loraplex.accepted_tokens} of ${loraplex.drafted_tokens} drafted tokens accepted`,
+      ...(loraplex.drafted_tokens ? [`${loraplex.accepted_tokens} of ${loraplex.drafted_tokens} drafted tokens accepted`] : []),
       `first after ${(1000 * loraplex.time_to_first_token_s).toFixed(0)} ms`,
     ];
     const proposers = Object.keys(loraplex.proposers);
