@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from loraplex_adapters.formats.files import ADAPTER_NAMES, PICKLE_NAMES, has_model_layout
-from loraplex_adapters.formats.medusa import describe_medusa_model
 from loraplex_adapters.io.confined_folder import BadPath, Folder, NamedFolder
 from loraplex_adapters.io.source_files import AdapterFiles, open_error, source_unavailable
 from loraplex_adapters.io.throttle import checkpoint
@@ -87,6 +86,8 @@ def _holds_adapter(folder: Folder, names: set[str], adapter_id: str) -> bool:
         return True
     if not has_model_layout(names):
         return False
+    from loraplex_adapters.formats.medusa import describe_medusa_model  # late: it imports torch
+
     with AdapterFiles(folder.open_folder("."), adapter_id) as files:
         try:
             return describe_medusa_model(files).content != "none"

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from loraplex_adapters.formats.files import MODEL_INDEX_NAME, WANTED_NAMES, detect_kind
-from loraplex_adapters.formats.medusa import read_medusa_config
 from loraplex_adapters.io.confined_folder import Folder
 from loraplex_adapters.io.source_files import AdapterFiles
 from loraplex_adapters.sources.directory import open_folder
@@ -88,6 +87,8 @@ class HubSource:
         self._fetch_files(adapter_id, info.sha, folder, wanted, sizes)
         if kind == "model":
             with open_folder(folder, adapter_id) as files:
+                from loraplex_adapters.formats.medusa import read_medusa_config  # late: it imports torch
+
                 config = read_medusa_config(files)
             if config is None or not config.is_heads_only:
                 raise AdapterInvalid("this is a whole model on the Hub; an adapter is a LoRA, Medusa heads, or both")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from loraplex_contracts.errors import InvalidArgument, Unimplemented
 from loraplex_server.backends.cpu.decoder import FoundStack
@@ -24,6 +23,9 @@ from loraplex_server.layers.lora import SegmentedDense, SegmentedLora
 from loraplex_server.layers.step import StepResources
 from loraplex_server.sampling.draw import row_argmax
 from loraplex_server.sampling.sampler import Argmax
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 MakeAttention = Callable[[Sequence[AttentionSpec]], PagedAttention]
 

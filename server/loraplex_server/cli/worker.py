@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import math
 import os
 import sys
@@ -137,15 +138,23 @@ def parse_placement(text: str) -> tuple[int, int]:
     return int(index), int(count)
 
 
+def count_gpus() -> int:
+    """GPUs that torch sees. Without a driver there is none, and torch is not imported: that takes seconds."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
 def apply_placement(config: WorkerConfig, index: int, num_workers: int) -> WorkerConfig:
     """Binds this process to its cores, and returns the configuration with its device. Children inherit the cores."""
-    import torch  # late: printing help needs no torch
-
     from loraplex_server.backends.cpu.native.config import default_num_threads, own_cores
 
     engine = config.engine
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    placement = place(index, num_workers, engine.model.device, num_gpus, own_cores())
+    placement = place(index, num_workers, engine.model.device, count_gpus(), own_cores())
     num_threads = engine.num_threads
     if placement.cores:
         if hasattr(os, "sched_setaffinity"):  # Linux

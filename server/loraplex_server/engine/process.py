@@ -19,14 +19,13 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from loraplex_adapters.store import LOCK_NAME, remove_abandoned
 from loraplex_contracts.errors import Internal, LoraplexError
 from loraplex_runtime.shutdown import SIGNALS, continue_when_parent_dies, exit_at_once
 from loraplex_runtime.telemetry import setup_logging
 from loraplex_server.config import EngineConfig
-from loraplex_server.engine.engine import Engine
 from loraplex_server.engine.liveness import Heartbeat, StepBound, TurnTimer
 from loraplex_server.engine.output_batching import OutputQueue, SendThrottle, delivery_share
 from loraplex_server.engine.pipe import (
@@ -41,6 +40,9 @@ from loraplex_server.engine.pipe import (
     Wake,
 )
 
+if TYPE_CHECKING:
+    from loraplex_server.engine.engine import Engine  # the front end does without torch: seconds and memory
+
 log = logging.getLogger(__name__)
 
 # Time for a busy engine to end by itself: when its front end is gone, and when the front end has told it to. In the
@@ -49,7 +51,7 @@ ORPHAN_END_S: Final = 5.0
 SHUTDOWN_END_S: Final = 10.0
 
 # Builds the engine from its configuration, a callback for progress and one that wakes the loop.
-EngineBuilder = Callable[[EngineConfig, Callable[[str], None], Callable[[], None]], Engine]
+EngineBuilder = Callable[[EngineConfig, Callable[[str], None], Callable[[], None]], "Engine"]
 
 
 def engine_process(

@@ -19,8 +19,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from transformers.masking_utils import AttentionMaskInterface
-from transformers.modeling_utils import AttentionInterface
 
 from loraplex_server.layers.context import StepContext
 from loraplex_server.layers.transfer import upload
@@ -260,6 +258,9 @@ WINDOW = "loraplex_window"  # the attribute of a mask: int, None for full causal
 
 def register_attention() -> None:
     """Makes the names known. Harmless to repeat."""
+    from transformers.masking_utils import AttentionMaskInterface  # late: seconds, and only models need them
+    from transformers.modeling_utils import AttentionInterface
+
     AttentionInterface.register(SERVING, attend)
     AttentionInterface.register(PROBING, attend)
     AttentionMaskInterface.register(PROBING, probing_mask)

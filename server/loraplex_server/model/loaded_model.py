@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from loraplex_adapters.io.safetensors import weight_sha256
 from loraplex_adapters.weights import BaseTargets, TargetModule
@@ -20,6 +19,9 @@ from loraplex_server.layers.attention import AttentionLayer, KvCache, ModelSpec,
 from loraplex_server.layers.context import StepContext
 from loraplex_server.layers.linear import AdaptedHead, AdaptedLinear, AdaptedModule
 from loraplex_server.layers.lora import SegmentedLora
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def _weights(module: AdaptedModule) -> tuple[Tensor, Tensor | None]:

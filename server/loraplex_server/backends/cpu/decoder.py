@@ -15,13 +15,12 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from loraplex_server.backends.cpu.attention import native_plan, plan_spans, reason_against
 from loraplex_server.backends.cpu.lora import NativeSegments, table_of
@@ -32,6 +31,9 @@ from loraplex_server.layers.adapter_slots import AdapterSlots
 from loraplex_server.layers.attention import HANDLE, AttentionBatch, AttentionSpec, LayerKv
 from loraplex_server.layers.context import StepContext
 from loraplex_server.layers.linear import AdaptedLinear
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 log = logging.getLogger(__name__)
 

@@ -11,18 +11,19 @@ it is as exact as serving any other.
 from __future__ import annotations
 
 import logging
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from loraplex_adapters.io.safetensors import weight_sha256
 from loraplex_contracts.errors import Unimplemented, UnsupportedModel
 from loraplex_server.backends.cpu.native.int8 import TOO_LARGE, round_
 from loraplex_server.backends.cpu.native.kernels import NativeKernels
 from loraplex_server.layers.linear import BaseLinear, BaseLinearFactory, PlainLinear
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # oneDNN has no float64, and on most CPUs its float16 is slower than a plain product.
 _DTYPES = (torch.bfloat16, torch.float32)
@@ -106,9 +107,7 @@ def round_linears(model: PreTrainedModel, kernels: NativeKernels) -> dict[str, s
     """
     digests = _digests(model)
     linears = [
-        (path, module)
-        for path, module in model.named_modules()
-        if type(module) is nn.Linear or isinstance(module, Conv1D)
+        (path, module) for path, module in model.named_modules() if type(module) is nn.Linear or _is_conv1d(module)
     ]
     known = [(path, module) for path, module in linears if kernels.can_pack(_matrix(module))]
     if not known:
@@ -153,6 +152,12 @@ def _weight(module: nn.Module) -> Tensor:
     return cast(Tensor, module.weight).detach()
 
 
+def _is_conv1d(module: nn.Module) -> bool:
+    from transformers.pytorch_utils import Conv1D  # late: seconds, and only models need it
+
+    return isinstance(module, Conv1D)
+
+
 def _matrix(module: nn.Module) -> Tensor:
     """[out, in]"""
-    return _weight(module).t() if isinstance(module, Conv1D) else _weight(module)
+    return _weight(module).t() if _is_conv1d(module) else _weight(module)
