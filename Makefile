@@ -39,6 +39,8 @@ demo: $(STAMP) native  ## serve six adapters at once and show what each wrote
 serve: $(STAMP) native  ## serve a model: make serve MODEL=path-or-hub-id
 	$(BIN)/loraplex serve $(MODEL)
 
+# Dozens of child processes import the same modules: these are compiled once, whatever the environment says.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: $(STAMP) native  ## the ordinary suite (under ten minutes on two cores)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 

@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.processes import Running, loraplex, together
@@ -76,12 +77,16 @@ def haproxy_command(tmp_path: Path, routers: list[Running], port: int) -> list[s
     return ["haproxy", "-db", "-f", str(tmp_path / "haproxy.cfg")]
 
 
-@pytest.mark.parametrize("balancer", ["nginx", "haproxy"])
+def where_installed(name: str) -> Any:
+    """A mark, so that nothing is started for a test that is skipped."""
+    reason = f"{name} is not installed (Debian: apt-get install {name})"
+    return pytest.param(name, marks=pytest.mark.skipif(shutil.which(name) is None, reason=reason))
+
+
+@pytest.mark.parametrize("balancer", [where_installed("nginx"), where_installed("haproxy")])
 def test_streams_through_a_balancer(
     balancer: str, tmp_path: Path, routers: list[Running], tiny_world: TinyWorld
 ) -> None:
-    if shutil.which(balancer) is None:
-        pytest.skip(f"{balancer} is not installed (Debian: apt-get install {balancer})")
     port = free_port()
     make = {"nginx": nginx_command, "haproxy": haproxy_command}[balancer]
     process = subprocess.Popen(make(tmp_path, routers, port), stderr=subprocess.PIPE)

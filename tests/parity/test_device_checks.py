@@ -21,13 +21,15 @@ from support.device_checks import (
 )
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float64, marks=pytest.mark.slow), torch.float32, torch.bfloat16], ids=str
+)
 @pytest.mark.parametrize("check", CHECKS)
 def test_on_a_cpu(check: str, dtype: torch.dtype, tmp_path: Path) -> None:
     CHECKS[check](Settings("cpu", dtype), tmp_path)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("check", CHECKS)
 def test_as_on_cuda(check: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With graphs that stand-ins replay, and steps that overlap."""
