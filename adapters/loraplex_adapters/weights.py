@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from loraplex_adapters.io.safetensors import DTYPES
 from loraplex_adapters.io.throttle import checkpoint
-from loraplex_contracts.adapters import AdapterKey, AdapterKind, ClassifierInfo
+from loraplex_contracts.adapters import AdapterKey, AdapterKind, AdapterTemplates, ClassifierInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,7 +336,8 @@ class PlacedHeads:
 
 @dataclass(frozen=True, slots=True)
 class AdapterLayout:
-    """The places of all tensors: `factors` in the order of their shapes, empty of heads alone; then the heads."""
+    """The places of all tensors: `factors` in the order of their shapes, empty of heads alone; then the heads. And the
+    adapter's own templates, where they are used."""
 
     dtype: str
     factors: tuple[PlacedFactors, ...]
@@ -344,6 +345,7 @@ class AdapterLayout:
     num_bytes: int
     classifier: PlacedClassifier | None = None
     saved: tuple[PlacedSaved, ...] = ()
+    templates: AdapterTemplates | None = None
 
     @property
     def max_rank(self) -> int:
@@ -371,6 +373,8 @@ class AdapterLayout:
             found["classifier"] = self.classifier.shape.to_json()
         if self.saved:
             found["saved"] = [placed.shape.to_json() for placed in self.saved]
+        if self.templates is not None:
+            found["templates"] = asdict(self.templates)
         return found
 
     @staticmethod
@@ -382,7 +386,19 @@ class AdapterLayout:
         heads = None if medusa is None else HeadsShape.from_json(medusa)
         classifier = None if value.get("classifier") is None else ClassifierShape.from_json(value["classifier"])
         saved = map(SavedShape.from_json, value.get("saved", ()))
-        return place_adapter(value["dtype"], map(FactorShape.from_json, factors), heads, classifier, saved)
+        layout = place_adapter(value["dtype"], map(FactorShape.from_json, factors), heads, classifier, saved)
+        return layout if value.get("templates") is None else replace(layout, templates=_templates(value["templates"]))
+
+
+def _templates(value: Any) -> AdapterTemplates:
+    """Raises ValueError on anything but what `AdapterLayout.to_json` writes."""
+    try:
+        found = AdapterTemplates(**value)
+    except TypeError:
+        raise ValueError("not the templates of an adapter") from None
+    if not all(isinstance(text, str) for text in astuple(found)):
+        raise ValueError("not the templates of an adapter")
+    return found
 
 
 def place_adapter(

@@ -137,7 +137,7 @@ _FIELDS: Final[dict[str, str]] = {
 }
 # Option -> field of Chat, which takes it as JSON.
 _CHAT_JSON: Final = {"tools": "tools_json", "documents": "documents_json", "template_kwargs": "template_kwargs_json"}
-_CHAT_OPTIONS: Final = frozenset({"continue_final_message", *_CHAT_JSON})
+_CHAT_OPTIONS: Final = frozenset({"continue_final_message", "chat_template", *_CHAT_JSON})
 _OTHER_OPTIONS: Final = _CHAT_OPTIONS | frozenset(
     {
         *("messages", "omit_generation_prompt", "tool_choice", "parallel_tool_calls", "grammar", "truncate_prompt"),
@@ -538,8 +538,10 @@ def tokenize_request(
     options: ChatOptions | None = None,
 ) -> inference_pb2.TokenizeRequest:
     """Raises InvalidArgument, TypeError for an unknown option."""
-    given = _given(options or {}, _CHAT_OPTIONS | {"timeout_s"})
+    given = _given(options or {}, _CHAT_OPTIONS | {"adapter_id", "timeout_s"})
     request = inference_pb2.TokenizeRequest(omit_special_tokens=omit_special_tokens, offsets=offsets)
+    if adapter_id := given.pop("adapter_id", ""):
+        _assign(request, "adapter_id", adapter_id)
     if (text is None) == (messages is None):
         raise InvalidArgument("give one of text and messages", field="input")
     if text is not None:
@@ -594,13 +596,15 @@ def _put_chat(request: inference_pb2.GenerateRequest | inference_pb2.TokenizeReq
     if "messages" not in given:
         for name in ("omit_generation_prompt", "parallel_tool_calls", "tool_choice", *sorted(_CHAT_OPTIONS)):
             if given.get(name):
-                field = f"chat.{_CHAT_JSON.get(name, name)}"
+                field = "chat.template" if name == "chat_template" else f"chat.{_CHAT_JSON.get(name, name)}"
                 raise InvalidArgument(f"{name} goes with messages", field=field)
         return
     _put_messages(request.chat, given["messages"])
     for name in ("omit_generation_prompt", "continue_final_message"):
         if given.get(name):
             _assign(request, f"chat.{name}", given[name])
+    if "chat_template" in given:
+        _assign(request, "chat.template", given["chat_template"])
     if "parallel_tool_calls" in given:
         _assign(request, "chat.parallel_tool_calls", given["parallel_tool_calls"])
     if "tool_choice" in given:

@@ -154,6 +154,10 @@ class ChatOptions(CallOptions, total=False):
     documents: Sequence[Mapping[str, Any]] | None
     template_kwargs: Mapping[str, Any] | None
     """The template's own arguments, such as `{"enable_thinking": False}`."""
+    chat_template: str | None
+    """A template (Jinja) in the place of the model's or the adapter's, where the server allows that."""
+    adapter_id: str | None
+    """The adapter to use. Default: none, the base model."""
 
 
 class GenerateOptions(ChatOptions, total=False):
@@ -177,8 +181,6 @@ class GenerateOptions(ChatOptions, total=False):
     """The form that the text must have."""
     truncate_prompt: int | Truncate | None
     """Shorten the prompt to its last so many tokens, 0 to what the context has room for, instead of refusing it."""
-    adapter_id: str | None
-    """The adapter to use. Default: none, the base model."""
     adapters: Mapping[str, float] | None
     """A mixture: adapter id -> weight, instead of `adapter_id`."""
 

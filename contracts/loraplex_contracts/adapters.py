@@ -41,6 +41,30 @@ class ClassifierInfo:
     per_token: bool = False
 
 
+MAX_TEMPLATE_BYTES = 256 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterTemplates:
+    """Templates that an adapter brings. Empty where it has none."""
+
+    chat: str = ""  # Jinja
+    chat_with_tools: str = ""  # in its place for chats with tools
+    response: str = ""  # JSON
+
+    def chat_for(self, *, has_tools: bool) -> str:
+        return (self.chat_with_tools if has_tools else "") or self.chat
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterVersion:
+    """The content that an adapter id is bound to, and the templates that it brings."""
+
+    adapter_id: str
+    digest: str
+    templates: AdapterTemplates | None
+
+
 @dataclass(frozen=True, slots=True)
 class AdapterInfo:
     """One row of a listing."""

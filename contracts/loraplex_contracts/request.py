@@ -92,6 +92,7 @@ class Request:
     speculation: SpeculationParams = field(default_factory=SpeculationParams)
     pooling: PoolingParams | None = None  # it makes no tokens then, and `n` is 1
     adapter_id: AdapterId = NO_ADAPTER
+    adapter_digest: str = ""  # of the version that the prompt was made for; empty: any
     tenant: str = "default"
     cache_salt: str = ""
     grammar: Grammar | None = None

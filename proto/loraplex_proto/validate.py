@@ -16,7 +16,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from loraplex_contracts.adapters import AdapterId, check_adapter_id, check_id, check_role
+from loraplex_contracts.adapters import MAX_TEMPLATE_BYTES, AdapterId, check_adapter_id, check_id, check_role
 from loraplex_contracts.errors import ContextLengthExceeded, InvalidAdapterId, InvalidArgument, Unimplemented
 from loraplex_contracts.sampling import SAMPLING_OPTIONS, SamplingOption
 from loraplex_proto.paging import ListQuery, list_query
@@ -67,7 +67,7 @@ _MESSAGE: Final = (
 _CHAT: Final = (
     *(f"chat.messages.{name}" for name in _MESSAGE),
     *("chat.omit_generation_prompt", "chat.continue_final_message"),
-    *("chat.tools_json", "chat.documents_json", "chat.template_kwargs_json"),
+    *("chat.tools_json", "chat.documents_json", "chat.template_kwargs_json", "chat.template"),
     *(f"chat.tool_choice.{kind}" for kind in ("none", "auto", "required", "name")),
     "chat.parallel_tool_calls",
 )
@@ -95,7 +95,7 @@ HANDLED: Final[dict[str, frozenset[str]]] = {
             *("grammar.gbnf", "grammar.structural_tag_json", "grammar.compact"),
         )
     ),
-    "TokenizeRequest": frozenset(("text", *_CHAT, "omit_special_tokens", "offsets")),
+    "TokenizeRequest": frozenset(("text", *_CHAT, "omit_special_tokens", "offsets", "adapter_id")),
     "DetokenizeRequest": frozenset({"token_ids", "omit_special_tokens"}),
     "GetTokenizerInfoRequest": frozenset(),
     "LoadAdapterRequest": frozenset({"adapter_id", "pin"}),
@@ -315,12 +315,11 @@ def _check_num_messages(chat: inference_pb2.Chat, least: int = 0) -> None:
 
 def _check_chat(chat: inference_pb2.Chat) -> None:
     _check_num_messages(chat, least=1)
-    for name in ("tools_json", "documents_json", "template_kwargs_json"):
+    for name in ("tools_json", "documents_json", "template_kwargs_json", "template"):
         num_chars = len(getattr(chat, name))  # of ASCII, where it comes from a JSON library
-        if num_chars > MAX_CHAT_JSON_BYTES:
-            raise InvalidArgument(
-                f"`chat.{name}` takes {MAX_CHAT_JSON_BYTES} characters; it has {num_chars}", field=f"chat.{name}"
-            )
+        most = MAX_TEMPLATE_BYTES if name == "template" else MAX_CHAT_JSON_BYTES
+        if num_chars > most:
+            raise InvalidArgument(f"`chat.{name}` takes {most} characters; it has {num_chars}", field=f"chat.{name}")
     _check_tool_choice(chat)
     for message in chat.messages:
         check_role(message.role, field="chat.messages.role")
@@ -470,6 +469,8 @@ def check_tokenize(request: inference_pb2.TokenizeRequest) -> None:
         raise InvalidArgument("the request has nothing to tokenize: set `text` or `chat`", field="input")
     if kind == "chat":
         _check_chat(request.chat)
+    if request.adapter_id:
+        check_adapter_id(request.adapter_id)
     _check_omits_special(request)
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Final, TypeVar
 
+from loraplex_contracts.adapters import check_adapter_id
 from loraplex_contracts.errors import LoraplexError, Overloaded
 from loraplex_proto import validate
 from loraplex_proto.v1 import inference_pb2, pooling_pb2
@@ -143,7 +144,10 @@ class InferenceRelay:
         await self._try_workers(call, request, lambda worker, flight: self._relay_stream(worker, flight, call, request))
 
     async def tokenize(self, call: Call, raw: bytes) -> bytes:
-        return await self._ask(call, "Tokenize", RelayedRequest(raw))
+        request = parse(inference_pb2.TokenizeRequest, raw)
+        adapter_ids = (check_adapter_id(request.adapter_id),) if request.adapter_id else ()
+        current_identity().check_adapters(adapter_ids)
+        return await self._ask(call, "Tokenize", RelayedRequest(raw, adapter_ids=adapter_ids))
 
     async def detokenize(self, call: Call, raw: bytes) -> bytes:
         return await self._ask(call, "Detokenize", RelayedRequest(raw))

@@ -91,6 +91,12 @@ class AdaptersConfig:
     store_dir: Path | None = option(
         None, "Where the adapter store is kept. Default: a temporary one.", "--adapter-store"
     )
+    templates: bool = option(
+        False,
+        "Use the chat template and the response template that an adapter brings for its chats. They run in a process "
+        "with limits.",
+        "--adapter-templates",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +278,13 @@ class ChatConfig:
         "How the model writes reasoning and tool calls, where there is no response template: auto (by the chat "
         f"template), none (all is content), or one of {', '.join(TOOL_FORMATS)}.",
         "--tool-format",
+    )
+
+    request_templates: bool = option(
+        False,
+        "Let a request bring a chat template. It runs in a process with limits.",
+        "--request-templates",
+        "--trust-request-chat-template",
     )
 
     def __post_init__(self) -> None:

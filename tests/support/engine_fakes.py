@@ -6,7 +6,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from loraplex_contracts.adapters import AdapterInfo, AdapterKey, AdapterKind, CacheUsage, ListingChanges
+from loraplex_contracts.adapters import (
+    AdapterInfo,
+    AdapterKey,
+    AdapterKind,
+    AdapterTemplates,
+    CacheUsage,
+    ListingChanges,
+)
 from loraplex_contracts.errors import AdapterNotFound, UnsupportedModel
 from loraplex_contracts.plan import SpanResult, StepPlan, StepResult
 from loraplex_server.config import EngineConfig
@@ -79,6 +86,7 @@ class FakeCache:
 
     known: tuple[str, ...] = ("a", "b")
     kinds: dict[str, AdapterKind] = field(default_factory=dict)
+    own: dict[str, AdapterTemplates] = field(default_factory=dict)
     delay: int = 0
     holds: dict[AdapterKey, int] = field(default_factory=dict)
     leases: dict[AdapterKey, int] = field(default_factory=dict)
@@ -95,6 +103,9 @@ class FakeCache:
 
     def classifier(self, key: AdapterKey) -> None:
         return None
+
+    def templates(self, key: AdapterKey) -> AdapterTemplates | None:
+        return self.own.get(key.digest[: len(key.digest) // 64])
 
     def drop_hold(self, key: AdapterKey) -> None:
         self.holds[key] -= 1

@@ -14,7 +14,7 @@ from loraplex_server.engine.engine import Engine
 from loraplex_server.engine.process import EngineBuilder
 from loraplex_server.grpc.server import Worker, start_worker
 from loraplex_server.text.tokenizer import TextTokenizer
-from support.engine_fakes import INFO, ScriptedRunner, build_slow, make_engine
+from support.engine_fakes import INFO, FakeCache, ScriptedRunner, build_slow, make_engine
 from support.tiny_tokenizers import tiny_tokenizer
 
 
@@ -44,7 +44,7 @@ CHAT_TEMPLATE = (
 
 
 @contextlib.asynccontextmanager
-async def scripted_worker(text: str, **settings: Any) -> AsyncIterator[Worker]:
+async def scripted_worker(text: str, cache: FakeCache | None = None, **settings: Any) -> AsyncIterator[Worker]:
     """Answers every request with this text, token by token."""
     tokenizer = copy.copy(tiny_tokenizer("byte_level"))
     tokenizer.chat_template = CHAT_TEMPLATE
@@ -52,7 +52,7 @@ async def scripted_worker(text: str, **settings: Any) -> AsyncIterator[Worker]:
     info = replace(INFO, vocab_size=len(tokenizer))
 
     def build(config: EngineConfig, progress: Callable[[str], None], notify: Callable[[], None]) -> Engine:
-        return make_engine(ScriptedRunner(script=script), clock=time.monotonic, info=info)
+        return make_engine(ScriptedRunner(script=script), cache, clock=time.monotonic, info=info)
 
     async with light_worker(build, inline=True, tokenizer=TextTokenizer(tokenizer), **settings) as worker:
         yield worker

@@ -31,7 +31,15 @@ from loraplex_adapters.io.source_files import AdapterSource
 from loraplex_adapters.io.throttle import Throttle, throttled
 from loraplex_adapters.store import AdapterStore
 from loraplex_adapters.weights import AdapterWeights, BaseTargets
-from loraplex_contracts.adapters import AdapterId, AdapterInfo, AdapterKey, CacheUsage, ClassifierInfo, ListingChanges
+from loraplex_contracts.adapters import (
+    AdapterId,
+    AdapterInfo,
+    AdapterKey,
+    AdapterTemplates,
+    CacheUsage,
+    ClassifierInfo,
+    ListingChanges,
+)
 from loraplex_contracts.errors import AdapterMemoryFull, DiskFull, LoraplexError, SourceUnavailable, unexpected
 
 log = logging.getLogger(__name__)
@@ -90,6 +98,7 @@ class AdapterManager:
         self._install = install
         self._notify = notify
         self._table = AdapterTable(config)
+        self._with_templates = config.with_templates
         self._residency = self._table.residency
         self._temporary = None if config.store_dir else Path(tempfile.mkdtemp(prefix=TEMPORARY_STORE))
         self._store = AdapterStore(
@@ -155,6 +164,10 @@ class AdapterManager:
     def classifier(self, key: AdapterKey) -> ClassifierInfo | None:
         """The classifier of an adapter that is held; None where it has none."""
         return self._residency.records[key].classifier
+
+    def templates(self, key: AdapterKey) -> AdapterTemplates | None:
+        """Its own, of an adapter that is held; None where it has none."""
+        return self._residency.records[key].templates
 
     def drop_hold(self, key: AdapterKey) -> None:
         """The request that resolved it has ended."""
@@ -281,7 +294,14 @@ class AdapterManager:
     def _fetch(self, fetch: Fetch) -> None:
         started_s = time.perf_counter()
         try:
-            found = import_adapter(fetch.name, self._source, self._targets, self._store, self._storage.recent)
+            found = import_adapter(
+                fetch.name,
+                self._source,
+                self._targets,
+                self._store,
+                self._storage.recent,
+                with_templates=self._with_templates,
+            )
         except Exception as error:
             failure = _bare(_about(fetch.name, _typed(error, f"fetching adapter {fetch.name}")))
             self._finish(lambda now: self._take_failed_fetch(fetch, failure, now))
@@ -292,7 +312,8 @@ class AdapterManager:
         self._count(started_s, 0)
         if isinstance(fetch, FetchName):
             layout, key = found.layout, found.key
-            beside = layout.num_heads, None if layout.classifier is None else layout.classifier.shape.info
+            classifier = None if layout.classifier is None else layout.classifier.shape.info
+            beside = layout.num_heads, classifier, layout.templates
             self._table.name_fetched(fetch.name, fetch.ticket, key, layout.num_bytes, layout.max_rank, now, *beside)
         else:
             self._residency.refetched(fetch.key, found.key, now)

@@ -21,7 +21,7 @@ from loraplex_adapters.cache.states import (
     NameState,
     remembered_s,
 )
-from loraplex_contracts.adapters import AdapterInfo, AdapterKey, ClassifierInfo, ListingChanges
+from loraplex_contracts.adapters import AdapterInfo, AdapterKey, AdapterTemplates, ClassifierInfo, ListingChanges
 from loraplex_contracts.errors import AdapterLoadsBusy, AdapterMemoryFull, AdapterNotFound, adapter_not_found
 
 MAX_REMEMBERED_FAILURES = 1024  # any name can be asked for; bounds their memory
@@ -112,6 +112,7 @@ class AdapterTable:
         now: float,
         num_heads: int = 0,
         classifier: ClassifierInfo | None = None,
+        templates: AdapterTemplates | None = None,
     ) -> None:
         self.num_fetching -= 1
         record = self.names.get(name)
@@ -124,7 +125,7 @@ class AdapterTable:
                 self._fail(record, refusal, now)
                 return
         record.step(NameEvent.FETCHED)
-        self._bind(record, key, num_bytes, rank, num_heads, classifier)
+        self._bind(record, key, num_bytes, rank, num_heads, classifier, templates)
         self.residency.prefetch(key)  # it is about to be used
         if operation is None or operation.ended_s is not None:
             return
@@ -276,11 +277,12 @@ class AdapterTable:
         rank: int,
         num_heads: int,
         classifier: ClassifierInfo | None,
+        templates: AdapterTemplates | None,
     ) -> None:
         previous = record.key
         record.key = key
         self.changed.add(record.name)
-        self.residency.bind(key, record.name, num_bytes, rank, num_heads, classifier)
+        self.residency.bind(key, record.name, num_bytes, rank, num_heads, classifier, templates)
         if previous is not None and previous != key:
             self.residency.unbind(previous, record.name)
 

@@ -34,7 +34,7 @@ from loraplex_adapters.cache.states import (
     Stage,
     remembered_s,
 )
-from loraplex_contracts.adapters import AdapterKey, ClassifierInfo
+from loraplex_contracts.adapters import AdapterKey, AdapterTemplates, ClassifierInfo
 from loraplex_contracts.errors import AdapterMemoryFull, FailedPrecondition, InvalidArgument, SourceUnavailable
 
 RETRY_AFTER_S = 1.0
@@ -54,6 +54,7 @@ class AdapterCacheConfig:
     store_dir: Path | None = None
     max_pending_loads: int = 64  # names being fetched at the same time; more are refused with a retry hint
     failure_ttl_s: float = 30.0  # how long a bad adapter is answered from memory
+    with_templates: bool = False  # that adapters bring; they are part of the content
 
     def __post_init__(self) -> None:
         for name in ("host_bytes", "device_bytes", "num_device_slots", "disk_bytes", "max_pending_loads"):
@@ -106,9 +107,10 @@ class ResidencyTable:
         rank: int,
         num_heads: int = 0,
         classifier: ClassifierInfo | None = None,
+        templates: AdapterTemplates | None = None,
     ) -> None:
         """The store has fresh bytes of `key`, under `name`."""
-        record = self.records.setdefault(key, KeyRecord(key, num_bytes, rank, num_heads, classifier))
+        record = self.records.setdefault(key, KeyRecord(key, num_bytes, rank, num_heads, classifier, templates))
         record.names.add(name)
         record.last_name = name
         self.changed.add(key)

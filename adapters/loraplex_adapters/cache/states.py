@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from loraplex_contracts.adapters import AdapterKey, ClassifierInfo
+from loraplex_contracts.adapters import AdapterKey, AdapterTemplates, ClassifierInfo
 from loraplex_contracts.errors import LoraplexError
 
 
@@ -134,6 +134,7 @@ class KeyRecord:
     rank: int
     num_heads: int = 0
     classifier: ClassifierInfo | None = None
+    templates: AdapterTemplates | None = None
     state: KeyState = KeyState.KNOWN
     slot: int = -1  # while PROMOTING and ON_DEVICE
     has_host: bool = False  # host bytes are counted: STAGING, ON_HOST, PROMOTING, and ON_DEVICE with a copy

@@ -249,11 +249,13 @@ def import_adapter(
     targets: BaseTargets,
     store: AdapterStore,
     recent: RecentImports | None = None,
+    *,
+    with_templates: bool = False,
 ) -> HostCopy:
     """Reads the source, checks everything, stores. With `recent` the adapter stays in memory for its first move. Raises
     a typed error, and then nothing is left behind."""
     with source.open(adapter_id) as files:
-        plan = plan_adapter(files, targets)
+        plan = plan_adapter(files, targets, with_templates=with_templates)
         reader = PieceReader(files.opened, targets.dtype)
         for warning in plan.warnings:
             log.warning("adapter %s %s", ascii(adapter_id), warning)

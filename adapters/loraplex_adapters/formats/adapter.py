@@ -22,6 +22,7 @@ from loraplex_adapters.formats.medusa import HeadsPlan, model_tensors, plan_head
 from loraplex_adapters.formats.peft import LoraPlan, PlannedModule, plan_lora, without_base_copies
 from loraplex_adapters.formats.peft_config import MAX_CONFIG_BYTES, parse_labels, parse_lora_config, parse_peft_fields
 from loraplex_adapters.formats.peft_variants import VARIANTS, plan_variant
+from loraplex_adapters.formats.templates import read_templates
 from loraplex_adapters.io.safetensors import PieceReader, TensorInfo, read_header
 from loraplex_adapters.io.source_files import AdapterFiles, parse_object, read_all
 from loraplex_adapters.weights import AdapterLayout, BaseTargets, place_adapter
@@ -46,15 +47,18 @@ class AdapterPlan:
         if self.lora is None:
             return self
         lora = without_base_copies(self.lora, reader)
-        return replace(self, lora=lora, layout=_layout(self.layout.dtype, lora, self.heads))
+        layout = _layout(self.layout.dtype, lora, self.heads)
+        return replace(self, lora=lora, layout=replace(layout, templates=self.layout.templates))
 
     def with_heads(self, heads: HeadsPlan) -> AdapterPlan:
         """The same with other heads."""
-        return replace(self, heads=heads, layout=_layout(self.layout.dtype, self.lora, heads))
+        layout = _layout(self.layout.dtype, self.lora, heads)
+        return replace(self, heads=heads, layout=replace(layout, templates=self.layout.templates))
 
 
-def plan_adapter(files: AdapterFiles, targets: BaseTargets) -> AdapterPlan:
-    """Raises AdapterInvalid or one of its kinds, or what the files raise."""
+def plan_adapter(files: AdapterFiles, targets: BaseTargets, *, with_templates: bool = False) -> AdapterPlan:
+    """`with_templates`: those that it brings are part of it. Raises AdapterInvalid or one of its kinds, or what the
+    files raise."""
     layout_of_files = detect_kind(files.names)
     if layout_of_files == "model":
         tensors = model_tensors(files, read_medusa_config(files))
@@ -68,7 +72,12 @@ def plan_adapter(files: AdapterFiles, targets: BaseTargets) -> AdapterPlan:
     if lora is None and CONFIG_NAME in files.names:
         raise AdapterInvalid(f"there is an {CONFIG_NAME}, but no LoRA tensor in {', '.join(sorted(files.opened))}")
     layout = _layout(targets.dtype, lora, heads)
-    template = ignored_template(files.names) if layout_of_files != "model" else None
+    template = None
+    if layout_of_files != "model":  # whose templates are the base model's
+        if with_templates:
+            layout = replace(layout, templates=read_templates(files))
+        else:
+            template = ignored_template(files.names)
     unused = (f"comes with {template}, which is not used: the base model's chat template is",) if template else ()
     said = (*(lora.warnings if lora else ()), *(heads.warnings if heads else ()), *unused)
     return AdapterPlan(layout, lora, heads, tuple(dict.fromkeys(said)))

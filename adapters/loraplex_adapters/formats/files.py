@@ -1,7 +1,7 @@
 """Files of an adapter: names, and detection of its kind.
 
-The files decide what kind of adapter it is; names and requests do not. Templates and tokenizers beside an adapter are
-never read, let alone executed.
+The files decide what kind of adapter it is; names and requests do not. Templates beside an adapter are
+read only where they are wanted; tokenizers never.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PICKLE_NAMES = (*LORA_PICKLE_NAMES, *MEDUSA_PICKLE_NAMES)
 ADAPTER_NAMES = (CONFIG_NAME, WEIGHTS_NAME, MEDUSA_WEIGHTS_NAME)
 # Every file that serving may want, a whole model's apart. A source need not fetch others.
 WANTED_NAMES = (*ADAPTER_NAMES, MODEL_CONFIG_NAME)
-_TEMPLATES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
+TEMPLATE_NAMES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")  # the first one counts
 
 
 def detect_kind(names: Collection[str]) -> str:
@@ -63,4 +63,4 @@ def has_model_layout(names: Collection[str]) -> bool:
 
 def ignored_template(names: Collection[str]) -> str | None:
     """The file that carries a chat template of the adapter's own, if there is one; for a warning."""
-    return next((name for name in _TEMPLATES if name in names), None)
+    return next((name for name in TEMPLATE_NAMES if name in names), None)

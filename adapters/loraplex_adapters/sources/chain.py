@@ -38,15 +38,20 @@ class ChainSource:
 
 
 def make_source(
-    root: Path | None, hub: bool = False, hub_token: str | None = None, first: Sequence[AdapterSource] = ()
+    root: Path | None,
+    hub: bool = False,
+    hub_token: str | None = None,
+    first: Sequence[AdapterSource] = (),
+    *,
+    with_templates: bool = False,
 ) -> AdapterSource:
-    """The source that a worker's configuration asks for. The Hub only when `hub` says so. Sources in
-    `first` come before both."""
+    """The source that a worker's configuration asks for. The Hub only when `hub` says so. Sources in `first` come
+    before both. `with_templates`: those of adapters are wanted too."""
     sources = list(first)
     if root is not None:
         sources.append(DirectorySource(root))
     if hub:
-        sources.append(HubSource(token=hub_token))
+        sources.append(HubSource(token=hub_token, with_templates=with_templates))
     return ChainSource(sources)
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from loraplex_adapters.formats.files import MODEL_INDEX_NAME, WANTED_NAMES, detect_kind
+from loraplex_adapters.formats.files import MODEL_INDEX_NAME, TEMPLATE_NAMES, WANTED_NAMES, detect_kind
 from loraplex_adapters.io.confined_folder import Folder
 from loraplex_adapters.io.source_files import AdapterFiles
 from loraplex_adapters.sources.directory import open_folder
@@ -51,10 +51,12 @@ class HubSource:
         temporary: Path | None = None,
         repo_info: Callable[..., Any] | None = None,
         download: Callable[..., Any] | None = None,
+        with_templates: bool = False,
     ) -> None:
         import huggingface_hub
 
         self._token = token
+        self._wanted = (*WANTED_NAMES, *(TEMPLATE_NAMES if with_templates else ()))
         self._max_bytes = max_bytes
         self._temporary = temporary
         self._repo_info: Callable[..., Any] = repo_info or huggingface_hub.HfApi().repo_info
@@ -83,7 +85,7 @@ class HubSource:
         info: Any = self._repo_info(adapter_id, files_metadata=True, timeout=TIMEOUT_S, token=self._token)
         sizes = {entry.rfilename: entry.size or 0 for entry in info.siblings or ()}
         kind = detect_kind(sizes)  # a pickle is refused here, before it is fetched
-        wanted = [name for name in WANTED_NAMES if name in sizes]
+        wanted = [name for name in self._wanted if name in sizes]
         self._fetch_files(adapter_id, info.sha, folder, wanted, sizes)
         if kind == "model":
             with open_folder(folder, adapter_id) as files:

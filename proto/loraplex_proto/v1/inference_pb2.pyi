@@ -240,6 +240,7 @@ class Chat(google.protobuf.message.Message):
     TEMPLATE_KWARGS_JSON_FIELD_NUMBER: builtins.int
     CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: builtins.int
     DOCUMENTS_JSON_FIELD_NUMBER: builtins.int
+    TEMPLATE_FIELD_NUMBER: builtins.int
     omit_generation_prompt: builtins.bool
     """Do not open the assistant's turn after the last message."""
     tools_json: builtins.str
@@ -254,6 +255,10 @@ class Chat(google.protobuf.message.Message):
     """Go on from the end of the last message: its turn stays open, and no other is opened."""
     documents_json: builtins.str
     """A list of objects, for templates of retrieval models."""
+    template: builtins.str
+    """A chat template (Jinja) in the place of the adapter's or the model's, 256 KiB at most. Refused with
+    FAILED_PRECONDITION by servers that do not allow it (--request-templates).
+    """
     @property
     def messages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """1 to 4096."""
@@ -273,9 +278,10 @@ class Chat(google.protobuf.message.Message):
         template_kwargs_json: builtins.str = ...,
         continue_final_message: builtins.bool = ...,
         documents_json: builtins.str = ...,
+        template: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls", "parallel_tool_calls", b"parallel_tool_calls", "tool_choice", b"tool_choice"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls", "continue_final_message", b"continue_final_message", "documents_json", b"documents_json", "messages", b"messages", "omit_generation_prompt", b"omit_generation_prompt", "parallel_tool_calls", b"parallel_tool_calls", "template_kwargs_json", b"template_kwargs_json", "tool_choice", b"tool_choice", "tools_json", b"tools_json"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls", "continue_final_message", b"continue_final_message", "documents_json", b"documents_json", "messages", b"messages", "omit_generation_prompt", b"omit_generation_prompt", "parallel_tool_calls", b"parallel_tool_calls", "template", b"template", "template_kwargs_json", b"template_kwargs_json", "tool_choice", b"tool_choice", "tools_json", b"tools_json"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls"]) -> typing.Literal["parallel_tool_calls"] | None: ...
 
 Global___Chat: typing_extensions.TypeAlias = Chat
@@ -1143,11 +1149,16 @@ class TokenizeRequest(google.protobuf.message.Message):
     CHAT_FIELD_NUMBER: builtins.int
     OMIT_SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
     OFFSETS_FIELD_NUMBER: builtins.int
+    ADAPTER_ID_FIELD_NUMBER: builtins.int
     text: builtins.str
     omit_special_tokens: builtins.bool
     """Of the tokenizer, such as a beginning-of-sequence token. With text only: a chat's are written by its template."""
     offsets: builtins.bool
     """Where each token begins and ends in the text, and a chat's text itself."""
+    adapter_id: builtins.str
+    """Of a chat: the adapter whose template makes the text, where the server uses those of adapters. Empty: the base
+    model's.
+    """
     @property
     def chat(self) -> Global___Chat: ...
     def __init__(
@@ -1157,9 +1168,10 @@ class TokenizeRequest(google.protobuf.message.Message):
         chat: Global___Chat | None = ...,
         omit_special_tokens: builtins.bool = ...,
         offsets: builtins.bool = ...,
+        adapter_id: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["chat", b"chat", "input", b"input", "text", b"text"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["chat", b"chat", "input", b"input", "offsets", b"offsets", "omit_special_tokens", b"omit_special_tokens", "text", b"text"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapter_id", b"adapter_id", "chat", b"chat", "input", b"input", "offsets", b"offsets", "omit_special_tokens", b"omit_special_tokens", "text", b"text"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["input", b"input"]) -> typing.Literal["text", "chat"] | None: ...
 
 Global___TokenizeRequest: typing_extensions.TypeAlias = TokenizeRequest

@@ -46,6 +46,7 @@ PARAMS: Final[Mapping[str, str]] = {
     "chat.tool_choice.name": "tool_choice",
     "chat.documents_json": "documents",
     "chat.template_kwargs_json": "chat_template_kwargs",
+    "chat.template": "chat_template",
     "chat.continue_final_message": "continue_final_message",
     "stopping.include_stop": "include_stop_str_in_output",
     "truncate_prompt.max_tokens": "truncate_prompt_tokens",

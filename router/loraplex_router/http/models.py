@@ -32,7 +32,6 @@ HARMLESS: Final = frozenset(
 )
 
 _NO_TOOLS: Final = "tools go with chats"
-_NO_TEMPLATES: Final = "the base model's chat template is used as it is"
 _BY_MODEL: Final = "name the adapter in `model`"
 # Fields that would change the answer and are not available: the values that change nothing, and what to do instead.
 REFUSED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
@@ -52,9 +51,9 @@ REFUSED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
     "ec_transfer_params": ((), "it is another server's"),
     "thinking_token_budget": ((), "use `max_tokens`"),
     "include_reasoning": ((True,), "texts of chats alone are told from their reasoning"),
-    "verbosity": ((), _NO_TEMPLATES),
-    "chat_template": ((), _NO_TEMPLATES),
-    "tool_prompt": ((), _NO_TEMPLATES),
+    "verbosity": ((), "use `chat_template_kwargs`"),
+    "chat_template": ((), "templates go with chats"),
+    "tool_prompt": ((), "the chat template says how tools are told"),
     "modalities": ((["text"],), "answers are text"),
     "audio": ((), "answers are text"),
     "web_search_options": ((), "nothing is searched"),
@@ -181,6 +180,7 @@ class ChatTemplateInput(Fields):
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: str | None = None

@@ -160,7 +160,8 @@ class NativeRoutes:
         job = openai.chat_job(body, await self._backend.names_for(body.model, request), request_id_of(request), 0)
         if job.adapter_id:
             await self._backend.adapter_rows(job.adapter_id, request)
-        answer = await self._ask_tokens(pb.TokenizeRequest(chat=job.requests[0].chat, offsets=True), request)
+        message = pb.TokenizeRequest(chat=job.requests[0].chat, offsets=True, adapter_id=job.adapter_id)
+        answer = await self._ask_tokens(message, request)
         content = {
             "tokenize_response": native_answers.tokens_of(answer.rendered, answer),
             "templated_text": answer.rendered,

@@ -164,7 +164,7 @@ def with_model(job: Job, model: str) -> Job:
     return replace(job, model=model)
 
 
-def tokenize_request(body: TokenizeRequest) -> pb.TokenizeRequest:
+def tokenize_request(body: TokenizeRequest, adapter_id: str = "") -> pb.TokenizeRequest:
     """Raises as `completion_job`."""
     if (body.prompt is None) == (body.messages is None):
         raise InvalidArgument("give `prompt` or `messages`", field="prompt")
@@ -175,6 +175,7 @@ def tokenize_request(body: TokenizeRequest) -> pb.TokenizeRequest:
     else:
         _refuse_special_tokens(body.add_special_tokens)
         request.chat.CopyFrom(chat_of(body.messages or [], body))
+        request.adapter_id = adapter_id
         if body.tools:
             request.chat.tools_json = json_text(body.tools, "tools")
     return request
@@ -339,6 +340,8 @@ def chat_of(messages: Iterable[ChatMessage], given: ChatTemplateInput) -> pb.Cha
         omit_generation_prompt=given.add_generation_prompt is False,
         continue_final_message=bool(given.continue_final_message),
     )
+    if given.chat_template is not None:
+        chat.template = unicode_text(given.chat_template, "chat_template")
     arguments = dict(given.chat_template_kwargs or {})
     if given.reasoning_effort is not None:
         arguments.setdefault("reasoning_effort", given.reasoning_effort)

@@ -119,8 +119,9 @@ class Routes:
     # --- the tokenizer ---------------------------------------------------------------------------------------------
 
     async def tokenize(self, body: TokenizeRequest, request: Request) -> Response:
-        headers = await self._check_model(body, request)
-        raw = await self._backend.ask(self._tokenize, openai.tokenize_request(body).SerializeToString(), request)
+        headers, adapter_id = await self._check_model(body, request)
+        message = openai.tokenize_request(body, adapter_id)
+        raw = await self._backend.ask(self._tokenize, message.SerializeToString(), request)
         answer = inference_pb2.TokenizeResponse.FromString(raw)
         content: dict[str, Any] = {
             "count": len(answer.token_ids),
@@ -135,7 +136,7 @@ class Routes:
 
     async def detokenize(self, body: DetokenizeRequest, request: Request) -> Response:
         """vLLM keeps special tokens unless told otherwise; SGLang, whose path begins with /v1, does not."""
-        headers = await self._check_model(body, request)
+        headers, _ = await self._check_model(body, request)
         message = openai.detokenize_request(body, omits_special=request.url.path.startswith("/v1/"))
         raw = await self._backend.ask(self._detokenize, message.SerializeToString(), request)
         text = inference_pb2.DetokenizeResponse.FromString(raw).text
@@ -154,12 +155,15 @@ class Routes:
         content["model_max_length"] = self._backend.replicas.max_context_tokens
         return JSONResponse(content)
 
-    async def _check_model(self, body: TokenizeRequest | DetokenizeRequest, request: Request) -> dict[str, str]:
-        """Headers of the answer. All adapters have the base model's tokenizer, but an unknown one is an error."""
+    async def _check_model(
+        self, body: TokenizeRequest | DetokenizeRequest, request: Request
+    ) -> tuple[dict[str, str], str]:
+        """Headers of the answer, and the adapter. All have the base model's tokenizer, but an unknown one is an
+        error."""
         headers = self._backend.ignored(ignored_fields(body), harmless_fields(body))
         if adapter_id := adapter_of(body.model, await self._backend.names_for(body.model, request)):
             await self._backend.adapter_rows(adapter_id, request)
-        return headers
+        return headers, adapter_id
 
     # --- models ----------------------------------------------------------------------------------------------------
 

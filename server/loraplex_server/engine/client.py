@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from loraplex_adapters.cache.listing import Listing
-from loraplex_contracts.adapters import AdapterId, AdapterInfo, CacheUsage
+from loraplex_contracts.adapters import AdapterId, AdapterInfo, AdapterVersion, CacheUsage
 from loraplex_contracts.errors import ClientTooSlow, Draining, EngineLost, Internal, LoraplexError, WorkerLost
 from loraplex_contracts.load import Load
 from loraplex_contracts.request import CompletionEnd, Event, Request, RequestFailed, Tokens
@@ -49,7 +49,7 @@ from loraplex_server.engine.process import EngineBuilder, Scratch, engine_proces
 
 log = logging.getLogger(__name__)
 
-AdapterVerb = Literal["load", "unload", "get"]
+AdapterVerb = Literal["load", "unload", "get", "templates"]
 
 
 class ChangeSignal:
@@ -144,7 +144,7 @@ class EngineClient:
         self._max_stream_wait_s = max_stream_wait_s
         self._meter = SendCostMeter()
         self._streams: dict[str, RequestStream] = {}
-        self._operations: dict[int, asyncio.Future[tuple[AdapterInfo, ...]]] = {}
+        self._operations: dict[int, asyncio.Future[Reply]] = {}
         self._operation_ids = itertools.count(1)
         self._conn: Any = None
         self._commands: CommandWriter | None = None
@@ -231,9 +231,19 @@ class EngineClient:
 
     async def adapters(self, verb: AdapterVerb, adapter_id: AdapterId, *, pin: bool = False) -> tuple[AdapterInfo, ...]:
         """One operation on the adapter cache. Raises its typed error."""
+        return (await self._operate(verb, adapter_id, pin)).adapters
+
+    async def adapter_version(self, adapter_id: AdapterId) -> AdapterVersion:
+        """The version that requests get now, with its templates; it is fetched where it has to be. Raises as a request
+        for it would."""
+        found = (await self._operate("templates", adapter_id, False)).version
+        assert found is not None, "the engine answers what it was asked"
+        return found
+
+    async def _operate(self, verb: AdapterVerb, adapter_id: AdapterId, pin: bool) -> Reply:
         self._check_alive()
         operation_id = next(self._operation_ids)
-        future: asyncio.Future[tuple[AdapterInfo, ...]] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._operations[operation_id] = future
         self._send(AdapterCommand(operation_id, verb, adapter_id, pin))
         try:
@@ -375,7 +385,7 @@ class EngineClient:
         if reply.error is not None:
             future.set_exception(reply.error)
         else:
-            future.set_result(reply.adapters)
+            future.set_result(reply)
 
     def _on_lost(self) -> None:
         if self.lost.is_set():

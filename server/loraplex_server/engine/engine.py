@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from loraplex_adapters.cache.manager import AdapterManager
-from loraplex_contracts.adapters import AdapterId, AdapterInfo, AdapterKey
+from loraplex_contracts.adapters import AdapterId, AdapterKey, AdapterVersion
 from loraplex_contracts.errors import (
     ClassifiesOnly,
     DeadlineExceeded,
@@ -22,6 +22,7 @@ from loraplex_contracts.errors import (
     InvalidArgument,
     LoraplexError,
     NoClassifier,
+    Unavailable,
     unexpected,
 )
 from loraplex_contracts.load import Forecast, Load
@@ -385,6 +386,7 @@ class Engine:
         adapter_key = accepted.adapter_key
         accepted.is_scheduled = True
         try:
+            _check_version(accepted.request, adapter_key)
             request = self._with_classifier(accepted.request, adapter_key)
             self._speculator.begin(request, adapter_key, accepted.medusa_key)
             keeps_hidden = self._speculator.needs_hidden_states(request.request_id)
@@ -468,28 +470,34 @@ class Engine:
     def _run_operations(self, now: float) -> None:
         for operation_id, command in list(self._operations.items()):
             try:
-                infos = self._run_operation(command, now)
+                reply = self._run_operation(command, now)
             except LoraplexError as error:
                 reply = Reply(operation_id, error=error)
             except Exception as error:
                 reply = Reply(operation_id, error=unexpected(error, f"running the adapter operation {command.verb}"))
-            else:
-                if infos is None:
-                    continue  # under way; looked at again after the next poll
-                reply = Reply(operation_id, adapters=infos)
+            if reply is None:
+                continue  # under way; looked at again after the next poll
             del self._operations[operation_id]
             self._residency_changed = True
             self._replies.append(reply)
 
-    def _run_operation(self, command: AdapterCommand, now: float) -> tuple[AdapterInfo, ...] | None:
+    def _run_operation(self, command: AdapterCommand, now: float) -> Reply | None:
+        number, adapter_id = command.operation_id, command.adapter_id
         match command.verb:
             case "load":
-                info = self._cache.load(command.adapter_id, command.pin, now)
-                return None if info is None else (info,)
+                info = self._cache.load(adapter_id, command.pin, now)
+                return None if info is None else Reply(number, (info,))
             case "unload":
-                return (self._cache.unload(command.adapter_id),)
+                return Reply(number, (self._cache.unload(adapter_id),))
             case "get":
-                return (self._cache.get(command.adapter_id),)
+                return Reply(number, (self._cache.get(adapter_id),))
+            case "templates":
+                key = self._cache.resolve(adapter_id, now)
+                if key is None:
+                    return None
+                version = AdapterVersion(adapter_id, key.digest, self._cache.templates(key))
+                self._cache.drop_hold(key)
+                return Reply(number, version=version)
 
     # --- reporting ----------------------------------------------------------------------------------------------------
 
@@ -525,3 +533,13 @@ class Engine:
         if now >= self._forecast_due_s:
             self._forecast, self._forecast_due_s = self._scheduler.forecast(), now + FORECAST_EVERY_S
         return self._forecast
+
+
+def _check_version(request: Request, adapter_key: AdapterKey | None) -> None:
+    """Raises Unavailable where the adapter was loaded anew since its template made the prompt."""
+    if request.adapter_digest and (adapter_key is None or adapter_key.digest != request.adapter_digest):
+        raise Unavailable(
+            f"adapter {request.adapter_id!a} was loaded anew while its template made the prompt; send it again",
+            resource=request.adapter_id,
+            retry_after_s=0.0,
+        )

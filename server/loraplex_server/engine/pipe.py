@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Final, Literal
 
-from loraplex_contracts.adapters import AdapterId, AdapterInfo, CacheUsage, ListingChanges
+from loraplex_contracts.adapters import AdapterId, AdapterInfo, AdapterVersion, CacheUsage, ListingChanges
 from loraplex_contracts.errors import LoraplexError
 from loraplex_contracts.load import Load
 from loraplex_contracts.request import Event, Request
@@ -52,7 +52,7 @@ class AdapterCommand:
     """One operation of the adapter service; answered by a Reply with the same `operation_id`."""
 
     operation_id: int
-    verb: Literal["load", "unload", "get"]
+    verb: Literal["load", "unload", "get", "templates"]
     adapter_id: AdapterId
     pin: bool = False
 
@@ -134,6 +134,7 @@ class Reply:
     operation_id: int
     adapters: tuple[AdapterInfo, ...] = ()
     error: LoraplexError | None = None
+    version: AdapterVersion | None = None  # of "templates"
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ Leaving the `async for` early cancels the request in the engine, which frees its
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Collection
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from loraplex_contracts.errors import Cancelled
@@ -25,7 +25,7 @@ from loraplex_contracts.request import (
     Tokens,
     TopLogprob,
 )
-from loraplex_server.text.responses import MessagePart, ParsedMessage, ResponseParsing
+from loraplex_server.text.responses import AsyncReader, MessagePart, ParsedMessage, ResponseParsing
 from loraplex_server.text.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:  # the process that tokenizes long texts loads no torch
@@ -92,17 +92,18 @@ class CompletionAssembler:
         ending = stopping.stop_token_ids | (frozenset() if stopping.ignore_eos else frozenset(eos_token_ids))
         dropped = frozenset[int]() if stopping.include_stop else ending
         keep_special = request.output.keep_special_tokens
-        if parsing is not None and not keep_special and parsing.format is not None:
+        if parsing is not None and not keep_special and parsing.is_parsed:
             dropped, keep_special = dropped | parsing.unread_ids, True  # it looks for some of them
         self._index = index
         self._detokenizer = tokenizer.new_detokenizer(request.prompt_token_ids, dropped, keep_special=keep_special)
-        self._reader = None if parsing is None else parsing.reader()
+        self._reader = None if parsing is None or parsing.new_user_reader is not None else parsing.reader()
         self._stops = tokenizer.new_stop_matcher(stopping)
+        self._is_parsed = parsing is not None
         self._tokenizer = tokenizer
         self._with_bytes = request.output.token_bytes
         self._num_tokens = 0
         self._num_chars = 0  # out of the detokenizer
-        self._starts: list[int] = []  # of the tokens of an answer that is parsed, in those characters
+        self.starts: list[int] = []  # of the tokens of an answer that is parsed, in those characters
         self._num_steps = 0
         self._drafts: dict[str, Drafts] = {}
         self.is_stopped = False  # by a stop string; only `end` is still to come
@@ -154,7 +155,7 @@ class CompletionAssembler:
             num_steps=self._num_steps,
             drafts=tuple(self._drafts[name] for name in sorted(self._drafts)),
             message=None if self._reader is None else self._reader.message(),
-            num_reasoning_tokens=0 if self._reader is None else self._reader.num_reasoning_tokens(self._starts),
+            num_reasoning_tokens=0 if self._reader is None else self._reader.num_reasoning_tokens(self.starts),
         )
         return Delta(self._index, text=text, parts=tuple(parts), end=summary)
 
@@ -178,13 +179,13 @@ class CompletionAssembler:
         """Text that is safe to send, and the number of tokens that belong to the completion."""
         if self._detokenizer is None:
             return "", len(token_ids)
-        if self._stops is None and self._reader is None:
+        if self._stops is None and not self._is_parsed:
             return self._detokenizer.push(token_ids), len(token_ids)
         text = ""
         for num_kept, token_id in enumerate(token_ids, start=1):
             new = self._detokenizer.push((token_id,))
-            if self._reader is not None:
-                self._starts.append(self._num_chars)
+            if self._is_parsed:
+                self.starts.append(self._num_chars)
                 self._num_chars += len(new)
             text += self._through_stops(new, num_before=num_kept)
             if self.is_stopped:
@@ -223,14 +224,21 @@ async def generate(
 ) -> AsyncGenerator[list[Delta], None]:
     """Yields the deltas of the events since the last ones, until every completion has ended.
 
-    Raises the request's typed error. `progress` is filled before the first yield that it concerns.
+    Raises the request's typed error, and AdapterInvalid where an adapter's response template comes to its limits.
+    `progress` is filled before the first yield that it concerns.
     """
     assemblers = [CompletionAssembler(request, index, tokenizer, eos_token_ids, parsing) for index in range(request.n)]
+    new_reader = None if parsing is None else parsing.new_user_reader
+    readers = [] if new_reader is None else [new_reader() for _ in range(request.n)]
     stream = engine.submit(request)
     try:
         while True:
             events = await stream.next()
             deltas = _coalesce(_take(engine, stream, assemblers, events, progress))
+            if readers:
+                deltas = [
+                    await _with_parts(delta, readers[delta.index], assemblers[delta.index].starts) for delta in deltas
+                ]
             if deltas:
                 yield deltas
             # Events before a failure are delivered before it.
@@ -241,6 +249,15 @@ async def generate(
     finally:
         if not stream.is_over:
             engine.cancel(stream, Cancelled("the client went away"))
+
+
+async def _with_parts(delta: Delta, reader: AsyncReader, starts: Sequence[int]) -> Delta:
+    parts = tuple(await reader.push(delta.text, is_end=delta.end is not None))
+    if delta.end is None:
+        return replace(delta, parts=parts)
+    num_reasoning_tokens = reader.num_reasoning_tokens(starts)
+    end = replace(delta.end, message=reader.message(), num_reasoning_tokens=num_reasoning_tokens)
+    return replace(delta, parts=parts, end=end)
 
 
 def _take(

@@ -9,10 +9,11 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache, partial
+from typing import Any
 
 import loraplex_proto
+from loraplex_contracts.adapters import AdapterVersion
 from loraplex_contracts.errors import LoraplexError
 from loraplex_contracts.request import Request
 from loraplex_contracts.sampling import TokenizerView
@@ -21,6 +22,7 @@ from loraplex_proto.v1 import inference_pb2, inference_pb2_grpc
 from loraplex_server.engine.client import EngineClient
 from loraplex_server.engine.pipe import ModelInfo
 from loraplex_server.frontend.generation import Delta, Progress, generate
+from loraplex_server.frontend.templates import Templates
 from loraplex_server.frontend.tokenizing import Tokenizing
 from loraplex_server.grammars import calls
 from loraplex_server.grpc import protobuf
@@ -28,9 +30,6 @@ from loraplex_server.grpc.middleware import RequestGate, begin_request, handles_
 from loraplex_server.grpc.prompts import TOKEN_CHARS, Prompts, copied_ids, seconds_left, within
 from loraplex_server.text.responses import ResponseParsing
 from loraplex_server.text.tokenizer import SHORT_CHARS, Truncation
-
-if TYPE_CHECKING:  # imports Transformers
-    from loraplex_server.text.response_template import ResponseFormat
 
 Context = Any  # grpc.aio.ServicerContext, which is generic over messages in its stubs
 
@@ -84,17 +83,18 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         info: ModelInfo,
         tokenizing: Tokenizing,
         gate: RequestGate,
-        response_format: ResponseFormat | None = None,
+        templates: Templates | None = None,
     ) -> None:
         self._engine = engine
-        self._response_format = response_format
-        self._call_form = calls.form_of(response_format)
+        self._templates = templates or Templates(tokenizing)
+        self._form_of = lru_cache(maxsize=64)(calls.form_of)
+        self._form_of(self._templates.trusted_format(None))
         vocabulary = tokenizing.tokenizer.vocabulary
         self._special_ids = {} if vocabulary is None else vocabulary.special_ids
         self._info = info
         self._tokenizing = tokenizing
         self._tokenizer = tokenizing.tokenizer
-        self._prompts = Prompts(tokenizing)
+        self._prompts = Prompts(tokenizing, self._templates)
         self._gate = gate
         self._limits = tokenizing.limits
         self._tokenizer_view = TokenizerView(
@@ -147,9 +147,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Tokenize(self, request: inference_pb2.TokenizeRequest, context: Context) -> Any:
         """Gives serialized bytes: for a long text they are made in the process that tokenizes it."""
         validate.check_tokenize(request)
-        self._gate.admit()
+        self._gate.admit(*((request.adapter_id,) if request.adapter_id else ()))
         async with within(seconds_left(context)):
-            text, special = await self._prompts.text(request)
+            version = await self._prompts.version(request, request.adapter_id)
+            text, special = await self._prompts.text(request, version)
             special = special and not request.omit_special_tokens
             raw = await self._tokenizing.tokenize(
                 text, protobuf.tokenize_response, special=special, with_offsets=request.offsets
@@ -223,9 +224,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             if message.grammar.WhichOneof("kind") == "gbnf":
                 num_bytes = max(num_bytes, SHORT_CHARS)  # its parser takes a hundred times as long as others
             grammar = await self._tokenizing.off_loop(num_bytes, partial(protobuf.grammar, message.grammar))
-            prompt = await self._prompts.ids(
-                message, self._truncation(message), special=not message.omit_special_tokens
-            )
+            version = await self._prompts.version(message, message.adapter_id)
+            special = not message.omit_special_tokens
+            prompt = await self._prompts.ids(message, self._truncation(message), special=special, version=version)
             if is_cut or not num_ids:
                 validate.check_prompt_length(len(prompt), self._limits)
             output = message.output
@@ -235,9 +236,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 await self._tokenizing.off_loop(len(prompt) * TOKEN_CHARS, to_tokens) if output.prompt_tokens else []
             )
             forced = message.chat.tool_choice.WhichOneof("kind") in ("required", "name")
-            parsing = await self._parsing(message, prompt) if output.parse_chat or forced else None
+            parsing = await self._parsing(message, prompt, version) if output.parse_chat or forced else None
             if forced and parsing is not None:
-                make = partial(calls.tool_calls, self._call_form, parsing, self._special_ids)
+                make = partial(calls.tool_calls, self._form_of(parsing.format), parsing, self._special_ids)
                 to_grammar = partial(make, message.chat.tool_choice.name)
                 grammar = await self._tokenizing.off_loop(len(message.chat.tools_json), to_grammar)
             to_params = partial(protobuf.sampling_params, message.sampling, self._tokenizer_view)
@@ -253,6 +254,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             arrival_s=arrival_s,
             deadline_s=None if remaining_s is None else arrival_s + remaining_s,
             grammar=grammar,
+            adapter_digest="" if version is None else version.digest,
         )
         return Accepted(request, echo, tokens, parsing if output.parse_chat else None)
 
@@ -270,10 +272,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         num_outputs = min(wanted, room)
         forecast.check((tenant, message.adapter_id), num_prompt, num_outputs, remaining_s)
 
-    async def _parsing(self, message: inference_pb2.GenerateRequest, prompt: tuple[int, ...]) -> ResponseParsing:
+    async def _parsing(
+        self, message: inference_pb2.GenerateRequest, prompt: tuple[int, ...], version: AdapterVersion | None
+    ) -> ResponseParsing:
         """Raises InvalidArgument for tools that are not a list of objects."""
         end = await self._tokenizing.decode(prompt[-PROMPT_END_TOKENS:], keep_special=True, field="output.parse_chat")
-        read = partial(protobuf.parsing_of, message, self._response_format, end, self._special_ids)
+        format = self._templates.response_format(version)
+        new_reader = None if version is None else partial(self._templates.new_user_reader, version)
+        read = partial(protobuf.parsing_of, message, format, end, self._special_ids, new_reader)
         return await self._tokenizing.off_loop(len(message.chat.tools_json), read)
 
     def _truncation(self, message: inference_pb2.GenerateRequest) -> Truncation | None:

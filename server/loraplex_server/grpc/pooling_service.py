@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from loraplex_contracts.adapters import AdapterId
+from loraplex_contracts.adapters import AdapterId, AdapterVersion
 from loraplex_contracts.errors import FailedPrecondition, InvalidArgument, NoClassifier
 from loraplex_contracts.request import PoolingParams, Request, SpeculationParams, StoppingParams
 from loraplex_proto import validate
@@ -20,6 +20,7 @@ from loraplex_proto.v1 import inference_pb2, pooling_pb2, pooling_pb2_grpc
 from loraplex_server.engine.client import EngineClient
 from loraplex_server.engine.pipe import ModelInfo
 from loraplex_server.frontend.pooling import PooledAnswer, embedding, pool_all, probabilities, sigmoid
+from loraplex_server.frontend.templates import Templates
 from loraplex_server.frontend.tokenizing import Tokenizing
 from loraplex_server.grpc.middleware import RequestGate, begin_request, handles_errors
 from loraplex_server.grpc.prompts import TOKEN_CHARS, PoolingRequest, Prompts, seconds_left, within
@@ -30,11 +31,18 @@ Context = Any
 class PoolingServicer(pooling_pb2_grpc.PoolingServiceServicer):
     """Owns the counter that makes the engine's request ids unique."""
 
-    def __init__(self, engine: EngineClient, info: ModelInfo, tokenizing: Tokenizing, gate: RequestGate) -> None:
+    def __init__(
+        self,
+        engine: EngineClient,
+        info: ModelInfo,
+        tokenizing: Tokenizing,
+        gate: RequestGate,
+        templates: Templates | None = None,
+    ) -> None:
         self._engine = engine
         self._info = info
         self._tokenizing = tokenizing
-        self._prompts = Prompts(tokenizing)
+        self._prompts = Prompts(tokenizing, templates)
         self._gate = gate
         self._counter = itertools.count(1)
 
@@ -184,8 +192,10 @@ class PoolingServicer(pooling_pb2_grpc.PoolingServiceServicer):
         async with within(left_s):
             self._refuse_early(message, query, identity.tenant, left_s)
             prompts: list[tuple[int, ...]] = []
+            version: AdapterVersion | None = None
             for one in inputs:
-                prompts.append(await self._prompt(message, one, query))
+                version = version or await self._prompts.version(one, message.adapter_id)
+                prompts.append(await self._prompt(message, one, query, version))
                 await asyncio.sleep(0)  # short texts are tokenized on the event loop
         return [
             Request(
@@ -195,6 +205,7 @@ class PoolingServicer(pooling_pb2_grpc.PoolingServiceServicer):
                 speculation=SpeculationParams(kind="off"),
                 pooling=params,
                 adapter_id=AdapterId(message.adapter_id),
+                adapter_digest="" if version is None else version.digest,
                 tenant=identity.tenant,
                 cache_salt=message.cache_salt,
                 priority=message.priority,
@@ -205,7 +216,11 @@ class PoolingServicer(pooling_pb2_grpc.PoolingServiceServicer):
         ]
 
     async def _prompt(
-        self, message: PoolingRequest, one: pooling_pb2.PoolingInput, query: pooling_pb2.PoolingInput | None
+        self,
+        message: PoolingRequest,
+        one: pooling_pb2.PoolingInput,
+        query: pooling_pb2.PoolingInput | None,
+        version: AdapterVersion | None,
     ) -> tuple[int, ...]:
         """Raises typed errors for ids that this model does not have, and for a prompt that its context cannot hold."""
         limits, special = self._tokenizing.limits, not message.omit_special_tokens
@@ -219,7 +234,7 @@ class PoolingServicer(pooling_pb2_grpc.PoolingServiceServicer):
             await self._tokenizing.off_loop(len(part.token_ids.ids), check)
         template = message.template if isinstance(message, pooling_pb2.ScoreRequest) else ""
         if query is None:
-            prompt = await self._prompts.ids(one, truncation, special=special)
+            prompt = await self._prompts.ids(one, truncation, special=special, version=version)
         elif template:
             text = _filled(template, {"{query}": query.text, "{document}": one.text})
             prompt = await self._prompts.ids(pooling_pb2.PoolingInput(text=text), truncation, special=special)

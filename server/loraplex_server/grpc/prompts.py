@@ -8,9 +8,11 @@ from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from typing import Any
 
+from loraplex_contracts.adapters import AdapterVersion
 from loraplex_contracts.errors import DeadlineExceeded
 from loraplex_proto.status import answer_within_s
 from loraplex_proto.v1 import inference_pb2, pooling_pb2
+from loraplex_server.frontend.templates import Templates
 from loraplex_server.frontend.tokenizing import Tokenizing
 from loraplex_server.grpc import protobuf
 from loraplex_server.text.control_tokens import SafeText
@@ -29,24 +31,42 @@ PoolingRequest = pooling_pb2.EmbedRequest | pooling_pb2.ClassifyRequest | poolin
 class Prompts:
     """Makes token ids of messages that have been validated."""
 
-    def __init__(self, tokenizing: Tokenizing) -> None:
+    def __init__(self, tokenizing: Tokenizing, templates: Templates | None = None) -> None:
         self._tokenizing = tokenizing
+        self._templates = templates or Templates(tokenizing)
 
-    async def ids(self, message: Prompt, truncation: Truncation | None, *, special: bool = True) -> tuple[int, ...]:
-        """`special`: with the tokenizer's own special tokens around a text. Raises what `Tokenizing.encode` raises."""
+    async def version(self, message: Prompt | inference_pb2.TokenizeRequest, adapter_id: str) -> AdapterVersion | None:
+        """The adapter's version whose templates make the prompt; None where none do."""
+        return await self._templates.version(adapter_id) if message.WhichOneof("input") == "chat" else None
+
+    async def ids(
+        self,
+        message: Prompt,
+        truncation: Truncation | None,
+        *,
+        special: bool = True,
+        version: AdapterVersion | None = None,
+    ) -> tuple[int, ...]:
+        """`special`: with the tokenizer's own special tokens around a text. Raises what `Tokenizing.encode` raises, and
+        `Templates.render`."""
         if message.WhichOneof("input") == "token_ids":
             ids = message.token_ids.ids
             kept = ids if truncation is None else truncation.cut(ids)
             return await self._tokenizing.off_loop(len(kept), partial(copied_ids, kept))
-        text, may_be_special = await self.text(message)
+        text, may_be_special = await self.text(message, version)
         return tuple(await self._tokenizing.encode(text, special=special and may_be_special, truncation=truncation))
 
-    async def text(self, message: Prompt | inference_pb2.TokenizeRequest) -> tuple[str | SafeText, bool]:
+    async def text(
+        self, message: Prompt | inference_pb2.TokenizeRequest, version: AdapterVersion | None = None
+    ) -> tuple[str | SafeText, bool]:
         """The text to tokenize, and whether it needs special tokens: a chat's template writes them."""
         if message.WhichOneof("input") != "chat":
             return message.text, True
         chat = message.chat
         num_bytes = chat.ByteSize() + MESSAGE_CHARS * len(chat.messages)
+        template = self._templates.choose(chat.template, version, has_tools=bool(chat.tools_json))
+        if template is not None:
+            return await self._templates.render(template, partial(protobuf.template_input, chat), num_bytes), False
         return await self._tokenizing.off_loop(num_bytes, partial(self._rendered, chat)), False
 
     async def pair_ids(

@@ -6,7 +6,8 @@ Imports no torch and no gRPC: the process that tokenizes long texts makes the an
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from loraplex_adapters.cache.listing import Resident
@@ -27,9 +28,9 @@ from loraplex_contracts.sampling import SAMPLING_OPTIONS, SamplingParams, Tokeni
 from loraplex_proto.enums import ADAPTER_STATES, ADAPTER_TIERS, FINISH_REASONS
 from loraplex_proto.v1 import adapter_pb2, inference_pb2, worker_pb2
 from loraplex_server.frontend.generation import CompletionSummary, Delta
-from loraplex_server.text.responses import MessagePart, ParsedMessage, ResponseParsing
+from loraplex_server.text.responses import AsyncReader, MessagePart, ParsedMessage, ResponseParsing
 from loraplex_server.text.tokenizer import TextTokenizer
-from loraplex_server.text.vocabulary import Vocabulary
+from loraplex_server.text.vocabulary import Vocabulary, unread_ids
 
 if TYPE_CHECKING:  # imports Transformers
     from loraplex_server.text.response_template import ResponseFormat
@@ -57,6 +58,7 @@ def to_request(
     arrival_s: float,
     deadline_s: float | None,
     grammar: Grammar | None = None,
+    adapter_digest: str = "",
 ) -> Request:
     """A validated message as the engine's request. `room`: number of new tokens for which the context has space."""
     stopping, output, speculation = message.stopping, message.output, message.speculation
@@ -90,6 +92,7 @@ def to_request(
             fixed_length=speculation.fixed_length,
         ),
         adapter_id=AdapterId(message.adapter_id),
+        adapter_digest=adapter_digest,
         tenant=tenant,
         cache_salt=message.cache_salt,
         grammar=grammar,
@@ -179,20 +182,36 @@ def _refuse_constant(name: str) -> None:
 
 def parsing_of(
     message: inference_pb2.GenerateRequest,
-    format: ResponseFormat | None,
+    format: ResponseFormat | str | None,
     prompt_end: str,
     special_ids: Mapping[str, int],
+    new_user_reader: Callable[[Mapping[str, Any]], AsyncReader] | None = None,
 ) -> ResponseParsing:
     """How answers to a validated chat are read. `prompt_end`: the last part of the prompt's text, special tokens
-    included. Raises InvalidArgument for JSON of another kind."""
+    included. `new_user_reader`: where the format is an adapter's own template. Raises InvalidArgument for JSON of
+    another kind."""
     chat = message.chat
     tools = _objects(chat.tools_json, "chat.tools_json") or []
+    with_calls = bool(tools) and chat.tool_choice.WhichOneof("kind") != "none"
+    max_calls = 1 if chat.HasField("parallel_tool_calls") and not chat.parallel_tool_calls else None
+    if isinstance(format, str):
+        assert new_user_reader is not None, "an adapter's own template has a reader of its own"
+        how = {
+            "template": format, "prompt_end": prompt_end, "tools": tools, "with_calls": with_calls,
+            "max_calls": max_calls,
+        }  # fmt: skip
+        return ResponseParsing(
+            tools=tools,
+            max_calls=max_calls,
+            unread_ids=unread_ids(format, special_ids),
+            new_user_reader=partial(new_user_reader, how),
+        )
     return ResponseParsing(
         format,
         prefix="" if format is None else format.prefix_of(prompt_end),
         tools=tools,
-        with_calls=bool(tools) and chat.tool_choice.WhichOneof("kind") != "none",
-        max_calls=1 if chat.HasField("parallel_tool_calls") and not chat.parallel_tool_calls else None,
+        with_calls=with_calls,
+        max_calls=max_calls,
         unread_ids=frozenset() if format is None else format.unread_ids(special_ids),
     )
 

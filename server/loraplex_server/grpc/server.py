@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from loraplex_adapters.sources.chain import SourceWatch, make_source
@@ -20,6 +21,7 @@ from loraplex_server.config import ChatConfig, WorkerConfig
 from loraplex_server.engine.client import EngineClient
 from loraplex_server.engine.pipe import ModelInfo
 from loraplex_server.engine.process import EngineBuilder
+from loraplex_server.frontend.templates import Templates
 from loraplex_server.frontend.tokenizing import Tokenizing
 from loraplex_server.grpc.adapter_service import AdapterListing, AdapterServicer
 from loraplex_server.grpc.inference_service import InferenceServicer
@@ -60,6 +62,7 @@ class Worker:
     listener: Listener
     gate: RequestGate
     tokenizing: Tokenizing
+    templates: Templates
     source: SourceWatch
 
     @property
@@ -85,6 +88,7 @@ class Worker:
         await self.engine.stop()  # ends what still runs, with an error that says why
         await self.gate.drain(FLUSH_S)
         await self.listener.stop(FLUSH_S)
+        await self.templates.close()
         await self.tokenizing.close()
         self.source.close()
 
@@ -119,8 +123,9 @@ async def start_worker(
         info = await engine.start(on_progress, inline=inline, builder=builder)
         if tokenizer is None:  # in a thread: health checks are answered meanwhile
             tokenizer = await asyncio.to_thread(_load_tokenizer, info, config.chat)
-        response_format = await asyncio.to_thread(_load_response_format, tokenizer, config.chat)
-        return _serve(listener, engine, info, tokenizer, source, response_format)
+        formats = partial(_response_format, tokenizer, config.chat)
+        await asyncio.to_thread(formats, None)  # imports Transformers, and raises
+        return _serve(config, listener, engine, info, tokenizer, source, formats)
     except BaseException:
         if source is not None:
             source.close()
@@ -138,38 +143,50 @@ def _load_tokenizer(info: ModelInfo, chat: ChatConfig) -> TextTokenizer:
     return TextTokenizer.from_pretrained(info.base, revision=info.base_revision, chat_template=chat_template)
 
 
-def _load_response_format(tokenizer: TextTokenizer, chat: ChatConfig) -> ResponseFormat | None:
-    """Raises InvalidArgument for a response template that cannot be used."""
+def _response_format(tokenizer: TextTokenizer, chat: ChatConfig, chat_template: str | None) -> ResponseFormat | None:
+    """Of the base model (None), or of another chat template. Raises InvalidArgument for a response template that cannot
+    be used."""
     from loraplex_server.text.response_template import ResponseFormat  # late: imports Transformers
 
     if not tokenizer.has_text:
         return None
-    chat_template = tokenizer.facts().chat_template
-    return ResponseFormat.of(chat_template, tokenizer.response_template, chat.tool_format, chat.response_template)
+    if chat_template is not None:
+        return ResponseFormat.of(chat_template, None, chat.tool_format, chat.response_template)
+    own, template = tokenizer.response_template, tokenizer.facts().chat_template
+    return ResponseFormat.of(template, own, chat.tool_format, chat.response_template)
 
 
 def _serve(
+    config: WorkerConfig,
     listener: Listener,
     engine: EngineClient,
     info: ModelInfo,
     tokenizer: TextTokenizer,
     source: SourceWatch,
-    response_format: ResponseFormat | None,
+    formats: Callable[[str | None], ResponseFormat | None],
 ) -> Worker:
     if listener.registry is not None:
         WorkerCollector(listener.registry, lambda: engine.state)
     gate = RequestGate(telemetry.RequestMetrics(listener.registry, "worker"))
     tokenizing = Tokenizing(tokenizer, ModelLimits(info.vocab_size, info.max_context_tokens))
+    templates = Templates(
+        tokenizing,
+        engine,
+        of_requests=config.chat.request_templates,
+        of_adapters=config.engine.adapters.templates,
+        format_of=formats,
+    )
+    templates.prepare()
     servicers = (
-        InferenceServicer(engine, info, tokenizing, gate, response_format),
-        PoolingServicer(engine, info, tokenizing, gate),
+        InferenceServicer(engine, info, tokenizing, gate, templates),
+        PoolingServicer(engine, info, tokenizing, gate, templates),
         AdapterServicer(engine, gate, AdapterListing(lambda: engine.state.listing, source, info.own_adapters)),
         WorkerServicer(engine, gate),
     )
     listener.serve([service_handler(*pair) for pair in zip(SERVICES, servicers, strict=True)])
     listener.health.set_ready(True)
     engine.on_stalled = lambda is_stalled: listener.health.set_ready(not is_stalled)
-    return Worker(engine, info, listener, gate, tokenizing, source)
+    return Worker(engine, info, listener, gate, tokenizing, templates, source)
 
 
 async def run_worker(

@@ -12,6 +12,7 @@ import secrets
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -21,7 +22,9 @@ from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from loraplex_contracts.errors import InvalidArgument
+from loraplex_server.config import TOOL_FORMATS
 from loraplex_server.text.tool_schemas import resolved_parameters
+from loraplex_server.text.vocabulary import unread_ids
 
 _logger = logging.getLogger(__name__)
 
@@ -66,13 +69,18 @@ class ResponseFormat:
         self.template = template
         self.call_text = _call_text(fields.get("tool_calls"))
         self._short_ids = short_ids
-        self._source = json.dumps(template, ensure_ascii=False).replace("\\", "")  # of patterns, too
+        self._source = json.dumps(template, ensure_ascii=False)
 
     @classmethod
     def named(cls, name: str) -> ResponseFormat:
         """One of `loraplex_server.config.TOOL_FORMATS`."""
         template = json.loads(cls.source(name).read_text(encoding="utf-8"))
         return cls(template, short_ids=name.startswith("mistral"))
+
+    @staticmethod
+    @cache
+    def all_named() -> tuple[ResponseFormat, ...]:
+        return tuple(map(ResponseFormat.named, TOOL_FORMATS))
 
     @staticmethod
     def source(name: str) -> Traversable:
@@ -105,7 +113,7 @@ class ResponseFormat:
 
     def unread_ids(self, special_ids: Mapping[str, int]) -> frozenset[int]:
         """Those of the special tokens (ids by text) that the template does not look for."""
-        return frozenset(token_id for text, token_id in special_ids.items() if text not in self._source)
+        return unread_ids(self._source, special_ids)
 
     def prefix_of(self, prompt: str) -> str:
         """What a prompt has written of the answer already, such as an opening mark."""

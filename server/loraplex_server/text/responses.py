@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, cast
 
 from loraplex_contracts.adapters import check_id
 from loraplex_contracts.errors import InvalidArgument
@@ -57,6 +57,16 @@ class MessagePart:
     name: str = ""
 
 
+class AsyncReader(Protocol):
+    """As a ResponseReader, where another process reads."""
+
+    async def push(self, text: str, *, is_end: bool = False) -> list[MessagePart]: ...
+
+    def message(self) -> ParsedMessage: ...
+
+    def num_reasoning_tokens(self, starts: Sequence[int]) -> int: ...
+
+
 @dataclass(frozen=True, slots=True)
 class ResponseParsing:
     """How the answers of one request are read. Without a format all is content."""
@@ -67,6 +77,12 @@ class ResponseParsing:
     with_calls: bool = False
     max_calls: int | None = None
     unread_ids: frozenset[int] = frozenset()  # special tokens that are not part of the text
+    # Of a response template that is not trusted: it reads in another process, and there is no format.
+    new_user_reader: Callable[[], AsyncReader] | None = None
+
+    @property
+    def is_parsed(self) -> bool:
+        return self.format is not None or self.new_user_reader is not None
 
     def reader(self) -> ResponseReader:
         return ResponseReader(self)
@@ -114,24 +130,16 @@ class ResponseReader:
 
     def message(self) -> ParsedMessage:
         """All parts so far."""
-        arguments: dict[int, list[str]] = {}
-        for part in self._made:
-            if part.kind == "arguments":
-                arguments.setdefault(part.index, []).append(part.text)
-        return ParsedMessage(
-            "".join(part.text for part in self._made if part.kind == "content"),
-            "".join(part.text for part in self._made if part.kind == "reasoning"),
-            tuple(
-                ParsedCall(part.id, part.name, "".join(arguments.get(part.index, ())))
-                for part in self._made
-                if part.kind == "call"
-            ),
-        )
+        return message_of(self._made)
 
     def num_reasoning_tokens(self, starts: Sequence[int]) -> int:
-        """Those of the tokens whose text begins in reasoning. `starts`: of each token so far, characters of the text
-        before its own."""
-        return sum(bisect_left(starts, end) - bisect_left(starts, begin) for begin, end in self._reasoned)
+        """Of the tokens so far."""
+        return num_reasoning_tokens(self._reasoned, starts)
+
+    @property
+    def reasoned(self) -> Sequence[tuple[int, int]]:
+        """Where reasoning begins and ends in the text, in characters."""
+        return self._reasoned
 
     def _note_reasoning(self, begin: int, end: int) -> None:
         if self._reasoned and self._reasoned[-1][1] == begin:
@@ -275,6 +283,29 @@ class _OpenCalls:
                         self._depth = -1
                         return at
         return len(text)
+
+
+def message_of(parts: Sequence[MessagePart]) -> ParsedMessage:
+    """The message that these parts make."""
+    arguments: dict[int, list[str]] = {}
+    for part in parts:
+        if part.kind == "arguments":
+            arguments.setdefault(part.index, []).append(part.text)
+    return ParsedMessage(
+        "".join(part.text for part in parts if part.kind == "content"),
+        "".join(part.text for part in parts if part.kind == "reasoning"),
+        tuple(
+            ParsedCall(part.id, part.name, "".join(arguments.get(part.index, ())))
+            for part in parts
+            if part.kind == "call"
+        ),
+    )
+
+
+def num_reasoning_tokens(reasoned: Sequence[tuple[int, int]], starts: Sequence[int]) -> int:
+    """Tokens whose text begins in reasoning. `reasoned`: where that begins and ends in the text. `starts`: of each
+    token, characters of the text before its own."""
+    return sum(bisect_left(starts, end) - bisect_left(starts, begin) for begin, end in reasoned)
 
 
 @dataclass(slots=True)

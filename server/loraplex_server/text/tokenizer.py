@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -43,6 +43,9 @@ _TOKENIZER_FILES = (
 
 # Of a template's refusal, which may repeat the messages.
 MAX_REASON_CHARS: Final = 300
+MAX_RENDERED_CHARS: Final = 16 << 20
+# Templates whose control tokens are remembered.
+_MAX_TEMPLATES: Final = 64
 
 
 def num_bytes_of(text: str) -> int:
@@ -60,6 +63,14 @@ def _reserved_arguments() -> frozenset[str]:
 
     parameters = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
     return frozenset({*parameters, "messages", "template_kwargs"})
+
+
+def _check_arguments(own: Mapping[str, Any]) -> None:
+    if taken := sorted(own.keys() & _reserved_arguments()):
+        raise InvalidArgument(
+            f"`chat.template_kwargs_json` cannot set {taken[0]!a}, which is not the template's own; leave it out",
+            field="chat.template_kwargs_json",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +109,18 @@ def encode(tokenizer: Tokenizer, text: str, special: bool, truncation: Truncatio
     return encoding.ids
 
 
+# Yields the parameters of `TextTokenizer.render_chat`, takes the template's text, and returns the chat's.
+ChatRendering = Generator[Mapping[str, Any], str, "str | SafeText"]
+
+
+def advance(rendering: ChatRendering, text: str | None) -> tuple[Mapping[str, Any] | None, str | SafeText]:
+    """The next step, with the text of the one before (None: the first): what to render; else None and the result."""
+    try:
+        return (next(rendering) if text is None else rendering.send(text)), ""
+    except StopIteration as end:
+        return None, end.value
+
+
 @dataclass(frozen=True, slots=True)
 class TokenizerFacts:
     """Special tokens and chat template."""
@@ -114,9 +137,8 @@ class TextTokenizer:
         self._tokenizer = tokenizer
         self._missing_reason = missing_reason or "the base model has no tokenizer"
         self._vocabulary: Vocabulary | None = None
-        self._controls: tuple[str, ControlTokens, ControlTokens, NormalizedControlTokens | None] | None = (
-            None  # of a chat template
-        )
+        # By chat template, the oldest first.
+        self._controls: dict[str, tuple[ControlTokens, ControlTokens, NormalizedControlTokens | None]] = {}
         if tokenizer is not None:
             backend = tokenizer.backend_tokenizer
             # Files may carry settings of training. Set once: the library refuses changes while another thread encodes.
@@ -175,6 +197,12 @@ class TextTokenizer:
     @property
     def has_chat_template(self) -> bool:
         return self._tokenizer is not None and bool(self._tokenizer.chat_template)
+
+    @property
+    def chat_template(self) -> str:
+        """In Jinja; empty where there is none, or several."""
+        template: Any = None if self._tokenizer is None else self._tokenizer.chat_template
+        return template if isinstance(template, str) else ""
 
     @property
     def response_template(self) -> Mapping[str, Any] | None:
@@ -270,11 +298,7 @@ class TextTokenizer:
         if not tokenizer.chat_template:
             raise NoChatTemplate("the base model has no chat template; send text or token_ids instead", field="chat")
         own = arguments or {}
-        if taken := sorted(own.keys() & _reserved_arguments()):
-            raise InvalidArgument(
-                f"`chat.template_kwargs_json` cannot set {taken[0]!a}, which is not the template's own; leave it out",
-                field="chat.template_kwargs_json",
-            )
+        _check_arguments(own)
         try:
             rendered = tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
@@ -288,19 +312,42 @@ class TextTokenizer:
         except Exception as error:  # a template is a program, and may raise anything
             reason = str(error).strip().split("\n", 1)[0][:MAX_REASON_CHARS]
             raise InvalidArgument(f"the chat template refuses these messages: {reason}", field="chat") from error
-        return cast(str, rendered)
+        if len(text := cast(str, rendered)) > MAX_RENDERED_CHARS:
+            raise InvalidArgument(
+                f"the chat template makes {len(text)} characters of these messages; {MAX_RENDERED_CHARS} are read: "
+                "send fewer",
+                field="chat",
+            )
+        return text
 
     def chat_text(self, given: Mapping[str, Any]) -> str | SafeText:
         """As `render_chat`, with its parameters. Where a message, tool, document or argument holds what looks like a
         control token, or makes one with what is around it, that has no power; what the assistant said may have those
         that are not special, such as marks of its reasoning. Raises what `render_chat` raises."""
+        rendering = self.chat_rendering(given)
+        asked, result = advance(rendering, None)
+        while asked is not None:
+            asked, result = advance(rendering, self.render_chat(**asked))
+        return result
+
+    def template_input(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The variables of a template that another process renders. Raises InvalidArgument for arguments that are not
+        the template's own."""
+        own = given.get("arguments") or {}
+        _check_arguments(own)
+        special = self._require("chat").special_tokens_map
+        return {**given, "arguments": {**{name: str(token) for name, token in special.items()}, **own}}
+
+    def chat_rendering(self, given: Mapping[str, Any], template: str | None = None) -> ChatRendering:
+        """The steps of `chat_text`, for the tokenizer's template or another: asks for the text that the template makes
+        of what it yields, once or twice. For `advance`. Raises FailedPrecondition without a tokenizer."""
         beside = {name: given.get(name) for name in ("tools", "documents")}
         messages = cast("list[Mapping[str, Any]]", given["messages"])
         arguments = given.get("arguments")
-        controls, special, normalized = self._control_tokens()
+        controls, special, normalized = self._control_tokens(template)
         plain, in_plain, found, is_changed = "", list[str](), controls.contents, False
         if not (controls.are_in(messages) or controls.are_in(beside) or controls.are_in(arguments)):
-            plain = self.render_chat(**given)
+            plain = yield given
             in_plain = controls.in_text(plain)
             found = tuple(dict.fromkeys(in_plain))
             is_changed = normalized is not None and normalized.num_in(plain) > len(in_plain)
@@ -315,16 +362,19 @@ class TextTokenizer:
         ]
         fields: dict[str, Any] = {**given, **controls.marked(beside, edges), "messages": marked}
         fields["arguments"] = controls.marked(arguments)
-        safe = controls.resolved(self.render_chat(**fields))
+        safe = controls.resolved((yield fields))
         if plain and not is_changed and safe.num_controls == len(in_plain) and safe.plain == plain:
             return plain
         return safe
 
-    def _control_tokens(self) -> tuple[ControlTokens, ControlTokens, NormalizedControlTokens | None]:
+    def _control_tokens(
+        self, template: str | None
+    ) -> tuple[ControlTokens, ControlTokens, NormalizedControlTokens | None]:
         """All, those that are special tokens, and all as they are in normalized texts, if the tokenizer normalizes."""
         tokenizer = self._require("chat")
-        template = str(tokenizer.chat_template)
-        if self._controls is None or self._controls[0] != template:
+        template = str(tokenizer.chat_template) if template is None else template
+        found = self._controls.get(template)
+        if found is None:
             named: Any = getattr(tokenizer, "chat_control_tokens", None)
             added = self._backend.get_added_tokens_decoder().values()
             special = [token.content for token in added if token.special]
@@ -332,8 +382,11 @@ class TextTokenizer:
             others = [one for one in others if (one in template if named is None else one in named)]
             known, normalizer = [*special, *others], self._backend.normalizer
             normalized = None if normalizer is None else NormalizedControlTokens(known, normalizer.normalize_str)
-            self._controls = template, ControlTokens(known), ControlTokens(special), normalized
-        return self._controls[1:]
+            found = ControlTokens(known), ControlTokens(special), normalized
+            if len(self._controls) >= _MAX_TEMPLATES:
+                self._controls.pop(next(iter(self._controls)), None)
+            self._controls[template] = found
+        return found
 
     def decode(self, token_ids: Sequence[int], *, keep_special: bool = False, field: str = "output.echo") -> str:
         """The text of a prompt. Raises FailedPrecondition without a tokenizer."""

@@ -107,6 +107,12 @@ class Vocabulary:
         return found
 
 
+def unread_ids(template: str, special_ids: Mapping[str, int]) -> frozenset[int]:
+    """Those of the special tokens (ids by text) that a response template (JSON) does not look for."""
+    source = template.replace("\\", "")  # of patterns, too
+    return frozenset(token_id for text, token_id in special_ids.items() if text not in source)
+
+
 def byte_level_bytes(content: str) -> bytes:
     """The bytes that a byte-level vocabulary's spelling stands for; as is where it has characters of no byte."""
     try:

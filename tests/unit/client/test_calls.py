@@ -166,7 +166,7 @@ EVERYTHING: dict[str, tuple[Any, str]] = {
     "cache_salt": ("s1", "cache_salt"),
 }
 TESTED_BELOW = {
-    *("grammar", "continue_final_message", "tools", "documents", "template_kwargs"),
+    *("grammar", "continue_final_message", "tools", "documents", "template_kwargs", "chat_template"),
     *("tool_choice", "parallel_tool_calls"),
     *("token_ids", "messages", "omit_generation_prompt", "adapters", "speculation", "timeout_s", "truncate_prompt"),
 }
@@ -238,6 +238,7 @@ def test_tools_and_calls() -> None:
         "documents": [{"title": "é"}],
         "template_kwargs": {"enable_thinking": False},
         "continue_final_message": True,
+        "chat_template": "{{ messages }}",
     }
     request = generate_request(None, {"messages": chat, **beside})
     check_generate(request)
@@ -252,6 +253,8 @@ def test_tools_and_calls() -> None:
     assert json.loads(request.chat.documents_json) == beside["documents"]
     assert json.loads(request.chat.template_kwargs_json) == beside["template_kwargs"]
     assert request.chat.continue_final_message
+    assert request.chat.template == beside["chat_template"]
+    assert tokenize_request(None, chat, False, False, options={"adapter_id": "sql"}).adapter_id == "sql"
     assert tokenize_request(None, chat, False, False, options=beside).chat == request.chat
 
 
@@ -328,7 +331,7 @@ def test_parsed_answers() -> None:
     assert read.message == message
 
 
-@pytest.mark.parametrize("option", ["tools", "documents", "template_kwargs", "continue_final_message"])
+@pytest.mark.parametrize("option", ["tools", "documents", "template_kwargs", "chat_template", "continue_final_message"])
 def test_what_goes_with_messages_only(option: str) -> None:
     with pytest.raises(InvalidArgument, match="goes with messages"):
         generate_request("a", {option: [{"a": 1}]})  # type: ignore[typeddict-item]

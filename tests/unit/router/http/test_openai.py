@@ -218,7 +218,7 @@ def test_chats_reach_the_wire_whole() -> None:
     ]
     (request,) = chat(
         messages=messages, continue_final_message=True, documents=[{"text": "x"}], reasoning_effort="low",
-        chat_template_kwargs={"enable_thinking": False},
+        chat_template_kwargs={"enable_thinking": False}, chat_template="{{ messages }}",
     ).requests  # fmt: skip
     check_generate(request)
     assert request.chat == pb.Chat(
@@ -234,6 +234,7 @@ def test_chats_reach_the_wire_whole() -> None:
         continue_final_message=True,
         documents_json='[{"text":"x"}]',
         template_kwargs_json='{"enable_thinking":false,"reasoning_effort":"low"}',
+        template="{{ messages }}",
     )  # fmt: skip
     call["function"] = {"name": "add", "arguments": {"a": 1}}  # as some clients send it
     (request,) = chat(messages=[{"role": "assistant", "tool_calls": [call]}]).requests
@@ -314,7 +315,9 @@ def test_tokenize() -> None:
     text = openai.tokenize_request(TokenizeRequest(prompt="hi", add_special_tokens=False))
     assert text == pb.TokenizeRequest(text="hi", omit_special_tokens=True)
     asked = openai.tokenize_request(TokenizeRequest.model_validate({"messages": CHAT}))
-    assert asked.chat.messages[0].content == "hi"
+    assert (asked.chat.messages[0].content, asked.adapter_id) == ("hi", "")
+    own = openai.tokenize_request(TokenizeRequest.model_validate({"messages": CHAT, "chat_template": "x"}), "a")
+    assert (own.chat.template, own.adapter_id) == ("x", "a")
     asked = openai.tokenize_request(
         TokenizeRequest.model_validate({"messages": CHAT, "tools": [{"a": 1}], "return_offsets": True})
     )

@@ -1,0 +1,146 @@
+"""Templates of users, rendered and read by in a child process.
+
+Owns the process and its thread: the event loop waits for neither. Each owner of templates has one question under way at
+most, so that slow templates of one do not stand in front of all of another's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import weakref
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+from loraplex_contracts.errors import AdapterInvalid
+from loraplex_runtime.limited_process import LimitedProcess, LimitExceeded, Limits
+from loraplex_server.config import bare_environment
+from loraplex_server.frontend.tokenizing import MAX_WAITING_BYTES, ShortestFirstSemaphore
+from loraplex_server.text.responses import MessagePart, ParsedMessage, message_of, num_reasoning_tokens
+
+CALL_S: Final = 1.0
+BYTES_PER_S: Final = 1 << 20  # a long chat has another second for each
+LIMITS: Final = Limits(memory_bytes=1 << 30, stack_bytes=8 << 20, cpu_s=30)
+
+
+class TemplateFault(Exception):
+    """A template cannot be used. `is_refusal`: with these messages."""
+
+    def __init__(self, reason: str, *, is_refusal: bool = False) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.is_refusal = is_refusal
+
+
+class Sandbox:
+    """For one event loop. Call `close` at the end."""
+
+    def __init__(self, *, call_s: float = CALL_S) -> None:
+        self._call_s = call_s
+        self._process = LimitedProcess("loraplex_server.text.sandbox:serving", None, LIMITS, bare_environment())
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="sandbox")
+        self._use = ShortestFirstSemaphore(1, MAX_WAITING_BYTES)
+        self._turns: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process, where there is one."""
+        return self._process.pid
+
+    def prepare(self) -> None:
+        """Starts the process, which takes seconds, beside the event loop."""
+        self._executor.submit(self._process.start)
+
+    async def render(self, owner: str, template: str, given: Mapping[str, Any], num_bytes: int) -> str:
+        """`given`: of `TextTokenizer.template_input`, about `num_bytes`. Raises TemplateFault, QueueFull."""
+        answer = await self.ask(owner, {"do": "render", "template": template, "given": given}, num_bytes)
+        if (refusal := answer.get("refusal")) is not None:
+            raise TemplateFault(str(refusal), is_refusal=True)
+        return str(answer["text"])
+
+    async def ask(self, owner: str, question: Mapping[str, Any], num_bytes: int) -> dict[str, Any]:
+        """The child's answer. Raises TemplateFault, and QueueFull where too much waits."""
+        turn = self._turns.setdefault(owner, asyncio.Lock())
+        async with turn:
+            await self._use.acquire(num_bytes)
+            loop = asyncio.get_running_loop()
+            future = loop.run_in_executor(self._executor, self._call, question, num_bytes)
+            future.add_done_callback(self._release)
+            answer = await asyncio.shield(future)
+        if (fault := answer.get("fault")) is not None:
+            raise TemplateFault(str(fault))
+        return answer
+
+    async def close(self) -> None:
+        """Kills the process. Questions under way fail."""
+        self._process.close()
+        await asyncio.to_thread(self._executor.shutdown, cancel_futures=True)
+
+    def _call(self, question: Mapping[str, Any], num_bytes: int) -> dict[str, Any]:
+        timeout_s = self._call_s + num_bytes / BYTES_PER_S
+        was_running = self._process.pid is not None
+        try:
+            try:
+                return self._process.call(question, timeout_s)
+            except LimitExceeded as limit:
+                if limit.what == "time" or not was_running:
+                    raise
+                return self._process.call(question, timeout_s)  # other templates' memory does not count
+        except LimitExceeded as limit:
+            with contextlib.suppress(RuntimeError):  # it is being closed
+                self._executor.submit(self._process.start)
+            if limit.what == "time":
+                return {"fault": f"it takes more than {timeout_s:.3g} s"}
+            return {"fault": "it takes more memory than it may have"}
+
+    def _release(self, future: asyncio.Future[Any]) -> None:
+        self._use.release()
+        if not future.cancelled():
+            future.exception()  # retrieved: its caller may have left
+
+
+class UserReader:
+    """As a ResponseReader, by an adapter's response template. `how`: what the process is told of the completion."""
+
+    def __init__(self, sandbox: Sandbox, adapter_id: str, how: Mapping[str, Any]) -> None:
+        self._sandbox = sandbox
+        self._adapter_id = adapter_id
+        self._how = how
+        self._id = secrets.token_hex(8)
+        self._text = ""
+        self._made: list[MessagePart] = []
+        self._reasoned: list[tuple[int, int]] = []
+
+    async def push(self, text: str, *, is_end: bool = False) -> list[MessagePart]:
+        """The parts that this text made certain; at the end also those that were held back. Raises AdapterInvalid,
+        QueueFull."""
+        if not text and not is_end:
+            return []
+        question = {"do": "read", "id": self._id, "start": len(self._text), "text": text, "is_end": is_end}
+        try:
+            answer: dict[str, Any] = {"is_unknown": True}
+            if self._text:
+                answer = await self._sandbox.ask(self._adapter_id, question, len(text))
+            if answer.get("is_unknown"):  # it is another process by now, or reads many others
+                whole = {**question, "text": self._text + text, "how": self._how}
+                answer = await self._sandbox.ask(self._adapter_id, whole, len(self._text) + len(text))
+        except TemplateFault as fault:
+            raise AdapterInvalid(
+                f"the response template of adapter {self._adapter_id!a} cannot be used: {fault.reason}",
+                resource=self._adapter_id,
+            ) from fault
+        self._text += text
+        parts = [MessagePart(*one) for one in answer["parts"]]
+        self._made += parts
+        self._reasoned = answer["reasoned"]
+        return parts
+
+    def message(self) -> ParsedMessage:
+        """All parts so far."""
+        return message_of(self._made)
+
+    def num_reasoning_tokens(self, starts: Sequence[int]) -> int:
+        """At the end; as a ResponseReader's."""
+        return num_reasoning_tokens(self._reasoned, starts)

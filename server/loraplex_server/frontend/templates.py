@@ -1,0 +1,159 @@
+"""Templates of a request's chat: the request's own, its adapter's or the base model's.
+
+The base model's is trusted and rendered here; the others in a child process with limits. An adapter's templates are
+those of the version that it is bound to: the engine says which that is, and checks it when the request comes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, Final
+
+from loraplex_contracts.adapters import AdapterId, AdapterVersion
+from loraplex_contracts.errors import AdapterInvalid, FailedPrecondition, InvalidArgument, LoraplexError
+from loraplex_server.frontend.sandbox import Sandbox, TemplateFault, UserReader
+from loraplex_server.frontend.tokenizing import Tokenizing
+from loraplex_server.text.control_tokens import SafeText
+from loraplex_server.text.tokenizer import ChatRendering, advance
+
+if TYPE_CHECKING:  # the process that tokenizes long texts loads no torch
+    from loraplex_server.engine.client import EngineClient
+    from loraplex_server.text.response_template import ResponseFormat
+
+MAX_VERSIONS: Final = 1024  # of adapters, whose templates are remembered
+
+
+@dataclass(frozen=True, slots=True)
+class UserTemplate:
+    """A chat template that is not the base model's. `adapter_id`: empty of one out of a request."""
+
+    text: str
+    adapter_id: str = ""
+
+    def error(self, fault: TemplateFault) -> LoraplexError:
+        if not self.adapter_id:
+            what = "refuses these messages" if fault.is_refusal else "cannot be used"
+            return InvalidArgument(f"`chat.template` {what}: {fault.reason}", field="chat.template")
+        whose = f"the chat template of adapter {self.adapter_id!a}"
+        if fault.is_refusal:
+            return InvalidArgument(f"{whose} refuses these messages: {fault.reason}", field="chat")
+        return AdapterInvalid(f"{whose} cannot be used: {fault.reason}", resource=self.adapter_id)
+
+
+class Templates:
+    """Chooses and renders. Owns a process for requests' templates and another one for adapters', where they are
+    allowed. Call `close` at the end."""
+
+    def __init__(
+        self,
+        tokenizing: Tokenizing,
+        engine: EngineClient | None = None,
+        *,
+        of_requests: bool = False,
+        of_adapters: bool = False,
+        format_of: Callable[[str | None], ResponseFormat | None] = lambda chat_template: None,
+    ) -> None:
+        """`format_of`: the response format of the base model (None), or of a chat template by its text."""
+        self._tokenizing = tokenizing
+        self.trusted_format = lru_cache(maxsize=64)(format_of)
+        self._engine = engine
+        self._of_requests = Sandbox() if of_requests else None
+        self._of_adapters = Sandbox() if of_adapters else None
+        self._versions: OrderedDict[tuple[str, str], AdapterVersion] = OrderedDict()  # by id and digest
+
+    def prepare(self) -> None:
+        """Starts the processes, beside the event loop."""
+        for sandbox in (self._of_requests, self._of_adapters):
+            if sandbox is not None:
+                sandbox.prepare()
+
+    async def close(self) -> None:
+        for sandbox in (self._of_requests, self._of_adapters):
+            if sandbox is not None:
+                await sandbox.close()
+
+    async def version(self, adapter_id: str) -> AdapterVersion | None:
+        """The adapter's present version; None of the base model, and where adapters' templates are not used. Raises as
+        a request for the adapter would."""
+        if self._engine is None or self._of_adapters is None or not adapter_id:
+            return None
+        rows = self._engine.state.listing.rows_of(adapter_id)
+        digest = next((row.digest for row in rows if row.digest and row.state != "draining"), "")
+        found = self._versions.get((adapter_id, digest))
+        if found is None:
+            found = await self._engine.adapter_version(AdapterId(adapter_id))
+            self._versions[adapter_id, found.digest] = found
+        self._versions.move_to_end((adapter_id, found.digest))
+        if len(self._versions) > MAX_VERSIONS:
+            self._versions.popitem(last=False)
+        return found
+
+    def choose(self, requested: str, version: AdapterVersion | None, *, has_tools: bool) -> UserTemplate | None:
+        """None: the base model's. Raises FailedPrecondition for a template in a request that may have none."""
+        if requested:
+            if self._of_requests is None:
+                raise FailedPrecondition(
+                    "`chat.template` is not allowed: this server renders no templates of requests; leave it out, or "
+                    "start the server with --request-templates",
+                    field="chat.template",
+                )
+            return UserTemplate(requested)
+        if version is None or version.templates is None:
+            return None
+        own = version.templates.chat_for(has_tools=has_tools)
+        # Often a copy of the base model's.
+        return (
+            UserTemplate(own, version.adapter_id) if own and own != self._tokenizing.tokenizer.chat_template else None
+        )
+
+    def response_format(self, version: AdapterVersion | None) -> ResponseFormat | str | None:
+        """How answers are read: a template that is trusted, or an adapter's own (JSON)."""
+        base = self.trusted_format(None)
+        if version is None or version.templates is None:
+            return base
+        if own := version.templates.response:
+            return _trusted(own, base) or own
+        chat = version.templates.chat
+        return base if not chat or chat == self._tokenizing.tokenizer.chat_template else self.trusted_format(chat)
+
+    def new_user_reader(self, version: AdapterVersion, how: Mapping[str, Any]) -> UserReader:
+        """Of a completion, by the adapter's own response template."""
+        assert self._of_adapters is not None, "there are versions"
+        return UserReader(self._of_adapters, version.adapter_id, how)
+
+    async def render(
+        self, template: UserTemplate, read: Callable[[], Mapping[str, Any]], num_bytes: int
+    ) -> str | SafeText:
+        """`read` gives the parameters of `TextTokenizer.render_chat`, in about `num_bytes`. Raises InvalidArgument,
+        AdapterInvalid, QueueFull, FailedPrecondition without a tokenizer."""
+        tokenizer = self._tokenizing.tokenizer
+        sandbox = self._of_adapters if template.adapter_id else self._of_requests
+        assert sandbox is not None, "the template was chosen here"
+
+        def first() -> tuple[ChatRendering, Mapping[str, Any] | None, str | SafeText]:
+            rendering = tokenizer.chat_rendering(read(), template.text)
+            return rendering, *advance(rendering, None)
+
+        rendering, asked, result = await self._tokenizing.off_loop(num_bytes, first)
+        while asked is not None:
+            given = tokenizer.template_input(asked)
+            try:
+                text = await sandbox.render(template.adapter_id, template.text, given, num_bytes)
+            except TemplateFault as fault:
+                raise template.error(fault) from fault
+            asked, result = await self._tokenizing.off_loop(len(text), partial(advance, rendering, text))
+        return result
+
+
+@lru_cache(maxsize=256)
+def _trusted(own: str, base: ResponseFormat | None) -> ResponseFormat | None:
+    """The same response template, where it is the base model's or one of Loraplex's."""
+    from loraplex_server.text.response_template import ResponseFormat  # late: imports Transformers
+
+    template = json.loads(own)
+    known = (*(() if base is None else (base,)), *ResponseFormat.all_named())
+    return next((one for one in known if one.template == template), None)

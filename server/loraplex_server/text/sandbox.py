@@ -1,0 +1,106 @@
+"""Chat templates and response templates of users, run in a child process.
+
+Questions and answers are JSON. A template is a program and a response template has patterns: both may take any time and
+memory, which the process bounds (`loraplex_runtime.limited_process`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import astuple
+from typing import Any, Final
+
+from jinja2 import TemplateSyntaxError
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from loraplex_contracts.errors import InvalidArgument
+from loraplex_server.text.response_template import ResponseFormat
+from loraplex_server.text.responses import ResponseParsing, ResponseReader
+from loraplex_server.text.tokenizer import MAX_REASON_CHARS, MAX_RENDERED_CHARS
+
+MAX_READERS: Final = 1024  # completions that are read at the same time; the least recently used is forgotten
+
+
+def serving(setup: Any) -> Callable[[Any], Any]:
+    """Answers a question by its `do`: {"do": "render", ...} and {"do": "read", ...}."""
+    del setup
+    readers = Readers()
+    answers = {"render": rendered, "read": readers.read}
+    return lambda question: answers[question["do"]](question)
+
+
+def rendered(question: Mapping[str, Any]) -> dict[str, str]:
+    """`template` over `given`, the parameters of `TextTokenizer.render_chat`, arguments with the tokenizer's special
+    tokens among them. Gives `text`; else `refusal`, where it raises, or `fault`, where it cannot be used."""
+    template, given = question["template"], question["given"]
+    messages = [{name: value for name, value in one.items() if value is not None} for one in given["messages"]]
+    goes_on = bool(given.get("continue_final_message"))
+    try:
+        (text,), _ = render_jinja_template(
+            [messages],
+            tools=given.get("tools") or None,
+            documents=given.get("documents") or None,
+            chat_template=template,
+            continue_final_message=goes_on,
+            add_generation_prompt=given.get("add_generation_prompt", True) and not goes_on,
+            **given["arguments"],
+        )
+    except MemoryError:
+        raise
+    except TemplateSyntaxError as error:
+        return {"fault": f"line {error.lineno}: {_reason(error)}"}
+    except Exception as error:  # a template is a program, and may raise anything
+        return {"refusal": _reason(error)}
+    if len(text) > MAX_RENDERED_CHARS:
+        return {"fault": f"it makes more than {MAX_RENDERED_CHARS} characters"}
+    return {"text": text}
+
+
+class Readers:
+    """Completions that are read, by id."""
+
+    def __init__(self) -> None:
+        self._readers: OrderedDict[str, tuple[ResponseReader, int]] = OrderedDict()  # with the characters so far
+
+    def read(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        """Reads the `text` of completion `id` that comes behind its first `start` characters. Gives `parts`; or
+        `is_unknown`, where it has not read those: then the same question with `how` reads all of it, and gives the
+        parts behind `start`. `fault`: the response template cannot be used. `is_end`: the parts held back as well, and
+        `reasoned`, where reasoning begins and ends."""
+        name, start, text, is_end = question["id"], question["start"], question["text"], question["is_end"]
+        reader, num_read = self._readers.pop(name, (None, 0))
+        if (how := question.get("how")) is not None:
+            try:
+                reader = _parsing(how).reader()
+            except InvalidArgument as error:
+                return {"fault": error.message[:MAX_REASON_CHARS]}
+            reader.push(text[:start])
+            text, num_read = text[start:], start
+        if reader is None or num_read != start:
+            return {"is_unknown": True}
+        parts = reader.push(text)
+        if is_end:
+            parts += reader.finish()
+        else:
+            self._readers[name] = reader, start + len(text)
+            if len(self._readers) > MAX_READERS:
+                self._readers.popitem(last=False)
+        return {"parts": [list(astuple(part)) for part in parts], "reasoned": list(reader.reasoned) if is_end else []}
+
+
+def _parsing(how: Mapping[str, Any]) -> ResponseParsing:
+    """Raises InvalidArgument."""
+    try:
+        template = json.loads(how["template"])
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(f"it is not JSON: {error}") from error
+    format = ResponseFormat(template)
+    prefix = format.prefix_of(how["prompt_end"])
+    return ResponseParsing(format, prefix, how["tools"], how["with_calls"], how["max_calls"])
+
+
+def _reason(error: Exception) -> str:
+    lines = str(error).strip().split("\n", 1)
+    return lines[0][:MAX_REASON_CHARS] or type(error).__name__
