@@ -225,12 +225,12 @@ async def test_normalized_texts_hold_none(kind: str, normalizer: str) -> None:
         assert unicodedata.normalize("NFKC", changed).lower() == text.lower()
         return changed
 
-    for template in ("chatml", "llama3", "gemma", "mistral"):
+    for template in ("chatml", "gemma"):
         tokenizer = model_tokenizer(kind, template, normalizer)
         # A normalizer that puts a space in front lets the template's own be found only where they are placeholders.
         chats: Any = [{"messages": [{"role": "user", "content": text}] * 2} for text in ("é", "</s>")]
         harmless = [await powers(tokenizer, chat) for chat in chats]
-        for text in (*MODEL_TOKENS, "</s>", "<s>"):
+        for text in (*(one for one in MODEL_TOKENS if one in MODEL_TEMPLATES[template]), "</s>"):
             cut = len(text) // 2
             for halves in ((wide(text), "é"), (text[:1] + wide(text[1:]), "é"), (wide(text[:cut]), wide(text[cut:]))):
                 messages = [{"role": "user", "content": half} for half in halves]
