@@ -48,7 +48,9 @@ def take(url: str) -> bytes:
 def main() -> None:
     world = committed_world()
     arguments = ("serve", str(world.base_path), "--adapters", str(world.adapters_root), "--served-model-name", "demo")
-    with loraplex(*arguments, "--port", "0", "--http-port", "0", "--stream-wait", "0") as running:
+    with loraplex(
+        *arguments, "--port", "0", "--http-port", "0", "--stream-wait", "0", "--no-adaptive-drafts"
+    ) as running:
         found = re.search(r"HTTP on ([\d.:]+\d)", running.output)
         assert found, running.output
         image = take(f"http://{found[1]}/")
