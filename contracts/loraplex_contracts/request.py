@@ -15,6 +15,8 @@ SpeculationKind = Literal["off", "auto", "medusa", "prompt_lookup", "draft_model
 PoolingTask = Literal["embed", "classify", "next_token"]
 PooledPositions = Literal["last", "mean", "each"]
 
+MAX_CLASS_VALUES = 1 << 20  # of the tokens of one input, and of one call: 8 MiB, copied and sent between steps
+
 
 @dataclass(frozen=True, slots=True)
 class StoppingParams:

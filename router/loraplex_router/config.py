@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
@@ -103,7 +103,32 @@ class HttpOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class RouterConfig:
+class ServerFlags:
+    """Flags of `loraplex router` and of `loraplex http`."""
+
+    served_model_names: tuple[str, ...] = option(
+        (),
+        "Name of the base model over HTTP; repeat it for more, the first one is listed. Default: the model's id.",
+        "--served-model-name",
+    )
+    auth_file: Path | None = option(
+        None, "Credentials (JSON or TOML). Default: everybody may do everything.", "--auth-file"
+    )
+    tls_cert: Path | None = option(None, "TLS certificate chain (PEM).", "--tls-cert")
+    tls_key: Path | None = option(None, "TLS key (PEM).", "--tls-key")
+    max_in_flight: int = option(
+        8192,
+        "Requests that are relayed at the same time; more are refused with a hint when to retry.",
+        "--max-in-flight",
+    )
+    drain_s: float = option(30.0, "Seconds that running requests get to end on shutdown.", "--drain")
+    log_level: str = option("info", "debug, info, warning or error.", "--log-level")
+    log_format: Literal["plain", "json"] = option("plain", "plain or json.", "--log-format")
+    http: HttpOptions = field(default_factory=HttpOptions)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig(ServerFlags):
     """Everything about one router."""
 
     workers: tuple[str, ...] = option((), "A worker's host:port. Repeat the flag for each of them.", "--worker")
@@ -117,39 +142,20 @@ class RouterConfig:
         None, "Serve OpenAI's HTTP routes on this port; 0 takes a free one. Default: off.", "--http-port"
     )
     http_host: str | None = option(None, "Address to serve HTTP on. Default: that of --host.", "--http-host")
-    served_model_names: tuple[str, ...] = option(
-        (),
-        "Name of the base model over HTTP; repeat it for more, the first one is listed. Default: the model's id.",
-        "--served-model-name",
-    )
-    auth_file: Path | None = option(
-        None, "Credentials (JSON or TOML). Default: everybody may do everything.", "--auth-file"
-    )
-    tls_cert: Path | None = option(None, "TLS certificate chain (PEM).", "--tls-cert")
-    tls_key: Path | None = option(None, "TLS key (PEM).", "--tls-key")
     worker_token_file: Path | None = option(
         None, "The token (role router) that this router shows its workers.", "--worker-token-file"
     )
     # The same, from a caller that has it in memory.
     worker_token: str = field(default="", repr=False)
     worker_ca: Path | None = option(None, "Connect to workers with TLS; their certificates' CA (PEM).", "--worker-ca")
-    max_in_flight: int = option(
-        8192,
-        "Requests that are relayed at the same time; more are refused with a hint when to retry.",
-        "--max-in-flight",
-    )
     # A request that went down with this many workers is given up: it may be what kills them.
     max_lost_workers: int = 2
     announce_s: float = option(
         2.0, "On SIGTERM or SIGHUP, seconds of NOT_SERVING before requests are refused.", "--announce"
     )
-    drain_s: float = option(30.0, "Seconds that running requests get to end on shutdown.", "--drain")
-    log_level: str = option("info", "debug, info, warning or error.", "--log-level")
-    log_format: Literal["plain", "json"] = option("plain", "plain or json.", "--log-format")
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     watch: WatchConfig = field(default_factory=WatchConfig)
     server: ServerOptions = field(default_factory=ServerOptions)
-    http: HttpOptions = field(default_factory=HttpOptions)
 
     def __post_init__(self) -> None:
         _check(bool(self.workers), "--worker", "must be given at least once, as host:port")
@@ -174,36 +180,17 @@ class RouterConfig:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class HttpServerConfig:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpServerConfig(ServerFlags):
     """The HTTP port as a process of its own, in front of a server that runs."""
 
     server: str = option("", "The server's host:port (`loraplex serve`, a router or a worker).", "--server")
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 for all.", "--host")
     port: int = option(8000, "Port to listen on; 0 takes a free one.", "--port")
-    served_model_names: tuple[str, ...] = option(
-        (),
-        "Name of the base model over HTTP; repeat it for more, the first one is listed. Default: the model's id.",
-        "--served-model-name",
-    )
-    auth_file: Path | None = option(
-        None, "Credentials (JSON or TOML). Default: everybody may do everything.", "--auth-file"
-    )
-    tls_cert: Path | None = option(None, "TLS certificate chain (PEM).", "--tls-cert")
-    tls_key: Path | None = option(None, "TLS key (PEM).", "--tls-key")
     server_token_file: Path | None = option(
         None, "The token (role router) that is shown to the server.", "--server-token-file"
     )
     server_ca: Path | None = option(None, "Connect with TLS; the CA of the server's certificate (PEM).", "--server-ca")
-    max_in_flight: int = option(
-        8192,
-        "Requests that are relayed at the same time; more are refused with a hint when to retry.",
-        "--max-in-flight",
-    )
-    drain_s: float = option(30.0, "Seconds that running requests get to end on shutdown.", "--drain")
-    log_level: str = option("info", "debug, info, warning or error.", "--log-level")
-    log_format: Literal["plain", "json"] = option("plain", "plain or json.", "--log-format")
-    http: HttpOptions = field(default_factory=HttpOptions)
 
     def __post_init__(self) -> None:
         found = _ADDRESS.match(self.server)
@@ -223,17 +210,9 @@ class HttpServerConfig:
             port=0,
             http_host=self.host,
             http_port=self.port,
-            served_model_names=self.served_model_names,
-            auth_file=self.auth_file,
-            tls_cert=self.tls_cert,
-            tls_key=self.tls_key,
             worker_token_file=self.server_token_file,
             worker_ca=self.server_ca,
-            max_in_flight=self.max_in_flight,
-            drain_s=self.drain_s,
-            log_level=self.log_level,
-            log_format=self.log_format,
-            http=self.http,
+            **{one.name: getattr(self, one.name) for one in fields(ServerFlags)},
         )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
+import time
 from collections.abc import Callable, Iterable
 from heapq import nlargest
 from typing import Any, Final
@@ -15,7 +17,7 @@ from loraplex_proto import validate
 from loraplex_proto.status import abort
 from loraplex_proto.v1 import worker_pb2
 from loraplex_router.replicas import Replica, Replicas
-from loraplex_runtime.auth import current_identity, recheck_identity
+from loraplex_runtime.auth import Identity, current_identity, recheck_identity
 
 MAX_ADAPTERS: Final = 1024  # of a message; those nearest to a device
 MAX_WAITING: Final = 100
@@ -53,9 +55,12 @@ def total_load(
 class LoadService:
     """The handlers of loraplex.v1.WorkerService in a router."""
 
-    def __init__(self, replicas: Replicas) -> None:
+    def __init__(self, replicas: Replicas, clock: Callable[[], float] = time.monotonic) -> None:
         self._replicas = replicas
+        self._clock = clock
         self._draining = asyncio.Event()
+        # What watches were told last, and when, by the adapters that their callers may see: they share it.
+        self._told: dict[tuple[str, ...], tuple[float, bytes]] = {}
 
     def begin_drain(self) -> None:
         """Watches say so and end: an open one would hold the server for its whole grace period."""
@@ -69,7 +74,7 @@ class LoadService:
 
     async def get_load(self, raw: bytes, context: Any) -> bytes:
         await _checked(worker_pb2.GetLoadRequest, validate.refuse_unhandled, raw, context)
-        return worker_pb2.GetLoadResponse(load=self._load()).SerializeToString()
+        return worker_pb2.GetLoadResponse(load=self._load(current_identity())).SerializeToString()
 
     async def watch_load(self, raw: bytes, context: Any) -> None:
         """The load at once, then at each change, `min_interval_s` apart or more, and at each heartbeat. Ends when the
@@ -83,7 +88,7 @@ class LoadService:
             except LoraplexError as error:
                 await abort(context, error)
             is_last = self._draining.is_set()
-            message = worker_pb2.WatchLoadResponse(load=self._load()).SerializeToString(deterministic=True)
+            message = self.shared_load(current_identity(), interval_s)
             num_silent += 1
             if message != sent or num_silent >= validate.HEARTBEAT_INTERVALS:
                 await context.write(message)
@@ -93,9 +98,20 @@ class LoadService:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._draining.wait(), interval_s)
 
-    def _load(self) -> worker_pb2.Load:
-        may_see = current_identity().may_use
-        return total_load(self._replicas.all(), draining=self._draining.is_set(), may_see=may_see)
+    def shared_load(self, caller: Identity, interval_s: float) -> bytes:
+        """A message of WatchLoad that is younger than the interval, for all callers that may see the same adapters."""
+        now, visible = self._clock(), caller.adapters
+        made_s, message = self._told.get(visible, (-math.inf, b""))
+        if self._draining.is_set() or now - made_s >= interval_s:
+            message = worker_pb2.WatchLoadResponse(load=self._load(caller)).SerializeToString(deterministic=True)
+            self._told = {
+                key: told for key, told in self._told.items() if now - told[0] < validate.MAX_WATCH_INTERVAL_S
+            }
+            self._told[visible] = now, message
+        return message
+
+    def _load(self, caller: Identity) -> worker_pb2.Load:
+        return total_load(self._replicas.all(), draining=self._draining.is_set(), may_see=caller.may_use)
 
 
 async def _checked(cls: Any, check: Callable[[Any], None], raw: bytes, context: Any) -> Any:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from support.fake_workers import Chunk, Cluster, Generate, blocks, fails, until
 from support.http import Http, http_cluster
 
@@ -21,7 +18,6 @@ from loraplex_proto.status import abort
 from loraplex_proto.v1 import adapter_pb2
 from loraplex_proto.v1 import inference_pb2 as pb
 from loraplex_router.config import HttpOptions
-from loraplex_router.http.native import GenerateRequest, Parameters
 from loraplex_runtime.auth import token_digest
 
 GENERATE = ("/", "/generate", "/generate_stream")
@@ -270,44 +266,3 @@ async def test_a_client_that_leaves_ends_its_call() -> None:
         async with asyncio.timeout(5):
             await worker.ended.wait()
         await until(lambda: len(c.router.calls) == 0)
-
-
-# --- any body -------------------------------------------------------------------------------------------------------
-
-ANYTHING = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9) | st.just("\ud800"),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3),
-    max_leaves=5,
-)
-NAMES = st.sampled_from(sorted({*Parameters.model_fields, *GenerateRequest.model_fields})) | st.text(max_size=9)
-BODIES = st.builds(
-    lambda parameters, more: {"inputs": "hi", "parameters": parameters, **more},
-    st.dictionaries(NAMES, ANYTHING, max_size=4) | ANYTHING,
-    st.dictionaries(NAMES, ANYTHING, max_size=2),
-)
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[tuple[asyncio.Runner, Http]]:
-    with asyncio.Runner() as runner:
-        stack = contextlib.AsyncExitStack()
-        _, http = runner.run(stack.enter_async_context(http_cluster()))
-        yield runner, http
-        runner.run(stack.aclose())
-
-
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
-@given(body=BODIES | ANYTHING)
-def test_no_body_is_a_server_error(shared: tuple[asyncio.Runner, Http], body: Any) -> None:
-    """Values of any kind in any field: the request is answered, or refused with 4xx."""
-    runner, http = shared
-
-    async def each() -> None:
-        for path in (*GENERATE, "/tokenize", "/chat_tokenize", "/embed"):
-            answer = await ask(http, path, body)
-            assert answer.status_code < 500, (path, body, answer.text)
-            assert answer.status_code != 424, (path, body, answer.text)
-
-    runner.run(each())

@@ -104,6 +104,7 @@ class FakeWorker:
         self.load = worker_pb2.Load()
         self.info = {"model_id": "tiny", "dtype": "float32"}
         self.adapters: dict[str, adapter_pb2.Adapter] = {}
+        self.unknown: frozenset[str] = frozenset()  # adapters that no call finds
         self.adapter_error: LoraplexError | None = None  # of every call
         self.load_error: LoraplexError | None = None  # of LoadAdapter alone
         self.raw_requests: list[bytes] = []
@@ -194,7 +195,13 @@ class FakeWorker:
         self.metadata.append(dict(context.invocation_metadata()))
         self.remaining_s.append(context.time_remaining())
         self.started.set()
-        return await _checked(Generate, validate.check_generate, raw, context)
+        request = await _checked(Generate, validate.check_generate, raw, context)
+        await self._find_adapter(request, context)
+        return request
+
+    async def _find_adapter(self, request: Any, context: Any) -> None:
+        if request.adapter_id in self.unknown:
+            await abort(context, AdapterNotFound("no such adapter", resource=request.adapter_id))
 
     async def _generate(self, raw: bytes, context: Any) -> bytes:
         request = await self._record(raw, context)
@@ -232,6 +239,7 @@ class FakeWorker:
     async def _embed(self, raw: bytes, context: Any) -> bytes:
         """Of each input its length, and a half."""
         request = await _checked(pooling_pb2.EmbedRequest, validate.check_pooling, raw, context)
+        await self._find_adapter(request, context)
         self.pooling.append(request)
         lengths = [len(one.token_ids.ids) or len(one.text) for one in request.inputs]
         return pooling_pb2.EmbedResponse(
@@ -244,6 +252,7 @@ class FakeWorker:
     async def _classify(self, raw: bytes, context: Any) -> bytes:
         """Of texts three labels, the second the likeliest; of the adapter `ner` a label for each character."""
         request = await _checked(pooling_pb2.ClassifyRequest, validate.check_pooling, raw, context)
+        await self._find_adapter(request, context)
         self.pooling.append(request)
         answer = pooling_pb2.ClassifyResponse(request_id=request.request_id, per_token=request.adapter_id == "ner")
         answer.labels.extend(["O", "B-PER", "I-PER"] if answer.per_token else ["a", "b", "c"])
@@ -264,6 +273,7 @@ class FakeWorker:
     async def _score(self, raw: bytes, context: Any) -> bytes:
         """Of each document its length, and that of the query a thousand times."""
         request = await _checked(pooling_pb2.ScoreRequest, validate.check_score, raw, context)
+        await self._find_adapter(request, context)
         self.pooling.append(request)
         scores = [1000 * len(request.query.text) + len(one.text) for one in request.inputs]
         return pooling_pb2.ScoreResponse(

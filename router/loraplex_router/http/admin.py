@@ -174,7 +174,6 @@ class AdminRoutes:
                 raise AdapterNotFound(
                     f"The lora adapter '{message.adapter_id}' cannot be found.", field="lora_name"
                 ) from error
-            error.field = "lora_name" if error.field == "adapter_id" else error.field
             raise
 
 

@@ -18,7 +18,7 @@ from loraplex_proto import __version__
 from loraplex_router.http import pooling
 from loraplex_router.http.admin import AdminRoutes
 from loraplex_router.http.backend import Backend
-from loraplex_router.http.errors import body_dialect, dialect_of
+from loraplex_router.http.errors import body_dialect, dialect_of, fields_in
 from loraplex_router.http.middleware import HostNames, Middleware, error_response
 from loraplex_router.http.native_routes import NativeRoutes
 from loraplex_router.http.routes import Routes
@@ -29,14 +29,15 @@ MAX_JSON_DEPTH: Final = 500
 
 class _StrictRequest(Request):
     async def json(self) -> Any:
-        """Raises ValueError for what is not JSON, and InvalidArgument for what is nested too deep or has an object with
-        one key twice: what stands in front of this server may have read the other one."""
+        """Raises ValueError for what is not JSON, and InvalidArgument for NaN, for what is nested too deep or has an
+        object with one key twice: what stands in front of this server may have read the other one."""
         if not hasattr(self, "_json"):
             body = await self.body()
-            found = json.loads(body, object_pairs_hook=_unique)
+            found = json.loads(body, object_pairs_hook=_unique, parse_constant=_refuse)
             if body.count(b"[") + body.count(b"{") > MAX_JSON_DEPTH and _is_deep(found):
                 raise InvalidArgument("the body is nested too deep", field="body")
             self.state.dialect = body_dialect(self.url.path, found)
+            self.state.fields = fields_in(found)
             self._json = found
         return self._json
 
@@ -61,6 +62,10 @@ def _is_deep(value: Any) -> bool:
         if not level:
             return False
     return True
+
+
+def _refuse(constant: str) -> None:
+    raise InvalidArgument(f"the body is not valid JSON: it has {constant}", field="body")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

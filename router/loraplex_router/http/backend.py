@@ -18,7 +18,7 @@ from loraplex_router.adapters import AdapterFanOut
 from loraplex_router.calls import Call, Calls
 from loraplex_router.config import HttpOptions
 from loraplex_router.http.errors import model_not_found
-from loraplex_router.http.streaming import FanOut, Handle, metadata_of, while_connected
+from loraplex_router.http.streaming import FanOut, Handle, while_connected
 from loraplex_router.inference import InferenceRelay
 from loraplex_router.replicas import Replicas
 from loraplex_runtime.auth import Credentials
@@ -93,7 +93,7 @@ class Backend:
 
     async def ask(self, handle: Handle, raw: bytes, request: Request) -> bytes:
         """One unary call of the router. Raises what it raises, and Cancelled when the client leaves."""
-        calls = FanOut(handle, [raw], metadata_of(request))
+        calls = FanOut(handle, [raw], request)
         try:
             (answer,) = await while_connected(request.receive, calls.answers())
             return answer
@@ -103,7 +103,7 @@ class Backend:
     async def generate(self, messages: Sequence[pb.GenerateRequest], request: Request) -> list[pb.GenerateResponse]:
         """The answers in the order of their requests, or the first error."""
         handle = self.handler("Generate", self.relay.generate)
-        calls = FanOut(handle, [one.SerializeToString() for one in messages], metadata_of(request))
+        calls = FanOut(handle, [one.SerializeToString() for one in messages], request)
         try:
             found = await while_connected(request.receive, calls.answers())
         finally:
@@ -116,7 +116,7 @@ class Backend:
         """Calls that run, and their first message: an error before it is raised here, so that it has its real
         status."""
         handle = self.handler("GenerateStream", self.relay.generate_stream)
-        calls = FanOut(handle, [one.SerializeToString() for one in messages], metadata_of(request))
+        calls = FanOut(handle, [one.SerializeToString() for one in messages], request)
         try:
             first = await while_connected(request.receive, calls.next())
             if first is None:
@@ -169,7 +169,11 @@ def adapter_in(names: Mapping[str, str | None], base_names: Sequence[str]) -> st
     Raises as `adapter_of`, and InvalidArgument for two adapters."""
     found = found_in = ""
     for name, value in names.items():
-        given = adapter_of(value, base_names)
+        try:
+            given = adapter_of(value, base_names)
+        except AdapterNotFound as error:
+            error.field = name
+            raise
         if given and found and given != found:
             # Without backticks: names of fields in those are translated.
             raise InvalidArgument(f"{found_in} and {name} name two adapters: leave one of them out", field=name)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, Final
+import re
+from collections.abc import Collection, Mapping
+from typing import Any, Final, cast
 
 from starlette.types import Scope
 
@@ -18,6 +19,7 @@ from loraplex_contracts.errors import (
     MessageTooLarge,
     RequestTimeout,
 )
+from loraplex_proto.validate import HANDLED
 
 # Status, type and code of OpenAI's error object. UNIMPLEMENTED is not 501: clients try again at 500 and above.
 _BY_CODE: Final[Mapping[Code, tuple[int, str, str]]] = {
@@ -34,24 +36,79 @@ _BY_CODE: Final[Mapping[Code, tuple[int, str, str]]] = {
 }
 _INTERNAL: Final = (500, "server_error", "internal_error")
 
-# Fields of the wire that have another name in OpenAI's requests; of all others the last part of the path is the name.
-PARAMS: Final[Mapping[str, str]] = {
-    "adapter_id": "model",
-    "input": "prompt",
-    "text": "prompt",
-    "token_ids.ids": "prompt",
-    "chat": "messages",
-    "chat.tools_json": "tools",
-    "chat.tool_choice.required": "tool_choice",
-    "chat.tool_choice.name": "tool_choice",
-    "chat.documents_json": "documents",
-    "chat.template_kwargs_json": "chat_template_kwargs",
-    "chat.template": "chat_template",
-    "chat.continue_final_message": "continue_final_message",
-    "stopping.include_stop": "include_stop_str_in_output",
-    "truncate_prompt.max_tokens": "truncate_prompt_tokens",
-    "output.keep_special_tokens": "skip_special_tokens",
+# Fields of the wire, and their names in requests over HTTP: the first that a request has. Where it has none, it is the
+# first in OpenAI's form, and the last in that of LoRAX and TGI.
+_PROMPT: Final = ("prompt", "text", "input_ids", "input", "inputs")
+_ADAPTER: Final = ("model", "lora_name", "lora_path", "adapter_id")
+_GRAMMAR: Final = (
+    *("response_format", "structured_outputs", "json_schema", "regex", "ebnf", "structural_tag", "text"),
+    *("guided_json", "guided_json_object", "guided_regex", "guided_choice", "guided_grammar", "grammar"),
+)
+_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
+    "adapter_id": _ADAPTER,
+    **dict.fromkeys(("input", "text", "token_ids.ids"), _PROMPT),
+    "inputs": ("input", "documents", "texts", "text_2", "items", "data_2", "inputs"),
+    "query": ("query", "text_1", "queries", "data_1"),
+    "chat": ("messages", "input", "inputs"),
+    "chat.template": ("chat_template",),
+    "chat.tools_json": ("tools",),
+    "chat.tool_choice": ("tool_choice",),
+    "chat.documents_json": ("documents",),
+    "chat.template_kwargs_json": ("chat_template_kwargs",),
+    "chat.continue_final_message": ("continue_final_message",),
+    "chat.omit_generation_prompt": ("add_generation_prompt",),
+    "chat.parallel_tool_calls": ("parallel_tool_calls",),
+    "n": ("n", "best_of"),
+    "request_id": ("request_id", "rid"),
+    "omit_special_tokens": ("add_special_tokens",),
+    "sampling.seed": ("seed", "sampling_seed"),
+    "stopping.max_tokens": ("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens"),
+    "stopping.min_tokens": ("min_tokens", "min_new_tokens"),
+    "stopping.ignore_eos": ("ignore_eos", "ignore_eos_token"),
+    "stopping.include_stop": ("include_stop_str_in_output", "no_stop_trim"),
+    "truncate_prompt": ("truncate_prompt_tokens", "truncation", "truncate"),
+    "output.keep_special_tokens": ("skip_special_tokens",),
+    "output.top_logprobs": ("top_logprobs", "logprobs", "top_logprobs_num", "return_k_alternatives", "top_n_tokens"),
+    "output.logprobs": ("logprobs", "return_logprob", "details"),
+    **dict.fromkeys(
+        ("output.prompt_logprobs", "output.prompt_tokens"),
+        ("prompt_logprobs", "echo", "logprob_start_len", "decoder_input_details"),
+    ),
+    "output.omit_token_ids": ("return_token_ids",),
+    "output.token_bytes": ("logprobs", "details"),
+    "output.parse_chat": ("messages",),
+    "omit_normalization": ("normalize",),
+    "logits": ("activation", "use_activation", "softmax", "raw_scores"),
+    **dict.fromkeys(
+        ("grammar", *(path for path in HANDLED["GenerateRequest"] if path.startswith("grammar."))), _GRAMMAR
+    ),
 }
+# In a message: a path of the wire.
+_PATH: Final = re.compile(
+    r"`((?:sampling|stopping|output|chat|grammar|truncate_prompt|inputs|query|token_ids|speculation)\.[\w.\[\]]+)`"
+)
+
+
+def field_name(path: str, given: Collection[str] = (), *, is_native: bool = False) -> str:
+    """The name of a field of the wire in a request that has the fields `given`; of another field its own."""
+    whole, root = path.partition("[")[0], path.partition(".")[0]
+    while whole not in _NAMES and root in ("chat", "inputs", "query", "truncate_prompt") and "." in whole:
+        whole = whole.rpartition(".")[0]
+    if names := _NAMES.get(whole):
+        return next((name for name in names if name in given), names[-1 if is_native else 0])
+    if root in ("sampling", "stopping", "output"):
+        return path.rpartition(".")[2]
+    return f"speculation.{path.rpartition('.')[2]}" if root == "speculation" and "." in path else path
+
+
+def with_names_of(error: LoraplexError, scope: Scope) -> LoraplexError:
+    """The error of a call, with names of fields as the request has them."""
+    given, is_native = scope.get("state", {}).get("fields", ()), dialect_of(scope) == "native"
+    if error.field is not None:
+        name = field_name(error.field, given, is_native=is_native)
+        error.message, error.field = error.message.replace(f"`{error.field}`", f"`{name}`"), name
+    error.message = _PATH.sub(lambda path: f"`{field_name(path[1], given, is_native=is_native)}`", error.message)
+    return error
 
 
 def model_not_found(model: str) -> AdapterNotFound:
@@ -62,8 +119,7 @@ def model_not_found(model: str) -> AdapterNotFound:
 
 def is_missing_model(error: LoraplexError) -> bool:
     """True when the adapter that `model` names is unknown, forbidden, or not a valid name."""
-    is_name = isinstance(error, InvalidAdapterId) and error.field in (None, "adapter_id")
-    return is_name or (isinstance(error, AdapterNotFound) and error.field in (None, "adapter_id", "model"))
+    return isinstance(error, InvalidAdapterId | AdapterNotFound) and error.field in (None, *_ADAPTER)
 
 
 def naming_model(error: LoraplexError, model: str) -> LoraplexError:
@@ -81,31 +137,20 @@ def status_of(error: LoraplexError) -> int:
             return _BY_CODE.get(error.code, _INTERNAL)[0]
 
 
-def error_object(error: LoraplexError, params: Mapping[str, str] = PARAMS) -> dict[str, Any]:
-    """`{"error": {message, type, param, code}}`, with names of fields as the route's requests have them."""
+def error_object(error: LoraplexError) -> dict[str, Any]:
+    """`{"error": {message, type, param, code}}`."""
     _, kind, code = _BY_CODE.get(error.code, _INTERNAL)
-    message, param = error.message, error.field
+    message = error.message
     if isinstance(error, ContextLengthExceeded):
         # Clients look for these words.
         code = "context_length_exceeded"
         message = f"{message} (over this model's maximum context length)"
     elif isinstance(error, MessageTooLarge):
         kind, code = "invalid_request_error", "request_too_large"
-    if param is not None:
-        name = params.get(param) or _last_part(param)
-        message = message.replace(f"`{param}`", f"`{name}`")
-        param = name
-    content: dict[str, Any] = {"message": message, "type": kind, "param": param, "code": code}
+    content: dict[str, Any] = {"message": message, "type": kind, "param": error.field, "code": code}
     if error.reason not in ("INVALID_ARGUMENT", "UNIMPLEMENTED"):
         content["reason"] = error.reason
     return {"error": content}
-
-
-def _last_part(param: str) -> str:
-    if param.startswith("chat.messages"):
-        return "messages"
-    is_wire_path = param.startswith(("sampling.", "stopping.", "output."))
-    return param.rpartition(".")[2] if is_wire_path else param
 
 
 def error_headers(error: LoraplexError) -> dict[str, str]:
@@ -139,23 +184,9 @@ _NATIVE_BY_CODE: Final[Mapping[Code, tuple[int, str]]] = {
 }
 _NATIVE_INTERNAL: Final = (424, "generation")
 
-_NATIVE_PARAMS: Final[Mapping[str, str]] = {
-    "input": "inputs",
-    "text": "inputs",
-    "chat.messages": "inputs",
-    "model": "adapter_id",
-    "n": "best_of",
-    "truncate_prompt.max_tokens": "truncate",
-    "stopping.max_tokens": "max_new_tokens",
-    "stopping.ignore_eos": "ignore_eos_token",
-    "output.top_logprobs": "top_n_tokens",
-    "output.prompt_logprobs": "decoder_input_details",
-    "output.prompt_tokens": "decoder_input_details",
-}
-
 
 def native_error(error: LoraplexError) -> tuple[int, dict[str, str]]:
-    """Status and `{"error", "error_type"}`, with names of parameters as LoRAX and TGI have them."""
+    """Status and `{"error", "error_type"}`."""
     status, kind = _NATIVE_BY_CODE.get(error.code, _NATIVE_INTERNAL)
     message = error.message
     match error:
@@ -167,9 +198,6 @@ def native_error(error: LoraplexError) -> tuple[int, dict[str, str]]:
             message = f"the adapter `{error.resource or ''}` does not exist"
         case _:
             pass
-    if (param := error.field) is not None:
-        name = _NATIVE_PARAMS.get(param) or _last_part(param)
-        message = message.replace(f"`{param}`", f"`{name}`")
     return status, {"error": message, "error_type": kind}
 
 
@@ -195,3 +223,14 @@ def body_dialect(path: str, body: Any) -> str:
 def dialect_of(scope: Scope) -> str:
     """As above; the request's state has it once the body has been read."""
     return scope.get("state", {}).get("dialect") or body_dialect(scope["path"], None)
+
+
+def fields_in(body: Any) -> frozenset[str]:
+    """Names of a body's fields that are not null, and of those in its objects of options."""
+    if not isinstance(body, dict):
+        return frozenset()
+    found = cast("dict[str, Any]", body)
+    names = {name for name, value in found.items() if value is not None}
+    for name in names & {"parameters", "sampling_params"}:
+        names |= fields_in(found[name])
+    return frozenset(names)

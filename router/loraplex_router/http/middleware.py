@@ -15,8 +15,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from loraplex_contracts.adapters import check_id
 from loraplex_contracts.errors import InvalidArgument, LoraplexError, MessageTooLarge, RequestTimeout, unexpected
-from loraplex_router.http import pooling, sglang
-from loraplex_router.http.errors import PARAMS, dialect_of, error_headers, error_object, native_error, status_of
+from loraplex_router.http import pooling
+from loraplex_router.http.errors import dialect_of, error_headers, error_object, native_error, status_of
 from loraplex_router.http.page import is_page, page_response
 from loraplex_runtime.auth import Credentials, admit
 
@@ -190,6 +190,4 @@ def error_response(error: Exception, scope: Scope) -> Response:
     if dialect_of(scope) == "native":
         status, content = native_error(typed)
         return JSONResponse(content, status, headers=error_headers(typed))
-    params = sglang.PARAMS if scope["path"] == "/generate" else PARAMS
-    params = pooling.PARAMS if scope["path"] in pooling.METHODS else params
-    return JSONResponse(error_object(typed, params), status_of(typed), headers=error_headers(typed))
+    return JSONResponse(error_object(typed), status_of(typed), headers=error_headers(typed))

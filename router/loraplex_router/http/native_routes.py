@@ -117,7 +117,7 @@ class NativeRoutes:
         events = sglang.Events(job)
 
         def of_error(error: LoraplexError) -> bytes:
-            return native_answers.event_of(error_object(_named_sglang(error, job), sglang.PARAMS))
+            return native_answers.event_of(error_object(_named_sglang(error, job)))
 
         return EventStream(calls, events_of(calls, first, events.events, lambda: (), of_error), headers)
 

@@ -28,7 +28,7 @@ from loraplex_router.http.backend import (
 )
 from loraplex_router.http.errors import naming_model
 from loraplex_router.http.models import AdapterFields, Fields, Uint32, harmless_fields, ignored_fields
-from loraplex_router.http.streaming import FanOut, metadata_of, while_connected
+from loraplex_router.http.streaming import FanOut, while_connected
 
 _SERVICE: Final = "/loraplex.v1.PoolingService/"
 # The method of gRPC whose roles a route asks for.
@@ -37,11 +37,6 @@ METHODS: Final[Mapping[str, str]] = {
     "/embed": _SERVICE + "Embed",
     **dict.fromkeys(("/classify", "/classify_batch"), _SERVICE + "Classify"),
     **dict.fromkeys(("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"), _SERVICE + "Score"),
-}
-# Fields of the wire that have another name here.
-PARAMS: Final[Mapping[str, str]] = {
-    "adapter_id": "model",
-    "truncate_prompt.max_tokens": "truncate_prompt_tokens",
 }
 # LoRAX's names of the base model, beside its id.
 _LORAX_BASE: Final = ("", "__base_model__")
@@ -364,7 +359,7 @@ class PoolingRoutes:
     ) -> list[pooling_pb2.ScoreResponse]:
         """The answers in the order of the requests, or the first error."""
         handle = self._backend.handler("Score", self._backend.relay.score)
-        calls = FanOut(handle, [one.SerializeToString() for one in messages], metadata_of(request))
+        calls = FanOut(handle, [one.SerializeToString() for one in messages], request)
         try:
             found = await while_connected(request.receive, calls.answers())
         except LoraplexError as error:

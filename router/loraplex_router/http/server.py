@@ -27,13 +27,14 @@ MAX_HEAD_BYTES: Final = 64 << 10
 HEAD_TIMEOUT_S: Final = 10.0
 # Of a request as it travels, the sizes of its chunks and its trailers included; the body has a bound of its own.
 MAX_REQUEST_BYTES: Final = 4 * MAX_BODY_BYTES
-# Of a connection between two requests.
+# Of a connection from an answer to the next request, whatever comes between.
 KEEP_ALIVE_S: Final = 60
 BACKLOG: Final = 2048
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """HTTP/1.1 whose requests are bounded: heads in size and time, all of it in size; trailers are dropped."""
+    """HTTP/1.1 whose requests are bounded: heads and what comes behind an answer in size and time, all of it in size;
+    trailers are dropped."""
 
     _head_bytes = 0
     _request_bytes = 0
@@ -63,6 +64,13 @@ class BoundedProtocol(HttpToolsProtocol):
         self._end_timer()
         super().on_headers_complete()
 
+    def on_response_complete(self) -> None:
+        is_last = not self.pipeline
+        super().on_response_complete()
+        if is_last and not self._is_in_head:
+            # uvicorn's own timer ends with any byte, be it of a body that is not read or a line's end.
+            self._close_after(KEEP_ALIVE_S)
+
     def data_received(self, data: bytes) -> None:
         self._request_bytes += len(data)
         if self._request_bytes > MAX_REQUEST_BYTES:
@@ -76,8 +84,11 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _await_head(self) -> None:
         self._is_in_head = True
+        self._close_after(HEAD_TIMEOUT_S)
+
+    def _close_after(self, seconds: float) -> None:
         self._end_timer()
-        self._timer = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
+        self._timer = self.loop.call_later(seconds, self.transport.close)
 
     def _end_timer(self) -> None:
         if self._timer is not None:

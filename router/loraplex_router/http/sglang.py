@@ -40,20 +40,6 @@ REFUSED: Final[Mapping[str, str]] = {
 }
 
 
-# Fields of the wire that have another name here.
-PARAMS: Final[Mapping[str, str]] = {
-    "adapter_id": "lora_path",
-    "model": "lora_path",
-    "token_ids.ids": "input_ids",
-    "request_id": "rid",
-    "stopping.max_tokens": "max_new_tokens",
-    "stopping.min_tokens": "min_new_tokens",
-    "stopping.include_stop": "no_stop_trim",
-    "output.keep_special_tokens": "skip_special_tokens",
-    "output.top_logprobs": "top_logprobs_num",
-}
-
-
 class SamplingParams(Fields):
     """`sampling_params`, with `speculation`."""
 

@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 from loraplex_contracts.errors import Cancelled, LoraplexError, MessageTooLarge, unexpected
 from loraplex_proto.status import from_rpc_error
 from loraplex_router.calls import CallContext
+from loraplex_router.http.errors import with_names_of
 from loraplex_router.upstream import FORWARDED_KEYS, Metadata
 
 T = TypeVar("T")
@@ -70,11 +71,13 @@ def metadata_of(request: Request) -> Metadata:
 class FanOut:
     """The calls that answer one HTTP request, one for each prompt: all of them, or an error."""
 
-    def __init__(self, handle: Handle, requests: Sequence[bytes], metadata: Metadata) -> None:
-        """Starts them. `handle` is a method of the router (`Calls.handler`)."""
+    def __init__(self, handle: Handle, messages: Sequence[bytes], request: Request) -> None:
+        """Starts them. `handle` is a method of the router (`Calls.handler`). Errors have the request's names of
+        fields."""
+        self._scope, metadata = request.scope, metadata_of(request)
         self._queue: asyncio.Queue[tuple[int, bytes | LoraplexError | None]] = asyncio.Queue(MAX_QUEUED)
         self._tasks = [
-            asyncio.create_task(self._call(handle, index, raw, metadata)) for index, raw in enumerate(requests)
+            asyncio.create_task(self._call(handle, index, raw, metadata)) for index, raw in enumerate(messages)
         ]
         self._num_open = len(self._tasks)
 
@@ -98,7 +101,7 @@ class FanOut:
                 return index, item
             if item is not None:
                 self.cancel()
-                raise item
+                raise with_names_of(item, self._scope)
             self._num_open -= 1
         return None
 

@@ -27,7 +27,7 @@ from loraplex_contracts.errors import (
 )
 from loraplex_contracts.load import Forecast, Load
 from loraplex_contracts.plan import GrammarMatcher, StepPlan
-from loraplex_contracts.request import CompletionEnd, Event, Grammar, Request, RequestFailed, Tokens
+from loraplex_contracts.request import MAX_CLASS_VALUES, CompletionEnd, Event, Grammar, Request, RequestFailed, Tokens
 from loraplex_server.config import SpeculationConfig
 from loraplex_server.engine.pipe import (
     Abandon,
@@ -48,7 +48,6 @@ from loraplex_server.speculation.step_costs import StepCosts
 
 log = logging.getLogger(__name__)
 
-MAX_CLASS_VALUES = 1 << 20  # of one prompt: 8 MiB, copied and sent between steps
 FORECAST_EVERY_S = 0.05  # it takes time for each request that waits
 MAX_IDLE_S = 3600.0  # a lock cannot be waited for until any deadline that a client may name
 
@@ -194,8 +193,8 @@ class Engine:
         self._pending_heads = Pending[AdapterId, AdapterKey](
             cache.resolve, lambda request: request.speculation.medusa_id
         )
-        self._pending_grammars = Pending[Grammar | None, Matcher](
-            self._resolve_grammar, lambda request: request.grammar, self._forget_grammar
+        self._pending_grammars = Pending[tuple[Grammar | None, str], Matcher](
+            self._resolve_grammar, lambda request: (request.grammar, request.tenant), self._forget_grammar
         )
         self._operations: dict[int, AdapterCommand] = {}
         self._events: list[Event] = []
@@ -354,12 +353,14 @@ class Engine:
     def _waiting(self) -> tuple[Pending[Any, Any], ...]:
         return self._pending_grammars, self._pending, self._pending_heads
 
-    def _resolve_grammar(self, grammar: Grammar | None, now: float) -> Matcher | None:
-        return None if grammar is None else self._grammars.resolve(grammar)
+    def _resolve_grammar(self, asked: tuple[Grammar | None, str], now: float) -> Matcher | None:
+        grammar, tenant = asked
+        return None if grammar is None else self._grammars.resolve(grammar, tenant)
 
-    def _forget_grammar(self, grammar: Grammar | None) -> None:
+    def _forget_grammar(self, asked: tuple[Grammar | None, str]) -> None:
+        grammar, tenant = asked
         if grammar is not None:
-            self._grammars.forget(grammar)
+            self._grammars.forget(grammar, tenant)
 
     def _admit_resolved(self, has_news: bool, now: float) -> None:
         has_grammar = self._grammars.poll()

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from loraplex_contracts.errors import Cancelled, Internal, Unavailable
-from loraplex_contracts.request import Admitted, CompletionEnd, Pooled, Request, RequestFailed
+from loraplex_contracts.errors import Cancelled, Internal, InvalidArgument, Unavailable
+from loraplex_contracts.request import MAX_CLASS_VALUES, Admitted, CompletionEnd, Pooled, Request, RequestFailed
 
 if TYPE_CHECKING:  # tests of this module need no torch
     from loraplex_server.engine.client import EngineClient, RequestStream
@@ -40,12 +40,23 @@ class PooledAnswer:
 
 async def pool_all(engine: EngineClient, requests: Sequence[Request]) -> list[PooledAnswer]:
     """The answers in the order of the requests, all of one adapter. Raises the first typed error of one, and ends the
-    others then; Unavailable where they are of two versions of the adapter."""
+    others then; InvalidArgument where tokens have more than MAX_CLASS_VALUES labels together, Unavailable where the
+    answers are of two versions of the adapter."""
     turns = asyncio.Semaphore(MAX_AT_ONCE)
+    num_values = 0
 
     async def one(request: Request) -> PooledAnswer:
+        nonlocal num_values
         async with turns:
-            return await _pool(engine, request)
+            answer = await _pool(engine, request)
+            num_values += answer.values.size if answer.per_token else 0
+            if num_values > MAX_CLASS_VALUES:
+                raise InvalidArgument(
+                    f"adapter {request.adapter_id!a} gives each token {len(answer.labels)} values, and the inputs have "
+                    f"more than {MAX_CLASS_VALUES} together: send fewer or shorter inputs at once",
+                    field="inputs",
+                )
+            return answer
 
     tasks = [asyncio.ensure_future(one(request)) for request in requests]
     try:

@@ -183,10 +183,16 @@ class Tokenizing:
         return self._serialized
 
     async def tokenize(
-        self, text: str | SafeText, make: Maker, *, special: bool = True, with_offsets: bool = False
+        self,
+        text: str | SafeText,
+        make: Maker,
+        *,
+        special: bool = True,
+        with_offsets: bool = False,
+        truncation: Truncation | None = None,
     ) -> bytes:
-        """`make` of the ids of a text of any length, and of their offsets. Raises QueueFull, and what
-        `TextTokenizer.encode` raises."""
+        """`make` of the ids of a text of any length, and of their offsets; `truncation` of a text that is no chat.
+        Raises QueueFull, and what `TextTokenizer.encode` raises."""
         if isinstance(text, SafeText):
             serialized, num_bytes = self._serialized_for_chats(), num_bytes_of(text.text)
             if num_bytes <= LONG_BYTES:
@@ -198,8 +204,9 @@ class Tokenizing:
             return answer
         num_bytes = num_bytes_of(text)
         if num_bytes <= LONG_BYTES or self._serialized is None:
-            return await self.off_loop(num_bytes, partial(self._made, text, make, special, with_offsets))
-        answer = await self._in_process(num_bytes, Job(text, special, make=make, with_offsets=with_offsets))
+            return await self.off_loop(num_bytes, partial(self._made, text, make, special, with_offsets, truncation))
+        job = Job(text, special, make=make, with_offsets=with_offsets, truncation=truncation)
+        answer = await self._in_process(num_bytes, job)
         assert isinstance(answer, bytes)
         return answer
 
@@ -225,12 +232,12 @@ class Tokenizing:
         # Its threads may still wait for the end of processes that were killed before.
         await asyncio.to_thread(self._executor.shutdown, cancel_futures=True)
 
-    def _made(self, text: str, make: Maker, special: bool, with_offsets: bool) -> bytes:
+    def _made(self, text: str, make: Maker, special: bool, with_offsets: bool, truncation: Truncation | None) -> bytes:
         if with_offsets:
-            encoding = self.tokenizer.encode_with_offsets(text, add_special_tokens=special)
+            encoding = self.tokenizer.encode_with_offsets(text, add_special_tokens=special, truncation=truncation)
             ids, offsets = encoding.ids, encoding.offsets
         else:
-            ids, offsets = self.tokenizer.encode(text, add_special_tokens=special), ()
+            ids, offsets = self.tokenizer.encode(text, add_special_tokens=special, truncation=truncation), ()
         assert self.tokenizer.vocabulary is not None, "there are ids of a text"
         return make(self.tokenizer.vocabulary, ids, offsets)
 
@@ -441,7 +448,7 @@ def _safe_result(tokenizer: PlainTokenizer, vocabulary: Vocabulary, job: Job) ->
 
 def _result(tokenizer: Tokenizer, vocabulary: Vocabulary, job: Job) -> array[int] | int | bytes:
     if job.make is not None and job.with_offsets:
-        encoding = encoding_of(tokenizer, job.text, job.add_special_tokens)
+        encoding = encoding_of(tokenizer, job.text, job.add_special_tokens, job.truncation)
         return job.make(vocabulary, encoding.ids, encoding.offsets)
     ids = encode(tokenizer, job.text, job.add_special_tokens, job.truncation)
     if job.make is not None:

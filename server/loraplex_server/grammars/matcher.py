@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -30,8 +31,9 @@ if TYPE_CHECKING:  # imported late: an engine runs without it, and then has no g
 
 Bits = npt.NDArray[np.int32]
 
-# Others add spaces between tokens.
-_PLAIN_DECODERS: Final = frozenset({"ByteLevel", "Replace", "ByteFallback", "Fuse", "Strip"})
+# Others add spaces between tokens. Metaspace and Strip drop one at a text's begin, which is in the prompt.
+_PLAIN_DECODERS: Final = frozenset({"ByteLevel", "Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"})
+_BYTE_TOKEN: Final = re.compile("<0x[0-9A-F]{2}>")
 MAX_COMPILED: Final = 256
 MAX_COMPILED_BYTES: Final = 16 << 20  # of their texts; refusals count as well
 # After a compilation without a verdict, the time for which it counts as one.
@@ -170,6 +172,38 @@ class Check(Protocol):
     def close(self) -> None: ...
 
 
+class Turns:
+    """Grammars that wait for one thread: tenants take turns, so that one of many grammars waits for itself."""
+
+    def __init__(self) -> None:
+        self._waiting: OrderedDict[str, dict[Grammar, None]] = OrderedDict()  # by tenant, the next one first
+
+    def add(self, grammar: Grammar, tenant: str) -> bool:
+        """False where it waits for this tenant already."""
+        waiting = self._waiting.setdefault(tenant, {})
+        is_new = grammar not in waiting
+        waiting[grammar] = None
+        return is_new
+
+    def discard(self, grammar: Grammar, tenant: str) -> None:
+        """As `tenant` waits for it no more."""
+        waiting = self._waiting.get(tenant, {})
+        waiting.pop(grammar, None)
+        if tenant in self._waiting and not waiting:
+            del self._waiting[tenant]
+
+    def take(self) -> Grammar | None:
+        """The next one, for all tenants that wait for it."""
+        if not self._waiting:
+            return None
+        tenant, waiting = next(iter(self._waiting.items()))
+        self._waiting.move_to_end(tenant)
+        grammar = next(iter(waiting))
+        for one in list(self._waiting):
+            self.discard(grammar, one)
+        return grammar
+
+
 class Grammars:
     """Compiles grammars in two threads, one of them for simple ones. Owns the threads and the compiled grammars.
 
@@ -192,10 +226,11 @@ class Grammars:
         self._done: OrderedDict[Grammar, Matcher | LoraplexError] = OrderedDict()  # the least recently used first
         self._retry_s: dict[Grammar, float] = {}  # when one of these that failed without a verdict is compiled again
         self._num_bytes = 0
-        self._under_way: dict[Grammar, Future[None]] = {}
+        self._turns = {is_simple: Turns() for is_simple in (False, True)}
+        self._under_way: set[Grammar] = set()
         self._has_news = False
 
-    def resolve(self, grammar: Grammar) -> Matcher | None:
+    def resolve(self, grammar: Grammar, tenant: str = "") -> Matcher | None:
         """A matcher at the grammar's beginning; None while it is compiled, which the first call starts. Raises
         InvalidArgument for a grammar that cannot be enforced, FailedPrecondition where there are none."""
         if self._compiler is None:
@@ -212,17 +247,17 @@ class Grammars:
             elif grammar not in self._under_way:
                 if grammar.is_simple not in self._threads:
                     self._threads[grammar.is_simple] = ThreadPoolExecutor(1, thread_name_prefix="grammars")
-                thread = self._threads[grammar.is_simple]
-                self._under_way[grammar] = thread.submit(self._run, grammar, self._compiler)
+                if self._turns[grammar.is_simple].add(grammar, tenant):
+                    self._threads[grammar.is_simple].submit(self._run_next, grammar.is_simple, self._compiler)
         if isinstance(found, LoraplexError):
             raise found.with_traceback(None)  # else each use would add its frames, with all that they hold
         return found
 
-    def forget(self, grammar: Grammar) -> None:
-        """No request waits for it any more: a compilation that has not begun is left out."""
+    def forget(self, grammar: Grammar, tenant: str = "") -> None:
+        """No request of the tenant waits for it any more: where none of another does, a compilation that has not begun
+        is left out."""
         with self._lock:
-            if grammar in self._under_way and self._under_way[grammar].cancel():
-                del self._under_way[grammar]
+            self._turns[grammar.is_simple].discard(grammar, tenant)
 
     def poll(self) -> bool:
         """Whether a grammar has been compiled, or refused, since the last call."""
@@ -234,6 +269,14 @@ class Grammars:
             thread.shutdown(wait=False, cancel_futures=True)
         if self._checker is not None:
             self._checker.close()
+
+    def _run_next(self, is_simple: bool, compiler: Compiler) -> None:
+        with self._lock:
+            grammar = self._turns[is_simple].take()
+            if grammar is None:  # it was forgotten
+                return
+            self._under_way.add(grammar)
+        self._run(grammar, compiler)
 
     def _run(self, grammar: Grammar, compiler: Compiler) -> None:
         from loraplex_server.grammars.source import refusal
@@ -251,7 +294,7 @@ class Grammars:
         except Exception as error:
             found, is_final = _bare(unexpected(error, "compiling a grammar")), False
         with self._lock:
-            del self._under_way[grammar]
+            self._under_way.discard(grammar)
             self._done[grammar] = found
             self._num_bytes += len(grammar.text)
             if not is_final:
@@ -277,11 +320,7 @@ def _tokenizer(serialized: str, num_logits: int, eos_token_ids: Collection[int])
     """Raises ValueError for a tokenizer that does not spell a text by putting its tokens' bytes together."""
     from llguidance import LLTokenizer
 
-    decoder: Any = json.loads(serialized)["decoder"] or {"type": None}
-    steps = {one["type"] for one in decoder.get("decoders", [decoder])}
-    if not steps <= _PLAIN_DECODERS:
-        raise ValueError(f"its decoder is {', '.join(sorted(map(str, steps)))}")
-    tokenizer = Tokenizer.from_str(serialized)
+    tokenizer = Tokenizer.from_str(_as_library_reads(serialized))
     num_tokens = _num_tokens(tokenizer)
     eos = {token_id for token_id in eos_token_ids if token_id < num_tokens}
     end_id = None
@@ -291,6 +330,37 @@ def _tokenizer(serialized: str, num_logits: int, eos_token_ids: Collection[int])
         eos, num_tokens = {end_id}, _num_tokens(tokenizer)
     tokens = TokenSet(max(num_logits, num_tokens), frozenset((*eos, *eos_token_ids)), end_id)
     return tokens, LLTokenizer(tokenizer.to_str(), n_vocab=tokens.num_ids, eos_token=sorted(eos))
+
+
+def _as_library_reads(serialized: str) -> str:
+    """The tokenizer as the library spells it right. Raises ValueError."""
+    made: Any = json.loads(serialized)
+    decoder = made["decoder"] or {"type": None}
+    steps: list[Any] = decoder.get("decoders", [decoder])
+    kinds = {one["type"] for one in steps}
+    if not kinds <= _PLAIN_DECODERS:
+        raise ValueError(f"its decoder is {', '.join(sorted(map(str, kinds)))}")
+    tokenizer = Tokenizer.from_str(serialized)
+    # The library takes an added token for its content, though a normalizer or the decoder may write it otherwise. Those
+    # become special here: no text is made of them.
+    before = next((one for one in range(tokenizer.get_vocab_size()) if tokenizer.decode([one]).isalnum()), None)
+    for one in made["added_tokens"]:
+        context = [] if before is None else [before]
+        text = tokenizer.decode([*context, one["id"]], skip_special_tokens=False)
+        one["special"] |= text != tokenizer.decode(context) + one["content"]
+    if "Metaspace" in kinds:
+        if "ByteFallback" not in kinds and any(map(_BYTE_TOKEN.fullmatch, tokenizer.get_vocab())):
+            raise ValueError("it has tokens of single bytes, which its decoder writes as their names")
+        plain = [
+            {"type": "Replace", "pattern": {"String": one["replacement"]}, "content": " "}
+            if one["type"] == "Metaspace"
+            else one
+            for one in steps
+        ]
+        # By ByteFallback the library knows that tokens are not spelled as by ByteLevel.
+        added = [] if "ByteFallback" in kinds else [{"type": "ByteFallback"}, {"type": "Fuse"}]
+        made["decoder"] = {"type": "Sequence", "decoders": [*plain, *added]}
+    return json.dumps(made)
 
 
 def _num_tokens(tokenizer: Tokenizer) -> int:

@@ -55,6 +55,9 @@ _SPECIAL: Final = re.compile(r"[^\w]", re.ASCII)
 # Without a short escape: llguidance would drop them.
 _NO_ESCAPE: Final = "\\x00-\\x07\\x0b\\x0e-\\x1f\\x7f"
 _CONTROL: Final = re.compile(f"[{_NO_ESCAPE}]")
+# Of Lark: a string, a regular expression, a comment, or what stands before a JSON schema.
+_LARK_PART: Final = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|#[^\n]*|%json')
+_SPACE: Final = re.compile(r"\s*")
 # Of a regular expression: an escape, a class of Unicode, the beginning of a class, or a single character.
 _REGEX_PART: Final = re.compile(r"\\[pP](?:\{[^}]*\}|.)|\\.|\[\^?\]?|.", re.DOTALL)
 
@@ -84,8 +87,23 @@ def choice(texts: list[str]) -> Grammar:
 
 
 def lark(text: str) -> Grammar:
-    """llguidance's form of Lark."""
-    return Grammar("grammar.lark", LLMatcher.grammar_from_lark(text))
+    """llguidance's form of Lark; JSON schemas in it are checked as others are. Raises InvalidArgument."""
+    field, found, end = "grammar.lark", list[str](), 0
+    for part in _LARK_PART.finditer(text):
+        if part[0] != "%json" or part.start() < end:
+            continue
+        begin = _SPACE.match(text, part.end())
+        assert begin is not None, "it may be empty"
+        try:
+            schema, behind = json.JSONDecoder().raw_decode(text, begin.end())
+        except (ValueError, RecursionError) as error:
+            raise _refused(field, f"`%json` takes a JSON schema: {error}") from error
+        if not isinstance(schema, dict):
+            raise _refused(field, "`%json` takes a JSON schema that is an object")
+        checked = checked_schema(cast("dict[str, Any]", schema), compact=False, field=field)
+        found += text[end : begin.end()], checked
+        end = behind
+    return Grammar(field, LLMatcher.grammar_from_lark("".join((*found, text[end:]))))
 
 
 def gbnf(text: str) -> Grammar:

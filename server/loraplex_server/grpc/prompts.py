@@ -76,10 +76,12 @@ class Prompts:
         return tuple(await self._tokenizing.encode_pair(first, second, special=special, truncation=truncation))
 
     async def offsets(self, text: str, truncation: Truncation | None, *, special: bool) -> Sequence[tuple[int, int]]:
-        """Where each token of a text begins and ends, in characters."""
-        encode = self._tokenizing.tokenizer.encode_with_offsets
-        work = partial(encode, text, add_special_tokens=special, truncation=truncation)
-        return (await self._tokenizing.off_loop(len(text), work)).offsets
+        """Where each token of a text begins and ends, in characters. A long text is tokenized apart, as for `ids`."""
+        raw = await self._tokenizing.tokenize(
+            text, protobuf.tokenize_response, special=special, with_offsets=True, truncation=truncation
+        )
+        found = inference_pb2.TokenizeResponse.FromString(raw)
+        return list(zip(found.starts, found.ends, strict=True))
 
     def truncation(self, message: inference_pb2.GenerateRequest | PoolingRequest, num_new: int) -> Truncation | None:
         """Of a request that leaves room for `num_new` tokens; None where its prompt is not truncated."""

@@ -91,9 +91,10 @@ class Truncation:
         return token_ids[: self.max_tokens] if self.keep_start else token_ids[len(token_ids) - self.max_tokens :]
 
 
-def encoding_of(tokenizer: Tokenizer, text: str, special: bool) -> Encoding:
-    """Ids of a text, and their offsets in it in characters."""
-    return tokenizer.encode_batch([text], add_special_tokens=special)[0]
+def encoding_of(tokenizer: Tokenizer, text: str, special: bool, truncation: Truncation | None = None) -> Encoding:
+    """Ids of a text, as `encode` gives them, and their offsets in it in characters."""
+    encoding = tokenizer.encode_batch([text], add_special_tokens=special and truncation is None)[0]
+    return encoding if truncation is None else _truncated(tokenizer, encoding, special, truncation)
 
 
 def encode(tokenizer: Tokenizer, text: str, special: bool, truncation: Truncation | None) -> list[int]:
@@ -102,11 +103,14 @@ def encode(tokenizer: Tokenizer, text: str, special: bool, truncation: Truncatio
         return tokenizer.encode(text, add_special_tokens=special).ids
     # In a batch, even of one, the library gives the interpreter's lock back.
     encoding = tokenizer.encode_batch_fast([text], add_special_tokens=special and truncation is None)[0]
-    if truncation is not None:
-        num_added = tokenizer.num_special_tokens_to_add(False) if special else 0
-        encoding.truncate(truncation.max_tokens - num_added, direction=truncation.direction)
-        encoding = tokenizer.post_process(encoding, add_special_tokens=special)
-    return encoding.ids
+    return encoding.ids if truncation is None else _truncated(tokenizer, encoding, special, truncation).ids
+
+
+def _truncated(tokenizer: Tokenizer, encoding: Encoding, special: bool, truncation: Truncation) -> Encoding:
+    """`encoding` is without special tokens."""
+    num_added = tokenizer.num_special_tokens_to_add(False) if special else 0
+    encoding.truncate(truncation.max_tokens - num_added, direction=truncation.direction)
+    return tokenizer.post_process(encoding, add_special_tokens=special)
 
 
 # Yields the parameters of `TextTokenizer.render_chat`, takes the template's text, and returns the chat's.
@@ -243,12 +247,7 @@ class TextTokenizer:
         """Raises what `encode` raises."""
         self._require("text")
         num_bytes_of(text)
-        if truncation is None:
-            return encoding_of(self._backend, text, add_special_tokens)
-        encoding = encoding_of(self._backend, text, special=False)
-        num_added = self.num_added_tokens() if add_special_tokens else 0
-        encoding.truncate(truncation.max_tokens - num_added, direction=truncation.direction)
-        return self._backend.post_process(encoding, add_special_tokens=add_special_tokens)
+        return encoding_of(self._backend, text, add_special_tokens, truncation)
 
     def encode_pair(
         self, first: str, second: str, *, add_special_tokens: bool = True, truncation: Truncation | None = None

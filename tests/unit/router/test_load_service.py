@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from loraplex_proto.v1 import inference_pb2, worker_pb2
-from loraplex_router.load_service import MAX_ADAPTERS, MAX_WAITING, total_load
+from loraplex_router.load_service import MAX_ADAPTERS, MAX_WAITING, LoadService, total_load
 from loraplex_router.replicas import Replicas
+from loraplex_runtime.auth import EVERYBODY, Identity
 
 
 def replicas(*loads: worker_pb2.Load) -> Replicas:
@@ -78,3 +79,20 @@ def test_callers_see_their_own_adapters() -> None:
     total = total_load(replicas(mixed).all(), draining=False, may_see=lambda name: name.startswith("acme/"))
     assert [one.adapter_id for one in total.adapters] == ["acme/a"]
     assert list(total.waiting_adapter_ids) == ["acme/c"]
+
+
+def test_watches_share_what_they_are_told() -> None:
+    now_s, workers = 100.0, replicas(load(running_requests=1, tiers={"acme/a": 4, "b": 4}))
+    service = LoadService(workers, clock=lambda: now_s)
+    first = service.shared_load(EVERYBODY, 0.2)
+    workers.on_report("w0", load(running_requests=2), 100.0)
+    assert service.shared_load(EVERYBODY, 0.2) is first
+    assert b"acme/a" in first
+    theirs = service.shared_load(Identity("acme", adapters=("acme/*",)), 0.2)
+    assert worker_pb2.WatchLoadResponse.FromString(theirs).load.running_requests == 2
+    now_s += 0.3
+    found = service.shared_load(EVERYBODY, 0.2)
+    assert worker_pb2.WatchLoadResponse.FromString(found).load.running_requests == 2
+    service.begin_drain()
+    found = service.shared_load(EVERYBODY, 0.2)
+    assert worker_pb2.WatchLoadResponse.FromString(found).load.draining

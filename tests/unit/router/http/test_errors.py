@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import pytest
 
 from loraplex_contracts import errors
 from loraplex_contracts.errors import LoraplexError
-from loraplex_router.http.errors import error_headers, error_object, model_not_found, status_of
+from loraplex_proto.validate import HANDLED
+from loraplex_router.http.errors import (
+    error_headers,
+    error_object,
+    field_name,
+    model_not_found,
+    status_of,
+    with_names_of,
+)
+from loraplex_router.http.grammars import GRAMMAR_FIELDS
+from loraplex_router.http.models import ChatCompletionRequest, CompletionRequest
+from loraplex_router.http.pooling import ClassifyBody, EmbeddingsRequest, RerankBody, ScoreBody
 
 
 @pytest.mark.parametrize(
@@ -32,6 +45,10 @@ def test_the_table(error: LoraplexError, status: int, kind: str, code: str) -> N
     assert (status_of(error), content["type"], content["code"]) == (status, kind, code)
 
 
+def named(error: LoraplexError, given: Collection[str] = ()) -> LoraplexError:
+    return with_names_of(error, {"path": "/v1/completions", "state": {"fields": given}})
+
+
 @pytest.mark.parametrize(
     ("field", "param"),
     [
@@ -43,8 +60,52 @@ def test_the_table(error: LoraplexError, status: int, kind: str, code: str) -> N
     ],
 )
 def test_fields_have_their_names_in_openais_requests(field: str, param: str) -> None:
-    content = error_object(errors.InvalidArgument(f"`{field}` is wrong", field=field))["error"]
+    content = error_object(named(errors.InvalidArgument(f"`{field}` is wrong", field=field)))["error"]
     assert (content["param"], content["message"]) == (param, f"`{param}` is wrong")
+
+
+@pytest.mark.parametrize(
+    ("field", "given", "param"),
+    [
+        ("grammar.json_schema", {"guided_json", "prompt"}, "guided_json"),
+        ("grammar.json_schema", {"messages"}, "response_format"),
+        ("grammar.regex", {"text", "regex"}, "regex"),
+        ("chat.tools_json", {"messages", "tools"}, "tools"),
+        ("chat.tool_choice.name", {"messages"}, "tool_choice"),
+        ("chat.messages[2].role", {"input"}, "input"),
+        ("inputs.token_ids.ids", {"query", "documents"}, "documents"),
+        ("query.text", {"text_1", "text_2"}, "text_1"),
+        ("stopping.max_tokens", {"max_completion_tokens"}, "max_completion_tokens"),
+        ("speculation.medusa.adapter_id", {"speculation"}, "speculation.adapter_id"),
+        ("grammar.type", {"grammar"}, "grammar.type"),
+    ],
+)
+def test_fields_have_the_name_that_the_request_gave_them(field: str, given: set[str], param: str) -> None:
+    content = error_object(named(errors.InvalidArgument(f"`{field}` is wrong", field=field), given))["error"]
+    assert (content["param"], content["message"]) == (param, f"`{param}` is wrong")
+
+
+def test_other_fields_in_a_message_are_named_too() -> None:
+    error = errors.InvalidArgument("`chat.tool_choice.name` is not in `chat.tools_json`", field="chat.tool_choice.name")
+    assert error_object(named(error))["error"]["message"] == "`tool_choice` is not in `tools`"
+
+
+OPENAI = {*CompletionRequest.model_fields, *ChatCompletionRequest.model_fields, *GRAMMAR_FIELDS}
+KINDS: dict[str, set[str]] = {
+    "GenerateRequest": OPENAI,
+    "TokenizeRequest": OPENAI,
+    "EmbedRequest": {*EmbeddingsRequest.model_fields, "messages", *OPENAI},
+    "ClassifyRequest": {*ClassifyBody.model_fields, *OPENAI},
+    "ScoreRequest": {*ScoreBody.model_fields, *RerankBody.model_fields, *OPENAI},
+}
+
+
+def test_no_path_of_the_wire_is_left() -> None:
+    for kind, names in KINDS.items():
+        for path in HANDLED[kind] - {"offsets", "text"}:
+            name = field_name(path)
+            assert name.removeprefix("speculation.") == name.rpartition(".")[2], path
+            assert name.startswith("speculation.") or name in {*names, "input", "query"}, (kind, path, name)
 
 
 def test_headers_say_when_to_try_again() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+from starlette.requests import Request
 
 from loraplex_router.http import streaming
 from loraplex_router.http.streaming import DONE, KEEP_ALIVE, FanOut, events_of
@@ -26,7 +27,7 @@ async def chunks_of(num_messages: int, pause_s: float, shown: set[int]) -> list[
     def of_error(error: Any) -> bytes:
         raise error
 
-    calls = FanOut(handle, [b""], ())
+    calls = FanOut(handle, [b""], Request({"type": "http", "path": "/", "headers": []}))
     first = await calls.next()
     assert first is not None
     return [chunk async for chunk in events_of(calls, first, to_events, lambda: (), of_error)]

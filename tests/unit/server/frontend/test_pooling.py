@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from loraplex_contracts.errors import LoraplexError, NoClassifier, Overloaded, Unavailable
+from loraplex_contracts.errors import InvalidArgument, LoraplexError, NoClassifier, Overloaded, Unavailable
 from loraplex_contracts.request import (
     Admitted,
     CompletionEnd,
@@ -21,6 +21,7 @@ from loraplex_contracts.request import (
     RequestFailed,
     StoppingParams,
 )
+from loraplex_server.frontend import pooling as module
 from loraplex_server.frontend.pooling import MAX_AT_ONCE, embedding, pool_all, probabilities, sigmoid
 
 
@@ -84,6 +85,18 @@ async def test_answers_come_in_the_order_of_requests() -> None:
     assert (first.num_prompt_tokens, first.num_cached_tokens) == (2, 1)
     assert engine.most_at_once == MAX_AT_ONCE
     assert not engine.cancelled
+
+
+async def test_labels_of_tokens_are_bounded_in_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_CLASS_VALUES", 40)
+    engine: Any = FakeEngine()
+    pooling = asyncio.ensure_future(pool_all(engine, [request(str(number)) for number in range(100)]))
+    while not pooling.done():
+        await engine.answer()
+    with pytest.raises(InvalidArgument, match="more than 40") as caught:
+        await pooling
+    assert caught.value.field == "inputs"
+    assert len(engine.streams) < 100
 
 
 async def test_answers_of_two_versions_of_an_adapter_are_refused() -> None:

@@ -97,6 +97,11 @@ async def test_the_same_ids_wherever_they_are_made(tokenizing: Tokenizing) -> No
         placed = inference_pb2.TokenizeResponse.FromString(raw)
         assert placed.token_ids == answer.token_ids
         assert list(zip(placed.starts, placed.ends, strict=True)) == plain.encode_with_offsets(text).offsets
+        cut = Truncation(7, keep_start=True)
+        raw = await tokenizing.tokenize(text, tokenize_response, with_offsets=True, truncation=cut)
+        placed = inference_pb2.TokenizeResponse.FromString(raw)
+        assert list(placed.token_ids) == plain.encode(text, truncation=cut)
+        assert len(placed.starts) == 7
         messages = [{"role": "user", "content": text}]
         expected = plain.encode(plain.render_chat(messages), add_special_tokens=False)
         rendered = plain.render_chat(messages)
