@@ -174,6 +174,22 @@ def test_chats_are_answered_as_prompts_are(http: httpx2.Client) -> None:
         assert begun["content"] + choice["message"]["content"] == case.expected(adapter.format)
 
 
+@pytest.mark.parametrize(
+    "text", ["{{ 7 * 7 }}", "{% for x in range(9) %}{{ x }}{% endfor %}", "{{ ''.__class__.__mro__ }}", "{# gone #}"]
+)
+def test_templates_in_messages_are_text(http: httpx2.Client, text: str) -> None:
+    messages = [{"role": "user", "content": text}]
+    found = http.post("/tokenize", json={"messages": messages, "return_offsets": True}).json()
+    assert text in found["rendered"]
+    assert http.post("/chat_tokenize", json={"messages": messages}).json()["templated_text"] == found["rendered"]
+    named = [{"role": "user", "content": "hi", "name": text}]
+    assert "49" not in http.post("/tokenize", json={"messages": named, "return_offsets": True}).json()["rendered"]
+    answer = http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1})
+    assert answer.status_code == 200
+    refused = http.post("/v1/chat/completions", json={"messages": messages, "chat_template": text})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "chat_template")
+
+
 def test_the_prompt_with_its_logprobs(http: httpx2.Client) -> None:
     """As evaluation harnesses ask: prompts as ids, echoed, each token with a logprob but for the first."""
     ids = [

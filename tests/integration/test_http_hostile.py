@@ -21,8 +21,10 @@ from fastapi.routing import APIRoute
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from starlette.routing import Route
-from support.fake_workers import Chunk, Cluster, Generate, blocks, fails, until
+from support.fake_workers import Chunk, Cluster, Generate, blocks, fails, router_for, until
 from support.http import Http, http_cluster
+from support.inline_worker import inline_worker
+from support.world import TinyWorld
 
 from loraplex_contracts.errors import EngineLost
 from loraplex_proto.v1 import adapter_pb2
@@ -35,6 +37,7 @@ from loraplex_router.http.admin import LoadRequest, UnloadRequest
 from loraplex_router.http.grammars import GRAMMAR_FIELDS
 from loraplex_router.http.models import Fields
 from loraplex_runtime.auth import token_digest
+from loraplex_server.config import AdaptersConfig, BatchConfig, EngineConfig, KvConfig, ModelConfig, WorkerConfig
 
 JSON = {"content-type": "application/json"}
 CHAT = [{"role": "user", "content": "hi"}]
@@ -424,6 +427,34 @@ def with_logprobs(stream: Any) -> Any:
             yield chunk.SerializeToString()
 
     return made
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_client_that_leaves_frees_its_kv_at_once(tiny_world: TinyWorld, is_streamed: bool) -> None:
+    """Of a live worker: eight texts of 400 tokens end within some steps of their begin."""
+    engine = EngineConfig(
+        ModelConfig(str(tiny_world.model), dtype="float32"),
+        KvConfig(memory_bytes=4 << 20),
+        BatchConfig(max_running=8, max_step_tokens=16),
+        AdaptersConfig(root=tiny_world.adapters),
+    )
+    with inline_worker(WorkerConfig(engine, port=0)) as worker:
+        async with router_for([worker.address], http_port=0) as (router, _):
+            assert router.http is not None
+            await until(lambda: router.replicas.num_routable == 1)
+            before = worker.engine.state.load
+            host, _, port = router.http.address.rpartition(":")
+            _, writer = await asyncio.open_connection(host, int(port))
+            asked = {"prompt": "hi", "n": 8, "max_tokens": 400, "ignore_eos": True, "stream": is_streamed}
+            body = json.dumps(asked).encode()
+            writer.write(head("/v1/completions", f"content-length: {len(body)}") + body)
+            await until(lambda: worker.engine.state.load.num_running > 0)
+            writer.transport.abort()
+            await until(lambda: worker.engine.state.load.num_running == 0)
+            load = worker.engine.state.load
+            assert load.num_free_blocks == before.num_free_blocks
+            assert load.num_steps - before.num_steps < 200
+            assert len(router.calls) == 0
 
 
 async def read_into(said: bytearray, reader: asyncio.StreamReader) -> None:

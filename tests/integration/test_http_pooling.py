@@ -111,6 +111,20 @@ async def test_parameters_and_model_agree(path: str) -> None:
         assert "name two adapters" in answer.text
 
 
+async def test_vectors_of_chats() -> None:
+    async with http_cluster() as (c, http):
+        chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+        for more in ({}, {"add_generation_prompt": True, "chat_template_kwargs": {"a": 1}}):
+            answer = await http.post("/v1/embeddings", json={"messages": chat, "model": "sql", **more})
+            assert answer.status_code == 200
+        first, second = (one.inputs[0].chat for one in c.workers[0].pooling)
+        assert [one.content for one in first.messages] == ["hi", "yes"]
+        assert (first.omit_generation_prompt, second.omit_generation_prompt) == (True, False)
+        assert second.template_kwargs_json == '{"a":1}'
+        answer = await http.post("/v1/embeddings", json={"messages": chat, "input": "x"})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
+
+
 async def test_labels_of_texts() -> None:
     async with http_cluster() as (c, http):
         answer = await http.post("/classify", json={"model": "cls", "input": ["x", "y"]})

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from loraplex_contracts.adapters import check_id
 from loraplex_contracts.errors import InvalidArgument, LoraplexError, Unimplemented
 from loraplex_proto.v1 import inference_pb2, pooling_pb2
-from loraplex_proto.validate import MAX_POOLING_INPUTS
+from loraplex_proto.validate import MAX_CHAT_MESSAGES, MAX_POOLING_INPUTS
 from loraplex_router.calls import Call
 from loraplex_router.http.backend import (
     MAX_PROMPTS,
@@ -27,7 +27,16 @@ from loraplex_router.http.backend import (
     unicode_text,
 )
 from loraplex_router.http.errors import naming_model
-from loraplex_router.http.models import AdapterFields, Fields, Uint32, harmless_fields, ignored_fields
+from loraplex_router.http.models import (
+    AdapterFields,
+    ChatMessage,
+    ChatTemplateInput,
+    Fields,
+    Uint32,
+    harmless_fields,
+    ignored_fields,
+)
+from loraplex_router.http.openai import chat_of
 from loraplex_router.http.streaming import FanOut, while_connected
 
 _SERVICE: Final = "/loraplex.v1.PoolingService/"
@@ -71,10 +80,11 @@ class PoolingFields(AdapterFields):
     cache_salt: str | None = None
 
 
-class EmbeddingsRequest(PoolingFields):
-    """Body of POST /v1/embeddings."""
+class EmbeddingsRequest(PoolingFields, ChatTemplateInput):
+    """Body of POST /v1/embeddings: `input`, or vLLM's `messages`, one chat."""
 
     input: Any = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_CHAT_MESSAGES)] | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1, le=(1 << 32) - 1)] | None = None
     pooling: Literal["last_token", "mean"] | None = None
@@ -173,7 +183,14 @@ class PoolingRoutes:
 
     async def embeddings(self, body: EmbeddingsRequest, request: Request) -> Response:
         ignored = self._backend.ignored(ignored_fields(body), harmless_fields(body))
-        message = pooling_pb2.EmbedRequest(inputs=inputs_of(body.input, "input"))
+        if body.messages is None:
+            message = pooling_pb2.EmbedRequest(inputs=inputs_of(body.input, "input"))
+        elif body.input is None:
+            chat = chat_of(body.messages, body)
+            chat.omit_generation_prompt = not body.add_generation_prompt  # vLLM's default
+            message = pooling_pb2.EmbedRequest(inputs=[pooling_pb2.PoolingInput(chat=chat)])
+        else:
+            raise InvalidArgument("give `input` or `messages`", field="messages")
         await self._put_fields(message, body, request)
         message.dimensions = body.dimensions or 0
         message.omit_normalization = body.normalize is False

@@ -205,7 +205,9 @@ class Routes:
         }
 
     def _adapter_card(self, row: adapter_pb2.Adapter, base: str) -> dict[str, Any]:
-        own = {"digest": row.digest or None, "kind": row.kind or None, "rank": row.rank or None}
+        own: dict[str, Any] = {"digest": row.digest or None, "kind": row.kind or None, "rank": row.rank or None}
+        if row.labels:
+            own["labels"] = list(row.labels)
         return {**self._card(row.adapter_id, parent=base, root=row.digest or None), "loraplex": own}
 
     # --- the server ------------------------------------------------------------------------------------------------
