@@ -442,7 +442,6 @@ async def test_a_client_that_leaves_frees_its_kv_at_once(tiny_world: TinyWorld, 
         async with router_for([worker.address], http_port=0) as (router, _):
             assert router.http is not None
             await until(lambda: router.replicas.num_routable == 1)
-            before = worker.engine.state.load
             host, _, port = router.http.address.rpartition(":")
             _, writer = await asyncio.open_connection(host, int(port))
             asked = {"prompt": "hi", "n": 8, "max_tokens": 400, "ignore_eos": True, "stream": is_streamed}
@@ -452,8 +451,8 @@ async def test_a_client_that_leaves_frees_its_kv_at_once(tiny_world: TinyWorld, 
             writer.transport.abort()
             await until(lambda: worker.engine.state.load.num_running == 0)
             load = worker.engine.state.load
-            assert load.num_free_blocks == before.num_free_blocks
-            assert load.num_steps - before.num_steps < 200
+            assert load.num_free_blocks == load.num_blocks > 0
+            assert load.num_steps < 200
             assert len(router.calls) == 0
 
 

@@ -170,7 +170,7 @@ def adapter_in(names: Mapping[str, str | None], base_names: Sequence[str]) -> st
     found = found_in = ""
     for name, value in names.items():
         try:
-            given = adapter_of(value, base_names)
+            given = unicode_text(adapter_of(value, base_names), name.rpartition(".")[2])
         except AdapterNotFound as error:
             error.field = name
             raise

@@ -261,7 +261,7 @@ def _job(
 def _common(body: Generation, base_names: Sequence[str], defaults: pb.Sampling) -> pb.GenerateRequest:
     request = pb.GenerateRequest(n=body.n or 1)
     sampling, stopping = request.sampling, request.stopping
-    request.adapter_id = unicode_text(adapter_in(body.adapter_names(), base_names), "model")
+    request.adapter_id = adapter_in(body.adapter_names(), base_names)
     sampling.CopyFrom(defaults)
     if not sampling.HasField("temperature"):
         sampling.temperature = 1.0  # the wire's own default is greedy

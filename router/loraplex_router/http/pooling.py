@@ -403,7 +403,7 @@ class PoolingRoutes:
     async def _adapter_id(self, body: AdapterFields, request: Request, parameters: Parameters | None = None) -> str:
         """Raises AdapterNotFound, Unimplemented for a mixture, and InvalidArgument for two names."""
         names = {**body.adapter_names(), "parameters.adapter_id": _lorax_adapter(parameters)}
-        return unicode_text(adapter_in(names, await self._backend.names_for(body.model, request)), "model")
+        return adapter_in(names, await self._backend.names_for(body.model, request))
 
     async def _put_fields(
         self, message: _PoolingRequest, body: PoolingFields, request: Request, parameters: Parameters | None = None

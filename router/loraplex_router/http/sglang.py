@@ -138,7 +138,7 @@ def generate_job(body: GenerateRequest, base_names: Sequence[str], request_id: s
         one = pb.GenerateRequest()
         one.CopyFrom(common)
         one.request_id = one_id
-        one.adapter_id = unicode_text(adapter_name, "lora_path")
+        one.adapter_id = adapter_name
         if isinstance(prompt, str):
             one.text = unicode_text(prompt, "text")
         else:
