@@ -102,7 +102,7 @@ _OPENAI_NAMES: Final = {
     *REFUSED,
     *GRAMMAR_FIELDS,
 } - HARMLESS
-_TASKS: Final[Mapping[str, str]] = {
+TASKS: Final[Mapping[str, str]] = {
     **dict.fromkeys(("normalize", "prompt_name", "truncation_direction", "dimensions"), "embeddings are at /embed"),
     **dict.fromkeys(("function_to_apply", "aggregation_strategy"), "classes are at /classify"),
 }
@@ -213,8 +213,8 @@ def ignored_in(
 def _extras(fields: Fields, base_names: Sequence[str]) -> Iterator[str]:
     is_body = not isinstance(fields, Parameters)
     for name, value in fields.extras().items():
-        if name in _TASKS:
-            raise InvalidArgument(f"`{name}` is not for generation: {_TASKS[name]}", field=name)
+        if name in TASKS:
+            raise InvalidArgument(f"`{name}` is not for generation: {TASKS[name]}", field=name)
         if is_body and name in Parameters.model_fields:
             raise InvalidArgument(f"`{name}` belongs in `parameters`", field=name)
         if name == "model" and value in base_names:

@@ -335,7 +335,7 @@ def _tokenizer(serialized: str, num_logits: int, eos_token_ids: Collection[int])
 def _as_library_reads(serialized: str) -> str:
     """The tokenizer as the library spells it right. Raises ValueError."""
     made: Any = json.loads(serialized)
-    decoder = made["decoder"] or {"type": None}
+    decoder: Any = made["decoder"] or {"type": None}
     steps: list[Any] = decoder.get("decoders", [decoder])
     kinds = {one["type"] for one in steps}
     if not kinds <= _PLAIN_DECODERS:

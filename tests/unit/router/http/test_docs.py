@@ -24,10 +24,10 @@ from loraplex_router.http.models import (
 )
 from loraplex_router.http.responses import ResponsesRequest
 
-DOCS = (Path(__file__).parents[4] / "docs/http.md").read_text()
-# Without programs and answers, by title.
-DOCS = re.sub(r"```.*?```", "", DOCS, flags=re.DOTALL)
-SECTIONS = {part.partition("\n")[0].removeprefix("# "): part for part in DOCS.split("\n## ")}
+PAGE = (Path(__file__).parents[4] / "docs/http.md").read_text()
+# Without programs, by title.
+PARTS = re.sub(r"```.*?```", "", PAGE, flags=re.DOTALL).split("\n## ")
+SECTIONS = {part.partition("\n")[0].removeprefix("# "): part for part in PARTS}
 FIELDS, NATIVE = "Fields of generation", "LoRAX and TGI"
 
 
@@ -64,7 +64,7 @@ def test_every_field_is_in_the_docs(sections: tuple[str, ...], names: Collection
     [
         (FIELDS, {*OPENAI, *REFUSED, *GRAMMAR_FIELDS, *HARMLESS}),
         ("Embeddings", fields(pooling.EmbeddingsRequest)),
-        (NATIVE, fields(native.Parameters, native.GenerateRequest) | set(native._TASKS)),
+        (NATIVE, fields(native.Parameters, native.GenerateRequest) | set(native.TASKS)),
     ],
 )
 def test_tables_name_no_other_fields(section: str, names: Collection[str]) -> None:
