@@ -1,4 +1,4 @@
-"""Hostile clients on every HTTP route and in every dialect; the list of routes is the app's own."""
+"""Hostile clients on every HTTP route and in every dialect."""
 
 from __future__ import annotations
 

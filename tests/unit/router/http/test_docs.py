@@ -1,4 +1,4 @@
-"""docs/http.md against the models of the bodies: fields that are named, and those that are not."""
+"""docs/http.md against the fields of the bodies."""
 
 from __future__ import annotations
 
