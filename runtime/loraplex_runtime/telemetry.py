@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import json
 import logging
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Literal, TextIO
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TextIO
+from urllib.parse import parse_qs
 
 from loraplex_contracts.errors import FailedPrecondition, InvalidArgument
 
@@ -184,6 +186,36 @@ def summary(name: str, text: str, count: int, total: float) -> Metric:
     return SummaryMetricFamily(PREFIX + name, text, count_value=count, sum_value=total)
 
 
+class _Families(Protocol):
+    """What an encoder needs of a registry."""
+
+    def collect(self) -> Iterable[Metric]: ...
+
+
+class PlainNames:
+    """A registry's metrics with `_` in the place of the colon, which Prometheus keeps for recording rules."""
+
+    def __init__(self, registry: _Families) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._registry.collect():
+            plain = copy.copy(family)
+            plain.name = family.name.replace(":", "_")
+            plain.samples = [sample._replace(name=sample.name.replace(":", "_")) for sample in family.samples]
+            yield plain
+
+
+def encoded(registry: _Families, query: str, accept: str) -> tuple[bytes, str]:
+    """A page of metrics, with its content type. `query`: of the URL; `names=plain` asks for names without a colon.
+    `accept`: the header."""
+    from prometheus_client.exposition import choose_encoder
+
+    encode, content_type = choose_encoder(accept)
+    page: Any = PlainNames(registry) if parse_qs(query).get("names") == ["plain"] else registry
+    return encode(page), content_type
+
+
 # --- the port -------------------------------------------------------------------------------------------------------
 
 _MAX_HEAD_BYTES: Final = 16 << 10
@@ -235,18 +267,16 @@ async def _serve_scrape(
 
 
 def _answer(head: str, registry: CollectorRegistry) -> bytes:
-    from prometheus_client.exposition import choose_encoder
-
     request, *lines = head.split("\r\n")
     method, _, target = request.partition(" ")
-    path = target.partition(" ")[0].partition("?")[0]
+    path, _, query = target.partition(" ")[0].partition("?")
     if path != "/metrics":
         return _response("404 Not Found", "text/plain", b"metrics are at /metrics\n")
     if method != "GET":
         return _response("405 Method Not Allowed", "text/plain", b"GET only\n")
     headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    encode, content_type = choose_encoder(headers.get("accept", ""))
-    return _response("200 OK", content_type, encode(registry))
+    page, content_type = encoded(registry, query, headers.get("accept", ""))
+    return _response("200 OK", content_type, page)
 
 
 def _response(status: str, content_type: str, body: bytes) -> bytes:

@@ -98,8 +98,8 @@ def test_an_adapter_syncer_lists_loads_and_unloads(http: httpx2.Client) -> None:
 
 
 @pytest.mark.skipif(not shutil.which("promtool"), reason="promtool is not installed (Debian: prometheus)")
-def test_promtool_finds_nothing_but_the_colon(serve: Running, http: httpx2.Client) -> None:
-    """On the pages of HTTP port, router and worker. The colon in front is as with vLLM and SGLang."""
+def test_promtool_is_silent(serve: Running, http: httpx2.Client) -> None:
+    """On the pages of HTTP port, router and worker; with the colon, as vLLM and SGLang have it, it remarks on that."""
     ports = re.search(r"metrics on (\d+), (\d+)", serve.output)
     assert ports, serve.output
     urls = ["/metrics", *(f"http://127.0.0.1:{port}/metrics" for port in ports.groups())]
@@ -109,6 +109,10 @@ def test_promtool_finds_nothing_but_the_colon(serve: Running, http: httpx2.Clien
         lines = (said.stdout + said.stderr).splitlines()
         assert lines
         assert not [line for line in lines if not line.endswith("metric names should not contain ':'")]
+        plain = http.get(url, params={"names": "plain"}).text
+        assert "loraplex_" in plain
+        said = subprocess.run(["promtool", "check", "metrics"], input=plain, capture_output=True, text=True)
+        assert (said.returncode, said.stdout, said.stderr) == (0, "", "")
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -186,6 +190,12 @@ def test_templates_in_messages_are_text(http: httpx2.Client, text: str) -> None:
     assert "49" not in http.post("/tokenize", json={"messages": named, "return_offsets": True}).json()["rendered"]
     answer = http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1})
     assert answer.status_code == 200
+
+
+def test_a_template_in_a_request_is_refused(http: httpx2.Client) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "chat_template": "{{ 7 * 7 }}"}
+    refused = http.post("/v1/chat/completions", json=body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "chat_template")
 
 
 def test_the_prompt_with_its_logprobs(http: httpx2.Client) -> None:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any, Final
 
 from fastapi import FastAPI, Request
-from prometheus_client.exposition import choose_encoder
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
@@ -31,6 +30,7 @@ from loraplex_router.http.models import (
 from loraplex_router.http.openai import Job
 from loraplex_router.http.responses import ResponsesRequest
 from loraplex_router.http.streaming import EventStream, events_of
+from loraplex_runtime.telemetry import encoded
 
 PAGE_SIZE: Final = 500
 
@@ -225,9 +225,8 @@ class Routes:
     async def metrics(self, request: Request) -> Response:
         if not self._backend.options.shows_metrics:
             raise HTTPException(404)
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        page: Any = self._metrics  # the encoder needs no more of a registry than `collect`
-        return Response(encode(page), headers={"content-type": content_type})
+        page, content_type = encoded(self._metrics, request.url.query, request.headers.get("accept", ""))
+        return Response(page, headers={"content-type": content_type})
 
 
 def _error_event(error: LoraplexError, job: Job) -> bytes:

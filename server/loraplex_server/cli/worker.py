@@ -140,13 +140,19 @@ def parse_placement(text: str) -> tuple[int, int]:
 
 def count_gpus() -> int:
     """GPUs that torch sees. Without a driver there is none, and torch is not imported: that takes seconds."""
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
+    if not any(map(_loads, ("libcuda.so.1", "libamdhip64.so"))):
         return 0
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
 
 
 def apply_placement(config: WorkerConfig, index: int, num_workers: int) -> WorkerConfig:

@@ -159,6 +159,12 @@ async def test_a_scrape(endpoint: MetricsEndpoint) -> None:
     assert "loraplex:num_requests_running 7.0\n" in body
 
 
+async def test_a_scraper_may_ask_for_names_without_a_colon(endpoint: MetricsEndpoint) -> None:
+    _, _, body = await ask(endpoint.port, b"GET /metrics?names=plain HTTP/1.1\r\n\r\n")
+    assert "# TYPE loraplex_num_requests_running gauge\nloraplex_num_requests_running 7.0\n" in body
+    assert ":" not in body
+
+
 async def test_a_scraper_may_ask_for_openmetrics(endpoint: MetricsEndpoint) -> None:
     request = b"GET /metrics?x=1 HTTP/1.1\r\nAccept: application/openmetrics-text;version=1.0.0\r\n\r\n"
     status, headers, body = await ask(endpoint.port, request)
