@@ -62,6 +62,7 @@ def test_serve_until_ctrl_c() -> None:
         assert "Traceback" not in server.output
 
 
+@pytest.mark.slow
 def test_what_http_says_to_try() -> None:
     with loraplex("demo", "--http", "--port", "0", "--http-port", "0") as server:
         wait_until(lambda: "openai_client.py" in server.output, what="the commands are printed")

@@ -92,6 +92,7 @@ def gpu_check(
     return run, json.loads(written[0].read_text()) if written else {}
 
 
+@pytest.mark.slow
 def test_the_benchmark_on_a_cpu(tmp_path: Path) -> None:
     run, report = gpu_check("bench", "--shape", "tiny", "--device", "cpu", out=tmp_path, missing=MISSING)
     assert run.returncode in (0, 1), run.stderr
@@ -213,6 +214,7 @@ def test_the_tests_for_a_gpu_are_the_same_without_pytest() -> None:
     assert json.loads(without.stdout) == {name: int(num) for name, num in found}
 
 
+@pytest.mark.slow
 def test_a_file_that_hangs_is_ended(tmp_path: Path) -> None:
     hanging = tmp_path / "test_hanging.py"
     hanging.write_text("import time\ndef test_a(): pass\ndef test_b(): time.sleep(600)\ndef test_c(): pass\n")

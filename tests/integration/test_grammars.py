@@ -100,8 +100,8 @@ def test_texts_have_the_form(client: Client, grammar: Grammar, pattern: str, tem
 def test_any_object_is_json(client: Client) -> None:
     """Strings have no end in sight at temperature 1, so most are cut."""
     results = [
-        client.generate("{", grammar=Grammar(json_object=True), temperature=1.0, seed=seed, max_tokens=300)
-        for seed in range(4)
+        client.generate("{", grammar=Grammar(json_object=True), temperature=1.0, seed=seed, max_tokens=200)
+        for seed in range(2)
     ]
     for result in results:
         assert result.text.startswith("{")
@@ -120,7 +120,7 @@ def test_structures_follow_their_tags(client: Client) -> None:
 
 
 @pytest.mark.parametrize("adapter_id", [None, "a000"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_drafts_do_not_change_the_text(client: Client, adapter_id: str | None, seed: int) -> None:
     alone = person(client, seed, adapter_id=adapter_id, speculation="off", logprobs=True)
     validate(json.loads(alone.text), PERSON)
@@ -150,10 +150,10 @@ def test_neighbours_and_preemption_do_not_change_the_text(client: Client, worker
             options["grammar"] = Grammar(json_schema=PERSON)
         return tuple(one.text for one in client.generate("Write a person: ", **options).completions)
 
-    alone = [run(index) for index in range(16)]
+    alone = [run(index) for index in range(10)]
     before = worker.engine.state.load.num_preemptions
     with ThreadPoolExecutor(16) as threads:
-        together = list(threads.map(run, range(16)))
+        together = list(threads.map(run, range(10)))
     assert together == alone
     assert worker.engine.state.load.num_preemptions > before
     for index, texts in enumerate(together):
@@ -321,13 +321,13 @@ def check_refusal(client: Client, seed: int) -> None:
 
 def test_generated_schemas_hold(client: Client) -> None:
     with ThreadPoolExecutor(8) as threads:
-        list(threads.map(lambda seed: check_schema(client, seed), range(60)))
-        list(threads.map(lambda seed: check_refusal(client, seed), range(60)))
+        list(threads.map(lambda seed: check_schema(client, seed), range(25)))
+        list(threads.map(lambda seed: check_refusal(client, seed), range(25)))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_thousand_generated_schemas_hold(client: Client) -> None:
     with ThreadPoolExecutor(8) as threads:
-        list(threads.map(lambda seed: check_schema(client, seed), range(100, 1100)))
-        list(threads.map(lambda seed: check_refusal(client, seed), range(100, 1100)))
+        list(threads.map(lambda seed: check_schema(client, seed), range(25, 1025)))
+        list(threads.map(lambda seed: check_refusal(client, seed), range(25, 1025)))

@@ -206,9 +206,10 @@ def random_client(request: Any, tiny_world: TinyWorld, template: Any) -> Iterato
 
 
 @pytest.mark.timeout(120)
-def test_demanded_calls_are_valid(random_client: Client) -> None:
+@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 8), marks=pytest.mark.slow)], ids=["some", "more"])
+def test_demanded_calls_are_valid(random_client: Client, seeds: range) -> None:
     asked: Any = {"messages": CHAT, "tools": TWO_TOOLS, "parse_chat": True, "temperature": 1.0, "max_tokens": 150}
-    for seed in range(6):
+    for seed in seeds:
         named: Any = random_client.generate(**asked, seed=seed, tool_choice={"function": {"name": "g"}}).message
         ((name, arguments),) = calls_of(named)
         assert name == "g"
