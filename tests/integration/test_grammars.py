@@ -306,6 +306,7 @@ def check_schema(client: Client, seed: int) -> None:
         adapter_id=dice.choice([None, "a000"]),
         speculation=dice.choice(["off", "auto", "prompt_lookup", "draft_model"]),
         n=dice.choice([1, 1, 2]),
+        timeout_s=600,  # on a machine that has other work
     )
     for one in result.completions:
         if one.finish_reason != "length":

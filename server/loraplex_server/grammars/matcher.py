@@ -261,7 +261,8 @@ class Grammars:
 
     def poll(self) -> bool:
         """Whether a grammar has been compiled, or refused, since the last call."""
-        has_news, self._has_news = self._has_news, False
+        with self._lock:
+            has_news, self._has_news = self._has_news, False
         return has_news
 
     def close(self) -> None:
