@@ -93,7 +93,7 @@ class LoraFactors:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is a low-rank term alone."""
+        """True for a low-rank term alone."""
         return self.gain is None and self.shift is None
 
 
@@ -140,7 +140,7 @@ class AdapterWeights:
 
     @property
     def is_plain(self) -> bool:
-        """Whether low-rank terms are all that it has in the model."""
+        """True where low-rank terms are all that it has in the model."""
         return not self.saved and all(factors.is_plain for factors in self.factors.values())
 
     @property
@@ -167,7 +167,7 @@ class FactorShape:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is a low-rank term alone."""
+        """True for a low-rank term alone."""
         return not self.has_gain and not self.has_shift
 
     def to_json(self) -> list[Any]:

@@ -187,7 +187,7 @@ def summary(name: str, text: str, count: int, total: float) -> Metric:
 
 
 class _Families(Protocol):
-    """What an encoder needs of a registry."""
+    """The part of a registry that an encoder needs."""
 
     def collect(self) -> Iterable[Metric]: ...
 

@@ -216,7 +216,7 @@ def _saved_name(tensor: TensorInfo) -> tuple[str, str]:
     if name.endswith(_TOKEN_ROWS):
         return name.removesuffix(_TOKEN_ROWS), ""
     path, _, last = name.rpartition(".")
-    path = re.sub(r"\.(?:base_layer|original_module|modules_to_save(?:\.default)?)$", "", path)
+    path = re.sub(r"\.(?:base_layer|modules_to_save(?:\.default)?)$", "", path)
     return path, last
 
 
@@ -257,7 +257,12 @@ def _saved(tensor: TensorInfo, path: str, name: str, config: PeftLoraConfig, tar
 
 
 def _check_saved(own: list[PlannedSaved], classifier: Mapping[str, TensorInfo], config: PeftLoraConfig) -> None:
-    """Raises AdapterInvalid where the configuration names what the file does not have."""
+    """Raises AdapterInvalid where a parameter comes twice, or the configuration names what the file does not have."""
+    seen: set[tuple[str, str]] = set()
+    for one in own:
+        if (place := (one.shape.path, one.shape.name)) in seen:
+            raise AdapterInvalid(f"{one.tensor.where} is a second {one.shape.name} for the same module")
+        seen.add(place)
     ends = {end for one in own for end in path_ends(one.shape.path)}
     names = set(config.modules_to_save) - ends
     names -= {name for name in names if any(f".{name}." in f".{one.shape.path}." for one in own)}
@@ -361,8 +366,7 @@ def _warnings(config: PeftLoraConfig, targets: BaseTargets, found: Mapping[str, 
 
 
 def write_lora(plan: LoraPlan, layout: AdapterLayout, out: PieceWriter, reader: PieceReader) -> None:
-    """Writes the factors from the beginning of the layout on. Raises NonFinite, AdapterInvalid, or what the file
-    raises."""
+    """Writes the factors from the beginning of the layout on. Raises NonFinite, or what the file raises."""
     for run in _runs(plan, layout):
         if isinstance(run, PlannedModule):
             for place, tensor in _computed(run, layout, reader):
@@ -446,7 +450,7 @@ def _runs(plan: LoraPlan, layout: AdapterLayout) -> Iterator[_Run | PlannedModul
 
 
 def _computed(module: PlannedModule, layout: AdapterLayout, reader: PieceReader) -> Iterator[tuple[int, Tensor]]:
-    """What is computed of a module's tensors, and its places, in their order."""
+    """Places and values that are computed of a module's tensors, in the order of the places."""
     placed = next(placed for placed in layout.factors if placed.shape.path == module.shape.path)
     if module.made is not None:
         a, b = module.made(partial(_read, reader=reader, dtype=_wide(layout.dtype)))

@@ -204,6 +204,17 @@ BAD_TENSORS: dict[str, tuple[dict[str, Tensor], type[LoraplexError], str]] = {
         AdapterUnsupported,
         "model.vision.weight",
     ),
+    "a parameter twice": (
+        lora_tensors()
+        | {f"{PREFIX}lm_head.{name}weight": torch.zeros(VOCAB, HIDDEN) for name in ("", "modules_to_save.")},
+        AdapterInvalid,
+        "a second weight",
+    ),
+    "the base's module beside its copy": (
+        lora_tensors() | {f"{PREFIX}lm_head.original_module.weight": torch.zeros(VOCAB, HIDDEN)},
+        AdapterUnsupported,
+        "original_module",
+    ),
     "added tokens": (
         lora_tensors() | {f"{PREFIX}lm_head.weight": torch.zeros(VOCAB + 8, HIDDEN)},
         ShapeMismatch,
