@@ -162,6 +162,7 @@ def test_mixed_batch_equals_peft(best: str, family: str, tmp_path: Path) -> None
 
 # An adapter of the embedding is added by torch, whose products depend on the number of rows.
 EMBEDDING = next(slot for slot, spec in enumerate(SPECS) if spec.targets == "embedding")
+HEAD = 3  # SPECS[3]
 
 
 def same_bits(rig: Rig, job: Job, other_rig: Rig, other: Job) -> bool:
@@ -253,11 +254,13 @@ def test_int8_is_the_rounded_model(isa: str, family: str, dtype: torch.dtype, tm
     rounded = rounded_model(adapted.base, kernels)
     rigs = native_rig(adapted.base, kernels, int8=True, max_rows=6), native_rig(rounded, kernels, max_rows=6)
     assert (rigs[0].loaded.decoder is not None) == (family in STACKED)
+    # PEFT saves a copy of the head or embedding beside an adapter of it: of the model itself, not the rounded one.
+    saved = {HEAD, EMBEDDING} if adapted.base.config.tie_word_embeddings else {HEAD}
     ran: list[list[Job]] = []
     for seed, rig in enumerate(rigs):
         for slot, weights in enumerate(adapted.load(rig)):
             rig.slots.install(slot, weights)
-        ran.append(mixed_jobs())
+        ran.append([job for job in mixed_jobs() if not saved.intersection(use.adapter_slot for use in job.adapters)])
         for job, twin in zip(ran[-1], ran[0], strict=True):
             job.propose = drafting(twin, seed) if seed else None
         rig.run(ran[-1])
@@ -295,7 +298,7 @@ def test_texts_survive_scheduling_and_every_proposer(isa: str, dtype: torch.dtyp
     the same request gets alone. In eight bits, alone from the rounded model."""
     kernels = native_kernels()
     model = make_dense(loopy(native_model("llama", dtype), 0.2))
-    world = World(rounded_model(model, kernels) if int8 else model, tmp_path, kernels)
+    world = World(rounded_model(model, kernels) if int8 else model, tmp_path, CpuBackend(kernels))
     world.add_lora("lora", SPECS[1], seed=1)
     # PEFT saves a copy of the head beside an adapter of it; an adapter of the rounded head is of another model.
     world.add_lora("head", SPECS[2 if int8 else 3], seed=2)

@@ -36,11 +36,11 @@ def test_every_function_has_its_prototype(library: Library) -> None:
 def test_another_variant_can_be_asked_for(library: Library) -> None:
     best, use = library.isa, library.functions.lp_use_isa
     try:
-        assert use(b"avx512") == 0, "every CPU that runs another variant runs this one"
-        assert library.isa == "avx512"
+        assert use(b"avx2") == 0, "every CPU that runs another variant runs this one"
+        assert library.isa == "avx2"
         for name in (b"none", b"avx9", b""):
             assert use(name) == -1
-            assert library.isa == "avx512"
+            assert library.isa == "avx2"
     finally:
         assert use(best.encode()) == 0
     assert library.isa == best

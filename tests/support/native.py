@@ -35,10 +35,12 @@ PROBE = """
 #include "probe.h"
 extern "C" __attribute__((visibility("default"))) int NAMED(lp_probe_, LP_ISA)() {
 #if defined(__AMX_BF16__)
-    return 3;
+    return 4;
 #elif defined(__AVX512BF16__)
-    return 2;
+    return 3;
 #elif defined(__AVX512F__)
+    return 2;
+#elif defined(__AVX2__)
     return 1;
 #else
     return 0;

@@ -11,7 +11,7 @@ import pytest
 from loraplex_server.backends.cpu.native.kernels import NativeKernels
 from loraplex_server.backends.cpu.native.library import Library, Loaded, load
 
-VARIANTS = ("avx512", "avx512bf16", "amx")  # from the least to the best
+VARIANTS = ("avx2", "avx512", "avx512bf16", "amx")  # from the least to the best
 
 
 @cache

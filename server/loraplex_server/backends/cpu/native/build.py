@@ -50,12 +50,14 @@ class Machine:
     variants: Mapping[str, tuple[str, ...]]
 
 
-_AVX512: Final = ("-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
+_AVX2: Final = ("-mavx2", "-mfma")
+_AVX512: Final = (*_AVX2, "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 _AVX512BF16: Final = (*_AVX512, "-mavx512bf16")
 MACHINES: Final[Mapping[tuple[str, str], Machine]] = {
     ("linux", "x86_64"): Machine(
         ("-march=x86-64",),
         {
+            "avx2": _AVX2,
             "avx512": _AVX512,
             "avx512bf16": _AVX512BF16,
             "amx": (*_AVX512BF16, "-mamx-tile", "-mamx-bf16"),

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from loraplex_adapters.io.safetensors import weight_sha256
 from loraplex_contracts.errors import Unimplemented, UnsupportedModel
 from loraplex_server.backends.cpu.backend import CpuBackend
+from loraplex_server.backends.cpu.decoder import StackLinear
 from loraplex_server.backends.cpu.linear import (
     NativeLinear,
     PackedLinear,
@@ -108,7 +109,7 @@ def test_no_weight_is_kept_twice(kernels: NativeKernels, family: str) -> None:
     assert [type(module) for module in kept] == [AdaptedHead]
     for module in linears:
         is_absorbed = loaded.decoder is not None and not isinstance(module, AdaptedHead)
-        assert isinstance(module.base, AbsorbedLinear if is_absorbed else NativeLinear)
+        assert isinstance(module.base, StackLinear if is_absorbed else NativeLinear)
 
 
 def test_a_model_of_which_no_weight_packs_is_right(kernels: NativeKernels) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from loraplex_adapters.weights import LoraFactors
 from loraplex_server.backends.cpu.lora import NativeOps, runs_of
 from loraplex_server.backends.cpu.torch_lora import CpuOps
-from loraplex_server.layers.lora import FactorTable, PreparedSegments, Segment
+from loraplex_server.layers.lora import FactorTable, Segment
 
 DTYPES = [torch.float32, torch.bfloat16]
 CPU = torch.device("cpu")
@@ -227,19 +227,19 @@ def test_runs_are_in_order_and_apart(isa: str) -> None:
 
 def test_other_dtypes_cost_nothing_until_one_comes(ops: NativeOps, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then all modules of the step share what torch prepares."""
-    prepared_with: list[int] = []
-    real = CpuOps.prepare
+    planned: list[int] = []
+    real = CpuOps._plan  # pyright: ignore[reportPrivateUsage]
 
-    def prepare(self: CpuOps, segments: Sequence[Segment], num_rows: int, *others: Any) -> PreparedSegments:
-        prepared_with.append(num_rows)
-        return real(self, segments, num_rows, *others)
+    def plan(self: CpuOps, segments: Sequence[Segment]) -> Any:
+        planned.append(len(segments))
+        return real(self, segments)
 
-    monkeypatch.setattr(CpuOps, "prepare", prepare)
+    monkeypatch.setattr(CpuOps, "_plan", plan)
     segments = [Segment(0, 3, 0), Segment(3, 4, 1)]
     prepared = ops.prepare(segments, 5, 2, CPU)
-    for dtype, expected in ((torch.bfloat16, []), (torch.float32, []), (torch.float64, [5]), (torch.float64, [5])):
+    for dtype, expected in ((torch.bfloat16, []), (torch.float32, []), (torch.float64, [2]), (torch.float64, [2])):
         problem = random_problem(segments, random_table([4, 7], 32, 24, dtype), 5, dtype)
         y = problem.y.clone()
         ops.apply(y, problem.x, problem.table, prepared)
         problem.check(y)
-        assert prepared_with == expected
+        assert planned == expected

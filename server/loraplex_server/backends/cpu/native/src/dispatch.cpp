@@ -14,17 +14,23 @@ const Kernels* kernels_avx512bf16();
 #ifdef LP_HAVE_AVX512
 const Kernels* kernels_avx512();
 #endif
+#ifdef LP_HAVE_AVX2
+const Kernels* kernels_avx2();
+#endif
 
 const Kernels* current_kernels() {
   switch (isa_level()) {
 #ifdef LP_HAVE_AMX
-    case 3: return kernels_amx();
+    case 4: return kernels_amx();
 #endif
 #ifdef LP_HAVE_AVX512BF16
-    case 2: return kernels_avx512bf16();
+    case 3: return kernels_avx512bf16();
 #endif
 #ifdef LP_HAVE_AVX512
-    case 1: return kernels_avx512();
+    case 2: return kernels_avx512();
+#endif
+#ifdef LP_HAVE_AVX2
+    case 1: return kernels_avx2();
 #endif
     default: return nullptr;
   }

@@ -19,11 +19,16 @@ namespace lp {
 constexpr int kAbiVersion = 3;
 
 // Levels, each including those below it. 0 is a CPU that none of the variants runs on.
-constexpr int kNone = 0, kAvx512 = 1, kAvx512Bf16 = 2, kAmx = 3, kNumLevels = 4;
-constexpr const char* kNames[kNumLevels] = {"none", "avx512", "avx512bf16", "amx"};
+constexpr int kNone = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3, kAmx = 4, kNumLevels = 5;
+constexpr const char* kNames[kNumLevels] = {"none", "avx2", "avx512", "avx512bf16", "amx"};
 
 constexpr bool kBuilt[kNumLevels] = {
     true,
+#ifdef LP_HAVE_AVX2
+    true,
+#else
+    false,
+#endif
 #ifdef LP_HAVE_AVX512
     true,
 #else
@@ -63,12 +68,13 @@ bool may_use_tiles() {
 
 int highest_level() {
     uint32_t eax, ebx, ecx, edx, subleaves;
-    if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || !has_all(ecx, {12, 27, 28, 29})) return kNone;  // fma osxsave avx f16c
+    if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || !has_all(ecx, {12, 27, 28})) return kNone;  // fma osxsave avx
+    const bool has_f16c = has_all(ecx, {29});
     const uint64_t states = enabled_states();
-    if ((states & 0xe6) != 0xe6) return kNone;  // xmm ymm masks zmm
-    if (!__get_cpuid_count(7, 0, &subleaves, &ebx, &ecx, &edx)) return kNone;
+    if ((states & 0x6) != 0x6) return kNone;  // xmm ymm
+    if (!__get_cpuid_count(7, 0, &subleaves, &ebx, &ecx, &edx) || !has_all(ebx, {5})) return kNone;  // avx2
     const uint32_t tiles = edx;
-    if (!has_all(ebx, {5, 16, 17, 30, 31})) return kNone;  // avx2, and of avx512 f dq bw vl
+    if ((states & 0xe6) != 0xe6 || !has_f16c || !has_all(ebx, {16, 17, 30, 31})) return kAvx2;  // masks zmm; f dq bw vl
     if (subleaves < 1 || !__get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) || !has_all(eax, {5})) return kAvx512;
     if ((states & 0x60000) != 0x60000 || !has_all(tiles, {22, 24}) || !may_use_tiles()) return kAvx512Bf16;
     return kAmx;
@@ -102,7 +108,7 @@ LP_EXPORT const char* lp_isa() { return lp::kNames[lp::isa_level()]; }
 
 // Runs another variant from here on, for tests and measurements: 0, or -1 where it is not built or not for this CPU.
 LP_EXPORT int lp_use_isa(const char* name) {
-    for (int level = lp::kAvx512; level <= lp::best; ++level)
+    for (int level = lp::kAvx2; level <= lp::best; ++level)
         if (std::strcmp(name, lp::kNames[level]) == 0 && lp::kBuilt[level]) {
             lp::current.store(level, std::memory_order_relaxed);
             return 0;

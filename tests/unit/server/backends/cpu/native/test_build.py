@@ -30,7 +30,7 @@ def sources(tmp_path: Path) -> Path:
 def test_each_instruction_set_is_compiled_with_its_flags(compiler: Compiler, sources: Path, tmp_path: Path) -> None:
     library = ctypes.CDLL(str(build.build(tmp_path / "out.so", sources=sources, compiler=compiler)))
     assert compiler.variants, "this compiler knows none of the flags"
-    levels = {"avx512": 1, "avx512bf16": 2, "amx": 3}
+    levels = {"avx2": 1, "avx512": 2, "avx512bf16": 3, "amx": 4}
     found = {name: library[f"lp_probe_{name}"]() for name in compiler.variants}
     assert found == {name: levels[name] for name in compiler.variants}
 

@@ -50,7 +50,7 @@ def test_a_library_that_fits(compiler: Compiler, sources: Path, tmp_path: Path) 
     assert status == NativeStatus(True, "", "avx512")
     assert library is not None
     assert library.isa == "avx512"
-    assert library.functions.lp_probe_avx512() == 1
+    assert library.functions.lp_probe_avx512() == 2
     with pytest.raises(ctypes.ArgumentError):
         library.functions.lp_probe_avx512("not", object())
 

@@ -9,13 +9,13 @@
 namespace lp {
 namespace LP_ISA {
 
-static inline __m512 dot_dim(const float* a, const float* b, int dim, __m512 acc) {
-  for (int i = 0; i < dim; i += 16) acc = _mm512_fmadd_ps(_mm512_loadu_ps(a + i), _mm512_loadu_ps(b + i), acc);
+static inline Floats dot_dim(const float* a, const float* b, int dim, Floats acc) {
+  for (int i = 0; i < dim; i += 16) acc = fmadd(load(a + i), load(b + i), acc);
   return acc;
 }
 
-static inline __m512 dot_dim(const bf16* a, const bf16* b, int dim, __m512 acc) {
-  for (int i = 0; i < dim; i += 32) acc = dot_pairs(acc, _mm512_loadu_si512(a + i), _mm512_loadu_si512(b + i));
+static inline Floats dot_dim(const bf16* a, const bf16* b, int dim, Floats acc) {
+  for (int i = 0; i < dim; i += 32) acc = dot_pairs(acc, load_words(a + i), load_words(b + i));
   return acc;
 }
 
@@ -37,86 +37,78 @@ static void score(const AttendTask& t, const typename D::T* q, int num_rows, int
       if (at + i + 16 < end) fetch_early(early.row(), t.dim * (int)sizeof(T)), early.next();
     }
     for (int row = 0; row < num_rows; row += 4) {
-      __m512 acc[16];
+      Floats acc[16];
       for (int r = 0; r < 4; r++)
         for (int i = 0; i < 4; i++)
-          acc[r * 4 + i] = dot_dim(q + (row + r) * t.dim, keys[i], t.dim, _mm512_setzero_ps());
-      const __m512 sums = _mm512_mul_ps(sums16(acc), _mm512_set1_ps(t.scaling));
-      for (int r = 0; r < 4; r++) {
-        __m128 four = r == 0   ? _mm512_extractf32x4_ps(sums, 0)
-                      : r == 1 ? _mm512_extractf32x4_ps(sums, 1)
-                      : r == 2 ? _mm512_extractf32x4_ps(sums, 2)
-                               : _mm512_extractf32x4_ps(sums, 3);
-        _mm_storeu_ps(scores + (row + r) * stride + (at - begin), four);
-      }
+          acc[r * 4 + i] = dot_dim(q + (row + r) * t.dim, keys[i], t.dim, zeros());
+      store_quarters(scores + row * stride + (at - begin), stride, mul(sums16(acc), all(t.scaling)));
     }
   }
 }
 
 // Turns a row's scores of keys [from, to) into weights that sum to 1; all others become 0.
 static void soften(float* scores, int64_t from, int64_t to, int64_t length, float softcap) {
-  const __m512 none = _mm512_set1_ps(-__builtin_inff());
-  __m512 top = none;
+  const Floats none = all(-__builtin_inff());
+  Floats top = none;
   for (int64_t i = from & ~15; i < to; i += 16) {
-    __mmask16 mask = first((int)(to - i > 16 ? 16 : to - i)) & (__mmask16)(i < from ? 0xffffu << (from - i) : 0xffffu);
-    __m512 s = _mm512_loadu_ps(scores + i);
+    Floats s = load(scores + i);
     if (softcap != 0.0f)
-      s = _mm512_mul_ps(tanh_ps(_mm512_div_ps(s, _mm512_set1_ps(softcap))), _mm512_set1_ps(softcap));
-    s = _mm512_mask_mov_ps(none, mask, s);
-    _mm512_storeu_ps(scores + i, s);
+      s = mul(tanh_ps(div(s, all(softcap))), all(softcap));
+    s = select(none, between(from, to, i), s);
+    store(scores + i, s);
     // NaN must not be lost in a maximum: the second operand is returned where either is NaN.
-    top = _mm512_max_ps(top, s);
+    top = max(top, s);
   }
-  const __m512 max = _mm512_set1_ps(_mm512_reduce_max_ps(top));
-  __m512 sum = _mm512_setzero_ps();
+  const Floats peak = all(largest(top));
+  Floats total = zeros();
   for (int64_t i = from & ~15; i < to; i += 16) {
-    __m512 s = _mm512_loadu_ps(scores + i);
-    __mmask16 hidden = _mm512_cmp_ps_mask(s, none, _CMP_EQ_OQ);
-    __m512 e = _mm512_mask_mov_ps(exp_ps(_mm512_sub_ps(s, max)), hidden, _mm512_setzero_ps());
-    e = _mm512_mask_mov_ps(e, _mm512_cmp_ps_mask(s, s, _CMP_UNORD_Q), s);
-    _mm512_storeu_ps(scores + i, e);
-    sum = _mm512_add_ps(sum, e);
+    Floats s = load(scores + i);
+    Floats e = select(exp_ps(sub(s, peak)), equals(s, none), zeros());
+    e = select(e, is_nan(s), s);
+    store(scores + i, e);
+    total = add(total, e);
   }
-  const __m512 inverse = _mm512_set1_ps(1.0f / _mm512_reduce_add_ps(sum));
+  const Floats inverse = all(1.0f / sum(total));
   int64_t i = 0;
-  for (; i < (from & ~15); i += 16) _mm512_storeu_ps(scores + i, _mm512_setzero_ps());
-  for (; i < to; i += 16) _mm512_storeu_ps(scores + i, _mm512_mul_ps(_mm512_loadu_ps(scores + i), inverse));
-  for (; i < length; i += 16) _mm512_storeu_ps(scores + i, _mm512_setzero_ps());
+  for (; i < (from & ~15); i += 16) store(scores + i, zeros());
+  for (; i < to; i += 16) store(scores + i, mul(load(scores + i), inverse));
+  for (; i < length; i += 16) store(scores + i, zeros());
 }
 
 // acc[4][C * 16] of values at columns `column`.
 template <class D, int C>
 static void weigh(const AttendTask& t, const float* weights, int64_t stride, int64_t begin, int64_t end, int column,
                   float* out) {
-  __m512 acc[4][C];
+  Floats acc[4][C];
   for (int r = 0; r < 4; r++)
-    for (int c = 0; c < C; c++) acc[r][c] = _mm512_setzero_ps();
+    for (int c = 0; c < C; c++) acc[r][c] = zeros();
   Cursor<D> row(t.v, t, begin);
   for (int64_t at = begin; at < end; at++, row.next()) {
     const typename D::T* v = row.row() + column;
-    __m512 values[C];
-    for (int c = 0; c < C; c++) values[c] = D::load(v + 16 * c);
+    Floats values[C];
+    for (int c = 0; c < C; c++) values[c] = load(v + 16 * c);
     for (int r = 0; r < 4; r++) {
-      const __m512 p = _mm512_set1_ps(weights[r * stride + (at - begin)]);
-      for (int c = 0; c < C; c++) acc[r][c] = _mm512_fmadd_ps(p, values[c], acc[r][c]);
+      const Floats p = all(weights[r * stride + (at - begin)]);
+      for (int c = 0; c < C; c++) acc[r][c] = fmadd(p, values[c], acc[r][c]);
     }
   }
   for (int r = 0; r < 4; r++)
-    for (int c = 0; c < C; c++) _mm512_storeu_ps(out + r * t.dim + column + 16 * c, acc[r][c]);
+    for (int c = 0; c < C; c++) store(out + r * t.dim + column + 16 * c, acc[r][c]);
 }
 
 // out[4][dim] = weights[4] . values of keys [begin, end)
 template <class D>
 static void weigh_rows(const AttendTask& t, const float* weights, int64_t stride, int64_t begin, int64_t end, float* out) {
   int column = 0;
-  for (; column + 64 <= t.dim; column += 64) weigh<D, 4>(t, weights, stride, begin, end, column, out);
+  for (const int width = 16 * kWeighColumns; column + width <= t.dim; column += width)
+    weigh<D, kWeighColumns>(t, weights, stride, begin, end, column, out);
   for (; column < t.dim; column += 32) weigh<D, 2>(t, weights, stride, begin, end, column, out);
 }
 
 static inline bool is_finite(const float* x, int n) {
-  __mmask16 wild = 0;
-  for (int i = 0; i < n; i += 16) wild |= _mm512_fpclass_ps_mask(_mm512_loadu_ps(x + i), 0x99);  // NaN, infinity
-  return wild == 0;
+  Mask wild = nowhere();
+  for (int i = 0; i < n; i += 16) wild = either(wild, is_wild(load(x + i)));
+  return !any(wild);
 }
 
 // The first key that a query sees, counted from `begin`.
@@ -159,7 +151,7 @@ static void attend_block(const AttendTask& t, float* scratch) {
   }
   for (int r = 0; r < num_rows; r++) {
     T* out = (T*)t.out + (r / t.group) * t.out_token_stride + (r % t.group) * t.dim;
-    for (int i = 0; i < t.dim; i += 16) D::store(out + i, _mm512_loadu_ps(sums + r * t.dim + i));
+    for (int i = 0; i < t.dim; i += 16) store(out + i, load(sums + r * t.dim + i));
   }
 }
 

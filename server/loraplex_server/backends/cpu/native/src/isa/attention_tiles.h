@@ -329,7 +329,7 @@ static void attend_by_tiles(const AttendTask& t, float* scratch) {
     bf16* out = (bf16*)t.out + row / t.group * t.out_token_stride + row % t.group * t.dim;
     const __m512 inverse = _mm512_set1_ps(1.0f / m.total[row]);
     for (int c = 0; c < t.dim; c += 16)
-      BF16::store(out + c, without_traces(_mm512_mul_ps(_mm512_load_ps(m.sums + row * t.dim + c), inverse)));
+      store(out + c, without_traces(_mm512_mul_ps(_mm512_load_ps(m.sums + row * t.dim + c), inverse)));
   }
 }
 

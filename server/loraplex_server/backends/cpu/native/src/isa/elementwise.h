@@ -8,29 +8,29 @@ namespace lp {
 namespace LP_ISA {
 
 template <class D>
-static inline __m512 scaled(__m512 x, __m512 factor, const typename D::T* weight, __mmask16 mask) {
+static inline Floats scaled(Floats x, Floats factor, const typename D::T* weight, Part part) {
   // The model's own code rounds x / rms before it multiplies by the weight.
-  return _mm512_mul_ps(D::load(weight, mask), D::round(_mm512_mul_ps(x, factor)));
+  return mul(load(weight, part), D::round(mul(x, factor)));
 }
 
-static inline __m512 rms_factor(__m512 squares, int64_t n, float eps) {
-  const float mean = _mm512_reduce_add_ps(squares) / (float)n + eps;
+static inline Floats rms_factor(Floats squares, int64_t n, float eps) {
+  const float mean = sum(squares) / (float)n + eps;
   float root;
   _mm_store_ss(&root, _mm_sqrt_ss(_mm_set_ss(mean)));
-  return _mm512_set1_ps(1.0f / root);
+  return all(1.0f / root);
 }
 
 template <class D>
 static void norm_row(const typename D::T* x, const typename D::T* weight, int64_t n, float eps, typename D::T* y) {
-  __m512 squares = _mm512_setzero_ps();
+  Floats squares = zeros();
   for (int64_t i = 0; i < n; i += 16) {
-    __m512 v = D::load(x + i, first((int)(n - i > 16 ? 16 : n - i)));
-    squares = _mm512_fmadd_ps(v, v, squares);
+    Floats v = load(x + i, first((int)(n - i > 16 ? 16 : n - i)));
+    squares = fmadd(v, v, squares);
   }
-  const __m512 factor = rms_factor(squares, n, eps);
+  const Floats factor = rms_factor(squares, n, eps);
   for (int64_t i = 0; i < n; i += 16) {
-    __mmask16 mask = first((int)(n - i > 16 ? 16 : n - i));
-    D::store(y + i, scaled<D>(D::load(x + i, mask), factor, weight + i, mask), mask);
+    Part part = first((int)(n - i > 16 ? 16 : n - i));
+    store(y + i, scaled<D>(load(x + i, part), factor, weight + i, part), part);
   }
 }
 
@@ -43,14 +43,14 @@ static void rms_norm(DType dtype, const void* x, const void* weight, int64_t n, 
 
 template <class D>
 static void norm_head(float* x, const typename D::T* weight, int64_t n, float eps) {
-  __m512 squares = _mm512_setzero_ps();
+  Floats squares = zeros();
   for (int64_t i = 0; i < n; i += 16) {
-    __m512 v = D::round(_mm512_loadu_ps(x + i));
-    squares = _mm512_fmadd_ps(v, v, squares);
+    Floats v = D::round(load(x + i));
+    squares = fmadd(v, v, squares);
   }
-  const __m512 factor = rms_factor(squares, n, eps);
+  const Floats factor = rms_factor(squares, n, eps);
   for (int64_t i = 0; i < n; i += 16)
-    _mm512_storeu_ps(x + i, scaled<D>(D::round(_mm512_loadu_ps(x + i)), factor, weight + i, (__mmask16)0xffff));
+    store(x + i, scaled<D>(D::round(load(x + i)), factor, weight + i, first(16)));
 }
 
 static void rms_norm_f32(DType dtype, float* x, const void* weight, int64_t n, float eps) {
@@ -63,30 +63,30 @@ static void rms_norm_f32(DType dtype, float* x, const void* weight, int64_t n, f
 static void rotate(float* x, const float* cos, const float* sin, int dim) {
   const int half = dim / 2;
   for (int i = 0; i < half; i += 16) {
-    __m512 low = _mm512_loadu_ps(x + i), high = _mm512_loadu_ps(x + half + i);
-    __m512 a = _mm512_mul_ps(low, _mm512_loadu_ps(cos + i)), b = _mm512_mul_ps(high, _mm512_loadu_ps(cos + half + i));
-    _mm512_storeu_ps(x + i, _mm512_fnmadd_ps(high, _mm512_loadu_ps(sin + i), a));
-    _mm512_storeu_ps(x + half + i, _mm512_fmadd_ps(low, _mm512_loadu_ps(sin + half + i), b));
+    Floats low = load(x + i), high = load(x + half + i);
+    Floats a = mul(low, load(cos + i)), b = mul(high, load(cos + half + i));
+    store(x + i, fnmadd(high, load(sin + i), a));
+    store(x + half + i, fmadd(low, load(sin + half + i), b));
   }
 }
 
-static inline __m512 silu(__m512 x) {
-  const __m512 one = _mm512_set1_ps(1.0f);
-  return _mm512_div_ps(x, _mm512_add_ps(one, exp_ps(_mm512_sub_ps(_mm512_setzero_ps(), x))));
+static inline Floats silu(Floats x) {
+  const Floats one = all(1.0f);
+  return div(x, add(one, exp_ps(sub(zeros(), x))));
 }
 
-static inline __m512 gelu_tanh(__m512 x) {
-  const __m512 cube = _mm512_mul_ps(x, _mm512_mul_ps(x, x));
-  const __m512 inner = _mm512_mul_ps(_mm512_set1_ps(0.79788456f), _mm512_fmadd_ps(cube, _mm512_set1_ps(0.044715f), x));
-  return _mm512_mul_ps(_mm512_mul_ps(_mm512_set1_ps(0.5f), x), _mm512_add_ps(_mm512_set1_ps(1.0f), tanh_ps(inner)));
+static inline Floats gelu_tanh(Floats x) {
+  const Floats cube = mul(x, mul(x, x));
+  const Floats inner = mul(all(0.79788456f), fmadd(cube, all(0.044715f), x));
+  return mul(mul(all(0.5f), x), add(all(1.0f), tanh_ps(inner)));
 }
 
 template <class D>
 static void gated_row(int act, const float* gate, const float* up, int n, typename D::T* out) {
   for (int i = 0; i < n; i += 16) {
-    __mmask16 mask = first(n - i);
-    __m512 g = D::round(_mm512_maskz_loadu_ps(mask, gate + i)), u = D::round(_mm512_maskz_loadu_ps(mask, up + i));
-    D::store(out + i, _mm512_mul_ps(D::round(act == 0 ? silu(g) : gelu_tanh(g)), u), mask);
+    Part part = first(n - i);
+    Floats g = D::round(load(gate + i, part)), u = D::round(load(up + i, part));
+    store(out + i, mul(D::round(act == 0 ? silu(g) : gelu_tanh(g)), u), part);
   }
 }
 
@@ -101,7 +101,7 @@ static void gated(DType dtype, int act, const float* gate, const float* up, int 
 static void stream_gated(int act, const float* c, bf16* out) {
   alignas(64) bf16 line[2 * kPanel];
   for (int i = 0; i < 2; i++) gated_row<BF16>(act, c + i * kBand, c + i * kBand + kPanel, kPanel, line + i * kPanel);
-  _mm512_stream_si512((__m512i*)out, _mm512_load_si512(line));
+  stream_line(out, line);
 }
 
 static void gated_bands(DType dtype, int act, const float* c, int64_t stride, int m, int n, void* out, int64_t out_stride,
@@ -119,8 +119,8 @@ static void gated_bands(DType dtype, int act, const float* c, int64_t stride, in
 template <class D>
 static void store_row(const float* c, int n, typename D::T* out) {
   for (int i = 0; i < n; i += 16) {
-    __mmask16 mask = first(n - i);
-    D::store(out + i, _mm512_maskz_loadu_ps(mask, c + i), mask);
+    Part part = first(n - i);
+    store(out + i, load(c + i, part), part);
   }
 }
 
@@ -134,9 +134,9 @@ static void store(DType dtype, const float* c, int n, void* out) {
 template <class D>
 static void add_row(const float* c, int n, typename D::T* inout) {
   for (int i = 0; i < n; i += 16) {
-    __mmask16 mask = first(n - i);
-    __m512 sum = _mm512_add_ps(D::load(inout + i, mask), D::round(_mm512_maskz_loadu_ps(mask, c + i)));
-    D::store(inout + i, sum, mask);
+    Part part = first(n - i);
+    Floats sum = add(load(inout + i, part), D::round(load(c + i, part)));
+    store(inout + i, sum, part);
   }
 }
 
@@ -158,8 +158,8 @@ static void add_rows(DType dtype, const float* c, int64_t stride, int m, int n, 
 template <class D>
 static void bias_row(const typename D::T* bias, int n, float* c) {
   for (int i = 0; i < n; i += 16) {
-    __mmask16 mask = first(n - i);
-    _mm512_mask_storeu_ps(c + i, mask, _mm512_add_ps(_mm512_maskz_loadu_ps(mask, c + i), D::load(bias + i, mask)));
+    Part part = first(n - i);
+    store(c + i, add(load(c + i, part), load(bias + i, part)), part);
   }
 }
 
@@ -172,22 +172,20 @@ static void add_bias(DType dtype, const void* bias, int n, float* c) {
 
 template <class D>
 static void argmax_row(const typename D::T* x, int64_t n, float* best, int64_t* at) {
-  __m512 top = _mm512_set1_ps(-__builtin_inff());
-  __m512i where = _mm512_setzero_si512();
-  const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  __mmask16 nan = 0;
+  Floats top = all(-__builtin_inff());
+  Words where = no_words();
+  Mask nan = nowhere();
   for (int64_t i = 0; i < n; i += 16) {
-    const __mmask16 mask = first((int)(n - i > 16 ? 16 : n - i));
-    const __m512 v = D::load(x + i, mask);
-    nan |= _mm512_mask_cmp_ps_mask(mask, v, v, _CMP_UNORD_Q);
-    const __mmask16 larger = _mm512_mask_cmp_ps_mask(mask, v, top, _CMP_GT_OQ);
-    top = _mm512_mask_mov_ps(top, larger, v);
-    where = _mm512_mask_add_epi32(where, larger, lanes, _mm512_set1_epi32((int)i));
+    const Part part = first((int)(n - i > 16 ? 16 : n - i));
+    const Floats v = load(x + i, part);
+    nan = either(nan, is_nan(v));
+    const Mask larger = is_larger(lanes(part), v, top);
+    top = select(top, larger, v);
+    where = select_numbers(where, larger, (int)i);
   }
-  const float found = _mm512_reduce_max_ps(top);
-  *best = nan ? __builtin_nanf("") : found;
-  const __mmask16 winners = _mm512_cmp_ps_mask(top, _mm512_set1_ps(found), _CMP_EQ_OQ);
-  *at = nan ? 0 : _mm512_mask_reduce_min_epi32(winners, where);
+  const float found = largest(top);
+  *best = any(nan) ? __builtin_nanf("") : found;
+  *at = any(nan) ? 0 : smallest(equals(top, all(found)), where);
 }
 
 static void argmax(DType dtype, const void* x, int64_t n, float* best, int64_t* at) {

@@ -10,29 +10,13 @@
 namespace lp {
 namespace LP_ISA {
 
-// v[8] = pairs of ranks, each of 16 outputs, of up to 16 ranks in bfloat16: rows i and i + 8 share a register.
-static inline void transpose_outputs(const bf16* b, int64_t stride, __mmask16 ranks, __m512i* v) {
-  __m512i w[8];
-  for (int i = 0; i < 8; i++)
-    w[i] = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_maskz_loadu_epi16(ranks, b + i * stride)),
-                              _mm256_maskz_loadu_epi16(ranks, b + (i + 8) * stride), 1);
-  transpose_fours<8>(w);
-  // w[i] and w[i + 4]: in each quarter one pair of four outputs; quarters 0, 2 are outputs 0-3 (4-7) and 8-11 (12-15).
-  const __m512i low = _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13), high = _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15);
-  for (int i = 0; i < 4; i++) {
-    v[i] = _mm512_permutex2var_epi64(w[i], low, w[i + 4]);
-    v[i + 4] = _mm512_permutex2var_epi64(w[i], high, w[i + 4]);
-  }
-}
-
 // t[rank] = the 16 outputs' factors of that rank, of 16 ranks.
-static inline void transpose_16x16(const bf16* b, int64_t stride, __m512* t) {
-  const __m512i mask = _mm512_set1_epi32(0xffff0000);
-  __m512i v[8];
-  transpose_outputs(b, stride, 0xffff, v);
+static inline void transpose_16x16(const bf16* b, int64_t stride, Floats* t) {
+  Words v[8];
+  transpose_outputs(b, stride, first(16), v);
   for (int i = 0; i < 8; i++) {
-    t[2 * i] = _mm512_castsi512_ps(_mm512_slli_epi32(v[i], 16));
-    t[2 * i + 1] = _mm512_castsi512_ps(_mm512_and_si512(v[i], mask));
+    t[2 * i] = evens(v[i]);
+    t[2 * i + 1] = odds(v[i]);
   }
 }
 
@@ -50,20 +34,15 @@ static inline void transpose_any(const T* b, int64_t stride, int num_outputs, in
     for (int o = 0; o < 16; o++) t[r * 16 + o] = o < num_outputs ? value(b[o * stride + r]) : 0.0f;
 }
 
-static inline void gather_f32(const float* b, int64_t stride, int rank, float* t) {
-  const __m512i idx = _mm512_mullo_epi32(_mm512_set1_epi32((int)stride),
-                                         _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
-  for (int r = 0; r < rank; r++) _mm512_store_ps(t + r * 16, _mm512_i32gather_ps(idx, b + r, 4));
+static inline void gather_floats(const float* b, int64_t stride, int rank, float* t) {
+  for (int r = 0; r < rank; r++) store_aligned(t + r * 16, gather(b + r, stride));
 }
 
-static inline void gather_pairs(const bf16* b, int64_t stride, int num_pairs, float* t) {
-  const __m512i idx = _mm512_mullo_epi32(_mm512_set1_epi32((int)stride * 2),
-                                         _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
-  const __m512i mask = _mm512_set1_epi32(0xffff0000);
+static inline void gather_all_pairs(const bf16* b, int64_t stride, int num_pairs, float* t) {
   for (int p = 0; p < num_pairs; p++) {
-    __m512i pair = _mm512_i32gather_epi32(idx, b + 2 * p, 1);
-    _mm512_store_ps(t + 2 * p * 16, _mm512_castsi512_ps(_mm512_slli_epi32(pair, 16)));
-    _mm512_store_ps(t + (2 * p + 1) * 16, _mm512_castsi512_ps(_mm512_and_si512(pair, mask)));
+    const Words pair = gather_pairs(b + 2 * p, stride);
+    store_aligned(t + 2 * p * 16, evens(pair));
+    store_aligned(t + (2 * p + 1) * 16, odds(pair));
   }
 }
 
@@ -76,27 +55,27 @@ template <>
   if (num_outputs < 16)
     transpose_any(b, stride, num_outputs, rank, t);
   else
-    gather_f32(b, stride, rank, t);
+    gather_floats(b, stride, rank, t);
 }
 
 template <>
 [[maybe_unused]] inline void transpose_part<bf16>(const bf16* b, int64_t stride, int num_outputs, int rank, float* t) {
   const int pairs = num_outputs < 16 ? 0 : rank / 2;
-  gather_pairs(b, stride, pairs, t);
+  gather_all_pairs(b, stride, pairs, t);
   transpose_any(b + 2 * pairs, stride, num_outputs, rank - 2 * pairs, t + 2 * pairs * 16);
 }
 
 // c[16] = (adds ? c : 0) + h[rank] . t[rank][16]: two sums, so that one's latency hides the other's.
 template <class Get>
-static inline void add_ranks(const float* h, int rank, bool adds, float* c, __mmask16 mask, const Get& get) {
-  __m512 even = adds ? _mm512_maskz_loadu_ps(mask, c) : _mm512_setzero_ps(), odd = _mm512_setzero_ps();
+static inline void add_ranks(const float* h, int rank, bool adds, float* c, Part part, const Get& get) {
+  Floats even = adds ? load(c, part) : zeros(), odd = zeros();
   int r = 0;
   for (; r + 2 <= rank; r += 2) {
-    even = _mm512_fmadd_ps(_mm512_set1_ps(h[r]), get(r), even);
-    odd = _mm512_fmadd_ps(_mm512_set1_ps(h[r + 1]), get(r + 1), odd);
+    even = fmadd(all(h[r]), get(r), even);
+    odd = fmadd(all(h[r + 1]), get(r + 1), odd);
   }
-  if (r < rank) even = _mm512_fmadd_ps(_mm512_set1_ps(h[r]), get(r), even);
-  _mm512_mask_storeu_ps(c, mask, _mm512_add_ps(even, odd));
+  if (r < rank) even = fmadd(all(h[r]), get(r), even);
+  store(c, add(even, odd), part);
 }
 
 // --- inner products ----------------------------------------------------------------------------------------------------
@@ -104,23 +83,23 @@ static inline void add_ranks(const float* h, int rank, bool adds, float* c, __mm
 static void split(DType dtype, const float* h, int64_t h_stride, int m, int rank, void* out, int64_t out_stride) {
   for (int row = 0; row < m; row++)
     for (int i = 0; i < rank; i += 16) {
-      const __mmask16 mask = first(rank - i);
-      const __m512 all = _mm512_maskz_loadu_ps(mask, h + row * h_stride + i);
+      const Part part = first(rank - i);
+      const Floats product = load(h + row * h_stride + i, part);
       float* to = (float*)out + row * out_stride;
       if (dtype == DType::F32) {
-        _mm512_mask_storeu_ps(to + i, mask, all);
+        store(to + i, product, part);
         continue;
       }
-      const __m512 high = BF16::round(all);
-      BF16::store((bf16*)to + i, high, mask);
-      BF16::store((bf16*)to + out_stride + i, _mm512_sub_ps(all, high), mask);
+      const Floats high = BF16::round(product);
+      store((bf16*)to + i, high, part);
+      store((bf16*)to + out_stride + i, sub(product, high), part);
     }
 }
 
-static inline __m512 joined(const float* h, int64_t, __mmask16 mask) { return F32::load(h, mask); }
+static inline Floats joined(const float* h, int64_t, Part part) { return load(h, part); }
 
-static inline __m512 joined(const bf16* h, int64_t low, __mmask16 mask) {
-  return _mm512_add_ps(BF16::load(h, mask), BF16::load(h + low, mask));
+static inline Floats joined(const bf16* h, int64_t low, Part part) {
+  return add(load(h, part), load(h + low, part));
 }
 
 // --- by vectors --------------------------------------------------------------------------------------------------------
@@ -133,24 +112,24 @@ static void expand_rows(const float* h, int64_t h_stride, int m, const typename 
   alignas(64) float wide[16], t[16 * 16];
   for (int o = 0; o < num_outputs; o += 16) {
     const int outputs = num_outputs - o < 16 ? num_outputs - o : 16;
-    const __mmask16 mask = first(outputs);
+    const Part mask = first(outputs);
     const T* block = b + (int64_t)o * rank;
     for (int i = 0; i < 16 * rank * (int)sizeof(T); i += 64) _mm_prefetch((const char*)block + kBytesAhead + i, _MM_HINT_T0);
     for (int at = 0; at < rank; at += 16) {
       const int part = rank - at < 16 ? rank - at : 16;
       const bool whole = sizeof(T) == 2 && part == 16 && outputs == 16;
-      __m512 registers[16];
+      Floats registers[16];
       if (whole)
         transpose_16x16((const bf16*)block + at, rank, registers);
       else
         transpose_part<T>(block + at, rank, outputs, part, t);
       for (int row = 0; row < m; row++) {
-        _mm512_store_ps(wide, joined((const T*)(h + row * h_stride) + at, h_stride, first(part)));
+        store_aligned(wide, joined((const T*)(h + row * h_stride) + at, h_stride, first(part)));
         float* to = c + row * c_stride + o;
         if (whole)
           add_ranks(wide, 16, adds || at > 0, to, mask, [&](int r) { return registers[r]; });
         else
-          add_ranks(wide, part, adds || at > 0, to, mask, [&](int r) { return _mm512_load_ps(t + r * 16); });
+          add_ranks(wide, part, adds || at > 0, to, mask, [&](int r) { return load_aligned(t + r * 16); });
       }
     }
   }

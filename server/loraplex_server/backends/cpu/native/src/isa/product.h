@@ -5,6 +5,10 @@
 #include "tiles.h"
 #include "vector.h"
 
+#ifndef __AVX512F__
+#include "product_256.h"
+#else
+
 namespace lp {
 namespace LP_ISA {
 
@@ -13,20 +17,20 @@ namespace LP_ISA {
 template <int M>
 static inline void rows_f32(const float* x, int64_t x_stride, const float* band, int64_t k, bool adds, float* c,
                             int64_t c_stride) {
-  __m512 acc[M][2];
+  Floats acc[M][2];
   for (int r = 0; r < M; r++)
-    for (int p = 0; p < 2; p++) acc[r][p] = adds ? _mm512_loadu_ps(c + r * c_stride + 16 * p) : _mm512_setzero_ps();
+    for (int p = 0; p < 2; p++) acc[r][p] = adds ? load(c + r * c_stride + 16 * p) : zeros();
   for (int64_t i = 0; i < k; i++, band += kBand) {
-    __m512 b0 = _mm512_loadu_ps(band), b1 = _mm512_loadu_ps(band + 16);
+    Floats b0 = load(band), b1 = load(band + 16);
     for (int r = 0; r < M; r++) {
-      __m512 a = _mm512_set1_ps(x[r * x_stride + i]);
-      acc[r][0] = _mm512_fmadd_ps(a, b0, acc[r][0]);
-      acc[r][1] = _mm512_fmadd_ps(a, b1, acc[r][1]);
+      Floats a = all(x[r * x_stride + i]);
+      acc[r][0] = fmadd(a, b0, acc[r][0]);
+      acc[r][1] = fmadd(a, b1, acc[r][1]);
     }
   }
   for (int r = 0; r < M; r++) {
-    _mm512_storeu_ps(c + r * c_stride, acc[r][0]);
-    _mm512_storeu_ps(c + r * c_stride + 16, acc[r][1]);
+    store(c + r * c_stride, acc[r][0]);
+    store(c + r * c_stride + 16, acc[r][1]);
   }
 }
 
@@ -35,24 +39,24 @@ static inline void rows_f32(const float* x, int64_t x_stride, const float* band,
 template <int M>
 static inline void rows_bf16(const bf16* x, int64_t x_stride, const bf16* band, int64_t k, bool adds, float* c,
                             int64_t c_stride) {
-  __m512 acc[M][2];
+  Floats acc[M][2];
   for (int r = 0; r < M; r++)
-    for (int p = 0; p < 2; p++) acc[r][p] = adds ? _mm512_loadu_ps(c + r * c_stride + 16 * p) : _mm512_setzero_ps();
+    for (int p = 0; p < 2; p++) acc[r][p] = adds ? load(c + r * c_stride + 16 * p) : zeros();
   for (int64_t i = 0; i < k; i += 32, band += 32 * kBand) {
     for (int pair = 0; pair < 16; pair++) {
-      __m512i b0 = _mm512_loadu_si512(band + pair * 32), b1 = _mm512_loadu_si512(band + 512 + pair * 32);
+      Words b0 = load_words(band + pair * 32), b1 = load_words(band + 512 + pair * 32);
       for (int r = 0; r < M; r++) {
         int32_t two;
         __builtin_memcpy(&two, x + r * x_stride + i + 2 * pair, 4);
-        __m512i a = _mm512_set1_epi32(two);
+        Words a = all_words(two);
         acc[r][0] = dot_pairs(acc[r][0], a, b0);
         acc[r][1] = dot_pairs(acc[r][1], a, b1);
       }
     }
   }
   for (int r = 0; r < M; r++) {
-    _mm512_storeu_ps(c + r * c_stride, acc[r][0]);
-    _mm512_storeu_ps(c + r * c_stride + 16, acc[r][1]);
+    store(c + r * c_stride, acc[r][0]);
+    store(c + r * c_stride + 16, acc[r][1]);
   }
 }
 
@@ -152,3 +156,4 @@ static void product(DType dtype, const void* x, int64_t x_stride, int m, const v
 
 }  // namespace LP_ISA
 }  // namespace lp
+#endif

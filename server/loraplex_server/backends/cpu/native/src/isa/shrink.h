@@ -14,20 +14,19 @@ struct Dot;
 template <>
 struct Dot<F32> {
   static const int step = 16;
-  static inline __m512 add(const float* a, const float* b, __m512 acc, int64_t n) {
-    if (n >= 16) return _mm512_fmadd_ps(_mm512_loadu_ps(a), _mm512_loadu_ps(b), acc);
-    __mmask16 mask = first((int)n);
-    return _mm512_fmadd_ps(_mm512_maskz_loadu_ps(mask, a), _mm512_maskz_loadu_ps(mask, b), acc);
+  static inline Floats add(const float* a, const float* b, Floats acc, int64_t n) {
+    if (n >= 16) return fmadd(load(a), load(b), acc);
+    const Part part = first((int)n);
+    return fmadd(load(a, part), load(b, part), acc);
   }
 };
 
 template <>
 struct Dot<BF16> {
   static const int step = 32;
-  static inline __m512 add(const bf16* a, const bf16* b, __m512 acc, int64_t n) {
-    if (n >= 32) return dot_pairs(acc, _mm512_loadu_si512(a), _mm512_loadu_si512(b));
-    __mmask32 mask = (1u << n) - 1;
-    return dot_pairs(acc, _mm512_maskz_loadu_epi16(mask, a), _mm512_maskz_loadu_epi16(mask, b));
+  static inline Floats add(const bf16* a, const bf16* b, Floats acc, int64_t n) {
+    if (n >= 32) return dot_pairs(acc, load_words(a), load_words(b));
+    return dot_pairs(acc, load_words(a, n), load_words(b, n));
   }
 };
 
@@ -35,14 +34,14 @@ struct Dot<BF16> {
 template <class D, int M, int R>
 static inline void shrink_block(const typename D::T* x, int64_t x_stride, const typename D::T* a, int64_t k, float alpha,
                                 float* h, int64_t h_stride) {
-  __m512 acc[16];
-  for (int i = 0; i < 16; i++) acc[i] = _mm512_setzero_ps();
+  Floats acc[16];
+  for (int i = 0; i < 16; i++) acc[i] = zeros();
   for (int64_t i = 0; i < k; i += Dot<D>::step)
     for (int m = 0; m < M; m++)
       for (int r = 0; r < R; r++)
         acc[m * R + r] = Dot<D>::add(x + m * x_stride + i, a + r * k + i, acc[m * R + r], k - i);
   alignas(64) float sums[16];
-  _mm512_store_ps(sums, _mm512_mul_ps(sums16(acc), _mm512_set1_ps(alpha)));
+  store_aligned(sums, mul(sums16(acc), all(alpha)));
   for (int m = 0; m < M; m++)
     for (int r = 0; r < R; r++) h[m * h_stride + r] = sums[m * R + r];
 }
@@ -51,18 +50,20 @@ template <class D>
 static void shrink_rows(const typename D::T* x, int64_t x_stride, int m, const typename D::T* a, int64_t k, int rank,
                         float alpha, float* h, int64_t h_stride) {
   int row = 0;
-  for (; row + 4 <= m; row += 4) {
+  for (; row + kShrinkRows <= m; row += kShrinkRows) {
     const typename D::T* at = x + row * x_stride;
     float* to = h + row * h_stride;
     int r = 0;
-    for (; r + 4 <= rank; r += 4) shrink_block<D, 4, 4>(at, x_stride, a + r * k, k, alpha, to + r, h_stride);
-    for (; r < rank; r++) shrink_block<D, 4, 1>(at, x_stride, a + r * k, k, alpha, to + r, h_stride);
+    for (; r + kShrinkRanks <= rank; r += kShrinkRanks)
+      shrink_block<D, kShrinkRows, kShrinkRanks>(at, x_stride, a + r * k, k, alpha, to + r, h_stride);
+    for (; r < rank; r++) shrink_block<D, kShrinkRows, 1>(at, x_stride, a + r * k, k, alpha, to + r, h_stride);
   }
   for (; row < m; row++) {
     const typename D::T* at = x + row * x_stride;
     float* to = h + row * h_stride;
     int r = 0;
-    for (; r + 8 <= rank; r += 8) shrink_block<D, 1, 8>(at, x_stride, a + r * k, k, alpha, to + r, h_stride);
+    for (; r + kShrinkRanksOfOne <= rank; r += kShrinkRanksOfOne)
+      shrink_block<D, 1, kShrinkRanksOfOne>(at, x_stride, a + r * k, k, alpha, to + r, h_stride);
     for (; r < rank; r++) shrink_block<D, 1, 1>(at, x_stride, a + r * k, k, alpha, to + r, h_stride);
   }
 }

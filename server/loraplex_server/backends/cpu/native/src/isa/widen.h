@@ -9,32 +9,12 @@
 namespace lp {
 namespace LP_ISA {
 
-// Of a block and 16 outputs.
-struct Scales {
-  __m512 scale, offset;
-
-  explicit Scales(const void* exponents)
-      : scale(_mm512_castsi512_ps(
-            _mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)exponents)), 23))),
-        offset(_mm512_mul_ps(scale, _mm512_set1_ps(-32768.0f - 128.0f))) {}
-};
-
-// A byte in the second of a float's four that is 32768 otherwise makes it 32768 + byte: one shuffle in place of widening and
-// converting. The product with a power of two and the difference are exact.
-static inline __m512 widen16(const uint8_t* values, const Scales& of) {
-  const __m512i bytes = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)values));
-  const __m512i places = _mm512_set_epi32(0x0f00, 0x0e00, 0x0d00, 0x0c00, 0x0b00, 0x0a00, 0x0900, 0x0800, 0x0700, 0x0600,
-                                          0x0500, 0x0400, 0x0300, 0x0200, 0x0100, 0x0000);
-  const __m512i numbers = _mm512_mask_shuffle_epi8(_mm512_set1_epi32(0x47000000), 0x2222222222222222, bytes, places);
-  return _mm512_fmadd_ps(_mm512_castsi512_ps(numbers), of.scale, of.offset);
-}
-
 static inline void widen_block_f32(const uint8_t* block, int64_t k, float* band) {
   const Scales first(block), second(block + 16);
   const uint8_t* values = block + kBand;
   for (int64_t i = 0; i < k; i++, values += kBand, band += kBand) {
-    _mm512_storeu_ps(band, widen16(values, first));
-    _mm512_storeu_ps(band + 16, widen16(values + 16, second));
+    store(band, widen16(values, first));
+    store(band + 16, widen16(values + 16, second));
   }
 }
 
@@ -49,8 +29,7 @@ static inline void widen_block_bf16(const uint8_t* block, bf16* band) {
     const Scales of(block + panel * kPanel);
     for (int pair = 0; pair < 16; pair++, values += 32, band += 32) {
       if (pair % 2 == 0) _mm_prefetch((const char*)values + kAhead, _MM_HINT_T0);
-      const __m512i even = _mm512_castps_si512(widen16(values, of)), odd = _mm512_castps_si512(widen16(values + 16, of));
-      _mm512_storeu_si512(band, _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(even, 16), odd));
+      store_words(band, join_pairs(widen16(values, of), widen16(values + 16, of)));
     }
   }
 }

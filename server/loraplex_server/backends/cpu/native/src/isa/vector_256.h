@@ -1,0 +1,325 @@
+// Primitives of AVX2 with FMA: vectors of 16 floats in two registers. vector_512.h has the same names for AVX-512.
+#pragma once
+
+#include <immintrin.h>
+#include <stdint.h>
+
+namespace lp {
+namespace LP_ISA {
+
+typedef uint16_t bf16;
+struct Floats {  // 16
+  __m256 low, high;
+};
+struct Words {  // 16 of 32 bits, or 32 of bfloat16
+  __m256i low, high;
+};
+struct Mask {  // of 16 lanes
+  __m256 low, high;
+};
+struct Part {  // the first lanes, for loads and stores
+  int n;
+};
+
+static inline Part first(int n) { return {n}; }
+
+// --- bfloat16 ----------------------------------------------------------------------------------------------------------
+
+static inline __m256 widen8(__m128i halves) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
+}
+
+// To the upper half of each word: round to nearest even; NaN stays NaN.
+static inline __m256i round8(__m256 x) {
+  const __m256i bits = _mm256_castps_si256(x);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i sum = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+  const __m256 nan = _mm256_cmp_ps(x, x, _CMP_UNORD_Q);
+  return _mm256_blendv_epi8(sum, _mm256_set1_epi32(0x7fc00000), _mm256_castps_si256(nan));
+}
+
+static inline __m256i narrow(Floats x) {
+  const __m256i both = _mm256_packus_epi32(_mm256_srli_epi32(round8(x.low), 16), _mm256_srli_epi32(round8(x.high), 16));
+  return _mm256_permute4x64_epi64(both, 0xd8);
+}
+
+static inline Floats rounded(Floats x) {
+  const __m256i high = _mm256_set1_epi32(0xffff0000);
+  return {_mm256_castsi256_ps(_mm256_and_si256(round8(x.low), high)),
+          _mm256_castsi256_ps(_mm256_and_si256(round8(x.high), high))};
+}
+
+static inline __m256 evens8(__m256i pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)); }
+static inline __m256 odds8(__m256i pairs) {
+  return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(0xffff0000)));
+}
+
+// Of 16 pairs: the first of each, and the second.
+static inline Floats evens(Words pairs) { return {evens8(pairs.low), evens8(pairs.high)}; }
+static inline Floats odds(Words pairs) { return {odds8(pairs.low), odds8(pairs.high)}; }
+// The way back, of floats with no more bits than bfloat16 has.
+static inline __m256i join8(__m256 even, __m256 odd) {
+  return _mm256_blend_epi16(_mm256_srli_epi32(_mm256_castps_si256(even), 16), _mm256_castps_si256(odd), 0xaa);
+}
+static inline Words join_pairs(Floats even, Floats odd) { return {join8(even.low, odd.low), join8(even.high, odd.high)}; }
+
+static inline __m256 dot8(__m256 acc, __m256i a, __m256i b) {
+  acc = _mm256_fmadd_ps(evens8(a), evens8(b), acc);
+  return _mm256_fmadd_ps(odds8(a), odds8(b), acc);
+}
+
+// Sums of products of 32 pairs of bfloat16, two to a lane.
+static inline Floats dot_pairs(Floats acc, Words a, Words b) {
+  return {dot8(acc.low, a.low, b.low), dot8(acc.high, a.high, b.high)};
+}
+
+// --- loads and stores --------------------------------------------------------------------------------------------------
+
+static inline Floats load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+static inline void store(float* p, Floats x) {
+  _mm256_storeu_ps(p, x.low);
+  _mm256_storeu_ps(p + 8, x.high);
+}
+static inline Floats load_aligned(const float* p) { return {_mm256_load_ps(p), _mm256_load_ps(p + 8)}; }
+static inline void store_aligned(float* p, Floats x) {
+  _mm256_store_ps(p, x.low);
+  _mm256_store_ps(p + 8, x.high);
+}
+
+static inline Floats load(const bf16* p) {
+  return {widen8(_mm_loadu_si128((const __m128i*)p)), widen8(_mm_loadu_si128((const __m128i*)(p + 8)))};
+}
+static inline void store(bf16* p, Floats x) { _mm256_storeu_si256((__m256i*)p, narrow(x)); }
+
+// Parts go through a line of their own: masked stores take these CPUs very long, and halves have none.
+template <class T>
+static inline Floats load(const T* p, Part part) {
+  if (part.n >= 16) return load(p);
+  alignas(32) T line[16] = {};
+  for (int i = 0; i < part.n; i++) line[i] = p[i];
+  return load(line);
+}
+template <class T>
+static inline void store(T* p, Floats x, Part part) {
+  if (part.n >= 16) return store(p, x);
+  alignas(32) T line[16];
+  store(line, x);
+  for (int i = 0; i < part.n; i++) p[i] = line[i];
+}
+
+static inline Words load_words(const void* p) {
+  return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)p + 1)};
+}
+// Of the first n of 32 halves, n < 32.
+static inline Words load_words(const bf16* p, int64_t n) {
+  alignas(32) bf16 line[32] = {};
+  for (int64_t i = 0; i < n; i++) line[i] = p[i];
+  return load_words(line);
+}
+static inline void store_words(void* p, Words x) {
+  _mm256_storeu_si256((__m256i*)p, x.low);
+  _mm256_storeu_si256((__m256i*)p + 1, x.high);
+}
+
+// Copies a whole line past the caches; both addresses are multiples of 64.
+static inline void stream_line(void* to, const void* from) {
+  _mm256_stream_si256((__m256i*)to, _mm256_load_si256((const __m256i*)from));
+  _mm256_stream_si256((__m256i*)to + 1, _mm256_load_si256((const __m256i*)from + 1));
+}
+
+// Each quarter to a row of its own.
+static inline void store_quarters(float* to, int64_t stride, Floats x) {
+  _mm_storeu_ps(to, _mm256_castps256_ps128(x.low));
+  _mm_storeu_ps(to + stride, _mm256_extractf128_ps(x.low, 1));
+  _mm_storeu_ps(to + 2 * stride, _mm256_castps256_ps128(x.high));
+  _mm_storeu_ps(to + 3 * stride, _mm256_extractf128_ps(x.high, 1));
+}
+
+// p[i * stride] of 16 lanes, strides in elements. Single loads are faster than the instruction for it.
+static inline Floats gather(const float* p, int64_t stride) {
+  alignas(32) float line[16];
+  for (int i = 0; i < 16; i++) line[i] = p[i * stride];
+  return load_aligned(line);
+}
+static inline Words gather_pairs(const bf16* p, int64_t stride) {
+  alignas(32) bf16 line[32];
+  for (int i = 0; i < 16; i++) __builtin_memcpy(line + 2 * i, p + i * stride, 4);
+  return load_words(line);
+}
+
+// --- arithmetic --------------------------------------------------------------------------------------------------------
+
+static inline Floats zeros() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+static inline Floats all(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+static inline Words all_words(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+static inline Floats add(Floats a, Floats b) { return {_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)}; }
+static inline Floats sub(Floats a, Floats b) { return {_mm256_sub_ps(a.low, b.low), _mm256_sub_ps(a.high, b.high)}; }
+static inline Floats mul(Floats a, Floats b) { return {_mm256_mul_ps(a.low, b.low), _mm256_mul_ps(a.high, b.high)}; }
+static inline Floats div(Floats a, Floats b) { return {_mm256_div_ps(a.low, b.low), _mm256_div_ps(a.high, b.high)}; }
+static inline Floats fmadd(Floats a, Floats b, Floats c) {
+  return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
+}
+static inline Floats fnmadd(Floats a, Floats b, Floats c) {
+  return {_mm256_fnmadd_ps(a.low, b.low, c.low), _mm256_fnmadd_ps(a.high, b.high, c.high)};
+}
+// Where either is NaN, both return b.
+static inline Floats min(Floats a, Floats b) { return {_mm256_min_ps(a.low, b.low), _mm256_min_ps(a.high, b.high)}; }
+static inline Floats max(Floats a, Floats b) { return {_mm256_max_ps(a.low, b.low), _mm256_max_ps(a.high, b.high)}; }
+static inline Floats nearest(Floats x) { return {_mm256_round_ps(x.low, 8), _mm256_round_ps(x.high, 8)}; }
+
+// In two steps: 2^128 is not a float, but what it makes of x may be.
+static inline __m256 scale8(__m256 x, __m256 n) {
+  const __m256i whole = _mm256_cvtps_epi32(n), half = _mm256_srai_epi32(whole, 1), rest = _mm256_sub_epi32(whole, half);
+  const __m256i one = _mm256_set1_epi32(127);
+  x = _mm256_mul_ps(x, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(half, one), 23)));
+  return _mm256_mul_ps(x, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(rest, one), 23)));
+}
+// x * 2^n of whole numbers n in -126..128; 0 in other lanes than `counts`.
+static inline Floats scale_by_power(Mask counts, Floats x, Floats n) {
+  return {_mm256_and_ps(counts.low, scale8(x.low, n.low)), _mm256_and_ps(counts.high, scale8(x.high, n.high))};
+}
+
+static inline float sum(Floats x) {
+  const __m256 eight = _mm256_add_ps(x.low, x.high);
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+static inline float largest(Floats x) {
+  const __m256 eight = _mm256_max_ps(x.low, x.high);
+  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
+
+// --- masks -------------------------------------------------------------------------------------------------------------
+
+template <int Comparison>
+static inline Mask compare(Floats a, Floats b) {
+  return {_mm256_cmp_ps(a.low, b.low, Comparison), _mm256_cmp_ps(a.high, b.high, Comparison)};
+}
+static inline Mask both(Mask a, Mask b) { return {_mm256_and_ps(a.low, b.low), _mm256_and_ps(a.high, b.high)}; }
+static inline Mask either(Mask a, Mask b) { return {_mm256_or_ps(a.low, b.low), _mm256_or_ps(a.high, b.high)}; }
+static inline Mask nowhere() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+static inline bool any(Mask mask) { return _mm256_movemask_ps(_mm256_or_ps(mask.low, mask.high)) != 0; }
+
+static inline Words numbers_from(int from) {
+  const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  return {_mm256_add_epi32(lanes, _mm256_set1_epi32(from)), _mm256_add_epi32(lanes, _mm256_set1_epi32(from + 8))};
+}
+static inline Mask lanes(Part part) {
+  const Words numbers = numbers_from(0);
+  const __m256i n = _mm256_set1_epi32(part.n);
+  return {_mm256_castsi256_ps(_mm256_cmpgt_epi32(n, numbers.low)),
+          _mm256_castsi256_ps(_mm256_cmpgt_epi32(n, numbers.high))};
+}
+// Those of lanes i..i + 16 that are in from..to; i < to.
+static inline Mask between(int64_t from, int64_t to, int64_t i) {
+  const Mask behind = lanes({(int)(to - i > 16 ? 16 : to - i)}), before = lanes({(int)(i < from ? from - i : 0)});
+  return {_mm256_andnot_ps(before.low, behind.low), _mm256_andnot_ps(before.high, behind.high)};
+}
+static inline Mask is_nan(Floats x) { return compare<_CMP_UNORD_Q>(x, x); }
+static inline Mask is_wild(Floats x) {  // NaN, infinity: their difference to themselves is NaN
+  return is_nan(sub(x, x));
+}
+static inline Mask equals(Floats a, Floats b) { return compare<_CMP_EQ_OQ>(a, b); }
+static inline Mask is_not_less(Floats a, Floats b) { return compare<_CMP_NLT_UQ>(a, b); }
+static inline Mask is_larger(Mask of, Floats a, Floats b) { return both(of, compare<_CMP_GT_OQ>(a, b)); }
+// b where the mask is set, a elsewhere.
+static inline Floats select(Floats a, Mask mask, Floats b) {
+  return {_mm256_blendv_ps(a.low, b.low, mask.low), _mm256_blendv_ps(a.high, b.high, mask.high)};
+}
+
+// --- lanes' numbers ----------------------------------------------------------------------------------------------------
+
+static inline Words no_words() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+static inline Words select_words(Words a, Mask mask, Words b) {
+  return {_mm256_blendv_epi8(a.low, b.low, _mm256_castps_si256(mask.low)),
+          _mm256_blendv_epi8(a.high, b.high, _mm256_castps_si256(mask.high))};
+}
+// from + lane where the mask is set, a elsewhere.
+static inline Words select_numbers(Words a, Mask mask, int from) { return select_words(a, mask, numbers_from(from)); }
+static inline int smallest(Mask of, Words x) {
+  alignas(32) int line[16];
+  store_words(line, select_words(all_words(0x7fffffff), of, x));
+  int found = line[0];
+  for (int i = 1; i < 16; i++) found = line[i] < found ? line[i] : found;
+  return found;
+}
+
+// --- sums and transposes -----------------------------------------------------------------------------------------------
+
+// The sum of each of 8 vectors of 8, as one vector.
+static inline __m256 sums8(const __m256* v) {
+  const __m256 a = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
+  const __m256 b = _mm256_hadd_ps(_mm256_hadd_ps(v[4], v[5]), _mm256_hadd_ps(v[6], v[7]));
+  return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+}
+
+// The sum of each of 16 vectors, as one vector.
+static inline Floats sums16(const Floats* v) {
+  __m256 eight[16];
+  for (int i = 0; i < 16; i++) eight[i] = _mm256_add_ps(v[i].low, v[i].high);
+  return {sums8(eight), sums8(eight + 8)};
+}
+
+// Columns of 8 rows of pairs become rows.
+static inline void transpose8(__m256i* v) {
+  __m256i a[8], b[8];
+  for (int i = 0; i < 8; i += 2) {
+    a[i] = _mm256_unpacklo_epi32(v[i], v[i + 1]);
+    a[i + 1] = _mm256_unpackhi_epi32(v[i], v[i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4) {
+    b[i] = _mm256_unpacklo_epi64(a[i], a[i + 2]);
+    b[i + 1] = _mm256_unpackhi_epi64(a[i], a[i + 2]);
+    b[i + 2] = _mm256_unpacklo_epi64(a[i + 1], a[i + 3]);
+    b[i + 3] = _mm256_unpackhi_epi64(a[i + 1], a[i + 3]);
+  }
+  for (int i = 0; i < 4; i++) {
+    v[i] = _mm256_permute2x128_si256(b[i], b[i + 4], 0x20);
+    v[i + 4] = _mm256_permute2x128_si256(b[i], b[i + 4], 0x31);
+  }
+}
+
+// v[8] = pairs of ranks, each of 16 outputs, of 16 ranks in bfloat16.
+static inline void transpose_outputs(const bf16* b, int64_t stride, Part, Words* v) {
+  __m256i low[8], high[8];
+  for (int i = 0; i < 8; i++) {
+    low[i] = _mm256_loadu_si256((const __m256i*)(b + i * stride));
+    high[i] = _mm256_loadu_si256((const __m256i*)(b + (i + 8) * stride));
+  }
+  transpose8(low);
+  transpose8(high);
+  for (int i = 0; i < 8; i++) v[i] = {low[i], high[i]};
+}
+
+// --- eight bits --------------------------------------------------------------------------------------------------------
+
+// Of a block and 16 outputs.
+struct Scales {
+  Floats scale;
+
+  explicit Scales(const void* exponents) {
+    const __m128i bytes = _mm_loadu_si128((const __m128i*)exponents);
+    scale = {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu8_epi32(bytes), 23)),
+             _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8)), 23))};
+  }
+};
+
+// (byte - 128) times a power of two, which is exact.
+static inline Floats widen16(const uint8_t* values, const Scales& of) {
+  const __m128i bytes = _mm_xor_si128(_mm_loadu_si128((const __m128i*)values), _mm_set1_epi8((char)0x80));
+  return mul({_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)),
+              _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)))},
+             of.scale);
+}
+
+// --- sizes -------------------------------------------------------------------------------------------------------------
+
+// Vectors that stay in 16 registers of half their size.
+static const int kShrinkRows = 2, kShrinkRanks = 2, kShrinkRanksOfOne = 4;  // of inner products at once
+static const int kWeighColumns = 1;                                          // of 16 values, for four rows
+
+}  // namespace LP_ISA
+}  // namespace lp

@@ -1,0 +1,231 @@
+// Primitives of AVX-512: vectors of 16 floats in one register. vector_256.h has the same names for AVX2.
+#pragma once
+
+#include <immintrin.h>
+#include <stdint.h>
+
+namespace lp {
+namespace LP_ISA {
+
+typedef uint16_t bf16;
+typedef __m512 Floats;   // 16
+typedef __m512i Words;   // 16 of 32 bits, or 32 of bfloat16
+typedef __mmask16 Mask;  // of 16 lanes
+typedef __mmask16 Part;  // the first lanes, for loads and stores
+
+static inline Part first(int n) { return n >= 16 ? (__mmask16)0xffff : (__mmask16)((1u << n) - 1); }
+
+// --- bfloat16 ----------------------------------------------------------------------------------------------------------
+
+static inline Floats widen(__m256i halves) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+}
+
+// Round to nearest even; NaN stays NaN. (The instruction makes 0 of what is smaller than the smallest normal number.)
+static inline __m256i narrow(Floats x) {
+#ifdef __AVX512BF16__
+  return (__m256i)_mm512_cvtneps_pbh(x);
+#else
+  __m512i bits = _mm512_castps_si512(x);
+  __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+  rounded = _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc00000));
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
+#endif
+}
+
+static inline Floats rounded(Floats x) { return widen(narrow(x)); }
+
+// Of 16 pairs: the first of each, and the second.
+static inline Floats evens(Words pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); }
+static inline Floats odds(Words pairs) {
+  return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(0xffff0000)));
+}
+// The way back, of floats with no more bits than bfloat16 has.
+static inline Words join_pairs(Floats even, Floats odd) {
+  return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(_mm512_castps_si512(even), 16), _mm512_castps_si512(odd));
+}
+
+// Sums of products of 32 pairs of bfloat16, two to a lane.
+static inline Floats dot_pairs(Floats acc, Words a, Words b) {
+#ifdef __AVX512BF16__
+  return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b);
+#else
+  const __m512i high = _mm512_set1_epi32(0xffff0000);
+  acc = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_slli_epi32(a, 16)), _mm512_castsi512_ps(_mm512_slli_epi32(b, 16)), acc);
+  return _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_and_si512(a, high)), _mm512_castsi512_ps(_mm512_and_si512(b, high)), acc);
+#endif
+}
+
+// --- loads and stores --------------------------------------------------------------------------------------------------
+
+static inline Floats load(const float* p) { return _mm512_loadu_ps(p); }
+static inline Floats load(const float* p, Part part) { return _mm512_maskz_loadu_ps(part, p); }
+static inline void store(float* p, Floats x) { _mm512_storeu_ps(p, x); }
+static inline void store(float* p, Floats x, Part part) { _mm512_mask_storeu_ps(p, part, x); }
+static inline Floats load_aligned(const float* p) { return _mm512_load_ps(p); }
+static inline void store_aligned(float* p, Floats x) { _mm512_store_ps(p, x); }
+
+static inline Floats load(const bf16* p) { return widen(_mm256_loadu_si256((const __m256i*)p)); }
+static inline Floats load(const bf16* p, Part part) { return widen(_mm256_maskz_loadu_epi16(part, p)); }
+static inline void store(bf16* p, Floats x) { _mm256_storeu_si256((__m256i*)p, narrow(x)); }
+static inline void store(bf16* p, Floats x, Part part) { _mm256_mask_storeu_epi16(p, part, narrow(x)); }
+
+static inline Words load_words(const void* p) { return _mm512_loadu_si512(p); }
+// Of the first n of 32 halves, n < 32.
+static inline Words load_words(const bf16* p, int64_t n) { return _mm512_maskz_loadu_epi16((1u << n) - 1, p); }
+static inline void store_words(void* p, Words x) { _mm512_storeu_si512(p, x); }
+
+// Copies a whole line past the caches; both addresses are multiples of 64.
+static inline void stream_line(void* to, const void* from) {
+  _mm512_stream_si512((__m512i*)to, _mm512_load_si512(from));
+}
+
+// Each quarter to a row of its own.
+static inline void store_quarters(float* to, int64_t stride, Floats x) {
+  for (int r = 0; r < 4; r++) {
+    __m128 four = r == 0   ? _mm512_extractf32x4_ps(x, 0)
+                  : r == 1 ? _mm512_extractf32x4_ps(x, 1)
+                  : r == 2 ? _mm512_extractf32x4_ps(x, 2)
+                           : _mm512_extractf32x4_ps(x, 3);
+    _mm_storeu_ps(to + r * stride, four);
+  }
+}
+
+// p[i * stride] of 16 lanes, strides in elements.
+static inline Floats gather(const float* p, int64_t stride) {
+  const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  return _mm512_i32gather_ps(_mm512_mullo_epi32(_mm512_set1_epi32((int)stride), lanes), p, 4);
+}
+static inline Words gather_pairs(const bf16* p, int64_t stride) {
+  const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  return _mm512_i32gather_epi32(_mm512_mullo_epi32(_mm512_set1_epi32((int)stride * 2), lanes), p, 1);
+}
+
+// --- arithmetic --------------------------------------------------------------------------------------------------------
+
+static inline Floats zeros() { return _mm512_setzero_ps(); }
+static inline Floats all(float x) { return _mm512_set1_ps(x); }
+static inline Words all_words(int32_t x) { return _mm512_set1_epi32(x); }
+static inline Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
+static inline Floats sub(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
+static inline Floats mul(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+static inline Floats div(Floats a, Floats b) { return _mm512_div_ps(a, b); }
+static inline Floats fmadd(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+static inline Floats fnmadd(Floats a, Floats b, Floats c) { return _mm512_fnmadd_ps(a, b, c); }
+// Where either is NaN, both return b.
+static inline Floats min(Floats a, Floats b) { return _mm512_min_ps(a, b); }
+static inline Floats max(Floats a, Floats b) { return _mm512_max_ps(a, b); }
+static inline Floats nearest(Floats x) { return _mm512_roundscale_ps(x, 8); }
+// x * 2^n of whole numbers n in -126..128; 0 in other lanes than `counts`.
+static inline Floats scale_by_power(Mask counts, Floats x, Floats n) { return _mm512_maskz_scalef_ps(counts, x, n); }
+static inline float sum(Floats x) { return _mm512_reduce_add_ps(x); }
+static inline float largest(Floats x) { return _mm512_reduce_max_ps(x); }
+
+// --- masks -------------------------------------------------------------------------------------------------------------
+
+static inline Mask lanes(Part part) { return part; }
+// Those of lanes i..i + 16 that are in from..to; i < to.
+static inline Mask between(int64_t from, int64_t to, int64_t i) {
+  return first((int)(to - i > 16 ? 16 : to - i)) & (__mmask16)(i < from ? 0xffffu << (from - i) : 0xffffu);
+}
+static inline Mask is_nan(Floats x) { return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q); }
+static inline Mask is_wild(Floats x) { return _mm512_fpclass_ps_mask(x, 0x99); }  // NaN, infinity
+static inline Mask equals(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
+static inline Mask is_not_less(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_NLT_UQ); }
+static inline Mask is_larger(Mask of, Floats a, Floats b) { return _mm512_mask_cmp_ps_mask(of, a, b, _CMP_GT_OQ); }
+static inline Mask either(Mask a, Mask b) { return a | b; }
+static inline Mask nowhere() { return 0; }
+static inline bool any(Mask mask) { return mask != 0; }
+// b where the mask is set, a elsewhere.
+static inline Floats select(Floats a, Mask mask, Floats b) { return _mm512_mask_mov_ps(a, mask, b); }
+
+// --- lanes' numbers ----------------------------------------------------------------------------------------------------
+
+static inline Words no_words() { return _mm512_setzero_si512(); }
+// from + lane where the mask is set, a elsewhere.
+static inline Words select_numbers(Words a, Mask mask, int from) {
+  const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  return _mm512_mask_add_epi32(a, mask, lanes, _mm512_set1_epi32(from));
+}
+static inline int smallest(Mask of, Words x) { return _mm512_mask_reduce_min_epi32(of, x); }
+
+// --- sums and transposes -----------------------------------------------------------------------------------------------
+
+// The sum of each of 16 vectors, as one vector.
+static inline Floats sums16(const Floats* v) {
+  __m512 a[8], b[4];
+  for (int i = 0; i < 8; i++)  // lanes of 4: v[2i] 0+2, v[2i+1] 0+2, v[2i] 1+3, v[2i+1] 1+3
+    a[i] = _mm512_add_ps(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]), _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]));
+  for (int i = 0; i < 4; i++)
+    b[i] = _mm512_add_ps(
+        _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(a[2 * i]), _mm512_castps_pd(a[2 * i + 1]))),
+        _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(a[2 * i]), _mm512_castps_pd(a[2 * i + 1]))));
+  // b[i]: in each of four quarters the partial sums of v[4i .. 4i+3]
+  __m512 c = _mm512_add_ps(_mm512_shuffle_f32x4(b[0], b[1], 0x88), _mm512_shuffle_f32x4(b[0], b[1], 0xdd));
+  __m512 d = _mm512_add_ps(_mm512_shuffle_f32x4(b[2], b[3], 0x88), _mm512_shuffle_f32x4(b[2], b[3], 0xdd));
+  return _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x88), _mm512_shuffle_f32x4(c, d, 0xdd));
+}
+
+// In each quarter of 4 vectors of pairs, columns become rows.
+template <int N>
+static inline void transpose_fours(__m512i* v) {
+  __m512i w[N];
+  for (int i = 0; i < N; i += 2) {
+    w[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
+    w[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
+  }
+  for (int i = 0; i < N; i += 4) {
+    v[i] = _mm512_unpacklo_epi64(w[i], w[i + 2]);
+    v[i + 1] = _mm512_unpackhi_epi64(w[i], w[i + 2]);
+    v[i + 2] = _mm512_unpacklo_epi64(w[i + 1], w[i + 3]);
+    v[i + 3] = _mm512_unpackhi_epi64(w[i + 1], w[i + 3]);
+  }
+}
+
+// v[8] = pairs of ranks, each of 16 outputs, of up to 16 ranks in bfloat16: rows i and i + 8 share a register.
+static inline void transpose_outputs(const bf16* b, int64_t stride, Part ranks, Words* v) {
+  __m512i w[8];
+  for (int i = 0; i < 8; i++)
+    w[i] = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_maskz_loadu_epi16(ranks, b + i * stride)),
+                              _mm256_maskz_loadu_epi16(ranks, b + (i + 8) * stride), 1);
+  transpose_fours<8>(w);
+  // w[i] and w[i + 4]: in each quarter one pair of four outputs; quarters 0, 2 are outputs 0-3 (4-7) and 8-11 (12-15).
+  const __m512i low = _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13), high = _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15);
+  for (int i = 0; i < 4; i++) {
+    v[i] = _mm512_permutex2var_epi64(w[i], low, w[i + 4]);
+    v[i + 4] = _mm512_permutex2var_epi64(w[i], high, w[i + 4]);
+  }
+}
+
+// --- eight bits --------------------------------------------------------------------------------------------------------
+
+// Of a block and 16 outputs.
+struct Scales {
+  __m512 scale, offset;
+
+  explicit Scales(const void* exponents)
+      : scale(_mm512_castsi512_ps(
+            _mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)exponents)), 23))),
+        offset(_mm512_mul_ps(scale, _mm512_set1_ps(-32768.0f - 128.0f))) {}
+};
+
+// A byte in the second of a float's four that is 32768 otherwise makes it 32768 + byte: one shuffle in place of widening and
+// converting. The product with a power of two and the difference are exact.
+static inline Floats widen16(const uint8_t* values, const Scales& of) {
+  const __m512i bytes = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)values));
+  const __m512i places = _mm512_set_epi32(0x0f00, 0x0e00, 0x0d00, 0x0c00, 0x0b00, 0x0a00, 0x0900, 0x0800, 0x0700, 0x0600,
+                                          0x0500, 0x0400, 0x0300, 0x0200, 0x0100, 0x0000);
+  const __m512i numbers = _mm512_mask_shuffle_epi8(_mm512_set1_epi32(0x47000000), 0x2222222222222222, bytes, places);
+  return _mm512_fmadd_ps(_mm512_castsi512_ps(numbers), of.scale, of.offset);
+}
+
+// --- sizes -------------------------------------------------------------------------------------------------------------
+
+// Vectors that stay in 32 registers.
+static const int kShrinkRows = 4, kShrinkRanks = 4, kShrinkRanksOfOne = 8;  // of inner products at once
+static const int kWeighColumns = 4;                                          // of 16 values, for four rows
+
+}  // namespace LP_ISA
+}  // namespace lp
