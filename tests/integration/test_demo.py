@@ -54,6 +54,7 @@ def test_ctrl_c_while_it_starts() -> None:
     assert not worker.is_running()
 
 
+@pytest.mark.slow
 def test_serve_until_ctrl_c() -> None:
     with loraplex("demo", "--serve", "--port", "0") as server, Client(server.address) as client:
         rows = client.adapters.list(include_unloaded=True)

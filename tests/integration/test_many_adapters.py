@@ -14,7 +14,7 @@ from support.world import TinyWorld
 
 from loraplex import AsyncClient, Client
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 NUM_STREAMS = 200
 MAX_TOKENS = 16
 

@@ -98,6 +98,7 @@ async def test_a_frozen_engine(stopwatch: Stopwatch) -> None:
     assert [worker.engine.integrity for worker in workers] == ["", ""]
 
 
+@pytest.mark.slow
 @fault(
     "engine stays frozen",
     clients_see="as above; then the engine is killed and its worker ends with status 1",
@@ -117,6 +118,7 @@ async def test_an_engine_that_stays_frozen_is_killed(stopwatch: Stopwatch) -> No
         stopwatch.stop()
 
 
+@pytest.mark.slow
 @fault("step takes seconds, legally", clients_see="nothing but the wait", within_s=120)
 async def test_a_long_step_is_not_a_hung_engine(stopwatch: Stopwatch, caplog: pytest.LogCaptureFixture) -> None:
     async with light_worker(build_long_steps) as worker, AsyncClient(worker.address) as client:

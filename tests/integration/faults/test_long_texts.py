@@ -19,7 +19,7 @@ from loraplex import AsyncClient, DeadlineExceeded, ResourceExhausted
 from loraplex_proto.status import from_rpc_error
 from loraplex_proto.v1 import inference_pb2, inference_pb2_grpc
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 MESSAGE_BYTES = (4 << 20) - 1000  # what a worker takes
 # On idle cores the gap is under 0.2 s. Beside another test process it was 0.63 s; texts tokenized in the event loop

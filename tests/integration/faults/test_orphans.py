@@ -24,7 +24,7 @@ from loraplex import AsyncClient, Unavailable
 from loraplex_runtime.auth import token_digest
 from loraplex_runtime.listener import check_free
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 TOKEN = "of-the-tests"
 LONG = {"max_tokens": 450, "ignore_eos": True, "n": 8}  # seconds, even on a fast machine
 
@@ -210,7 +210,6 @@ async def test_workers_that_load_go_with_their_server(servers: dict[str, Started
     family.check_left()
 
 
-@pytest.mark.slow
 @fault("`serve` killed in mid-stream", clients_see="UNAVAILABLE", within_s=10)
 async def test_a_killed_server_leaves_nothing(tiny_world: TinyWorld, tmp_path: Path, stopwatch: Stopwatch) -> None:
     with started(tmp_path / "it", *serve(tiny_world, tmp_path / "it")) as running:
@@ -230,7 +229,6 @@ async def test_a_killed_server_leaves_nothing(tiny_world: TinyWorld, tmp_path: P
         family.check_left()
 
 
-@pytest.mark.slow
 @fault("`serve` killed, its worker frozen (SIGSTOP)", clients_see="UNAVAILABLE", within_s=10)
 async def test_a_frozen_worker_goes_with_its_server(
     tiny_world: TinyWorld, tmp_path: Path, stopwatch: Stopwatch
@@ -248,7 +246,6 @@ async def test_a_frozen_worker_goes_with_its_server(
         family.check_left()
 
 
-@pytest.mark.slow
 @fault(
     "supervisor of a worker gone, --on-orphan drain=60",
     clients_see="running requests end well",
@@ -275,7 +272,6 @@ async def test_an_orphan_drains_where_it_was_told_to(
         family.check_left()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 @fault(
     "signal while a worker loads", clients_see="refused connections; status 128 and the signal's number", within_s=10

@@ -14,7 +14,7 @@ from support.world import TinyWorld
 
 from loraplex import AsyncClient, DeadlineExceeded, LoraplexError, ResourceExhausted
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 NUM_LONG = 200
 
 

@@ -1,21 +1,15 @@
 """Steps from graphs equal eager steps.
 
-A fake graph calls the captured function again, on what is in its buffers. One test does so over the real Triton
-kernels: Triton's interpreter has to be chosen before triton is imported, so that test runs in a process of its own.
+A fake graph calls the captured function again, on what is in its buffers. `test_interpreter.py` does so over the real
+Triton kernels.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
-import os
 import random
-import re
-import subprocess
-import sys
 from collections.abc import Callable
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -356,90 +350,3 @@ def test_spans_of_one_length_stay_as_they_are() -> None:
 
 def test_a_span_at_the_beginning_has_nothing_to_repeat() -> None:
     assert pad_step(staged([1, 3], [1, 7], (), [0]), 3) is None
-
-
-IN_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
-TIMEOUT_S = 280
-IN_INTERPRETER_ONLY = "test_texts_from_replays_over_the_kernels"
-
-
-@pytest.mark.timeout(TIMEOUT_S + 20)  # some ten seconds of work, on a machine that may have other work
-@pytest.mark.skipif(IN_INTERPRETER, reason="starts the process that this one is")
-@pytest.mark.skipif(find_spec("triton") is None, reason="the package triton is not installed")
-def test_in_the_interpreter() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"{Path(__file__)}::{IN_INTERPRETER_ONLY}"]
-    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    assert found.returncode == 0, found.stdout + found.stderr
-    assert re.search(r"\b1 passed in", found.stdout), found.stdout
-
-
-@pytest.mark.skipif(not IN_INTERPRETER, reason="runs in a process of its own")
-def test_texts_from_replays_over_the_kernels() -> None:
-    """Ranks that differ, rows without adapters, a mixture, drafts of different lengths, modules left alone."""
-    from loraplex_server.backends.cuda.attention.paged import TritonPagedAttention
-    from loraplex_server.backends.cuda.fused import TritonFused
-    from loraplex_server.backends.cuda.lora.operation import TritonOps
-
-    torch.set_num_threads(1)
-    model = random_model("llama", dtype=torch.float32)
-
-    def rig_of(*, replays: bool) -> tuple[Rig, list[int]]:
-        counted: list[int] = []
-
-        def capture(launch: Callable[[], object]) -> Callable[[], None]:
-            again = calls_again(launch)
-
-            def replay() -> None:
-                counted.append(1)
-                again()
-
-            return replay
-
-        fused = TritonFused() if replays else None
-        loaded = adopt_model(copy.deepcopy(model), backend=PatchedBackend(merges=replays, fused=fused, capture=capture))
-        assert replays == any("forward" in module.__dict__ for module in loaded.model.modules())
-        attention = TritonPagedAttention(loaded.spec.layers) if replays else "torch"
-        ops = TritonOps(max_rank=8) if replays else None
-        rig = make_rig(loaded, max_rows=3, max_chunk=4, ops=ops, attention=attention, num_slots=3)
-        rig.free_blocks.remove(0)
-        if replays:
-            rig.cache.clear_blocks([0])
-            rig.runner.capture([Shape(3), Shape(3, 3)], lambda text: None)
-        install_ranks(rig)
-        return rig, counted
-
-    (eager, _), (replayed, counted) = rig_of(replays=False), rig_of(replays=True)
-    want, jobs = jobs_of(), jobs_of()
-    eager.run(want)
-    replayed.run(jobs)
-    assert len(counted) > replayed.num_steps // 2
-    for job, other in zip(jobs, want, strict=True):
-        assert job.error is None
-        assert job.tokens == other.tokens
-        torch.testing.assert_close(replayed.logits(job), eager.logits(other), rtol=1e-3, atol=1e-4)
-
-
-def jobs_of() -> list[Job]:
-    uses = [(AdapterUse(0),), (), (AdapterUse(1),), (AdapterUse(2, 0.5), AdapterUse(0))]
-    jobs = [Job(prompt, 4, use) for prompt, use in zip(random_prompts(4, VOCAB_SIZE, longest=5), uses, strict=True)]
-    for job in jobs[1:3]:
-        job.propose = lambda so_far: random.Random(len(so_far)).choices(range(2, VOCAB_SIZE), k=len(so_far) % 3)
-    return jobs
-
-
-def install_ranks(rig: Rig) -> None:
-    torch.manual_seed(3)
-    for slot, rank in enumerate((2, 8, 5)):
-        paths = [path for path in rig.loaded.targets if "proj" in path]
-        if slot == 2:
-            paths = [path for path in paths if "layers.1.mlp" in path]
-        modules = {path: rig.loaded.targets[path] for path in paths}
-        factors = {
-            path: LoraFactors(
-                torch.randn(rank, module.in_features) / 6, torch.randn(module.out_features, rank) / 6, 1.5
-            )
-            for path, module in modules.items()
-        }
-        key = AdapterKey("lora", f"{slot}" * 64)
-        rig.slots.install(slot, AdapterWeights(key, torch.zeros(0, dtype=torch.uint8), factors))
