@@ -1,17 +1,20 @@
-"""docs/models.md equals the tables of the tests."""
+"""docs/models.md and the table in docs/adapters.md equal the tables of the tests."""
 
 from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_page_is_what_the_script_makes() -> None:
-    spec = importlib.util.spec_from_file_location("models_page", ROOT / "scripts/models_page.py")
+@pytest.mark.parametrize(("page", "script_name"), [("models", "models_page"), ("adapters", "adapters_page")])
+def test_the_page_is_what_the_script_makes(page: str, script_name: str) -> None:
+    spec = importlib.util.spec_from_file_location(script_name, ROOT / f"scripts/{script_name}.py")
     assert spec is not None
     assert spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    assert (ROOT / "docs/models.md").read_text() == script.page(), "run python scripts/models_page.py"
+    assert (ROOT / f"docs/{page}.md").read_text() == script.page(), f"run python scripts/{script_name}.py"

@@ -154,6 +154,155 @@ ZOO: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
 }
 
+_MOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+_ROUTED: dict[str, Any] = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+}
+# Families whose experts PEFT adapts as fused parameters, by its `all-linear`; then others with such experts.
+MIXTURES: dict[str, Callable[[], PreTrainedConfig]] = {
+    "mixtral": ZOO["mixtral"],
+    "qwen3_moe": ZOO["qwen3_moe"],
+    "olmoe": lambda: _make(tf.OlmoeConfig, num_experts=4, num_experts_per_tok=2),
+    "deepseek_v2": lambda: _make(tf.DeepseekV2Config, **_ROUTED, **_LATENT, q_lora_rank=None),
+    "deepseek_v3": ZOO["deepseek_v3"],
+    "glm4_moe": lambda: _make(tf.Glm4MoeConfig, **_ROUTED, head_dim=8),
+    "ernie4_5_moe": lambda: _make(
+        tf.Ernie4_5_MoeConfig,
+        moe_num_experts=4,
+        moe_k=2,
+        moe_intermediate_size=16,
+        moe_num_shared_experts=1,
+        moe_layer_start_index=1,
+        head_dim=8,
+    ),
+    "dots1": lambda: _make(tf.Dots1Config, **_ROUTED, head_dim=8),
+    "hunyuan_v1_moe": lambda: _make(
+        tf.HunYuanMoEV1Config, num_experts=4, moe_topk=2, moe_intermediate_size=16, head_dim=8
+    ),
+    "exaone_moe": lambda: _make(
+        tf.ExaoneMoeConfig,
+        **(_ROUTED | {"num_shared_experts": 1, "num_experts": 4}),
+        head_dim=8,
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=WINDOW,
+    ),
+    "flex_olmo": lambda: _make(tf.FlexOlmoConfig, num_experts=4, num_experts_per_tok=2),
+    "qwen2_moe": lambda: _make(tf.Qwen2MoeConfig, **_MOE, shared_expert_intermediate_size=16),
+    "phimoe": lambda: _make(tf.PhimoeConfig, num_local_experts=4, num_experts_per_tok=2),
+    "granitemoe": lambda: _make(tf.GraniteMoeConfig, num_local_experts=4, num_experts_per_tok=2),
+}
+_CONV_LAYERS: dict[str, Any] = {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3}
+_DELTA: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "linear_conv_kernel_dim": 4,
+    "head_dim": 8,
+}
+_ROUTED_DELTA: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+_MAMBA2: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 8}
+# Families with mixers that keep a state of fixed size.
+HYBRIDS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "lfm2": lambda: _make(tf.Lfm2Config, **_CONV_LAYERS, block_auto_adjust_ff_dim=False),
+    "lfm2_moe": lambda: _make(
+        tf.Lfm2MoeConfig,
+        **_CONV_LAYERS,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        num_dense_layers=1,
+    ),
+    "qwen3_next": lambda: _make(tf.Qwen3NextConfig, **_DELTA, **_ROUTED_DELTA),
+    "qwen3_5": lambda: _make(tf.Qwen3_5TextConfig, **_DELTA),
+    "qwen3_5_moe": lambda: _make(tf.Qwen3_5MoeTextConfig, **_DELTA, **_ROUTED_DELTA),
+    "olmo_hybrid": lambda: _make(tf.OlmoHybridConfig, **_DELTA),
+    "kimi_linear": lambda: _make(
+        tf.KimiLinearConfig,
+        **_LATENT,
+        **_ROUTED,
+        num_hidden_layers=3,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        linear_num_heads=4,
+        linear_head_dim=8,
+        linear_conv_kernel_dim=4,
+        q_lora_rank=None,
+    ),
+    "mamba2": lambda: _make(
+        tf.Mamba2Config, num_heads=8, head_dim=8, state_size=8, n_groups=2, expand=2, chunk_size=16
+    ),
+    "bamba": lambda: _make(
+        tf.BambaConfig, **_MAMBA2, num_hidden_layers=3, attn_layer_indices=[1], mamba_expand=2, mamba_chunk_size=16
+    ),
+    "granitemoehybrid": lambda: _make(
+        tf.GraniteMoeHybridConfig,
+        **_MAMBA2,
+        num_hidden_layers=3,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        mamba_expand=2,
+        mamba_chunk_size=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        shared_intermediate_size=32,
+    ),
+    "nemotron_h": lambda: _make(
+        tf.NemotronHConfig,
+        num_hidden_layers=4,
+        layer_types=["linear_attention", "moe", "full_attention", "mlp"],
+        mamba_num_heads=8,
+        mamba_head_dim=8,
+        ssm_state_size=8,
+        n_groups=2,
+        chunk_size=16,
+        head_dim=8,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        moe_shared_expert_intermediate_size=16,
+        n_group=1,
+        topk_group=1,
+    ),
+    "falcon_h1": lambda: _make(
+        tf.FalconH1Config, **_MAMBA2, mamba_d_ssm=64, mamba_expand=2, mamba_chunk_size=16, head_dim=8
+    ),
+    "mamba": lambda: _make(tf.MambaConfig, state_size=8, expand=2, time_step_rank=4),
+    "falcon_mamba": lambda: _make(tf.FalconMambaConfig, state_size=8, expand=2, time_step_rank=4),
+    "jamba": lambda: _make(
+        tf.JambaConfig,
+        num_hidden_layers=3,
+        attn_layer_period=3,
+        attn_layer_offset=1,
+        expert_layer_period=2,
+        expert_layer_offset=1,
+        num_experts=4,
+        num_experts_per_tok=2,
+        mamba_d_state=8,
+        mamba_d_conv=4,
+        mamba_expand=2,
+        mamba_dt_rank=4,
+        use_mamba_kernels=False,
+    ),
+}
 # Families whose adapters are compared with PEFT: one for each way of laying out linears, heads and experts.
 LORA_FAMILIES = (
     *("llama", "qwen2", "gemma2", "gemma3", "phi3", "gpt2", "opt", "mixtral", "cohere", "gpt_neox", "afmoe", "jetmoe"),
@@ -166,7 +315,7 @@ def random_model(
     """A model whose greedy text neither repeats one token nor hangs on the last bit; norms and biases are random.
     `changes`: of its configuration, as far as the family knows them."""
     torch.manual_seed(seed)
-    config = ZOO[family]()
+    config = (ZOO | MIXTURES | HYBRIDS)[family]()
     for name, value in (changes or {}).items():
         if hasattr(config, name):
             setattr(config, name, value)

@@ -134,19 +134,21 @@ class Namespace:
     """What besides tokens decides a block's content, and who may see it.
 
     `adapters` are those that change K or V at these tokens, with their weight in a mixture, in the order in which they
-    are added up. The salt is the client's own: prompts with different salts never share.
+    are added up, from position `adapted_from` on. The salt is the client's own: prompts with different salts never
+    share.
     """
 
     model_digest: str
     adapters: tuple[tuple[AdapterKey, float], ...] = ()
     tenant: str = ""
     cache_salt: str = ""
+    adapted_from: int = 0
 
     def digest(self) -> bytes:
         parts = [b"loraplex kv namespace\x01", _field(self.model_digest), _LENGTH.pack(len(self.adapters))]
         for key, weight in self.adapters:
             parts += (_field(key.kind), _field(key.digest), _WEIGHT.pack(weight))
-        parts += (_field(self.tenant), _field(self.cache_salt))
+        parts += (_field(self.tenant), _field(self.cache_salt), _LENGTH.pack(self.adapted_from))
         return hashlib.sha256(b"".join(parts)).digest()
 
 
@@ -159,14 +161,16 @@ def _field(text: str) -> bytes:
 class KeyChain:
     """The keys of one sequence's full blocks, made on demand and kept. The sequence owns it.
 
-    One namespace for the whole sequence so far; a block's key takes the one in effect at its own tokens.
+    The first `num_before` blocks, which an activated LoRA does not change, are in a namespace of their own.
     """
 
-    __slots__ = ("_namespace", "_pack", "keys")
+    __slots__ = ("_before", "_namespace", "_num_before", "_pack", "keys")
 
-    def __init__(self, namespace: bytes, block_size: int) -> None:
+    def __init__(self, namespace: bytes, block_size: int, before: bytes = b"", num_before: int = 0) -> None:
         assert len(namespace) == 32
+        assert len(before) == 32 or not num_before
         self._namespace = namespace
+        self._before, self._num_before = before, num_before
         # Four bytes a token: a vocabulary beyond 2**32 does not exist, and fixed width leaves nothing to confuse.
         self._pack = struct.Struct(f"<{block_size}I")
         self.keys: list[bytes] = []
@@ -178,13 +182,15 @@ class KeyChain:
             start = len(keys) * size
             # The first block's parent is its block size: the same tokens in larger blocks are another content.
             parent = keys[-1] if keys else size.to_bytes(32, "little")
-            keys.append(block_key(parent, self._namespace, self._pack.pack(*token_ids[start : start + size])))
+            namespace = self._before if len(keys) < self._num_before else self._namespace
+            keys.append(block_key(parent, namespace, self._pack.pack(*token_ids[start : start + size])))
         return keys[block_idx]
 
     def fork(self, num_blocks: int) -> KeyChain:
         """A chain of its own that begins with the same `num_blocks` keys."""
         chain = KeyChain.__new__(KeyChain)
         chain._namespace, chain._pack, chain.keys = self._namespace, self._pack, self.keys[:num_blocks]
+        chain._before, chain._num_before = self._before, self._num_before
         return chain
 
 

@@ -102,9 +102,9 @@ class BatchMirror:
             context_lens=starts + lens,
             block_tables=self._block_tables[rows, :max_blocks],
             block_size=self.block_size,
-            token_segments=self._segments(spans, [span.num_tokens for span in spans]),
+            token_segments=self._segments(spans, [(span.num_tokens, span.num_tokens) for span in spans]),
             head_rows=head_rows,
-            head_segments=self._segments(spans, num_head_rows),
+            head_segments=self._segments(spans, list(zip(num_head_rows, num_prompt_rows, strict=True))),
             head_starts=tuple(head_starts),
             num_prompt_rows=tuple(num_prompt_rows),
             fresh_blocks=fresh,
@@ -158,14 +158,21 @@ class BatchMirror:
             values += span.draft
         self._put(places, values)
 
-    def _segments(self, spans: Sequence[Span], num_rows: Sequence[int]) -> tuple[Segment, ...]:
-        """Adapter segments over rows laid out span by span; neighbours with the same single adapter become one."""
+    def _segments(self, spans: Sequence[Span], num_rows: Sequence[tuple[int, int]]) -> tuple[Segment, ...]:
+        """Adapter segments over rows laid out span by span; neighbours with the same single adapter become one.
+        `num_rows`: of each span, and how many of them are its first tokens."""
         segments: list[Segment] = []
         start, may_grow = 0, False
-        for span, count in zip(spans, num_rows, strict=True):
+        for span, (count, num_first) in zip(spans, num_rows, strict=True):
             if not count:
                 continue
-            end, uses = start + count, self.row(span).sequence.adapters
+            sequence = self.row(span).sequence
+            end, uses = start + count, sequence.adapters
+            if sequence.adapted_from > span.start and uses:
+                num_before = min(sequence.adapted_from - span.start, num_first)
+                start, may_grow = start + num_before, may_grow and not num_before
+            if start == end:
+                continue
             for use in uses:
                 last = segments[-1] if may_grow and len(uses) == 1 else None
                 if last is not None and (last.adapter_slot, last.weight) == (use.adapter_slot, use.weight):

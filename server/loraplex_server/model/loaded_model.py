@@ -17,14 +17,16 @@ from loraplex_server.backends.cpu.decoder import NativeStack
 from loraplex_server.layers.adapter_slots import AdapterSlots, NormPlace
 from loraplex_server.layers.attention import AttentionLayer, KvCache, ModelSpec, PagedAttention
 from loraplex_server.layers.context import StepContext
-from loraplex_server.layers.linear import AdaptedHead, AdaptedLinear, AdaptedModule
+from loraplex_server.layers.experts import AdaptedExperts, AdaptedModule, AdaptedRouter, ExpertLinear
+from loraplex_server.layers.linear import AdaptedEmbedding, AdaptedHead, AdaptedLinear
 from loraplex_server.layers.lora import SegmentedLora
+from loraplex_server.model.states import StateSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def _weights(module: AdaptedModule) -> tuple[Tensor, Tensor | None]:
+def _weights(module: AdaptedLinear | AdaptedEmbedding) -> tuple[Tensor, Tensor | None]:
     """A module's W [out, in] and bias, for adapters that are made with them."""
     if isinstance(module, AdaptedLinear):
         return module.base.matrix().detach(), module.bias
@@ -47,6 +49,7 @@ class LoadedModel:
     embedding_path: str
     norms: Mapping[str, NormPlace] = field(default_factory=dict[str, NormPlace])  # by path: given all tokens of a step
     decoder: NativeStack | None = None  # computes all layers in one call, where there is one
+    states: tuple[StateSpec, ...] = ()  # that mixers keep of each sequence
     digests: Mapping[str, str] = field(default_factory=dict[str, str])  # of weights as they were before rounding
 
     @property
@@ -67,6 +70,16 @@ class LoadedModel:
         modules: dict[str, TargetModule] = {}
         digests: dict[int, str] = {}  # tied weights are read once
         for path, module in self.targets.items():
+            if isinstance(module, AdaptedRouter | ExpertLinear):
+                is_router = isinstance(module, AdaptedRouter)
+                modules[path] = TargetModule(
+                    path,
+                    "router" if is_router else "experts",
+                    module.in_features,
+                    module.out_features,
+                    num_experts=0 if is_router else module.num_experts,
+                )
+                continue
             kind = "linear" if isinstance(module, AdaptedLinear) else "embedding"
             is_conv1d = isinstance(module, AdaptedLinear) and module.is_conv1d
             digest = ""
@@ -96,6 +109,16 @@ class LoadedModel:
             parameters={path: place.parameters for path, place in self.norms.items()},
             embedding=self.embedding_path,
             tied_head=self._tied_head(),
+            other_modules=frozenset(
+                path
+                for path, module in self.model.named_modules()
+                if path not in modules and next(module.parameters(recurse=False), None) is not None
+            ),
+            experts={
+                path: tuple(name for name, _ in module.base.named_parameters(recurse=False))
+                for path, module in self.model.named_modules()
+                if isinstance(module, AdaptedExperts)
+            },
         )
 
     def _tied_head(self) -> str:

@@ -34,17 +34,27 @@ from loraplex_server.backends.registry import plain_backend
 from loraplex_server.layers.adapter_slots import NormPlace
 from loraplex_server.layers.attention import HANDLE, PROBING, SERVING, AttentionLayer, ModelSpec, register_attention
 from loraplex_server.layers.context import StepContext
+from loraplex_server.layers.experts import AdaptedExperts, AdaptedModule, AdaptedRouter
 from loraplex_server.layers.linear import (
     AdaptedEmbedding,
     AdaptedHead,
     AdaptedLinear,
-    AdaptedModule,
     BaseLinearFactory,
     PlainLinear,
     merge_linears,
 )
 from loraplex_server.model.loaded_model import LoadedModel
-from loraplex_server.model.probe import KEPT, NUM_TOKENS, Probe, probe_model, run_again
+from loraplex_server.model.probe import (
+    ATTENTION_LAYERS,
+    KEPT,
+    NUM_TOKENS,
+    OTHER_LAYERS,
+    STATE_LAYERS,
+    Probe,
+    layer_types,
+    probe_model,
+    run_again,
+)
 from loraplex_server.model.self_test import reference_texts, verify_loaded
 
 log = logging.getLogger(__name__)
@@ -59,7 +69,6 @@ EXPERT = re.compile(r"\.experts?\.\d+\.")
 FALLBACK_CONTEXT_TOKENS = 4096  # of a model whose configuration names no limit
 # Positions of one request would change the rotation of its neighbours in the same step.
 STATEFUL_ROPE = {"dynamic", "longrope", "su", "yarn_dynamic"}
-ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 # Their attention does not go through Transformers' attention interface.
 OWN_ATTENTION = {"falcon": "ALiBi or its own attention", "bloom": "ALiBi", "mpt": "ALiBi"}
 
@@ -146,14 +155,14 @@ def adopt_model(
     context_tokens = _context_tokens(model.config, max_context_tokens)
     backend = backend or plain_backend(model.device)
     digests = backend.round_weights(model) if int8 else {}
-    probe = probe_model(model, model_id, context_tokens)
+    context = StepContext()
+    probe = probe_model(model, model_id, context_tokens, context)
     reference = reference_texts(model, context_tokens) if verify else None
     dtype, device = embedding.dtype, embedding.device
-    context = StepContext()
     embedding_path = next(path for path, module in model.named_modules() if module is model.get_input_embeddings())
     model.set_attn_implementation(SERVING)
     make_base, found = backend.linears(int8=int8), None
-    if replaces_decoder:
+    if replaces_decoder and not probe.states:
         found = backend.find_decoder(model, probe.attention, context, far=probe.far, int8=int8)
     norms = _norm_places(model, probe, context, dtype)
     targets = adapt_modules(model, probe, context, dtype, make_base, keeps_head=not digests)
@@ -161,6 +170,7 @@ def adopt_model(
         _merge(model, probe, targets, context)
     if (fused := backend.fused_ops()) is not None:
         _fuse(model, probe, fused, context)
+    targets |= adapt_mixtures(model, probe, context, dtype)
     layers: list[AttentionLayer] = []
     for module, spec in probe.attention:
         layer = AttentionLayer(spec, context)
@@ -189,6 +199,7 @@ def adopt_model(
         embedding_path=embedding_path,
         norms=norms,
         decoder=found.stack if found is not None else None,
+        states=probe.states,
         digests=digests,
     )
     if reference is not None:
@@ -215,9 +226,11 @@ def adapt_modules(
     uses = Counter(id(parameter) for _name, parameter in model.named_parameters(remove_duplicate=False))
     targets: dict[str, AdaptedModule] = {}
     for path, module in list(model.named_modules()):
+        if path not in probe.rows and any(path.startswith(f"{mixer.path}.") for mixer in probe.mixers):
+            continue  # a mixer reads the weight itself
         adapted: AdaptedModule
         num_rows = NUM_TOKENS
-        if type(module) is nn.Linear or isinstance(module, Conv1D):
+        if (type(module) is nn.Linear and module.weight.dtype == dtype) or isinstance(module, Conv1D):
             kind = AdaptedHead if module is head else AdaptedLinear
             num_rows = len(KEPT) if module is head else NUM_TOKENS
             is_conv1d = isinstance(module, Conv1D)
@@ -241,24 +254,66 @@ def adapt_modules(
     return targets
 
 
+def adapt_mixtures(
+    model: PreTrainedModel, probe: Probe, context: StepContext, dtype: torch.dtype
+) -> dict[str, AdaptedModule]:
+    """Puts experts and routers that may carry an adapter in the place of the model's. Returns these by path, experts by
+    the path of their parameters. What does not compute the same, of all the step's rows in order, stays as it was."""
+    tried: dict[str, AdaptedExperts | AdaptedRouter] = {}
+    for path, module in list(model.named_modules()):
+        rows = probe.rows.get(path, [])
+        if not rows or any(seen != NUM_TOKENS for seen in rows):
+            continue
+        if AdaptedExperts.fits(module, dtype):
+            tried[path] = AdaptedExperts(module, context)
+        elif AdaptedRouter.fits(module):
+            tried[path] = AdaptedRouter(module, context, dtype)
+    if not tried:
+        return {}
+    for path, adapted in tried.items():
+        adapted.train(model.training)
+        adapted.is_on_trial = True
+        model.set_submodule(path, adapted)
+    if problem := _difference(model, probe, context):
+        log.info("experts and routers take no adapters: %s", problem)
+    targets: dict[str, AdaptedModule] = {}
+    for path, adapted in tried.items():
+        adapted.is_on_trial = False
+        if problem or adapted.rows_seen != [NUM_TOKENS]:
+            model.set_submodule(path, adapted.base)
+        elif isinstance(adapted, AdaptedRouter):
+            targets[path] = adapted
+        else:
+            targets |= {f"{path}.{name}": linear for name, linear in adapted.linears.items()}
+    return targets
+
+
 def _norm_places(
     model: PreTrainedModel, probe: Probe, context: StepContext, dtype: torch.dtype
 ) -> dict[str, NormPlace]:
-    """Norms by path: modules that have vectors alone, and are given the step's tokens in order."""
+    """Norms by path, of whole hidden states or of single heads: modules that have vectors alone (or one for each head),
+    and are given the step's tokens in order."""
     found: dict[str, NormPlace] = {}
     for path, module in model.named_modules():
         parameters = list(module.parameters(recurse=False))
-        is_norm = parameters and all(one.dim() == 1 and one.dtype == dtype for one in parameters)
-        rows = probe.rows.get(path, [])
-        if is_norm and rows and all(seen == NUM_TOKENS for seen in rows) and next(module.children(), None) is None:
+        max_dims = 2 if "norm" in type(module).__name__.lower() else 1
+        is_norm = parameters and all(one.dim() <= max_dims and one.dtype == dtype for one in parameters)
+        if not is_norm or next(module.children(), None) is not None:
+            continue
+        dims = {
+            tuple(dim for dim, size in enumerate(shape[:-1]) if size == NUM_TOKENS)
+            for shape in probe.shapes.get(path, [])
+        }
+        if len(dims) == 1 and len(of_tokens := dims.pop()) == 1:
             parent, _, name = path.rpartition(".")
-            found[path] = NormPlace(model.get_submodule(parent), name, context)
+            found[path] = NormPlace(model.get_submodule(parent), name, context, of_tokens[0])
     return found
 
 
 def _merge(model: PreTrainedModel, probe: Probe, targets: dict[str, AdaptedModule], context: StepContext) -> None:
     called_once = [[path for path in run if len(probe.rows.get(path, ())) == 1] for run in probe.runs]
-    merged = merge_linears(model, called_once, targets, context)
+    linears = {path: module for path, module in targets.items() if isinstance(module, AdaptedLinear)}
+    merged = merge_linears(model, called_once, linears, context)
     if problem := _difference(model, probe, context):
         log.info("linears are computed one by one: %s", problem)
         for group in merged:
@@ -275,7 +330,7 @@ def _fuse(model: PreTrainedModel, probe: Probe, fused: FusedOps, context: StepCo
 def _difference(model: PreTrainedModel, probe: Probe, context: StepContext) -> str:
     """How the model differs from its probe; empty where it does not."""
     try:
-        got = run_again(model, probe)
+        got = run_again(model, probe, context)
     except Exception as failure:  # model-specific code
         return f"{type(failure).__name__}: {failure}"
     finally:
@@ -365,9 +420,8 @@ def _reasons(config: PreTrainedConfig) -> Iterator[str]:
     text = config.get_text_config()
     if getattr(text, "num_hidden_layers", 1) < 1 or (getattr(text, "max_position_embeddings", None) or 2) < 2:
         yield "its configuration leaves no layer or no position"
-    layer_types = {str(kind) for kind in getattr(text, "layer_types", None) or ()}
-    if layer_types - ATTENTION_LAYERS:
-        yield f"its layers of type {_names(layer_types - ATTENTION_LAYERS)} keep a state that pages cannot hold"
+    if unknown := set(layer_types(text)) - (ATTENTION_LAYERS | STATE_LAYERS | OTHER_LAYERS):
+        yield f"its layers of type {_names(unknown)} are of a kind that is not known"
     rope_types = _rope_types(getattr(text, "rope_parameters", None))
     if rope_types & STATEFUL_ROPE:
         yield (

@@ -14,6 +14,7 @@ import torch
 
 from loraplex_contracts.errors import OutOfMemory
 from loraplex_server.backends.reference import MAX_GROUP_TOKENS
+from loraplex_server.layers.experts import ExpertLinear
 from loraplex_server.layers.linear import AdaptedHead, AdaptedLinear
 from loraplex_server.model.loaded_model import LoadedModel
 
@@ -22,6 +23,12 @@ from loraplex_server.model.loaded_model import LoadedModel
 NUM_HIDDEN, NUM_WIDE = 10, 4
 # Contexts as gathered, and as a kernel lays them out.
 NUM_CONTEXTS = 2
+# States of a step's sequences, as they were and as they become.
+NUM_STATES = 2
+# Snapshots of states that are kept for each sequence that may run, where memory allows it.
+NUM_SNAPSHOTS = 4
+# The part of the KV cache's memory that states get beside it.
+STATE_SHARE: Final = 1 / 3
 # Scores in float32: as they are, tempered, sorted (with ids of 8 bytes), truncated, with noise.
 SCORE_BYTES = 4 * 8
 # Scores that become logprobs at once, or all of the rows that draw.
@@ -41,18 +48,38 @@ def step_bytes(loaded: LoadedModel, num_tokens: int, max_rows: int) -> int:
     spec, itemsize = loaded.spec, loaded.dtype.itemsize
     linears = [one for one in loaded.targets.values() if isinstance(one, AdaptedLinear)]
     wide = [linear.out_features for linear in linears if not isinstance(linear, AdaptedHead)]
+    wide += [one.out_features for one in loaded.targets.values() if isinstance(one, ExpertLinear)]
     # Every token goes through so many experts at once.
     num_experts: int = getattr(loaded.model.config.get_text_config(), "num_experts_per_tok", None) or 1
     num_elements = NUM_HIDDEN * spec.hidden_size + NUM_WIDE * num_experts * max(wide, default=spec.hidden_size)
     num_context_tokens = min(MAX_GROUP_TOKENS, max_rows * spec.max_context_tokens)
-    num_context_elements = max(layer.num_kv_heads * (layer.k_dim + layer.v_dim) for layer in spec.layers)
+    num_context_elements = max((layer.num_kv_heads * (layer.k_dim + layer.v_dim) for layer in spec.layers), default=0)
     num_scores = max(min(max_rows, num_tokens) * spec.num_logits, min(num_tokens * spec.num_logits, NUM_LOGPROBS))
     return (
         num_tokens * num_elements * itemsize
         + NUM_CONTEXTS * num_context_tokens * num_context_elements * itemsize
         + num_tokens * spec.num_logits * itemsize
         + num_scores * SCORE_BYTES
+        + NUM_STATES * max_rows * state_slot_bytes(loaded)
     )
+
+
+def state_slot_bytes(loaded: LoadedModel) -> int:
+    """Bytes of one sequence's states; 0 where layers keep none."""
+    return sum(spec.num_bytes for spec in loaded.states)
+
+
+def num_state_slots(budget_bytes: int, loaded: LoadedModel, max_running: int) -> int:
+    """State slots within the budget, and no more than are of use: one for each running sequence, and snapshots. Raises
+    OutOfMemory where not even one fits."""
+    slot_bytes = state_slot_bytes(loaded)
+    num_slots = min(budget_bytes // slot_bytes, (1 + NUM_SNAPSHOTS) * max_running)
+    if num_slots < 1:
+        raise OutOfMemory(
+            f"{budget_bytes / 2**20:.0f} MiB do not hold the states of one sequence, {slot_bytes / 2**20:.1f} MiB; "
+            "give more with --state-memory"
+        )
+    return num_slots
 
 
 def kv_budget_bytes(device_type: str, free_bytes: int, reserved_bytes: int) -> int:
@@ -66,7 +93,7 @@ def num_kv_blocks(budget_bytes: int, block_bytes: int, max_blocks: int, remedy: 
 
     Raises OutOfMemory where even one sequence would not fit; `remedy` says which flag helps.
     """
-    num_blocks = min(budget_bytes // block_bytes, max_blocks)
+    num_blocks = min(budget_bytes // max(1, block_bytes), max_blocks)  # no bytes: a model without attention
     if num_blocks < MIN_BLOCKS:
         raise OutOfMemory(f"{budget_bytes / 2**20:.0f} MiB of KV cache hold less than three blocks; {remedy}")
     return num_blocks

@@ -1,9 +1,10 @@
 """Probe of a loaded model, by runs on a handful of tokens.
 
-Attention is replaced by something that shows each layer's call (heads, scaling, window, cap) and passes values on, so
-that every token is computed by itself; every linear and embedding shows the rows it is given. A second run shows that
-nothing but attention carries information between tokens: a step's one row holds the tokens of many requests. There is
-no code for single models; models of another shape are refused.
+Attention is replaced by something that shows each layer's call (heads, scaling, window, cap) and passes values on, and
+mixers with a state run every token as a text of its own, so that every token is computed by itself; every linear and
+embedding shows the rows it is given. A second run shows that nothing but attention and known mixers carries information
+between tokens: a step's one row holds the tokens of many requests. There is no code for single models; models of
+another shape are refused.
 
 Attention temperatures, scaled rotations and windows have no effect before some position, so the last runs are at the
 context's end and at the numbers of tokens that the configuration names: the same few tokens in a step beside tokens of
@@ -29,6 +30,9 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from loraplex_contracts.errors import UnsupportedModel
 from loraplex_server.backends.equivalence import compare_peaks
 from loraplex_server.layers.attention import HANDLE, PROBING, WINDOW, AttentionSpec
+from loraplex_server.layers.context import StepContext
+from loraplex_server.model.mixers.install import FUNCTIONS, Mixer, install_mixers, number_states
+from loraplex_server.model.states import StateSpec, TextPerToken
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +40,10 @@ KEPT = (2, 5)  # tokens whose logits are asked for
 NUM_TOKENS = 9
 # Arguments that change attention in a way that AttentionSpec does not describe.
 UNKNOWN_TERMS = ("s_aux", "sinks", "position_bias", "attn_bias", "attention_bias", "alibi", "head_mask")
+# Kinds of layers by the names in configurations: with attention, and with a mixer that keeps a state of fixed size.
+ATTENTION_LAYERS = {"full_attention", "sliding_attention", "hybrid"}
+STATE_LAYERS = {"linear_attention", "conv", "hybrid"}
+OTHER_LAYERS = {"mlp", "moe"}
 # Parts of the names of fields that count tokens.
 COUNTS_TOKENS = ("position", "window", "floor", "chunk", "context", "length")
 MAX_THRESHOLDS = 6  # of a configuration that names more, the largest
@@ -48,46 +56,52 @@ class Probe:
     """Facts about a model that its runs have shown."""
 
     attention: list[tuple[nn.Module, AttentionSpec]] = field(default_factory=list[tuple[nn.Module, AttentionSpec]])
-    # Rows that each linear and embedding was given, by path; several entries where it was called several times.
+    # Rows that each module with a weight was given, by path; several entries where it was called several times.
     rows: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
+    shapes: dict[str, list[tuple[int, ...]]] = field(default_factory=dict[str, list[tuple[int, ...]]])  # of the same
     # Linears that were called one after the other with the very same tensor, unchanged meanwhile, by path.
     runs: list[list[str]] = field(default_factory=list[list[str]])
     num_logits: int = 0
+    mixers: list[Mixer] = field(default_factory=list[Mixer])
+    states: tuple[StateSpec, ...] = ()  # of one sequence
     # Positions of a run far out, and what it saw: logits, and queries and keys of each layer.
     far: tuple[int, ...] = ()
     seen: list[Tensor] = field(default_factory=list[Tensor])
 
 
-def probe_model(model: PreTrainedModel, model_id: str, max_context_tokens: int) -> Probe:
-    """Runs the probe. Raises UnsupportedModel. Leaves the model as it was, apart from its attention implementation, and
-    from a hook where it counts positions by its cache."""
+def probe_model(model: PreTrainedModel, model_id: str, max_context_tokens: int, context: StepContext) -> Probe:
+    """Runs the probe. Raises UnsupportedModel. Leaves the model as it was, apart from its attention implementation,
+    from mixers, which run by `context` from here on, and from a hook where it counts positions by its cache."""
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         raise UnsupportedModel(f"{model_id} cannot be served: its forward does not take logits_to_keep")
     try:
-        return _probe(model, max_context_tokens)
+        return _probe(model, max_context_tokens, context)
     except Refusal as refusal:
         raise UnsupportedModel(f"{model_id} ({model.config.model_type}) cannot be served: {refusal}") from None
 
 
-def _probe(model: PreTrainedModel, max_context_tokens: int) -> Probe:
-    text = model.config.get_text_config()
+def _probe(model: PreTrainedModel, max_context_tokens: int, context: StepContext) -> Probe:
     model.set_attn_implementation(PROBING)
     if getattr(model.config, "_attn_implementation", None) != PROBING:
         raise Refusal("its attention does not use Transformers' attention interface")
-    ids, positions = plain_inputs(model)
+    probe = Probe(mixers=install_mixers(model, context))
+    context.states = states = TextPerToken()
+    try:
+        return _run_probe(model, max_context_tokens, probe, states)
+    finally:
+        context.clear()
 
-    probe = Probe()
-    with inputs_recorded(model, probe.rows, probe.runs):
+
+def _run_probe(model: PreTrainedModel, max_context_tokens: int, probe: Probe, states: TextPerToken) -> Probe:
+    text = model.config.get_text_config()
+    ids, positions = plain_inputs(model)
+    with inputs_recorded(model, probe.rows, probe.runs, probe.shapes):
         first = trial_run(model, ids, positions, KEPT)
     if not bool(first.logits.isfinite().all()):
         raise Refusal("a trial run gave NaN or Inf: its weights are damaged, or its dtype is too narrow (see --dtype)")
     probe.attention, probe.num_logits = first.attention, first.logits.shape[-1]
-    num_layers = getattr(text, "num_hidden_layers", None)
-    if len(first.attention) != num_layers:
-        raise Refusal(
-            f"{len(first.attention)} of its {num_layers} layers go through Transformers' attention interface; "
-            "layers of another kind cannot be served"
-        )
+    _check_layers(model, first, probe.mixers, states)
+    probe.states = number_states(probe.mixers, states.specs)
 
     others = vocab_size(model) - 1 - ids  # other tokens everywhere, except at the compared place
     others[0, KEPT[0]] = ids[0, KEPT[0]]
@@ -102,24 +116,70 @@ def _probe(model: PreTrainedModel, max_context_tokens: int) -> Probe:
     return probe
 
 
-def run_again(model: PreTrainedModel, probe: Probe) -> list[Tensor]:
+def _check_layers(model: PreTrainedModel, seen: Recording, mixers: Sequence[Mixer], states: TextPerToken) -> None:
+    """Raises Refusal where a layer runs neither attention nor a known mixer, as its kind would."""
+    text = model.config.get_text_config()
+    num_layers: int = text.num_hidden_layers
+    types = layer_types(text) or ["full_attention"] * num_layers
+    if unknown := {kind for kind in types if kind not in ATTENTION_LAYERS | STATE_LAYERS | OTHER_LAYERS}:
+        raise Refusal(f"its layers of type {', '.join(sorted(unknown))} are of a kind that is not known")
+    num_stateful = sum(kind in STATE_LAYERS for kind in types)
+    ran = [mixer for mixer in mixers if mixer.first in states.specs]
+    if len(ran) != num_stateful:
+        own = next((idx for idx, kind in enumerate(types) if kind in STATE_LAYERS), 0)
+        parts = _parts_of_layer(model, own, num_layers)
+        raise Refusal(
+            f"{len(ran)} of its {num_stateful} layers that keep a state (in {parts}) compute it with a function that "
+            f"is known ({', '.join(FUNCTIONS)})"
+        )
+    num_attending = sum(kind in ATTENTION_LAYERS for kind in types)
+    if len(seen.attention) != num_attending:
+        raise Refusal(
+            f"{len(seen.attention)} of its {num_attending} layers go through Transformers' attention interface; "
+            "layers of another kind cannot be served"
+        )
+
+
+def _parts_of_layer(model: nn.Module, idx: int, num_layers: int) -> str:
+    """The classes of a decoder layer's modules."""
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
+            return ", ".join(dict.fromkeys(type(child).__name__ for child in module[idx].children()))
+    return "unknown modules"
+
+
+def layer_types(text_config: Any) -> list[str]:
+    """Of each layer, by the configuration; empty where it does not say."""
+    return [str(kind) for kind in getattr(text_config, "layer_types", None) or ()]
+
+
+def run_again(model: PreTrainedModel, probe: Probe, context: StepContext) -> list[Tensor]:
     """The probe's run far out once more, after the model was changed: it must compute `Probe.seen`.
-    Raises what the model raises. To be called before attention is in its place."""
+    Raises what the model raises. To be called before attention is in its place. Leaves `context` for the caller to
+    clear."""
     model.set_attn_implementation(PROBING)
+    context.states = TextPerToken()
     seen = packed_run(model, probe.far)
     return [seen.logits, *seen.states]
 
 
 @contextmanager
-def inputs_recorded(model: nn.Module, rows: dict[str, list[int]], runs: list[list[str]]) -> Generator[None]:
-    """Records what modules are given, see `Probe`: the number of rows of every leaf with a weight, and which linears
-    are called one after the other with one input."""
+def inputs_recorded(
+    model: nn.Module,
+    rows: dict[str, list[int]],
+    runs: list[list[str]],
+    shapes: dict[str, list[tuple[int, ...]]] | None = None,
+) -> Generator[None]:
+    """Records what modules are given, see `Probe`: the number of rows of every one with a weight, and which linears
+    are called one after the other with one input. `shapes`: also those."""
     last: tuple[Tensor, Tensor] | None = None  # the input, and what it was
 
     def see(path: str, module: nn.Module, x: Tensor | None) -> None:
         nonlocal last
         is_ids = x is not None and not x.is_floating_point()
         rows.setdefault(path, []).append(-1 if x is None else x.numel() if is_ids else x.numel() // max(1, x.shape[-1]))
+        if shapes is not None and x is not None:
+            shapes.setdefault(path, []).append(tuple(x.shape))
         if not isinstance(module, nn.Linear):
             return
         if x is not None and last is not None and last[0] is x and torch.equal(last[1], x):
@@ -137,7 +197,7 @@ def inputs_recorded(model: nn.Module, rows: dict[str, list[int]], runs: list[lis
     handles = [
         module.register_forward_pre_hook(watch(path))
         for path, module in model.named_modules()
-        if not any(True for _ in module.children()) and any(True for _ in module.parameters(recurse=False))
+        if any(True for _ in module.parameters(recurse=False))
     ]
     try:
         yield
@@ -158,7 +218,7 @@ class Recording:
     sequences and makes masks of another kind."""
 
     def __init__(self, text_config: Any, has_plain_positions: bool) -> None:
-        self.layer_types: list[str | None] = list(getattr(text_config, "layer_types", None) or ())
+        self.layer_types = [kind for kind in layer_types(text_config) if kind in ATTENTION_LAYERS]
         self.config_window: int | None = getattr(text_config, "sliding_window", None)
         self.has_plain_positions = has_plain_positions
         self.attention: list[tuple[nn.Module, AttentionSpec]] = []
@@ -375,6 +435,26 @@ class EmptyPast(Cache):
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0, *_: Any, **__: Any) -> tuple[int, int]:
         """Number of keys, and the position of the first."""
         return query_length, self.get_seq_length()
+
+    # Mixers with a state find none, and leave none.
+
+    def get_conv_state(self, *_: Any, **__: Any) -> None:
+        return None
+
+    def get_recurrent_state(self, *_: Any, **__: Any) -> None:
+        return None
+
+    def has_previous_state(self, *_: Any, **__: Any) -> bool:
+        return False
+
+    def is_recording_past(self, *_: Any, **__: Any) -> bool:
+        return False
+
+    def update_conv_state(self, conv_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return conv_states
+
+    def update_recurrent_state(self, recurrent_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return recurrent_states
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any

@@ -44,6 +44,7 @@ from loraplex_server.layers.step import Row, StagedStep, StepResources
 from loraplex_server.layers.transfer import Download, download, upload
 from loraplex_server.model.batch import BatchMirror
 from loraplex_server.model.loaded_model import LoadedModel
+from loraplex_server.model.states import StateMemory, StateStep
 from loraplex_server.sampling.sampler import (
     HostSampled,
     Logprobs,
@@ -87,6 +88,7 @@ class _Launched:
     keepers: list[int]  # spans whose hidden state is kept
     hidden: Tensor | None  # [num_head_rows, hidden], where there are keepers or pooled spans
     pooled: _Pooled | None = None
+    states: StateStep | None = None
 
 
 class StepUnderWay:
@@ -122,8 +124,11 @@ class ModelRunner:
         max_len: int | None = None,
         overlaps: bool | None = None,
         fetch: Callable[[Tensor], Download] = download,
+        states: StateMemory | None = None,
     ) -> None:
-        """`overlaps`: whether `execute` returns before the step has run; by default where the device has a queue."""
+        """`overlaps`: whether `execute` returns before the step has run; by default where the device has a queue.
+        `states`: of a model whose mixers keep some."""
+        assert (states is not None) == bool(loaded.states), "a model with states needs memory for them"
         self._loaded = loaded
         self._model = loaded.model
         self._context = loaded.context
@@ -131,6 +136,7 @@ class ModelRunner:
         self._attention = attention
         self._slots = slots
         self._sampler = sampler
+        self._states = states
         self._device = loaded.device
         self._fetch = fetch
         self.overlaps = loaded.device.type == "cuda" if overlaps is None else overlaps
@@ -179,13 +185,22 @@ class ModelRunner:
                     self._commit(launched)
                     return StepUnderWay(self, plan.step, results, launched)
                 found = self._results(launched)
+                self._replay_states(launched, found)
                 self._commit(launched)
                 self._settle(launched, found)
                 results |= found
         return FinishedStep(StepResult(plan.step, results))
 
+    def _replay_states(self, launched: _Launched, results: Mapping[str, SpanResult]) -> None:
+        """Computes the states behind accepted drafts: as many tokens of a span count as it gave."""
+        if launched.states is not None:
+            kept = {span.sequence_id: len(results[span.sequence_id].token_ids) for span in launched.staged.spans}
+            launched.states.replay(kept)
+
     def _commit(self, launched: _Launched) -> None:
         self.mirror.commit(launched.staged)
+        if launched.states is not None:
+            launched.states.commit()
         if launched.pooled is not None:
             self._pooled |= launched.pooled.so_far
 
@@ -193,6 +208,7 @@ class ModelRunner:
         """Waits for a step that is under way. For its handle."""
         with torch.inference_mode():
             results = self._results(launched)
+            self._replay_states(launched, results)
             self._settle(launched, results)
         return results
 
@@ -201,6 +217,10 @@ class ModelRunner:
 
         What cannot be captured runs as before, and `progress` is told.
         """
+        if self._states is not None:
+            if shapes:
+                progress("steps run without CUDA graphs: this model's mixers keep states")
+            return
         steps = StepResources(self._model, self._context, self.mirror.tokens, self._cache, self._attention, self._slots)
         self._graphs = self._loaded.backend.capture_steps(steps, shapes, progress)
 
@@ -236,6 +256,8 @@ class ModelRunner:
             if isinstance(slots.ops, ReplayableLora):
                 context.token_segments = slots.ops.reserve(num_tokens, slots.num_slots, device)
             ids = torch.zeros(1, num_tokens, dtype=torch.int64, device=device)
+            if self._states is not None:
+                context.states = self._states.begin([Span("", 0, 0, num_tokens, 0)])
             self._model(input_ids=ids, position_ids=places.unsqueeze(0), use_cache=False, logits_to_keep=1)
         finally:
             context.clear()
@@ -291,12 +313,13 @@ class ModelRunner:
             self._cache.clear_blocks(staged.fresh_blocks)
         keepers = [i for i, row in enumerate(staged.rows) if row.sequence.keeps_hidden and staged.spans[i].num_samples]
         pools = bool(staged.pooled) or any(span.ends_pooling for span in spans)
+        states = None if self._states is None else self._states.begin(staged.spans)
         logits, hidden = (None if pools else self._replay(staged, keepers)) or self._forward(
-            staged, capture=bool(keepers or staged.pooled)
+            staged, states, capture=bool(keepers or staged.pooled)
         )
         samples = self._sample(staged, logits)
         pooled = self._pool(staged, logits, hidden) if pools else None
-        return _Launched(staged, samples, self._fetch(samples.pack()), keepers, hidden, pooled)
+        return _Launched(staged, samples, self._fetch(samples.pack()), keepers, hidden, pooled, states)
 
     def _pool(self, staged: StagedStep, logits: Tensor, hidden: Tensor | None) -> _Pooled:
         """The values of spans that end pooling, and what is kept of those that go on."""
@@ -339,6 +362,8 @@ class ModelRunner:
     def _settle(self, launched: _Launched, results: Mapping[str, SpanResult]) -> None:
         """Applies how much of each draft was accepted, which is known once the host has the tokens."""
         staged = launched.staged
+        if launched.states is not None:
+            launched.states.settle()
         for row, span in zip(staged.rows, staged.spans, strict=True):
             if span.draft:
                 self.mirror.settle(row, span, len(results[span.sequence_id].token_ids))
@@ -356,11 +381,12 @@ class ModelRunner:
         logits, hidden = found
         return logits, hidden.clone() if keepers else None  # the next replay overwrites it
 
-    def _forward(self, staged: StagedStep, capture: bool) -> tuple[Tensor, Tensor | None]:
+    def _forward(self, staged: StagedStep, states: StateStep | None, capture: bool) -> tuple[Tensor, Tensor | None]:
         """Logits [num_head_rows, num_logits] and, where asked for, what they were made of [num_head_rows, hidden]."""
         context = self._context
         inputs = self.mirror.inputs(staged)
         try:
+            context.states = states
             context.capture_head_input = capture
             context.num_logit_rows = staged.num_logit_rows if staged.pooled else None
             context.token_segments = self._prepare(staged.token_segments, staged.num_tokens)

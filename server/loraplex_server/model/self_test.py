@@ -1,8 +1,8 @@
 """Self-test of a loaded model against Transformers' own attention.
 
-A few short texts are packed, paged and cut in two. The test finds differences that the probe does not look for, such as
-an unknown option of attention. All texts but the first have positions far out and attend to themselves alone. Costs two
-runs of a handful of tokens, and one for each text.
+A few short texts are packed, paged and cut in three. The test finds differences that the probe does not look for, such
+as an unknown option of attention. All texts but the first have positions far out and attend to themselves alone. Costs
+three runs of a handful of tokens, and one for each text.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, cast
 
 import numpy as np
@@ -18,20 +19,23 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from loraplex_contracts.errors import UnsupportedModel
-from loraplex_contracts.plan import NewSequence, Span
+from loraplex_contracts.plan import AdapterUse, NewSequence, Span, StateUse
 from loraplex_contracts.request import OutputParams, SamplingParams
 from loraplex_server.backends.equivalence import DOUBTFUL, compare
 from loraplex_server.backends.reference import TorchPagedAttention
+from loraplex_server.kv.states import NO_STATE
+from loraplex_server.layers.adapter_slots import AdapterSlots
 from loraplex_server.layers.attention import KvCache
 from loraplex_server.model.batch import BatchMirror
 from loraplex_server.model.loaded_model import LoadedModel
 from loraplex_server.model.probe import EmptyPast, thresholds
+from loraplex_server.model.states import StateMemory
 
 log = logging.getLogger(__name__)
 
 BLOCK_SIZE = 4
 LENGTHS = (9, 6, 6, 6)  # of the texts: at the beginning, at the context's end, and around numbers of tokens
-CUT = 5  # where each is cut
+CUTS = (3, -1)  # where each is cut: the last token comes alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,7 @@ class Text:
     ids: tuple[int, ...]
     start: int  # position of the first token
     logits: Tensor  # [len(ids), num_logits] by Transformers
+    adapted_from: int | None = None  # the first token that the adapter in slot 0 changes; None: it changes none
 
 
 def reference_texts(model: PreTrainedModel, max_context_tokens: int) -> list[Text] | None:
@@ -71,7 +76,7 @@ def _reference_logits(model: PreTrainedModel, ids: Sequence[int], start: int) ->
 
 def verify_loaded(loaded: LoadedModel, texts: Sequence[Text]) -> None:
     """Raises UnsupportedModel when the model computes something else than in `texts`. Doubt goes to the log."""
-    got = _served_logits(loaded, texts)
+    got = served_logits(loaded, texts)
     found = compare("served logits", torch.cat([text.logits for text in texts]), torch.cat(got))
     if not found.is_equal:
         pairs = zip(texts, got, strict=True)
@@ -84,29 +89,39 @@ def verify_loaded(loaded: LoadedModel, texts: Sequence[Text]) -> None:
         log.warning("over paged attention logits are off by %.0f %% in %s", 100 * found.error, loaded.dtype_name)
 
 
-def _served_logits(loaded: LoadedModel, texts: Sequence[Text]) -> list[Tensor]:
-    """Of each text, when all are served together. Leaves no cache bound."""
+def served_logits(loaded: LoadedModel, texts: Sequence[Text], slots: AdapterSlots | None = None) -> list[Tensor]:
+    """Of each text, when all are served together: [len(ids), num_logits]. Leaves no cache bound. `slots`: with the
+    adapter of texts that have one."""
     device, spec, dtype, context = loaded.device, loaded.spec, loaded.dtype, loaded.context
-    blocks_each = -(-max(LENGTHS) // BLOCK_SIZE)
+    longest = max(len(text.ids) for text in texts)
+    blocks_each = -(-longest // BLOCK_SIZE)
     cache = KvCache(spec, blocks_each * len(texts), BLOCK_SIZE, dtype, device)
     backend = TorchPagedAttention()
     loaded.bind_kv(cache, backend)
-    mirror = BatchMirror(len(texts), max(LENGTHS), BLOCK_SIZE, device)
-    first: list[Span] = []
-    second: list[Span] = []
+    mirror = BatchMirror(len(texts), longest, BLOCK_SIZE, device)
+    states = StateMemory(loaded.states, len(texts), device)
+    steps: tuple[list[Span], ...] = ([], [], [])
     for row, text in enumerate(texts):
         name, length = str(row), len(text.ids)
-        mirror.enter(NewSequence(name, row, text.ids, length, SamplingParams(), OutputParams()))
+        uses = () if text.adapted_from is None else (AdapterUse(0),)
+        first_adapted = text.adapted_from or 0
+        mirror.enter(NewSequence(name, row, text.ids, length, SamplingParams(), OutputParams(), uses, first_adapted))
         # In another order than that of the positions.
         blocks = tuple(blocks_each * (row + 1) - 1 - i for i in range(-(-length // BLOCK_SIZE)))
-        first.append(Span(name, row, 0, CUT, 0, blocks))
-        second.append(Span(name, row, CUT, length - CUT, 0))
+        ends = (0, *(cut % length for cut in CUTS), length)
+        for spans, (start, end) in zip(steps, pairwise(ends), strict=True):
+            use = StateUse(row + 1 if start else NO_STATE, row + 1)
+            spans.append(Span(name, row, start, end - start, 0, () if start else blocks, state=use))
     got = [torch.empty_like(text.logits) for text in texts]
-    for spans in (first, second):
+    for spans in steps:
         staged = mirror.stage(spans)
         cache.clear_blocks(staged.fresh_blocks)
         inputs = mirror.inputs(staged)
         context.attention = backend.plan(inputs.attention, dtype, device)
+        context.states = step_states = states.begin(staged.spans)
+        if slots is not None and staged.token_segments:
+            prepared = slots.ops.prepare(staged.token_segments, staged.num_tokens, slots.num_slots, device)
+            context.token_segments = context.head_segments = prepared
         starts = np.repeat([texts[span.row].start for span in staged.spans], staged.query_lens)
         positions = inputs.position_ids + torch.from_numpy(starts).to(device)
         try:
@@ -115,6 +130,7 @@ def _served_logits(loaded: LoadedModel, texts: Sequence[Text]) -> list[Tensor]:
         finally:
             context.clear()
         mirror.commit(staged)
+        step_states.commit()
         place = 0
         for span in staged.spans:
             got[span.row][span.start : span.start + span.num_tokens] = out.logits[0, place : place + span.num_tokens]

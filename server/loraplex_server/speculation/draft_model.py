@@ -13,14 +13,17 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from loraplex_contracts.errors import OutOfMemory
-from loraplex_contracts.plan import Candidate, NewSequence, Span, SpanResult, StepPlan
+from loraplex_contracts.plan import Candidate, NewSequence, Span, SpanResult, StateUse, StepPlan
 from loraplex_contracts.request import OutputParams, SamplingParams
 from loraplex_server.backends.reference import ReferenceOps
 from loraplex_server.backends.registry import make_attention
 from loraplex_server.kv.blocks import BlockPool, KeyChain, Namespace
+from loraplex_server.kv.states import NO_STATE
 from loraplex_server.layers.attention import KvCache, num_blocks_for
 from loraplex_server.model.loaded_model import LoadedModel
+from loraplex_server.model.memory import state_slot_bytes
 from loraplex_server.model.runner import ModelRunner, execute_isolated
+from loraplex_server.model.states import StateMemory
 from loraplex_server.sampling.sampler import Sampler
 from loraplex_server.speculation.proposer import DRAFT_MODEL, Ask
 from loraplex_server.speculation.step_costs import StepCosts, measure_runner
@@ -30,6 +33,8 @@ log = logging.getLogger(__name__)
 # A sequence that lacks no more tokens is brought up to date at once; more are a prompt, and run within its budget.
 _CATCH_UP_TOKENS = 32
 _MAX_FAILURES = 3
+# Of the memory, for the states of models that keep some.
+MAX_STATE_SHARE = 1 / 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +65,26 @@ class _Run:
 
 
 class Drafter:
-    """One draft model with all that it needs to run."""
+    """One draft model with all that it needs to run.
+
+    A model whose layers keep states has two slots for each row: the state behind all that was run, and the one behind
+    tokens that are known for good, from which a sequence goes on where its guesses were wrong.
+    """
 
     def __init__(self, loaded: LoadedModel, memory: DraftMemory, *, model_digest: str = "") -> None:
         """Raises OutOfMemory when the KV cache would hold less than three blocks. `model_digest`: of the weights,
         adapter included."""
         spec = loaded.spec
-        num_blocks = num_blocks_for(spec, memory.block_size, loaded.dtype, memory.kv_bytes)
+        max_rows, row_bytes = memory.max_rows, 2 * state_slot_bytes(loaded)
+        if row_bytes:
+            max_rows = min(max_rows, int(memory.kv_bytes * MAX_STATE_SHARE) // row_bytes)
+        if max_rows < 1:
+            raise OutOfMemory(
+                f"{memory.kv_bytes / 2**20:.0f} MiB for {loaded.model_id} do not hold the states of one sequence, "
+                f"{row_bytes / 2**20:.1f} MiB; give more with --draft-kv-memory"
+            )
+        kv_bytes = memory.kv_bytes - max_rows * row_bytes
+        num_blocks = num_blocks_for(spec, memory.block_size, loaded.dtype, kv_bytes)
         if num_blocks < 3:
             raise OutOfMemory(
                 f"{memory.kv_bytes / 2**20:.0f} MiB of KV cache for {loaded.model_id} hold less than three blocks; "
@@ -76,7 +94,7 @@ class Drafter:
         max_len = min(
             memory.max_len or spec.max_context_tokens, spec.max_context_tokens, (num_blocks - 1) * memory.block_size
         )
-        num_blocks = min(num_blocks, memory.max_rows * -(-max_len // memory.block_size) + 1)
+        num_blocks = min(num_blocks, max_rows * -(-max_len // memory.block_size) + 1)
         cache = KvCache(spec, num_blocks, memory.block_size, loaded.dtype, loaded.device)
         self.loaded = loaded
         self.runner = ModelRunner(
@@ -84,13 +102,16 @@ class Drafter:
             cache,
             make_attention("auto", loaded.backend, spec.layers, loaded.dtype),
             loaded.adapter_slots(ReferenceOps(), 1),  # always empty
-            Sampler(memory.max_rows, spec.num_logits, loaded.device, argmax=loaded.backend.argmax()),
-            max_rows=memory.max_rows,
+            Sampler(max_rows, spec.num_logits, loaded.device, argmax=loaded.backend.argmax()),
+            max_rows=max_rows,
             max_len=max_len,
+            states=StateMemory(loaded.states, 2 * max_rows, loaded.device) if loaded.states else None,
         )
         pool = BlockPool(num_blocks, memory.block_size)
-        self.rows = DraftRows(pool, memory.max_rows, max_len, spec.vocab_size, f"draft {model_digest}")
-        self._max_rows = memory.max_rows
+        self.rows = DraftRows(
+            pool, max_rows, max_len, spec.vocab_size, f"draft {model_digest}", has_states=bool(loaded.states)
+        )
+        self._max_rows = max_rows
         self._max_prompt_tokens = memory.max_prompt_tokens
         self._num_steps = 0
         self._num_failures = 0  # in a row
@@ -176,8 +197,8 @@ class Drafter:
         for run, num_tokens in pieces:
             seq = run.seq
             num_samples = 1 if seq.num_computed + num_tokens == len(seq.tokens) else 0
-            blocks = self.rows.take_blocks(seq)
-            spans.append(Span(seq.sequence_id, seq.row, seq.num_computed, num_tokens, num_samples, blocks))
+            blocks, state = self.rows.take_blocks(seq), self.rows.state_use(seq, num_tokens)
+            spans.append(Span(seq.sequence_id, seq.row, seq.num_computed, num_tokens, num_samples, blocks, state=state))
         plan = StepPlan(self._num_steps, tuple(spans), tuple(entered), self.rows.take_released())
         self._num_steps += 1
         results = execute_isolated(self.runner.execute, plan).spans
@@ -191,7 +212,7 @@ class Drafter:
             run.is_over = True
             self.rows.refuse(seq.sequence_id)
             return
-        seq.num_computed += num_tokens
+        self.rows.on_run(seq, num_tokens)
         self.rows.publish(seq, run.want.num_settled)
         if result.token_ids:
             token_id = result.token_ids[0]
@@ -233,6 +254,11 @@ class DraftedSequence:
     num_published: int  # blocks at its beginning that are in the prefix cache
     last_asked: int
     num_sent_blocks: int = 0
+    # In models with states: tokens before the state that is kept, before the one behind all that was run, and of the
+    # known ones those that no later ask changes, but for the last, which always runs.
+    num_kept: int = 0
+    num_run: int = 0
+    num_certain: int = 0
     entry: NewSequence | None = field(default=None, repr=False)  # without tokens; None once the runner has it
 
     @property
@@ -249,8 +275,19 @@ class DraftRows:
     anew. When room is short the sequence that was asked for the longest ago leaves.
     """
 
-    def __init__(self, pool: BlockPool, max_rows: int, max_len: int, vocab_size: int, model_digest: str) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        max_rows: int,
+        max_len: int,
+        vocab_size: int,
+        model_digest: str,
+        *,
+        has_states: bool = False,
+    ) -> None:
+        """`has_states`: the model's layers keep states, so there is no prefix cache."""
         self.pool = pool
+        self._has_states = has_states
         self.max_len = max_len
         self._vocab_size = vocab_size
         self._model_digest = model_digest
@@ -290,7 +327,7 @@ class DraftRows:
         if not self._can_run(want.token_ids, start):
             self.refuse(want.sequence_id)
             return None
-        if seq is not None and start < seq.num_published * self.pool.block_size:
+        if seq is not None and start < max(seq.num_published * self.pool.block_size, seq.num_kept):
             self.leave(want.sequence_id)
             seq = None
         if seq is None:
@@ -309,7 +346,32 @@ class DraftRows:
         seq.num_known = num_known
         # The last token always runs, because its logits are wanted.
         seq.num_computed = min(seq.num_computed, start, num_known - 1)
+        if self._has_states:
+            self._go_back(seq, want)
         return seq
+
+    def _go_back(self, seq: DraftedSequence, want: Wanted) -> None:
+        """A state is that behind all tokens that were run; where these are not what is computed, the kept one is."""
+        num_settled = seq.num_known if want.num_settled is None else want.num_settled
+        seq.num_certain = min(num_settled, seq.num_known - 1)
+        if seq.num_run != seq.num_computed:
+            seq.num_computed = seq.num_kept
+
+    def state_use(self, seq: DraftedSequence, num_tokens: int) -> StateUse | None:
+        """The slots of the sequence's next `num_tokens` tokens."""
+        if not self._has_states:
+            return None
+        start, own = seq.num_computed, 1 + 2 * seq.row
+        source = own if seq.num_run == start else own + 1
+        is_passed = start < seq.num_certain <= start + num_tokens
+        return StateUse(source if start else NO_STATE, own, ((seq.num_certain, own + 1),) if is_passed else ())
+
+    def on_run(self, seq: DraftedSequence, num_tokens: int) -> None:
+        """The sequence's next `num_tokens` tokens are computed."""
+        if seq.num_computed < seq.num_certain <= seq.num_computed + num_tokens:
+            seq.num_kept = seq.num_certain
+        seq.num_computed += num_tokens
+        seq.num_run = seq.num_computed
 
     def leave(self, sequence_id: str) -> None:
         """Frees the sequence's row and blocks. Harmless for an unknown one."""
@@ -366,7 +428,7 @@ class DraftRows:
         num_certain = min(seq.num_computed, seq.num_known)
         if num_settled is not None:
             num_certain = min(num_certain, num_settled)
-        num_full = num_certain // self.pool.block_size
+        num_full = 0 if self._has_states else num_certain // self.pool.block_size
         for idx in range(seq.num_published, num_full):
             self.pool.publish(seq.block_ids[idx], seq.chain.key(idx, seq.tokens))
         seq.num_published = max(seq.num_published, num_full)
@@ -394,7 +456,7 @@ class DraftRows:
         namespace = Namespace(self._model_digest, tenant=want.tenant, cache_salt=want.cache_salt)
         chain = KeyChain(namespace.digest(), size)
         found: list[int] = []
-        for idx in range((len(want.token_ids) - 1) // size):
+        for idx in range(0 if self._has_states else (len(want.token_ids) - 1) // size):
             block_id = self.pool.find(chain.key(idx, want.token_ids))
             if block_id is None:
                 break
@@ -427,6 +489,8 @@ class DraftRows:
             ),
         )
         self._sequences[want.sequence_id] = seq
+        if self._has_states:
+            self._go_back(seq, want)
         return seq
 
     def _missing_blocks(self, want: Wanted, num_held: int, *, is_new: bool = False) -> int | None:

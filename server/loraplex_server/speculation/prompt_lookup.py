@@ -206,9 +206,9 @@ class PromptLookupProposer:
 
 
 def _namespace(candidate: Candidate) -> tuple[str, str, str]:
-    """The sequences that share a history: those of one tenant, cache salt and adapter id."""
+    """The sequences that share a history: those of one tenant, cache salt and adapters."""
     request = candidate.request
-    return request.tenant, request.cache_salt, request.adapter_id
+    return request.tenant, request.cache_salt, request.adapter_name
 
 
 def _bounds(params: SpeculationParams) -> tuple[int, int]:

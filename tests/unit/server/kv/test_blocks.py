@@ -158,6 +158,8 @@ NAMESPACES = [
     Namespace("m", ((AdapterKey("lora", "ab"), 1.0),), "c"),
     Namespace("m", ((AdapterKey("lora", "a"), 1.0),), "bc"),
     Namespace("m", tenant="lora" + "a" * 64),
+    Namespace("m", ((A, 1.0),), adapted_from=4),
+    Namespace("m", ((A, 1.0),), adapted_from=5),
 ]
 
 
@@ -216,6 +218,16 @@ def test_a_chain_is_made_on_demand_and_forks() -> None:
     assert fork.key(2, [*tokens[:6], 99, 99, 99]) != third
     assert chain.key(2, tokens) == third
     assert fork.keys[:2] == chain.keys[:2]
+
+
+def test_blocks_before_an_activated_adapter_have_the_bases_keys() -> None:
+    tokens = list(range(1, 13))
+    base, own = NAMESPACES[0], Namespace("m", ((A, 1.0),), adapted_from=7)
+    chain = KeyChain(own.digest(), 3, base.digest(), 2)
+    chain.key(3, tokens)
+    assert chain.keys[:2] == chain_keys(tokens, 3)[:2]
+    assert set(chain.keys[2:]).isdisjoint(chain_keys(tokens, 3))
+    assert chain.fork(1).key(3, tokens) == chain.keys[3]
 
 
 def test_a_block_that_is_not_full_has_no_key() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -133,6 +134,18 @@ def test_neighbours_with_one_adapter_are_one_segment() -> None:
     # b, d and f are sampled: only their rows reach the head.
     assert staged.head_rows.tolist() == [1, 3, 5]
     assert staged.head_segments == (Segment(1, 2, 1, 0.5), Segment(1, 2, 2, 2.0), Segment(2, 3, 2))
+
+
+def test_an_activated_adapter_has_the_tokens_from_its_first_one_on() -> None:
+    batch = mirror()
+    for row, name in enumerate("abcd"):
+        batch.enter(replace(sequence(name, row, 4, AdapterUse(1)), adapted_from=2 * row))
+    spans = [span(name, row, 0, 4, 1, row + 1, prompt_logprobs=name == "b") for row, name in enumerate("abcd")]
+    staged = batch.stage(spans)
+    assert staged.token_segments == (Segment(0, 4, 1), Segment(6, 8, 1))
+    # Of b also the rows of positions 0 to 2, of which the last is its adapter's.
+    assert staged.head_rows.tolist() == [3, 4, 5, 6, 7, 11, 15]
+    assert staged.head_segments == (Segment(0, 1, 1), Segment(3, 7, 1))
 
 
 def test_a_row_belongs_to_who_entered_last() -> None:

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from loraplex_contracts.errors import InvalidArgument, UnsupportedModel
 from loraplex_server.layers.attention import SERVING, AttentionSpec, ModelSpec, describe_mask, kv_block_bytes
+from loraplex_server.layers.experts import AdaptedRouter, ExpertLinear
 from loraplex_server.layers.linear import AdaptedEmbedding, AdaptedHead, AdaptedLinear
 from loraplex_server.model.loader import adopt_model, generation_defaults, load_model, refuse_config, resolve_device
 
@@ -46,8 +47,8 @@ REFUSED: dict[str, tuple[type[PreTrainedConfig], dict[str, Any], str]] = {
     "bloom": (tf.BloomConfig, {"vocab_size": 101, "hidden_size": 32, "n_layer": 2, "n_head": 4}, "ALiBi"),
     "mpt": (tf.MptConfig, {"vocab_size": 101, "d_model": 32, "n_layers": 2, "n_heads": 4}, "ALiBi"),
     "gptj": (tf.GPTJConfig, {"vocab_size": 101, "n_embd": 32, "n_layer": 2, "n_head": 4}, "attention interface"),
-    "mamba": (tf.MambaConfig, {"vocab_size": 101, "hidden_size": 32, "num_hidden_layers": 2}, "linear_attention"),
-    "qwen3_next": (tf.Qwen3NextConfig, SMALL | {"num_experts": 4, "head_dim": 8}, "linear_attention"),
+    "unknown mixer": (tf.MiniMaxConfig, SMALL | {"num_local_experts": 4, "head_dim": 8}, "MiniMaxLightningAttention"),
+    "unknown layers": (tf.DeepseekV32Config, SMALL | {"num_key_value_heads": 4}, "indexed_attention"),
     "chunked": (tf.Llama4TextConfig, SMALL | {"num_local_experts": 2, "head_dim": 8}, "chunked_attention"),
     "dynamic rope": (tf.LlamaConfig, SMALL | {"rope_parameters": DYNAMIC}, "dynamic"),
     "longrope": (tf.Phi3Config, SMALL | {"rope_parameters": LONG}, "longrope"),
@@ -66,7 +67,7 @@ def test_refuses_with_the_reason(case: str, tmp_path: Path) -> None:
     """From a directory, as a user would: what its configuration tells needs no weights at all."""
     cls, fields, reason = REFUSED[case]
     config = cls(**fields)
-    if case in ("sinks", "two calls"):
+    if case in ("sinks", "two calls", "unknown mixer"):
         AutoModelForCausalLM.from_config(copy.deepcopy(config)).save_pretrained(tmp_path)
     else:
         config.save_pretrained(tmp_path)
@@ -262,9 +263,12 @@ def test_every_linear_is_replaced_and_shares_its_weight(family: str) -> None:
     loaded = adopt_model(model)
     assert not [path for path, module in model.named_modules() if type(module) is nn.Linear]
     for path, module in loaded.targets.items():
+        if isinstance(module, ExpertLinear):  # a parameter of a module that stays
+            assert model.get_parameter(path.replace(".experts.", ".experts.base.")).data_ptr() == before[path]
+            continue
         assert module.weight.data_ptr() == before[f"{path}.weight"]
         assert model.get_submodule(path) is module
-    kinds = {type(module) for module in loaded.targets.values()}
+    kinds = {type(module) for module in loaded.targets.values()} - {AdaptedRouter, ExpertLinear}
     assert kinds == {AdaptedLinear, AdaptedHead, AdaptedEmbedding}
 
 
@@ -280,10 +284,20 @@ def test_targets_as_plain_data() -> None:
     assert (targets.hidden_size, targets.vocab_size) == (32, VOCAB_SIZE)
 
 
-def test_experts_are_no_targets() -> None:
-    paths = set(adopt_model(random_model("deepseek_v3")).targets)
-    assert not [path for path in paths if ".experts." in path]
-    assert "model.layers.1.mlp.shared_experts.up_proj" in paths  # sees every token
+def test_experts_and_routers_are_targets() -> None:
+    targets = adopt_model(random_model("deepseek_v3")).base_targets(max_rank=16)
+    assert targets.experts == {"model.layers.1.mlp.experts": ("gate_up_proj", "down_proj")}
+    fused, router = (targets.modules[f"model.layers.1.mlp.{name}"] for name in ("experts.gate_up_proj", "gate"))
+    assert (fused.kind, fused.in_features, fused.out_features, fused.num_experts) == ("experts", 32, 32, 4)
+    assert (router.kind, router.in_features, router.out_features, router.num_experts) == ("router", 32, 4, 0)
+    assert targets.modules["model.layers.1.mlp.shared_experts.up_proj"].kind == "linear"  # sees every token
+
+
+def test_experts_of_another_form_are_no_targets() -> None:
+    targets = adopt_model(random_model("llama4")).base_targets(max_rank=16)
+    assert not targets.experts
+    assert not [path for path in targets.modules if ".experts." in path]
+    assert targets.modules["model.layers.1.feed_forward.router"].kind == "router"
 
 
 def test_what_the_generation_config_recommends() -> None:

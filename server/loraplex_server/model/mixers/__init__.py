@@ -1,0 +1,1 @@
+"""Mixers that keep a state: recurrences over packed rows, and their installation."""

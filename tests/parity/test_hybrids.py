@@ -1,0 +1,79 @@
+"""Families whose mixers keep a state equal Transformers and PEFT over the whole text."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from support.dense import dense_logits, make_dense
+from support.driver import Job, make_rig, random_prompts
+from support.exact_states import exact, whole_text_greedy
+from support.peft_files import SPECS, load_lora, save_adapter
+from support.zoo import HYBRIDS, VOCAB_SIZE, random_model
+
+from loraplex_contracts.plan import AdapterUse
+from loraplex_server.model.loader import adopt_model
+
+NUM_TOKENS = 10
+QUICK = ("lfm2", "qwen3_5", "bamba")  # one for each kind of state; the others run with the slow tests
+FAMILIES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in HYBRIDS]
+# Norms and routers in float32 may tip over at a last bit.
+TOLERANCE = 1e-4
+LORAS = (1, 3)  # of SPECS: all linears, and the head with rank 13
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equals_the_whole_text(family: str) -> None:
+    """Packed rows, prompts in chunks of odd lengths, rows that others had before; with drafts, right and wrong ones."""
+    model = make_dense(random_model(family, seed=3))
+    rig = make_rig(adopt_model(copy.deepcopy(model)), seed=3, max_chunk=11)
+    jobs = [Job(prompt, NUM_TOKENS) for prompt in random_prompts(7, VOCAB_SIZE, seed=3, longest=30)]
+    want = [whole_text_greedy(model, job.prompt, NUM_TOKENS) for job in jobs]
+    for i, (job, tokens) in enumerate(zip(jobs[:5], want, strict=False)):
+        job.propose = _proposer(job.prompt + tokens, error_rate=i / 4, seed=i)
+    rig.run(jobs)
+    assert [job.error for job in jobs] == [None] * len(jobs)
+    assert [job.tokens for job in jobs] == want
+    assert jobs[0].num_accepted > NUM_TOKENS // 2  # always right
+    assert jobs[4].num_accepted == jobs[5].num_accepted == 0
+    assert len({tuple(tokens) for tokens in want}) > 3
+    with exact(model):
+        for job in jobs:
+            want_logits = dense_logits(model, job.prompt, job.tokens)
+            torch.testing.assert_close(rig.logits(job), want_logits, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_mixed_adapters_equal_peft(family: str, tmp_path: Path) -> None:
+    base = make_dense(random_model(family))
+    peft = [save_adapter(base, SPECS[idx], tmp_path / SPECS[idx].name, seed=idx) for idx in LORAS]
+    loaded = adopt_model(copy.deepcopy(base), model_id=family)
+    rig = make_rig(loaded, seed=4, max_rows=6)
+    for slot, idx in enumerate(LORAS):
+        rig.slots.install(slot, load_lora(tmp_path, SPECS[idx].name, loaded.base_targets(max_rank=16)))
+    owners = (None, 0, 1, 0, None, 1)
+    prompts = random_prompts(len(owners), VOCAB_SIZE, seed=8)
+    jobs = [
+        Job(prompt, NUM_TOKENS, () if owner is None else (AdapterUse(owner),))
+        for owner, prompt in zip(owners, prompts, strict=True)
+    ]
+    rig.run(jobs)
+    for owner, job in zip(owners, jobs, strict=True):
+        assert job.error is None
+        assert job.tokens == whole_text_greedy(base if owner is None else peft[owner], job.prompt, NUM_TOKENS)
+    alone = [whole_text_greedy(base, job.prompt, NUM_TOKENS) for job in jobs]
+    assert alone[1] != jobs[1].tokens, "an adapter that changes nothing would prove nothing"
+
+
+def _proposer(text: list[int], error_rate: float, seed: int) -> Callable[[list[int]], list[int]]:
+    dice = random.Random(seed)
+
+    def propose(so_far: list[int]) -> list[int]:
+        true = text[len(so_far) : len(so_far) + dice.randint(1, 4)]
+        return [(token + 1) % VOCAB_SIZE if dice.random() < error_rate else token for token in true]
+
+    return propose
